@@ -1,0 +1,1 @@
+"""Sparsebit: small and fast PyTorch models."""

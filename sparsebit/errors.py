@@ -1,0 +1,38 @@
+"""Faults of the user's input, one class per kind; every message says what was given, where, what is allowed and what to do."""
+
+from __future__ import annotations
+
+
+class SparsebitError(ValueError):
+    """Any fault that the user can mend. Faults of our own are assertions, never this."""
+
+
+class ConfigError(SparsebitError):
+    """A config that cannot be obeyed: unknown key, wrong type, value outside its set, broken rule."""
+
+
+class SpecError(SparsebitError):
+    """A number format that does not exist (0 bits, a group of size 0, ...)."""
+
+
+class BackendError(SparsebitError):
+    """A number format that the chosen backend cannot run; carries the layer's name."""
+
+
+class CaptureError(SparsebitError):
+    """A model, or a call of it, that the captured graph does not stand for."""
+
+
+class CalibrationError(SparsebitError):
+    """A verb used before its data was there, or data that no range can be made from."""
+
+
+class CheckpointError(SparsebitError):
+    """Files that do not hold what this model needs."""
+
+
+class MissingExtraError(SparsebitError, ImportError):
+    """An optional package is not installed; the message names the command that installs it."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(f"{purpose} needs the package {package!r}, which is not installed: pip install 'sparsebit[{extra}]'")

@@ -1,0 +1,69 @@
+"""Names -> things: case-insensitive, no duplicates, and a miss names the nearest entries."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+from sparsebit.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """A dictionary that users extend.
+
+    >>> OBSERVERS = Registry("observer")
+    >>> @OBSERVERS.register("half_range", aliases=("half",))
+    ... class HalfRange: ...
+    >>> OBSERVERS.get("HALF_RANGE") is HalfRange
+    True
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._entries: dict[str, T] = {}
+        self._aliases: dict[str, str] = {}
+
+    def register(self, name: str, *, aliases: tuple[str, ...] = (), replace: bool = False) -> Callable[[T], T]:
+        """A decorator that files its object under `name`; a second one under the same name needs `replace=True`."""
+
+        def file(entry: T) -> T:
+            for key in (name, *aliases):
+                if key.lower() in self and not replace and self.get(key) is not entry:
+                    raise ConfigError(
+                        f"{self.kind} {key!r} is already registered as {self.get(key)!r}; "
+                        "choose another name, or pass replace=True to take its place"
+                    )
+            self._entries[name.lower()] = entry
+            self._aliases.update({alias.lower(): name.lower() for alias in aliases})
+            return entry
+
+        return file
+
+    def canonical(self, name: str) -> str:
+        """The one spelling of `name`: lower case, aliases resolved; an unknown name is an error that lists the near ones."""
+        key = self._aliases.get(name.lower(), name.lower())
+        if key not in self._entries:
+            near = difflib.get_close_matches(key, [*self._entries, *self._aliases], n=3)
+            hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
+            raise ConfigError(f"unknown {self.kind} {name!r}; allowed: {', '.join(self.names())}{hint}")
+        return key
+
+    def get(self, name: str) -> T:
+        return self._entries[self.canonical(name)]
+
+    def names(self) -> list[str]:
+        return sorted(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and (name.lower() in self._entries or name.lower() in self._aliases)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
+
+# The two registries that a config's names are checked against; the methods' packages fill them.
+OBSERVERS: Registry[object] = Registry("observer")
+QUANTIZERS: Registry[object] = Registry("quantizer")
