@@ -1,1 +1,24 @@
-"""Sparsebit: small and fast PyTorch models."""
+"""Sparsebit makes PyTorch models small and fast.
+
+>>> import sparsebit
+>>> qmodel = sparsebit.quantize(model, batches, "onnxruntime")
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sparsebit.quantization.one_call import quantize
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "quantize"]
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded at first use: `import sparsebit` alone stays instant.
+    if name == "quantize":
+        from sparsebit.quantization.one_call import quantize
+
+        return quantize
+    raise AttributeError(f"module 'sparsebit' has no attribute {name!r}")

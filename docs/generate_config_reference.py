@@ -1,0 +1,150 @@
+"""Writes docs/reference/config.md out of the schema and the backends' rules: what is documented is what is checked.
+
+`python docs/generate_config_reference.py` writes the page; with `--check` it writes nothing and fails where the page is
+out of step.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from pydantic.fields import FieldInfo
+
+import sparsebit.quantization.quant_config  # noqa: F401  (files the built-in quantizers and observers)
+from sparsebit.backends import BACKENDS, NumberRules
+from sparsebit.config.fields import Names, describe, section_of, walk
+from sparsebit.config.rules import quantizers_for, schemes
+from sparsebit.config.schema import QuantConfig
+from sparsebit.registry import OBSERVERS
+
+PAGE = Path(__file__).resolve().parent / "reference" / "config.md"
+
+TEMPLATE = """\
+<!-- Written by docs/generate_config_reference.py; edit that file or the schema, not this page. -->
+
+# Config
+
+A config is a YAML file with upper-case keys, read by `parse_qconfig(path | dict | YAML text)`. This one is complete:
+
+```yaml
+BACKEND: onnxruntime
+W: {{QUANTIZER: {{BIT: 8}}}}
+A: {{QUANTIZER: {{BIT: 8}}, OBSERVER: {{TYPE: mse}}}}
+```
+
+It is checked as a whole when it is read, and everything wrong is told at once, with line, key path, given value,
+allowed values and the nearest right key: an unknown key, a key given twice, a wrong type, a value outside its set, a
+rule of the backend broken. A config that was read is frozen; `config.replace("W.QUANTIZER.BIT", 4)` gives a changed and
+checked copy.
+
+Only `W.QUANTIZER.BIT` and `A.QUANTIZER.BIT` are required, each unless its `DISABLE` is true. Names of backends,
+quantizers, observers, schemes, layouts and distributions may be written in any case, `lsq+` also as `lsq_plus`.
+
+{keys}
+
+## Different layers, different wishes
+
+`W.SPECIFIC` and `A.SPECIFIC` are lists of overrides: a glob of layer names, then the keys that differ there and their
+values, in turn. Keys start below `W` or `A`.
+
+```yaml
+W:
+  QUANTIZER: {{BIT: 4}}
+  SPECIFIC:
+    - {{"layer1.*": [QUANTIZER.BIT, 8]}}
+    - {{"fc": [QUANTIZER.BIT, 8, OBSERVER.TYPE, mse]}}
+A:
+  QUANTIZER: {{BIT: 8}}
+  SPECIFIC:
+    - {{"*norm*": [QUANTIZER.DISABLE, true], "softmax*": [QUANTIZER.DISABLE, true]}}
+```
+
+- Entries are applied in the order written; where two set the same key of a layer, the later one wins.
+- `*` stands for any text, dots included, `?` for one character, `[ab]` for one of several; upper and lower case differ.
+  A glob that starts with `*` must stand in quotes.
+- A layer answers to its module path (`patch_embed.proj`) and to the name of its torch.fx node (`patch_embed_proj`).
+- Every override obeys the rules of the backend, also where several meet in one layer.
+- A glob that matches no layer is a warning that lists near names.
+
+## What the backends run
+
+{backends}
+
+Weights are *weight-only* where the activations beside them stay float (`A.QUANTIZER.DISABLE: true`, for all layers or
+by `SPECIFIC`). Activations are never per-group. With `SCHEDULE.BN_TUNING: true` weights must be per-channel, and batch
+norms are not folded until the tuning has ended, whatever `SCHEDULE.FUSE_BN` says.
+"""
+
+
+def render() -> str:
+    """The whole page."""
+    return TEMPLATE.format(keys="\n\n".join(_key_tables()), backends=_table(_backend_rows()))
+
+
+def _key_tables() -> Iterator[str]:
+    top = {name: field for name, field in QuantConfig.model_fields.items() if not section_of(field)}
+    yield _key_table("## General", (((name,), field) for name, field in top.items()))
+    for name, field in QuantConfig.model_fields.items():
+        if model := section_of(field):
+            keys = ((path, inner) for path, inner in walk(model, (name,)) if not section_of(inner))
+            yield _key_table(f"## {name}: {(field.description or '').rstrip('.').lower()}", keys)
+
+
+def _key_table(heading: str, keys: Iterable[tuple[Names, FieldInfo]]) -> str:
+    rows = [
+        (f"`{'.'.join(path)}`", _takes(path, field), _default(field), field.description or "") for path, field in keys
+    ]
+    return f"{heading}\n\n{_table([('key', 'takes', 'default', 'meaning'), *rows])}"
+
+
+def _takes(path: Names, field: FieldInfo) -> str:
+    if path[1:] == ("QUANTIZER", "TYPE"):
+        return ", ".join(quantizers_for("W" if path[0] == "W" else "A"))
+    return ", ".join(OBSERVERS) if path[1:] == ("OBSERVER", "TYPE") else describe(field)
+
+
+def _default(field: FieldInfo) -> str:
+    if field.default_factory:
+        return inspect.getdoc(field.default_factory) or ""
+    if field.default == 0 and field.annotation is int:
+        return "required"
+    plain = {True: "true", False: "false", (): "[]"} if isinstance(field.default, (bool, tuple)) else {}
+    return f"`{plain.get(field.default, field.default)}`"
+
+
+def _backend_rows() -> Iterator[tuple[str, ...]]:
+    yield "backend", "tensors", "bits", "QSCHEME"
+    for backend in BACKENDS.values():
+        kinds = {"weights": backend.weight, "weight-only": backend.weight_only, "activations": backend.activation}
+        for noun, rules in kinds.items():
+            allowed = [scheme for scheme in schemes(rules) if noun != "activations" or "group" not in scheme]
+            yield f"`{backend.name}`", noun, _bits(rules), ", ".join(allowed)
+
+
+def _bits(rules: NumberRules) -> str:
+    bits = sorted(rules.bits)
+    return f"{bits[0]} to {bits[-1]}" if len(bits) > 2 else " or ".join(map(str, bits))
+
+
+def _table(rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
+    return "\n".join([lines[0], "|---" * (lines[0].count(" | ") + 1) + "|", *lines[1:]])
+
+
+def main(arguments: list[str]) -> int:
+    page = render()
+    if arguments == ["--check"]:
+        if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page:
+            return 0
+        sys.stderr.write(f"{PAGE} is out of step with the schema: run python {Path(__file__).name}\n")
+        return 1
+    PAGE.parent.mkdir(parents=True, exist_ok=True)
+    PAGE.write_text(page, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

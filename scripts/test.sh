@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Sets this checkout up and runs every check: style, types, layers, documentation, tests (last, so that their summary ends the
+# output). All of them run even when one fails. Arguments go to pytest: scripts/test.sh -m 'not slow'
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/setup.sh dev
+PATH="$PWD/.venv/bin:$PATH"
+export NO_MKDOCS_2_WARNING=1 # a notice of mkdocs-material's makers, not about this project
+
+failed=()
+check() {
+  local name=$1
+  shift
+  echo "== $name"
+  "$@" || failed+=("$name")
+}
+check "style" ruff check --output-format concise .
+check "format" ruff format --check --output-format concise .
+check "types" mypy
+check "layers" lint-imports
+check "docs" mkdocs build --strict --quiet
+check "tests" pytest -q -n auto --maxprocesses 4 --dist loadfile "$@"
+
+[ ${#failed[@]} -eq 0 ] || { echo "failed: ${failed[*]}" >&2; exit 1; }

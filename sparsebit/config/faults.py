@@ -1,0 +1,124 @@
+"""What is wrong in a config, found and worded: all faults in one ConfigError, each with its file and line."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import yaml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from sparsebit.config.fields import Model, Names, choices, describe, field_at, meant, nearest, section_of
+from sparsebit.config.reading import Document
+from sparsebit.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`W.QUANTIZER.BIT=17 at layer1.*: reason`. `place` is the key path whose line in the file it is shown with."""
+
+    key: Names
+    reason: str
+    given: str = ""
+    site: str = ""
+    place: Names = ()
+
+    def __str__(self) -> str:
+        return f"{'.'.join(self.key)}{self.given}{f' at {self.site}' if self.site else ''}: {self.reason}"
+
+    def at(self, site: str) -> Fault:
+        """The same fault, found in the `SPECIFIC` entry of that glob."""
+        return replace(self, site=site, place=(self.key[0], "SPECIFIC", site))
+
+
+class Faults(ValueError):
+    """Carries faults out of a pydantic validator; users only ever see the ConfigError that `error` makes."""
+
+    def __init__(self, faults: Iterable[Fault]) -> None:
+        self.faults = list(dict.fromkeys(faults))
+        super().__init__("; ".join(map(str, self.faults)))
+
+
+def error(faults: Iterable[Fault], document: Document | None = None) -> ConfigError:
+    """One ConfigError for all of them, in the order of the file."""
+    document = document or Document({})
+    located = [(document.line_of(fault.place or fault.key) or 0, fault) for fault in dict.fromkeys(faults)]
+    located.sort(key=lambda pair: pair[0])
+    sentences = [f"line {line}: {fault}" if line else str(fault) for line, fault in located]
+    if len(sentences) > 1:
+        return ConfigError("\n  ".join([f"{len(sentences)} faults in {document.origin or 'the config'}:", *sentences]))
+    return ConfigError(f"{document.origin}, {sentences[0]}" if document.origin else sentences[0])
+
+
+def faults_of(invalid: ValidationError, model: Model, prefix: Names = ()) -> list[Fault]:
+    """What pydantic found wrong in a `model` that stands under `prefix`, in our words."""
+    faults: list[Fault] = []
+    for entry in invalid.errors(include_url=False):
+        cause = entry.get("ctx", {}).get("error")
+        if isinstance(cause, Faults):
+            faults.extend(cause.faults)
+        elif entry["type"] == "extra_forbidden":
+            faults.append(unknown_key(model, _path(entry), entry["input"], prefix))
+        else:
+            faults.append(_wrong_value(model, entry, cause, prefix))
+    return faults
+
+
+def unknown_key(model: Model, path: Names, value: object = ..., prefix: Names = ()) -> Fault:
+    """The fault of a key that is in no schema."""
+    known = next(n for n in range(len(path)) if field_at(model, path[: n + 1]) is None)
+    parent = field_at(model, path[:known])
+    section = section_of(parent) if parent else model
+    if section is None:
+        reason = f"unknown key; {'.'.join((*prefix, *path[:known]))} holds no keys, it takes {describe(parent)}"  # type: ignore[arg-type]
+    else:
+        reason = f"unknown key; allowed here: {', '.join(section.model_fields)}"
+        if field_at(model, tuple(path[-1].split("."))) and "." in path[-1]:
+            steps = path[-1].split(".")
+            reason += f"; keys nest, write {': {'.join(steps)}: ...{'}' * (len(steps) - 1)}"
+        elif near := meant(model, path[: known + 1]):
+            reason += f"; did you mean {'.'.join((*prefix, *near))}?"
+    return Fault((*prefix, *path), reason, "" if value is ... else given(value))
+
+
+def _wrong_value(model: Model, entry: ErrorDetails, cause: object, prefix: Names) -> Fault:
+    path, value = _path(entry), entry["input"]
+    field = field_at(model, path)
+    assert field is not None, path
+    names = choices(field)
+    if isinstance(cause, ConfigError) and not names:
+        return Fault((*prefix, *path), str(cause))
+    reason = f"allowed: {describe(field)}"
+    if value is None:
+        reason += "; nothing stands after the colon: write a value, or take the key out"
+    elif isinstance(value, str) and (near := nearest(value, names)):
+        reason += f"; did you mean {near}?"
+    elif isinstance(value, str) and field.annotation in (int, float, bool) and _is_number(value):
+        reason += "; it was given as text: take the quotes off"
+    return Fault((*prefix, *path), reason, given(value))
+
+
+def _path(entry: ErrorDetails) -> Names:
+    # List places (a wrong item of SKIP_TRACE_MODULES) are dropped: the fault is told of the key.
+    return tuple(part for part in entry["loc"] if isinstance(part, str))
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return isinstance(yaml.safe_load(text), (int, float))
+    except yaml.YAMLError:
+        return False
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxstring, _SHORT.maxlong = 2, 3, 3, 60, 40
+
+
+def given(value: object) -> str:
+    """`=4`, `='x'`: the value as the user gave it, cut where it is long."""
+    try:
+        return f"={_SHORT.repr(value)}"
+    except ValueError:  # an integer of more digits than Python is willing to print
+        return f"=<{type(value).__name__}>"

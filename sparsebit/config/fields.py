@@ -1,0 +1,133 @@
+"""The fields of config models as things to talk about: what a key takes, which keys there are, which one was meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel, GetCoreSchemaHandler
+from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, core_schema
+
+from sparsebit.registry import Registry
+
+Model = type[BaseModel]
+Names = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Marks a text that must be one of some names; `canonical` gives a name its one spelling, and may refuse it."""
+
+    names: Callable[[], Iterable[str]]
+    canonical: Callable[[str], str]
+
+    @classmethod
+    def fixed(cls, *names: str, canonical: Callable[[str], str] = str.lower) -> OneOf:
+        return cls(lambda: names, canonical)
+
+    @classmethod
+    def registered(cls, registry: Registry[object]) -> OneOf:
+        """The names that are registered at the time of the check, not at the time of the import."""
+        return cls(registry.names, registry.canonical)
+
+    def __call__(self, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        name = self.canonical(value)
+        if name not in self.names():
+            raise ValueError(f"not one of {', '.join(self.names())}")
+        return name
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self, handler(source))
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """Marks a field with the words for what it takes, where its type does not say it."""
+
+    text: str
+
+
+def describe(field: FieldInfo) -> str:
+    """What a key takes, in words; read by error messages and by the generated reference alike."""
+    for mark in field.metadata:
+        if isinstance(mark, Allowed):
+            return mark.text
+    if names := choices(field):
+        return ", ".join(names)
+    if model := section_of(field):
+        return f"a mapping of {', '.join(model.model_fields)}"
+    if field.annotation is bool:
+        return "true or false"
+    if field.annotation in (int, float):
+        return ", ".join(["a whole number" if field.annotation is int else "a number", *_bounds(field)])
+    return "text"
+
+
+def _bounds(field: FieldInfo) -> Iterator[str]:
+    for mark in field.metadata:
+        if isinstance(mark, Ge):
+            yield f"at least {mark.ge}"
+        elif isinstance(mark, Gt):
+            yield f"above {mark.gt}"
+        elif isinstance(mark, Le):
+            yield f"at most {mark.le}"
+        elif isinstance(mark, Lt):
+            yield f"below {mark.lt}"
+
+
+def choices(field: FieldInfo) -> list[str]:
+    """The names a text may be, or none where it is not bound to names."""
+    return [name for mark in field.metadata if isinstance(mark, OneOf) for name in mark.names()]
+
+
+def section_of(field: FieldInfo) -> Model | None:
+    """The model of a key that holds further keys."""
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def walk(model: Model, prefix: Names = ()) -> Iterator[tuple[Names, FieldInfo]]:
+    """Every key of a model with its path, sections included, in the order of the schema."""
+    for name, field in model.model_fields.items():
+        yield (*prefix, name), field
+        if inner := section_of(field):
+            yield from walk(inner, (*prefix, name))
+
+
+def field_at(model: Model, path: Names) -> FieldInfo | None:
+    """The field under a key path, if there is one."""
+    field: FieldInfo | None = None
+    section: Model | None = model
+    for name in path:
+        field = section.model_fields.get(name) if section else None
+        section = section_of(field) if field else None
+    return field
+
+
+def meant(model: Model, path: Names) -> Names | None:
+    """The existing key path nearest to one that does not exist: a neighbour of like name, else that name elsewhere."""
+    section = model if len(path) == 1 else section_of(field_at(model, path[:-1]) or FieldInfo())
+    leaf = path[-1].upper()
+    if section and (close := nearest(leaf, section.model_fields)):
+        return (*path[:-1], close)
+    paths = [found for found, _ in walk(model)]
+    same_leaf = [found for found in paths if found[-1] == leaf.split(".")[-1]]
+    # Of several (W.QUANTIZER.BIT, A.QUANTIZER.BIT) the one in the section where the user wrote it.
+    return max(same_leaf, key=lambda found: _common(found, path), default=None)
+
+
+def _common(found: Names, path: Names) -> int:
+    return sum(found[:n] == path[:n] for n in range(1, len(path) + 1))
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The name that looks most like `name`, whatever its case."""
+    folded = {known.lower(): known for known in names}
+    close = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.5)
+    return folded[close[0]] if close else None

@@ -1,0 +1,186 @@
+"""Path, mapping or YAML text -> the plain values of a config, with the line on which each key stands."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Union
+
+import yaml
+
+from sparsebit.errors import ConfigError
+
+KeyPath = tuple[str, ...]
+Source = Union[str, "os.PathLike[str]", Mapping[str, Any]]
+
+# Far above any honest config; keeps a hostile one (a huge file, aliases that multiply) from eating the machine.
+MAX_BYTES = 1 << 18
+MAX_NODES = 100_000
+
+_TOP_LEVEL_KEY = re.compile(r"^\s*(\{|[^\s:]+\s*:(\s|$))")
+
+
+class Document(dict[str, Any]):
+    """The values of one config and where they came from.
+
+    `origin` is the file's name, or "" for a mapping or a text. `lines` holds the 1-based line of a key by its path
+    without places in lists, `("W", "QUANTIZER", "BIT")` or `("W", "SPECIFIC", "layer1.*")`; a mapping has none.
+    """
+
+    def __init__(self, values: Mapping[str, Any], origin: str = "", lines: Mapping[KeyPath, int] | None = None) -> None:
+        super().__init__(values)
+        self.origin = origin
+        self.lines = dict(lines or {})
+
+    def line_of(self, path: KeyPath) -> int | None:
+        """The line of the key, or of the nearest section around it that was written."""
+        return next((self.lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.lines), None)
+
+
+def read(source: Source) -> Document:
+    """The config's values, unchecked.
+
+    A string is taken as YAML when it has several lines or starts with a key (`BACKEND: virtual`), else as a path.
+    """
+    if isinstance(source, Document):
+        return source
+    if isinstance(source, Mapping):
+        return Document(_plain(source))
+    if isinstance(source, str) and _is_yaml(source):
+        return _parse(source, origin="")
+    if isinstance(source, (str, os.PathLike)):
+        path = Path(source)
+        return _parse(_text_of(path), origin=str(path))
+    raise ConfigError(
+        f"a config cannot be read from {type(source).__name__}: give the path of a YAML file, a dict, or YAML text"
+    )
+
+
+def _is_yaml(source: str) -> bool:
+    return "\n" in source or (_TOP_LEVEL_KEY.match(source) is not None and not os.path.exists(source))
+
+
+def _text_of(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"no config file at {str(path)!r} (looked from {os.getcwd()}); "
+            "give an existing path, a dict, or YAML text such as 'BACKEND: virtual'"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the config file {str(path)!r} cannot be read: {error}") from None
+    if len(content) > MAX_BYTES:
+        raise ConfigError(f"{path}: a config has at most {MAX_BYTES:,} bytes; is this the right file?")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not a text file in UTF-8 (byte {error.start}); is this the right file?") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """yaml.SafeLoader that also reads `1e-3` as a number, as YAML 1.2 does; 1.1 takes it for text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def _parse(text: str, origin: str) -> Document:
+    where = f"{origin}: " if origin else ""
+    if len(text) > MAX_BYTES:
+        raise ConfigError(f"{where}a config has at most {MAX_BYTES:,} characters; is this the right text?")
+    lines: dict[KeyPath, int] = {}
+    try:
+        loader = _Loader(text)
+        try:
+            root = loader.get_single_node()
+            if root is None:
+                raise ConfigError(f"{where}the config is empty; it needs at least W.QUANTIZER.BIT and A.QUANTIZER.BIT")
+            _check_node(root, (), lines, {}, where)
+            values = loader.construct_document(root)
+        finally:
+            loader.dispose()
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}not valid YAML: {_yaml_fault(error)}") from None
+    except RecursionError:
+        raise ConfigError(f"{where}not a config: nested too deeply") from None
+    except ConfigError:
+        raise
+    except ValueError as error:  # from the constructors: a month 13, an integer of a million digits
+        raise ConfigError(f"{where}not valid YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{where}a config is a mapping of keys (BACKEND, W, A, ...), but this is {_KINDS.get(type(values), 'not')}"
+        )
+    return Document(values, origin, lines)
+
+
+_TEXT, _MERGE = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
+_KINDS = {str: "text", list: "a list", int: "a number", float: "a number", bool: "true/false"}
+
+
+def _check_node(
+    node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], sizes: dict[int, int | None], where: str
+) -> int:
+    """Notes the line of every key, refuses a key given twice, and bounds the size after aliases are followed."""
+    if id(node) in sizes:
+        size = sizes[id(node)]
+        if size is None:
+            raise ConfigError(f"{where}line {node.start_mark.line + 1}: an alias that contains itself is not a config")
+        return size
+    sizes[id(node)] = None
+    size = 1
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            size += _check_node(item, path, lines, sizes, where)
+    elif isinstance(node, yaml.MappingNode):
+        first: dict[str, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConfigError(f"{where}line {line}: a key must be text, not a list or a mapping")
+            if key.tag not in (_TEXT, _MERGE):  # 1, null, and in YAML 1.1 also on, off, yes, no
+                raise ConfigError(f"{where}line {line}: a key must be text; put {key.value or 'it'} in quotes")
+            here = (*path, key.value)
+            if key.value in first and key.tag != _MERGE:
+                before = f"first on line {first[key.value]}"
+                raise ConfigError(f"{where}line {line}: {'.'.join(here)} is given twice ({before}); keep one of them")
+            first[key.value] = line
+            lines.setdefault(here, line)
+            size += _check_node(value, here, lines, sizes, where)
+    if size > MAX_NODES:
+        raise ConfigError(f"{where}the aliases unfold to more than {MAX_NODES:,} values; that is not a config")
+    sizes[id(node)] = size
+    return size
+
+
+def _yaml_fault(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
+    hint = ""
+    if "alias" in problem or "alias" in (getattr(error, "context", None) or ""):
+        hint = '; a glob that starts with * must stand in quotes: "*.fc": [...]'
+    elif "'\\t'" in problem:
+        hint = "; indent with spaces, not tabs"
+    elif "could not determine a constructor" in problem:
+        hint = "; tags (!...) are not allowed, only plain values are"
+    return place + problem + hint
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """A copy made of dicts and lists only, so that no later edit of the user's mapping is seen here."""
+    if depth > 32:
+        raise ConfigError("the mapping is nested more than 32 deep; that is not a config")
+    if isinstance(value, Mapping):
+        if odd := [key for key in value if not isinstance(key, str)]:
+            raise ConfigError(f"a key must be text, but {odd[0]!r} is {type(odd[0]).__name__}")
+        return {key: _plain(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, depth + 1) for item in value]
+    return value

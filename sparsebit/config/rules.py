@@ -1,0 +1,87 @@
+"""The rules between keys: bits are given, the quantizer fits, the backend runs the format, BN tuning can work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from sparsebit.backends import BACKENDS, NumberRules
+from sparsebit.config.faults import Fault
+from sparsebit.config.tensor_config import Kind, TensorConfig
+from sparsebit.registry import QUANTIZERS
+
+_NOUNS = {"W": "weight", "A": "activation"}
+_TARGETS = {"W": "weight", "A": "feature"}
+_ESCAPE = "BACKEND: virtual"
+
+
+def broken_rules(
+    kind: Kind, tensor: TensorConfig, *, backend: str, weight_only: bool, bn_tuning: bool
+) -> Iterator[Fault]:
+    """What forbids one tensor's config; nothing does where it stays float.
+
+    `weight_only`: the activations beside these weights stay float, which lets some backends run fewer bits.
+    """
+    if tensor.QUANTIZER.DISABLE:
+        return
+    yield from _bits(kind, tensor)
+    yield from _quantizer(kind, tensor)
+    yield from _backend(kind, tensor, backend, weight_only)
+    if kind == "W" and bn_tuning and tensor.granularity != "channel":
+        scheme = f"per-channel-{'symmetric' if tensor.symmetric else 'affine'}"
+        reason = f"BN tuning wants per-channel weights; set {scheme}, or SCHEDULE.BN_TUNING: false"
+        yield _fault(kind, "QSCHEME", tensor.QSCHEME, reason)
+
+
+def schemes(rules: NumberRules) -> list[str]:
+    """The QSCHEMEs that a backend runs, as they are written in a config."""
+    return [
+        f"per-{granularity}-{'symmetric' if symmetric else 'affine'}"
+        for granularity in ("tensor", "channel", "group")
+        if granularity in rules.granularities
+        for symmetric in (True, False)
+        if symmetric in rules.symmetric
+    ]
+
+
+def quantizers_for(kind: Kind) -> list[str]:
+    """The quantizers made for weights or activations: a class says so in TARGETS, one that does not is for both."""
+    return [
+        name for name in QUANTIZERS if _TARGETS[kind] in getattr(QUANTIZERS.get(name), "TARGETS", _TARGETS.values())
+    ]
+
+
+def _bits(kind: Kind, tensor: TensorConfig) -> Iterator[Fault]:
+    if tensor.QUANTIZER.BIT:
+        return
+    reason = f"set 1 to 16, or {kind}.QUANTIZER.DISABLE: true to leave the {_NOUNS[kind]}s float"
+    if tensor.is_set("QUANTIZER.BIT"):
+        yield _fault(kind, "QUANTIZER.BIT", 0, f"no number has 0 bits; {reason}")
+    else:
+        yield Fault((kind, "QUANTIZER", "BIT"), f"missing; {reason}")
+
+
+def _quantizer(kind: Kind, tensor: TensorConfig) -> Iterator[Fault]:
+    name, allowed = tensor.QUANTIZER.TYPE, quantizers_for(kind)
+    if name not in allowed:
+        yield _fault(kind, "QUANTIZER.TYPE", name, f"not made for {_NOUNS[kind]}s; allowed: {', '.join(allowed)}")
+
+
+def _backend(kind: Kind, tensor: TensorConfig, backend: str, weight_only: bool) -> Iterator[Fault]:
+    runs = BACKENDS[backend]
+    rules = runs.activation if kind == "A" else runs.weight_only if weight_only else runs.weight
+    bit, scheme = tensor.QUANTIZER.BIT, tensor.QSCHEME
+    if bit and bit not in rules.bits:
+        remedies = [f"set {_either(map(str, sorted(rules.bits)))}"]
+        if kind == "W" and bit in runs.weight_only.bits:
+            remedies.append("A.QUANTIZER.DISABLE: true to quantize weights only")
+        yield _fault(kind, "QUANTIZER.BIT", bit, f"{rules.advice}; {', or '.join([*remedies, _ESCAPE])}")
+    if scheme not in schemes(rules):
+        yield _fault(kind, "QSCHEME", scheme, f"{rules.advice}; set {_either(schemes(rules))}, or {_ESCAPE}")
+
+
+def _fault(kind: Kind, key: str, value: object, reason: str) -> Fault:
+    return Fault((kind, *key.split(".")), reason, f"={value}")
+
+
+def _either(names: Iterable[str]) -> str:
+    return " or ".join(names)

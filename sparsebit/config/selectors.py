@@ -1,0 +1,116 @@
+"""The one glob matcher: which layers a per-layer override (`SPECIFIC`) speaks to, and in which order overrides win."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import reprlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Any
+
+from sparsebit.errors import ConfigError
+
+_SHORT = reprlib.Repr()
+_WILD = re.compile(r"[*?\[]")
+_HUMP = re.compile(r"(?<=[a-z])(?=[A-Z])")
+_NOT_IN_NAMES = re.compile(r"[^0-9a-z_*?\[\]]+")  # wild cards stay: `name` may be a glob, see `select`
+
+
+@dataclass(frozen=True)
+class Override:
+    """One entry of `SPECIFIC`: the layers it is for, and the settings they get.
+
+    >>> Override("layer1.*", (("QUANTIZER.BIT", 4),)).to_entry()
+    {'layer1.*': ['QUANTIZER.BIT', 4]}
+    """
+
+    glob: str
+    settings: tuple[tuple[str, Any], ...]
+
+    def to_entry(self) -> dict[str, list[Any]]:
+        """The form in which it is written in a config file."""
+        return {self.glob: [part for setting in self.settings for part in setting]}
+
+
+def read_overrides(value: object) -> tuple[Override, ...]:
+    """`[{glob: [KEY, value, KEY, value...]}]` -> overrides in the order written; keys upper-cased, values unchecked.
+
+    >>> read_overrides([{"stem": ["QUANTIZER.BIT", 8], "head": ["QUANTIZER.BIT", 4]}])[1]
+    Override(glob='head', settings=(('QUANTIZER.BIT', 4),))
+    """
+    if not isinstance(value, (list, tuple)):
+        raise ConfigError(f"must be a list of mappings, {_FORM}, but is {_kind(value)}")
+    return tuple(override for entry in value for override in _read_entry(entry))
+
+
+_FORM = '[{"layer1.*": [QUANTIZER.BIT, 4]}]'
+
+
+def _kind(value: object) -> str:
+    known = {dict: "a mapping; put [ ] around it", type(None): "empty; take the key out"}
+    return known.get(type(value)) or _SHORT.repr(value)
+
+
+def _read_entry(entry: object) -> Iterator[Override]:
+    if isinstance(entry, Override):
+        yield entry
+        return
+    if not isinstance(entry, dict):
+        raise ConfigError(f"each entry must be a mapping, {_FORM}, but one is {_kind(entry)}")
+    for glob, settings in entry.items():
+        if not isinstance(glob, str) or not glob:
+            raise ConfigError(f"a glob must be text; put {glob!r} in quotes")
+        turns = f"{glob!r} must have a list of keys and values in turn, {_FORM}"
+        if not isinstance(settings, (list, tuple)) or len(settings) % 2 or not settings:
+            raise ConfigError(f"{turns}, but has {_SHORT.repr(settings)}")
+        keys, values = settings[::2], settings[1::2]
+        if odd := [key for key in keys if not isinstance(key, str)]:
+            raise ConfigError(f"{turns}, but {_SHORT.repr(odd[0])} stands in the place of a key")
+        if len({key.upper() for key in keys}) < len(keys):
+            raise ConfigError(f"{glob!r} sets a key twice: {', '.join(keys)}; keep one of them")
+        yield Override(glob, tuple((key.upper(), value) for key, value in zip(keys, values, strict=True)))
+
+
+def matches(glob: str, name: str) -> bool:
+    """Whether `glob` means the layer `name`; case-sensitive, `*` crosses dots.
+
+    A layer answers to its module path and to the name of its torch.fx node, in which the configs of the first
+    Sparsebit are written:
+
+    >>> matches("patch_embed.proj", "patch_embed.proj"), matches("patch_embed_proj", "patch_embed.proj")
+    (True, True)
+    """
+    spellings = _spellings(name)
+    # The first half is a short cut: most globs of a mixed-precision config are plain names.
+    return glob in spellings or (_WILD.search(glob) is not None and any(fnmatchcase(s, glob) for s in spellings))
+
+
+def matches_any(globs: Iterable[str], name: str) -> bool:
+    return any(matches(glob, name) for glob in globs)
+
+
+def select(overrides: Iterable[Override], name: str) -> Iterator[Override]:
+    """The overrides for one layer, in the order in which they are applied: a later one wins.
+
+    `name` may also be a glob out of the same list. It then stands for "the layers it means" and selects every
+    override that covers them, itself included (`[ab]` does not match its own text, hence the comparison).
+    """
+    return (override for override in overrides if override.glob == name or matches(override.glob, name))
+
+
+def near_names(glob: str, names: Iterable[str], count: int = 3) -> list[str]:
+    """The names that the writer of a glob without a match may have meant, nearest first."""
+    wanted = glob.strip("*").lower()
+    known = {spelling.lower(): name for name in names for spelling in _spellings(name)}
+    inside = [name for spelling, name in known.items() if wanted and wanted in spelling]
+    close = [known[spelling] for spelling in difflib.get_close_matches(wanted, known, n=2 * count, cutoff=0.5)]
+    return list(dict.fromkeys(close + inside))[:count]
+
+
+@lru_cache(maxsize=4096)
+def _spellings(name: str) -> tuple[str, str]:
+    node = _NOT_IN_NAMES.sub("_", _HUMP.sub("_", name).lower())
+    return name, f"_{node}" if node[:1].isdigit() else node

@@ -1,0 +1,112 @@
+"""How one tensor is quantized: the keys under `W` and `A`, which `SPECIFIC` may also set for single layers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, cast
+
+from pydantic import Field
+
+from sparsebit.backends import Granularity
+from sparsebit.config.fields import Allowed, OneOf
+from sparsebit.config.section import Section
+from sparsebit.registry import OBSERVERS, QUANTIZERS
+
+Kind = Literal["W", "A"]
+
+_SCHEMES = ("per-tensor-symmetric", "per-tensor-affine", "per-channel-symmetric", "per-channel-affine")
+_GROUP_SCHEMES = ("per-group-symmetric", "per-group-affine")
+
+# 0 is "not given": the field stays an int for its readers, and rules.py refuses 0 where a tensor is quantized.
+Bits = Annotated[int, Field(ge=0, le=16), Allowed("a whole number, 1 to 16")]
+
+
+class Pact(Section):
+    ALPHA_VALUE: float = Field(10.0, gt=0, description="Where the learned clipping value of `pact` starts.")
+
+
+class QuantizerConfig(Section):
+    TYPE: Annotated[str, OneOf.registered(QUANTIZERS)] = Field(
+        "uniform", description="The quantizer; `register_quantizer` adds more."
+    )
+    BIT: Bits = Field(0, description="Bits per number. Required, unless DISABLE is true.")
+    DISABLE: bool = Field(False, description="Leave these tensors in float.")
+
+
+class WeightQuantizer(QuantizerConfig):
+    GROUP_SIZE: int = Field(
+        128, ge=1, description="How many consecutive weights share a scale, if QSCHEME is per-group."
+    )
+
+
+class ActivationQuantizer(QuantizerConfig):
+    PACT: Pact = Field(default_factory=Pact, description="Options of the quantizer `pact`.")
+
+
+class Percentile(Section):
+    ALPHA: float = Field(0.001, ge=0, lt=0.5, description="Fraction of the values cut off at each end.")
+
+
+class Aciq(Section):
+    DISTRIBUTION: Annotated[str, OneOf.fixed("GAUS", "LAPLACE", canonical=str.upper)] = Field(
+        "GAUS", description="The shape that the values are taken to have."
+    )
+
+
+class MovingAverage(Section):
+    EMA_RATIO: float = Field(0.9, ge=0, lt=1, description="Weight of the past against the newest batch.")
+
+
+class ObserverConfig(Section):
+    TYPE: Annotated[str, OneOf.registered(OBSERVERS)] = Field(
+        "minmax", description="How the range is chosen from the data seen; `register_observer` adds more."
+    )
+    PERCENTILE: Percentile = Field(default_factory=Percentile, description="Options of the observer `percentile`.")
+    ACIQ: Aciq = Field(default_factory=Aciq, description="Options of the observer `aciq`.")
+
+
+class ActivationObserver(ObserverConfig):
+    MOVING_AVERAGE: MovingAverage = Field(
+        default_factory=MovingAverage, description="Options of the observer `moving_average`."
+    )
+    LAYOUT: Annotated[str, OneOf.fixed("NCHW", "NLC", canonical=str.upper)] = Field(
+        "NCHW", description="Where the channels are, for per-channel activations: axis 1, or the last."
+    )
+
+
+class QAdd(Section):
+    ENABLE_QUANT: bool = Field(False, description="Quantize the inputs of additions.")
+
+
+class TensorConfig(Section):
+    """How one tensor is quantized; what `QuantConfig.resolve` gives."""
+
+    QSCHEME: str
+    QUANTIZER: QuantizerConfig
+    OBSERVER: ObserverConfig
+
+    @property
+    def granularity(self) -> Granularity:
+        return cast("Granularity", self.QSCHEME.split("-")[1])
+
+    @property
+    def symmetric(self) -> bool:
+        return self.QSCHEME.endswith("-symmetric")
+
+
+class WeightConfig(TensorConfig):
+    QSCHEME: Annotated[str, OneOf.fixed(*_SCHEMES, *_GROUP_SCHEMES)] = Field(
+        "per-channel-symmetric", description="What shares a scale, and whether zero lies in the middle of the range."
+    )
+    QUANTIZER: WeightQuantizer = Field(default_factory=WeightQuantizer, description="The number format.")
+    OBSERVER: ObserverConfig = Field(default_factory=ObserverConfig, description="The choice of the range.")
+
+
+class ActivationConfig(TensorConfig):
+    QSCHEME: Annotated[str, OneOf.fixed(*_SCHEMES)] = Field(
+        "per-tensor-affine",
+        description="What shares a scale, and whether zero lies in the middle of the range. "
+        "Where the backend has no affine activations (tensorrt) the default is per-tensor-symmetric.",
+    )
+    QUANTIZER: ActivationQuantizer = Field(default_factory=ActivationQuantizer, description="The number format.")
+    OBSERVER: ActivationObserver = Field(default_factory=ActivationObserver, description="The choice of the range.")
+    QADD: QAdd = Field(default_factory=QAdd, description="Additions.")

@@ -1,0 +1,1 @@
+"""Data through graphs in bounded memory."""

@@ -1,0 +1,1 @@
+"""Graphs of models: capture, matching, rewriting. Knows torch.fx and nothing of quantization."""

@@ -1,0 +1,275 @@
+"""Model -> graphs: one graph where torch.fx can, several graphs inside opaque modules where it cannot, and a report of which and why.
+
+The result holds *regions* (captured graphs, by path) and *loose* modules (leaves that live inside an opaque module and are
+called by its own Python code). Whatever a pass does to a region's leaves also happens to the module it came from, so the
+original Python code stays a second, always valid way to run it.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from sparsebit.graph.tracer import LeafPolicy, LeafTracer, Untraced, describe_failure
+
+# A parameter of `forward` that differs from call to call.
+VARYING = "<varying>"
+CallForm = dict[str, Any]
+
+
+class Region(nn.Module):
+    """One captured graph standing in for the module it was traced from (`source`, which shares its leaves).
+
+    A call whose optional arguments differ from the captured ones runs the source's own code, so it is never wrong.
+    Attributes that the graph lacks are the source's.
+    """
+
+    graph_module: fx.GraphModule
+
+    def __init__(self, graph_module: fx.GraphModule, source: nn.Module, constants: CallForm) -> None:
+        super().__init__()
+        self.graph_module = graph_module
+        # In a tuple: the source's leaves are the graph's, and must not be registered twice.
+        self.__dict__["_source"] = (source,)
+        self.constants = constants
+
+    @property
+    def source(self) -> nn.Module:
+        source: nn.Module = self.__dict__["_source"][0]
+        return source
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """The graph's inputs by name, or None where the call has another form than the captured one."""
+        try:
+            bound = _signature(self.source).bind(*args, **kwargs)
+        except TypeError:
+            return None
+        given = dict(bound.arguments)
+        for name, constant in self.constants.items():
+            if name in given and not _same_constant(given.pop(name), constant):
+                return None
+        return given
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        inputs = self.bind(args, kwargs)
+        if inputs is None:
+            return self.source(*args, **kwargs)
+        return self.graph_module(**inputs)
+
+    def train(self, mode: bool = True) -> Region:
+        super().train(mode)
+        self.source.train(mode)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            source = self.__dict__.get("_source")
+            if source is None or name.startswith("__"):
+                raise
+            return getattr(source[0], name)
+
+
+@dataclass
+class Loose:
+    """A leaf inside an opaque module: `parent._modules[name]`."""
+
+    path: str
+    parent: nn.Module
+    name: str
+
+    @property
+    def module(self) -> nn.Module:
+        module = self.parent._modules[self.name]
+        assert module is not None
+        return module
+
+
+@dataclass
+class Captured:
+    """`model` runs like the original; `regions` and `loose` are what passes work on, both by path in the original model."""
+
+    model: nn.Module
+    regions: dict[str, Region] = field(default_factory=dict)
+    loose: dict[str, Loose] = field(default_factory=dict)
+    untraced: dict[str, Untraced] = field(default_factory=dict)
+    eval_branches: dict[str, str] = field(default_factory=dict)
+
+    def region_nodes(self) -> Iterator[tuple[str, Region, fx.Node]]:
+        for path, region in self.regions.items():
+            for node in region.graph_module.graph.nodes:
+                yield path, region, node
+
+
+def capture(
+    model: nn.Module,
+    policy: LeafPolicy | None = None,
+    *,
+    example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+    form: CallForm | None = None,
+) -> Captured:
+    """A captured *copy* of `model`. `example` (args, kwargs) tells which optional arguments are used, everywhere in the model;
+    `form` does so for the model's own `forward` alone. Without either, optional arguments are taken as not given."""
+    model = copy.deepcopy(model)
+    forms = _observe_forms(model, *example) if example is not None else {}
+    if form is not None:
+        forms[id(model)] = form
+    explorer = _Explorer(policy or LeafPolicy(), forms, known=example is not None)
+    explorer.captured.model = explorer.explore(model, "", is_root=True)
+    return explorer.captured
+
+
+def call_form(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallForm:
+    """What a call looks like: per parameter its constant value (None, bool, str, defaults) or VARYING."""
+    signature = _signature(module)
+    bound = signature.bind(*args, **kwargs)
+    form: CallForm = {}
+    for name, parameter in signature.parameters.items():
+        if name in bound.arguments:
+            value = bound.arguments[name]
+            form[name] = value if value is None or isinstance(value, (bool, str)) or value in ((), {}) else VARYING
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            form[name] = ()
+        elif parameter.kind is not parameter.VAR_KEYWORD:
+            form[name] = parameter.default
+    return form
+
+
+class _Explorer:
+    """Walks the module tree: a graph where possible, else inside."""
+
+    def __init__(self, policy: LeafPolicy, forms: dict[int, CallForm | None], known: bool) -> None:
+        self.policy, self.forms, self.known = policy, forms, known
+        self.captured = Captured(nn.Module())
+        self.done: dict[int, nn.Module] = {}
+
+    def explore(self, module: nn.Module, path: str, is_root: bool = False) -> nn.Module:
+        """What stands at `path` from now on. Modules registered in two places are explored once."""
+        if id(module) not in self.done:
+            constants = self._constants(module, is_root)
+            if constants is None or not _has_forward(module):
+                self.done[id(module)] = module
+                if _has_forward(module):
+                    self.captured.untraced[path] = self._ambiguous(module, path)
+                self._enter(module, path)
+            else:
+                self.done[id(module)] = self._capture_region(module, path, constants)
+        return self.done[id(module)]
+
+    def _capture_region(self, module: nn.Module, path: str, constants: CallForm) -> nn.Module:
+        tracer = LeafTracer(self.policy, path, constants)
+        try:
+            graph = tracer.trace(module)
+            region = Region(fx.GraphModule(module, graph, type(module).__name__), module, constants)
+        except Exception as error:  # the module's own forward cannot be traced
+            self.captured.untraced[path] = describe_failure(error, path, module)
+            self._enter(module, path)
+            return module
+        self.captured.regions[path] = region
+        self.captured.eval_branches.update({tracer.full_path(p): line for p, line in tracer.eval_branches.items()})
+        region.graph_module.train(module.training)
+        for local, failure in tracer.untraced.items():
+            inner = module.get_submodule(local)
+            self.captured.untraced[tracer.full_path(local)] = failure
+            if id(inner) not in self.done:
+                self.done[id(inner)] = inner
+                self._enter(inner, tracer.full_path(local))
+        return region
+
+    def _enter(self, module: nn.Module, path: str) -> None:
+        """Go on with the children of an opaque module."""
+        for name, child in list(module.named_children()):
+            child_path = f"{path}.{name}" if path else name
+            if self.policy.is_leaf(child, child_path) or _is_weighted_leaf(child):
+                self.captured.loose[child_path] = Loose(child_path, module, name)
+            else:
+                module._modules[name] = self.explore(child, child_path)
+
+    def _constants(self, module: nn.Module, is_root: bool) -> CallForm | None:
+        """The parameters of `forward` to hold fixed, or None where it is not known how the module is called."""
+        form = self.forms.get(id(module), {})
+        if form is None:
+            return None
+        if form:
+            return {name: value for name, value in form.items() if value is not VARYING}
+        defaults = {}
+        for name, parameter in _signature(module).parameters.items():
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                return None
+            if parameter.default is not parameter.empty:
+                defaults[name] = parameter.default
+        # A child of an opaque module may be called with any of its optional arguments: only an example tells which.
+        return defaults if is_root or not defaults else None
+
+    def _ambiguous(self, module: nn.Module, path: str) -> Untraced:
+        reason = (
+            "called in more than one way, or never, by the example"
+            if self.known
+            else "its forward has optional arguments, and how it is called is not known: pass example_inputs to capture it"
+        )
+        code = getattr(type(module).forward, "__code__", None)
+        line = f"{code.co_filename}:{code.co_firstlineno}: def forward" if code else "unknown line"
+        return Untraced(path, type(module).__name__, reason, line)
+
+
+def _observe_forms(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, CallForm | None]:
+    """How every module is called during one forward; None where it is called in different ways."""
+    forms: dict[int, CallForm | None] = {}
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        form = call_form(module, args, kwargs)
+        seen = forms.setdefault(id(module), form)
+        if seen is not None and not _same_form(seen, form):
+            forms[id(module)] = None
+
+    handles = [m.register_forward_pre_hook(note, with_kwargs=True) for m in model.modules() if _has_forward(m)]
+    was_training = model.training
+    try:
+        model.eval()
+        with torch.no_grad():
+            model(*args, **kwargs)
+    finally:
+        model.train(was_training)
+        for handle in handles:
+            handle.remove()
+    for module in model.modules():
+        if _has_forward(module):
+            forms.setdefault(id(module), None)
+    return forms
+
+
+def _same_form(one: CallForm, other: CallForm) -> bool:
+    return one.keys() == other.keys() and all(_same_constant(one[name], other[name]) for name in one)
+
+
+def _same_constant(value: Any, constant: Any) -> bool:
+    if isinstance(value, torch.Tensor) or isinstance(constant, torch.Tensor):
+        return value is constant
+    return value is constant or (type(value) is type(constant) and bool(value == constant))
+
+
+def _signature(module: nn.Module) -> inspect.Signature:
+    return inspect.signature(module.forward)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+
+
+def _is_weighted_leaf(module: nn.Module) -> bool:
+    """A subclass of a torch.nn layer with its own forward and no children (`Conv2dSame`): quantized as one piece."""
+    of_torch = any(base.__module__.startswith("torch.nn.modules") and base is not nn.Module for base in type(module).__mro__)
+    return of_torch and not any(True for _ in module.children()) and "weight" in module._parameters
+
+
+def tensors_of(value: Any) -> Iterable[torch.Tensor]:
+    """Every tensor inside nested containers and dataclasses."""
+    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))

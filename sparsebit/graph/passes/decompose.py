@@ -1,0 +1,104 @@
+"""`nn.MultiheadAttention` -> projections, products and softmax as ops of their own, so that each can be seen and changed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+
+def decompose(model: nn.Module) -> nn.Module:
+    """Replace every decomposable attention below `model`, in place; shared modules stay shared."""
+    done: dict[int, nn.Module] = {}
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if type(child) is nn.MultiheadAttention and child.bias_k is None and not child.add_zero_attn:
+                done.setdefault(id(child), PlainMultiheadAttention(child))
+                parent._modules[name] = done[id(child)]
+    return model
+
+
+class PlainMultiheadAttention(nn.Module):
+    """The same function as `nn.MultiheadAttention` (batched, or unbatched outside of a trace), written out.
+
+    attention = softmax(q·k^T/sqrt(d) + mask)·v per head; inputs (L, N, E), or (N, L, E) with batch_first.
+    """
+
+    # nn.TransformerEncoderLayer asks for these before it takes its fused path, which would bypass the parts.
+    _qkv_same_embed_dim = False
+    in_proj_bias = None
+    in_proj_weight = None
+
+    def __init__(self, original: nn.MultiheadAttention) -> None:
+        super().__init__()
+        self.embed_dim, self.num_heads, self.head_dim = original.embed_dim, original.num_heads, original.head_dim
+        self.batch_first, self.dropout = original.batch_first, original.dropout
+        if original._qkv_same_embed_dim:
+            weights = list(original.in_proj_weight.detach().chunk(3))
+        else:
+            weights = [original.q_proj_weight.detach(), original.k_proj_weight.detach(), original.v_proj_weight.detach()]
+        biases = original.in_proj_bias.detach().chunk(3) if original.in_proj_bias is not None else (None,) * 3
+        self.q_proj, self.k_proj, self.v_proj = (_linear(w, b) for w, b in zip(weights, biases, strict=True))
+        self.out_proj = _linear(original.out_proj.weight.detach(), original.out_proj.bias)
+        self.train(original.training)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        unbatched = not isinstance(query, fx.Proxy) and query.dim() == 2
+        if unbatched:
+            axis = 0 if self.batch_first else 1
+            query, key, value = query.unsqueeze(axis), key.unsqueeze(axis), value.unsqueeze(axis)
+            key_padding_mask = key_padding_mask.unsqueeze(0) if key_padding_mask is not None else None
+        if not self.batch_first:
+            query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+        batch, queries, keys = query.shape[0], query.shape[1], key.shape[1]
+        q = self._split(self.q_proj(query), batch, queries) * (1.0 / math.sqrt(self.head_dim))
+        k = self._split(self.k_proj(key), batch, keys)
+        v = self._split(self.v_proj(value), batch, keys)
+        scores = torch.matmul(q, k.transpose(-2, -1))
+        if attn_mask is not None:
+            mask = _additive(attn_mask, scores)
+            per_head = not isinstance(attn_mask, fx.Proxy) and attn_mask.dim() == 3
+            scores = scores + (mask.reshape(batch, self.num_heads, queries, keys) if per_head else mask)
+        if key_padding_mask is not None:
+            scores = scores + _additive(key_padding_mask, scores).reshape(batch, 1, 1, keys)
+        weights = F.dropout(torch.softmax(scores, dim=-1), p=self.dropout, training=self.training)
+        merged = torch.matmul(weights, v).transpose(1, 2).reshape(batch, queries, self.embed_dim)
+        output = self.out_proj(merged)
+        if not self.batch_first:
+            output = output.transpose(0, 1)
+        if unbatched:
+            output = output.squeeze(0 if self.batch_first else 1)
+        if not need_weights:
+            return output, None
+        shown = weights.mean(dim=1) if average_attn_weights else weights
+        return output, shown.squeeze(0) if unbatched else shown
+
+    def _split(self, x: Tensor, batch: Any, length: Any) -> Tensor:
+        return x.reshape(batch, length, self.num_heads, self.head_dim).transpose(1, 2)
+
+
+def _additive(mask: Tensor, scores: Tensor) -> Tensor:
+    """A boolean mask (True = hidden) as numbers to add; a float mask as it is."""
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=scores.dtype).masked_fill(mask, float("-inf"))
+    return mask
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight.clone())
+    linear.bias = nn.Parameter(bias.detach().clone()) if bias is not None else None  # type: ignore[assignment]
+    return linear

@@ -1,0 +1,42 @@
+"""Native graph -> the same function with fewer nodes: identities, asserts, shape access and unbind in their plain forms."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx, nn
+
+from sparsebit.graph.patterns import module_of
+from sparsebit.graph.rewrite import sweep
+
+
+def simplify(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """Rewrite in place: drop identities and asserts, `x.shape[i]` -> `x.size(i)`, `unbind()[i]` -> `select`, dead code."""
+    for node in list(graph_module.graph.nodes):
+        if isinstance(module_of(node, graph_module), nn.Identity) and len(node.args) == 1:
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            node.replace_all_uses_with(source)
+            graph_module.graph.erase_node(node)
+        elif node.op == "call_function" and node.target in (torch._assert, fx._symbolic_trace._assert_is_none):
+            graph_module.graph.erase_node(node)
+        elif node.op == "call_function" and node.target is operator.getitem:
+            _simplify_getitem(node)
+    sweep(graph_module)
+    return graph_module
+
+
+def _simplify_getitem(node: fx.Node) -> None:
+    source, index = node.args
+    if not isinstance(source, fx.Node) or not isinstance(index, int) or isinstance(index, bool):
+        return
+    if source.op == "call_function" and source.target is getattr and source.args[1] == "shape":
+        node.op, node.target, node.args = "call_method", "size", (source.args[0], index)
+    elif (source.op, source.target) == ("call_method", "size") and len(source.args) == 1 and not source.kwargs:
+        node.op, node.target, node.args = "call_method", "size", (source.args[0], index)
+    elif source.target in ("unbind", torch.unbind):
+        dim = source.kwargs.get("dim", source.args[1] if len(source.args) > 1 else 0)
+        tensor = source.kwargs.get("input", source.args[0] if source.args else None)
+        if isinstance(tensor, fx.Node):
+            node.op, node.target, node.args = "call_method", "select", (tensor, dim, index)

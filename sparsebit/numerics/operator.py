@@ -1,0 +1,157 @@
+"""`torch.ops.sparsebit.fake_quantize`: the one operator that simulation, training and export share.
+
+It is opaque to `torch.compile`, `torch.export` and the ONNX translation, which therefore see a single node with the site's name (`tag`).
+Its derivative is an operator too, so that a GPU's backward kernel survives compilation.
+
+Registered by hand on the Autograd key: `torch.library.register_autograd` gives the same at three times the cost of a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from sparsebit.errors import SpecError
+from sparsebit.numerics import gradients, plain
+from sparsebit.numerics.gradients import GRADIENTS
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One device's implementation: `forward` as `plain.fake_quantize`, `backward` as `gradients.backward`."""
+
+    forward: Callable[..., Tensor]
+    backward: Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]
+
+
+PLAIN = Kernels(plain.fake_quantize, gradients.backward)
+KERNELS: dict[str, Kernels] = {}
+
+_LIBRARY = torch.library.Library("sparsebit", "DEF")
+_LIBRARY.define(
+    "fake_quantize(Tensor x, Tensor scale, Tensor zero_point, int? axis, int group_size, int qmin, int qmax,"
+    " str gradient, str tag) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.define(
+    "fake_quantize_backward(Tensor grad, Tensor x, Tensor scale, Tensor zero_point, int? axis, int group_size, int qmin, int qmax,"
+    " bool needs_x, bool needs_scale, bool needs_zero_point) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+OPERATOR = torch.ops.sparsebit.fake_quantize.default
+_fake_quantize_backward = torch.ops.sparsebit.fake_quantize_backward.default
+_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+_NO_GRADS = (None,) * 6
+
+
+def fake_quantize(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    axis: int | None,
+    group_size: int,
+    qmin: int,
+    qmax: int,
+    gradient: str,
+    tag: str,
+) -> Tensor:
+    """The operator, by the shortest way: where nothing watches, straight to what it would run (a way through torch's dispatcher and
+    back into Python costs as much as the arithmetic on a small tensor)."""
+    call = OPERATOR if _is_watched(x, scale, zero_point) else _autograd
+    return call(x, scale, zero_point, axis, group_size, qmin, qmax, gradient, tag)  # type: ignore[no-any-return]
+
+
+def _kernels(x: Tensor) -> Kernels:
+    return KERNELS.get(x.device.type, PLAIN) if KERNELS else PLAIN
+
+
+def _forward(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    axis: int | None,
+    group_size: int,
+    qmin: int,
+    qmax: int,
+    gradient: str,
+    tag: str,
+) -> Tensor:
+    return _kernels(x).forward(x, scale, zero_point, axis, group_size, qmin, qmax)
+
+
+def _backward(grad: Tensor, x: Tensor, *rest: Any) -> list[Tensor]:
+    return [needed for needed in _kernels(x).backward(grad, x, *rest) if needed is not None]
+
+
+def _fake_forward(x: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _fake_backward(grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> list[Tensor]:
+    return [torch.empty_like(t) for t, needed in zip((x, scale, zero_point), rest[-3:], strict=True) if needed]
+
+
+class _FakeQuantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> Tensor:
+        ctx.save_for_backward(x, scale, zero_point)
+        ctx.rest = rest
+        return _below_autograd(x, scale, zero_point, *rest)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale, zero_point = ctx.saved_tensors
+        axis, group_size, qmin, qmax, gradient, _ = ctx.rest
+        needs_x, needs_scale, needs_zero_point = ctx.needs_input_grad[:3]
+        needs = (needs_x, needs_scale and gradient == "lsq", needs_zero_point and gradient == "lsq")
+        call = _fake_quantize_backward if _is_watched(grad, x, scale) else _backward
+        # The needed gradients only: an operator's list of tensors has no room for None.
+        grads = iter(call(grad, x, scale, zero_point, axis, group_size, qmin, qmax, *needs))
+        return (*(next(grads) if needed else None for needed in needs), *_NO_GRADS)
+
+
+def _autograd(x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> Tensor:
+    if _needs_grad(x, scale, zero_point, *rest):
+        return _FakeQuantize.apply(x, scale, zero_point, *rest)  # type: ignore[no-any-return, no-untyped-call]
+    return _below_autograd(x, scale, zero_point, *rest)
+
+
+def _below_autograd(x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> Tensor:
+    with torch._C._AutoDispatchBelowAutograd():
+        return (OPERATOR if _is_watched(x, scale, zero_point) else _forward)(x, scale, zero_point, *rest)
+
+
+def _needs_grad(x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> bool:
+    *_, gradient, tag = rest
+    if gradient not in GRADIENTS:
+        raise SpecError(f"gradient={gradient!r} at {tag or 'fake_quantize'}: allowed: {', '.join(GRADIENTS)}")
+    if not torch.is_grad_enabled():
+        return False
+    return x.requires_grad or (gradient == "lsq" and (scale.requires_grad or zero_point.requires_grad))
+
+
+def _is_watched(x: Tensor, scale: Tensor, zero_point: Tensor) -> bool:
+    """Whether anything between Python and the kernels (a tracer, a mode, a subclass, a transform) has to see the operator."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._functorch.maybe_current_level() is not None
+        or torch._C._get_tracing_state() is not None
+        or type(x) not in _PLAIN_TYPES
+        or type(scale) not in _PLAIN_TYPES
+        or type(zero_point) not in _PLAIN_TYPES
+    )
+
+
+_LIBRARY.impl("fake_quantize", _forward, "CompositeExplicitAutograd")
+_LIBRARY.impl("fake_quantize", _autograd, "Autograd")
+_LIBRARY.impl("fake_quantize_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("sparsebit::fake_quantize", _fake_forward, lib=_LIBRARY)
+torch.library.register_fake("sparsebit::fake_quantize_backward", _fake_backward, lib=_LIBRARY)

@@ -1,0 +1,102 @@
+"""Fake-quant in few passes over memory, for every device that has no kernel of its own: equal to `reference`, bit by bit.
+
+Passes are elementwise and in place, because memory traffic is the cost. A scale stays a tensor even when it is one number: torch
+wraps a Python number more slowly (5 us) than it runs a small kernel, and on a GPU it would divide by multiplying with the reciprocal.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sparsebit.numerics.qparams import check_num_params
+from sparsebit.numerics.reference import compute_dtype
+from sparsebit.numerics.spec import PerChannel, PerGroup, PerTensor, axis_in
+
+
+def fake_quantize(
+    x: Tensor, scale: Tensor, zero_point: Tensor, axis: int | None, group_size: int, qmin: int, qmax: int
+) -> Tensor:
+    """`reference.fake_quantize` into one new tensor (two where half precision computes in float32), strides kept."""
+    if axis is not None and group_size and x.shape[axis] % group_size:
+        y = fake_quantize(pad_groups(x, axis, group_size), scale, zero_point, axis, group_size, qmin, qmax)
+        return torch.empty_like(x).copy_(y.narrow(axis, 0, x.shape[axis]))
+    scale = align(scale, x, axis, group_size)
+    codes = divide(x, scale, axis, group_size).round_()
+    blocks = as_blocks(codes, axis, group_size)
+    low, high, shift = grid(align(zero_point, x, axis, group_size), qmin, qmax)
+    if shift is None:
+        blocks.clamp_(low, high)
+    else:
+        blocks.add_(shift).clamp_(low, high).sub_(shift)
+    blocks.mul_(scale)
+    return codes if codes.dtype == x.dtype else codes.to(x.dtype)
+
+
+def as_blocks(x: Tensor, axis: int | None, group_size: int) -> Tensor:
+    """A view in which parameters broadcast: groups get a dimension of their own, `(8, 256)` -> `(8, 2, 128)`."""
+    return x if axis is None or not group_size else x.unflatten(axis, (-1, group_size))
+
+
+def align(param: Tensor, x: Tensor, axis: int | None, group_size: int) -> Tensor:
+    """`param` in the type that `x` computes in, shaped against the blocks of `x`: `()`, `(1, C, 1, 1)`, or `(8, 2, 1)` for groups."""
+    dtype = compute_dtype(x.dtype)
+    if param.dtype != dtype:
+        param = param.to(dtype)
+    if param.is_cpu != x.is_cpu:
+        param = param.to(x.device)
+    if param.ndim == 0:
+        return param
+    return param.reshape(aligned_shape(x.shape, axis, group_size, param.numel()))
+
+
+def divide(x: Tensor, scale: Tensor, axis: int | None, group_size: int) -> Tensor:
+    """`x / scale` as a new tensor of the shape and memory order of `x`, in the type of `scale`."""
+    if x.dtype != scale.dtype:
+        quotient = x.to(scale.dtype)
+        as_blocks(quotient, axis, group_size).div_(scale)
+    elif not group_size:
+        quotient = x.div(scale)
+    else:
+        quotient = torch.empty_like(x)
+        torch.div(as_blocks(x, axis, group_size), scale, out=as_blocks(quotient, axis, group_size))
+    return quotient
+
+
+def grid(zero_point: Tensor, qmin: int, qmax: int) -> tuple[int, int, Tensor | None]:
+    """(low, high, shift): `clamp(codes + shift, low, high)`, where the shift is none when the ends can take it in.
+
+    That saves two passes over memory; it means reading the zero point, which costs nothing on a CPU and a stall on a GPU.
+    """
+    if zero_point.is_cpu:
+        if zero_point.ndim == 0:
+            value = zero_point.item()
+            if math.isfinite(value):
+                return qmin - round(value), qmax - round(value), None
+        elif not zero_point.any():
+            return qmin, qmax, None
+    return qmin, qmax, zero_point.round()
+
+
+def pad_groups(x: Tensor, axis: int, group_size: int) -> Tensor:
+    """`x` with its last group along `axis` filled up with zeros."""
+    axis %= x.ndim
+    return pad(x, (0, 0) * (x.ndim - 1 - axis) + (0, -x.shape[axis] % group_size))
+
+
+@lru_cache(maxsize=4096)
+def aligned_shape(shape: tuple[int, ...], axis: int | None, group_size: int, num_params: int) -> tuple[int, ...]:
+    """The shape in which parameters meet the blocks of a tensor of this shape: each dimension inside a row is 1."""
+    if num_params == 1:
+        return ()
+    granularity = PerTensor() if axis is None else PerGroup(axis, group_size) if group_size else PerChannel(axis)
+    check_num_params(num_params, shape, granularity)
+    assert granularity.axis is not None, "a tensor of one row has one parameter"
+    axis = axis_in(granularity, len(shape))
+    if not group_size:
+        return tuple(size if dim == axis else 1 for dim, size in enumerate(shape))
+    return (*shape[:axis], shape[axis] // group_size, 1, *shape[axis + 1 :])

@@ -1,0 +1,130 @@
+"""Ranges -> scales and zero points, the shape law by which they meet a tensor, and what a backend takes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sparsebit.backends import BACKENDS
+from sparsebit.errors import BackendError, CalibrationError, SpecError
+from sparsebit.numerics.spec import Granularity, TensorSpec, axis_in, num_rows, scale_shape
+
+# The smallest scale: subnormal numbers are flushed to zero by many devices, and x / 0 is no code.
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+
+Role = Literal["weight", "activation", "weight_only"]
+
+
+def qparams_from_range(min_val: Tensor, max_val: Tensor, spec: TensorSpec) -> tuple[Tensor, Tensor]:
+    """Scale and zero point (float32, the shape of `min_val`) of the grid that holds `[min_val, max_val]` and zero.
+
+    symmetric: `scale = max(min/qmin, max/qmax)`, the smallest that clips neither end; zero point 0.
+    affine:    `scale = (max - min) / (qmax - qmin)`, `zero_point = clamp(round(qmin - min/scale), qmin, qmax)`.
+
+    Zero is always a point of the grid. A range of zero width at zero gives scale 1 and the lowest zero point. One symmetric bit
+    knows no positive code: its scale is the range's lower end.
+    """
+    if min_val.shape != max_val.shape:
+        raise SpecError(
+            f"range of shapes {tuple(min_val.shape)} and {tuple(max_val.shape)}: both ends need the same shape"
+        )
+    # float64: max - min of two finite float32 may overflow, and the scale is then the correctly rounded one.
+    low = min_val.detach().to(torch.float64)
+    high = max_val.detach().to(torch.float64)
+    _check_range(low, high)
+    low, high = low.clamp(max=0), high.clamp(min=0)
+    if not spec.symmetric:
+        scale = (high - low) / (spec.qmax - spec.qmin)
+    elif spec.qmax:
+        scale = torch.maximum(low / spec.qmin, high / spec.qmax)
+    else:
+        scale = torch.where(low < 0, -low, high)
+    scale = torch.where(scale > 0, scale.clamp(SMALLEST_SCALE, torch.finfo(torch.float32).max), 1.0).to(torch.float32)
+    if spec.symmetric:
+        return scale, torch.zeros_like(scale)
+    zero_point = (spec.qmin - low / scale).round_().clamp_(spec.qmin, spec.qmax)
+    return scale, zero_point.to(torch.float32)
+
+
+def dequantized_range(scale: Tensor, zero_point: Tensor, spec: TensorSpec) -> tuple[Tensor, Tensor]:
+    """The lowest and the highest value that the grid holds: `((qmin - zp) * scale, (qmax - zp) * scale)`."""
+    zero_point = zero_point.round()
+    return (spec.qmin - zero_point) * scale, (spec.qmax - zero_point) * scale
+
+
+def broadcast_to(param: Tensor, shape: Sequence[int], granularity: Granularity) -> Tensor:
+    """`param` (one number per row, or one for all) in a form that broadcasts against a tensor of this shape.
+
+    PerTensor: `()`. PerChannel(1) of `(N, C, H, W)`: `(1, C, 1, 1)`. PerGroup: each number repeated over its group, so that
+    `(4096, 8)` scales meet `(4096, 1000)` as `(4096, 1000)`.
+    """
+    if param.numel() == 1:
+        return param if param.ndim == 0 else param.reshape(())
+    check_num_params(param.numel(), shape, granularity)
+    assert granularity.axis is not None, "more than one row without an axis"
+    axis = axis_in(granularity, len(shape))
+    if granularity.size == 0:
+        return param.reshape([-1 if dim == axis else 1 for dim in range(len(shape))])
+    unfolded = param.reshape(scale_shape(shape, granularity))
+    return unfolded.repeat_interleave(granularity.size, axis).narrow(axis, 0, shape[axis])
+
+
+def check_num_params(num_params: int, shape: Sequence[int], granularity: Granularity) -> None:
+    """Refuses scales or zero points that are neither one nor one per row of the tensor."""
+    expected = num_rows(shape, granularity)
+    if num_params not in (1, expected):
+        allowed = "1" if expected == 1 else f"1 or {expected}"
+        raise SpecError(
+            f"{num_params} scales or zero points for a tensor of shape {tuple(shape)} with {granularity}: allowed: {allowed}; "
+            "calibrate again if the tensor's shape has changed"
+        )
+
+
+def check_backend(spec: TensorSpec, zero_point: Tensor, backend: str, site: str, role: Role | None = None) -> None:
+    """Refuses numbers that `backend` cannot run; the message carries the site's name.
+
+    `role` chooses the rules (`sparsebit.backends`); without it the format must suit at least one kind of tensor.
+    """
+    if backend not in BACKENDS:
+        raise BackendError(f"backend {backend!r} at {site}: allowed: {', '.join(BACKENDS)}")
+    roles: tuple[Role, ...] = (role,) if role else ("weight", "activation", "weight_only")
+    rules = [getattr(BACKENDS[backend], name) for name in roles]
+    if not any(
+        spec.bits in rule.bits and spec.granularity.kind in rule.granularities and spec.symmetric in rule.symmetric
+        for rule in rules
+    ):
+        scheme = f"per-{spec.granularity.kind}-{'symmetric' if spec.symmetric else 'affine'}"
+        advice = "; ".join(dict.fromkeys(rule.advice for rule in rules))
+        raise BackendError(f"{spec.bits}-bit {scheme} at {site}: {advice}; or set BACKEND: virtual")
+    if backend == "virtual":
+        return
+    codes = zero_point.detach().round()
+    if all(rule.symmetric == {True} for rule in rules) and bool(codes.count_nonzero()):
+        raise BackendError(
+            f"zero point {_first(codes, codes != 0)} at {site}: {backend} runs zero points of 0 only; "
+            "use a symmetric QSCHEME, or set BACKEND: virtual"
+        )
+    outside = (codes < spec.qmin) | (codes > spec.qmax)
+    if bool(outside.any()):
+        raise BackendError(
+            f"zero point {_first(codes, outside)} at {site}: {backend} stores it as {spec.dtype_name}, "
+            f"allowed: {spec.qmin} to {spec.qmax}; clamp the learned zero point, or set BACKEND: virtual"
+        )
+
+
+def _check_range(low: Tensor, high: Tensor) -> None:
+    # One test, hence one device synchronisation, on the good path; NaN fails the comparison too.
+    good = (low <= high) & torch.isfinite(low) & torch.isfinite(high)
+    if not bool(good.all()):
+        bad = ~good
+        raise CalibrationError(
+            f"range [{_first(low, bad):g}, {_first(high, bad):g}] in {int(bad.sum())} of {bad.numel()} rows: both ends must be finite and "
+            "in order; look for NaN or infinity in the model's weights and in the calibration data"
+        )
+
+
+def _first(values: Tensor, where: Tensor) -> float:
+    return float(values.reshape(-1)[where.reshape(-1)][0])

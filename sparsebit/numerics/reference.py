@@ -1,0 +1,59 @@
+"""Fake-quant in plain torch: the definition of truth that every fast path is tested against.
+
+`zp = round(zero_point)`, `q = clamp(round(x / scale) + zp, qmin, qmax)`, `y = (q - zp) * scale`: a true division and
+round-half-to-even, as ONNX defines QuantizeLinear. Half precision computes in float32 and returns in its own type; NaN stays NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparsebit.numerics.qparams import broadcast_to
+from sparsebit.numerics.spec import TensorSpec
+
+
+def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, spec: TensorSpec) -> Tensor:
+    """The nearest value to each of `x` on the grid, in the type of `x`."""
+    scale, zero_point = _params(x, scale, zero_point, spec)
+    codes = _codes(x, scale, zero_point, spec)
+    return ((codes - zero_point) * scale).to(x.dtype)
+
+
+def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, spec: TensorSpec) -> Tensor:
+    """The integer codes of `x`, in the smallest torch type that computes well (`code_dtype`). NaN takes the code of zero."""
+    scale, zero_point = _params(x, scale, zero_point, spec)
+    codes = _codes(x, scale, zero_point, spec)
+    return torch.where(codes.isnan(), zero_point.clamp(spec.qmin, spec.qmax), codes).to(code_dtype(spec))
+
+
+def dequantize(
+    codes: Tensor, scale: Tensor, zero_point: Tensor, spec: TensorSpec, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """The values that the codes stand for: `(codes - zp) * scale`."""
+    scale, zero_point = (
+        broadcast_to(param.to(compute_dtype(dtype)), codes.shape, spec.granularity) for param in (scale, zero_point)
+    )
+    return ((codes - zero_point.round()) * scale).to(dtype)
+
+
+def code_dtype(spec: TensorSpec) -> torch.dtype:
+    """int8 or uint8 up to 8 bits, int16 for wider symmetric codes, int32 for wider affine ones (torch computes little in uint16)."""
+    if spec.bits <= 8:
+        return torch.int8 if spec.symmetric else torch.uint8
+    return torch.int16 if spec.symmetric else torch.int32
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type to compute in: float64 for float64, else float32. Half types cannot count to 2^16."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _params(x: Tensor, scale: Tensor, zero_point: Tensor, spec: TensorSpec) -> tuple[Tensor, Tensor]:
+    dtype = compute_dtype(x.dtype)
+    scale = broadcast_to(scale.to(dtype), x.shape, spec.granularity)
+    return scale, broadcast_to(zero_point.to(dtype), x.shape, spec.granularity).round()
+
+
+def _codes(x: Tensor, scale: Tensor, zero_point: Tensor, spec: TensorSpec) -> Tensor:
+    return ((x.to(scale.dtype) / scale).round() + zero_point).clamp(spec.qmin, spec.qmax)

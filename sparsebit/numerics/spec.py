@@ -1,0 +1,174 @@
+"""TensorSpec: the format of a low-bit tensor, and which of its elements share a scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, TypeAlias
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sparsebit.errors import SpecError
+
+MIN_BITS, MAX_BITS = 1, 16
+
+
+@dataclass(frozen=True)
+class PerTensor:
+    """One scale for the whole tensor: `(64, 3, 7, 7)` has 1 row of 9408 elements."""
+
+    kind: ClassVar[Literal["tensor"]] = "tensor"
+    axis: ClassVar[None] = None
+    size: ClassVar[int] = 0
+
+
+@dataclass(frozen=True)
+class PerChannel:
+    """One scale for each index along `axis`: with axis 0, `(64, 3, 7, 7)` has 64 rows of 147 elements."""
+
+    kind: ClassVar[Literal["channel"]] = "channel"
+    size: ClassVar[int] = 0
+    axis: int
+
+    def __post_init__(self) -> None:
+        _check_int("PerChannel.axis", self.axis)
+
+
+@dataclass(frozen=True)
+class PerGroup:
+    """One scale for each run of `size` consecutive elements along `axis`.
+
+    With axis 1 and size 128, `(4096, 1000)` has scales of shape `(4096, 8)`, hence 32768 rows of 128 elements in row-major
+    order: row = out * 8 + group. The last group of an axis is shorter where `size` does not divide it (here 104 elements).
+    """
+
+    kind: ClassVar[Literal["group"]] = "group"
+    axis: int
+    size: int
+
+    def __post_init__(self) -> None:
+        _check_int("PerGroup.axis", self.axis)
+        _check_int("PerGroup.size", self.size)
+        if self.size < 1:
+            raise SpecError(f"PerGroup.size={self.size}: a group holds 1 element or more; 32, 64 and 128 are usual")
+
+
+Granularity: TypeAlias = PerTensor | PerChannel | PerGroup
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A number format: `bits` wide, integers around zero (`symmetric`) or from zero on (affine, with a zero point).
+
+    >>> spec = TensorSpec(4, symmetric=True, granularity=PerChannel(0))
+    >>> spec.qmin, spec.qmax, spec.dtype_name
+    (-8, 7, 'int4')
+    >>> spec.replace(symmetric=False).dtype_name
+    'uint4'
+    """
+
+    bits: int
+    symmetric: bool
+    granularity: Granularity = PerTensor()
+
+    def __post_init__(self) -> None:
+        _check_int("TensorSpec.bits", self.bits)
+        if not MIN_BITS <= self.bits <= MAX_BITS:
+            raise SpecError(f"TensorSpec.bits={self.bits}: no such format; allowed: {MIN_BITS} to {MAX_BITS}")
+        if not isinstance(self.symmetric, bool):
+            raise SpecError(f"TensorSpec.symmetric={self.symmetric!r}: allowed: True, False")
+        if not isinstance(self.granularity, PerTensor | PerChannel | PerGroup):
+            raise SpecError(
+                f"TensorSpec.granularity={self.granularity!r}: allowed: PerTensor(), PerChannel(axis), PerGroup(axis, size)"
+            )
+
+    @property
+    def qmin(self) -> int:
+        """The lowest code: -2^(bits-1), or 0 when affine."""
+        return -(1 << self.bits - 1) if self.symmetric else 0
+
+    @property
+    def qmax(self) -> int:
+        """The highest code: 2^(bits-1) - 1, or 2^bits - 1 when affine. One symmetric bit is [-1, 0]."""
+        return (1 << self.bits - 1) - 1 if self.symmetric else (1 << self.bits) - 1
+
+    @property
+    def num_levels(self) -> int:
+        """How many codes there are."""
+        return 1 << self.bits
+
+    @property
+    def dtype_name(self) -> str:
+        """`int4`, `uint8`, ...: the type's name in ONNX and in reports."""
+        return f"{'int' if self.symmetric else 'uint'}{self.bits}"
+
+    def replace(self, **changes: Any) -> TensorSpec:
+        """A new spec with some fields changed, checked like any other."""
+        return replace(self, **changes)
+
+
+def to_rows(x: Tensor, granularity: Granularity) -> Tensor:
+    """The canonical 2-D form `(rows, n)`: one row per scale, a view wherever the memory allows it.
+
+    | granularity     | rows of `(64, 3, 7, 7)`       |                                                        |
+    |-----------------|-------------------------------|--------------------------------------------------------|
+    | PerTensor()     | `(1, 9408)`                   | never copies a dense tensor, channels-last included    |
+    | PerChannel(0)   | `(64, 147)`                   | never copies a dense weight                            |
+    | PerGroup(0, 16) | `(4*3*7*7, 16)` = `(588, 16)` | a ragged last group is filled up with zeros            |
+
+    The order of the elements inside a row is the order in memory, not that of the indices: rows are for statistics.
+    """
+    if granularity.axis is None:
+        if x.is_contiguous():
+            return x.view(1, -1)
+        return x.permute(_memory_order(x)).reshape(1, -1)
+    axis = axis_in(granularity, x.ndim)
+    if isinstance(granularity, PerChannel):
+        return x.permute(axis, *_memory_order(x, skip=axis)).reshape(x.shape[axis], math.prod(_without(x.shape, axis)))
+    missing = -x.shape[axis] % granularity.size
+    if missing:
+        x = pad(x, (0, 0) * (x.ndim - 1 - axis) + (0, missing))
+    return x.unflatten(axis, (-1, granularity.size)).movedim(axis + 1, -1).reshape(-1, granularity.size)
+
+
+def num_rows(shape: Sequence[int], granularity: Granularity) -> int:
+    """How many scales a tensor of this shape has."""
+    return math.prod(scale_shape(shape, granularity))
+
+
+def scale_shape(shape: Sequence[int], granularity: Granularity) -> tuple[int, ...]:
+    """The shape that the flat scales unfold to: `()`, `(channels,)`, or `shape` with `axis` counted in groups."""
+    if granularity.axis is None:
+        return ()
+    axis = axis_in(granularity, len(shape))
+    if isinstance(granularity, PerChannel):
+        return (shape[axis],)
+    return (*shape[:axis], -(-shape[axis] // granularity.size), *shape[axis + 1 :])
+
+
+def axis_in(granularity: PerChannel | PerGroup, ndim: int) -> int:
+    """The axis counted from the front of a tensor with `ndim` dimensions."""
+    axis = granularity.axis
+    if not -ndim <= axis < ndim:
+        raise SpecError(
+            f"{granularity} on a tensor of {ndim} dimensions: "
+            + (f"allowed axes are {-ndim} to {ndim - 1}" if ndim else "a scalar has no axes; use PerTensor()")
+        )
+    return axis % ndim
+
+
+def _memory_order(x: Tensor, skip: int | None = None) -> list[int]:
+    """Dimensions from the slowest to the fastest in memory, so that a dense tensor flattens without a copy."""
+    strides = x.stride()
+    return sorted((dim for dim in range(x.ndim) if dim != skip), key=lambda dim: -strides[dim])
+
+
+def _without(shape: Sequence[int], axis: int) -> Sequence[int]:
+    return (*shape[:axis], *shape[axis + 1 :])
+
+
+def _check_int(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise SpecError(f"{name}={value!r}: a whole number is needed, not {type(value).__name__}")

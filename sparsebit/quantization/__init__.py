@@ -1,0 +1,22 @@
+"""Quantization: post-training and quantization-aware training on torch.fx."""
+
+from sparsebit.quantization.observers import Observer, register_observer
+from sparsebit.quantization.ops.quant_opr import MultipleInputsQuantOpr, QIdentity, QuantOpr
+from sparsebit.quantization.ops.table import QMODULE_MAP, register_qmodule
+from sparsebit.quantization.quant_config import parse_qconfig
+from sparsebit.quantization.quant_model import QuantModel
+from sparsebit.quantization.quantizers import Quantizer, register_quantizer
+
+__all__ = [
+    "QMODULE_MAP",
+    "MultipleInputsQuantOpr",
+    "Observer",
+    "QIdentity",
+    "QuantModel",
+    "QuantOpr",
+    "Quantizer",
+    "parse_qconfig",
+    "register_observer",
+    "register_qmodule",
+    "register_quantizer",
+]

@@ -1,0 +1,11 @@
+"""Observers: what a tensor looked like over the calibration data, and the range that follows from it.
+
+Importing this package registers the built-in names: minmax, moving_average, percentile, mse, kl_histogram, aciq.
+"""
+
+from __future__ import annotations
+
+from sparsebit.quantization.observers import aciq, kl, mse, ranges
+from sparsebit.quantization.observers.observer import Observer, ObserverOptions, build_observer, register_observer
+
+__all__ = ["Observer", "ObserverOptions", "aciq", "build_observer", "kl", "mse", "ranges", "register_observer"]

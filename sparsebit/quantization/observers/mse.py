@@ -1,0 +1,65 @@
+"""mse: the range with the least squared error, searched coarse to fine over all rows and candidates at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparsebit.numerics.qparams import dequantized_range, qparams_from_range
+from sparsebit.numerics.spec import TensorSpec
+from sparsebit.quantization.observers.distortion import Distortion, HistogramDistortion, SampleDistortion
+from sparsebit.quantization.observers.observer import Observer, Range, over_histograms, register_observer
+from sparsebit.quantization.observers.statistics import Histogram, Samples, extremes
+
+# Fractions of the extremes that are tried first: 1, RATIO, RATIO^2, ... 0.01.
+NUM_COARSE = 64
+RATIO = 0.01 ** (1 / (NUM_COARSE - 1))
+# A refinement tries powers of RATIO^(1/FINER), then of RATIO^(1/FINER^2), ... around the best so far.
+FINER_ONE_END, REFINEMENTS_ONE_END = 8, 2
+FINER_TWO_ENDS, REFINEMENTS_TWO_ENDS = 3, 3
+# Rows up to this long are searched by their own values, longer ones by their histogram.
+LONGEST_SAMPLES = 1 << 16
+
+
+def mse_range(low: Tensor, high: Tensor, spec: TensorSpec, distortion: Distortion) -> Range:
+    """The ends with the least distortion among ranges inside `[low, high]` (R,); never worse than `[low, high]` itself.
+
+    Symmetric grids and one-sided rows have one number to find, a common fraction of both ends. Affine grids on two-sided rows
+    have two: first both ends shrink together, or either of them alone, then each moves about the best of these.
+    """
+    if spec.symmetric:
+        low, high = dequantized_range(*qparams_from_range(low, high, spec), spec)
+    low, high = low.clamp(max=0).double(), high.clamp(min=0).double()
+    two_ends = not spec.symmetric and bool(((low < 0) & (high > 0)).any())
+    powers = torch.arange(NUM_COARSE, device=low.device, dtype=torch.float64)
+    none = torch.zeros_like(powers)
+    # Candidates are exponents of RATIO for (low, high): (R or 1, candidates, 2).
+    rays = [(powers, powers), (none, powers), (powers, none)] if two_ends else [(powers, powers)]
+    best = _best(torch.cat([torch.stack(ray, -1) for ray in rays])[None], low, high, distortion)
+    finer, refinements = (FINER_TWO_ENDS, REFINEMENTS_TWO_ENDS) if two_ends else (FINER_ONE_END, REFINEMENTS_ONE_END)
+    offsets = torch.arange(-finer, finer + 1, device=low.device, dtype=torch.float64)
+    around = torch.cartesian_prod(offsets, offsets) if two_ends else offsets[:, None].expand(-1, 2)
+    for refinement in range(1, refinements + 1):
+        best = _best((best[:, None] + around / finer**refinement).clamp(min=0), low, high, distortion)
+    return low * RATIO ** best[:, 0], high * RATIO ** best[:, 1]
+
+
+def _best(powers: Tensor, low: Tensor, high: Tensor, distortion: Distortion) -> Tensor:
+    """The exponents (R, 2) with the least distortion; the first, hence widest, of equals."""
+    fractions = RATIO**powers
+    error = distortion(low[:, None] * fractions[..., 0], high[:, None] * fractions[..., 1])
+    choice = error.argmin(1)
+    return powers.expand(len(low), -1, -1)[torch.arange(len(low), device=low.device), choice]
+
+
+@register_observer("mse")
+class MseObserver(Observer[Samples | Histogram]):
+    """Least squared error between the values and their quantized selves."""
+
+    def new_statistic(self) -> Samples | Histogram:
+        return Samples() if self.target == "weight" else Histogram()
+
+    def range_of(self, statistic: Samples | Histogram) -> Range:
+        if isinstance(statistic, Samples) and statistic.rows is not None and statistic.rows.shape[1] <= LONGEST_SAMPLES:
+            return mse_range(*extremes(statistic.rows), self.spec, SampleDistortion(statistic.rows, self.spec))
+        return over_histograms(statistic, lambda h: mse_range(h.low, h.high, self.spec, HistogramDistortion(h, self.spec)))

@@ -1,0 +1,154 @@
+"""Observer: gathers the statistic of one tensor and turns it into a range; new kinds join by `register_observer`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from sparsebit.errors import CalibrationError, ConfigError
+from sparsebit.numerics.spec import PerTensor, TensorSpec, to_rows
+from sparsebit.quantization.observers.statistics import Histogram, Samples, State, Statistic, check_finite
+from sparsebit.registry import OBSERVERS
+
+S = TypeVar("S", bound=Statistic)
+ObserverClass = TypeVar("ObserverClass", bound="type[Observer[Any]]")
+
+Target = Literal["weight", "feature"]
+Range = tuple[Tensor, Tensor]
+
+# Histograms of 1024 bins with their running sums take some 40 KB per row.
+ROWS_AT_A_TIME = 512
+
+
+@dataclass(frozen=True)
+class ObserverOptions:
+    """The numbers that some observers take; the others ignore them."""
+
+    alpha: float = 0.001
+    """percentile: the fraction that is cut off at each end."""
+    ema_ratio: float = 0.9
+    """moving_average: the weight of the past."""
+    distribution: str = "GAUS"
+    """aciq: GAUS or LAPLACE."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha < 0.5:
+            raise ConfigError(f"ALPHA={self.alpha}: the fraction cut off at each end; allowed: 0 <= ALPHA < 0.5, usual: 0.001")
+        if not 0 <= self.ema_ratio < 1:
+            raise ConfigError(f"EMA_RATIO={self.ema_ratio}: the weight of the past; allowed: 0 <= EMA_RATIO < 1, usual: 0.9")
+        if self.distribution not in ("GAUS", "LAPLACE"):
+            raise ConfigError(f"DISTRIBUTION={self.distribution!r}; allowed: GAUS, LAPLACE")
+
+
+class Observer(Generic[S]):
+    """The range of one tensor, from all that `update` was shown.
+
+    A kind of observer says which statistic it needs (`new_statistic`) and what range follows from it (`range_of`). Rows, dtypes,
+    empty batches, merging and state are the same for all of them.
+    """
+
+    def __init__(self, spec: TensorSpec, options: ObserverOptions | None = None, target: Target = "feature") -> None:
+        if target not in ("weight", "feature"):
+            raise ConfigError(f"observer target {target!r}; allowed: 'weight', 'feature'")
+        self.spec = spec
+        self.options = options or ObserverOptions()
+        self.target: Target = target
+        self.statistic = self.new_statistic()
+
+    def new_statistic(self) -> S:
+        """An empty statistic of the kind that `range_of` reads."""
+        raise NotImplementedError
+
+    def range_of(self, statistic: S) -> Range:
+        """Lowest and highest value to be represented, `(R,)` each."""
+        raise NotImplementedError
+
+    @property
+    def is_empty(self) -> bool:
+        return self.statistic.is_empty
+
+    @torch.no_grad()
+    def update(self, x: Tensor) -> None:
+        """Takes the values of `x` in. Any shape, floating type and memory format; an empty tensor changes nothing."""
+        if x.numel() == 0:
+            return
+        x = x.detach()
+        self.statistic.update(to_rows(x if x.is_floating_point() else x.float(), self.spec.granularity))
+
+    @torch.no_grad()
+    def calc_range(self) -> Range:
+        """`(min, max)` in float32: shape `()` for PerTensor, else one number per row. The range always holds zero."""
+        if self.is_empty:
+            raise CalibrationError("no data was observed: run the model on calibration batches after prepare_calibration()")
+        low, high = (end.float().clamp(*bounds) for end, bounds in zip(self.range_of(self.statistic), ((None, 0.0), (0.0, None)), strict=True))
+        check_finite(low, high)
+        return (low.squeeze(0), high.squeeze(0)) if isinstance(self.spec.granularity, PerTensor) else (low, high)
+
+    def reset(self) -> None:
+        """Forgets everything that was observed."""
+        self.statistic = self.new_statistic()
+
+    def merge(self, other: Observer[S]) -> None:
+        """Takes in all that `other` has seen, as if it had come after this one's own data."""
+        if type(self) is not type(other) or (self.spec, self.options, self.target) != (other.spec, other.options, other.target):
+            raise CalibrationError(f"cannot merge {other!r} into {self!r}: kind, spec, options and target must be the same")
+        self.statistic.merge(other.statistic)
+
+    def state(self) -> State:
+        """What was observed, as tensors; empty before the first update."""
+        return self.statistic.state()
+
+    def load_state(self, state: State) -> None:
+        """Goes back to what `state()` gave."""
+        self.reset()
+        self.statistic.load_state(state)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.spec}, {self.options}, target={self.target!r})"
+
+
+def over_histograms(statistic: Samples | Histogram, range_of: Callable[[Histogram], Range]) -> Range:
+    """`range_of` for observers that read a histogram: samples are binned a few hundred rows at a time, to bound the memory."""
+    if isinstance(statistic, Histogram):
+        return range_of(statistic)
+    assert statistic.rows is not None
+    ends = []
+    for rows in statistic.rows.split(ROWS_AT_A_TIME):
+        histogram = Histogram()
+        histogram.update(rows)
+        ends.append(range_of(histogram))
+    return torch.cat([low for low, _ in ends]), torch.cat([high for _, high in ends])
+
+
+def register_observer(name: str, *, replace: bool = False) -> Callable[[ObserverClass], ObserverClass]:
+    """A class decorator that makes an observer known to configs as `OBSERVER: {TYPE: name}`.
+
+    >>> from sparsebit.quantization.observers.statistics import MinMax
+    >>> @register_observer("half_range")
+    ... class HalfRange(Observer[MinMax]):
+    ...     def new_statistic(self):
+    ...         return MinMax()
+    ...     def range_of(self, statistic):
+    ...         low, high = statistic.range()
+    ...         return low / 2, high / 2
+    """
+
+    def file(kind: ObserverClass) -> ObserverClass:
+        if not (isinstance(kind, type) and issubclass(kind, Observer)):
+            raise ConfigError(f"register_observer({name!r}) on {kind!r}: allowed: a subclass of sparsebit.quantization.observers.Observer")
+        OBSERVERS.register(name, replace=replace)(kind)
+        return kind
+
+    return file
+
+
+def build_observer(
+    name: str, spec: TensorSpec, options: ObserverOptions | None = None, target: Target = "feature"
+) -> Observer[Any]:
+    """A fresh observer of the kind registered as `name` (case-insensitive)."""
+    kind = cast("type[Observer[Any]]", OBSERVERS.get(name))
+    return kind(spec, options, target)

@@ -1,0 +1,51 @@
+"""The whole flow in one call."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparsebit.backends import BACKENDS
+from sparsebit.config.reading import Source
+from sparsebit.config.schema import QuantConfig
+from sparsebit.deploy.runtimes import PROFILES
+from sparsebit.errors import CalibrationError
+from sparsebit.execution.batches import calls
+from sparsebit.quantization.progress import track
+from sparsebit.quantization.quant_config import parse_qconfig
+from sparsebit.quantization.quant_model import QuantModel
+
+
+def quantize(model: nn.Module, batches: Iterable[Any], config: Source | QuantConfig = "onnxruntime", *, asym: bool = False) -> QuantModel:
+    """A calibrated `QuantModel` with quantization on, in eval mode; `model` is left as it was.
+
+    `batches`: tensors, tuples of positional arguments or mappings of keyword arguments (a DataLoader of `(images, labels)`
+    will do). `config`: a config in any form that `parse_qconfig` reads, or a backend's name (8 bits as that runtime wants
+    them). `asym`: calibrate each layer on quantized predecessors.
+
+    >>> qmodel = sparsebit.quantize(model, loader, "onnxruntime")
+    """
+    qconfig = as_qconfig(config)
+    stream = iter([batches] if isinstance(batches, (torch.Tensor, Mapping)) else batches)
+    first = next(stream, None)
+    if first is None:
+        raise CalibrationError("no calibration batches were given; a few dozen samples are enough to start with")
+    qmodel = QuantModel(model, qconfig, example_inputs=first)
+    qmodel.prepare_calibration(keep_inputs=asym)
+    with torch.no_grad():
+        for args, kwargs in track(calls(itertools.chain([first], stream), model, qconfig.DEVICE), "calibration"):
+            qmodel(*args, **kwargs)
+    qmodel.calc_qparams(asym=asym)
+    qmodel.set_quant(w_quant=True, a_quant=True)
+    return qmodel
+
+
+def as_qconfig(config: Source | QuantConfig) -> QuantConfig:
+    """A config from whatever names one: a backend's name, a path, a dict, YAML text."""
+    if isinstance(config, str) and config.lower() in BACKENDS:
+        return parse_qconfig(PROFILES[config.lower()].recommended())
+    return parse_qconfig(config)

@@ -1,0 +1,1 @@
+"""Quantizable ops: one table, one wrapper."""

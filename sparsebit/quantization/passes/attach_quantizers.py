@@ -1,0 +1,196 @@
+"""A plan becomes modules: ops get wrapped, shared tensors get one quantizer.
+
+One tensor with one config has one quantizer. It sits inside the op when that op alone reads the tensor, else in a
+`QIdentity` node of its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx, nn
+
+from sparsebit.config.schema import ActivationConfig, TensorConfig, WeightConfig
+from sparsebit.graph.capture import Captured, Region
+from sparsebit.graph.rewrite import insert_module_after
+from sparsebit.numerics.spec import PerTensor, TensorSpec, num_rows
+from sparsebit.quantization.observers import ObserverOptions
+from sparsebit.quantization.ops.quant_opr import FunctionalWeightedQuantOpr, QIdentity, QuantOpr, WeightedQuantOpr
+from sparsebit.quantization.ops.table import OpKind, OpRow, row_of
+from sparsebit.quantization.plan import Plan, RegionPlan, feature_axis, layer_name, spec_of
+from sparsebit.quantization.quantizers.base import Quantizer, Target, build_quantizer
+
+
+def attach_quantizers(captured: Captured, plan: Plan, backend: str) -> None:
+    """Put every planned quantizer into the captured model, in place."""
+    maker = _Maker(backend)
+    for path, region in captured.regions.items():
+        _RegionAttacher(path, region, plan.regions[path], maker).attach()
+    for path, loose in captured.loose.items():
+        planned = plan.loose.get(path)
+        if planned is not None:
+            loose.parent._modules[loose.name] = maker.wrap(loose.module, planned.row, path, planned.input, planned.weight)
+
+
+@dataclass
+class _Group:
+    """One tensor (`source`) under one config, and everyone who reads it so."""
+
+    source: fx.Node
+    config: ActivationConfig
+    consumers: list[fx.Node] = field(default_factory=list)
+    is_output: bool = False
+
+
+class _RegionAttacher:
+    def __init__(self, path: str, region: Region, plan: RegionPlan, maker: _Maker) -> None:
+        self.path, self.region, self.plan, self.maker = path, region, plan, maker
+        self.root = region.graph_module
+        self.calls = Counter(node.target for node in self.root.graph.nodes if node.op == "call_module")
+        self.rows = {node: row for node in self.root.graph.nodes if (row := row_of(node, self.root)) is not None}
+
+    def attach(self) -> None:
+        inside: dict[fx.Node, ActivationConfig] = {}
+        for group in self._groups():
+            if self._fits_inside(group):
+                inside[group.consumers[0]] = group.config
+            else:
+                self._stand_alone(group)
+        for node in [*dict.fromkeys([*inside, *self.plan.weights])]:
+            self._wrap(node, self.rows[node], inside.get(node), self.plan.weights.get(node))
+        self.root.graph.lint()
+        self.root.recompile()
+
+    def _groups(self) -> list[_Group]:
+        groups: dict[tuple[fx.Node, TensorSpec, ActivationConfig], _Group] = {}
+
+        def group_of(source: fx.Node, config: ActivationConfig) -> _Group:
+            key = (source, spec_of(config, feature_axis(config)), _sharing_key(config))
+            return groups.setdefault(key, _Group(source, config))
+
+        for node, config in self.plan.outputs.items():
+            group_of(node, config).is_output = True
+        for consumer, sources in self.plan.inputs.items():
+            for source, config in sources.items():
+                group_of(source, config).consumers.append(consumer)
+        return list(groups.values())
+
+    def _fits_inside(self, group: _Group) -> bool:
+        if group.is_output or len(group.consumers) != 1:
+            return False
+        consumer = group.consumers[0]
+        if self.rows[consumer].kind is OpKind.MULTI:
+            return False
+        return consumer.op != "call_module" or self.calls[consumer.target] == 1
+
+    def _stand_alone(self, group: _Group) -> None:
+        source = layer_name(self.path, group.source)
+        if group.is_output:
+            site = f"{source}.output"
+        elif len(group.consumers) == 1:
+            consumer = group.consumers[0]
+            site = f"{layer_name(self.path, consumer)}.input.{list(self.plan.inputs[consumer]).index(group.source)}"
+        else:
+            site = f"{source}.shared"
+        readers = list(group.source.users) if group.is_output else group.consumers
+        name = self._free_name(site.removeprefix(f"{self.path}.").replace(".", "_"))
+        identity = QIdentity(self.maker.feature(site, group.config))
+        node = insert_module_after(self.root, group.source, name, identity)
+        for reader in readers:
+            reader.replace_input_with(group.source, node)
+
+    def _wrap(self, node: fx.Node, row: OpRow, activation: ActivationConfig | None, weight: WeightConfig | None) -> None:
+        name = layer_name(self.path, node)
+        if node.op == "call_module":
+            target = str(node.target)
+            wrapped = self.maker.wrap(self.root.get_submodule(target), row, name, activation, weight)
+            for host in (self.root, self.region.source):
+                _replace(host, target, wrapped)
+            return
+        op: Any = node.target
+        wrapped = self.maker.wrap(op, row, name, activation, weight)
+        node.op, node.target = "call_module", self._free_name(node.name)
+        self.root.add_submodule(str(node.target), wrapped)
+
+    def _free_name(self, wanted: str) -> str:
+        name, number = wanted, 0
+        while hasattr(self.root, name):
+            number += 1
+            name = f"{wanted}_{number}"
+        return name
+
+
+class _Maker:
+    """Builds quantizers and wrapped ops; an op that several places share is wrapped once."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.wrapped: dict[int, tuple[Any, QuantOpr]] = {}
+        self.names: Counter[str] = Counter()
+
+    def wrap(self, op: Any, row: OpRow, name: str, activation: ActivationConfig | None, weight: WeightConfig | None) -> QuantOpr:
+        if isinstance(op, QuantOpr):
+            return op
+        if isinstance(op, nn.Module) and id(op) in self.wrapped:
+            return self.wrapped[id(op)][1]
+        input_quantizer = self.feature(f"{name}.input", activation) if activation is not None else _off(f"{name}.input", "feature")
+        weight_quantizer = self._weight(f"{name}.weight", op, row, weight) if row.kind is OpKind.WEIGHTED else None
+        kind: type[Any] = row.implementation or QuantOpr
+        if row.implementation is None and row.kind is OpKind.WEIGHTED:
+            kind = WeightedQuantOpr if isinstance(op, nn.Module) else FunctionalWeightedQuantOpr
+        wrapped: QuantOpr = kind(op, row, input_quantizer, weight_quantizer)
+        if isinstance(op, nn.Module):
+            wrapped.train(op.training)
+            self.wrapped[id(op)] = (op, wrapped)  # the op is held, so that its id stays its own
+        return wrapped
+
+    def feature(self, site: str, config: ActivationConfig) -> Quantizer:
+        return self._build(site, config, spec_of(config, feature_axis(config)), "feature", 1)
+
+    def _weight(self, site: str, op: Any, row: OpRow, config: WeightConfig | None) -> Quantizer:
+        if config is None:
+            return _off(site, "weight")
+        spec = spec_of(config, row.channel_axis)
+        weight = getattr(op, row.weight, None) if isinstance(op, nn.Module) and row.weight else None
+        return self._build(site, config, spec, "weight", num_rows(weight.shape, spec.granularity) if weight is not None else 1)
+
+    def _build(self, site: str, config: TensorConfig, spec: TensorSpec, target: Target, num_scales: int) -> Quantizer:
+        self.names[site] += 1
+        return build_quantizer(
+            config.QUANTIZER.TYPE,
+            spec,
+            target,
+            name=site if self.names[site] == 1 else f"{site}.{self.names[site]}",
+            backend=self.backend,
+            num_scales=num_scales,
+            observer=config.OBSERVER.TYPE,
+            observer_options=ObserverOptions(
+                alpha=config.OBSERVER.PERCENTILE.ALPHA,
+                distribution=config.OBSERVER.ACIQ.DISTRIBUTION,
+                **({"ema_ratio": config.OBSERVER.MOVING_AVERAGE.EMA_RATIO} if isinstance(config, ActivationConfig) else {}),
+            ),
+            options=config.QUANTIZER.PACT if isinstance(config, ActivationConfig) else None,
+        )
+
+
+def _off(site: str, target: Target) -> Quantizer:
+    quantizer = build_quantizer("uniform", TensorSpec(8, True, PerTensor()), target, name=site)
+    quantizer.set_fake_fused()
+    return quantizer
+
+
+def _sharing_key(config: ActivationConfig) -> ActivationConfig:
+    """The config without what does not touch numbers, so that an add and a conv with the same format share."""
+    return ActivationConfig.model_validate({key: value for key, value in config.to_dict(defaults=True).items() if key != "QADD"})
+
+
+def _replace(host: nn.Module, target: str, module: nn.Module) -> None:
+    parent_path, _, name = target.rpartition(".")
+    try:
+        parent = host.get_submodule(parent_path)
+    except AttributeError:
+        return
+    if name in parent._modules:
+        parent._modules[name] = module

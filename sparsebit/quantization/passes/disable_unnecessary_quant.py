@@ -1,0 +1,48 @@
+"""Chains that run as one op: only the first one quantizes its input.
+
+conv/linear (+ batch norm) + activation, and add + relu.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from sparsebit.quantization.ops.table import OpRow
+
+_HEADS = frozenset({"conv", "conv_transpose", "linear"})
+_RELUS = frozenset({"relu", "relu6", "hardtanh"})
+
+
+def absorbed_by(graph: fx.Graph, rows: dict[fx.Node, OpRow], activations: frozenset[str] | None) -> dict[fx.Node, fx.Node]:
+    """Per absorbed node, the node in front of it in the chain. `activations`: names that a runtime absorbs; None: every activation."""
+    absorbed: dict[fx.Node, fx.Node] = {}
+    heads: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        row = rows.get(node)
+        if row is None:
+            continue
+        source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+        if source in heads and len(source.users) == 1 and _joins(row, heads[source], rows[source], activations):
+            absorbed[node] = source
+            heads[node] = heads[source]
+        if row.name in _HEADS or row.name == "add":
+            heads[node] = row.name
+    return absorbed
+
+
+def chain_end(node: fx.Node, absorbed: dict[fx.Node, fx.Node]) -> fx.Node:
+    """The last node of the chain that `node` starts."""
+    after = {front: back for back, front in absorbed.items()}
+    while node in after:
+        node = after[node]
+    return node
+
+
+def _joins(row: OpRow, head: str, before: OpRow, activations: frozenset[str] | None) -> bool:
+    if before.is_activation:
+        return False
+    if row.name == "batch_norm":
+        return head in _HEADS and before.name in _HEADS
+    if not row.is_activation or (activations is not None and row.name not in activations):
+        return False
+    return head in _HEADS or row.name in _RELUS

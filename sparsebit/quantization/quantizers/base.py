@@ -1,0 +1,242 @@
+"""The life of one fake-quantized tensor: observe, fix scale and zero point, switch on and off.
+
+A quantizer is built from a `TensorSpec` and keeps its numbers as buffers (or parameters, where they are learned). It is
+`enabled` when it is switched on and not logically off for good (`fake_fused`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.errors import BackendError, CalibrationError, ConfigError
+from sparsebit.numerics import dispatch
+from sparsebit.numerics.qparams import check_backend, dequantized_range, qparams_from_range
+from sparsebit.numerics.spec import TensorSpec
+from sparsebit.quantization.observers import Observer, ObserverOptions, build_observer
+from sparsebit.registry import QUANTIZERS
+
+Target = Literal["weight", "feature"]
+
+
+class Quantizer(nn.Module):
+    """Base of all quantizers, and by itself the uniform one.
+
+    Subclasses change how numbers become quantized (`transform`, `fake_quantize`) or learned (`make_parameters`, `qparams`).
+    """
+
+    TYPE: ClassVar[str] = "base"
+    TARGETS: ClassVar[tuple[Target, ...]] = ("weight", "feature")
+
+    scale: Tensor
+    zero_point: Tensor
+    calibrated: Tensor
+
+    def __init__(
+        self,
+        spec: TensorSpec,
+        target: Target,
+        *,
+        name: str = "",
+        backend: str = "virtual",
+        num_scales: int = 1,
+        observer: str = "minmax",
+        observer_options: ObserverOptions | None = None,
+        options: Any = None,
+    ) -> None:
+        super().__init__()
+        self.spec, self.target, self.name, self.backend = spec, target, name, backend
+        self.observer_name, self.observer_options = observer, observer_options or ObserverOptions()
+        self.options = options
+        self.observer: Observer[Any] = self._new_observer()
+        self.use_quant = self.fake_fused = self.observing = self.export_onnx = self.was_unseen = False
+        self.make_parameters(num_scales)
+        self.register_buffer("calibrated", torch.tensor(False))
+
+    # --- what subclasses change
+
+    def make_parameters(self, num_scales: int) -> None:
+        """Create `scale` and `zero_point`, one per scale; a learned one is an `nn.Parameter` from the start."""
+        shape = () if num_scales == 1 else (num_scales,)
+        self.register_buffer("scale", torch.ones(shape))
+        self.register_buffer("zero_point", torch.zeros(shape))
+
+    def transform(self, x: Tensor) -> Tensor:
+        """What is observed and quantized in the place of `x` (DoReFa: its tanh)."""
+        return x
+
+    def qparams(self) -> tuple[Tensor, Tensor]:
+        """Scale and zero point in force."""
+        return self.scale, self.zero_point
+
+    def fake_quantize(self, x: Tensor) -> Tensor:
+        scale, zero_point = self.qparams()
+        return dispatch.fake_quantize(self.transform(x), scale, zero_point, self.spec, tag=self.name)
+
+    # --- forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` unchanged while off; sizes, indices and masks always pass."""
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        if self.observing:
+            self.update_observer(x)
+        return self.fake_quantize(x) if self.is_enable else x
+
+    @property
+    def is_enable(self) -> bool:
+        return self.use_quant and not self.fake_fused
+
+    @property
+    def is_calibrated(self) -> bool:
+        return bool(self.calibrated)
+
+    # --- statistics -> numbers
+
+    def update_observer(self, x: Tensor) -> None:
+        try:
+            self.observer.update(self.transform(x.detach()))
+        except CalibrationError as error:
+            raise CalibrationError(f"{self.name}: {error}") from None
+
+    def calc_qparams(self) -> None:
+        """Range of what was observed -> scale and zero point; the statistics are dropped."""
+        if self.observer.is_empty:
+            raise CalibrationError(
+                f"{self.name}: no data was observed; run forwards between prepare_calibration() and calc_qparams()"
+            )
+        self.calc_qparams_with_minmax(*self.observer.calc_range())
+        self.observer.reset()
+
+    def calc_qparams_with_minmax(self, min_val: Tensor, max_val: Tensor) -> None:
+        scale, zero_point = qparams_from_range(min_val, max_val, self.spec)
+        check_backend(self.spec, zero_point, self.backend, self.name)
+        self._store("scale", scale)
+        self._store("zero_point", zero_point)
+        self.calibrated.fill_(True)
+
+    def dequantized_range(self) -> tuple[Tensor, Tensor]:
+        """The smallest and the largest value that can come out."""
+        return dequantized_range(*self.qparams(), self.spec)
+
+    # --- switches
+
+    def enable_quant(self) -> None:
+        if not self.is_calibrated and not self.fake_fused:
+            raise CalibrationError(
+                f"{self.name} has no scale yet; call prepare_calibration(), run a few batches, then calc_qparams() "
+                "(or load a calibrated state_dict) before quantization is switched on"
+            )
+        self.use_quant = True
+
+    def disable_quant(self) -> None:
+        self.use_quant = False
+
+    def enable_export_onnx(self) -> None:
+        self.export_onnx = True
+
+    def disable_export_onnx(self) -> None:
+        self.export_onnx = False
+
+    def set_fake_fused(self) -> None:
+        """Off for good, without touching the graph: scale 1, zero point 0, no gradient."""
+        self.fake_fused = True
+        with torch.no_grad():
+            for parameter in self.parameters(recurse=False):
+                parameter.requires_grad_(False)
+            if "scale" in self._buffers or "scale" in self._parameters:
+                self.scale.fill_(1.0)
+            if "zero_point" in self._buffers or "zero_point" in self._parameters:
+                self.zero_point.fill_(0.0)
+        self.observer.reset()
+
+    def set_backend(self, backend: str) -> None:
+        """Move to another backend; numbers that it cannot run are refused."""
+        check_backend(self.spec, self.zero_point.detach(), backend, self.name)
+        self.backend = backend
+
+    def set_bit(self, bits: int) -> None:
+        """Another bit-width over the same range of values."""
+        low, high = self.dequantized_range() if self.is_calibrated else (None, None)
+        self.spec = self.spec.replace(bits=bits)
+        self.observer = self._new_observer()
+        if low is not None and high is not None:
+            self.calc_qparams_with_minmax(low.detach(), high.detach())
+
+    # --- state
+
+    def _new_observer(self) -> Observer[Any]:
+        return build_observer(self.observer_name, self.spec, self.observer_options, self.target)
+
+    def _store(self, name: str, value: Tensor) -> None:
+        """Write a number of any shape; the tensor object (an optimizer may hold it) stays the same."""
+        tensor = getattr(self, name)
+        value = value.detach().to(tensor)
+        with torch.no_grad():
+            if tensor.shape == value.shape:
+                tensor.copy_(value)
+            else:
+                tensor.set_(value.clone())
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # Per-channel features know their number of channels only from data: a checkpoint brings its own shape.
+        for name in ("scale", "zero_point", "alpha"):
+            stored, own = state_dict.get(prefix + name), getattr(self, name, None)
+            if isinstance(stored, Tensor) and isinstance(own, Tensor) and stored.shape != own.shape:
+                self._store(name, stored)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def summary(self) -> str:
+        """`uint8 scale=0.021 zero_point=12` and the like, for reprs and tables."""
+        if self.fake_fused:
+            return "off"
+        text = f"{self.spec.dtype_name}"
+        if not self.is_calibrated:
+            return f"{text} uncalibrated"
+        scale, zero_point = (value.detach().float() for value in self.qparams())
+        if scale.numel() == 1:
+            text += f" scale={float(scale):.4g} zero_point={int(zero_point.round())}"
+        else:
+            text += f" scale=[{float(scale.min()):.4g}..{float(scale.max()):.4g}]x{scale.numel()}"
+            text += f" zero_point=[{int(zero_point.min().round())}..{int(zero_point.max().round())}]"
+        return text if self.use_quant else f"{text} (off)"
+
+    def extra_repr(self) -> str:
+        return f"{self.TYPE} {self.summary()}"
+
+
+QuantizerClass = TypeVar("QuantizerClass", bound=type[Quantizer])
+
+
+def register_quantizer(name: str, *, aliases: tuple[str, ...] = (), replace: bool = False) -> Callable[[QuantizerClass], QuantizerClass]:
+    """File a `Quantizer` subclass under `name`, the `QUANTIZER.TYPE` of configs.
+
+    >>> @register_quantizer("stochastic")
+    ... class Stochastic(Quantizer):
+    ...     def transform(self, x):
+    ...         return x + (torch.rand_like(x) - 0.5) * self.scale if self.training else x
+    """
+
+    def file(kind: QuantizerClass) -> QuantizerClass:
+        if not (isinstance(kind, type) and issubclass(kind, Quantizer)):
+            raise ConfigError(f"quantizer {name!r}: {kind!r} is no subclass of Quantizer")
+        kind.TYPE = name.lower()
+        QUANTIZERS.register(name, aliases=aliases, replace=replace)(kind)
+        return kind
+
+    return file
+
+
+def build_quantizer(kind: str, spec: TensorSpec, target: Target, **settings: Any) -> Quantizer:
+    """The registered quantizer `kind` for one tensor; a kind that is not made for this target is refused."""
+    quantizer_class = QUANTIZERS.get(kind)
+    assert isinstance(quantizer_class, type) and issubclass(quantizer_class, Quantizer)
+    if target not in quantizer_class.TARGETS:
+        raise BackendError(
+            f"{settings.get('name', '')}: quantizer {kind!r} is made for {' and '.join(quantizer_class.TARGETS)} tensors, "
+            f"not for a {target}; set another QUANTIZER.TYPE there"
+        )
+    return quantizer_class(spec, target, **settings)

@@ -1,0 +1,46 @@
+"""Learned step size: LSQ (Esser et al., ICLR 2020) and LSQ+ (Bhalgat et al., CVPRW 2020), whose zero point is learned too."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.numerics import dispatch
+from sparsebit.quantization.quantizers.base import Quantizer, register_quantizer
+
+_SMALLEST = float(torch.finfo(torch.float32).tiny)
+
+
+@register_quantizer("lsq")
+class LSQ(Quantizer):
+    """The scale is a parameter from the start; calibration gives it its first value.
+
+    Its gradient carries LSQ's factor 1/sqrt(N·qmax). The scale in force is its absolute value, so that a step across zero
+    can come back.
+    """
+
+    learns_zero_point: ClassVar[bool] = False
+
+    def make_parameters(self, num_scales: int) -> None:
+        super().make_parameters(num_scales)
+        del self._buffers["scale"]
+        self.scale = nn.Parameter(torch.ones(() if num_scales == 1 else (num_scales,)))
+        if self.learns_zero_point and not self.spec.symmetric:
+            del self._buffers["zero_point"]
+            self.zero_point = nn.Parameter(torch.zeros_like(self.scale))
+
+    def qparams(self) -> tuple[Tensor, Tensor]:
+        return self.scale.abs().clamp_min(_SMALLEST), self.zero_point.clamp(self.spec.qmin, self.spec.qmax)
+
+    def fake_quantize(self, x: Tensor) -> Tensor:
+        scale, zero_point = self.qparams()
+        return dispatch.fake_quantize(x, scale, zero_point, self.spec, gradient="lsq", tag=self.name)
+
+
+@register_quantizer("lsq+", aliases=("lsq_plus",))
+class LSQPlus(LSQ):
+    """LSQ with a learned zero point on affine grids; on symmetric ones the zero point is 0 and stays."""
+
+    learns_zero_point = True

@@ -1,0 +1,10 @@
+"""Round to nearest on an even grid; gradients straight through."""
+
+from __future__ import annotations
+
+from sparsebit.quantization.quantizers.base import Quantizer, register_quantizer
+
+
+@register_quantizer("uniform")
+class Uniform(Quantizer):
+    """Scale and zero point come from calibration and stay."""

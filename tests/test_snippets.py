@@ -1,0 +1,28 @@
+"""Python blocks in the README and in the documentation run; the blocks of a page share their names, as in a session."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def pages() -> list[Path]:
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [page for page in found if BLOCK.search(page.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = page.read_text(encoding="utf-8")
+    names: dict[str, object] = {"__name__": "snippet"}
+    for block in BLOCK.finditer(text):
+        first_line = text.count("\n", 0, block.start(1))
+        # Blank lines in front make a traceback point at the line of the page.
+        exec(compile("\n" * first_line + block[1], str(page), "exec"), names)
