@@ -17,7 +17,7 @@ check() {
 check "style" ruff check --output-format concise .
 check "format" ruff format --check --output-format concise .
 check "types" mypy
-check "layers" lint-imports
+check "layers" lint-imports --no-logo
 check "docs" mkdocs build --strict --quiet
 check "tests" pytest -q -n auto --maxprocesses 4 --dist loadfile "$@"
 

@@ -6,7 +6,6 @@ import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
@@ -43,7 +42,7 @@ class Faults(ValueError):
 
 def error(faults: Iterable[Fault], document: Document | None = None) -> ConfigError:
     """One ConfigError for all of them, in the order of the file."""
-    document = document or Document({})
+    document = Document({}) if document is None else document
     located = [(document.line_of(fault.place or fault.key) or 0, fault) for fault in dict.fromkeys(faults)]
     located.sort(key=lambda pair: pair[0])
     sentences = [f"line {line}: {fault}" if line else str(fault) for line, fault in located]
@@ -71,15 +70,17 @@ def unknown_key(model: Model, path: Names, value: object = ..., prefix: Names = 
     known = next(n for n in range(len(path)) if field_at(model, path[: n + 1]) is None)
     parent = field_at(model, path[:known])
     section = section_of(parent) if parent else model
-    if section is None:
-        reason = f"unknown key; {'.'.join((*prefix, *path[:known]))} holds no keys, it takes {describe(parent)}"  # type: ignore[arg-type]
+    if parent and not section:
+        reason = f"unknown key; {'.'.join((*prefix, *path[:known]))} holds no keys, it takes {describe(parent)}"
     else:
+        assert section is not None
         reason = f"unknown key; allowed here: {', '.join(section.model_fields)}"
         if field_at(model, tuple(path[-1].split("."))) and "." in path[-1]:
             steps = path[-1].split(".")
             reason += f"; keys nest, write {': {'.join(steps)}: ...{'}' * (len(steps) - 1)}"
         elif near := meant(model, path[: known + 1]):
-            reason += f"; did you mean {'.'.join((*prefix, *near))}?"
+            whole = (*near, *path[known + 1 :])
+            reason += f"; did you mean {'.'.join((*prefix, *(whole if field_at(model, whole) else near)))}?"
     return Fault((*prefix, *path), reason, "" if value is ... else given(value))
 
 
@@ -106,9 +107,10 @@ def _path(entry: ErrorDetails) -> Names:
 
 
 def _is_number(text: str) -> bool:
+    """Whether a text would be a number or a truth value without its quotes."""
     try:
-        return isinstance(yaml.safe_load(text), (int, float))
-    except yaml.YAMLError:
+        return text.lower() in ("true", "false", "yes", "no", "on", "off") or float(text) is not None
+    except ValueError:
         return False
 
 

@@ -7,6 +7,7 @@ original Python code stays a second, always valid way to run it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 from collections.abc import Iterable, Iterator
@@ -17,6 +18,9 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from sparsebit.errors import CaptureError
+from sparsebit.graph.example import UNKNOWN, Example, GuardError
+from sparsebit.graph.passes.decompose import decompose
 from sparsebit.graph.tracer import LeafPolicy, LeafTracer, Untraced, describe_failure
 
 # A parameter of `forward` that differs from call to call.
@@ -51,17 +55,22 @@ class Region(nn.Module):
             bound = _signature(self.source).bind(*args, **kwargs)
         except TypeError:
             return None
-        given = dict(bound.arguments)
+        given = _flattened(bound)
         for name, constant in self.constants.items():
             if name in given and not _same_constant(given.pop(name), constant):
                 return None
-        return given
+        return given if given.keys() <= self._inputs else None
+
+    @property
+    def _inputs(self) -> set[str]:
+        return {str(node.target) for node in self.graph_module.graph.nodes if node.op == "placeholder"}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs = self.bind(args, kwargs)
-        if inputs is None:
-            return self.source(*args, **kwargs)
-        return self.graph_module(**inputs)
+        if inputs is not None:
+            with contextlib.suppress(GuardError):
+                return self.graph_module(**inputs)
+        return self.source(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Region:
         super().train(mode)
@@ -118,11 +127,12 @@ def capture(
 ) -> Captured:
     """A captured *copy* of `model`. `example` (args, kwargs) tells which optional arguments are used, everywhere in the model;
     `form` does so for the model's own `forward` alone. Without either, optional arguments are taken as not given."""
-    model = copy.deepcopy(model)
-    forms = _observe_forms(model, *example) if example is not None else {}
-    if form is not None:
-        forms[id(model)] = form
-    explorer = _Explorer(policy or LeafPolicy(), forms, known=example is not None)
+    try:
+        model = decompose(copy.deepcopy(model))
+    except RuntimeError as error:
+        raise CaptureError(f"{type(model).__name__} cannot be copied, and is never changed in place: {error}") from error
+    observed = _Observed(model, *example) if example is not None else None
+    explorer = _Explorer(policy or LeafPolicy(), observed, form)
     explorer.captured.model = explorer.explore(model, "", is_root=True)
     return explorer.captured
 
@@ -130,13 +140,12 @@ def capture(
 def call_form(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallForm:
     """What a call looks like: per parameter its constant value (None, bool, str, defaults) or VARYING."""
     signature = _signature(module)
-    bound = signature.bind(*args, **kwargs)
-    form: CallForm = {}
+    given = _flattened(signature.bind(*args, **kwargs))
+    form: CallForm = {name: value if _is_constant(value) else VARYING for name, value in given.items()}
     for name, parameter in signature.parameters.items():
-        if name in bound.arguments:
-            value = bound.arguments[name]
-            form[name] = value if value is None or isinstance(value, (bool, str)) or value in ((), {}) else VARYING
-        elif parameter.kind is parameter.VAR_POSITIONAL:
+        if name in given:
+            continue
+        if parameter.kind is parameter.VAR_POSITIONAL:
             form[name] = ()
         elif parameter.kind is not parameter.VAR_KEYWORD:
             form[name] = parameter.default
@@ -146,8 +155,8 @@ def call_form(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 class _Explorer:
     """Walks the module tree: a graph where possible, else inside."""
 
-    def __init__(self, policy: LeafPolicy, forms: dict[int, CallForm | None], known: bool) -> None:
-        self.policy, self.forms, self.known = policy, forms, known
+    def __init__(self, policy: LeafPolicy, observed: _Observed | None, root_form: CallForm | None) -> None:
+        self.policy, self.observed, self.root_form = policy, observed, root_form
         self.captured = Captured(nn.Module())
         self.done: dict[int, nn.Module] = {}
 
@@ -165,7 +174,10 @@ class _Explorer:
         return self.done[id(module)]
 
     def _capture_region(self, module: nn.Module, path: str, constants: CallForm) -> nn.Module:
-        tracer = LeafTracer(self.policy, path, constants)
+        inputs = self.observed.inputs.get(id(module), {}) if self.observed else {}
+        if not path and self.root_form is not None:
+            inputs = {name: inputs.get(name, UNKNOWN) for name, value in self.root_form.items() if value is VARYING}
+        tracer = LeafTracer(self.policy, path, constants, inputs, self.observed.example if self.observed else None)
         try:
             graph = tracer.trace(module)
             region = Region(fx.GraphModule(module, graph, type(module).__name__), module, constants)
@@ -195,10 +207,12 @@ class _Explorer:
 
     def _constants(self, module: nn.Module, is_root: bool) -> CallForm | None:
         """The parameters of `forward` to hold fixed, or None where it is not known how the module is called."""
-        form = self.forms.get(id(module), {})
-        if form is None:
-            return None
-        if form:
+        form = self.root_form if is_root and self.root_form is not None else None
+        if form is None and self.observed is not None:
+            form = self.observed.forms.get(id(module))
+            if form is None:
+                return None
+        if form is not None:
             return {name: value for name, value in form.items() if value is not VARYING}
         defaults = {}
         for name, parameter in _signature(module).parameters.items():
@@ -212,7 +226,7 @@ class _Explorer:
     def _ambiguous(self, module: nn.Module, path: str) -> Untraced:
         reason = (
             "called in more than one way, or never, by the example"
-            if self.known
+            if self.observed is not None
             else "its forward has optional arguments, and how it is called is not known: pass example_inputs to capture it"
         )
         code = getattr(type(module).forward, "__code__", None)
@@ -220,30 +234,33 @@ class _Explorer:
         return Untraced(path, type(module).__name__, reason, line)
 
 
-def _observe_forms(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, CallForm | None]:
-    """How every module is called during one forward; None where it is called in different ways."""
-    forms: dict[int, CallForm | None] = {}
+class _Observed:
+    """How every module is called during one forward: its form, and its inputs as examples. Called in different ways: neither."""
 
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.example = Example()
+        self.forms: dict[int, CallForm | None] = {}
+        self.inputs: dict[int, dict[str, Any]] = {}
+        handles = [m.register_forward_pre_hook(self._note, with_kwargs=True) for m in model.modules() if _has_forward(m)]
+        modes = {module: module.training for module in model.modules()}
+        try:
+            model.eval()
+            with torch.no_grad():
+                model(*args, **kwargs)
+        finally:
+            for module, training in modes.items():
+                module.training = training
+            for handle in handles:
+                handle.remove()
+
+    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         form = call_form(module, args, kwargs)
-        seen = forms.setdefault(id(module), form)
+        seen = self.forms.setdefault(id(module), form)
         if seen is not None and not _same_form(seen, form):
-            forms[id(module)] = None
-
-    handles = [m.register_forward_pre_hook(note, with_kwargs=True) for m in model.modules() if _has_forward(m)]
-    was_training = model.training
-    try:
-        model.eval()
-        with torch.no_grad():
-            model(*args, **kwargs)
-    finally:
-        model.train(was_training)
-        for handle in handles:
-            handle.remove()
-    for module in model.modules():
-        if _has_forward(module):
-            forms.setdefault(id(module), None)
-    return forms
+            self.forms[id(module)] = None
+        elif id(module) not in self.inputs:
+            given = _flattened(_signature(module).bind(*args, **kwargs))
+            self.inputs[id(module)] = self.example.fake({name: given.get(name) for name, value in form.items() if value is VARYING})
 
 
 def _same_form(one: CallForm, other: CallForm) -> bool:
@@ -254,6 +271,19 @@ def _same_constant(value: Any, constant: Any) -> bool:
     if isinstance(value, torch.Tensor) or isinstance(constant, torch.Tensor):
         return value is constant
     return value is constant or (type(value) is type(constant) and bool(value == constant))
+
+
+def _is_constant(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, str)) or (isinstance(value, (tuple, dict)) and not value)
+
+
+def _flattened(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """Arguments by name, those taken by `**kwargs` among the others."""
+    given = dict(bound.arguments)
+    for name, parameter in bound.signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            given.update(given.pop(name, {}))
+    return given
 
 
 def _signature(module: nn.Module) -> inspect.Signature:

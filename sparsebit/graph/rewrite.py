@@ -12,10 +12,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 from torch import fx, nn
 
+from sparsebit.graph.example import guard
 from sparsebit.graph.patterns import JointChecker, Match, MatchingNode, SubgraphMatcher
 
 _MAX_ROUNDS = 1000
@@ -85,7 +87,7 @@ def _last_of_block(node: fx.Node) -> fx.Node:
 
 
 def _is_impure(node: fx.Node) -> bool:
-    if node.op in ("placeholder", "output"):
+    if node.op in ("placeholder", "output") or node.target in (guard, operator.setitem):
         return True
     # In-place methods (`x.add_`) write through views that others may read.
     return node.op == "call_method" and str(node.target).endswith("_") and not str(node.target).endswith("__")

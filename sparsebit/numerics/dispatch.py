@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sparsebit.numerics.gradients import Gradient
 from sparsebit.numerics import operator
-from sparsebit.numerics.operator import KERNELS, Kernels
+from sparsebit.numerics.gradients import Gradient
+from sparsebit.numerics.operator import KERNELS, PLAIN, Kernels
 from sparsebit.numerics.spec import TensorSpec
+
+__all__ = ["PLAIN", "Kernels", "fake_quantize", "register_kernels"]
 
 
 def fake_quantize(
     x: Tensor, scale: Tensor, zero_point: Tensor, spec: TensorSpec, *, gradient: Gradient = "ste", tag: str = ""
 ) -> Tensor:
-    """The nearest value to each of `x` on the grid of `scale`, `zero_point` and `spec`, in the shape, strides and type of `x`.
+    """The nearest value to each of `x` on the grid of `scale`, `zero_point` and `spec`, in the form and type of `x`.
 
-    `gradient`: "ste" (x only) or "lsq" (scale and zero point too, where they require it). `tag`: the site's name, seen by export.
+    `gradient`: "ste" (x only) or "lsq" (scale and zero point too, where they require it).
+    `tag`: the name of the site, which export and errors show.
     """
     granularity = spec.granularity
     return operator.fake_quantize(
@@ -24,15 +27,17 @@ def fake_quantize(
 
 
 def register_kernels(device_type: str, kernels: Kernels | None) -> None:
-    """Puts one device's kernels behind the operator, or takes them out again (None): plain torch runs where there are none.
+    """Puts one device's kernels behind the operator, or takes them out again (None): then plain torch runs.
 
-    Kernels take and give what the plain functions do, and hand to `PLAIN` what they cannot do:
+    Kernels take and give what `plain.fake_quantize` and `gradients.backward` do, and hand on to `PLAIN` what they lack.
+    A compiler belongs inside them, at first use, never at import:
 
-    >>> def forward(x, scale, zero_point, axis, group_size, qmin, qmax):
-    ...     from sparsebit.numerics import triton_kernels  # at first use, never at import
+    >>> def forward(x, *rest):
+    ...     from my_kernels import fake_quantize
     ...
-    ...     return triton_kernels.forward(x, scale, zero_point, axis, group_size, qmin, qmax)
-    >>> register_kernels("cuda", Kernels(forward, PLAIN.backward))  # doctest: +SKIP
+    ...     return fake_quantize(x, *rest) if x.is_contiguous() else PLAIN.forward(x, *rest)
+    >>> register_kernels("cuda", Kernels(forward, PLAIN.backward))
+    >>> register_kernels("cuda", None)
     """
     if kernels is None:
         KERNELS.pop(device_type, None)

@@ -1,12 +1,12 @@
 """The gradients of fake-quant: straight-through for x, learned step sizes for scale and zero point.
 
-With v = x / scale, u = round(v) + zp, q = clamp(u, qmin, qmax), y = (q - zp) * scale, inside = (u == q), N = elements per scale:
+Legend: v = x / scale, u = round(v) + zp, q = clamp(u, qmin, qmax), y = (q - zp) * scale, inside = (u == q):
 
     dy/dx     = 1 inside, 0 outside                      straight-through estimator (Bengio et al. 2013)
     dy/dscale = q - zp - v inside, q - zp outside        LSQ (Esser et al. 2020, eq. 3)
     dy/dzp    = 0 inside, -scale outside                 LSQ+ (Bhalgat et al. 2020, sec. 3.1)
 
-The last two are multiplied by 1 / sqrt(N * qmax), LSQ's gradient scale (sec. 2.2).
+The last two are multiplied by 1 / sqrt(N * qmax), LSQ's gradient scale (sec. 2.2), N elements per scale.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from sparsebit.numerics.plain import align, aligned_shape, as_blocks, divide, grid, pad_groups
+from sparsebit.numerics.plain import align, aligned_shape, as_blocks, divide, grid
+from sparsebit.numerics.spec import pad_groups
 
 Gradient: TypeAlias = Literal["ste", "lsq"]
 GRADIENTS: tuple[str, ...] = get_args(Gradient)
@@ -61,8 +62,10 @@ def backward(
         grad_x = _where_inside.grad_input(grad, codes, *ends, grad_input=codes)
         return grad_x.to(x.dtype), None, None
 
-    grad_x = _where_inside(grad, codes, *ends) if needs_x or needs_zero_point else None
-    grad_scale = grad_zero_point = None
+    grad_x = grad_scale = grad_zero_point = None
+    if needs_x or needs_zero_point:
+        # Into the memory order of x, whatever that of grad: compiled code relies on it.
+        grad_x = _where_inside.grad_input(grad, codes, *ends, grad_input=torch.empty_like(codes))
     if needs_scale:
         _where_inside.grad_input(values, codes, *ends, grad_input=values)
         codes.clamp_(low, high)

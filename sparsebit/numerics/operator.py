@@ -1,9 +1,9 @@
 """`torch.ops.sparsebit.fake_quantize`: the one operator that simulation, training and export share.
 
-It is opaque to `torch.compile`, `torch.export` and the ONNX translation, which therefore see a single node with the site's name (`tag`).
-Its derivative is an operator too, so that a GPU's backward kernel survives compilation.
+`torch.compile`, `torch.export` and the ONNX translation see one opaque node that carries the site's name (`tag`). Its
+derivative is an operator too, so that a device's backward kernel survives compilation.
 
-Registered by hand on the Autograd key: `torch.library.register_autograd` gives the same at three times the cost of a call.
+It is registered on the Autograd key by hand: `torch.library.register_autograd` gives the same at twice the cost.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class Kernels:
 PLAIN = Kernels(plain.fake_quantize, gradients.backward)
 KERNELS: dict[str, Kernels] = {}
 
-_LIBRARY = torch.library.Library("sparsebit", "DEF")
+_LIBRARY: Any = torch.library.Library("sparsebit", "DEF")
 _LIBRARY.define(
     "fake_quantize(Tensor x, Tensor scale, Tensor zero_point, int? axis, int group_size, int qmin, int qmax,"
     " str gradient, str tag) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
-    "fake_quantize_backward(Tensor grad, Tensor x, Tensor scale, Tensor zero_point, int? axis, int group_size, int qmin, int qmax,"
-    " bool needs_x, bool needs_scale, bool needs_zero_point) -> Tensor[]",
+    "fake_quantize_backward(Tensor grad, Tensor x, Tensor scale, Tensor zero_point, int? axis, int group_size,"
+    " int qmin, int qmax, bool needs_x, bool needs_scale, bool needs_zero_point) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 OPERATOR = torch.ops.sparsebit.fake_quantize.default
@@ -60,10 +60,17 @@ def fake_quantize(
     gradient: str,
     tag: str,
 ) -> Tensor:
-    """The operator, by the shortest way: where nothing watches, straight to what it would run (a way through torch's dispatcher and
-    back into Python costs as much as the arithmetic on a small tensor)."""
-    call = OPERATOR if _is_watched(x, scale, zero_point) else _autograd
-    return call(x, scale, zero_point, axis, group_size, qmin, qmax, gradient, tag)  # type: ignore[no-any-return]
+    """The operator, called the shortest way.
+
+    The way through torch's dispatcher and back into Python, twice, costs as much as the arithmetic on a small tensor.
+    Where nobody watches, the same functions are called without that detour.
+    """
+    if _is_watched(x, scale, zero_point):
+        return OPERATOR(x, scale, zero_point, axis, group_size, qmin, qmax, gradient, tag)
+    if _needs_grad(x, scale, zero_point, gradient, tag):
+        return _FakeQuantize.apply(x, scale, zero_point, axis, group_size, qmin, qmax, gradient, tag)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _forward(x, scale, zero_point, axis, group_size, qmin, qmax, gradient, tag)
 
 
 def _kernels(x: Tensor) -> Kernels:
@@ -81,7 +88,10 @@ def _forward(
     gradient: str,
     tag: str,
 ) -> Tensor:
-    return _kernels(x).forward(x, scale, zero_point, axis, group_size, qmin, qmax)
+    try:
+        return _kernels(x).forward(x, scale, zero_point, axis, group_size, qmin, qmax)
+    except SpecError as error:
+        raise SpecError(f"{tag or 'fake_quantize'}: {error}") from None
 
 
 def _backward(grad: Tensor, x: Tensor, *rest: Any) -> list[Tensor]:
@@ -117,7 +127,7 @@ class _FakeQuantize(torch.autograd.Function):
 
 
 def _autograd(x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> Tensor:
-    if _needs_grad(x, scale, zero_point, *rest):
+    if _needs_grad(x, scale, zero_point, *rest[-2:]):
         return _FakeQuantize.apply(x, scale, zero_point, *rest)  # type: ignore[no-any-return, no-untyped-call]
     return _below_autograd(x, scale, zero_point, *rest)
 
@@ -127,17 +137,19 @@ def _below_autograd(x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) ->
         return (OPERATOR if _is_watched(x, scale, zero_point) else _forward)(x, scale, zero_point, *rest)
 
 
-def _needs_grad(x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> bool:
-    *_, gradient, tag = rest
+def _needs_grad(x: Tensor, scale: Tensor, zero_point: Tensor, gradient: str, tag: str) -> bool:
+    """Whether the call is to be recorded; here too, once for all ways, what the schema cannot say is checked."""
     if gradient not in GRADIENTS:
-        raise SpecError(f"gradient={gradient!r} at {tag or 'fake_quantize'}: allowed: {', '.join(GRADIENTS)}")
+        raise SpecError(f"{tag or 'fake_quantize'}: gradient={gradient!r}: allowed: {', '.join(GRADIENTS)}")
+    if not x.is_floating_point():
+        raise SpecError(f"{tag or 'fake_quantize'}: a tensor of {x.dtype}: only floating-point tensors are quantized")
     if not torch.is_grad_enabled():
         return False
     return x.requires_grad or (gradient == "lsq" and (scale.requires_grad or zero_point.requires_grad))
 
 
 def _is_watched(x: Tensor, scale: Tensor, zero_point: Tensor) -> bool:
-    """Whether anything between Python and the kernels (a tracer, a mode, a subclass, a transform) has to see the operator."""
+    """Whether a compiler, mode, transform, tracer or tensor subclass stands in between and has to see the operator."""
     return bool(
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()

@@ -1,7 +1,8 @@
-"""Fake-quant in few passes over memory, for every device that has no kernel of its own: equal to `reference`, bit by bit.
+"""Fake-quant in few passes over memory, where a device has no kernels of its own: equal to `reference`, bit by bit.
 
-Passes are elementwise and in place, because memory traffic is the cost. A scale stays a tensor even when it is one number: torch
-wraps a Python number more slowly (5 us) than it runs a small kernel, and on a GPU it would divide by multiplying with the reciprocal.
+Passes are elementwise and in place, because memory traffic is the cost. A scale stays a tensor even when it is one
+number: torch wraps a Python number more slowly (5 us) than it runs a small kernel, and on a GPU it would not truly
+divide by one but multiply with its reciprocal.
 """
 
 from __future__ import annotations
@@ -11,11 +12,10 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from sparsebit.numerics.qparams import check_num_params
 from sparsebit.numerics.reference import compute_dtype
-from sparsebit.numerics.spec import PerChannel, PerGroup, PerTensor, axis_in
+from sparsebit.numerics.spec import PerChannel, PerGroup, PerTensor, axis_in, pad_groups
 
 
 def fake_quantize(
@@ -39,11 +39,11 @@ def fake_quantize(
 
 def as_blocks(x: Tensor, axis: int | None, group_size: int) -> Tensor:
     """A view in which parameters broadcast: groups get a dimension of their own, `(8, 256)` -> `(8, 2, 128)`."""
-    return x if axis is None or not group_size else x.unflatten(axis, (-1, group_size))
+    return x if axis is None or not group_size else torch.unflatten(x, axis, (-1, group_size))
 
 
 def align(param: Tensor, x: Tensor, axis: int | None, group_size: int) -> Tensor:
-    """`param` in the type that `x` computes in, shaped against the blocks of `x`: `()`, `(1, C, 1, 1)`, or `(8, 2, 1)` for groups."""
+    """`param` in the type that `x` computes in, in a shape that meets its blocks: `()`, `(1, C, 1, 1)`, `(8, 2, 1)`."""
     dtype = compute_dtype(x.dtype)
     if param.dtype != dtype:
         param = param.to(dtype)
@@ -70,7 +70,7 @@ def divide(x: Tensor, scale: Tensor, axis: int | None, group_size: int) -> Tenso
 def grid(zero_point: Tensor, qmin: int, qmax: int) -> tuple[int, int, Tensor | None]:
     """(low, high, shift): `clamp(codes + shift, low, high)`, where the shift is none when the ends can take it in.
 
-    That saves two passes over memory; it means reading the zero point, which costs nothing on a CPU and a stall on a GPU.
+    That saves two passes over memory. It means reading the zero point: nothing on a CPU, a stall on a GPU.
     """
     if zero_point.is_cpu:
         if zero_point.ndim == 0:
@@ -80,12 +80,6 @@ def grid(zero_point: Tensor, qmin: int, qmax: int) -> tuple[int, int, Tensor | N
         elif not zero_point.any():
             return qmin, qmax, None
     return qmin, qmax, zero_point.round()
-
-
-def pad_groups(x: Tensor, axis: int, group_size: int) -> Tensor:
-    """`x` with its last group along `axis` filled up with zeros."""
-    axis %= x.ndim
-    return pad(x, (0, 0) * (x.ndim - 1 - axis) + (0, -x.shape[axis] % group_size))
 
 
 @lru_cache(maxsize=4096)

@@ -24,8 +24,8 @@ def qparams_from_range(min_val: Tensor, max_val: Tensor, spec: TensorSpec) -> tu
     symmetric: `scale = max(min/qmin, max/qmax)`, the smallest that clips neither end; zero point 0.
     affine:    `scale = (max - min) / (qmax - qmin)`, `zero_point = clamp(round(qmin - min/scale), qmin, qmax)`.
 
-    Zero is always a point of the grid. A range of zero width at zero gives scale 1 and the lowest zero point. One symmetric bit
-    knows no positive code: its scale is the range's lower end.
+    Zero is always a point of the grid. The empty range [0, 0] gives scale 1 and zero point 0. One symmetric bit has no
+    positive code: its scale is the lower end.
     """
     if min_val.shape != max_val.shape:
         raise SpecError(
@@ -58,8 +58,8 @@ def dequantized_range(scale: Tensor, zero_point: Tensor, spec: TensorSpec) -> tu
 def broadcast_to(param: Tensor, shape: Sequence[int], granularity: Granularity) -> Tensor:
     """`param` (one number per row, or one for all) in a form that broadcasts against a tensor of this shape.
 
-    PerTensor: `()`. PerChannel(1) of `(N, C, H, W)`: `(1, C, 1, 1)`. PerGroup: each number repeated over its group, so that
-    `(4096, 8)` scales meet `(4096, 1000)` as `(4096, 1000)`.
+    PerTensor: `()`. PerChannel(1) of `(N, C, H, W)`: `(1, C, 1, 1)`. PerGroup: each number repeated over its group, so
+    that `(4096, 8)` scales meet `(4096, 1000)` as `(4096, 1000)`.
     """
     if param.numel() == 1:
         return param if param.ndim == 0 else param.reshape(())
@@ -78,8 +78,8 @@ def check_num_params(num_params: int, shape: Sequence[int], granularity: Granula
     if num_params not in (1, expected):
         allowed = "1" if expected == 1 else f"1 or {expected}"
         raise SpecError(
-            f"{num_params} scales or zero points for a tensor of shape {tuple(shape)} with {granularity}: allowed: {allowed}; "
-            "calibrate again if the tensor's shape has changed"
+            f"{num_params} scales or zero points for a tensor of shape {tuple(shape)} with {granularity}: "
+            f"allowed: {allowed}; calibrate again if the tensor's shape has changed"
         )
 
 
@@ -121,8 +121,8 @@ def _check_range(low: Tensor, high: Tensor) -> None:
     if not bool(good.all()):
         bad = ~good
         raise CalibrationError(
-            f"range [{_first(low, bad):g}, {_first(high, bad):g}] in {int(bad.sum())} of {bad.numel()} rows: both ends must be finite and "
-            "in order; look for NaN or infinity in the model's weights and in the calibration data"
+            f"range [{_first(low, bad):g}, {_first(high, bad):g}] in {int(bad.sum())} of {bad.numel()} rows: "
+            "both ends must be finite and in order; look for NaN or infinity in the weights and in the calibration data"
         )
 
 

@@ -1,7 +1,8 @@
 """Fake-quant in plain torch: the definition of truth that every fast path is tested against.
 
 `zp = round(zero_point)`, `q = clamp(round(x / scale) + zp, qmin, qmax)`, `y = (q - zp) * scale`: a true division and
-round-half-to-even, as ONNX defines QuantizeLinear. Half precision computes in float32 and returns in its own type; NaN stays NaN.
+round-half-to-even, as ONNX defines QuantizeLinear. Half precision computes in float32 and returns in its own type.
+NaN stays NaN; infinity takes the last code.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, spec: TensorSpec
 
 
 def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, spec: TensorSpec) -> Tensor:
-    """The integer codes of `x`, in the smallest torch type that computes well (`code_dtype`). NaN takes the code of zero."""
+    """The integer codes of `x`, in `code_dtype(spec)`. NaN, which has no code, takes that of zero."""
     scale, zero_point = _params(x, scale, zero_point, spec)
     codes = _codes(x, scale, zero_point, spec)
     return torch.where(codes.isnan(), zero_point.clamp(spec.qmin, spec.qmax), codes).to(code_dtype(spec))
@@ -38,7 +39,7 @@ def dequantize(
 
 
 def code_dtype(spec: TensorSpec) -> torch.dtype:
-    """int8 or uint8 up to 8 bits, int16 for wider symmetric codes, int32 for wider affine ones (torch computes little in uint16)."""
+    """The smallest type of torch that holds the codes and computes with them, which rules uint16 out."""
     if spec.bits <= 8:
         return torch.int8 if spec.symmetric else torch.uint8
     return torch.int16 if spec.symmetric else torch.int32

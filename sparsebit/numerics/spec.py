@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -40,8 +41,8 @@ class PerChannel:
 class PerGroup:
     """One scale for each run of `size` consecutive elements along `axis`.
 
-    With axis 1 and size 128, `(4096, 1000)` has scales of shape `(4096, 8)`, hence 32768 rows of 128 elements in row-major
-    order: row = out * 8 + group. The last group of an axis is shorter where `size` does not divide it (here 104 elements).
+    With axis 1 and size 128, `(4096, 1000)` has scales of shape `(4096, 8)`, kept flat in row-major order: 32768 rows
+    of 128 elements, row = 8 * out + group. Where `size` does not divide the axis, its last group is shorter (here 104).
     """
 
     kind: ClassVar[Literal["group"]] = "group"
@@ -81,7 +82,8 @@ class TensorSpec:
             raise SpecError(f"TensorSpec.symmetric={self.symmetric!r}: allowed: True, False")
         if not isinstance(self.granularity, PerTensor | PerChannel | PerGroup):
             raise SpecError(
-                f"TensorSpec.granularity={self.granularity!r}: allowed: PerTensor(), PerChannel(axis), PerGroup(axis, size)"
+                f"TensorSpec.granularity={self.granularity!r}: "
+                "allowed: PerTensor(), PerChannel(axis), PerGroup(axis, size)"
             )
 
     @property
@@ -121,16 +123,14 @@ def to_rows(x: Tensor, granularity: Granularity) -> Tensor:
     The order of the elements inside a row is the order in memory, not that of the indices: rows are for statistics.
     """
     if granularity.axis is None:
-        if x.is_contiguous():
-            return x.view(1, -1)
-        return x.permute(_memory_order(x)).reshape(1, -1)
+        return x.reshape(1, -1) if x.is_contiguous() else x.permute(_memory_order(x)).reshape(1, -1)
     axis = axis_in(granularity, x.ndim)
     if isinstance(granularity, PerChannel):
-        return x.permute(axis, *_memory_order(x, skip=axis)).reshape(x.shape[axis], math.prod(_without(x.shape, axis)))
-    missing = -x.shape[axis] % granularity.size
-    if missing:
-        x = pad(x, (0, 0) * (x.ndim - 1 - axis) + (0, missing))
-    return x.unflatten(axis, (-1, granularity.size)).movedim(axis + 1, -1).reshape(-1, granularity.size)
+        num_channels = x.shape[axis]
+        rows = x.permute(axis, *_memory_order(x, skip=axis))
+        return rows.reshape(num_channels, x.numel() // max(num_channels, 1))
+    groups = torch.unflatten(pad_groups(x, axis, granularity.size), axis, (-1, granularity.size))
+    return groups.movedim(axis + 1, -1).reshape(-1, granularity.size)
 
 
 def num_rows(shape: Sequence[int], granularity: Granularity) -> int:
@@ -148,6 +148,12 @@ def scale_shape(shape: Sequence[int], granularity: Granularity) -> tuple[int, ..
     return (*shape[:axis], -(-shape[axis] // granularity.size), *shape[axis + 1 :])
 
 
+def pad_groups(x: Tensor, axis: int, size: int) -> Tensor:
+    """`x` with the last group along `axis` filled up with zeros; `x` itself where it is whole."""
+    missing = -x.shape[axis] % size
+    return pad(x, (0, 0) * (x.ndim - 1 - axis % x.ndim) + (0, missing)) if missing else x
+
+
 def axis_in(granularity: PerChannel | PerGroup, ndim: int) -> int:
     """The axis counted from the front of a tensor with `ndim` dimensions."""
     axis = granularity.axis
@@ -163,10 +169,6 @@ def _memory_order(x: Tensor, skip: int | None = None) -> list[int]:
     """Dimensions from the slowest to the fastest in memory, so that a dense tensor flattens without a copy."""
     strides = x.stride()
     return sorted((dim for dim in range(x.ndim) if dim != skip), key=lambda dim: -strides[dim])
-
-
-def _without(shape: Sequence[int], axis: int) -> Sequence[int]:
-    return (*shape[:axis], *shape[axis + 1 :])
 
 
 def _check_int(name: str, value: object) -> None:

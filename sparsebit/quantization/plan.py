@@ -14,6 +14,7 @@ from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor
 from sparsebit.quantization.ops.table import OpKind, OpRow, row_of, row_of_module, tensor_arguments
 from sparsebit.quantization.passes.disable_unnecessary_quant import absorbed_by, chain_end
 
+_INTEGER_PATH = frozenset({"batch_norm", "add", "cat", "max_pool", "avg_pool", "upsample"})
 _QUANTIZABLE = (OpKind.WEIGHTED, OpKind.UNARY, OpKind.MULTI)
 
 
@@ -59,7 +60,7 @@ def make_plan(captured: Captured, config: QuantConfig) -> Plan:
             _note_float(plan, path, row, type(loose.module).__name__)
             continue
         plan.layers.append(path)
-        wants = _wants_inputs(row, profile) and row.name not in profile.conv_fed and bool(row.inputs[0]) and row.kind is not OpKind.MULTI
+        wants = _wants_inputs(row, profile) and row.name not in profile.conv_fed and bool(row.inputs) and row.kind is not OpKind.MULTI
         weight = config.resolve("W", path) if row.kind is OpKind.WEIGHTED and _wants_inputs(row, profile) else None
         input_config = config.resolve("A", path) if wants else None
         if wants or weight is not None:
@@ -156,7 +157,12 @@ class _RegionPlanner:
         return self._is_conv_fed(node)
 
     def _is_conv_fed(self, node: fx.Node) -> bool:
-        """Whether some input comes from a convolution through ops that keep integers (activations, norms, moves, pools)."""
+        """Whether some input comes from a convolution through ops that keep integers (activations, norms, moves, pools).
+
+        An add looks no further than the next add or concat: the stem's convolution does not make a transformer's residual
+        stream a CNN's.
+        """
+        passes = _INTEGER_PATH - {"add", "cat"} if self.rows[node].name == "add" else _INTEGER_PATH
         pending, seen = list(node.all_input_nodes), set()
         while pending:
             source = pending.pop()
@@ -166,18 +172,19 @@ class _RegionPlanner:
             seen.add(source)
             if row.name == "conv":
                 return True
-            if row.kind is OpKind.TRANSPARENT or row.is_activation or row.name in ("batch_norm", "add", "cat", "max_pool", "avg_pool", "upsample"):
+            if row.kind is OpKind.TRANSPARENT or row.is_activation or row.name in passes:
                 pending.extend(source.all_input_nodes)
         return False
 
     def _sources(self, node: fx.Node, row: OpRow) -> list[fx.Node]:
-        arguments = tensor_arguments(row, node.args, node.kwargs)
-        if row.kind is OpKind.WEIGHTED:
-            arguments = arguments[:1] if row.inputs[0] else []
-        elif row.kind is OpKind.UNARY:
-            arguments = arguments[:1]
-        if node.op == "call_module" and row.kind is not OpKind.MULTI and row.inputs[0]:
+        if row.kind is OpKind.MULTI:
+            arguments = tensor_arguments(row, node.args, node.kwargs)
+        elif not row.inputs:
+            arguments = []
+        elif node.op == "call_module":
             arguments = [(0, node.args[0])] if node.args else list(node.kwargs.items())[:1]
+        else:
+            arguments = tensor_arguments(row, node.args, node.kwargs)[:1]
         return list(dict.fromkeys(source for _, value in arguments for source in tensor_inputs(value, self.python)))
 
     def _row(self, node: fx.Node) -> OpRow | None:

@@ -20,6 +20,7 @@ from sparsebit.execution.batches import as_call, calls, to_device
 from sparsebit.execution.value_store import MIB
 from sparsebit.graph.capture import VARYING, CallForm, Captured, Region, call_form, capture
 from sparsebit.graph.draw import to_mermaid
+from sparsebit.graph.example import GuardError
 from sparsebit.graph.passes.fold_batchnorm import fold_batchnorm
 from sparsebit.graph.passes.functionalize import functionalize
 from sparsebit.graph.passes.normalize import normalize
@@ -121,9 +122,14 @@ class QuantModel(nn.Module):
             inputs = self._bind_anew(args, kwargs)
             if inputs is None:
                 return self(*args, **kwargs)
+        try:
+            output = self.model(**inputs)
+        except GuardError as error:
+            log.debug("%s; this call runs the model's own code", error)
+            return self._root.source(*args, **kwargs)
         if self._runner is not None:
             self._runner.record(inputs)
-        return self.model(**inputs)
+        return output
 
     def _bind_anew(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Capture again for a call of another form, as long as nothing has been calibrated."""

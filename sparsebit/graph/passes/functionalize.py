@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 
+import torch
 from torch import fx, nn
 
 from sparsebit.graph.patterns import module_of
@@ -52,7 +53,7 @@ def _clear(node: fx.Node, root: fx.GraphModule) -> None:
         module.inplace = False  # type: ignore[assignment]
     elif node.op == "call_method":
         plain = str(node.target).removesuffix("_")
-        if hasattr(__import__("torch").Tensor, plain):
+        if hasattr(torch.Tensor, plain):
             node.target = plain
     elif node.target in _OPERATORS:
         node.target = _OPERATORS[node.target]  # type: ignore[index]

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from sparsebit.graph.rewrite import sweep
+
 _PARAMETERS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 _CLASSES: tuple[type[_BatchNorm], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -22,8 +24,7 @@ def normalize(graph_module: fx.GraphModule, source: nn.Module) -> fx.GraphModule
     for node in list(graph_module.graph.nodes):
         if node.op == "call_function" and node.target in (F.batch_norm, torch.batch_norm):
             _to_module(node, graph_module, source)
-    graph_module.graph.eliminate_dead_code()
-    graph_module.recompile()
+    sweep(graph_module)
     return graph_module
 
 

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sparsebit.numerics.qparams import qparams_from_range
 from sparsebit.numerics.spec import TensorSpec
@@ -13,12 +14,12 @@ from sparsebit.quantization.observers.statistics import Histogram
 
 # Numbers in a temporary: a few MB stay in a core's cache.
 CELLS = 1 << 18
-# Up to here every cell of the grid is looked up. Above, cells are as narrow as bins, and the error inside is step^2 / 12.
-MOST_BITS_BY_CELLS = 8
+# Up to here every level is looked up. Above, levels are as narrow as bins, and the error inside is step^2 / 12.
+MOST_BITS_BY_LEVEL = 8
 
 
 class Distortion(Protocol):
-    """Sum over each row of `(x - fake_quantize(x))^2` for ranges `low`, `high`: (R, candidates) -> (R, candidates)."""
+    """Each row's sum of `(x - fake_quantize(x))^2` for ranges `low`, `high`: `(R, candidates)`, as is the answer."""
 
     def __call__(self, low: Tensor, high: Tensor) -> Tensor: ...
 
@@ -31,77 +32,74 @@ class SampleDistortion:
 
     def __call__(self, low: Tensor, high: Tensor) -> Tensor:
         scale, zero_point = qparams_from_range(low, high, self.spec)
-        lowest, highest = self.spec.qmin - zero_point, self.spec.qmax - zero_point
-        step = max(1, CELLS // (self.rows.shape[1] * low.shape[1]))
+        first, last = self.spec.qmin - zero_point, self.spec.qmax - zero_point
         error = torch.empty_like(scale)
-        for start in range(0, len(low), step):
-            part = slice(start, start + step)
+        for part in slices(len(low), self.rows.shape[1] * low.shape[1]):
             steps = self.rows[part, None, :].float() / scale[part, :, None]
-            residual = steps.round().clamp_(lowest[part, :, None], highest[part, :, None]).sub_(steps)
-            error[part] = torch.linalg.vector_norm(residual, dim=-1)
-        return (error * scale).double().square_()
+            residual = steps.round().clamp_(first[part, :, None], last[part, :, None]).sub_(steps)
+            error[part] = torch.linalg.vector_norm(residual, dim=2)
+        return (error.double() * scale).square_()
 
 
 class HistogramDistortion:
     """Of a histogram's values, taken as spread evenly over each bin; zeros never err.
 
-    With `G(b)` the sum of `b - x` over all `x < b`, a grid of levels `q0 < ... < qm` at distance `s` errs by
-    `sum (x - qm)^2 - 2 s sum_b G(b)`, where `b` runs over the midpoints between levels (Abel's summation). `G` is a quadratic inside
-    each bin, so a candidate costs one look-up per level, however many values there are.
+    With `G(b)` the sum of `b - x` over all `x < b`, a grid with step `s` and last level `q` errs by
+    `sum (x - q)^2 - 2 s sum_b G(b)`, where `b` runs over the midpoints between levels (summation by parts). `G` is a
+    quadratic inside each bin, so that a candidate costs one look-up per level, however many values there are.
     """
 
     def __init__(self, histogram: Histogram, spec: TensorSpec) -> None:
         assert histogram.counts is not None
-        self.spec, self.width, self.first_bin = spec, histogram.width[:, None], histogram.first_bin[:, None].double()
         counts = histogram.counts.double()
-        centre = torch.arange(counts.shape[1], device=counts.device, dtype=counts.dtype) + 0.5
-        zero = counts.new_zeros(len(counts), 1)
-        # At the left edge of each bin, in units of the width: number of values below, integral of it (G), integral of 2 G.
-        self.counts = torch.cat([counts, zero], 1)
-        self.below = torch.cat([zero, counts.cumsum(1)], 1)
-        self.first_order = torch.cat([zero, (self.below[:, :-1] + counts / 2).cumsum(1)], 1)
-        self.second_order = torch.cat([zero, (2 * self.first_order[:, :-1] + self.below[:, :-1] + counts / 3).cumsum(1)], 1)
-        self.total = self.below[:, -1:]
-        self.sum = (counts * centre).sum(1, keepdim=True)
-        self.sum_of_squares = (counts * (centre.square() + 1 / 12)).sum(1, keepdim=True)
+        self.spec, self.width, self.first_bin = spec, histogram.width[:, None], histogram.first_bin[:, None].double()
+        # Positions are in widths from the first bin. At each bin's left edge: the number of values below, its
+        # integral G, and the integral of 2 G, which is the sum of (b - x)^2. One bin more, for the last right edge.
+        number = pad(counts.cumsum(1), (1, 0))
+        integral = pad((number[:, :-1] + counts / 2).cumsum(1), (1, 0))
+        square = pad((2 * integral[:, :-1] + number[:, :-1] + counts / 3).cumsum(1), (1, 0))
+        self.counts, self.number, self.integral, self.square = pad(counts, (0, 1)), number, integral, square
+        centres = torch.arange(counts.shape[1], device=counts.device) + 0.5
+        self.sum = (counts * centres).sum(1, keepdim=True)
+        self.sum_of_squares = (counts * (centres.double().square() + 1 / 12)).sum(1, keepdim=True)
 
     def __call__(self, low: Tensor, high: Tensor) -> Tensor:
         scale, zero_point = qparams_from_range(low, high, self.spec)
         step = scale.double() / self.width
-        lowest = (self.spec.qmin - zero_point) * step - self.first_bin
-        highest = (self.spec.qmax - zero_point) * step - self.first_bin
-        around_highest = self.sum_of_squares - 2 * highest * self.sum + highest.square() * self.total
-        if self.spec.bits <= MOST_BITS_BY_CELLS:
-            error = around_highest - 2 * step * self._sum_over_midpoints(lowest, step)
+        first, last = ((code - zero_point) * step - self.first_bin for code in (self.spec.qmin, self.spec.qmax))
+        error = self.sum_of_squares - 2 * last * self.sum + last.square() * self.number[:, -1:]
+        if self.spec.bits <= MOST_BITS_BY_LEVEL:
+            error -= 2 * step * self._sum_over_midpoints(first, step)
         else:
-            inside = self._integrals(highest)[0] - self._integrals(lowest)[0]
-            error = self._integrals(lowest)[2] + around_highest - self._integrals(highest)[2] + inside * step.square() / 12
+            (below_first, clipped), (below_last, inside) = self._number_and_square(first), self._number_and_square(last)
+            error += clipped - inside + (below_last - below_first) * step.square() / 12
         return error.clamp_(min=0) * self.width.square()
 
-    def _sum_over_midpoints(self, lowest: Tensor, step: Tensor) -> Tensor:
+    def _sum_over_midpoints(self, first: Tensor, step: Tensor) -> Tensor:
         midpoints = torch.arange(self.spec.num_levels - 1, device=step.device) + 0.5
-        rows_at_a_time = max(1, CELLS // (step.shape[1] * len(midpoints)))
         result = torch.empty_like(step)
-        for start in range(0, len(step), rows_at_a_time):
-            part = slice(start, start + rows_at_a_time)
-            at = (lowest[part, :, None] + midpoints * step[part, :, None]).flatten(1)
-            result[part] = self._first_order(at, part).unflatten(1, (step.shape[1], -1)).sum(-1)
+        for part in slices(len(step), step.shape[1] * len(midpoints)):
+            at = first[part, :, None] + midpoints * step[part, :, None]
+            edge, rest = self._bin_of(at.flatten(1))
+            counts, number, integral = (t[part].gather(1, edge) for t in (self.counts, self.number, self.integral))
+            value = counts.mul_(rest).div_(2).add_(number).mul_(rest).add_(integral)
+            result[part] = value.unflatten(1, at.shape[1:]).sum(2)
         return result
 
-    def _first_order(self, at: Tensor, part: slice) -> Tensor:
-        """G at positions `at` (rows, k) in widths from the first bin: 0 on the left of the bins, a straight line on their right."""
-        edge = at.long().clamp_(0, self.counts.shape[1] - 1)
-        rest = (at - edge).clamp_(min=0)
-        counts, below, first = (table[part].gather(1, edge) for table in (self.counts, self.below, self.first_order))
-        return counts.mul_(rest).div_(2).add_(below).mul_(rest).add_(first)
+    def _number_and_square(self, at: Tensor) -> tuple[Tensor, Tensor]:
+        """The number of values below `at`, and the sum of `(at - x)^2` over them."""
+        edge, rest = self._bin_of(at)
+        tables = (self.counts, self.number, self.integral, self.square)
+        counts, number, integral, square = (table.gather(1, edge) for table in tables)
+        return number + counts * rest, square + rest * (2 * integral + rest * (number + counts * rest / 3))
 
-    def _integrals(self, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Number of values below `at`, and the sums of `at - x` and of its square over them."""
+    def _bin_of(self, at: Tensor) -> tuple[Tensor, Tensor]:
+        """Index of the bin and way into it. Left of the bins all tables are 0; right of them the last entry goes on."""
         edge = at.long().clamp_(0, self.counts.shape[1] - 1)
-        rest = (at - edge).clamp_(min=0)
-        counts, below, first, second = (
-            table.gather(1, edge) for table in (self.counts, self.below, self.first_order, self.second_order)
-        )
-        number = below + counts * rest
-        sum_of_distances = first + rest * (below + counts * rest / 2)
-        return number, sum_of_distances, second + rest * (2 * first + rest * (below + counts * rest / 3))
+        return edge, (at - edge).clamp_(min=0)
+
+
+def slices(num_rows: int, cells_per_row: int) -> list[slice]:
+    """Runs of rows, one or more each, that together need no more than `CELLS` numbers."""
+    step = max(1, CELLS // max(1, cells_per_row))
+    return [slice(start, start + step) for start in range(0, num_rows, step)]

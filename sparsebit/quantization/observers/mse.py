@@ -24,8 +24,8 @@ LONGEST_SAMPLES = 1 << 16
 def mse_range(low: Tensor, high: Tensor, spec: TensorSpec, distortion: Distortion) -> Range:
     """The ends with the least distortion among ranges inside `[low, high]` (R,); never worse than `[low, high]` itself.
 
-    Symmetric grids and one-sided rows have one number to find, a common fraction of both ends. Affine grids on two-sided rows
-    have two: first both ends shrink together, or either of them alone, then each moves about the best of these.
+    Symmetric grids and one-sided rows have one number to find, a common fraction of both ends. Affine grids on
+    two-sided rows have two: both ends shrink together, or one of them alone, then each moves about the best of these.
     """
     if spec.symmetric:
         low, high = dequantized_range(*qparams_from_range(low, high, spec), spec)
@@ -62,4 +62,5 @@ class MseObserver(Observer[Samples | Histogram]):
     def range_of(self, statistic: Samples | Histogram) -> Range:
         if isinstance(statistic, Samples) and statistic.rows is not None and statistic.rows.shape[1] <= LONGEST_SAMPLES:
             return mse_range(*extremes(statistic.rows), self.spec, SampleDistortion(statistic.rows, self.spec))
-        return over_histograms(statistic, lambda h: mse_range(h.low, h.high, self.spec, HistogramDistortion(h, self.spec)))
+        spec = self.spec
+        return over_histograms(statistic, lambda h: mse_range(h.low, h.high, spec, HistogramDistortion(h, spec)))

@@ -37,9 +37,9 @@ class ObserverOptions:
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha < 0.5:
-            raise ConfigError(f"ALPHA={self.alpha}: the fraction cut off at each end; allowed: 0 <= ALPHA < 0.5, usual: 0.001")
+            raise ConfigError(f"ALPHA={self.alpha}: the fraction cut off at each end; allowed: 0 <= ALPHA < 0.5")
         if not 0 <= self.ema_ratio < 1:
-            raise ConfigError(f"EMA_RATIO={self.ema_ratio}: the weight of the past; allowed: 0 <= EMA_RATIO < 1, usual: 0.9")
+            raise ConfigError(f"EMA_RATIO={self.ema_ratio}: the weight of the past; allowed: 0 <= EMA_RATIO < 1")
         if self.distribution not in ("GAUS", "LAPLACE"):
             raise ConfigError(f"DISTRIBUTION={self.distribution!r}; allowed: GAUS, LAPLACE")
 
@@ -47,8 +47,8 @@ class ObserverOptions:
 class Observer(Generic[S]):
     """The range of one tensor, from all that `update` was shown.
 
-    A kind of observer says which statistic it needs (`new_statistic`) and what range follows from it (`range_of`). Rows, dtypes,
-    empty batches, merging and state are the same for all of them.
+    A kind of observer says which statistic it needs (`new_statistic`) and what range follows from it (`range_of`).
+    Rows, dtypes, empty batches, merging and state are the same for all of them.
     """
 
     def __init__(self, spec: TensorSpec, options: ObserverOptions | None = None, target: Target = "feature") -> None:
@@ -83,8 +83,9 @@ class Observer(Generic[S]):
     def calc_range(self) -> Range:
         """`(min, max)` in float32: shape `()` for PerTensor, else one number per row. The range always holds zero."""
         if self.is_empty:
-            raise CalibrationError("no data was observed: run the model on calibration batches after prepare_calibration()")
-        low, high = (end.float().clamp(*bounds) for end, bounds in zip(self.range_of(self.statistic), ((None, 0.0), (0.0, None)), strict=True))
+            raise CalibrationError("nothing was observed: run calibration batches after prepare_calibration()")
+        low, high = self.range_of(self.statistic)
+        low, high = low.float().clamp(max=0), high.float().clamp(min=0)
         check_finite(low, high)
         return (low.squeeze(0), high.squeeze(0)) if isinstance(self.spec.granularity, PerTensor) else (low, high)
 
@@ -94,8 +95,8 @@ class Observer(Generic[S]):
 
     def merge(self, other: Observer[S]) -> None:
         """Takes in all that `other` has seen, as if it had come after this one's own data."""
-        if type(self) is not type(other) or (self.spec, self.options, self.target) != (other.spec, other.options, other.target):
-            raise CalibrationError(f"cannot merge {other!r} into {self!r}: kind, spec, options and target must be the same")
+        if repr(self) != repr(other):
+            raise CalibrationError(f"cannot merge {other!r} into {self!r}: all but the data must be the same")
         self.statistic.merge(other.statistic)
 
     def state(self) -> State:
@@ -112,7 +113,7 @@ class Observer(Generic[S]):
 
 
 def over_histograms(statistic: Samples | Histogram, range_of: Callable[[Histogram], Range]) -> Range:
-    """`range_of` for observers that read a histogram: samples are binned a few hundred rows at a time, to bound the memory."""
+    """`range_of` for observers that read histograms; samples are binned a few rows at a time, to bound the memory."""
     if isinstance(statistic, Histogram):
         return range_of(statistic)
     assert statistic.rows is not None
@@ -139,7 +140,7 @@ def register_observer(name: str, *, replace: bool = False) -> Callable[[Observer
 
     def file(kind: ObserverClass) -> ObserverClass:
         if not (isinstance(kind, type) and issubclass(kind, Observer)):
-            raise ConfigError(f"register_observer({name!r}) on {kind!r}: allowed: a subclass of sparsebit.quantization.observers.Observer")
+            raise ConfigError(f"register_observer({name!r}) on {kind!r}: allowed: a subclass of Observer")
         OBSERVERS.register(name, replace=replace)(kind)
         return kind
 

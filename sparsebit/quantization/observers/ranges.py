@@ -16,7 +16,7 @@ def percentile_range(histogram: Histogram, alpha: float) -> Range:
 
 
 def quantile(histogram: Histogram, fraction: float) -> Tensor:
-    """The value below which `fraction` of each row lies, float64 `(R,)`. Zeros are a step of the distribution, not a slope."""
+    """The value that `fraction` of each row lies below, float64 `(R,)`. Zeros are a step of the distribution."""
     assert histogram.counts is not None
     counts, zeros = histogram.counts.double(), histogram.zeros.double()[:, None]
     bins = histogram.first_bin[:, None] + torch.arange(counts.shape[1], device=counts.device)

@@ -1,7 +1,7 @@
 """Streaming statistics over rows `(R, n)`, one row per scale: constant memory, and halves that merge to the whole.
 
-Every statistic has `update(rows)`, `merge(other)`, `state()`, `load_state(state)` and `is_empty`. It lives on the device of the
-data. The values of a row may arrive in any number of calls; only the number of rows is fixed, by the first call.
+Every statistic has `update(rows)`, `merge(other)`, `state()`, `load_state(state)` and `is_empty`, and lives on the
+device of its data. A row's values may come in any number of updates; the number of rows is fixed by the first.
 """
 
 from __future__ import annotations
@@ -149,12 +149,11 @@ class Samples:
 
 
 class Histogram:
-    """Counts of the non-zero values of each row in bins `[k * width, (k + 1) * width)`, `width` a power of two; exact extremes;
-    exact number of zeros.
+    """Counts of each row's non-zero values in bins `[k * width, (k + 1) * width)`; zeros and extremes, exactly.
 
-    Bin 0 starts at zero and the window of bins holds zero. The width is the smallest for which the window `[low, high]` fits
-    into the bins: a function of the extremes alone. Coarser bins are pairs of finer ones, so growing loses nothing, and the
-    result depends on the values only, not on their order nor on how they were dealt out before a merge: it is bit-exact.
+    The width is the smallest power of two for which the window `[low, high]`, zero included, fits into the bins: a
+    function of the extremes alone. Coarser bins are pairs of finer ones. So growing loses nothing, and the outcome
+    depends on the values only, bit by bit: not on their order, nor on how they were dealt out before a merge.
     """
 
     def __init__(self) -> None:
@@ -172,7 +171,7 @@ class Histogram:
     @property
     def width(self) -> Tensor:
         """Bin width `(R,)`, float64."""
-        return torch.ldexp(torch.ones_like(self.low, dtype=torch.float64), self.exponent)
+        return _power_of_two(self.exponent)
 
     def update(self, rows: Tensor) -> None:
         low, high = extremes(rows)
@@ -180,20 +179,19 @@ class Histogram:
         self._grow(low, high)
         assert self.counts is not None
         num_rows, num_bins = self.counts.shape
-        inverse_width = torch.ldexp(torch.ones_like(self.low), -self.exponent)
-        bin_base = torch.arange(num_rows, device=rows.device) * num_bins - self.first_bin
-        lone = num_rows == 1
-        one_sided = lone and float(low) >= 0
+        per_width = _power_of_two(-self.exponent).float()[:, None]
+        first_index = (torch.arange(num_rows, device=rows.device) * num_bins - self.first_bin)[:, None]
+        index_type = torch.int16 if self.counts.numel() <= 1 << 15 else torch.int32
+        has_negative, is_shifted = bool((low < 0).any()), bool(first_index.any())
         for part in rows.split(max(1, max(CHUNK, 4 * self.counts.numel()) // num_rows), dim=1):
-            # Exact: the factor is a power of two. Floor before the shift, for the shift may round a tiny negative up to a whole number.
-            position = part.float().mul(float(inverse_width) if lone else inverse_width[:, None])
-            if not one_sided:
-                position.floor_()
-            index = position.to(torch.int32)
-            if not (one_sided and int(bin_base) == 0):
-                index += bin_base[:, None].to(torch.int32)
+            position = part.float() * per_width  # exact: powers of two
+            if has_negative:
+                position.floor_()  # before the shift, which would round a tiny negative up to a whole number
+            index = position.to(index_type)
+            if is_shifted:
+                index += first_index.to(index_type)
             self.counts += torch.bincount(index.view(-1), minlength=self.counts.numel()).view_as(self.counts)
-        zeros = rows.shape[1] - torch.count_nonzero(rows, dim=1)
+        zeros = _num_zeros(rows)
         self.zeros += zeros
         self.counts.scatter_add_(1, -self.first_bin[:, None], -zeros[:, None])
 
@@ -203,7 +201,8 @@ class Histogram:
         device = other.counts.device if self.counts is None else self.counts.device
         self._grow(other.low.to(device), other.high.to(device))
         assert self.counts is not None
-        self.counts += _rebinned(other.counts.to(device), other.exponent.to(device), other.first_bin.to(device), self.exponent, self.first_bin)
+        window = other.exponent.to(device), other.first_bin.to(device)
+        self.counts += _rebinned(other.counts.to(device), window, (self.exponent, self.first_bin))
         self.zeros += other.zeros.to(device)
 
     def state(self) -> State:
@@ -232,17 +231,14 @@ class Histogram:
         if not bool(((low < self.low) | (high > self.high)).any()):
             return
         self.low, self.high = torch.minimum(self.low, low), torch.maximum(self.high, high)
-        exponent, first_bin = _window(self.low, self.high, self.counts.shape[1])
-        self.counts = _rebinned(self.counts, self.exponent, self.first_bin, exponent, first_bin)
-        self.exponent, self.first_bin = exponent, first_bin
+        window = _window(self.low, self.high, self.counts.shape[1])
+        self.counts = _rebinned(self.counts, (self.exponent, self.first_bin), window)
+        self.exponent, self.first_bin = window
 
 
 def extremes(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Lowest and highest value of each row, float32; NaN where a row has one."""
-    if len(rows) == 1:
-        low, high = torch.aminmax(rows)
-        return low.float().view(1), high.float().view(1)
-    # Two passes beat aminmax(dim=...) fivefold on CPUs.
+    # On CPUs two passes beat aminmax: by half on one row, fivefold on many.
     return rows.amin(1).float(), rows.amax(1).float()
 
 
@@ -250,8 +246,8 @@ def check_finite(low: Tensor, high: Tensor) -> None:
     """Refuses data with NaN or infinity, seen by its extremes."""
     if not bool((torch.isfinite(low) & torch.isfinite(high)).all()):
         raise CalibrationError(
-            f"the tensor holds NaN or infinity (lowest {float(low.min()):g}, highest {float(high.max()):g} in float32): no range can be made "
-            "from it; check that the float model gives finite values for this input, and look into the calibration data"
+            f"values from {float(low.min()):g} to {float(high.max()):g}: no range can be made of NaN or infinity; "
+            "check that the float model gives finite values for this input, and look into the calibration data"
         )
 
 
@@ -259,26 +255,39 @@ def check_num_rows(known: Tensor, given: Tensor) -> None:
     """Refuses data with another number of rows than before."""
     if len(known) != len(given):
         raise CalibrationError(
-            f"a tensor with {len(given)} channels or groups, after one with {len(known)}: every batch must have the same number along "
-            "the quantized axis; set the axis (LAYOUT NCHW or NLC) that does not vary, or quantize per tensor"
+            f"{len(given)} channels or groups after {len(known)} in an earlier batch: the quantized axis must have the "
+            "same length in every batch; set LAYOUT (NCHW or NLC) to match the tensor, or quantize it per tensor"
         )
 
 
+def _num_zeros(rows: Tensor) -> Tensor:
+    """Number of zeros in each row."""
+    # Counting along a dimension takes five times as long as counting all, and often there are none.
+    zeros = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
+    num_zeros = rows.numel() - torch.count_nonzero(rows)
+    if len(rows) == 1:
+        return zeros + num_zeros
+    return rows.shape[1] - torch.count_nonzero(rows, dim=1) if bool(num_zeros) else zeros
+
+
 def _window(low: Tensor, high: Tensor, num_bins: int) -> tuple[Tensor, Tensor]:
-    """The smallest exponent for which the bins of `[low, high]` are `num_bins` or fewer, and the first of these bins."""
+    """The least exponent for which the bins from `low` to `high` are `num_bins` or fewer, and the first of them."""
     low, high = low.double(), high.double()
-    mantissa_exponent = torch.frexp(high - low).exponent.long()
-    finest = (mantissa_exponent - num_bins.bit_length()).clamp(min=SMALLEST_EXPONENT)
-    exponent = finest
-    for _ in range(2):  # span < 2^(log2(num_bins) + 1) widths at first, so that two doublings always do
-        width = torch.ldexp(torch.ones_like(low), exponent)
+    exponent = (torch.frexp(high - low).exponent.long() - num_bins.bit_length()).clamp(min=SMALLEST_EXPONENT)
+    for _ in range(2):  # the span is less than 2 * num_bins widths at first, so that two doublings always do
+        width = _power_of_two(exponent)
         exponent = exponent + ((high / width).floor() - (low / width).floor() >= num_bins).long()
-    return exponent, (low / torch.ldexp(torch.ones_like(low), exponent)).floor().long()
+    return exponent, (low / _power_of_two(exponent)).floor().long()
 
 
-def _rebinned(counts: Tensor, exponent: Tensor, first_bin: Tensor, new_exponent: Tensor, new_first_bin: Tensor) -> Tensor:
-    """The same counts in a window that is wider, and coarser by a power of two or not at all."""
+def _rebinned(counts: Tensor, window: tuple[Tensor, Tensor], new_window: tuple[Tensor, Tensor]) -> Tensor:
+    """The same counts in a wider window (exponent, first bin) whose bins are as wide, or 2, 4, 8... times as wide."""
+    (exponent, first_bin), (new_exponent, new_first_bin) = window, new_window
     bins = first_bin[:, None] + torch.arange(counts.shape[1], device=counts.device)
     # The shift rounds towards minus infinity. Bins that nothing fell into may lie outside the new window.
     index = (bins >> (new_exponent - exponent)[:, None]) - new_first_bin[:, None]
     return torch.zeros_like(counts).scatter_add_(1, index.clamp(0, counts.shape[1] - 1), counts)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    return torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), exponent)

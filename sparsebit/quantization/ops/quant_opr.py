@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from sparsebit.quantization.ops.table import OpRow, tensor_arguments
+from sparsebit.quantization.ops.table import OpRow, tensor_arguments, weight_argument
 from sparsebit.quantization.quantizers.base import Quantizer
 
 
@@ -74,11 +74,11 @@ class WeightedQuantOpr(QuantOpr):
     weight_quantizer: Quantizer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.row.inputs[0]:
-            if args:
-                args = (self.input_quantizer(args[0]), *args[1:])
-            elif self.row.inputs[0] in kwargs:
-                kwargs = {**kwargs, self.row.inputs[0]: self.input_quantizer(kwargs[self.row.inputs[0]])}
+        if self.row.inputs and args:
+            args = (self.input_quantizer(args[0]), *args[1:])
+        elif self.row.inputs and kwargs:
+            first = next(iter(kwargs))
+            kwargs = {**kwargs, first: self.input_quantizer(kwargs[first])}
         if not self.weight_quantizer.is_enable:
             return self.op(*args, **kwargs)
         return self._with_weight(self.weight_quantizer(self.op.weight), args, kwargs)
@@ -97,9 +97,12 @@ class FunctionalWeightedQuantOpr(QuantOpr):
     weight_quantizer: Quantizer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        sites = [(place, self.input_quantizer) for place in tensor_arguments(self.row, args, kwargs)[:1]]
+        weight = weight_argument(self.row, args, kwargs)
+        if weight is not None:
+            sites.append((weight, self.weight_quantizer))
         arguments = list(args)
-        quantizers = [self.input_quantizer, self.weight_quantizer] if self.row.inputs[0] else [self.weight_quantizer]
-        for (where, value), quantizer in zip(tensor_arguments(self.row, args, kwargs), quantizers, strict=False):
+        for (where, value), quantizer in sites:
             if isinstance(where, int):
                 arguments[where] = quantizer(value)
             else:

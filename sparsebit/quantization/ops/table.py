@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from sparsebit.errors import ConfigError
+from sparsebit.graph.example import guard
 
 
 class OpKind(Enum):
@@ -32,9 +33,10 @@ class OpKind(Enum):
 
 @dataclass(frozen=True)
 class OpRow:
-    """`inputs`: names of the tensor parameters, in order (a list-valued one counts as several); `weight`: the weight's name.
+    """`inputs`: names of the leading parameters, "" for one that is no quantizable tensor (a list-valued one counts as several);
+    `weight`: the weight's name, and its place among the function's parameters; `channel_axis`: its output channels.
 
-    `channel_axis`: output-channel axis of the weight. `is_activation`: may be absorbed by the layer in front.
+    `is_activation`: may be absorbed by the layer in front.
     """
 
     name: str
@@ -44,6 +46,7 @@ class OpRow:
     methods: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ("input",)
     weight: str | None = None
+    weight_position: int = 1
     channel_axis: int = 0
     is_activation: bool = False
     reason: str = ""
@@ -61,6 +64,13 @@ def tensor_arguments(row: OpRow, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         elif position < len(args) and name:
             found.append((position, args[position]))
     return found
+
+
+def weight_argument(row: OpRow, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Any] | None:
+    """Where a function's weight is in a call."""
+    if row.weight in kwargs:
+        return row.weight, kwargs[row.weight]
+    return (row.weight_position, args[row.weight_position]) if row.weight_position < len(args) else None
 
 
 def _activation(name: str, modules: tuple[type[nn.Module], ...], functions: tuple[Callable[..., Any], ...], methods: tuple[str, ...] = ()) -> OpRow:
@@ -81,18 +91,18 @@ def _two(name: str, functions: tuple[Callable[..., Any], ...], methods: tuple[st
 
 ROWS: tuple[OpRow, ...] = (
     # --- layers with a weight
-    OpRow("conv", OpKind.WEIGHTED, (nn.Conv1d, nn.Conv2d, nn.Conv3d), (F.conv1d, F.conv2d, F.conv3d), inputs=("input", "weight"), weight="weight"),
+    OpRow("conv", OpKind.WEIGHTED, (nn.Conv1d, nn.Conv2d, nn.Conv3d), (F.conv1d, F.conv2d, F.conv3d), weight="weight"),
     OpRow(
         "conv_transpose",
         OpKind.WEIGHTED,
         (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
         (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
-        inputs=("input", "weight"),
         weight="weight",
         channel_axis=1,
     ),
-    OpRow("linear", OpKind.WEIGHTED, (nn.Linear,), (F.linear,), inputs=("input", "weight"), weight="weight"),
-    OpRow("embedding", OpKind.WEIGHTED, (nn.Embedding,), (F.embedding,), inputs=("", "weight"), weight="weight"),
+    OpRow("linear", OpKind.WEIGHTED, (nn.Linear,), (F.linear,), weight="weight"),
+    OpRow("embedding", OpKind.WEIGHTED, (nn.Embedding,), (F.embedding,), inputs=(), weight="weight"),
+    OpRow("addmm", OpKind.WEIGHTED, (), (torch.addmm,), ("addmm",), inputs=("", "mat1"), weight="mat2", weight_position=2, channel_axis=1),
     # --- arithmetic with several tensors
     _two("add", (operator.add, operator.iadd, torch.add), ("add", "add_", "__add__", "__radd__", "__iadd__")),
     _two("sub", (operator.sub, operator.isub, torch.sub, torch.subtract, torch.rsub), ("sub", "sub_", "subtract")),
@@ -166,7 +176,7 @@ ROWS: tuple[OpRow, ...] = (
     _transparent("where", (), (torch.where, torch.masked_fill), ("where", "masked_fill", "masked_fill_")),
     OpRow("max", OpKind.TRANSPARENT, (), (torch.max, torch.maximum, torch.minimum, torch.amax), ("max", "amax"), reason="selects"),
     # --- not arithmetic of the network
-    OpRow("size", OpKind.PYTHON, (), (getattr, operator.floordiv, operator.mod, operator.neg, torch._assert, torch._shape_as_tensor), ("size", "dim", "numel", "floor_divide")),
+    OpRow("size", OpKind.PYTHON, (), (getattr, guard, operator.floordiv, operator.mod, operator.neg, torch._assert, torch._shape_as_tensor), ("size", "dim", "numel", "floor_divide")),
     OpRow(
         "compare",
         OpKind.PYTHON,

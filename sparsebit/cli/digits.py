@@ -1,0 +1,104 @@
+"""The demo's subject: scikit-learn's handwritten digits (8x8 pixels) and a small CNN trained on them within seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparsebit.errors import MissingExtraError
+
+NUM_TEST = 597
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Images (N, 1, 8, 8), standardised, with labels (N,). The model is trained and calibrated on one part only."""
+
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+
+
+def load_digits() -> Digits:
+    """1,200 images to learn from and 597 that no model sees before it is judged: the last ones, written after the others."""
+    try:
+        from sklearn import datasets
+    except ImportError:
+        raise MissingExtraError("scikit-learn", "demo", "the demo's data set") from None
+    bunch = datasets.load_digits()
+    images = torch.tensor(bunch.images, dtype=torch.float32)[:, None] / 16
+    labels = torch.tensor(bunch.target, dtype=torch.int64)
+    train = images[:-NUM_TEST]
+    images = (images - train.mean()) / train.std()
+    return Digits(images[:-NUM_TEST], labels[:-NUM_TEST], images[-NUM_TEST:], labels[-NUM_TEST:])
+
+
+class DigitNet(nn.Module):
+    """What makes CNNs hard to quantize, in small: batch norms to fold, residual adds, a depthwise convolution."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.stem = _conv(1, width)
+        self.block1 = Residual(width)
+        self.depthwise = _conv(width, width, stride=2, groups=width)
+        self.pointwise = _conv(width, 2 * width, kernel=1)
+        self.block2 = Residual(2 * width)
+        self.head = nn.Linear(2 * width, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.block1(self.stem(images))
+        x = self.block2(self.pointwise(self.depthwise(x)))
+        return self.head(x.mean((2, 3)))
+
+
+class Residual(nn.Module):
+    """Two convolutions around which the input is added."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv1 = _conv(width, width)
+        self.conv2 = _conv(width, width, relu=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.conv2(self.conv1(x)))
+
+
+def train(digits: Digits, *, epochs: int, seed: int, after_epoch: Callable[[], None] = lambda: None) -> DigitNet:
+    """A network trained from random weights, in eval mode; the same seed gives the same network on the same machine."""
+    batch_size = 64
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = DigitNet()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.02)
+        steps = epochs * (len(digits.train_images) // batch_size)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=steps)
+        for _ in range(epochs):
+            order = torch.randperm(len(digits.train_images))
+            for chosen in order.split(batch_size)[: len(order) // batch_size]:
+                logits = model(_shifted(digits.train_images[chosen]))
+                loss = F.cross_entropy(logits, digits.train_labels[chosen], label_smoothing=0.05)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                schedule.step()
+            after_epoch()
+    return model.eval()
+
+
+def _conv(inputs: int, outputs: int, *, kernel: int = 3, stride: int = 1, groups: int = 1, relu: bool = True) -> nn.Sequential:
+    conv = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, groups=groups, bias=False)
+    return nn.Sequential(conv, nn.BatchNorm2d(outputs), *([nn.ReLU()] if relu else []))
+
+
+def _shifted(images: Tensor) -> Tensor:
+    """Every image moved by up to one pixel, so that a thousand images last for many epochs."""
+    N, _, H, W = images.shape
+    padded = F.pad(images, (1, 1, 1, 1), mode="replicate")
+    rows = torch.randint(3, (N, 1)) + torch.arange(H)
+    columns = torch.randint(3, (N, 1)) + torch.arange(W)
+    return padded[torch.arange(N)[:, None, None], 0, rows[:, :, None], columns[:, None, :]][:, None]

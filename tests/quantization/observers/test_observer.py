@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from sparsebit.errors import CalibrationError, ConfigError
+from sparsebit.numerics.spec import PerChannel, PerGroup, PerTensor, TensorSpec
+from sparsebit.quantization.observers import Observer, ObserverOptions, build_observer, register_observer
+from sparsebit.quantization.observers.statistics import MinMax
+from sparsebit.registry import OBSERVERS
+
+NAMES = ["minmax", "moving_average", "percentile", "mse", "kl_histogram", "aciq"]
+AFFINE = TensorSpec(8, symmetric=False)
+
+
+@pytest.fixture(params=NAMES)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_all_six_are_registered_whatever_the_case() -> None:
+    assert set(NAMES) <= set(OBSERVERS.names())
+    assert type(build_observer("KL_Histogram", AFFINE)) is type(build_observer("kl_histogram", AFFINE))
+    with pytest.raises(ConfigError, match="did you mean 'percentile'"):
+        build_observer("percentil", AFFINE)
+
+
+@pytest.mark.parametrize("target", ["weight", "feature"])
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "affine"])
+@pytest.mark.parametrize(
+    ("granularity", "num_rows"),
+    [(PerTensor(), None), (PerChannel(1), 3), (PerChannel(-1), 5), (PerGroup(1, 2), 4 * 2 * 5)],
+    ids=["tensor", "channel", "last_axis", "group"],
+)
+def test_range_has_a_number_per_row_and_holds_zero(
+    name: str, granularity: Any, num_rows: int | None, symmetric: bool, target: Any
+) -> None:
+    observer = build_observer(name, TensorSpec(4, symmetric, granularity), target=target)
+    observer.update(torch.randn(4, 3, 5) + 0.5)
+    low, high = observer.calc_range()
+    assert low.shape == high.shape == (() if num_rows is None else (num_rows,))
+    assert low.dtype == high.dtype == torch.float32
+    assert (low <= 0).all()
+    assert (high >= 0).all()
+    assert (low < high).all()
+
+
+def test_ragged_batches_dtypes_memory_formats_and_gradients(name: str) -> None:
+    spec = AFFINE.replace(granularity=PerChannel(1))
+    plain, mixed = build_observer(name, spec), build_observer(name, spec)
+    x = torch.randn(7, 3, 4, 6).bfloat16()
+    for batch in (x[:4], x[4:]):
+        plain.update(batch.float())
+        mixed.update(batch.to(memory_format=torch.channels_last).requires_grad_())
+        mixed.update(torch.empty(0, 3, 4, 6))
+    for one, other in zip(plain.calc_range(), mixed.calc_range(), strict=True):
+        torch.testing.assert_close(one, other)
+        assert not other.requires_grad
+    assert all(not tensor.requires_grad for tensor in mixed.state().values())
+
+
+def test_halves_merge_to_the_whole(name: str) -> None:
+    parts = [torch.randn(5, 3), 7 * torch.randn(2, 3)]
+    whole, first, second = (build_observer(name, AFFINE) for _ in range(3))
+    for part in parts:
+        whole.update(part)
+    first.update(parts[0])
+    second.update(parts[1])
+    first.merge(second)
+    torch.testing.assert_close(first.calc_range(), whole.calc_range())
+
+
+def test_merging_unlike_observers_is_refused(name: str) -> None:
+    with pytest.raises(CalibrationError, match="must be the same"):
+        build_observer(name, AFFINE).merge(build_observer(name, AFFINE.replace(bits=4)))
+
+
+@pytest.mark.parametrize("target", ["weight", "feature"])
+def test_state_deepcopy_pickle_and_reset(name: str, target: Any) -> None:
+    observer = build_observer(name, AFFINE, target=target)
+    observer.update(torch.randn(100))
+    loaded = build_observer(name, AFFINE, target=target)
+    loaded.load_state(observer.state())
+    for one in (loaded, copy.deepcopy(observer), pickle.loads(pickle.dumps(observer))):
+        assert one.calc_range() == observer.calc_range()
+    observer.reset()
+    assert observer.is_empty
+    assert not loaded.is_empty
+
+
+def test_memory_does_not_grow_with_the_data(name: str) -> None:
+    observer = build_observer(name, AFFINE)
+    observer.update(torch.randn(100))
+    size = sum(tensor.numel() for tensor in observer.state().values())
+    for _ in range(3):
+        observer.update(torch.randn(5000))
+    assert sum(tensor.numel() for tensor in observer.state().values()) == size
+
+
+def test_no_data_no_range(name: str) -> None:
+    observer = build_observer(name, AFFINE)
+    observer.update(torch.empty(0, 3))
+    assert observer.is_empty
+    with pytest.raises(CalibrationError, match="prepare_calibration"):
+        observer.calc_range()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("target", ["weight", "feature"])
+def test_non_finite_data_is_refused_at_once(name: str, bad: float, target: Any) -> None:
+    observer = build_observer(name, AFFINE, target=target)
+    with pytest.raises(CalibrationError, match="NaN or infinity"):
+        observer.update(torch.tensor([1.0, bad]))
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [({"alpha": 0.5}, "ALPHA=0.5"), ({"ema_ratio": 1.0}, "EMA_RATIO=1.0"), ({"distribution": "gauss"}, "allowed: GAUS, LAPLACE")],
+    ids=["alpha", "ema_ratio", "distribution"],
+)
+def test_options_are_checked(given: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        ObserverOptions(**given)
+
+
+def test_constant_and_integer_data(name: str) -> None:
+    for value in (torch.full((10,), 3.0), torch.full((10,), 3)):
+        observer = build_observer(name, AFFINE)
+        observer.update(value)
+        low, high = observer.calc_range()
+        assert float(low) == 0
+        assert float(high) == pytest.approx(3, rel=0.01)
+
+
+def test_users_observers_join_the_registry() -> None:
+    @register_observer("test_double_range")
+    class DoubleRange(Observer[MinMax]):
+        def new_statistic(self) -> MinMax:
+            return MinMax()
+
+        def range_of(self, statistic: MinMax) -> tuple[torch.Tensor, torch.Tensor]:
+            low, high = statistic.range()
+            return 2 * low, 2 * high
+
+    observer = build_observer("TEST_double_range", AFFINE)
+    observer.update(torch.tensor([-1.0, 2.0]))
+    assert observer.calc_range() == (-2, 4)
+    with pytest.raises(ConfigError, match="already registered"):
+        register_observer("minmax")(DoubleRange)
+    with pytest.raises(ConfigError, match="subclass of Observer"):
+        register_observer("test_no_class")(dict)  # type: ignore[type-var]

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparsebit.numerics.spec import PerChannel, TensorSpec
+from sparsebit.quantization.observers import ObserverOptions, build_observer
+from sparsebit.quantization.observers.ranges import percentile_range, quantile
+from sparsebit.quantization.observers.statistics import Histogram
+
+PER_TENSOR = TensorSpec(8, symmetric=False)
+
+
+def histogram_of(rows: torch.Tensor) -> Histogram:
+    histogram = Histogram()
+    histogram.update(rows)
+    return histogram
+
+
+def test_minmax_takes_the_extremes_of_all_batches_per_channel() -> None:
+    observer = build_observer("minmax", PER_TENSOR.replace(granularity=PerChannel(1)))
+    observer.update(torch.tensor([[1.0, -2.0], [3.0, 5.0]]))
+    observer.update(torch.tensor([[-4.0, -6.0]]))
+    low, high = observer.calc_range()
+    assert low.tolist() == [-4, -6]
+    assert high.tolist() == [3, 5]
+
+
+@pytest.mark.parametrize("axis", [None, 1], ids=["per_tensor", "per_channel"])
+def test_moving_average_is_per_channel_too(axis: int | None) -> None:
+    spec = PER_TENSOR if axis is None else PER_TENSOR.replace(granularity=PerChannel(axis))
+    observer = build_observer("moving_average", spec, ObserverOptions(ema_ratio=0.5))
+    observer.update(torch.tensor([[1.0, 8.0], [-1.0, -8.0]]))
+    observer.update(torch.tensor([[3.0, 4.0]]))
+    low, high = observer.calc_range()
+    assert high.tolist() == (6.0 if axis is None else [2.0, 6.0])
+    # The second batch has no negative value: its lowest ones, 3 and 4, are averaged in, and zero stays inside.
+    assert low.tolist() == (-2.5 if axis is None else [0.0, -2.0])
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.001, 0.2, 0.5, 0.77, 0.999, 1.0])
+def test_quantile_agrees_with_the_sorted_values(fraction: float) -> None:
+    rows = torch.randn(3, 20_001) * torch.tensor([[1.0], [10.0], [0.1]])
+    expected = torch.quantile(rows.double(), fraction, dim=1)
+    width = (rows.amax(1) - rows.amin(1)) / 512
+    assert ((quantile(histogram_of(rows), fraction) - expected).abs() <= width).all()
+
+
+def test_quantile_treats_zeros_as_one_value() -> None:
+    rows = torch.tensor([[-2.0, -1.0] + [0.0] * 6 + [1.0, 2.0]])
+    histogram = histogram_of(rows)
+    assert [float(quantile(histogram, fraction)) for fraction in (0.2, 0.25, 0.5, 0.8)] == [0.0] * 4
+    assert float(quantile(histogram, 0.1)) == pytest.approx(-2, abs=2e-3)
+    assert float(quantile(histogram, 0.95)) == pytest.approx(2, abs=2e-3)
+    assert float(quantile(histogram, 1.0)) == 2.0
+
+
+def test_percentile_cuts_alpha_at_each_end() -> None:
+    rows = torch.cat([torch.linspace(-1, 1, 10_001), torch.tensor([-100.0, 50.0])])[None]
+    low, high = percentile_range(histogram_of(rows), 0.01)
+    assert float(low) == pytest.approx(-0.98, abs=0.03)
+    assert float(high) == pytest.approx(0.98, abs=0.03)
+
+
+@pytest.mark.parametrize(("sign", "expected"), [(1, (0.0, 9.0)), (-1, (-9.0, 0.0))], ids=["positive", "negative"])
+def test_percentile_of_one_sided_data_keeps_zero(sign: int, expected: tuple[float, float]) -> None:
+    observer = build_observer("percentile", PER_TENSOR, ObserverOptions(alpha=0.1))
+    observer.update(sign * torch.linspace(1, 9.888, 1001))
+    assert [float(end) for end in observer.calc_range()] == pytest.approx(expected, abs=0.01)
+
+
+def test_percentile_zero_is_minmax() -> None:
+    x = torch.randn(1000)
+    observer = build_observer("percentile", PER_TENSOR, ObserverOptions(alpha=0))
+    observer.update(x)
+    assert observer.calc_range() == (x.min(), x.max())
