@@ -41,7 +41,7 @@ def load_digits() -> Digits:
 class DigitNet(nn.Module):
     """What makes CNNs hard to quantize, in small: batch norms to fold, residual adds, a depthwise convolution."""
 
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self, width: int = 24) -> None:
         super().__init__()
         self.stem = _conv(1, width)
         self.block1 = Residual(width)

@@ -129,17 +129,10 @@ class _Answers:
 
 
 class ExampleProxy(_Answers, fx.Proxy):
-    """A traced value with an example. It passes for a tensor (`isinstance`) where its example is one."""
+    """A traced value with an example."""
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("__torch_function__", "__class__"):
-            raise AttributeError(name)
         return self._mapping_method(name) or ExampleAttribute(self, name)
-
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
-        value = value_of(self.node)
-        return torch.Tensor if isinstance(value, torch.Tensor) else type(self)
 
 
 class ExampleAttribute(_Answers, fx_proxy.Attribute):

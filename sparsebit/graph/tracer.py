@@ -219,8 +219,6 @@ class LeafTracer(fx.Tracer):
         return parameter_proxy_cache[name]
 
     def create_arg(self, a: Any) -> Any:
-        if isinstance(a, fx.Proxy):  # before fx looks: ours pass for tensors
-            return a.node
         if isinstance(a, TrainingFlag):
             node = self.create_node("get_attr", f"{a.path}.training" if a.path else "training", (), {})
             node.meta["example"] = False

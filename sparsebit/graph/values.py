@@ -22,6 +22,15 @@ def python_values(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
+def static_values(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that no input reaches: computed from weights and constants alone (a standardised weight, a position table)."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op not in ("placeholder", "output") and all(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
 def _yields_python(node: fx.Node, found: set[fx.Node]) -> bool:
     if node.op == "call_method" and node.target in _SIZE_METHODS:
         return True

@@ -43,7 +43,7 @@ _LIBRARY.define(
     " int qmin, int qmax, bool needs_x, bool needs_scale, bool needs_zero_point) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-OPERATOR = torch.ops.sparsebit.fake_quantize.default
+OPERATOR: Callable[..., Tensor] = torch.ops.sparsebit.fake_quantize.default
 _fake_quantize_backward = torch.ops.sparsebit.fake_quantize_backward.default
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _NO_GRADS = (None,) * 6
@@ -68,7 +68,7 @@ def fake_quantize(
     if _is_watched(x, scale, zero_point):
         return OPERATOR(x, scale, zero_point, axis, group_size, qmin, qmax, gradient, tag)
     if _needs_grad(x, scale, zero_point, gradient, tag):
-        return _FakeQuantize.apply(x, scale, zero_point, axis, group_size, qmin, qmax, gradient, tag)
+        return _record(x, scale, zero_point, axis, group_size, qmin, qmax, gradient, tag)
     with torch._C._AutoDispatchBelowAutograd():
         return _forward(x, scale, zero_point, axis, group_size, qmin, qmax, gradient, tag)
 
@@ -126,9 +126,12 @@ class _FakeQuantize(torch.autograd.Function):
         return (*(next(grads) if needed else None for needed in needs), *_NO_GRADS)
 
 
+_record: Callable[..., Tensor] = _FakeQuantize.apply
+
+
 def _autograd(x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> Tensor:
     if _needs_grad(x, scale, zero_point, *rest[-2:]):
-        return _FakeQuantize.apply(x, scale, zero_point, *rest)  # type: ignore[no-any-return, no-untyped-call]
+        return _record(x, scale, zero_point, *rest)
     return _below_autograd(x, scale, zero_point, *rest)
 
 

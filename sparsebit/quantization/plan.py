@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from sparsebit.config.schema import ActivationConfig, QuantConfig, TensorConfig, WeightConfig
 from sparsebit.deploy.runtimes import PROFILES, RuntimeProfile
 from sparsebit.graph.capture import Captured, Region
-from sparsebit.graph.values import python_values, tensor_inputs
+from sparsebit.graph.values import python_values, static_values, tensor_inputs
 from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec
 from sparsebit.quantization.ops.table import OpKind, OpRow, row_of, row_of_module, tensor_arguments
 from sparsebit.quantization.passes.disable_unnecessary_quant import absorbed_by, chain_end
@@ -57,7 +58,7 @@ def make_plan(captured: Captured, config: QuantConfig) -> Plan:
     for path, loose in captured.loose.items():
         row = row_of_module(loose.module)
         if row is None or row.kind not in _QUANTIZABLE:
-            _note_float(plan, path, row, type(loose.module).__name__)
+            _note_float(plan, path, row, type(loose.module))
             continue
         plan.layers.append(path)
         wants = _wants_inputs(row, profile) and row.name not in profile.conv_fed and bool(row.inputs) and row.kind is not OpKind.MULTI
@@ -108,8 +109,9 @@ class _RegionPlanner:
         self.out = RegionPlan()
 
     def make(self) -> RegionPlan:
+        static = static_values(self.graph)  # how a weight is made is no arithmetic on activations
         for node in self.graph.nodes:
-            if node.op not in ("call_module", "call_function", "call_method") or node in self.python:
+            if node.op not in ("call_module", "call_function", "call_method") or node in self.python or node in static:
                 continue
             self._place(node, self.rows.get(node), layer_name(self.path, node))
         return self.out
@@ -117,7 +119,8 @@ class _RegionPlanner:
     def _place(self, node: fx.Node, row: OpRow | None, name: str) -> None:
         if row is None or row.kind not in _QUANTIZABLE:
             if name not in self.opaque:
-                _note_float(self.plan, name, row, str(getattr(node.target, "__name__", node.target)))
+                op = type(self.root.get_submodule(str(node.target))) if node.op == "call_module" else node.target
+                _note_float(self.plan, name, row, op)
             return
         self.plan.layers.append(name)
         reason = self._why_float(node, row)
@@ -201,9 +204,11 @@ def _enabled(config: TensorConfig | None) -> TensorConfig | None:
     return None if config is None or config.QUANTIZER.DISABLE else config
 
 
-def _note_float(plan: Plan, name: str, row: OpRow | None, op: str) -> None:
+def _note_float(plan: Plan, name: str, row: OpRow | None, op: Any) -> None:
     if row is None:
-        plan.floats[name] = f"unknown op {op}: passes through in float (register_qmodule teaches it)"
+        if isinstance(op, type) and not issubclass(op, nn.Module):
+            return  # a container or an output class
+        plan.floats[name] = f"unknown op {getattr(op, '__name__', op)}: passes through in float (register_qmodule teaches it)"
     elif row.kind is OpKind.FLOAT:
         plan.floats[name] = row.reason
 

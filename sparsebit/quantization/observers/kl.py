@@ -26,20 +26,29 @@ from sparsebit.quantization.observers.statistics import Histogram, Samples
 
 # Thresholds tried: fractions 1 ... 0.02 of the largest magnitude, in equal ratios.
 NUM_THRESHOLDS, SMALLEST_FRACTION = 128, 0.02
-# Beyond, levels are narrower than bins and the divergence sees no difference: the search goes as if for so many bits.
+# Beyond, levels are narrower than bins and the divergence sees no difference: it is taken as if for so many bits.
 MOST_BITS = 8
+# With fewer values than this for each level, as in most rows of weights, a sample says nothing of a level's inside.
+FEWEST_PER_LEVEL = 4
 
 
 def kl_range(histogram: Histogram, spec: TensorSpec) -> Range:
-    """The ends `[max(low, -T), min(high, T)]` with the threshold T of least divergence, `(R,)` each."""
-    spec = spec.replace(bits=min(spec.bits, MOST_BITS))
+    """The ends `[max(low, -T), min(high, T)]` with the threshold T of least divergence, `(R,)` each.
+
+    Rows of too few values are not clipped.
+    """
+    assert histogram.counts is not None
+    seen_spec = spec.replace(bits=min(spec.bits, MOST_BITS))
+    is_enough = histogram.counts.sum(1, keepdim=True) >= FEWEST_PER_LEVEL * seen_spec.num_levels
+    if not bool(is_enough.any()):
+        return histogram.low, histogram.high
     low, high = histogram.low.double()[:, None], histogram.high.double()[:, None]
     fractions = SMALLEST_FRACTION ** torch.linspace(0, 1, NUM_THRESHOLDS, device=low.device, dtype=low.dtype)
     threshold = torch.maximum(-low, high) * fractions
     lows, highs = torch.maximum(low, -threshold), torch.minimum(high, threshold)
     error = HistogramDistortion(histogram, spec)(lows, highs)
-    divergence = kl_divergence(histogram, spec, lows, highs)
-    choice = divergence.where(error <= error[:, :1], torch.inf).argmin(1, keepdim=True)
+    divergence = kl_divergence(histogram, seen_spec, lows, highs)
+    choice = divergence.where(error <= error[:, :1], torch.inf).argmin(1, keepdim=True).where(is_enough, 0)
     return lows.gather(1, choice).squeeze(1), highs.gather(1, choice).squeeze(1)
 
 

@@ -190,7 +190,7 @@ class Histogram:
             index = position.to(index_type)
             if is_shifted:
                 index += first_index.to(index_type)
-            self.counts += torch.bincount(index.view(-1), minlength=self.counts.numel()).view_as(self.counts)
+            self.counts += torch.bincount(index.flatten(), minlength=self.counts.numel()).view_as(self.counts)
         zeros = _num_zeros(rows)
         self.zeros += zeros
         self.counts.scatter_add_(1, -self.first_bin[:, None], -zeros[:, None])
@@ -237,9 +237,15 @@ class Histogram:
 
 
 def extremes(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Lowest and highest value of each row, float32; NaN where a row has one."""
+    """Lowest and highest value of each row, float32.
+
+    NaN and infinity are refused on a CPU. Elsewhere they show in the answer: looking at it would stall the device.
+    """
     # On CPUs two passes beat aminmax: by half on one row, fivefold on many.
-    return rows.amin(1).float(), rows.amax(1).float()
+    low, high = rows.amin(1).float(), rows.amax(1).float()
+    if low.device.type == "cpu":
+        check_finite(low, high)
+    return low, high
 
 
 def check_finite(low: Tensor, high: Tensor) -> None:

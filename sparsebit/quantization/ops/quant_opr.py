@@ -84,7 +84,7 @@ class WeightedQuantOpr(QuantOpr):
         return self._with_weight(self.weight_quantizer(self.op.weight), args, kwargs)
 
     def _with_weight(self, weight: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if type(self.op) is nn.Linear and len(args) == 1:
+        if isinstance(self.op, nn.Linear) and _is_plain(self.op) and len(args) == 1:
             return nn.functional.linear(args[0], weight, self.op.bias)
         if isinstance(self.op, _ConvNd) and not isinstance(self.op, _ConvTransposeNd) and _is_plain(self.op) and len(args) == 1:
             return self.op._conv_forward(args[0], weight, self.op.bias)  # honours padding_mode

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from sparsebit.errors import ConfigError
 from sparsebit.graph.example import guard
@@ -234,7 +235,7 @@ def registered_module_types() -> tuple[type[nn.Module], ...]:
 def row_of_module(module: nn.Module) -> OpRow | None:
     """The row of a module's class, or of the nearest torch.nn base of a childless subclass (`Conv2dSame`)."""
     exact = QMODULE_MAP.get(type(module))
-    if exact is not None or any(True for _ in module.children()):
+    if exact is not None or (any(True for _ in module.children()) and not is_parametrized(module)):
         return exact
     return next((QMODULE_MAP[base] for base in type(module).__mro__ if base in QMODULE_MAP), None)
 

@@ -63,7 +63,11 @@ def test_threshold_follows_the_scale_of_the_bulk_not_the_maximum(scale: float) -
 def test_threshold_reacts_to_the_distribution() -> None:
     spec = TensorSpec(4, True)
     fractions = {}
-    for name, x in {"uniform": torch.rand(100_000), "gauss": torch.randn(100_000), "cube": torch.randn(100_000) ** 3}.items():
+    for name, x in {
+        "uniform": torch.rand(100_000),
+        "gauss": torch.randn(100_000),
+        "cube": torch.randn(100_000) ** 3,
+    }.items():
         x[-1] = 0.99 * x.abs().max()
         _, high = kl_range(histogram_of(x), spec)
         fractions[name] = float(high) / float(x.abs().max())

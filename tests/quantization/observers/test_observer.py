@@ -119,7 +119,11 @@ def test_non_finite_data_is_refused_at_once(name: str, bad: float, target: Any) 
 
 @pytest.mark.parametrize(
     ("given", "complaint"),
-    [({"alpha": 0.5}, "ALPHA=0.5"), ({"ema_ratio": 1.0}, "EMA_RATIO=1.0"), ({"distribution": "gauss"}, "allowed: GAUS, LAPLACE")],
+    [
+        ({"alpha": 0.5}, "ALPHA=0.5"),
+        ({"ema_ratio": 1.0}, "EMA_RATIO=1.0"),
+        ({"distribution": "gauss"}, "allowed: GAUS, LAPLACE"),
+    ],
     ids=["alpha", "ema_ratio", "distribution"],
 )
 def test_options_are_checked(given: dict[str, Any], complaint: str) -> None:
