@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsebit.errors import MissingExtraError
+from sparsebit.quantization.progress import track
 
 NUM_TEST = 597
 
@@ -68,7 +68,7 @@ class Residual(nn.Module):
         return F.relu(x + self.conv2(self.conv1(x)))
 
 
-def train(digits: Digits, *, epochs: int, seed: int, after_epoch: Callable[[], None] = lambda: None) -> DigitNet:
+def train(digits: Digits, *, epochs: int, seed: int) -> DigitNet:
     """A network trained from random weights, in eval mode; the same seed gives the same network on the same machine."""
     batch_size = 64
     with torch.random.fork_rng(devices=[]):
@@ -77,7 +77,7 @@ def train(digits: Digits, *, epochs: int, seed: int, after_epoch: Callable[[], N
         optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.02)
         steps = epochs * (len(digits.train_images) // batch_size)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=steps)
-        for _ in range(epochs):
+        for _ in track(range(epochs), "training"):
             order = torch.randperm(len(digits.train_images))
             for chosen in order.split(batch_size)[: len(order) // batch_size]:
                 logits = model(_shifted(digits.train_images[chosen]))
@@ -86,11 +86,12 @@ def train(digits: Digits, *, epochs: int, seed: int, after_epoch: Callable[[], N
                 loss.backward()
                 optimizer.step()
                 schedule.step()
-            after_epoch()
     return model.eval()
 
 
-def _conv(inputs: int, outputs: int, *, kernel: int = 3, stride: int = 1, groups: int = 1, relu: bool = True) -> nn.Sequential:
+def _conv(
+    inputs: int, outputs: int, *, kernel: int = 3, stride: int = 1, groups: int = 1, relu: bool = True
+) -> nn.Sequential:
     conv = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, groups=groups, bias=False)
     return nn.Sequential(conv, nn.BatchNorm2d(outputs), *([nn.ReLU()] if relu else []))
 

@@ -176,7 +176,7 @@ class _Explorer:
     def _capture_region(self, module: nn.Module, path: str, constants: CallForm) -> nn.Module:
         inputs = self.observed.inputs.get(id(module), {}) if self.observed else {}
         if not path and self.root_form is not None:
-            inputs = {name: inputs.get(name, UNKNOWN) for name, value in self.root_form.items() if value is VARYING}
+            inputs = {name: inputs.get(name, UNKNOWN) for name, value in self.root_form.items() if value == VARYING}
         tracer = LeafTracer(self.policy, path, constants, inputs, self.observed.example if self.observed else None)
         try:
             graph = tracer.trace(module)
@@ -213,7 +213,7 @@ class _Explorer:
             if form is None:
                 return None
         if form is not None:
-            return {name: value for name, value in form.items() if value is not VARYING}
+            return {name: value for name, value in form.items() if value != VARYING}
         defaults = {}
         for name, parameter in _signature(module).parameters.items():
             if parameter.kind is parameter.VAR_POSITIONAL:
@@ -260,7 +260,7 @@ class _Observed:
             self.forms[id(module)] = None
         elif id(module) not in self.inputs:
             given = _flattened(_signature(module).bind(*args, **kwargs))
-            self.inputs[id(module)] = self.example.fake({name: given.get(name) for name, value in form.items() if value is VARYING})
+            self.inputs[id(module)] = self.example.fake({name: given.get(name) for name, value in form.items() if value == VARYING})
 
 
 def _same_form(one: CallForm, other: CallForm) -> bool:

@@ -274,8 +274,8 @@ def _is_one_call(data: Any) -> bool:
 
 
 def _shown(form: CallForm) -> str:
-    given = [name for name, value in form.items() if value is VARYING]
-    fixed = [f"{name}={value!r}" for name, value in form.items() if value is not VARYING and value is not None]
+    given = [name for name, value in form.items() if value == VARYING]
+    fixed = [f"{name}={value!r}" for name, value in form.items() if value != VARYING and value is not None]
     return ", ".join([*given, *fixed]) or "nothing"
 
 

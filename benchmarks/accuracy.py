@@ -1,0 +1,87 @@
+"""Accuracy of post-training quantization on real models and data.
+
+    python benchmarks/accuracy.py [--tasks resnet20,minilm] [--observers minmax,mse] [--json FILE] [--device cuda]
+
+One JSON line per task × backend × observer: the metric in float and quantized, the loss, and (where it is meant) the agreement
+with float and the output SQNR on the first 2,000 samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import emit, sqnr_db
+from models import TASKS, Task, top1
+
+import sparsebit
+
+OBSERVERS = ("minmax", "moving_average", "percentile", "mse", "kl_histogram", "aciq")
+# Encoders: linears and embeddings in integers, everything between them in float, ranges that keep the rare large values.
+ENCODER = {"BACKEND": "onnxruntime", "A": {"QUANTIZER": {"BIT": 8}}, "W": {"QUANTIZER": {"BIT": 8}}}
+
+
+def config(backend: str, observer: str, weight_bits: int = 8, activation_bits: int = 8, device: str = "cpu") -> dict[str, Any]:
+    scheme = "per-tensor-symmetric" if backend == "tensorrt" else "per-tensor-affine"
+    return {
+        "BACKEND": backend,
+        "DEVICE": device,
+        "SCHEDULE": {"FUSE_BN": True},
+        "W": {"QSCHEME": "per-channel-symmetric", "QUANTIZER": {"BIT": weight_bits}, "OBSERVER": {"TYPE": observer}},
+        "A": {"QSCHEME": scheme, "QUANTIZER": {"BIT": activation_bits}, "OBSERVER": {"TYPE": observer}},
+    }
+
+
+def measure(task: Task, settings: dict[str, Any], label: dict[str, Any], reference: tuple[float, torch.Tensor | None]) -> dict[str, Any]:
+    wall, cpu = time.perf_counter(), time.process_time()
+    qmodel = sparsebit.quantize(task.model, task.calibration, settings)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    score, outputs = reference
+    quantized, own = task.evaluate(qmodel)
+    record = {"task": task.name, **label, "metric": task.metric, "float": round(score, 4), "quantized": round(quantized, 4)}
+    record |= {"loss": round(score - quantized, 4), "seconds": round(wall, 1), "cpu_seconds": round(cpu, 1)}
+    if outputs is not None and own is not None:
+        outputs, own = outputs[:2000], own[:2000]
+        record["sqnr_db"] = round(sqnr_db(outputs, own), 2)
+        if task.labels is not None:
+            record["agreement"] = round(100 * float((own.argmax(1) == outputs.argmax(1)).float().mean()), 2)
+            record["top1_first_2000"] = round(top1(own, task.labels[:2000]), 2)
+    return record
+
+
+def variants(task: str, observers: list[str], device: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """(label, config) of everything that is measured for a task."""
+    found = []
+    if task != "minilm":
+        for backend in ("virtual", "tensorrt", "onnxruntime"):
+            for observer in observers if backend != "onnxruntime" else ["minmax"]:
+                found.append(({"backend": backend, "observer": observer, "bits": "W8A8"}, config(backend, observer, device=device)))
+    else:
+        found.append(({"backend": "onnxruntime", "observer": "minmax", "bits": "W8A8", "config": "encoder"}, ENCODER | {"DEVICE": device}))
+        found.append(({"backend": "virtual", "observer": "minmax", "bits": "W8A8"}, config("virtual", "minmax", device=device)))
+    if task == "resnet20":
+        found.append(({"backend": "virtual", "observer": "mse", "bits": "W4A8"}, config("virtual", "mse", 4, 8, device)))
+        found.append(({"backend": "virtual", "observer": "mse", "bits": "W4A4"}, config("virtual", "mse", 4, 4, device)))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--observers", default=",".join(OBSERVERS))
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    for name in options.tasks.split(","):
+        task = TASKS[name]()
+        task.model.to(options.device)
+        reference = task.evaluate(task.model)
+        for label, settings in variants(name, options.observers.split(","), options.device):
+            emit({"benchmark": "accuracy", **measure(task, settings, label, reference)}, options.json)
+
+
+if __name__ == "__main__":
+    main()

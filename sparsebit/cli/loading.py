@@ -1,0 +1,168 @@
+"""Models and weights by the names that a command line can carry."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import pickle
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.cli.options import Arguments
+from sparsebit.errors import SparsebitError
+
+_TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
+_NOT_THEIRS = ("<", *sysconfig.get_paths().values(), str(Path(__file__).parents[1]))
+_WRAPPERS = ("state_dict", "model_state_dict", "model")
+
+
+class LoadingError(SparsebitError):
+    """A model, weights or data that the command line names and that cannot be had."""
+
+
+def load_model(name: str, arguments: Arguments | None = None, weights: Path | None = None) -> nn.Module:
+    """The model in eval mode: what `package.module:factory` gives when called (or is), filled with the weights."""
+    thing = resolve(name, "--model")
+    if isinstance(thing, nn.Module):
+        if arguments:
+            raise LoadingError(f"--model-args: {name} is a model already, not a factory that takes arguments")
+        model = thing
+    elif callable(thing):
+        positional, keywords = arguments or Arguments()
+        try:
+            model = thing(*positional, **keywords)
+        except Exception as error:
+            hint = "; --model-args gives arguments" if isinstance(error, TypeError) and not arguments else ""
+            raise LoadingError(f"--model {name} failed: {cause(error)}{hint}") from error
+    else:
+        raise LoadingError(
+            f"--model {name} is {_a(thing)}; name a function or class that gives an nn.Module, or one itself"
+        )
+    if not isinstance(model, nn.Module):
+        raise LoadingError(f"--model {name} gives {_a(model)}, not an nn.Module")
+    if weights is not None:
+        fill(model, read_weights(weights), weights)
+    return model.eval()
+
+
+def resolve(name: str, option: str) -> Any:
+    """What `package.module:attribute` stands for; modules in the current folder are found too."""
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        raise LoadingError(f"{option} {name!r}: write MODULE:NAME, such as torchvision.models:resnet18 or my_model:Net")
+    if "/" in module_name or module_name.endswith(".py"):
+        dotted = module_name.removesuffix(".py").strip("./").replace("/", ".")
+        raise LoadingError(f"{option} {name!r}: write the module as Python imports it: {dotted}:{attribute}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does
+    try:
+        thing = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise LoadingError(f"{option} {name}: importing {module_name} failed: {cause(error)}") from error
+        raise LoadingError(
+            f"{option} {name}: there is no module {error.name!r} (looked in {os.getcwd()} and in what is installed)"
+        ) from None
+    except Exception as error:
+        raise LoadingError(f"{option} {name}: importing {module_name} failed: {cause(error)}") from error
+    for part in attribute.split("."):
+        if not hasattr(thing, part):
+            near = difflib.get_close_matches(part, [known for known in dir(thing) if not known.startswith("_")])
+            raise LoadingError(
+                f"{option} {name}: {getattr(thing, '__name__', thing)} has no {part!r}"
+                + (f"; did you mean {' or '.join(near)}?" if near else "")
+            )
+        thing = getattr(thing, part)
+    return thing
+
+
+def read_weights(file: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint by name. Nothing is ever unpickled but tensors and plain containers."""
+    if not file.is_file():
+        raise LoadingError(f"--weights {file}: there is no such file (looked from {os.getcwd()})")
+    if file.suffix == ".safetensors":
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            return load_file(file)
+        except SafetensorError as error:
+            raise LoadingError(f"--weights {file}: not a whole safetensors file ({error})") from None
+    if file.suffix not in _TORCH_FILES:
+        raise LoadingError(f"--weights {file}: unknown kind; allowed: .safetensors, {', '.join(_TORCH_FILES)}")
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise LoadingError(
+            f"--weights {file}: holds Python objects, which may run code when they are loaded, so it was not opened; "
+            "write only tensors where you trust the file: torch.save(model.state_dict(), ...), or save it as safetensors"
+        ) from None
+    except (RuntimeError, EOFError, ValueError) as error:
+        raise LoadingError(f"--weights {file}: not a file of torch.save ({_first_line(error)})") from None
+    for key in _WRAPPERS:
+        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
+            found = found[key]
+            break
+    if not isinstance(found, Mapping) or not found or not all(isinstance(value, Tensor) for value in found.values()):
+        shown = f"a mapping of {', '.join(map(str, list(found)[:5]))}" if isinstance(found, Mapping) else _a(found)
+        raise LoadingError(
+            f"--weights {file}: holds {shown}; wanted is a state_dict, or a mapping with one as 'state_dict'"
+        )
+    return dict(found)
+
+
+def fill(model: nn.Module, tensors: dict[str, Tensor], file: Path) -> None:
+    """Load a state_dict that fits exactly; one that does not is an error that lists what is missing and what is left over."""
+    if all(name.startswith("module.") for name in tensors):  # saved from DataParallel
+        tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+    own = model.state_dict()
+    storages = {tensor.data_ptr() for name, tensor in own.items() if name in tensors and tensor.numel()}
+    missing = [
+        name
+        for name, tensor in own.items()
+        if isinstance(tensor, Tensor)
+        and name not in tensors
+        and not name.endswith("num_batches_tracked")  # files from before torch 0.4.1 have none
+        and tensor.data_ptr() not in storages  # tied to a tensor that is there
+    ]
+    unexpected = [name for name in tensors if name not in own]
+    shapes = [
+        f"{name} {tuple(tensor.shape)} (model: {tuple(own[name].shape)})"
+        for name, tensor in tensors.items()
+        if name in own and own[name].shape != tensor.shape
+    ]
+    faults = {"missing": missing, "unexpected": unexpected, "of another shape": shapes}
+    if any(faults.values()):
+        lines = [f"\n  {len(names)} {kind}: {_listed(names)}" for kind, names in faults.items() if names]
+        raise LoadingError(f"--weights {file} does not fit {type(model).__name__}:{''.join(lines)}")
+    model.load_state_dict(tensors, strict=False)
+
+
+def cause(error: BaseException) -> str:
+    """`ValueError: text (net.py:12)`: an exception of the user's code in one line, with the last line of theirs."""
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_THEIRS)
+    ]
+    where = f" ({os.path.relpath(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {_first_line(error)}{where}"
+
+
+def _listed(names: Iterable[str], most: int = 10) -> str:
+    names = list(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0]
+
+
+def _a(thing: object) -> str:
+    return f"of type {type(thing).__name__}"

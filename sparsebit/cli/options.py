@@ -1,0 +1,198 @@
+"""The options that verbs share, each with its help and its reading; a value that makes no sense is a usage error."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+
+class Arguments(NamedTuple):
+    """What a factory is called with."""
+
+    positional: tuple[Any, ...] = ()
+    keywords: dict[str, Any] = {}  # noqa: RUF012  (a NamedTuple's default; never written to)
+
+    def __bool__(self) -> bool:
+        return bool(self.positional or self.keywords)
+
+
+class Size(NamedTuple):
+    """Pixels."""
+
+    height: int
+    width: int
+
+    def __str__(self) -> str:
+        return f"{self.height}x{self.width}"
+
+
+class Numbers(tuple[float, ...]):
+    """One number for all channels, or one for each."""
+
+
+def read_arguments(text: str) -> Arguments:
+    """`["resnet18"]` or `{"num_classes": 10}`."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise typer.BadParameter(
+            f"not valid JSON ({error}); write '{{\"num_classes\": 10}}' or '[\"resnet18\"]'"
+        ) from None
+    if isinstance(value, list):
+        return Arguments(tuple(value))
+    if isinstance(value, dict):
+        return Arguments((), value)
+    raise typer.BadParameter(
+        f"{text} is neither a JSON object (keyword arguments) nor a JSON list (positional arguments)"
+    )
+
+
+def read_size(text: str) -> Size:
+    """`224`, or `192x320` (height x width)."""
+    match = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", text.strip().lower())
+    if not match:
+        raise typer.BadParameter(f"{text!r} is no size in pixels; write 224, or 192x320 (height x width)")
+    return Size(int(match[1]), int(match[2] or match[1]))
+
+
+def read_mean(text: str) -> Numbers:
+    numbers = _read_numbers(text)
+    if any(number > 1 for number in numbers):
+        raise typer.BadParameter(f"{text}: pixels count from 0 to 1 here; divide by 255: {_shrunk(numbers)}")
+    return numbers
+
+
+def read_std(text: str) -> Numbers:
+    numbers = _read_numbers(text)
+    if any(number <= 0 for number in numbers):
+        raise typer.BadParameter(f"{text}: a standard deviation is above 0")
+    if any(number > 2 for number in numbers):
+        raise typer.BadParameter(f"{text}: pixels count from 0 to 1 here; divide by 255: {_shrunk(numbers)}")
+    return numbers
+
+
+def read_bits(text: str) -> tuple[int, ...]:
+    """`8,4,2`."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and 1 <= int(part) <= 16 for part in parts):
+        raise typer.BadParameter(f"{text!r} is no list of bit-widths; write numbers from 1 to 16 with commas: 8,6,4,3")
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
+def _read_numbers(text: str) -> Numbers:
+    try:
+        numbers = Numbers(float(part) for part in text.split(","))
+    except ValueError:
+        numbers = Numbers()
+    if len(numbers) not in (1, 3):
+        raise typer.BadParameter(f"{text!r}: write one number, or three with commas: 0.485,0.456,0.406")
+    return numbers
+
+
+def _shrunk(numbers: Numbers) -> str:
+    return ",".join(f"{number / 255:.4g}" for number in numbers)
+
+
+_DATA = "Calibration data"
+_SAY = "Output"
+
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model", "-m", metavar="MODULE:FACTORY", help="The model: a function, class or nn.Module; '.' is on the path."
+    ),
+]
+ModelArgs = Annotated[
+    Arguments | None,
+    typer.Option(
+        "--model-args",
+        metavar="JSON",
+        parser=read_arguments,
+        help="What the factory is called with: an object or a list.",
+    ),
+]
+Weights = Annotated[
+    Path | None,
+    typer.Option("--weights", "-w", metavar="FILE", help="A state_dict: .safetensors, or .pt without pickled objects."),
+]
+Config = Annotated[
+    str,
+    typer.Option(
+        "--config", "-c", metavar="FILE|BACKEND", help="A YAML config, or a backend's name for its 8-bit default."
+    ),
+]
+Device = Annotated[
+    str | None, typer.Option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N, in place of the config's DEVICE.")
+]
+Asym = Annotated[
+    bool, typer.Option("--asym", help="Calibrate each layer behind predecessors that are already quantized (slower).")
+]
+Data = Annotated[
+    str,
+    typer.Option(
+        "--data",
+        "-d",
+        metavar="SOURCE",
+        help="An image folder, a .npz or .safetensors file, or MODULE:FACTORY that yields batches.",
+        rich_help_panel=_DATA,
+    ),
+]
+ImageSize = Annotated[
+    Size | None,
+    typer.Option(
+        "--size",
+        metavar="N|HxW",
+        parser=read_size,
+        help="Image folder: pixels that the model takes.",
+        rich_help_panel=_DATA,
+    ),
+]
+Resize = Annotated[
+    int | None,
+    typer.Option(
+        "--resize",
+        metavar="N",
+        min=1,
+        help="Image folder: shorter side before the centre is cut out.",
+        rich_help_panel=_DATA,
+    ),
+]
+Mean = Annotated[
+    Numbers | None,
+    typer.Option(
+        "--mean",
+        metavar="X[,X,X]",
+        parser=read_mean,
+        help="Images: subtracted from pixels in 0..1.",
+        rich_help_panel=_DATA,
+    ),
+]
+Std = Annotated[
+    Numbers | None,
+    typer.Option(
+        "--std", metavar="X[,X,X]", parser=read_std, help="Images: divides after that.", rich_help_panel=_DATA
+    ),
+]
+Gray = Annotated[
+    bool, typer.Option("--gray", help="Image folder: one channel instead of three.", rich_help_panel=_DATA)
+]
+BatchSize = Annotated[
+    int | None, typer.Option("--batch-size", min=1, help="Samples per batch (32).", rich_help_panel=_DATA)
+]
+NumSamples = Annotated[
+    int,
+    typer.Option(
+        "--num-samples", "-n", min=1, help="Samples used, evenly spread over the data.", rich_help_panel=_DATA
+    ),
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="One JSON object on stdout, nothing else there.", rich_help_panel=_SAY)
+]
+Quiet = Annotated[
+    bool,
+    typer.Option("--quiet", "-q", help="The result and faults only: no progress, no remarks.", rich_help_panel=_SAY),
+]

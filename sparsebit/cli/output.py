@@ -1,0 +1,94 @@
+"""What a verb says: its result on stdout, everything else (progress, remarks, warnings) on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TextIO
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+# A table in a file or a pipe: wide enough for the names of layers.
+_WIDTH_OF_FILES = 120
+
+
+class Output:
+    """One run's voice. `stdout` is the real one: while a verb works, `sys.stdout` goes to stderr (see `speaking`)."""
+
+    def __init__(self, stdout: TextIO, *, as_json: bool, quiet: bool) -> None:
+        self.as_json, self.quiet = as_json, quiet
+        self.warnings: list[str] = []
+        self._stdout = stdout
+
+    def result(self, record: Mapping[str, Any], *shown: RenderableType) -> None:
+        """The verb's one result: `record` for programs, `shown` for people."""
+        if self.as_json:
+            self.raw(json.dumps(plain({**record, "warnings": self.warnings}), indent=2, allow_nan=False) + "\n")
+            return
+        from rich.console import Console
+
+        width = None if self._stdout.isatty() else _WIDTH_OF_FILES
+        console = Console(file=self._stdout, width=width, highlight=False, markup=False, emoji=False)
+        for item in shown:
+            console.print(item)
+
+    def raw(self, text: str) -> None:
+        """Text as it is: no wrapping, no colour."""
+        self._stdout.write(text)
+        self._stdout.flush()
+
+    def remark(self, text: str) -> None:
+        """A word on the way; not with `--quiet`."""
+        if not self.quiet:
+            typer.echo(text, err=True)
+
+    def warn(self, text: str) -> None:
+        """A warning, once; with `--quiet` too, since it tells of a wish that was not obeyed to the letter."""
+        if text not in self.warnings:
+            self.warnings.append(text)
+            typer.echo(f"{typer.style('warning', fg='yellow', bold=True)}: {text}", err=True)
+
+
+@contextlib.contextmanager
+def speaking(*, as_json: bool, quiet: bool) -> Iterator[Output]:
+    """Around a verb's work: whatever the user's own code prints goes to stderr, and warnings become single lines there."""
+    output = Output(sys.stdout, as_json=as_json, quiet=quiet)
+    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+        warnings.simplefilter("always", UserWarning)
+        warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch, where numpy is not wanted
+        warnings.showwarning = lambda message, *_, **__: output.warn(str(message))
+        from sparsebit.quantization import progress
+
+        progress.set_quiet(quiet)
+        try:
+            yield output
+        finally:
+            progress.set_quiet(False)
+
+
+def plain(value: Any) -> Any:
+    """The same values as JSON knows them: infinities and NaN become null."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def decibel(value: float) -> str:
+    """`34.2 dB`."""
+    return f"{value:.1f} dB" if math.isfinite(value) else ("exact" if value > 0 else "no signal")
+
+
+def kilobytes(num_bytes: int) -> str:
+    """`55.1 KB`, `44.6 MB`: powers of 1,000."""
+    return f"{num_bytes / 1e3:.1f} KB" if num_bytes < 1e6 else f"{num_bytes / 1e6:.1f} MB"

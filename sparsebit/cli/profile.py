@@ -1,0 +1,165 @@
+"""`sparsebit profile`: which layers lose most, as a table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sparsebit.cli import options
+from sparsebit.cli.output import decibel, speaking
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.table import Table
+
+    from sparsebit.quantization import QuantModel
+    from sparsebit.records import Coverage, LayerError
+
+_ROWS = 20
+
+
+def profile(
+    model: options.Model,
+    data: options.Data,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            "--config",
+            "-c",
+            metavar="FILE|BACKEND",
+            help="A YAML config, or a backend's name for its 8-bit default (onnxruntime).",
+        ),
+    ] = None,
+    quantized: Annotated[
+        Path | None,
+        typer.Option(
+            "--quantized", metavar="DIR", help="A folder of `sparsebit quantize`, in place of --config and --asym."
+        ),
+    ] = None,
+    model_args: options.ModelArgs = None,
+    weights: options.Weights = None,
+    asym: options.Asym = False,
+    device: options.Device = None,
+    sync: Annotated[
+        bool, typer.Option("--sync", help="All layers quantized together (errors pile up), not each one alone.")
+    ] = False,
+    top: Annotated[
+        int | None, typer.Option("--top", min=0, help=f"Layers shown; 0: all ({_ROWS}, with --json all).")
+    ] = None,
+    size: options.ImageSize = None,
+    resize: options.Resize = None,
+    mean: options.Mean = None,
+    std: options.Std = None,
+    gray: options.Gray = False,
+    batch_size: options.BatchSize = None,
+    num_samples: options.NumSamples = 256,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Show what quantization costs every layer, the worst first.
+
+    The order is that of the SQNR of a layer's output (signal against quantization noise, in dB; 6 dB are one bit): unlike the
+    mean squared error it does not depend on how large the layer's numbers are.
+
+    sparsebit profile -m my_model:Net -w net.safetensors -c config.yaml -d calibration.npz --top 5
+    """
+    if quantized is not None and (config or asym or device):
+        raise typer.BadParameter(
+            "a saved model has its config: leave --config, --asym and --device out", param_hint="--quantized"
+        )
+    with speaking(as_json=json, quiet=quiet) as out:
+        from sparsebit.cli.calibrating import calibrated, formats, load_subject, read_config
+        from sparsebit.cli.data import DataOptions
+        from sparsebit.quantization import QuantModel
+
+        qconfig = None if quantized is not None else read_config(config or "onnxruntime", device)
+        how = DataOptions(size, resize, mean, std, gray, batch_size, num_samples)
+        subject = load_subject(model, model_args, weights, data, how)
+        if qconfig is None:
+            assert quantized is not None
+            qmodel = QuantModel.load(quantized, subject.model)
+        else:
+            out.remark(f"calibrating {model} ({formats(qconfig)}) on {subject.data.description}")
+            qmodel = calibrated(subject, qconfig, asym=asym).qmodel
+        sqnr = subject.trial.sqnr_db(qmodel, qmodel.config.DEVICE)
+        found = layer_errors(qmodel, subject.data, sync=sync)
+        wanted = top if top is not None else (0 if json else _ROWS)
+        shown = found[:wanted] if wanted else found
+        record = {
+            "model": model,
+            "backend": qmodel.config.BACKEND,
+            "sync": sync,
+            "output_sqnr_db": sqnr,
+            "num_layers": len(found),
+            "layers": [{"layer": e.layer, "mse": e.error, "sqnr_db": e.sqnr_db} for e in shown],
+        }
+        out.result(
+            record,
+            error_table(shown, qmodel.coverage, _title(formats(qmodel.config), sync, sqnr)),
+            *_rest(found, shown),
+        )
+
+
+def layer_errors(qmodel: QuantModel, data: Iterable[object], *, sync: bool = False) -> list[LayerError]:
+    """Mean squared error and SQNR of every quantized layer's output, the worst SQNR first."""
+    from sparsebit.cli.trial import decibels
+    from sparsebit.records import LayerError
+
+    noise = qmodel.get_quantization_error(data, is_async=not sync)
+    signal = qmodel.get_quantization_error(
+        data, checker=lambda _, original: original.square().mean(), is_async=not sync
+    )
+    errors = [LayerError(name, noise[name], decibels(signal[name], noise[name])) for name in noise]
+    return sorted(errors, key=lambda error: error.sqnr_db)
+
+
+def error_table(errors: list[LayerError], coverage: Coverage, title: str) -> Table:
+    """A row per layer: its number formats, its errors, and a bar of its noise."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    sites = {layer.name: layer.sites for layer in coverage.quantized}
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("layer", overflow="fold")
+    table.add_column("weight")
+    table.add_column("input")
+    table.add_column("MSE", justify="right")
+    table.add_column("SQNR", justify="right")
+    table.add_column("noise / signal", no_wrap=True)
+    most = max((_noise(error.sqnr_db) for error in errors), default=0.0)
+    for error in errors:
+        formats = sites.get(error.layer, {})
+        inputs = dict.fromkeys(dtype for role, dtype in formats.items() if role.startswith(("input", "shared")))
+        bar = Text("█" * max(1, round(16 * _noise(error.sqnr_db) / most)) if most else "", style=_colour(error.sqnr_db))
+        cells = (
+            error.layer,
+            formats.get("weight", "-"),
+            ", ".join(inputs) or "-",
+            f"{error.error:.3g}",
+            decibel(error.sqnr_db),
+        )
+        table.add_row(*map(Text, cells), bar)
+    return table
+
+
+def _noise(sqnr_db: float) -> float:
+    """Amplitude of the noise relative to the signal; silence counts as all noise."""
+    return float(10 ** (-max(sqnr_db, 0.0) / 20))
+
+
+def _colour(sqnr_db: float) -> str:
+    return "red" if sqnr_db < 15 else "yellow" if sqnr_db < 25 else "green"
+
+
+def _title(formats: str, sync: bool, output_sqnr: float) -> str:
+    how = "all layers quantized together" if sync else "each layer quantized alone"
+    return f"{formats}: output SQNR {decibel(output_sqnr)}; below, {how}"
+
+
+def _rest(found: list[LayerError], shown: list[LayerError]) -> list[str]:
+    left = len(found) - len(shown)
+    return [f"... and {left} better ones (--top 0 shows all)"] if left else []

@@ -1,0 +1,79 @@
+"""One batch through the float model: whether model and data fit together, and what the quantized model is compared with."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from sparsebit.cli.data import Data, num_samples_in
+from sparsebit.cli.loading import LoadingError, cause
+from sparsebit.errors import SparsebitError
+from sparsebit.execution.batches import Call, as_call, to_device
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The first batch as a call, and what the float model answers."""
+
+    call: Call
+    outputs: list[Tensor]
+    num_samples: int
+
+    def sqnr_db(self, quantized: nn.Module, device: str) -> float:
+        """Signal against quantization noise over all float outputs, in decibels."""
+        args, kwargs = to_device(self.call, device)
+        with torch.no_grad():
+            answers = _floats(quantized(*args, **kwargs))
+        signal = sum(float(x.double().square().sum()) for x in self.outputs)
+        noise = sum(float((x - y.cpu()).double().square().sum()) for x, y in zip(self.outputs, answers, strict=True))
+        return decibels(signal, noise)
+
+
+def run_first(model: nn.Module, data: Data) -> Trial:
+    """Run the first batch before any long work; a model and data that do not fit are named with their shapes."""
+    batch = next(iter(data), None)
+    if batch is None:
+        raise LoadingError(f"no data: {data.description} gave no batch")
+    args, kwargs = call = as_call(batch, model)
+    try:
+        with torch.no_grad():
+            outputs = model(*args, **kwargs)
+    except SparsebitError:
+        raise
+    except Exception as error:
+        raise LoadingError(f"the float model cannot run this data ({_shapes(call)}): {cause(error)}") from error
+    return Trial(call, _floats(outputs), num_samples_in(batch))
+
+
+def decibels(signal: float, noise: float) -> float:
+    """10 log10(signal / noise); no noise is infinity."""
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+
+
+def _floats(outputs: Any) -> list[Tensor]:
+    return [
+        leaf for leaf in pytree.tree_leaves(_plain(outputs)) if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    ]
+
+
+def _plain(outputs: Any) -> Any:
+    # transformers' outputs are mappings that pytree may not know
+    return dict(outputs) if hasattr(outputs, "keys") and hasattr(outputs, "__getitem__") else outputs
+
+
+def _shapes(call: Call) -> str:
+    args, kwargs = call
+    named = [("", arg) for arg in args] + [(f"{name}=", arg) for name, arg in kwargs.items()]
+    return ", ".join(
+        f"{name}{tuple(arg.shape)} {str(arg.dtype).removeprefix('torch.')}"
+        if isinstance(arg, Tensor)
+        else f"{name}{type(arg).__name__}"
+        for name, arg in named
+    )
