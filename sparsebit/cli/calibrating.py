@@ -85,5 +85,5 @@ def formats(config: QuantConfig) -> str:
 
 
 def planned(model: str, arguments: Arguments | None, config: str) -> QuantModel:
-    """The model with its quantizers placed but not calibrated: all that a look at the plan needs, whatever the DEVICE."""
+    """The model with its quantizers placed but not calibrated: enough to see the plan, whatever the DEVICE."""
     return QuantModel(load_model(model, arguments), read_config(config, device="cpu"))

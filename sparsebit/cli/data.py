@@ -1,4 +1,4 @@
-"""Calibration data by the names that a command line can carry: an image folder, a file of arrays, or a factory of batches."""
+"""Calibration data by name: an image folder, a file of arrays, or a factory of batches."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def spread(total: int, wanted: int) -> list[int]:
 
 
 def _as_arguments(names: list[str], model: nn.Module, file: Path) -> tuple[bool, list[str]]:
-    """(is it one positional argument?, the arrays to give): those named like parameters of forward, or the only one there is."""
+    """(is it one positional argument?, the arrays to give): those named like forward's parameters, or the only one."""
     parameters = inspect.signature(model.forward).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()) and len(names) > 1:
         return False, names

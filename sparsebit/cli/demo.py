@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
     from sparsebit.cli.digits import Digits
     from sparsebit.quantization import QuantModel
-    from sparsebit.records import LayerError
+    from sparsebit.records import Coverage, LayerError
 
 _PROFILED_BITS = 4  # the worst layers are shown at these bits
 _NUM_RAISED = 3  # ... and so many of them get 8 bits in the last row
+_NUM_SHOWN = 5
 _NUM_CALIBRATION = 256
 
 
@@ -50,7 +51,7 @@ def demo(
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Train a small CNN on handwritten digits and quantize it at 8, 6, 4 and 3 bits: about a minute, nothing to download.
+    """Train a small CNN on handwritten digits and quantize it at 8, 6, 4 and 3 bits. Takes under a minute.
 
     The accuracy is that on images which were used neither for training nor for calibration.
     """
@@ -58,6 +59,7 @@ def demo(
         import torch
 
         from sparsebit.cli.digits import load_digits, train
+        from sparsebit.cli.profile import as_record, error_table
 
         digits = load_digits()
         num_threads = torch.get_num_threads()
@@ -70,7 +72,7 @@ def demo(
             start = time.monotonic()
             model = train(digits, epochs=epochs, seed=seed)
             trained = time.monotonic() - start
-            rows, worst = _sweep(model, digits, bits)
+            rows, worst, coverage = _sweep(model, digits, bits)
         finally:
             torch.set_num_threads(num_threads)
         record = {
@@ -82,9 +84,9 @@ def demo(
             "seconds": time.monotonic() - start,
             "float": asdict(rows[0]),
             "quantized": [asdict(row) for row in rows[1:]],
-            "worst_layers": {"bits": _PROFILED_BITS, "layers": [asdict(error) for error in worst]},
+            "worst_layers": {"bits": _PROFILED_BITS, "layers": [as_record(error) for error in worst]},
         }
-        out.result(record, *_shown(record, rows, worst))
+        out.result(record, *_shown(record, rows, error_table(worst[:_NUM_SHOWN], coverage)))
 
 
 def recommended(bits: int, raised: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -103,8 +105,8 @@ def recommended(bits: int, raised: tuple[str, ...] = ()) -> dict[str, Any]:
     }
 
 
-def _sweep(model: nn.Module, digits: Digits, bits: tuple[int, ...]) -> tuple[list[Row], list[LayerError]]:
-    """A row for float and for every bit-width, one with the worst layers raised, and the worst layers themselves."""
+def _sweep(model: nn.Module, digits: Digits, bits: tuple[int, ...]) -> tuple[list[Row], list[LayerError], Coverage]:
+    """A row for float, for every bit-width and for the worst layers raised; then the layers, worst first."""
     import torch
 
     import sparsebit
@@ -142,74 +144,57 @@ def _sweep(model: nn.Module, digits: Digits, bits: tuple[int, ...]) -> tuple[lis
     if min(bits) < 8:
         raised = tuple(error.layer for error in worst[:_NUM_RAISED])
         rows.append(judged(quantized(min(bits), raised), min(bits), raised))
-    return rows, worst
+    return rows, worst, profiled.coverage
 
 
 def _same(logits: Tensor, labels: Tensor) -> float:
     return float((logits.argmax(1) == labels).double().mean())
 
 
-def _shown(record: dict[str, Any], rows: list[Row], worst: list[LayerError]) -> list[RenderableType]:
+def _shown(record: dict[str, Any], rows: list[Row], worst: Table) -> list[RenderableType]:
+    from rich.padding import Padding
     from rich.text import Text
 
     num_test = record["num_test_images"]
     head = Text.assemble(
-        ("\nHandwritten digits, 8x8 pixels", "bold"),
+        ("Handwritten digits, 8x8 pixels", "bold"),
         f": a CNN of {record['num_parameters']:,} parameters (batch norms, residual adds, a depthwise convolution), "
         f"trained here on {record['num_train_images']:,} images in {record['training_seconds']:.0f} s, calibrated on "
         f"{record['num_calibration_images']} of them, judged on {num_test} images that it never saw "
         f"(one image is {100 / num_test:.2f} points).",
     )
-    raised = ", ".join(rows[-1].raised)
-    notes = (
-        [f"* the {_NUM_RAISED} worst layers below keep 8 bits ({raised}), all others have {rows[-1].bits}."]
-        if raised
-        else []
+    notes = "Weights and activations have the same bits, simulated in float (backend virtual): per-channel symmetric "
+    notes += (
+        "weights, per-tensor affine activations, batch norms folded, MSE observer. Size: weights packed into their "
     )
-    notes.append(
-        "Bits are those of weights and activations alike, simulated in float (backend virtual; per-channel symmetric weights, "
-        "per-tensor affine activations, batch norms folded, MSE observer). Weights: packed into their bits, with float scales "
-        "and biases."
+    notes += "bits, with their float scales and biases."
+    if raised := rows[-1].raised:
+        notes = f"* {', '.join(raised)}, the worst layers below, keep 8 bits; all others have {rows[-1].bits}.\n{notes}"
+    following = (
+        'Your own model: sparsebit quantize --help, or sparsebit.quantize(model, batches, "onnxruntime") in Python.'
     )
-    return [head, _table(rows), *(Text(note, style="dim") for note in notes), _worst_table(worst), _NEXT]
-
-
-_NEXT = 'Your own model: sparsebit quantize --help, or sparsebit.quantize(model, batches, "onnxruntime") in Python.'
+    title = Text(f"The layers that lose most at {_PROFILED_BITS} bits, each quantized alone", style="bold")
+    return [Padding(head, (1, 0, 0, 0)), _table(rows), Text(notes, style="dim"), "", title, worst, following]
 
 
 def _table(rows: list[Row]) -> Table:
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("bits", "accuracy", "same answer as float", "output SQNR", "weights", "smaller"):
         table.add_column(column, justify="left" if column == "bits" else "right")
-    best = rows[0].accuracy
     for row in rows:
-        name = "float" if row.agreement is None else f"{row.bits} + 8 *" if row.raised else str(row.bits)
-        style = (
-            "bold"
-            if row.agreement is None
-            else "green"
-            if row.accuracy > best - 0.01
-            else "yellow"
-            if row.accuracy > best - 0.05
-            else "red"
-        )
-        table.add_row(
-            name,
-            f"[{style}]{row.accuracy:.1%}[/]",
-            "" if row.agreement is None else f"{row.agreement:.1%}",
-            "" if row.sqnr_db is None else decibel(row.sqnr_db),
-            kilobytes(row.weight_bytes),
-            "" if row.agreement is None else f"{row.ratio:.1f}x",
-        )
+        accuracy = Text(f"{row.accuracy:.1%}", style=_colour(rows[0].accuracy - row.accuracy))
+        if row.agreement is None or row.sqnr_db is None:
+            table.add_row("float", accuracy, "", "", kilobytes(row.weight_bytes), "")
+        else:
+            name = f"{row.bits} + 8 *" if row.raised else str(row.bits)
+            cells = f"{row.agreement:.1%}", decibel(row.sqnr_db), kilobytes(row.weight_bytes), f"{row.ratio:.1f}x"
+            table.add_row(name, accuracy, *cells)
     return table
 
 
-def _worst_table(worst: list[LayerError]) -> Table:
-    from sparsebit.cli.profile import error_table
-    from sparsebit.records import Coverage
-
-    title = f"The layers that lose most at {_PROFILED_BITS} bits, each quantized alone"
-    return error_table(worst[:5], Coverage(), title)
+def _colour(loss: float) -> str:
+    return "green" if loss < 0.01 else "yellow" if loss < 0.05 else "red"

@@ -25,7 +25,7 @@ class Digits:
 
 
 def load_digits() -> Digits:
-    """1,200 images to learn from and 597 that no model sees before it is judged: the last ones, written after the others."""
+    """1,200 images to learn from, and the last 597, which no model sees before it is judged."""
     try:
         from sklearn import datasets
     except ImportError:
@@ -53,7 +53,8 @@ class DigitNet(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         x = self.block1(self.stem(images))
         x = self.block2(self.pointwise(self.depthwise(x)))
-        return self.head(x.mean((2, 3)))
+        logits: Tensor = self.head(x.mean((2, 3)))
+        return logits
 
 
 class Residual(nn.Module):

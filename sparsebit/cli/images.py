@@ -75,7 +75,8 @@ def channels_first(pixels: Tensor, where: str) -> Tensor:
     if pixels.dim() == 4 and pixels.shape[1] in (1, 3):
         return pixels
     raise LoadingError(
-        f"{where}: bytes of shape {tuple(pixels.shape)} are no images; wanted is (N, H, W, C) with 1 or 3 channels, or floats"
+        f"{where}: bytes of shape {tuple(pixels.shape)} are no images; wanted are (N, H, W, C) with 1 or 3 channels, "
+        "or floats of any shape"
     )
 
 

@@ -103,7 +103,7 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     except pickle.UnpicklingError:
         raise LoadingError(
             f"--weights {file}: holds Python objects, which may run code when they are loaded, so it was not opened; "
-            "write only tensors where you trust the file: torch.save(model.state_dict(), ...), or save it as safetensors"
+            "save tensors only: torch.save(model.state_dict(), ...), or a .safetensors file"
         ) from None
     except (RuntimeError, EOFError, ValueError) as error:
         raise LoadingError(f"--weights {file}: not a file of torch.save ({_first_line(error)})") from None
@@ -120,7 +120,7 @@ def read_weights(file: Path) -> dict[str, Tensor]:
 
 
 def fill(model: nn.Module, tensors: dict[str, Tensor], file: Path) -> None:
-    """Load a state_dict that fits exactly; one that does not is an error that lists what is missing and what is left over."""
+    """Load a state_dict; one that does not fit is an error that lists what is missing and what is left over."""
     if all(name.startswith("module.") for name in tensors):  # saved from DataParallel
         tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
     own = model.state_dict()
@@ -165,4 +165,4 @@ def _first_line(error: BaseException) -> str:
 
 
 def _a(thing: object) -> str:
-    return f"of type {type(thing).__name__}"
+    return f"a {type(thing).__name__}"

@@ -1,6 +1,6 @@
 """`app`: the command `sparsebit` with its verbs, and what becomes of a fault.
 
-Exit codes: 0 done; 1 something the user can mend, told in one message; 2 a command line that makes no sense; 130 Ctrl-C.
+Exit codes: 0 done; 1 a fault that the user can mend, told in one message; 2 a command line without sense; 130 Ctrl-C.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Output:
 
 @contextlib.contextmanager
 def speaking(*, as_json: bool, quiet: bool) -> Iterator[Output]:
-    """Around a verb's work: whatever the user's own code prints goes to stderr, and warnings become single lines there."""
+    """Around a verb's work: what the user's own code prints goes to stderr, and warnings become single lines there."""
     output = Output(sys.stdout, as_json=as_json, quiet=quiet)
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("always", UserWarning)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
+    from sparsebit.cli.calibrating import Subject
+    from sparsebit.cli.trial import Trial
     from sparsebit.quantization import QuantModel
     from sparsebit.records import Coverage, LayerError
 
@@ -61,8 +63,8 @@ def profile(
 ) -> None:
     """Show what quantization costs every layer, the worst first.
 
-    The order is that of the SQNR of a layer's output (signal against quantization noise, in dB; 6 dB are one bit): unlike the
-    mean squared error it does not depend on how large the layer's numbers are.
+    The order is that of the SQNR of a layer's output (signal against quantization noise in dB; 6 dB are a bit): unlike
+    the mean squared error it does not depend on how large the layer's numbers are.
 
     sparsebit profile -m my_model:Net -w net.safetensors -c config.yaml -d calibration.npz --top 5
     """
@@ -73,18 +75,17 @@ def profile(
     with speaking(as_json=json, quiet=quiet) as out:
         from sparsebit.cli.calibrating import calibrated, formats, load_subject, read_config
         from sparsebit.cli.data import DataOptions
-        from sparsebit.quantization import QuantModel
 
         qconfig = None if quantized is not None else read_config(config or "onnxruntime", device)
         how = DataOptions(size, resize, mean, std, gray, batch_size, num_samples)
         subject = load_subject(model, model_args, weights, data, how)
         if qconfig is None:
             assert quantized is not None
-            qmodel = QuantModel.load(quantized, subject.model)
+            qmodel, trial = _saved(quantized, subject)
         else:
             out.remark(f"calibrating {model} ({formats(qconfig)}) on {subject.data.description}")
-            qmodel = calibrated(subject, qconfig, asym=asym).qmodel
-        sqnr = subject.trial.sqnr_db(qmodel, qmodel.config.DEVICE)
+            qmodel, trial = calibrated(subject, qconfig, asym=asym).qmodel, subject.trial
+        sqnr = trial.sqnr_db(qmodel, qmodel.config.DEVICE)
         found = layer_errors(qmodel, subject.data, sync=sync)
         wanted = top if top is not None else (0 if json else _ROWS)
         shown = found[:wanted] if wanted else found
@@ -94,13 +95,22 @@ def profile(
             "sync": sync,
             "output_sqnr_db": sqnr,
             "num_layers": len(found),
-            "layers": [{"layer": e.layer, "mse": e.error, "sqnr_db": e.sqnr_db} for e in shown],
+            "layers": [as_record(error) for error in shown],
         }
-        out.result(
-            record,
-            error_table(shown, qmodel.coverage, _title(formats(qmodel.config), sync, sqnr)),
-            *_rest(found, shown),
-        )
+        title = _title(formats(qmodel.config), sync, sqnr)
+        out.result(record, title, error_table(shown, qmodel.coverage), *_rest(found, shown))
+
+
+def _saved(folder: Path, subject: Subject) -> tuple[QuantModel, Trial]:
+    """A saved model, and the first batch through its own float weights: those of the model given do not matter."""
+    from sparsebit.quantization import QuantModel
+
+    qmodel = QuantModel.load(folder, subject.model)
+    switches = qmodel.is_quantized("weight"), qmodel.is_quantized("feature")
+    qmodel.set_quant(w_quant=False, a_quant=False)
+    trial = subject.trial.again(qmodel, qmodel.config.DEVICE)
+    qmodel.set_quant(*switches)
+    return qmodel, trial
 
 
 def layer_errors(qmodel: QuantModel, data: Iterable[object], *, sync: bool = False) -> list[LayerError]:
@@ -116,32 +126,37 @@ def layer_errors(qmodel: QuantModel, data: Iterable[object], *, sync: bool = Fal
     return sorted(errors, key=lambda error: error.sqnr_db)
 
 
-def error_table(errors: list[LayerError], coverage: Coverage, title: str) -> Table:
+def as_record(error: LayerError) -> dict[str, object]:
+    """What programs are told of one layer."""
+    return {"layer": error.layer, "mse": error.error, "sqnr_db": error.sqnr_db}
+
+
+def error_table(errors: list[LayerError], coverage: Coverage) -> Table:
     """A row per layer: its number formats, its errors, and a bar of its noise."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    sites = {layer.name: layer.sites for layer in coverage.quantized}
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("layer", overflow="fold")
     table.add_column("weight")
-    table.add_column("input")
+    table.add_column("activation")
     table.add_column("MSE", justify="right")
     table.add_column("SQNR", justify="right")
     table.add_column("noise / signal", no_wrap=True)
+    dtypes = {f"{layer.name}.{role}": dtype for layer in coverage.quantized for role, dtype in layer.sites.items()}
     most = max((_noise(error.sqnr_db) for error in errors), default=0.0)
     for error in errors:
-        formats = sites.get(error.layer, {})
-        inputs = dict.fromkeys(dtype for role, dtype in formats.items() if role.startswith(("input", "shared")))
+        name = error.layer
+        # A layer quantizes its inputs; a site between layers (`conv.output`) stands for itself.
+        own = [
+            dtype
+            for site, dtype in dtypes.items()
+            if site == name or site.startswith((f"{name}.input", f"{name}.shared"))
+        ]
         bar = Text("█" * max(1, round(16 * _noise(error.sqnr_db) / most)) if most else "", style=_colour(error.sqnr_db))
-        cells = (
-            error.layer,
-            formats.get("weight", "-"),
-            ", ".join(inputs) or "-",
-            f"{error.error:.3g}",
-            decibel(error.sqnr_db),
-        )
+        activation = ", ".join(dict.fromkeys(own)) or "-"
+        cells = name, dtypes.get(f"{name}.weight", "-"), activation, f"{error.error:.3g}", decibel(error.sqnr_db)
         table.add_row(*map(Text, cells), bar)
     return table
 

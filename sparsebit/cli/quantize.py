@@ -65,6 +65,8 @@ def quantize(
             done.qmodel.save(folder)
 
         coverage, weight = done.qmodel.coverage, weight_size(done.qmodel)
+        before, after = kilobytes(weight.float_bytes), kilobytes(weight.quantized_bytes)
+        quantized = f"{coverage.num_weighted_quantized} of {coverage.num_weighted} weighted layers"
         record = {
             "model": model,
             "output": str(output),
@@ -76,10 +78,10 @@ def quantize(
             "coverage": coverage.to_dict(),
         }
         facts = {
-            "quantized": f"{coverage.num_weighted_quantized} of {coverage.num_weighted} weighted layers, {formats(qconfig)}",
+            "quantized": f"{quantized}, {formats(qconfig)}",
             "calibrated": f"{done.num_samples} samples in {done.seconds:.1f} s",
             "output": f"SQNR {decibel(sqnr)} against float, on the first {subject.trial.num_samples} samples",
-            "weights": f"{kilobytes(weight.float_bytes)} -> {kilobytes(weight.quantized_bytes)} packed, {weight.ratio:.1f}x smaller",
+            "weights": f"{before} -> {after} packed, {weight.ratio:.1f}x smaller",
             **_left_out(coverage),
             "saved": str(output),
         }

@@ -27,15 +27,15 @@ class WeightSize:
 def weight_size(qmodel: QuantModel) -> WeightSize:
     """Every parameter of the model as it runs (batch norms folded where they are), tied ones once.
 
-    A quantized weight takes its bits, packed without gaps, and a float scale (and a zero point, where affine) per row; all
-    else (biases, norms, weights that are used as plain tensors) stays float. Scales of activations are not weights.
+    A quantized weight takes its bits, packed without gaps, and a float scale (and a zero point, where affine) per row;
+    all else (biases, norms, weights that are used as plain tensors) stays float. Scales of activations are not weights.
     """
     quantizers = {id(q) for module in qmodel.modules() if isinstance(module, Quantizer) for q in module.parameters()}
     sizes = {p: p.numel() * p.element_size() for p in qmodel.parameters() if id(p) not in quantizers}
     packed = dict(sizes)
     for layer in qmodel.modules():
         if isinstance(layer, WeightedQuantOpr) and layer.weight_quantizer.is_enable:
-            weight, quantizer = layer.op.weight, layer.weight_quantizer
+            weight, quantizer = layer.op.get_parameter("weight"), layer.weight_quantizer
             scales = quantizer.scale.numel()
             zero_points = 0 if quantizer.spec.symmetric else scales
             packed[weight] = -(-(weight.numel() + zero_points) * quantizer.spec.bits // 8) + 4 * scales

@@ -1,9 +1,9 @@
-"""One batch through the float model: whether model and data fit together, and what the quantized model is compared with."""
+"""One batch through the float model: do model and data fit, and what is the quantized model compared with?"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,13 +24,17 @@ class Trial:
     outputs: list[Tensor]
     num_samples: int
 
-    def sqnr_db(self, quantized: nn.Module, device: str) -> float:
-        """Signal against quantization noise over all float outputs, in decibels."""
+    def again(self, model: nn.Module, device: str) -> Trial:
+        """The same call, answered by another model."""
         args, kwargs = to_device(self.call, device)
         with torch.no_grad():
-            answers = _floats(quantized(*args, **kwargs))
+            return replace(self, outputs=[output.cpu() for output in _floats(model(*args, **kwargs))])
+
+    def sqnr_db(self, quantized: nn.Module, device: str) -> float:
+        """Signal against quantization noise over all float outputs, in decibels."""
+        answers = self.again(quantized, device).outputs
         signal = sum(float(x.double().square().sum()) for x in self.outputs)
-        noise = sum(float((x - y.cpu()).double().square().sum()) for x, y in zip(self.outputs, answers, strict=True))
+        noise = sum(float((x - y).double().square().sum()) for x, y in zip(self.outputs, answers, strict=True))
         return decibels(signal, noise)
 
 

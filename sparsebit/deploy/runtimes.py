@@ -66,7 +66,7 @@ PROFILES: dict[str, RuntimeProfile] = {
         ),
         RuntimeProfile(
             "openvino",
-            inputs=frozenset({"conv", "conv_transpose", "linear", "matmul", "bmm", "add", "cat", "avg_pool", "adaptive_avg_pool", "max_pool", "embedding"}),
+            inputs=frozenset({"conv", "conv_transpose", "linear", "add", "cat", "avg_pool", "adaptive_avg_pool", "max_pool", "embedding"}),
             conv_fed=frozenset({"add", "cat", "avg_pool", "adaptive_avg_pool", "max_pool"}),
             outputs=frozenset({"conv", "add"}),
             absorbs=frozenset({"relu", "relu6", "hardtanh"}),
@@ -81,7 +81,7 @@ PROFILES: dict[str, RuntimeProfile] = {
         ),
         RuntimeProfile(
             "tensorrt",
-            inputs=frozenset({"conv", "conv_transpose", "linear", "matmul", "bmm", "add", "avg_pool", "adaptive_avg_pool", "max_pool", "embedding"}),
+            inputs=frozenset({"conv", "conv_transpose", "linear", "add", "avg_pool", "adaptive_avg_pool", "max_pool", "embedding"}),
             conv_fed=frozenset({"add", "avg_pool", "adaptive_avg_pool", "max_pool"}),
             absorbs=frozenset({"relu", "relu6", "hardtanh", "sigmoid", "silu", "gelu", "tanh", "leaky_relu", "elu", "softplus", "hardsigmoid", "hardswish", "mish"}),
             folds_batchnorm=True,

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from sparsebit.errors import CaptureError
 from sparsebit.graph.example import UNKNOWN, Example, GuardError
 from sparsebit.graph.passes.decompose import decompose
-from sparsebit.graph.tracer import LeafPolicy, LeafTracer, Untraced, describe_failure
+from sparsebit.graph.tracer import LeafPolicy, LeafTracer, Untraced, describe_failure, reraise_own_fault
 
 # A parameter of `forward` that differs from call to call.
 VARYING = "<varying>"
@@ -182,6 +182,7 @@ class _Explorer:
             graph = tracer.trace(module)
             region = Region(fx.GraphModule(module, graph, type(module).__name__), module, constants)
         except Exception as error:  # the module's own forward cannot be traced
+            reraise_own_fault(error)
             self.captured.untraced[path] = describe_failure(error, path, module)
             self._enter(module, path)
             return module

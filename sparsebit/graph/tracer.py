@@ -188,11 +188,12 @@ class LeafTracer(fx.Tracer):
         path = self._installed_path(m)
         if path in self.untraced:
             return self.create_proxy("call_module", path, args, kwargs)
-        last = next(reversed(self.graph.nodes), None)
+        last = next(iter(reversed(self.graph.nodes)), None)
         stack = dict(self.module_stack)
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception as error:
+            reraise_own_fault(error)
             self._roll_back(last)
             self.module_stack.clear()
             self.module_stack.update(stack)
@@ -245,6 +246,13 @@ class LeafTracer(fx.Tracer):
         cache = self._attribute_proxies
         for name in [name for name, proxy in cache.items() if proxy.node not in alive]:
             del cache[name]
+
+
+def reraise_own_fault(error: Exception) -> None:
+    """An error from our own lines is a bug here, not a module that cannot be traced."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if frames and frames[-1].filename.startswith(_HERE) and not isinstance(error, fx.proxy.TraceError):
+        raise error
 
 
 def describe_failure(error: Exception, path: str, module: nn.Module) -> Untraced:

@@ -58,8 +58,7 @@ def moments(histogram: Histogram, distribution: str) -> tuple[Tensor, Tensor, Te
     assert histogram.counts is not None
     counts = histogram.counts.double()
     weights = counts / counts.sum(1, keepdim=True).clamp(min=1)
-    bins = histogram.first_bin[:, None] + torch.arange(counts.shape[1], device=counts.device)
-    values = (bins + 0.5) * histogram.width[:, None]
+    values = (histogram.bins + 0.5) * histogram.width[:, None]
     mean = (weights * values).sum(1)
     power = {"GAUS": 2, "LAPLACE": 1}[distribution]
     about_mean, about_zero = (

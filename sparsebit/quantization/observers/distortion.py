@@ -13,7 +13,7 @@ from sparsebit.numerics.spec import TensorSpec
 from sparsebit.quantization.observers.statistics import Histogram
 
 # Numbers in a temporary: a few MB stay in a core's cache.
-CELLS = 1 << 18
+CELLS = 1 << 19
 # Up to here every level is looked up. Above, levels are as narrow as bins, and the error inside is step^2 / 12.
 MOST_BITS_BY_LEVEL = 8
 
@@ -25,20 +25,29 @@ class Distortion(Protocol):
 
 
 class SampleDistortion:
-    """Of the values in `rows` (R, n), each of them quantized with every candidate."""
+    """Of the values in `rows` (R, n), each of them quantized with every candidate.
 
-    def __init__(self, rows: Tensor, spec: TensorSpec) -> None:
-        self.rows, self.spec = rows, spec
+    `mean_share` adds that multiple of the squared sum of a row's errors: what they do to an output if its inputs have
+    a common mean whose square is `mean_share` times their variance.
+    """
+
+    def __init__(self, rows: Tensor, spec: TensorSpec, mean_share: float = 0.0) -> None:
+        self.rows, self.spec, self.mean_share = rows, spec, mean_share
 
     def __call__(self, low: Tensor, high: Tensor) -> Tensor:
         scale, zero_point = qparams_from_range(low, high, self.spec)
-        first, last = self.spec.qmin - zero_point, self.spec.qmax - zero_point
+        first, last = (self.spec.qmin - zero_point)[..., None], (self.spec.qmax - zero_point)[..., None]
         error = torch.empty_like(scale)
         for part in slices(len(low), self.rows.shape[1] * low.shape[1]):
             steps = self.rows[part, None, :].float() / scale[part, :, None]
-            residual = steps.round().clamp_(first[part, :, None], last[part, :, None]).sub_(steps)
-            error[part] = torch.linalg.vector_norm(residual, dim=2)
-        return (error.double() * scale).square_()
+            codes = steps.round()
+            # In the place of clamp, which is five times as slow with tensors as bounds.
+            codes = torch.minimum(torch.maximum(codes, first[part], out=codes), last[part], out=codes)
+            residual = codes.sub_(steps)
+            error[part] = torch.linalg.vector_norm(residual, dim=2).square_()
+            if self.mean_share:
+                error[part] += self.mean_share * residual.sum(2).square_()
+        return error.double() * scale.double().square()
 
 
 class HistogramDistortion:

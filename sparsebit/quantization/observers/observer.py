@@ -29,7 +29,7 @@ class ObserverOptions:
     """The numbers that some observers take; the others ignore them."""
 
     alpha: float = 0.001
-    """percentile: the fraction that is cut off at each end."""
+    """percentile: the fraction of the negative, and of the other values, that is cut off at their end."""
     ema_ratio: float = 0.9
     """moving_average: the weight of the past."""
     distribution: str = "GAUS"

@@ -10,26 +10,34 @@ from sparsebit.quantization.observers.statistics import Histogram, MinMax, Movin
 
 
 def percentile_range(histogram: Histogram, alpha: float) -> Range:
-    """The `alpha` and `1 - alpha` quantiles of each row: interpolated inside bins, never beyond the extremes."""
-    quantiles = [quantile(histogram, fraction) for fraction in (alpha, 1 - alpha)]
-    return quantiles[0].clamp(max=0), quantiles[1].clamp(min=0)
+    """All but the fraction `alpha` of the negative values, and all but `alpha` of the others, `(R,)` each.
 
-
-def quantile(histogram: Histogram, fraction: float) -> Tensor:
-    """The value that `fraction` of each row lies below, float64 `(R,)`. Zeros are a step of the distribution."""
+    So one-sided rows keep zero as their end, and skewed rows lose as much of their short side as of their long one.
+    """
     assert histogram.counts is not None
-    counts, zeros = histogram.counts.double(), histogram.zeros.double()[:, None]
-    bins = histogram.first_bin[:, None] + torch.arange(counts.shape[1], device=counts.device)
-    rank = fraction * (counts.sum(1, keepdim=True) + zeros)
+    negative = histogram.counts.where(histogram.bins < 0, 0).sum(1)
+    total = histogram.counts.sum(1) + histogram.zeros
+    low = value_at(histogram, alpha * negative).clamp(max=0).where(negative > 0, 0)
+    high = value_at(histogram, total - alpha * (total - negative)).clamp(min=0)
+    return low, high
+
+
+def value_at(histogram: Histogram, rank: Tensor) -> Tensor:
+    """The value that `rank` (R,) values of each row lie below, float64 `(R,)`.
+
+    Interpolated inside bins, never beyond the extremes. The zeros are one step between negative and positive bins.
+    """
+    assert histogram.counts is not None
+    bins, counts, zeros = histogram.bins, histogram.counts.double(), histogram.zeros.double()[:, None]
+    rank = rank.double()[:, None]
     negative = counts.where(bins < 0, 0).sum(1, keepdim=True)
-    # The rank among the non-zero values; ranks of zeros end at the edge between negative and positive ones.
+    # The same rank among the non-zero values: up to `negative` as it is, then without the zeros.
     rank_of_others = torch.where(rank > negative, (rank - zeros).maximum(negative), rank)
-    at_or_below = counts.cumsum(1)
-    index = torch.searchsorted(at_or_below, rank_of_others).clamp_(max=counts.shape[1] - 1)
-    count = counts.gather(1, index)
-    part = 1 - (at_or_below.gather(1, index) - rank_of_others) / count.clamp(min=1)
-    value = (bins.gather(1, index) + part.clamp(0, 1)) * histogram.width[:, None]
-    value = torch.where((rank >= negative) & (rank <= negative + zeros), 0.0, value)
+    up_to = counts.cumsum(1)
+    index = torch.searchsorted(up_to, rank_of_others).clamp_(max=counts.shape[1] - 1)
+    missing = (up_to.gather(1, index) - rank_of_others) / counts.gather(1, index).clamp(min=1)
+    value = (bins.gather(1, index) + 1 - missing.clamp(0, 1)) * histogram.width[:, None]
+    value = torch.where((rank >= negative) & (rank <= negative + zeros) & (zeros > 0), 0.0, value)
     return value.squeeze(1).clamp(histogram.low.double(), histogram.high.double())
 
 
@@ -57,7 +65,7 @@ class MovingAverageObserver(Observer[MovingMinMax]):
 
 @register_observer("percentile")
 class PercentileObserver(Observer[Samples | Histogram]):
-    """All but the fraction `alpha` of the values at each end."""
+    """All but the fraction `alpha` of the values on either side of zero."""
 
     def new_statistic(self) -> Samples | Histogram:
         return Samples() if self.target == "weight" else Histogram()

@@ -173,6 +173,12 @@ class Histogram:
         """Bin width `(R,)`, float64."""
         return _power_of_two(self.exponent)
 
+    @property
+    def bins(self) -> Tensor:
+        """The number k of each bin `[k * width, (k + 1) * width)`, int64 `(R, B)`."""
+        assert self.counts is not None
+        return self.first_bin[:, None] + torch.arange(self.counts.shape[1], device=self.counts.device)
+
     def update(self, rows: Tensor) -> None:
         low, high = extremes(rows)
         check_finite(low, high)

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.utils.parametrize import is_parametrized
 
-from sparsebit.quantization.ops.table import OpRow, tensor_arguments, weight_argument
+from sparsebit.quantization.ops.table import OpRow, input_argument, weight_argument
 from sparsebit.quantization.quantizers.base import Quantizer
 
 
@@ -20,7 +21,13 @@ class QuantOpr(nn.Module):
     (`register_qmodule`).
     """
 
-    def __init__(self, op: nn.Module | Callable[..., Any] | str, row: OpRow, input_quantizer: Quantizer, weight_quantizer: Quantizer | None = None) -> None:
+    def __init__(
+        self,
+        op: nn.Module | Callable[..., Any] | str,
+        row: OpRow,
+        input_quantizer: Quantizer,
+        weight_quantizer: Quantizer | None = None,
+    ) -> None:
         super().__init__()
         self.op = op
         self.row = row
@@ -28,14 +35,12 @@ class QuantOpr(nn.Module):
         self.weight_quantizer = weight_quantizer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        arguments = list(args)
-        for where, value in tensor_arguments(self.row, args, kwargs)[:1]:
-            quantized = self.input_quantizer(value)
-            if isinstance(where, int):
-                arguments[where] = quantized
-            else:
-                kwargs[where] = quantized
-        return self.compute(*arguments, **kwargs)
+        return self.compute(*self.quantize_input(args, kwargs), **kwargs)
+
+    def quantize_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The positional arguments with the input quantized; one that came by name is replaced in `kwargs`."""
+        place = input_argument(self.row, args, kwargs, is_module=isinstance(self.op, nn.Module))
+        return args if place is None else _replaced(args, kwargs, place, self.input_quantizer)
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         """The op itself on quantized values."""
@@ -74,21 +79,19 @@ class WeightedQuantOpr(QuantOpr):
     weight_quantizer: Quantizer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.row.inputs and args:
-            args = (self.input_quantizer(args[0]), *args[1:])
-        elif self.row.inputs and kwargs:
-            first = next(iter(kwargs))
-            kwargs = {**kwargs, first: self.input_quantizer(kwargs[first])}
+        args = self.quantize_input(args, kwargs)
         if not self.weight_quantizer.is_enable:
             return self.op(*args, **kwargs)
         return self._with_weight(self.weight_quantizer(self.op.weight), args, kwargs)
 
     def _with_weight(self, weight: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if isinstance(self.op, nn.Linear) and _is_plain(self.op) and len(args) == 1:
-            return nn.functional.linear(args[0], weight, self.op.bias)
-        if isinstance(self.op, _ConvNd) and not isinstance(self.op, _ConvTransposeNd) and _is_plain(self.op) and len(args) == 1:
-            return self.op._conv_forward(args[0], weight, self.op.bias)  # honours padding_mode
-        return torch.func.functional_call(self.op, {"weight": weight}, args, kwargs)
+        if len(args) == 1 and _is_plain(self.op):
+            if isinstance(self.op, nn.Linear):
+                return nn.functional.linear(args[0], weight, self.op.bias)
+            if isinstance(self.op, _ConvNd) and not isinstance(self.op, _ConvTransposeNd):
+                return self.op._conv_forward(args[0], weight, self.op.bias)  # honours padding_mode
+        op = _unparametrized(self.op) if is_parametrized(self.op, "weight") else self.op
+        return torch.func.functional_call(op, {"weight": weight}, args, kwargs)
 
 
 class FunctionalWeightedQuantOpr(QuantOpr):
@@ -97,17 +100,11 @@ class FunctionalWeightedQuantOpr(QuantOpr):
     weight_quantizer: Quantizer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        sites = [(place, self.input_quantizer) for place in tensor_arguments(self.row, args, kwargs)[:1]]
-        weight = weight_argument(self.row, args, kwargs)
-        if weight is not None:
-            sites.append((weight, self.weight_quantizer))
-        arguments = list(args)
-        for (where, value), quantizer in sites:
-            if isinstance(where, int):
-                arguments[where] = quantizer(value)
-            else:
-                kwargs[where] = quantizer(value)
-        return self.compute(*arguments, **kwargs)
+        args = self.quantize_input(args, kwargs)
+        place = weight_argument(self.row, args, kwargs)
+        if place is not None:
+            args = _replaced(args, kwargs, place, self.weight_quantizer)
+        return self.compute(*args, **kwargs)
 
 
 class MultipleInputsQuantOpr(QuantOpr):
@@ -121,7 +118,7 @@ class MultipleInputsQuantOpr(QuantOpr):
 
 
 class QIdentity(nn.Module):
-    """A quantizer alone: in front of one input of a multi-input op, behind an op's output, or where several ops read one tensor."""
+    """A quantizer alone: in front of an input of a multi-input op, behind an output, or where several ops read a tensor."""
 
     def __init__(self, input_quantizer: Quantizer) -> None:
         super().__init__()
@@ -134,5 +131,22 @@ class QIdentity(nn.Module):
         return f"QIdentity({self.input_quantizer.summary()})"
 
 
+def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str, quantizer: Quantizer) -> tuple[Any, ...]:
+    if isinstance(place, str):
+        kwargs[place] = quantizer(kwargs[place])
+        return args
+    return (*args[:place], quantizer(args[place]), *args[place + 1 :])
+
+
 def _is_plain(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.")
+    """A layer of torch itself that nobody watches: hooks run only where the module is called."""
+    return type(module).__module__.startswith("torch.nn.") and not (module._forward_hooks or module._forward_pre_hooks)
+
+
+def _unparametrized(module: nn.Module) -> nn.Module:
+    """`module` with its own class again: `functional_call` would write a swapped weight back through the parametrization."""
+    plain = type(module).__bases__[0].__new__(type(module).__bases__[0])
+    plain.__dict__.update(module.__dict__)
+    plain.__dict__["_modules"] = {n: child for n, child in module._modules.items() if n != "parametrizations"}
+    plain.__dict__["_parameters"] = {**module._parameters, "weight": None}
+    return plain

@@ -1,7 +1,7 @@
 """The life of one fake-quantized tensor: observe, fix scale and zero point, switch on and off.
 
-A quantizer is built from a `TensorSpec` and keeps its numbers as buffers (or parameters, where they are learned). It is
-`enabled` when it is switched on and not logically off for good (`fake_fused`).
+A quantizer is built from a `TensorSpec` and keeps its numbers as buffers (or parameters, where they are learned).
+It is enabled when it is switched on and not logically off for good (`fake_fused`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ Target = Literal["weight", "feature"]
 class Quantizer(nn.Module):
     """Base of all quantizers, and by itself the uniform one.
 
-    Subclasses change how numbers become quantized (`transform`, `fake_quantize`) or learned (`make_parameters`, `qparams`).
+    Subclasses change how numbers become quantized (`transform`, `fake_quantize`) or learned (`make_parameters`,
+    `qparams`).
     """
 
     TYPE: ClassVar[str] = "base"
@@ -34,6 +35,7 @@ class Quantizer(nn.Module):
     scale: Tensor
     zero_point: Tensor
     calibrated: Tensor
+    fused: Tensor
 
     def __init__(
         self,
@@ -46,15 +48,20 @@ class Quantizer(nn.Module):
         observer: str = "minmax",
         observer_options: ObserverOptions | None = None,
         options: Any = None,
+        observed_as: Target | None = None,
     ) -> None:
+        """`observed_as`: how the observer sees the tensor, where that differs from what it is: a weight that is computed on
+        the way is observed like a feature, over many forwards."""
         super().__init__()
         self.spec, self.target, self.name, self.backend = spec, target, name, backend
         self.observer_name, self.observer_options = observer, observer_options or ObserverOptions()
-        self.options = options
+        self.options, self.observed_as = options, observed_as or target
         self.observer: Observer[Any] = self._new_observer()
         self.use_quant = self.fake_fused = self.observing = self.export_onnx = self.was_unseen = False
         self.make_parameters(num_scales)
+        # Both travel with the state_dict, so that a fresh model is switched as the saved one was.
         self.register_buffer("calibrated", torch.tensor(False))
+        self.register_buffer("fused", torch.tensor(False))
 
     # --- what subclasses change
 
@@ -144,14 +151,14 @@ class Quantizer(nn.Module):
     def set_fake_fused(self) -> None:
         """Off for good, without touching the graph: scale 1, zero point 0, no gradient."""
         self.fake_fused = True
-        with torch.no_grad():
-            for parameter in self.parameters(recurse=False):
-                parameter.requires_grad_(False)
-            if "scale" in self._buffers or "scale" in self._parameters:
-                self.scale.fill_(1.0)
-            if "zero_point" in self._buffers or "zero_point" in self._parameters:
-                self.zero_point.fill_(0.0)
+        self.fused.fill_(True)
+        self.observing = False
+        self.requires_grad_(False)
         self.observer.reset()
+        with torch.no_grad():
+            for name, value in (("scale", 1.0), ("zero_point", 0.0)):
+                if name in self._buffers or name in self._parameters:
+                    getattr(self, name).fill_(value)
 
     def set_backend(self, backend: str) -> None:
         """Move to another backend; numbers that it cannot run are refused."""
@@ -159,17 +166,19 @@ class Quantizer(nn.Module):
         self.backend = backend
 
     def set_bit(self, bits: int) -> None:
-        """Another bit-width over the same range of values."""
-        low, high = self.dequantized_range() if self.is_calibrated else (None, None)
-        self.spec = self.spec.replace(bits=bits)
+        """Another bit-width over the same range of values; one that the backend cannot run is refused."""
+        spec = self.spec.replace(bits=bits)
+        check_backend(spec, torch.zeros(()), self.backend, self.name)
+        low, high = self.dequantized_range()
+        self.spec = spec
         self.observer = self._new_observer()
-        if low is not None and high is not None:
+        if self.is_calibrated:
             self.calc_qparams_with_minmax(low.detach(), high.detach())
 
     # --- state
 
     def _new_observer(self) -> Observer[Any]:
-        return build_observer(self.observer_name, self.spec, self.observer_options, self.target)
+        return build_observer(self.observer_name, self.spec, self.observer_options, self.observed_as)
 
     def _store(self, name: str, value: Tensor) -> None:
         """Write a number of any shape; the tensor object (an optimizer may hold it) stays the same."""
@@ -188,12 +197,15 @@ class Quantizer(nn.Module):
             if isinstance(stored, Tensor) and isinstance(own, Tensor) and stored.shape != own.shape:
                 self._store(name, stored)
         super()._load_from_state_dict(state_dict, prefix, *args)
+        if bool(self.fused) and not self.fake_fused:
+            self.set_fake_fused()
+            self.was_unseen = True  # it was planned, and went off in calibration
 
     def summary(self) -> str:
         """`uint8 scale=0.021 zero_point=12` and the like, for reprs and tables."""
         if self.fake_fused:
             return "off"
-        text = f"{self.spec.dtype_name}"
+        text = self.spec.dtype_name
         if not self.is_calibrated:
             return f"{text} uncalibrated"
         scale, zero_point = (value.detach().float() for value in self.qparams())
@@ -211,7 +223,9 @@ class Quantizer(nn.Module):
 QuantizerClass = TypeVar("QuantizerClass", bound=type[Quantizer])
 
 
-def register_quantizer(name: str, *, aliases: tuple[str, ...] = (), replace: bool = False) -> Callable[[QuantizerClass], QuantizerClass]:
+def register_quantizer(
+    name: str, *, aliases: tuple[str, ...] = (), replace: bool = False
+) -> Callable[[QuantizerClass], QuantizerClass]:
     """File a `Quantizer` subclass under `name`, the `QUANTIZER.TYPE` of configs.
 
     >>> @register_quantizer("stochastic")
@@ -236,7 +250,7 @@ def build_quantizer(kind: str, spec: TensorSpec, target: Target, **settings: Any
     assert isinstance(quantizer_class, type) and issubclass(quantizer_class, Quantizer)
     if target not in quantizer_class.TARGETS:
         raise BackendError(
-            f"{settings.get('name', '')}: quantizer {kind!r} is made for {' and '.join(quantizer_class.TARGETS)} tensors, "
+            f"{settings.get('name', '')}: quantizer {kind!r} is for {' and '.join(quantizer_class.TARGETS)} tensors, "
             f"not for a {target}; set another QUANTIZER.TYPE there"
         )
     return quantizer_class(spec, target, **settings)

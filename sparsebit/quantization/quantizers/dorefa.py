@@ -13,9 +13,9 @@ from sparsebit.quantization.quantizers.base import Quantizer, Target, register_q
 class DoReFa(Quantizer):
     """Quantizes tanh(w) on the grid that the observer finds for tanh(w).
 
-    The paper divides by max|tanh(w)| and leaves the layer's gain to the batch norm behind it; here the range keeps the gain,
-    so that a trained network stays itself at first. With MINMAX the grid is the paper's. While training, the grid follows
-    the weights at every step, as in the paper.
+    The paper divides by max|tanh(w)| and leaves the layer's gain to the batch norm behind it; here the range keeps the
+    gain, so that a trained network stays itself at first. With MINMAX the grid is the paper's. While training, the grid
+    follows the weights at every step, as in the paper.
     """
 
     TARGETS: ClassVar[tuple[Target, ...]] = ("weight",)

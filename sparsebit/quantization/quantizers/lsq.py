@@ -1,4 +1,4 @@
-"""Learned step size: LSQ (Esser et al., ICLR 2020) and LSQ+ (Bhalgat et al., CVPRW 2020), whose zero point is learned too."""
+"""Learned step sizes: LSQ (Esser et al., ICLR 2020), and LSQ+ (Bhalgat et al., CVPRW 2020) with its zero point."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.numerics import dispatch
+from sparsebit.numerics.qparams import SMALLEST_SCALE
 from sparsebit.quantization.quantizers.base import Quantizer, register_quantizer
-
-_SMALLEST = float(torch.finfo(torch.float32).tiny)
 
 
 @register_quantizer("lsq")
 class LSQ(Quantizer):
     """The scale is a parameter from the start; calibration gives it its first value.
 
-    Its gradient carries LSQ's factor 1/sqrt(N·qmax). The scale in force is its absolute value, so that a step across zero
-    can come back.
+    Its gradient carries LSQ's factor 1/sqrt(N·qmax). The scale in force is its absolute value, so that a step across
+    zero can come back.
     """
 
     learns_zero_point: ClassVar[bool] = False
@@ -32,7 +31,7 @@ class LSQ(Quantizer):
             self.zero_point = nn.Parameter(torch.zeros_like(self.scale))
 
     def qparams(self) -> tuple[Tensor, Tensor]:
-        return self.scale.abs().clamp_min(_SMALLEST), self.zero_point.clamp(self.spec.qmin, self.spec.qmax)
+        return self.scale.abs().clamp_min(SMALLEST_SCALE), self.zero_point.clamp(self.spec.qmin, self.spec.qmax)
 
     def fake_quantize(self, x: Tensor) -> Tensor:
         scale, zero_point = self.qparams()

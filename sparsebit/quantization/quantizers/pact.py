@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.numerics import dispatch
+from sparsebit.numerics.qparams import SMALLEST_SCALE, broadcast_to, check_backend
 from sparsebit.quantization.quantizers.base import Quantizer, Target, register_quantizer
 
 
@@ -15,8 +16,8 @@ from sparsebit.quantization.quantizers.base import Quantizer, Target, register_q
 class PACT(Quantizer):
     """`clamp(x, low, alpha)`, then round to nearest; `alpha` starts at PACT.ALPHA_VALUE and is learned.
 
-    `low` is 0 for tensors that were never negative during calibration, else -alpha. The grid follows alpha:
-    scale = (alpha - low) / (qmax - qmin) on affine grids, alpha / qmax on symmetric ones.
+    `alpha` is the grid's upper end: scale = alpha / (qmax - zero_point). The zero point is qmin for tensors that were
+    never negative during calibration, else the grid's middle; `low` is the grid's lower end.
     """
 
     TARGETS: ClassVar[tuple[Target, ...]] = ("feature",)
@@ -33,29 +34,29 @@ class PACT(Quantizer):
         if min_val.numel() > 1 and self.alpha.numel() == 1:
             self._store("alpha", self.alpha.detach().expand(min_val.numel()))
         self.is_signed.fill_(self.spec.symmetric or bool((min_val < 0).any()))
+        check_backend(self.spec, self.zero_point, self.backend, self.name)
         self.calibrated.fill_(True)
 
     def qparams(self) -> tuple[Tensor, Tensor]:
-        alpha = self.alpha.detach().abs()
-        if self.spec.symmetric:
-            return alpha / max(self.spec.qmax, 1), torch.zeros_like(alpha)
-        steps = self.spec.qmax - self.spec.qmin
-        scale = torch.where(self.is_signed, 2 * alpha, alpha) / steps
-        zero_point = torch.where(self.is_signed, round(steps / 2), 0) + self.spec.qmin
-        return scale, zero_point.to(scale).expand_as(scale)
+        alpha = self.alpha.abs()
+        zero_point = torch.where(self.is_signed, self._middle, self.spec.qmin).to(alpha).expand_as(alpha)
+        return (alpha / (self.spec.qmax - zero_point).clamp_min(1)).clamp_min(SMALLEST_SCALE), zero_point
+
+    @property
+    def _middle(self) -> int:
+        """The code of zero with as many codes above as below, or one less above; at 1 bit the only code left below."""
+        return 0 if self.spec.symmetric or self.spec.bits == 1 else 1 << (self.spec.bits - 1)
 
     @property
     def scale(self) -> Tensor:  # type: ignore[override]
-        return self.qparams()[0]
+        return self.qparams()[0].detach()
 
     @property
     def zero_point(self) -> Tensor:  # type: ignore[override]
-        return self.qparams()[1]
+        return self.qparams()[1].detach()
 
     def fake_quantize(self, x: Tensor) -> Tensor:
-        from sparsebit.numerics.qparams import broadcast_to
-
-        alpha = broadcast_to(self.alpha.abs(), x.shape, self.spec.granularity).to(x.dtype)
-        clipped = torch.minimum(torch.maximum(x, torch.where(self.is_signed, -alpha, 0.0).to(x.dtype)), alpha)
-        scale, zero_point = self.qparams()
-        return dispatch.fake_quantize(clipped, scale, zero_point, self.spec, tag=self.name)
+        # The grid clips at the same ends by itself; the clamp in front of it is what alpha's gradient goes through.
+        low, high = (broadcast_to(end, x.shape, self.spec.granularity).to(x.dtype) for end in self.dequantized_range())
+        clipped = torch.minimum(torch.maximum(x, low), high)
+        return dispatch.fake_quantize(clipped, self.scale, self.zero_point, self.spec, tag=self.name)

@@ -66,3 +66,10 @@ def test_zeros_never_err() -> None:
     spec, rows = TensorSpec(2, False), torch.tensor([[0.0] * 100 + [1.0, 3.0]])
     error = HistogramDistortion(histogram_of(rows), spec)(torch.zeros(1, 1), torch.full((1, 1), 3.0))
     assert float(error) < 1e-5
+
+
+def test_mean_share_adds_the_squared_sum_of_errors() -> None:
+    rows, spec = torch.tensor([[0.2, 1.0, 0.2, 3.0]]), TensorSpec(2, False)
+    low, high = torch.zeros(1, 1), torch.full((1, 1), 3.0)
+    assert float(SampleDistortion(rows, spec)(low, high)) == pytest.approx(2 * 0.2**2)
+    assert float(SampleDistortion(rows, spec, mean_share=0.5)(low, high)) == pytest.approx(2 * 0.2**2 + 0.5 * 0.4**2)

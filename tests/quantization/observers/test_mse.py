@@ -8,6 +8,9 @@ from sparsebit.numerics.qparams import qparams_from_range
 from sparsebit.numerics.reference import fake_quantize
 from sparsebit.numerics.spec import PerChannel, PerGroup, TensorSpec
 from sparsebit.quantization.observers import build_observer
+from sparsebit.quantization.observers.distortion import SampleDistortion
+from sparsebit.quantization.observers.mse import MEAN_SHARE, mse_range
+from sparsebit.quantization.observers.statistics import extremes
 
 
 def error(x: Tensor, ends: tuple[Tensor, Tensor], spec: TensorSpec) -> Tensor:
@@ -44,14 +47,23 @@ def test_nearly_the_best_of_all_ranges(bits: int, symmetric: bool, kind: str, ta
     assert float(found) <= best * 1.01 + 1e-9
 
 
-def test_never_worse_than_minmax_in_any_row() -> None:
+@pytest.mark.parametrize("target", ["weight", "feature"])
+def test_never_worse_than_minmax_in_any_row(target: str) -> None:
     x, spec = torch.randn(64, 30) ** 3, TensorSpec(4, True, PerChannel(0))
-    low, high = observed(x, spec, "weight")
-    row = spec.replace(granularity=PerChannel(0))
-    for index in range(len(x)):
-        part = x[index : index + 1]
-        ends = low[index : index + 1], high[index : index + 1]
-        assert error(part, ends, row) <= error(part, (part.amin(1), part.amax(1)), row) * (1 + 1e-6)
+    distortion = SampleDistortion(x, spec, MEAN_SHARE if target == "weight" else 0)
+    found, minmax = (distortion(low[:, None], high[:, None]) for low, high in (observed(x, spec, target), extremes(x)))
+    assert (found <= minmax * 1.001).all()
+
+
+def test_outputs_of_weights_behind_a_relu_err_less_than_by_least_squares() -> None:
+    weight, inputs = torch.randn(64, 200), torch.randn(500, 200).relu()
+    spec = TensorSpec(4, True, PerChannel(0))
+    least_squares = mse_range(*extremes(weight), spec, SampleDistortion(weight, spec))
+    errors = [
+        (inputs @ (fake_quantize(weight, *qparams_from_range(*ends, spec), spec) - weight).T).square().mean()
+        for ends in (observed(weight, spec, "weight"), least_squares)
+    ]
+    assert errors[0] < 0.9 * errors[1]
 
 
 def test_rows_do_not_depend_on_their_neighbours() -> None:

@@ -5,7 +5,7 @@ import torch
 
 from sparsebit.numerics.spec import PerChannel, TensorSpec
 from sparsebit.quantization.observers import ObserverOptions, build_observer
-from sparsebit.quantization.observers.ranges import percentile_range, quantile
+from sparsebit.quantization.observers.ranges import percentile_range, value_at
 from sparsebit.quantization.observers.statistics import Histogram
 
 PER_TENSOR = TensorSpec(8, symmetric=False)
@@ -39,27 +39,34 @@ def test_moving_average_is_per_channel_too(axis: int | None) -> None:
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.001, 0.2, 0.5, 0.77, 0.999, 1.0])
-def test_quantile_agrees_with_the_sorted_values(fraction: float) -> None:
+def test_value_at_a_rank_agrees_with_the_sorted_values(fraction: float) -> None:
     rows = torch.randn(3, 20_001) * torch.tensor([[1.0], [10.0], [0.1]])
     expected = torch.quantile(rows.double(), fraction, dim=1)
     width = (rows.amax(1) - rows.amin(1)) / 512
-    assert ((quantile(histogram_of(rows), fraction) - expected).abs() <= width).all()
+    found = value_at(histogram_of(rows), torch.full((3,), fraction * rows.shape[1]))
+    assert ((found - expected).abs() <= width).all()
 
 
-def test_quantile_treats_zeros_as_one_value() -> None:
+@pytest.mark.parametrize(
+    ("rank", "expected"), [(0, -2), (1, -2), (2, 0), (2.5, 0), (8, 0), (8.5, 1), (9.5, 2), (10, 2)], ids=str
+)
+def test_zeros_are_one_value(rank: float, expected: float) -> None:
     rows = torch.tensor([[-2.0, -1.0] + [0.0] * 6 + [1.0, 2.0]])
-    histogram = histogram_of(rows)
-    assert [float(quantile(histogram, fraction)) for fraction in (0.2, 0.25, 0.5, 0.8)] == [0.0] * 4
-    assert float(quantile(histogram, 0.1)) == pytest.approx(-2, abs=2e-3)
-    assert float(quantile(histogram, 0.95)) == pytest.approx(2, abs=2e-3)
-    assert float(quantile(histogram, 1.0)) == 2.0
+    assert float(value_at(histogram_of(rows), torch.tensor([rank]))) == pytest.approx(expected, abs=2e-3)
 
 
-def test_percentile_cuts_alpha_at_each_end() -> None:
-    rows = torch.cat([torch.linspace(-1, 1, 10_001), torch.tensor([-100.0, 50.0])])[None]
-    low, high = percentile_range(histogram_of(rows), 0.01)
-    assert float(low) == pytest.approx(-0.98, abs=0.03)
-    assert float(high) == pytest.approx(0.98, abs=0.03)
+def test_percentile_cuts_alpha_of_either_side() -> None:
+    negative, positive = -torch.linspace(0.001, 1, 1_000), torch.linspace(0, 4, 9_000)
+    low, high = percentile_range(histogram_of(torch.cat([negative, positive])[None]), 0.1)
+    assert float(low) == pytest.approx(-0.9, abs=0.01)
+    assert float(high) == pytest.approx(3.6, abs=0.01)
+
+
+def test_percentile_counts_the_zeros_of_a_relu() -> None:
+    rows = torch.cat([torch.zeros(1, 8_000), torch.linspace(0, 1, 2_001)[None, 1:]], 1)
+    low, high = percentile_range(histogram_of(rows), 0.1)
+    assert float(low) == 0
+    assert float(high) == pytest.approx(0.5, abs=1e-3)
 
 
 @pytest.mark.parametrize(("sign", "expected"), [(1, (0.0, 9.0)), (-1, (-9.0, 0.0))], ids=["positive", "negative"])
