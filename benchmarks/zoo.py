@@ -222,6 +222,9 @@ def _spread(model: nn.Module) -> None:
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None:
             module.running_mean.normal_(0, 0.1, generator=generator)
             module.running_var.uniform_(0.5, 1.5, generator=generator)
+    for parameter in model.parameters():
+        if not parameter.detach().any():
+            torch.nn.init.normal_(parameter, 0, 0.02, generator=generator)
 
 
 def _outputs(model: nn.Module, batch: Any) -> list[torch.Tensor]:

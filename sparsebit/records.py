@@ -53,7 +53,8 @@ class Coverage:
         return asdict(self) | {"weighted_fraction": self.weighted_fraction}
 
     def __str__(self) -> str:
-        lines = [f"{self.num_weighted_quantized} of {self.num_weighted} weighted layers quantized, {len(self.quantized)} layers in all"]
+        weighted = f"{self.num_weighted_quantized} of {self.num_weighted} weighted layers quantized"
+        lines = [f"{weighted}, {len(self.quantized)} layers in all"]
         lines += [f"  float    {layer.name}: {layer.reason}" for layer in self.float_layers]
         for module in self.opaque:
             lines.append(f"  untraced {module.path or '(model)'} [{module.module_type}]: {module.reason}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 from torch import nn
 
 import sparsebit
@@ -84,6 +85,16 @@ def formats(config: QuantConfig) -> str:
     return f"{' '.join(parts) or 'nothing'} on {config.BACKEND}"
 
 
-def planned(model: str, arguments: Arguments | None, config: str) -> QuantModel:
-    """The model with its quantizers placed but not calibrated: enough to see the plan, whatever the DEVICE."""
-    return QuantModel(load_model(model, arguments), read_config(config, device="cpu"))
+def planned(model: str, arguments: Arguments | None, config: str, data: str | None = None) -> QuantModel:
+    """The model with its quantizers placed but not calibrated: enough to see the plan, whatever the DEVICE.
+
+    One sample of `data` shows how the model is called, which some models cannot be traced without.
+    """
+    qconfig, net = read_config(config, device="cpu"), load_model(model, arguments)
+    if data is None:
+        return QuantModel(net, qconfig)
+    if Path(data).is_dir():
+        raise typer.BadParameter(f"{data} is a folder; name a file or MODULE:FACTORY", param_hint="--data")
+    batches = load_data(data, DataOptions(num_samples=1), net)
+    run_first(net, batches)
+    return QuantModel(net, qconfig, example_inputs=next(iter(batches)))

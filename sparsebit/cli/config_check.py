@@ -36,6 +36,7 @@ def check(
         ),
     ] = None,
     model_args: options.ModelArgs = None,
+    data: options.Example = None,
     full: Annotated[bool, typer.Option("--full", help="Print the config with every default written out.")] = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
@@ -48,8 +49,8 @@ def check(
 
     sparsebit config check onnxruntime --full > config.yaml
     """
-    if model_args is not None and model is None:
-        raise typer.BadParameter("needs --model", param_hint="--model-args")
+    if model is None and (model_args is not None or data is not None):
+        raise typer.BadParameter("needs --model", param_hint="--model-args" if data is None else "--data")
     with speaking(as_json=json, quiet=quiet) as out:
         from sparsebit.cli.calibrating import formats, planned
         from sparsebit.quantization.one_call import as_qconfig
@@ -60,7 +61,7 @@ def check(
         if full and not json:
             out.raw(qconfig.to_yaml(defaults=True))
         if model is not None:
-            coverage = planned(model, model_args, config).coverage
+            coverage = planned(model, model_args, config, data).coverage
             record["coverage"] = coverage.to_dict()
             shown = _plan(coverage)
         if not quiet:

@@ -51,7 +51,7 @@ def demo(
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Train a small CNN on handwritten digits and quantize it at 8, 6, 4 and 3 bits. Takes under a minute.
+    """Train a small CNN on handwritten digits and quantize it at 8, 6, 4 and 3 bits. Takes about half a minute.
 
     The accuracy is that on images which were used neither for training nor for calibration.
     """

@@ -15,6 +15,7 @@ def graph(
     model: options.Model,
     config: options.Config = "onnxruntime",
     model_args: options.ModelArgs = None,
+    data: options.Example = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -26,7 +27,7 @@ def graph(
 ) -> None:
     """Draw the graph with its quantizers as a Mermaid diagram.
 
-    No data is needed: the diagram shows the plan. GitHub, GitLab and mermaid.live render it.
+    The diagram shows the plan; nothing is calibrated. GitHub, GitLab and mermaid.live render it.
 
     sparsebit graph -m torchvision.models:resnet18 -c tensorrt -o resnet18.md
     """
@@ -34,7 +35,7 @@ def graph(
         from sparsebit.cli.calibrating import planned
         from sparsebit.cli.writing import replace_text
 
-        qmodel = planned(model, model_args, config)
+        qmodel = planned(model, model_args, config, data)
         diagram = qmodel.dump_mermaid()
         if output is not None:
             replace_text(output, f"```mermaid\n{diagram}```\n" if output.suffix == ".md" else diagram)

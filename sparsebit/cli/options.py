@@ -141,6 +141,15 @@ Data = Annotated[
         rich_help_panel=_DATA,
     ),
 ]
+Example = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        "-d",
+        metavar="SOURCE",
+        help="Shows how the model is called, if it cannot be traced without: .npz, .safetensors or MODULE:FACTORY.",
+    ),
+]
 ImageSize = Annotated[
     Size | None,
     typer.Option(

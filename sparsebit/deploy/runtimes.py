@@ -1,20 +1,24 @@
-"""What each runtime executes in integers, as data; read when the quantizers are placed, so that simulation and file are one arithmetic.
+"""What each runtime executes in integers, as data; read when quantizers are placed, so that simulation and file agree.
 
-Op names are those of the op table. A profile is a default: a key that the user wrote wins, and `costs` says what that costs.
+Op names are those of the op table. A profile is a default: a key that the user wrote wins, and `costs` says what that
+costs. The figures are int8 against float32 time on one x86 core with VNNI.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from collections.abc import Mapping
+from typing import Any
 
 
 @dataclass(frozen=True)
 class RuntimeProfile:
-    """`inputs`: ops whose tensor inputs are quantized (None: every known op). `conv_fed`: those of them that are worth it only
-    where a convolution feeds one of their inputs (residual adds of CNNs, not of transformers). `outputs`: ops whose result is
-    quantized behind the activation that they absorb (`absorbs`). `folds_batchnorm`: BN folding unless the user says no."""
+    """`inputs`: ops whose tensor inputs are quantized (None: every known op). `conv_fed`: those of them that are worth
+    it only where a convolution feeds one of their inputs (residual adds of CNNs, not of transformers). `outputs`: ops
+    whose result is quantized, behind the activation that they absorb (`absorbs`). `folds_batchnorm`: unless the user
+    says no. `costs`: `KEY=value` -> what it costs to set it so.
+    """
 
     name: str
     inputs: frozenset[str] | None
@@ -26,7 +30,7 @@ class RuntimeProfile:
     weight_scheme: str = "per-channel-symmetric"
     costs: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
-    def recommended(self) -> dict[str, object]:
+    def recommended(self) -> dict[str, Any]:
         """The config to start from when the user names only the backend."""
         return {
             "BACKEND": self.name,
@@ -36,9 +40,27 @@ class RuntimeProfile:
         }
 
 
-_FLOAT_ADDS = "residual adds stay in float, and so does the convolution before each of them (ResNet-18: 8 of 20 convolutions in integers)"
-_UNFUSED_NORM = "batch norms stay separate float ops, and no convolution in front of one can run in integers"
-_BROKEN_CHAINS = "a quantizer between a convolution and its activation keeps the two from being fused"
+_LINEARS = frozenset({"linear", "addmm", "embedding"})
+_POOLS = frozenset({"avg_pool", "adaptive_avg_pool", "max_pool"})
+_RELUS = frozenset({"relu", "relu6", "hardtanh"})
+_SMOOTH = frozenset(
+    {"sigmoid", "silu", "gelu", "tanh", "leaky_relu", "elu", "softplus", "hardsigmoid", "hardswish", "mish"}
+)
+
+_FLOAT_ADDS = (
+    "residual adds stay in float, and so does the convolution before each of them "
+    "(ResNet-18: 8 of 20 convolutions in integers)"
+)
+_TRANSFORMER_ADDS = "adds of transformers become integer ops with conversions around them: slower, and less exact"
+_SCHEDULE_COSTS = {
+    "SCHEDULE.FUSE_BN=False": (
+        "batch norms stay separate float ops, and no convolution in front of one can run in integers"
+    ),
+    "SCHEDULE.DISABLE_UNNECESSARY_QUANT=False": (
+        "a quantizer between a convolution and its activation keeps the two from being fused"
+    ),
+}
+_COARSE_WEIGHTS = "one scale per weight tensor is less exact and no faster than one per channel"
 
 PROFILES: dict[str, RuntimeProfile] = {
     profile.name: profile
@@ -46,53 +68,56 @@ PROFILES: dict[str, RuntimeProfile] = {
         RuntimeProfile("virtual", inputs=None),
         RuntimeProfile(
             "onnxruntime",
-            inputs=frozenset({"conv", "linear", "add", "cat", "avg_pool", "adaptive_avg_pool", "max_pool", "embedding"}),
-            conv_fed=frozenset({"add", "cat", "avg_pool", "adaptive_avg_pool", "max_pool"}),
+            inputs=_LINEARS | _POOLS | {"conv", "add", "cat"},
+            conv_fed=_POOLS | {"add", "cat"},
             outputs=frozenset({"conv", "add"}),
-            absorbs=frozenset({"relu", "relu6", "hardtanh"}),
+            absorbs=_RELUS,
             folds_batchnorm=True,
             costs=MappingProxyType(
                 {
                     "A.QADD.ENABLE_QUANT=False": _FLOAT_ADDS,
-                    "A.QADD.ENABLE_QUANT=True": "adds of transformers become integer ops with conversions around them: slower, and less exact",
-                    "A.QSCHEME=per-tensor-symmetric": "int8 activations run slower than float on x86 (ResNet-18: 1.10 of float; uint8: 0.38)",
-                    "W.QSCHEME=per-tensor-symmetric": "one scale per weight tensor is less exact and no faster than one per channel",
+                    "A.QADD.ENABLE_QUANT=True": _TRANSFORMER_ADDS,
+                    "A.QSCHEME=per-tensor-symmetric": (
+                        "int8 activations run slower than float on x86 (ResNet-18: 1.10 of float; uint8: 0.38)"
+                    ),
+                    "W.QSCHEME=per-tensor-symmetric": _COARSE_WEIGHTS,
                     "W.QSCHEME=per-channel-affine": "weights with zero points do not run as integer convolutions",
-                    "W.QSCHEME=per-tensor-affine": "one scale per weight tensor is less exact and no faster than one per channel",
-                    "SCHEDULE.FUSE_BN=False": _UNFUSED_NORM,
-                    "SCHEDULE.DISABLE_UNNECESSARY_QUANT=False": _BROKEN_CHAINS,
+                    "W.QSCHEME=per-tensor-affine": _COARSE_WEIGHTS,
+                    **_SCHEDULE_COSTS,
                 }
             ),
         ),
         RuntimeProfile(
             "openvino",
-            inputs=frozenset({"conv", "conv_transpose", "linear", "add", "cat", "avg_pool", "adaptive_avg_pool", "max_pool", "embedding"}),
-            conv_fed=frozenset({"add", "cat", "avg_pool", "adaptive_avg_pool", "max_pool"}),
+            inputs=_LINEARS | _POOLS | {"conv", "conv_transpose", "add", "cat"},
+            conv_fed=_POOLS | {"add", "cat"},
             outputs=frozenset({"conv", "add"}),
-            absorbs=frozenset({"relu", "relu6", "hardtanh"}),
+            absorbs=_RELUS,
             folds_batchnorm=True,
             costs=MappingProxyType(
                 {
                     "A.QADD.ENABLE_QUANT=False": _FLOAT_ADDS,
-                    "SCHEDULE.FUSE_BN=False": _UNFUSED_NORM,
-                    "SCHEDULE.DISABLE_UNNECESSARY_QUANT=False": _BROKEN_CHAINS,
+                    "A.QADD.ENABLE_QUANT=True": _TRANSFORMER_ADDS,
+                    **_SCHEDULE_COSTS,
                 }
             ),
         ),
         RuntimeProfile(
             "tensorrt",
-            inputs=frozenset({"conv", "conv_transpose", "linear", "add", "avg_pool", "adaptive_avg_pool", "max_pool", "embedding"}),
-            conv_fed=frozenset({"add", "avg_pool", "adaptive_avg_pool", "max_pool"}),
-            absorbs=frozenset({"relu", "relu6", "hardtanh", "sigmoid", "silu", "gelu", "tanh", "leaky_relu", "elu", "softplus", "hardsigmoid", "hardswish", "mish"}),
+            inputs=_LINEARS | _POOLS | {"conv", "conv_transpose", "add"},
+            conv_fed=_POOLS | {"add"},
+            absorbs=_RELUS | _SMOOTH,
             folds_batchnorm=True,
             activation_scheme="per-tensor-symmetric",
             costs=MappingProxyType(
                 {
-                    "A.QADD.ENABLE_QUANT=False": "residual adds run in float between two int8 convolutions: two conversions each",
-                    "SCHEDULE.FUSE_BN=False": _UNFUSED_NORM,
-                    "SCHEDULE.DISABLE_UNNECESSARY_QUANT=False": _BROKEN_CHAINS,
+                    "A.QADD.ENABLE_QUANT=False": (
+                        "residual adds run in float between two int8 convolutions: two conversions each"
+                    ),
+                    "A.QADD.ENABLE_QUANT=True": _TRANSFORMER_ADDS,
+                    **_SCHEDULE_COSTS,
                 }
             ),
         ),
     )
-}  # fmt: skip
+}

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from sparsebit.errors import CalibrationError
+from sparsebit.graph.nested import map_nested
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -18,13 +18,14 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 def as_call(batch: Any, model: nn.Module) -> Call:
     """One batch as (args, kwargs).
 
-    A tensor is the one argument; a mapping (a tokenizer's output too) gives keywords; a tuple or list gives positional
-    arguments, cut to those that forward requires, so that `(images, labels)` feeds a model of images.
+    A tensor is the one argument. A tuple or list gives positional arguments, cut to those that forward requires, so
+    that `(images, labels)` feeds a model of images. A mapping (a tokenizer's output too) gives keywords, cut to those
+    that forward takes; where it names none of them and forward requires one argument, it is that argument.
     """
     if isinstance(batch, torch.Tensor):
         return (batch,), {}
     if isinstance(batch, Mapping):
-        return (), dict(batch)
+        return _from_mapping(batch, inspect.signature(model.forward))
     if isinstance(batch, (tuple, list)):
         return tuple(batch)[: _num_required(model, len(batch))], {}
     raise CalibrationError(
@@ -38,7 +39,9 @@ def calls(batches: Iterable[Any], model: nn.Module, device: torch.device | str |
     if isinstance(batches, (torch.Tensor, Mapping)):
         batches = [batches]
     if not isinstance(batches, Iterable):
-        raise CalibrationError(f"calibration data of type {type(batches).__name__} is not iterable; pass a DataLoader or a list of batches")
+        raise CalibrationError(
+            f"calibration data of type {type(batches).__name__} is not iterable; pass a DataLoader or a list of batches"
+        )
     for batch in batches:
         args, kwargs = as_call(batch, model)
         yield to_device(args, device), to_device(kwargs, device)
@@ -46,14 +49,27 @@ def calls(batches: Iterable[Any], model: nn.Module, device: torch.device | str |
 
 def to_device(value: Any, device: torch.device | str | None) -> Any:
     """The same nest of containers with its tensors on `device`."""
-    if device is None:
-        return value
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
+    return value if device is None else map_nested(torch.Tensor, lambda tensor: tensor.to(device), value)
+
+
+def _from_mapping(batch: Mapping[Any, Any], signature: inspect.Signature) -> Call:
+    parameters = signature.parameters.values()
+    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return (), dict(batch)
+    kept = {key: value for key, value in batch.items() if key in names}
+    if not kept and len(_required(signature)) == 1:
+        return (batch,), {}
+    return (), kept or dict(batch)
 
 
 def _num_required(model: nn.Module, given: int) -> int:
-    parameters = inspect.signature(model.forward).parameters.values()
-    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+    signature = inspect.signature(model.forward)
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in signature.parameters.values()):
         return given
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return max(1, sum(parameter.default is parameter.empty for parameter in positional))
+    return max(1, len(_required(signature)))
+
+
+def _required(signature: inspect.Signature) -> list[str]:
+    positional = [p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [parameter.name for parameter in positional if parameter.default is parameter.empty]

@@ -1,4 +1,4 @@
-"""`SharedData`: values by key under a budget of bytes: kept where they are, else moved to the host, else to disk; dropped when told."""
+"""`SharedData`: values by key under a budget of bytes: where they are, else on the host, else on disk."""
 
 from __future__ import annotations
 
@@ -12,57 +12,44 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from sparsebit.graph.nested import map_nested
 
 MIB = 1 << 20
 
 
-@dataclass
-class _Entry:
-    leaves: list[Any]  # tensors in memory, or paths of tensors on disk, or plain values
-    devices: list[torch.device | None]
-    structure: pytree.TreeSpec
-    device_bytes: int = 0
-    host_bytes: int = 0
+@dataclass(frozen=True)
+class _Stored:
+    """One tensor's place: `where` is the tensor itself, or the file that holds it."""
+
+    where: Tensor | Path
+    device: torch.device
+    size: int
 
 
 class SharedData:
     """A dictionary of nested tensors that never holds more than its budgets in memory.
 
-    A value that does not fit the device's budget goes to the host, one that does not fit the host's to a temporary folder.
+    A value that does not fit the device's budget goes to the host, one that does not fit the host's to a temporary
+    folder. What `get` gives may be the stored tensor itself: write into a copy.
     """
 
     def __init__(self, *, device_bytes: int = 1024 * MIB, host_bytes: int = 1024 * MIB) -> None:
         self.device_budget, self.host_budget = device_bytes, host_bytes
         self.device_bytes = self.host_bytes = self.disk_bytes = 0
-        self._entries: dict[Hashable, _Entry] = {}
+        self._entries: dict[Hashable, Any] = {}
         self._folder: Path | None = None
         self._count = 0
 
     def put(self, key: Hashable, value: Any) -> None:
         self.drop(key)
-        leaves, structure = pytree.tree_flatten(value)
-        entry = _Entry([], [], structure)
-        for leaf in leaves:
-            entry.devices.append(leaf.device if isinstance(leaf, Tensor) else None)
-            entry.leaves.append(self._place(leaf.detach(), entry) if isinstance(leaf, Tensor) else leaf)
-        self._entries[key] = entry
+        self._entries[key] = map_nested(Tensor, self._place, value)
 
     def get(self, key: Hashable) -> Any:
-        entry = self._entries[key]
-        leaves = [self._fetch(leaf, device) for leaf, device in zip(entry.leaves, entry.devices, strict=True)]
-        return pytree.tree_unflatten(leaves, entry.structure)
+        return map_nested(_Stored, _fetch, self._entries[key])
 
     def drop(self, key: Hashable) -> None:
-        entry = self._entries.pop(key, None)
-        if entry is None:
-            return
-        self.device_bytes -= entry.device_bytes
-        self.host_bytes -= entry.host_bytes
-        for leaf in entry.leaves:
-            if isinstance(leaf, Path):
-                self.disk_bytes -= leaf.stat().st_size
-                leaf.unlink()
+        map_nested(_Stored, self._release, self._entries.pop(key, None))
 
     def clear(self) -> None:
         for key in list(self._entries):
@@ -74,30 +61,54 @@ class SharedData:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def _place(self, tensor: Tensor, entry: _Entry) -> Tensor | Path:
-        size = tensor.numel() * tensor.element_size()
-        if tensor.device.type != "cpu":
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedData:
+        """A store of its own: files have one owner."""
+        copied = SharedData(device_bytes=self.device_budget, host_bytes=self.host_budget)
+        for key in self._entries:
+            copied.put(key, map_nested(Tensor, Tensor.clone, self.get(key)))
+        return copied
+
+    def _place(self, tensor: Tensor) -> _Stored:
+        tensor, device = tensor.detach(), tensor.device
+        size = min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+        if device.type != "cpu":
             if self.device_bytes + size <= self.device_budget:
                 self.device_bytes += size
-                entry.device_bytes += size
-                return tensor
+                return _Stored(_alone(tensor, size), device, size)
             tensor = tensor.cpu()
         if self.host_bytes + size <= self.host_budget:
             self.host_bytes += size
-            entry.host_bytes += size
-            # A small view of a large tensor would keep the whole of it.
-            return tensor.clone() if tensor.untyped_storage().nbytes() > 2 * size else tensor
+            return _Stored(_alone(tensor, size), device, size)
+        path = self._new_path()
+        torch.save(_alone(tensor, size), path)
+        written = path.stat().st_size
+        self.disk_bytes += written
+        return _Stored(path, device, written)
+
+    def _release(self, stored: _Stored) -> None:
+        if isinstance(stored.where, Path):
+            self.disk_bytes -= stored.size
+            stored.where.unlink(missing_ok=True)
+        elif stored.where.device.type == "cpu":
+            self.host_bytes -= stored.size
+        else:
+            self.device_bytes -= stored.size
+
+    def _new_path(self) -> Path:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="sparsebit-"))
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self._count += 1
-        path = self._folder / f"{self._count}.pt"
-        # A view is written alone: torch.save would write the storage behind it.
-        torch.save(tensor.clone() if tensor.untyped_storage().nbytes() > size else tensor, path)
-        self.disk_bytes += path.stat().st_size
-        return path
+        return self._folder / f"{self._count}.pt"
 
-    def _fetch(self, leaf: Any, device: torch.device | None) -> Any:
-        if isinstance(leaf, Path):
-            return torch.load(leaf, map_location=device, weights_only=True)
-        return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+
+def _alone(tensor: Tensor, size: int) -> Tensor:
+    """A view of a larger tensor would keep the whole of it, in memory and in a file."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() > size else tensor
+
+
+def _fetch(stored: _Stored) -> Tensor:
+    if isinstance(stored.where, Path):
+        loaded: Tensor = torch.load(stored.where, map_location=stored.device, weights_only=True)
+        return loaded
+    return stored.where.to(stored.device)

@@ -1,7 +1,7 @@
-"""Model -> graphs: one graph where torch.fx can, several graphs inside opaque modules where it cannot, and a report of which and why.
+"""Model -> graphs: one where torch.fx can, several inside opaque modules where it cannot, and a report which and why.
 
-The result holds *regions* (captured graphs, by path) and *loose* modules (leaves that live inside an opaque module and are
-called by its own Python code). Whatever a pass does to a region's leaves also happens to the module it came from, so the
+The result holds *regions* (captured graphs, by path) and *loose* modules (leaves that live inside an opaque module and
+are called by its own code). Whatever a pass does to a region's leaves also happens to the module it came from, so the
 original Python code stays a second, always valid way to run it.
 """
 
@@ -10,18 +10,20 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from sparsebit.errors import CaptureError
 from sparsebit.graph.example import UNKNOWN, Example, GuardError
+from sparsebit.graph.failures import Untraced, describe_failure, forward_line, reraise_own_fault
+from sparsebit.graph.graph_module import CapturedGraph
 from sparsebit.graph.passes.decompose import decompose
-from sparsebit.graph.tracer import LeafPolicy, LeafTracer, Untraced, describe_failure, reraise_own_fault
+from sparsebit.graph.tracer import LeafPolicy, LeafTracer
 
 # A parameter of `forward` that differs from call to call.
 VARYING = "<varying>"
@@ -35,19 +37,16 @@ class Region(nn.Module):
     Attributes that the graph lacks are the source's.
     """
 
-    graph_module: fx.GraphModule
+    graph_module: CapturedGraph
 
-    def __init__(self, graph_module: fx.GraphModule, source: nn.Module, constants: CallForm) -> None:
+    def __init__(self, graph_module: CapturedGraph, constants: CallForm) -> None:
         super().__init__()
         self.graph_module = graph_module
-        # In a tuple: the source's leaves are the graph's, and must not be registered twice.
-        self.__dict__["_source"] = (source,)
         self.constants = constants
 
     @property
     def source(self) -> nn.Module:
-        source: nn.Module = self.__dict__["_source"][0]
-        return source
+        return self.graph_module.source
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """The graph's inputs by name, or None where the call has another form than the captured one."""
@@ -55,15 +54,14 @@ class Region(nn.Module):
             bound = _signature(self.source).bind(*args, **kwargs)
         except TypeError:
             return None
+        bound.apply_defaults()
         given = _flattened(bound)
-        for name, constant in self.constants.items():
-            if name in given and not _same_constant(given.pop(name), constant):
-                return None
-        return given if given.keys() <= self._inputs else None
-
-    @property
-    def _inputs(self) -> set[str]:
-        return {str(node.target) for node in self.graph_module.graph.nodes if node.op == "placeholder"}
+        inputs = [str(node.target) for node in self.graph_module.graph.find_nodes(op="placeholder")]
+        if given.keys() != {*inputs, *self.constants} or any(_is_constant(given[name]) for name in inputs):
+            return None
+        if not all(_same_constant(given[name], constant) for name, constant in self.constants.items()):
+            return None
+        return {name: given[name] for name in inputs}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs = self.bind(args, kwargs)
@@ -72,19 +70,14 @@ class Region(nn.Module):
                 return self.graph_module(**inputs)
         return self.source(*args, **kwargs)
 
-    def train(self, mode: bool = True) -> Region:
-        super().train(mode)
-        self.source.train(mode)
-        return self
-
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            source = self.__dict__.get("_source")
-            if source is None or name.startswith("__"):
+            graph_module = self.__dict__.get("_modules", {}).get("graph_module")
+            if graph_module is None or name.startswith("__"):
                 raise
-            return getattr(source[0], name)
+            return getattr(graph_module.source, name)
 
 
 @dataclass
@@ -104,7 +97,7 @@ class Loose:
 
 @dataclass
 class Captured:
-    """`model` runs like the original; `regions` and `loose` are what passes work on, both by path in the original model."""
+    """`model` runs like the original; `regions` and `loose`, by path in the original model, are what passes work on."""
 
     model: nn.Module
     regions: dict[str, Region] = field(default_factory=dict)
@@ -125,15 +118,27 @@ def capture(
     example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
     form: CallForm | None = None,
 ) -> Captured:
-    """A captured *copy* of `model`. `example` (args, kwargs) tells which optional arguments are used, everywhere in the model;
-    `form` does so for the model's own `forward` alone. Without either, optional arguments are taken as not given."""
+    """A captured *copy* of `model`.
+
+    `example` (args, kwargs) tells which optional arguments are used, everywhere in the model; `form` does so for the
+    model's own `forward` alone. Without either, optional arguments are taken as not given.
+    """
     try:
-        model = decompose(copy.deepcopy(model))
-    except RuntimeError as error:
-        raise CaptureError(f"{type(model).__name__} cannot be copied, and is never changed in place: {error}") from error
-    observed = _Observed(model, *example) if example is not None else None
+        copied = copy.deepcopy(_uncompiled(model))
+    except Exception as error:
+        raise CaptureError(
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and the original is never "
+            "changed; make copy.deepcopy(model) work: no locks, open files or tensors with a gradient history in it"
+        ) from error
+    for module in list(copied.modules()):
+        for name, child in module.named_children():
+            if _uncompiled(child) is not child:
+                module._modules[name] = _uncompiled(child)
+    copied = decompose(copied)
+    observed = _Observed(copied, *example) if example is not None else None
     explorer = _Explorer(policy or LeafPolicy(), observed, form)
-    explorer.captured.model = explorer.explore(model, "", is_root=True)
+    explorer.captured.model = explorer.explore(copied, "", is_root=True)
+    _mark_shared(explorer.captured)
     return explorer.captured
 
 
@@ -180,7 +185,7 @@ class _Explorer:
         tracer = LeafTracer(self.policy, path, constants, inputs, self.observed.example if self.observed else None)
         try:
             graph = tracer.trace(module)
-            region = Region(fx.GraphModule(module, graph, type(module).__name__), module, constants)
+            region = Region(CapturedGraph(module, graph), constants)
         except Exception as error:  # the module's own forward cannot be traced
             reraise_own_fault(error)
             self.captured.untraced[path] = describe_failure(error, path, module)
@@ -188,7 +193,7 @@ class _Explorer:
             return module
         self.captured.regions[path] = region
         self.captured.eval_branches.update({tracer.full_path(p): line for p, line in tracer.eval_branches.items()})
-        region.graph_module.train(module.training)
+        region.graph_module.meta["eval_branches"] = frozenset(tracer.eval_branches)
         for local, failure in tracer.untraced.items():
             inner = module.get_submodule(local)
             self.captured.untraced[tracer.full_path(local)] = failure
@@ -199,7 +204,9 @@ class _Explorer:
 
     def _enter(self, module: nn.Module, path: str) -> None:
         """Go on with the children of an opaque module."""
-        for name, child in list(module.named_children()):
+        for name, child in list(module._modules.items()):
+            if child is None:
+                continue
             child_path = f"{path}.{name}" if path else name
             if self.policy.is_leaf(child, child_path) or _is_weighted_leaf(child):
                 self.captured.loose[child_path] = Loose(child_path, module, name)
@@ -228,31 +235,39 @@ class _Explorer:
         reason = (
             "called in more than one way, or never, by the example"
             if self.observed is not None
-            else "its forward has optional arguments, and how it is called is not known: pass example_inputs to capture it"
+            else "its forward has optional arguments, and how it is called is not known: pass example_inputs"
         )
-        code = getattr(type(module).forward, "__code__", None)
-        line = f"{code.co_filename}:{code.co_firstlineno}: def forward" if code else "unknown line"
-        return Untraced(path, type(module).__name__, reason, line)
+        return Untraced(path, type(module).__name__, reason, forward_line(module))
 
 
 class _Observed:
-    """How every module is called during one forward: its form, and its inputs as examples. Called in different ways: neither."""
+    """How each module is called in one forward: its form, its inputs as examples; called in different ways, neither."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.example = Example()
         self.forms: dict[int, CallForm | None] = {}
         self.inputs: dict[int, dict[str, Any]] = {}
-        handles = [m.register_forward_pre_hook(self._note, with_kwargs=True) for m in model.modules() if _has_forward(m)]
+        callable_modules = [module for module in model.modules() if _has_forward(module)]
+        handles = [module.register_forward_pre_hook(self._note, with_kwargs=True) for module in callable_modules]
         modes = {module: module.training for module in model.modules()}
+        buffers = [(module, dict(module._buffers)) for module in model.modules()]
+        values = {buffer: buffer.clone() for buffer in model.buffers()}
         try:
             model.eval()
             with torch.no_grad():
                 model(*args, **kwargs)
+        except Exception as error:
+            raise CaptureError(f"{type(model).__name__} does not run on its example_inputs: {error}") from error
         finally:
             for module, training in modes.items():
                 module.training = training
             for handle in handles:
                 handle.remove()
+            for module, registry in buffers:
+                module._buffers.update(registry)
+            with torch.no_grad():
+                for buffer, value in values.items():
+                    buffer.copy_(value)
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         form = call_form(module, args, kwargs)
@@ -261,7 +276,8 @@ class _Observed:
             self.forms[id(module)] = None
         elif id(module) not in self.inputs:
             given = _flattened(_signature(module).bind(*args, **kwargs))
-            self.inputs[id(module)] = self.example.fake({name: given.get(name) for name, value in form.items() if value == VARYING})
+            varying = {name: given.get(name) for name, value in form.items() if value == VARYING}
+            self.inputs[id(module)] = self.example.fake(varying)
 
 
 def _same_form(one: CallForm, other: CallForm) -> bool:
@@ -292,15 +308,34 @@ def _signature(module: nn.Module) -> inspect.Signature:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    has_none = isinstance(module, (nn.ModuleList, nn.ModuleDict, torch.jit.ScriptModule))
+    return not has_none and type(module).forward is not nn.Module.forward
 
 
 def _is_weighted_leaf(module: nn.Module) -> bool:
     """A subclass of a torch.nn layer with its own forward and no children (`Conv2dSame`): quantized as one piece."""
-    of_torch = any(base.__module__.startswith("torch.nn.modules") and base is not nn.Module for base in type(module).__mro__)
-    return of_torch and not any(True for _ in module.children()) and "weight" in module._parameters
+    bases = [base for base in type(module).__mro__ if base.__module__.startswith("torch.nn.modules")]
+    return bases[:1] != [nn.Module] and not any(True for _ in module.children()) and "weight" in module._parameters
 
 
-def tensors_of(value: Any) -> Iterable[torch.Tensor]:
-    """Every tensor inside nested containers and dataclasses."""
-    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+def _uncompiled(module: nn.Module) -> nn.Module:
+    """What `torch.compile` was given: its wrapper runs code that nobody can look into."""
+    original = getattr(module, "_orig_mod", module)
+    return original if isinstance(original, nn.Module) else module
+
+
+def _mark_shared(captured: Captured) -> None:
+    """Tell each graph which of its leaves others call too: `meta["shared"]`, by target."""
+    leaves = {
+        path: {target: id(region.graph_module.get_submodule(target)) for target in _called(region.graph_module)}
+        for path, region in captured.regions.items()
+    }
+    holders = Counter(leaf for targets in leaves.values() for leaf in set(targets.values()))
+    holders.update({id(loose.module) for loose in captured.loose.values()})
+    for path, targets in leaves.items():
+        shared = frozenset(target for target, leaf in targets.items() if holders[leaf] > 1)
+        captured.regions[path].graph_module.meta["shared"] = shared
+
+
+def _called(graph_module: fx.GraphModule) -> set[str]:
+    return {str(node.target) for node in graph_module.graph.find_nodes(op="call_module")}

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from torch import fx
 
 
-def to_mermaid(graph: fx.Graph, label: Callable[[fx.Node], str], style: Callable[[fx.Node], str] = lambda node: "") -> str:
+def to_mermaid(
+    graph: fx.Graph, label: Callable[[fx.Node], str], style: Callable[[fx.Node], str] = lambda node: ""
+) -> str:
     """`flowchart TD` text; `label` names a node, `style` gives its Mermaid class (empty = none)."""
     lines = ["flowchart TD"]
     for node in graph.nodes:
-        text = label(node).replace('"', "'")
+        text = label(node).replace('"', "'").replace("\n", "<br/>")
         shape = f'(["{text}"])' if node.op in ("placeholder", "output") else f'["{text}"]'
         name = style(node)
         lines.append(f"    {_identifier(node)}{shape}{':::' + name if name else ''}")

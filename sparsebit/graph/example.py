@@ -1,8 +1,8 @@
 """What an example input tells a trace: every traced value also has an example value, without data and without compute.
 
-With it, questions that a trace cannot answer by itself (`if x.dim() == 4`, `for k in features`, `(*x.shape[:-1], -1)`) are
-answered from the example. Each answer that another input could change becomes a guard in the graph: a call for which it
-does not hold is noticed, and runs the module's own code instead.
+With it, questions that a trace cannot answer by itself (`if x.dim() == 4`, `for k in features`, `(*x.shape[:-1], -1)`)
+are answered from the example. Each answer that another input could change becomes a guard in the graph: a call for
+which it does not hold is noticed, and runs the module's own code instead.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ import contextlib
 import dis
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import proxy as fx_proxy
-from torch.utils import _pytree as pytree
+
+from sparsebit.graph.aliasing import OPERATORS
+from sparsebit.graph.nested import map_nested
 
 
 class GuardError(Exception):
@@ -31,12 +33,29 @@ class _Unknown:
 
 
 UNKNOWN = _Unknown()
+GIVEN = "given"
 
 
 def guard(value: Any, expected: Any, line: str) -> None:
-    """A node of captured graphs: what the trace took for granted at `line`."""
-    if (len(value) if isinstance(value, torch.Tensor) and value.dim() and not isinstance(expected, bool) else type(expected)(value)) != expected:
+    """A node of captured graphs: what the trace took for granted at `line`.
+
+    `expected`: None; GIVEN (not None); a number; a length where the value has one; a mapping's keys as a tuple.
+    """
+    try:
+        if expected in (None, GIVEN):
+            holds = (value is None) == (expected is None)
+        else:
+            holds = bool(_answer(value, expected) == expected)
+    except (TypeError, ValueError, RuntimeError):  # not even of that kind
+        holds = False
+    if not holds:
         raise GuardError(f"{line}: {expected!r} was captured")
+
+
+def _answer(value: Any, expected: Any) -> Any:
+    if isinstance(value, Sized) and type(expected) is int:
+        return len(value)
+    return type(expected)(value)
 
 
 class Example:
@@ -47,7 +66,7 @@ class Example:
 
     def fake(self, value: Any) -> Any:
         """The same nest with fake tensors in it."""
-        return pytree.tree_map_only(torch.Tensor, self._fake_tensor, value)
+        return map_nested(torch.Tensor, self._fake_tensor, value)
 
     def _fake_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         with self.mode:
@@ -82,12 +101,12 @@ class _Answers:
         value = value_of(self.node)
         if value is UNKNOWN or not hasattr(value, "__len__"):
             raise fx_proxy.TraceError("len() of a traced value")
-        return int(self._specialise(len(value)) if isinstance(value, torch.Tensor) else len(value))
+        return int(self._specialise(len(value)))
 
     def __iter__(self) -> Iterator[Any]:
         value = value_of(self.node)
         if isinstance(value, Mapping):
-            return iter(value)
+            return iter(self._keys(value))
         if isinstance(value, (Sequence, torch.Tensor)) and not isinstance(value, str):
             return iter([self[index] for index in range(len(self))])  # type: ignore[index]
         wanted = _unpacked_into(inspect.currentframe())
@@ -98,7 +117,7 @@ class _Answers:
     def __contains__(self, key: Any) -> bool:
         value = value_of(self.node)
         if isinstance(value, Mapping):
-            return key in value
+            return key in self._keys(value)
         raise fx_proxy.TraceError("`in` a traced value")
 
     def __int__(self) -> int:
@@ -120,19 +139,50 @@ class _Answers:
         self.tracer.add_guard(self.node, answer)
         return answer
 
-    def _mapping_method(self, name: str) -> Callable[[], Any] | None:
+    def _keys(self, value: Mapping[Any, Any]) -> tuple[Any, ...]:
+        return tuple(self._specialise(tuple(value)))
+
+    def _attribute(self, name: str) -> Any:
+        """`x.name`: lazily, except where its example already tells what Python would ask next."""
+        if name in ("items", "keys", "values", "get"):
+            method = self._mapping_method(name)
+            if method is not None:
+                return method
+        elif not name.startswith("__") and getattr(value_of(self.node), name, UNKNOWN) is None:
+            return self.tracer.create_proxy("call_function", getattr, (self, name), {})
+        return ExampleAttribute(self, name)  # type: ignore[arg-type]
+
+    def _mapping_method(self, name: str) -> Callable[..., Any] | None:
         value = value_of(self.node)
-        if not isinstance(value, Mapping) or name not in ("items", "values", "keys"):
+        if value is UNKNOWN and name == "get":
+            raise fx_proxy.TraceError("asks a traced mapping what it holds")
+        if not isinstance(value, Mapping):
             return None
-        pairs = [(key, self[key]) for key in value]  # type: ignore[index]
-        return {"items": lambda: pairs, "keys": lambda: list(value), "values": lambda: [item for _, item in pairs]}[name]
+        keys = self._keys(value)
+        if name == "get":
+            return lambda key, default=None: self[key] if key in keys else default  # type: ignore[index]
+        pairs = [(key, self[key]) for key in keys]  # type: ignore[index]
+        found = {"items": pairs, "keys": list(keys), "values": [item for _, item in pairs]}[name]
+        return lambda: found
+
+
+def _inplace_method(inplace: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Any, other: Any) -> Any:
+        return self.tracer.write(inplace, self, other)
+
+    return method
+
+
+# fx takes `x += y` for `x = x + y`; whoever holds the same tensor by another name would not see it.
+for _inplace in OPERATORS:
+    setattr(_Answers, f"__{_inplace.__name__}__", _inplace_method(_inplace))
 
 
 class ExampleProxy(_Answers, fx.Proxy):
     """A traced value with an example."""
 
     def __getattr__(self, name: str) -> Any:
-        return self._mapping_method(name) or ExampleAttribute(self, name)
+        return self._attribute(name)
 
 
 class ExampleAttribute(_Answers, fx_proxy.Attribute):
@@ -140,12 +190,13 @@ class ExampleAttribute(_Answers, fx_proxy.Attribute):
 
     @property
     def node(self) -> fx.Node:  # type: ignore[override]
-        if self._node is None:
+        # Erased: made inside a module whose trace was given up.
+        if self._node is None or self._node._erased:
             self._node = self.tracer.create_proxy("call_function", getattr, (self.root, self.attr), {}).node
         return self._node
 
     def __getattr__(self, name: str) -> Any:
-        return self._mapping_method(name) or ExampleAttribute(self, name)
+        return self._attribute(name)
 
 
 def _unpacked_into(frame: types.FrameType | None) -> int | None:
@@ -158,13 +209,23 @@ def _unpacked_into(frame: types.FrameType | None) -> int | None:
 
 
 @contextlib.contextmanager
-def plain_training(root: nn.Module) -> Iterator[None]:
-    """Inside, every module's `training` is a plain False, whatever stands there during a trace."""
-    saved = [(module, module.__dict__["training"]) for module in root.modules()]
+def undisturbed(root: nn.Module) -> Iterator[None]:
+    """Whatever happens inside to attributes and buffers of `root`'s modules is undone, but for a trace's constants."""
+    modules = [module for module in root.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    saved = [(module, dict(module.__dict__), dict(module._buffers)) for module in modules]
     try:
-        for module, _ in saved:
-            module.__dict__["training"] = False
         yield
     finally:
-        for module, training in saved:
-            module.__dict__["training"] = training
+        for module, attributes, buffers in saved:
+            constants = {name: item for name, item in module.__dict__.items() if name.startswith("_tensor_constant")}
+            module.__dict__.clear()
+            module.__dict__.update(attributes, **constants)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+
+def set_training(root: nn.Module, flag: Any) -> None:
+    """Every module's `training` becomes `flag`, which need not be a bool."""
+    for module in root.modules():
+        if "training" in module.__dict__:
+            module.__dict__["training"] = flag

@@ -2,13 +2,16 @@
 
 >>> pattern = [
 ...     MatchingNode("conv", types=(nn.Conv2d,)),
-...     MatchingNode("bn", types=(nn.BatchNorm2d,), inputs=("conv",)),
+...     MatchingNode("relu", types=(nn.ReLU, "relu"), inputs=("conv",)),
 ... ]
->>> for match in SubgraphMatcher(pattern).find(graph_module): ...
+>>> graph_module = fx.symbolic_trace(nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU()))
+>>> [match["relu"].target for match in SubgraphMatcher(pattern).find(graph_module)]
+['1']
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +27,8 @@ JointChecker = Callable[[Match, fx.GraphModule], bool]
 class MatchingNode:
     """One node of a pattern.
 
-    `types`: module classes, functions, or method names; empty = anything. `inputs`: for each leading tensor input the name of
-    the pattern node it must come from, None for any value. `unordered` accepts the inputs in any order (add, mul).
+    `types`: module classes, functions, or method names; empty = anything. `inputs`: for each leading input that is a
+    node, the name of the pattern node it must be, None for any. `unordered` accepts the inputs in any order (add, mul).
     `checker(node, module_or_None)` has the last word.
     """
 
@@ -38,25 +41,42 @@ class MatchingNode:
 
 @dataclass(frozen=True)
 class SubgraphMatcher:
-    """Finds the pattern, whose *last* node is the anchor; `joint_checkers` see all nodes of a candidate together."""
+    """Finds the pattern; all its nodes feed the *last* one. `joint_checkers` see all nodes of a candidate together."""
 
     nodes: Sequence[MatchingNode]
     joint_checkers: Sequence[JointChecker] = ()
 
+    def __post_init__(self) -> None:
+        names = [node.name for node in self.nodes]
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"a pattern needs nodes, each with a name of its own; given: {names}")
+        feeding, inputs = {names[-1]}, {node.name: node.inputs for node in self.nodes}
+        for _ in names:
+            feeding |= {name for known in feeding & inputs.keys() for name in inputs[known] if name is not None}
+        if feeding != set(names):
+            raise ValueError(
+                f"in the pattern {names}, {sorted(feeding ^ set(names))} are not defined or do not feed {names[-1]!r}; "
+                "name every input after a node of the pattern, and put the node that the others feed last"
+            )
+
     def find(self, graph_module: fx.GraphModule) -> Iterator[Match]:
         """Matches in graph order; the graph may be rewritten between two of them, gone nodes match nothing."""
         patterns = {pattern.name: pattern for pattern in self.nodes}
-        anchor = self.nodes[-1]
         for node in list(graph_module.graph.nodes):
             if node._erased:
                 continue
-            for match in self._extend({}, anchor, node, patterns, graph_module):
-                if len(match) == len(self.nodes) and all(check(match, graph_module) for check in self.joint_checkers):
+            for match in self._extend({}, self.nodes[-1], node, patterns, graph_module):
+                if all(check(match, graph_module) for check in self.joint_checkers):
                     yield match
                     break
 
     def _extend(
-        self, match: Match, pattern: MatchingNode, node: fx.Node, patterns: dict[str, MatchingNode], root: fx.GraphModule
+        self,
+        match: Match,
+        pattern: MatchingNode,
+        node: fx.Node,
+        patterns: dict[str, MatchingNode],
+        root: fx.GraphModule,
     ) -> Iterator[Match]:
         if pattern.name in match:
             if match[pattern.name] is node:
@@ -66,8 +86,7 @@ class SubgraphMatcher:
             return
         if pattern.checker is not None and not pattern.checker(node, module_of(node, root)):
             return
-        sources = list(node.all_input_nodes)
-        for order in _orders(sources, len(pattern.inputs), pattern.unordered):
+        for order in _orders(_sources(node), len(pattern.inputs), pattern.unordered):
             yield from self._extend_inputs({**match, pattern.name: node}, pattern.inputs, order, patterns, root)
 
     def _extend_inputs(
@@ -88,10 +107,18 @@ class SubgraphMatcher:
             yield from self._extend_inputs(extended, names[1:], sources[1:], patterns, root)
 
 
-def _orders(sources: list[fx.Node], wanted: int, unordered: bool) -> list[list[fx.Node]]:
-    if len(sources) < wanted:
-        return []
-    return [sources, sources[::-1]] if unordered and len(sources) > 1 else [sources]
+def _sources(node: fx.Node) -> list[fx.Node]:
+    """The nodes among the arguments, in order, as often as they stand there (`x + x`: twice)."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def _orders(sources: list[fx.Node], wanted: int, unordered: bool) -> Iterator[Sequence[fx.Node]]:
+    if unordered:
+        yield from itertools.permutations(sources, wanted)
+    elif len(sources) >= wanted:
+        yield sources
 
 
 def module_of(node: fx.Node, root: fx.GraphModule) -> nn.Module | None:
@@ -107,6 +134,4 @@ def is_type(node: fx.Node, types: tuple[OpType, ...], root: fx.GraphModule) -> b
         return isinstance(module_of(node, root), classes)
     if node.op == "call_function":
         return any(kind is node.target for kind in types)
-    if node.op == "call_method":
-        return node.target in [kind for kind in types if isinstance(kind, str)]
-    return False
+    return node.op == "call_method" and node.target in [kind for kind in types if isinstance(kind, str)]

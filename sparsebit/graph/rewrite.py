@@ -7,20 +7,21 @@
 ...     )
 ...     def replace(self, match, graph_module):
 ...         return {"second": match["first"]}
+>>> graph_module = fx.symbolic_trace(nn.Sequential(nn.ReLU(), nn.ReLU(), nn.ReLU()))
 >>> DropDoubleRelu(until_stable=True).apply(graph_module)
+2
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 
 from torch import fx, nn
 
+from sparsebit.graph.aliasing import overwritten
 from sparsebit.graph.example import guard
+from sparsebit.graph.graph_module import CapturedGraph
 from sparsebit.graph.patterns import JointChecker, Match, MatchingNode, SubgraphMatcher
-
-_MAX_ROUNDS = 1000
 
 
 class ReplacePatternBase:
@@ -33,39 +34,55 @@ class ReplacePatternBase:
         self.until_stable = until_stable
 
     def replace(self, match: Match, graph_module: fx.GraphModule) -> dict[str, fx.Node]:
-        """Which node takes the place of which matched one; new nodes are made here. An empty dict leaves the graph alone
-        (what was changed in the matched modules stays)."""
+        """Which node takes the place of which matched one; new nodes are made here, and may read the matched ones.
+
+        An empty dict leaves the graph alone (what was changed in the matched modules stays).
+        """
         raise NotImplementedError(f"{type(self).__name__} must define replace(match, graph_module)")
 
     def apply(self, graph_module: fx.GraphModule) -> int:
         """Rewrite `graph_module` in place; gives the number of places. A pattern that never settles is an error."""
         matcher = SubgraphMatcher(self.nodes, self.joint_checkers)
+        limit = 1000 + 10 * len(graph_module.graph.nodes)
         total = 0
-        for _ in range(_MAX_ROUNDS):
-            changed = sum(self._apply_to(match, graph_module) for match in matcher.find(graph_module))
-            total += changed
-            if changed == 0 or not self.until_stable:
-                break
-        else:
-            raise RuntimeError(f"{type(self).__name__} still matches after {_MAX_ROUNDS} rounds: it produces what it looks for")
-        if total:
+        while True:
+            before = total
+            for match in matcher.find(graph_module):
+                total += self._apply_to(match, graph_module)
+                if total > limit:
+                    raise RuntimeError(
+                        f"{type(self).__name__} still matches after {limit} rewrites: it produces what it looks for; "
+                        "apply it once (until_stable=False), or let a checker refuse what it has made"
+                    )
+            if total == before:
+                return total
             sweep(graph_module)
-        return total
+            if not self.until_stable:
+                return total
 
     def _apply_to(self, match: Match, graph_module: fx.GraphModule) -> bool:
-        replacements = self.replace(match, graph_module)
+        old = set(graph_module.graph.nodes)
+        replacements = {name: new for name, new in self.replace(match, graph_module).items() if new is not match[name]}
         for name, new in replacements.items():
-            match[name].replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)
-        for name in reversed(list(match)):
-            if name in replacements and not match[name].users:
+            for user in [user for user in match[name].users if user in old and user is not new]:
+                user.replace_input_with(match[name], new)
+        for name in replacements:
+            if not match[name].users:
                 graph_module.graph.erase_node(match[name])
         return bool(replacements)
 
 
 def sweep(graph_module: fx.GraphModule) -> None:
     """Erase nodes nobody reads (unused inputs stay: they are the caller's), then submodules nobody calls; recompile."""
-    graph_module.graph.eliminate_dead_code(is_impure_node=_is_impure)
+
+    def is_impure(node: fx.Node) -> bool:
+        is_fixed = node.op in ("placeholder", "output") or node.target is guard
+        return is_fixed or overwritten(node, graph_module) is not None
+
+    graph_module.graph.eliminate_dead_code(is_impure_node=is_impure)
     graph_module.delete_all_unused_submodules()
+    if isinstance(graph_module, CapturedGraph):
+        graph_module.release_unread()
     graph_module.graph.lint()
     graph_module.recompile()
 
@@ -84,10 +101,3 @@ def _last_of_block(node: fx.Node) -> fx.Node:
     while node.next.op == "placeholder":
         node = node.next
     return node
-
-
-def _is_impure(node: fx.Node) -> bool:
-    if node.op in ("placeholder", "output") or node.target in (guard, operator.setitem):
-        return True
-    # In-place methods (`x.add_`) write through views that others may read.
-    return node.op == "call_method" and str(node.target).endswith("_") and not str(node.target).endswith("__")

@@ -3,42 +3,31 @@
 What differs from `torch.fx.Tracer`:
 
 * a submodule that cannot be traced becomes one leaf call and is reported (`Untraced`); the rest of the trace goes on;
-* `self.training` stays alive: passed on (`F.dropout(x, training=self.training)`) it is read from the module at run time,
-  branched on it takes the eval branch and is reported, and a module without weights that branches on it becomes a leaf;
+* `self.training` stays alive: passed on (`F.dropout(x, training=self.training)`) it is read from the module at run
+  time, branched on it takes the eval branch and is reported, a module without weights that branches on it is a leaf;
 * factories (`torch.arange(h)`) accept traced sizes;
 * values have examples, where example inputs are given (`example.py`), and answer Python's questions from them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import fnmatch
 import inspect
-import linecache
-import traceback
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
+from torch.nn.utils.parametrize import is_parametrized
 
-from sparsebit.graph.example import UNKNOWN, Example, ExampleProxy, guard, plain_training, value_of
-
-# Tensor factories take sizes, not tensors, so torch.fx never sees them unless it is told.
-_FACTORIES = ("arange", "zeros", "ones", "full", "empty", "rand", "randn", "linspace", "eye")
-
-
-@dataclass(frozen=True)
-class Untraced:
-    """One module that stays opaque: where the trace broke and why. `line` is `file:number: source`."""
-
-    path: str
-    module_type: str
-    reason: str
-    line: str
+from sparsebit.graph.aliasing import OPERATORS, writes_by_name
+from sparsebit.graph.example import GIVEN, UNKNOWN, Example, ExampleProxy, guard, set_training, undisturbed, value_of
+from sparsebit.graph.failures import Untraced, describe_failure, reraise_own_fault, user_line
+from sparsebit.graph.patched_torch import traced_factories, unfused_attention
+from sparsebit.graph.values import python_values
 
 
 class TrainingFlag:
@@ -82,12 +71,13 @@ class LeafPolicy:
     def is_leaf(self, module: nn.Module, path: str) -> bool:
         if self.is_skipped(path) or (self.extra and type(module) in self.extra):
             return True
-        of_torch = type(module).__module__.startswith("torch.nn.") or type(module).__module__.startswith("torch.ao.nn.")
-        return of_torch and type(module) not in _COMPOSITES
+        kind = type(module).__bases__[0] if is_parametrized(module) else type(module)
+        of_torch = kind.__module__.startswith(("torch.nn.", "torch.ao.nn."))
+        return (of_torch or isinstance(module, torch.jit.ScriptModule)) and kind not in _COMPOSITES
 
 
 class LeafTracer(fx.Tracer):
-    """Traces `root` once, whatever is inside; `prefix` is where `root` stands in the whole model (for leaf globs and reports)."""
+    """Traces `root` once, whatever is inside; `prefix`: where it stands in the whole model (for globs and reports)."""
 
     def __init__(
         self,
@@ -98,7 +88,8 @@ class LeafTracer(fx.Tracer):
         example: Example | None = None,
     ) -> None:
         """`constants`: parameters of forward held fixed; `inputs`: example values of the others, by name (keywords that
-        forward takes by `**kwargs` among them)."""
+        forward takes by `**kwargs` among them).
+        """
         super().__init__()
         self.policy, self.prefix = policy, prefix
         self.constants, self.inputs = constants or {}, inputs or {}
@@ -108,6 +99,7 @@ class LeafTracer(fx.Tracer):
         self._tensors: dict[str, torch.Tensor] = {}
         self._tensor_names: dict[int, str] = {}
         self._attribute_proxies: dict[str, fx.Proxy] = {}
+        self.is_evaluating = False
 
     def full_path(self, path: str) -> str:
         return f"{self.prefix}.{path}" if self.prefix and path else self.prefix or path
@@ -117,15 +109,24 @@ class LeafTracer(fx.Tracer):
 
     def trace(self, root: nn.Module | Callable[..., Any], concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         assert isinstance(root, nn.Module)
-        self._tensors = dict([*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)])
+        parameters, buffers = root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False)
+        self._tensors = {**dict(parameters), **dict(buffers)}
         self._tensor_names = {id(tensor): name for name, tensor in reversed(self._tensors.items())}
-        with _flagged_training(self, root), _traced_factories(self):
-            return super().trace(root, concrete_args)
+        registered = set(root._modules)
+        try:
+            with undisturbed(root), traced_factories(self), unfused_attention():
+                for path, module in root.named_modules():
+                    if not self.is_leaf_module(module, path) or module is root:
+                        module.__dict__["training"] = TrainingFlag(self, path, module)
+                return super().trace(root, concrete_args)
+        except Exception:
+            self._uninstall(set(root._modules) - registered)
+            raise
 
     def create_args_for_root(
-        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: dict[str, Any] | None = None
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
-        """Placeholders by name, keyword-only parameters included; parameters in `self.constants` never become inputs."""
+        """Placeholders by name, keyword-only parameters among them; parameters in `self.constants` are no inputs."""
         assert isinstance(self.root, nn.Module)
         signature = inspect.signature(self.root.forward)
         args: list[Any] = []
@@ -133,13 +134,13 @@ class LeafTracer(fx.Tracer):
         for parameter in signature.parameters.values():
             if parameter.kind is parameter.VAR_KEYWORD:
                 extra = [name for name in (*self.constants, *self.inputs) if name not in signature.parameters]
-                kwargs.update({name: self._input(name, ()) for name in extra})
+                kwargs.update({name: self._input(name) for name in extra})
                 continue
             if parameter.kind is parameter.VAR_POSITIONAL:
                 if parameter.name not in self.constants:
                     raise fx.proxy.TraceError(f"forward takes *{parameter.name}: how many values come is not known")
                 continue
-            value = self._input(parameter.name, () if parameter.default is parameter.empty else (parameter.default,))
+            value = self._input(parameter.name)
             if parameter.kind is parameter.POSITIONAL_ONLY:
                 args.append(value)
             else:
@@ -147,25 +148,51 @@ class LeafTracer(fx.Tracer):
         root = self.root
 
         def forward(*values: Any) -> Any:
-            return root.forward(*values, **kwargs)
+            output = root._call_impl(*values, **kwargs)  # with its hooks, as those of submodules
+            self._check_assigned(root, "")
+            return output
 
         return forward, args
 
-    def _input(self, name: str, default: tuple[Any, ...]) -> Any:
-        return self.constants[name] if name in self.constants else self.create_proxy("placeholder", name, default, {})
+    def _input(self, name: str) -> Any:
+        return self.constants[name] if name in self.constants else self.create_proxy("placeholder", name, (), {})
+
+    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> Any:
+        """None itself where the example has None, so that `if mask is not None` asks the right thing."""
+        if args and isinstance(args[0], torch.Tensor) and writes_by_name(target):
+            raise fx.proxy.TraceError("writes a traced value into a tensor that is not traced")
+        proxy = super().create_proxy(kind, target, args, kwargs, *rest, **more)
+        if target in (operator.getitem, getattr) and value_of(proxy.node) is None:
+            self.add_guard(proxy.node, None)
+            return None
+        if _is_part_of_input(proxy.node):
+            self.add_guard(proxy.node, GIVEN)
+        return proxy
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         node.meta["example"] = self._evaluate(node)
         return ExampleProxy(node, self)
+
+    def write(self, operation: Callable[..., Any], proxy: fx.Proxy, other: Any) -> Any:
+        """`proxy += other`: a write into a tensor; of a size, a new number."""
+        target = OPERATORS[operation] if proxy.node in python_values(self.graph) else operation
+        return self.create_proxy("call_function", target, (proxy, other), {})
 
     def _evaluate(self, node: fx.Node) -> Any:
         """The node's example value, as far as its inputs have one."""
         if node.op == "placeholder":
             return self.inputs.get(str(node.target), UNKNOWN)
         if node.op == "get_attr":
-            return self._tensors[str(node.target)]
+            return self.example.fake(self._tensors[str(node.target)])
         if any(value_of(source) is UNKNOWN for source in node.all_input_nodes):
             return UNKNOWN
+        self.is_evaluating = True
+        try:
+            return self._compute(node)
+        finally:
+            self.is_evaluating = False
+
+    def _compute(self, node: fx.Node) -> Any:
         args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
         if node.op == "call_function":
             return self.example.evaluate(lambda: node.target(*args, **kwargs))  # type: ignore[operator]
@@ -173,14 +200,19 @@ class LeafTracer(fx.Tracer):
             return self.example.evaluate(lambda: getattr(args[0], str(node.target))(*args[1:], **kwargs))
         assert isinstance(self.root, nn.Module)
         module = self.root.get_submodule(str(node.target))
-        with plain_training(module), fx._symbolic_trace._maybe_revert_all_patches():
+        with undisturbed(module), fx._symbolic_trace._maybe_revert_all_patches():
+            set_training(module, False)
+            if not type(module).__module__.startswith("torch.nn."):  # its code may write into its buffers
+                for part in module.modules():
+                    part._buffers.update(self.example.fake(dict(part._buffers)))
             return self.example.evaluate(lambda: module(*args, **kwargs))
 
     def add_guard(self, node: fx.Node, answer: Any) -> None:
         """Remember in the graph that `node` was taken to be `answer`. What weights alone decide needs no guard."""
-        if answer not in node.meta.setdefault("guards", []) and _depends_on_input(node):
+        guards = [user.args[1] for user in node.users if user.target is guard]
+        is_known = any(type(known) is type(answer) and known == answer for known in guards)
+        if not is_known and _depends_on_input(node):
             self.create_node("call_function", guard, (node, answer, user_line()), {})
-        node.meta["guards"].append(answer)
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -190,15 +222,29 @@ class LeafTracer(fx.Tracer):
             return self.create_proxy("call_module", path, args, kwargs)
         last = next(iter(reversed(self.graph.nodes)), None)
         stack = dict(self.module_stack)
+        assert isinstance(self.root, nn.Module)
+        registered = set(self.root._modules)
         try:
-            return super().call_module(m, forward, args, kwargs)
+            output = super().call_module(m, forward, args, kwargs)
+            self._check_assigned(m, path)
         except Exception as error:
             reraise_own_fault(error)
             self._roll_back(last)
+            self._uninstall(set(self.root._modules) - registered)
             self.module_stack.clear()
             self.module_stack.update(stack)
             self.untraced[path] = describe_failure(error, self.full_path(path), m)
             return self.create_proxy("call_module", path, args, kwargs)
+        return output
+
+    def _check_assigned(self, module: nn.Module, path: str) -> None:
+        """Put back buffers that forward assigned: only a write into the same one (`self.steps += 1`) can be traced."""
+        for name, value in list(module._buffers.items()):
+            if isinstance(value, fx.Proxy):
+                full = f"{path}.{name}" if path else name
+                module._buffers[name] = self._tensors[full]
+                if not _is_write_into(value.node, full):
+                    raise fx.proxy.TraceError(f"assigns its buffer {name!r}: the next call depends on this one")
 
     def _installed_path(self, module: nn.Module) -> str:
         """The module's path; one that forward makes on the spot (`nn.ReLU()(x)`) is installed first."""
@@ -208,6 +254,14 @@ class LeafTracer(fx.Tracer):
             self.root.add_module(name, module)
             self.submodule_paths[module] = name
         return self.path_of_module(module)
+
+    def _uninstall(self, names: set[str]) -> None:
+        """Take out modules that were made on the spot in code whose trace was given up."""
+        assert isinstance(self.root, nn.Module) and isinstance(self.submodule_paths, dict)
+        for name in names:
+            module = self.root._modules.pop(name)
+            if module is not None:
+                del self.submodule_paths[module]
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
         """Parameters and buffers become live reads of the module, one node each."""
@@ -226,13 +280,20 @@ class LeafTracer(fx.Tracer):
             return node
         if isinstance(a, dict) and type(a) is not dict:
             return self._typed_dict(a)
-        return super().create_arg(a)
+        argument = super().create_arg(a)
+        if isinstance(a, torch.Tensor) and isinstance(argument, fx.Node):
+            argument.meta["example"] = a
+        return argument
 
     def _typed_dict(self, a: dict[Any, Any]) -> fx.Node:
         """A mapping that is more than a dict (a model's output class) is made anew by its own type."""
         if dataclasses.is_dataclass(a):
             given = {f.name: a[f.name] for f in dataclasses.fields(a) if a.get(f.name) is not None}
-            return self.create_node("call_function", type(a), (), {key: self.create_arg(value) for key, value in given.items()})
+            return self.create_node("call_function", type(a), (), {key: self.create_arg(given[key]) for key in given})
+        try:
+            type(a)(list(a.items()))
+        except Exception as error:
+            raise fx.proxy.TraceError(f"{type(a).__name__} cannot be made from pairs") from error
         pairs = [(key, self.create_arg(value)) for key, value in a.items()]
         return self.create_node("call_function", type(a), (pairs,), {})
 
@@ -248,42 +309,6 @@ class LeafTracer(fx.Tracer):
             del cache[name]
 
 
-def reraise_own_fault(error: Exception) -> None:
-    """An error from our own lines is a bug here, not a module that cannot be traced."""
-    frames = traceback.extract_tb(error.__traceback__)
-    if frames and frames[-1].filename.startswith(_HERE) and not isinstance(error, fx.proxy.TraceError):
-        raise error
-
-
-def describe_failure(error: Exception, path: str, module: nn.Module) -> Untraced:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return Untraced(path, type(module).__name__, f"{type(error).__name__}: {reason}", _failing_line(error))
-
-
-def _failing_line(error: BaseException) -> str:
-    """`file:line: source` of the innermost frame that is the user's own code."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_ours(f.filename)]
-    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "unknown line"
-
-
-def user_line() -> str:
-    """`file:line: source` of the innermost running frame that is the user's own code."""
-    frame = inspect.currentframe()
-    while frame is not None and _is_ours(frame.f_code.co_filename):
-        frame = frame.f_back
-    if frame is None:
-        return "unknown line"
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}: {linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()}"
-
-
-def _is_ours(filename: str) -> bool:
-    return filename.startswith((_TORCH, _HERE)) or filename.startswith("<")
-
-
-_TORCH = torch.__file__.rsplit("/", 1)[0]
-_HERE = __file__.rsplit("/", 2)[0] + "/graph"
-
-
 def _depends_on_input(node: fx.Node) -> bool:
     pending, seen = [node], set()
     while pending:
@@ -296,36 +321,24 @@ def _depends_on_input(node: fx.Node) -> bool:
     return False
 
 
-@contextlib.contextmanager
-def _flagged_training(tracer: LeafTracer, root: nn.Module) -> Iterator[None]:
-    """While tracing, `training` of every module that is entered is a `TrainingFlag`."""
-    saved = {module: module.training for module in root.modules()}
-    try:
-        for path, module in root.named_modules():
-            if not tracer.is_leaf_module(module, path) or module is root:
-                module.__dict__["training"] = TrainingFlag(tracer, path, module)
-        yield
-    finally:
-        for module, training in saved.items():
-            module.__dict__["training"] = training
+def _is_part_of_input(node: fx.Node) -> bool:
+    """`batch["x"]`, `batch.x`: something that a caller may leave out, as far as can be known."""
+    if node.target not in (operator.getitem, getattr) or not isinstance(node.args[0], fx.Node):
+        return False
+    source, key = node.args[0], node.args[1]
+    example = value_of(source)
+    if isinstance(example, torch.Tensor) or (example is UNKNOWN and not _is_key(node.target, key)):
+        return False
+    return source.op == "placeholder" or _is_part_of_input(source)
 
 
-@contextlib.contextmanager
-def _traced_factories(tracer: LeafTracer) -> Iterator[None]:
-    saved = {name: getattr(torch, name) for name in _FACTORIES}
+def _is_key(target: Any, key: Any) -> bool:
+    return isinstance(key, (str, int)) if target is operator.getitem else not hasattr(torch.Tensor, key)
 
-    def wrap(factory: Callable[..., Any]) -> Callable[..., Any]:
-        def traced(*args: Any, **kwargs: Any) -> Any:
-            if any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves((args, kwargs))):
-                return tracer.create_proxy("call_function", factory, args, kwargs)
-            return factory(*args, **kwargs)
 
-        return traced
-
-    try:
-        for name, factory in saved.items():
-            setattr(torch, name, wrap(factory))
-        yield
-    finally:
-        for name, factory in saved.items():
-            setattr(torch, name, factory)
+def _is_write_into(node: fx.Node, name: str) -> bool:
+    while node.target in OPERATORS or (node.op == "call_method" and str(node.target).endswith("_")):
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node = source
+    return node.op == "get_attr" and node.target == name

@@ -1,5 +1,7 @@
 """Quantization: post-training and quantization-aware training on torch.fx."""
 
+from __future__ import annotations
+
 from sparsebit.quantization.observers import Observer, register_observer
 from sparsebit.quantization.ops.quant_opr import MultipleInputsQuantOpr, QIdentity, QuantOpr
 from sparsebit.quantization.ops.table import QMODULE_MAP, register_qmodule

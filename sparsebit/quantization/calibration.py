@@ -1,18 +1,18 @@
 """`CalibrationRunner`: the user's forward passes -> every quantizer's scale and zero point.
 
-Plainly, statistics are gathered during the forwards themselves and no activation is kept. With `asym`, layers are calibrated
-in order, each on inputs that come from quantized predecessors; for that the *inputs* of the forwards are kept (a little in
-memory, the rest on disk), and the values between layers only until their last reader.
+Plainly, statistics are gathered during the forwards themselves and no activation is kept. With `asym`, layers are
+calibrated in order, each on inputs that come from quantized predecessors; for that the *inputs* of the forwards are
+kept (a little in memory, the rest on disk), and the values between layers only until their last reader.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from sparsebit.errors import CalibrationError
 from sparsebit.execution.distributed import gather, is_distributed, to_cpu
@@ -22,128 +22,142 @@ from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 from sparsebit.quantization.progress import track
 from sparsebit.quantization.quantizers.base import Quantizer
 
-log = logging.getLogger(__name__)
-
 # Inputs of past batches that stay in memory; the rest waits on disk in case `asym` asks for them.
 _INPUT_BYTES = 32 * MIB
 
 
 class CalibrationRunner:
-    """One calibration, from `prepare` to `calc_qparams`. `root` is the graph to walk, None where the model is opaque."""
+    """One calibration, from `prepare` to `calc_qparams`. `root` is the graph to walk, None for an opaque model."""
 
     def __init__(self, model: nn.Module, root: fx.GraphModule | None, *, keep_inputs: bool, memory_budget: int) -> None:
         self.model, self.root = model, root
         self.memory_budget = memory_budget
         self.inputs = SharedData(device_bytes=0, host_bytes=min(_INPUT_BYTES, memory_budget)) if keep_inputs else None
         self.num_batches = 0
+        self.layers = [
+            m for m in model.modules() if isinstance(m, WeightedQuantOpr) and not m.weight_quantizer.fake_fused
+        ]
+        # Quantizers that learn their range from forwards: all but those of weights that layers own.
+        owned = {id(layer.weight_quantizer) for layer in self.layers}
+        quantizers = (m for m in model.modules() if isinstance(m, Quantizer))
+        self.features = [q for q in quantizers if id(q) not in owned and not q.fake_fused]
 
     def prepare(self) -> None:
-        for quantizer in self.features():
+        for quantizer in self.features:
             quantizer.observer.reset()
-            quantizer.observing = not quantizer.fake_fused
+            quantizer.observing = True
 
-    def record(self, call: Any) -> None:
-        """Note one forward's inputs: by name for a graph, (args, kwargs) for an opaque model."""
-        if self.inputs is not None:
-            self.inputs.put(self.num_batches, call)
+    def record(self, call: Any | None) -> None:
+        """Note one forward's inputs: by name for a graph, (args, kwargs) for an opaque model; None: not repeatable."""
         self.num_batches += 1
+        if self.inputs is not None and call is not None:
+            # Copies: the caller may fill the same buffers again for the next batch.
+            self.inputs.put(len(self.inputs), pytree.tree_map_only(torch.Tensor, torch.clone, call))
+
+    def check(self, *, asym: bool) -> None:
+        """Refuse what cannot be calibrated, before anything is touched."""
+        if self.features and not sum(gather(self.num_batches)):
+            raise CalibrationError(
+                "no batch was run since prepare_calibration(); run the model on a few batches, then call calc_qparams()"
+            )
+        if asym and self.inputs is None:
+            raise CalibrationError(
+                "asym=True needs the calibration inputs again, and they were not kept; call prepare_calibration() "
+                "with keep_inputs=True and run the batches again"
+            )
 
     def finish(self) -> None:
-        for quantizer in self.features():
+        for quantizer in self.features:
             quantizer.observing = False
+            quantizer.observer.reset()
         if self.inputs is not None:
             self.inputs.clear()
 
     def calc_qparams(self, *, asym: bool, w_quant: bool, a_quant: bool) -> list[str]:
         """Fill every quantizer; gives the names of those that never saw a float tensor (they are off from now on)."""
-        if self.num_batches == 0 and any(True for q in self.features() if not q.fake_fused):
-            raise CalibrationError("no batch was run since prepare_calibration(); run the model on a few batches, then call calc_qparams()")
-        self._calibrate_weights()
-        if asym:
-            self._calibrate_in_order(w_quant, a_quant)
-        else:
-            self._calibrate_features()
-        unseen = [q for q in self.features() if not q.fake_fused and not q.is_calibrated]
+        for layer in track(self.layers, "weights"):
+            calibrate_weight(layer)
+        seen = self._calibrate_in_order(w_quant, a_quant) if asym else self._calibrate_features(self.features)
+        unseen = [quantizer for quantizer in self.features if id(quantizer) not in seen]
         for quantizer in unseen:
             quantizer.set_fake_fused()
             quantizer.was_unseen = True
         return [quantizer.name for quantizer in unseen]
 
-    # --- plain
-
-    def _calibrate_weights(self) -> None:
-        layers = [m for m in self.model.modules() if isinstance(m, WeightedQuantOpr) and not m.weight_quantizer.fake_fused]
-        for layer in track(layers, "weights"):
-            layer.weight_quantizer.observer.reset()
-            layer.weight_quantizer.update_observer(getattr(layer.op, layer.row.weight or "weight"))
-            layer.weight_quantizer.calc_qparams()
-
-    def _calibrate_features(self) -> None:
-        active = [q for q in self.features() if not q.fake_fused]
-        merge_across_ranks(active)
-        for quantizer in track(active, "ranges"):
-            if not quantizer.observer.is_empty:
-                quantizer.calc_qparams()
-
-    def features(self) -> list[Quantizer]:
-        """Quantizers that learn their range from forwards: all but those of weights that layers own."""
-        owned = {id(m.weight_quantizer) for m in self.model.modules() if isinstance(m, WeightedQuantOpr)}
-        return [m for m in self.model.modules() if isinstance(m, Quantizer) and id(m) not in owned]
+    def _calibrate_features(self, quantizers: list[Quantizer]) -> set[int]:
+        """Ranges from what was observed, on all ranks; gives the quantizers (by id) that had observed something."""
+        merge_across_ranks(quantizers)
+        seen = [quantizer for quantizer in quantizers if not quantizer.observer.is_empty]
+        for quantizer in track(seen, "ranges"):
+            quantizer.calc_qparams()
+        return {id(quantizer) for quantizer in seen}
 
     # --- in order
 
-    def _calibrate_in_order(self, w_quant: bool, a_quant: bool) -> None:
-        if self.inputs is None:
-            raise CalibrationError("asym=True needs the calibration inputs again; call prepare_calibration() with keep_inputs=True")
-        for quantizer in self.features():
+    def _calibrate_in_order(self, w_quant: bool, a_quant: bool) -> set[int]:
+        for quantizer in self.features:
             quantizer.observing = False
             quantizer.observer.reset()
-            quantizer.calibrated.fill_(False)
-        self._switch_weights(w_quant)
+        for layer in self.layers:
+            layer.weight_quantizer.use_quant = w_quant
+        switches = {"weight": w_quant, "feature": a_quant}
         if self.root is None:
-            self._calibrate_inside(self.model, lambda: (self.model(*args, **kwargs) for args, kwargs in self._recorded()), a_quant)
-        else:
-            store = SharedData(device_bytes=self.memory_budget, host_bytes=self.memory_budget)
-            nodes = sum(node.op == "call_module" for node in self.root.graph.nodes)
-            progress = iter(track(range(nodes), "layers"))
+            return self._calibrate_inside(self.model, self._run_model, switches)
+        seen: set[int] = set()
+        nodes = [node for node in self.root.graph.nodes if node.op == "call_module"]
+        progress = track(nodes, "layers")
 
-            def visit(node: fx.Node, run: Callable[[], Iterator[Any]]) -> None:
-                if node.op == "call_module":
-                    next(progress, None)
-                    assert self.root is not None
-                    self._calibrate_inside(self.root.get_submodule(str(node.target)), run, a_quant)
+        def visit(node: fx.Node, run: Callable[[], Iterator[Any]]) -> None:
+            if node.op == "call_module":
+                next(progress)
+                seen.update(self._calibrate_inside(module_at(node), run, switches, seen))
 
-            GraphVisitor(self.root, store).run(self.num_batches, self.inputs.get, visit)
-            next(progress, None)
-        for quantizer in (m for m in self.model.modules() if isinstance(m, Quantizer)):
-            quantizer.disable_quant()
+        def module_at(node: fx.Node) -> nn.Module:
+            assert self.root is not None
+            return self.root.get_submodule(str(node.target))
+
+        assert self.inputs is not None
+        store = SharedData(device_bytes=self.memory_budget, host_bytes=self.memory_budget)
+        GraphVisitor(self.root, store).run(len(self.inputs), self.inputs.get, visit)
+        for _ in progress:
+            pass
+        return seen
 
     @torch.no_grad()
-    def _calibrate_inside(self, module: nn.Module, run: Callable[[], Iterator[Any]], a_quant: bool) -> None:
-        """Calibrate the module's feature quantizers one after the other in the order in which its code reaches them."""
-        owned = {id(q) for q in self.features()}
-        pending = [m for m in module.modules() if isinstance(m, Quantizer) and id(m) in owned and not m.fake_fused and not m.is_calibrated]
-        if len(pending) > 1:
-            pending = _in_call_order(pending, run)
-        for quantizer in pending:
-            quantizer.observing = True
-            for _ in run():
+    def _calibrate_inside(
+        self,
+        module: nn.Module,
+        run: Callable[[], Iterator[Any]],
+        switches: dict[str, bool],
+        done: Iterable[int] = (),
+    ) -> set[int]:
+        """Calibrate the module's quantizers one after the other, in the order in which its code reaches them."""
+        wanted = {id(quantizer) for quantizer in self.features}.difference(done)
+        pending = [m for m in module.modules() if isinstance(m, Quantizer) and id(m) in wanted]
+        seen: set[int] = set()
+        for group in _in_call_order(pending, run) if len(pending) > 1 else [pending]:
+            for quantizer in group:
+                quantizer.observing = True
+            for _ in run() if group else ():
                 pass
-            quantizer.observing = False
-            merge_across_ranks([quantizer])
-            if not quantizer.observer.is_empty:
-                quantizer.calc_qparams()
-                quantizer.use_quant = a_quant
+            seen |= self._calibrate_features(group)
+            for quantizer in group:
+                quantizer.observing = False
+                quantizer.use_quant = switches[quantizer.target] and id(quantizer) in seen
+        return seen
 
-    def _recorded(self) -> Iterator[Any]:
+    def _run_model(self) -> Iterator[Any]:
         assert self.inputs is not None
-        for index in range(self.num_batches):
-            yield self.inputs.get(index)
+        for index in range(len(self.inputs)):
+            args, kwargs = self.inputs.get(index)
+            yield self.model(*args, **kwargs)
 
-    def _switch_weights(self, on: bool) -> None:
-        for module in self.model.modules():
-            if isinstance(module, WeightedQuantOpr) and on and not module.weight_quantizer.fake_fused:
-                module.weight_quantizer.enable_quant()
+
+def calibrate_weight(layer: WeightedQuantOpr) -> None:
+    """Scale and zero point of the weight that the layer has now."""
+    layer.weight_quantizer.observer.reset()
+    layer.weight_quantizer.update_observer(getattr(layer.op, layer.row.weight or "weight"))
+    layer.weight_quantizer.calc_qparams()
 
 
 def merge_across_ranks(quantizers: list[Quantizer]) -> None:
@@ -152,26 +166,28 @@ def merge_across_ranks(quantizers: list[Quantizer]) -> None:
         return
     states = gather({q.name: to_cpu(q.observer.state()) for q in quantizers if not q.observer.is_empty})
     for quantizer in quantizers:
-        merged = None
+        merged = quantizer._new_observer()
         for state in states:
             if quantizer.name in state:
                 part = quantizer._new_observer()
                 part.load_state(state[quantizer.name])
-                if merged is None:
-                    merged = part
-                else:
-                    merged.merge(part)
-        if merged is not None:
-            quantizer.observer = merged
+                merged.merge(part)
+        quantizer.observer = merged
 
 
-def _in_call_order(quantizers: list[Quantizer], run: Callable[[], Iterator[Any]]) -> list[Quantizer]:
-    """Those quantizers that one batch reaches, in the order of their first call."""
-    order: dict[Quantizer, None] = {}
-    handles = [q.register_forward_pre_hook(lambda module, args: order.setdefault(module)) for q in quantizers]
+def _in_call_order(quantizers: list[Quantizer], run: Callable[[], Iterator[Any]]) -> list[list[Quantizer]]:
+    """The quantizers that one batch reaches, each alone, in the order of their first call, then the others together.
+
+    The order is the same on every rank, since they merge after each.
+    """
+    order: dict[str, None] = {}
+    handles = [q.register_forward_pre_hook(lambda module, _: order.setdefault(str(module.name))) for q in quantizers]
     try:
         next(run(), None)
     finally:
         for handle in handles:
             handle.remove()
-    return list(order)
+    names: list[str] = next(filter(None, gather(list(order))), [])
+    by_name = {quantizer.name: quantizer for quantizer in quantizers}
+    others = [quantizer for quantizer in quantizers if quantizer.name not in names]
+    return [*([by_name[name]] for name in names), *([others] if others else [])]

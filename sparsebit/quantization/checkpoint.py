@@ -1,113 +1,132 @@
-"""A calibrated model as a folder: `model.safetensors` (every tensor) and `sparsebit.json` (config, capture, number formats).
+"""A model as a folder: `model.safetensors` (every tensor) and `sparsebit.json` (everything else that is needed).
 
-The folder describes itself, holds no code and nothing pickled, and appears whole or not at all.
+The folder describes itself, holds no code and nothing pickled. The two files carry the same key, so that halves of
+different savings are never taken for a whole.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import tempfile
+import secrets
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor
 
 from sparsebit.errors import CheckpointError
-from sparsebit.quantization.quantizers.base import Quantizer
-
-if TYPE_CHECKING:
-    from sparsebit.quantization.quant_model import QuantModel
 
 FORMAT = "sparsebit-quantized"
 FORMAT_VERSION = 1
-_TENSORS, _MANIFEST = "model.safetensors", "sparsebit.json"
+TENSORS, MANIFEST = "model.safetensors", "sparsebit.json"
+_PLAIN = (bool, int, float, str, type(None))
 
 
-def save(qmodel: QuantModel, folder: str | os.PathLike[str]) -> Path:
-    """Write the folder; an older one under the same name is replaced file by file, each by an atomic rename."""
+def write(folder: str | os.PathLike[str], description: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
+    """Make the folder; older files of the same names are replaced, and only when the new ones are complete."""
     from sparsebit import __version__
 
     path = Path(folder)
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"{path} is a file; save() writes a folder: give another name")
-    path.mkdir(parents=True, exist_ok=True)
-    tensors, aliases = _distinct(qmodel.state_dict())
+    distinct, aliases = _distinct(tensors)
+    key = secrets.token_hex(8)
     manifest = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
         "sparsebit": __version__,
         "torch": str(torch.__version__),
-        "config": qmodel.config.to_dict(),
-        "call_form": qmodel.call_form,
-        "switches": {"weight": qmodel.is_quantized("weight"), "feature": qmodel.is_quantized("feature")},
-        "off": sorted(q.name for q in qmodel.quantizers() if q.was_unseen),
+        "key": key,
+        **description,
         "aliases": aliases,
-        "sites": {q.name: _site(q) for q in qmodel.quantizers() if not q.fake_fused},
     }
-    _atomically(path / _TENSORS, lambda temporary: save_file(tensors, temporary))
-    _atomically(path / _MANIFEST, lambda temporary: Path(temporary).write_text(json.dumps(manifest, indent=2) + "\n"))
+    with _replacing(path / TENSORS) as new_tensors, _replacing(path / MANIFEST) as new_manifest:
+        save_file(distinct, new_tensors, metadata={"key": key})
+        new_manifest.write_text(json.dumps(manifest, indent=2) + "\n")
     return path
 
 
-def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The folder's description, checked."""
-    path = Path(folder) / _MANIFEST
-    if not path.is_file():
-        raise CheckpointError(f"{folder} holds no {_MANIFEST}; give a folder that QuantModel.save() wrote")
-    try:
-        manifest = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path} is damaged ({error}); save the model again") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is not a sparsebit checkpoint")
-    if manifest.get("version") != FORMAT_VERSION:
-        raise CheckpointError(f"{path} has format version {manifest.get('version')}; this sparsebit reads version {FORMAT_VERSION}")
-    return manifest
-
-
-def load_into(qmodel: QuantModel, folder: str | os.PathLike[str], manifest: dict[str, Any]) -> None:
-    """Fill a freshly captured model from the folder and switch it as it was."""
-    path = Path(folder) / _TENSORS
+def read(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The description and the tensors of a folder, checked."""
+    manifest = _read_manifest(Path(folder) / MANIFEST)
+    path = Path(folder) / TENSORS
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; save the model again")
     try:
+        with safe_open(path, framework="pt") as file:
+            key = (file.metadata() or {}).get("key")
         tensors = load_file(path)
     except SafetensorError as error:
         raise CheckpointError(f"{path} is damaged ({error}); save the model again") from None
-    for name, other in manifest["aliases"].items():
-        tensors[name] = tensors[other]
-    for quantizer in qmodel.quantizers():
-        if quantizer.name in manifest["off"]:
-            quantizer.set_fake_fused()
-            quantizer.was_unseen = True
+    if key != manifest["key"]:
+        raise CheckpointError(f"{path} and {MANIFEST} come from different savings; save the model again")
+    return manifest, tensors | {name: tensors[other] for name, other in manifest["aliases"].items()}
+
+
+def encode(value: Any) -> Any:
+    """A nest of tensors as JSON, without their data: `{"tensor": [2, 3], "dtype": "float32"}`.
+
+    Gives None for what has no such form.
+    """
     try:
-        qmodel.load_state_dict(tensors)
-    except RuntimeError as error:
+        return _encode(value)
+    except TypeError:
+        return None
+
+
+def decode(value: Any) -> Any:
+    """The nest that `encode` was given, with tensors on the meta device."""
+    if value is None:
+        return None
+    kind = next(iter(value))
+    if kind == "tensor":
+        return torch.empty(value["tensor"], dtype=getattr(torch, value["dtype"]), device="meta")
+    if kind == "dict":
+        return {name: decode(item) for name, item in value["dict"].items()}
+    if kind in ("tuple", "list"):
+        return {"tuple": tuple, "list": list}[kind](decode(item) for item in value[kind])
+    return value["value"]
+
+
+def _encode(value: Any) -> dict[str, Any]:
+    if isinstance(value, Tensor):
+        return {"tensor": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+    if type(value) is dict and all(isinstance(name, str) for name in value):
+        return {"dict": {name: _encode(item) for name, item in value.items()}}
+    if type(value) in (tuple, list):
+        return {type(value).__name__: [_encode(item) for item in value]}
+    if type(value) in _PLAIN:
+        return {"value": value}
+    raise TypeError(type(value))
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise CheckpointError(f"{path.parent} holds no {MANIFEST}; give a folder that QuantModel.save() wrote")
+    try:
+        manifest = json.loads(path.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged ({error}); save the model again") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is not a sparsebit checkpoint; give a folder that QuantModel.save() wrote")
+    if manifest.get("version") != FORMAT_VERSION:
         raise CheckpointError(
-            f"{folder} was saved from another model than the one given ({type(qmodel.model).__name__}):\n{error}"
-        ) from None
-    qmodel.set_quant(w_quant=manifest["switches"]["weight"], a_quant=manifest["switches"]["feature"])
+            f"{path} has format version {manifest.get('version')}; this sparsebit reads version {FORMAT_VERSION}"
+        )
+    missing = {"key", "config", "example", "switches", "sites", "aliases", "batchnorm_folded"} - manifest.keys()
+    if missing:
+        raise CheckpointError(f"{path} is damaged ({', '.join(sorted(missing))} missing); save the model again")
+    return manifest
 
 
-def _site(quantizer: Quantizer) -> dict[str, Any]:
-    spec = quantizer.spec
-    return {
-        "quantizer": quantizer.TYPE,
-        "bits": spec.bits,
-        "symmetric": spec.symmetric,
-        "granularity": repr(spec.granularity),
-        "observer": quantizer.observer_name,
-        "calibrated": quantizer.is_calibrated,
-    }
-
-
-def _distinct(state: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def _distinct(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors that share memory (tied weights) once, the other names as aliases of the first."""
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
     for name, tensor in state.items():
@@ -120,21 +139,18 @@ def _distinct(state: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], 
     return tensors, aliases
 
 
-def _atomically(path: Path, write: Any) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A name to write to; it becomes `path` if all goes well, and nothing is left of it otherwise."""
+    folders = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
-        write(temporary)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+        yield temporary
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
+        for folder in folders:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
         raise
-
-
-def fresh(model: nn.Module, manifest: dict[str, Any]) -> QuantModel:
-    """The uncalibrated `QuantModel` that a manifest describes, around `model`."""
-    from sparsebit.quantization.quant_config import parse_qconfig
-    from sparsebit.quantization.quant_model import QuantModel
-
-    return QuantModel(model, parse_qconfig(manifest["config"]), call_form=manifest["call_form"])

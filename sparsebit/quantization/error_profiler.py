@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from sparsebit.execution.batches import Call
 from sparsebit.execution.value_store import SharedData
 from sparsebit.quantization.ops.quant_opr import QIdentity, QuantOpr
+from sparsebit.quantization.placement import split_site
 from sparsebit.quantization.progress import track
 from sparsebit.quantization.quantizers.base import Quantizer
 
@@ -40,18 +41,19 @@ def profile_errors(model: nn.Module, calls: Iterable[Call], checker: Checker, *,
 
 
 def quantized_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Layers with at least one calibrated quantizer, by the name of their first site."""
+    """Layers with at least one calibrated quantizer, by name; a quantizer that stands alone, by its site's name."""
     found: dict[str, nn.Module] = {}
     for module in model.modules():
         if isinstance(module, (QuantOpr, QIdentity)):
-            sites = [q for q in _quantizers_of(module) if not q.fake_fused and q.is_calibrated]
+            sites = [q.name for q in _quantizers_of(module) if not q.fake_fused and q.is_calibrated]
             if sites:
-                name = sites[0].name
-                found[name.rpartition(".")[0] if isinstance(module, QuantOpr) else name] = module
+                found[split_site(sites[0])[0] if isinstance(module, QuantOpr) else sites[0]] = module
     return found
 
 
-def _profile_alone(model: nn.Module, layers: dict[str, nn.Module], args: Any, kwargs: Any, note: Callable[..., None]) -> None:
+def _profile_alone(
+    model: nn.Module, layers: dict[str, nn.Module], args: Any, kwargs: Any, note: Callable[..., None]
+) -> None:
     _switch(model, False)
     names = {module: name for name, module in layers.items()}
 
@@ -67,7 +69,9 @@ def _profile_alone(model: nn.Module, layers: dict[str, nn.Module], args: Any, kw
         model(*args, **kwargs)
 
 
-def _profile_together(model: nn.Module, layers: dict[str, nn.Module], args: Any, kwargs: Any, note: Callable[..., None]) -> None:
+def _profile_together(
+    model: nn.Module, layers: dict[str, nn.Module], args: Any, kwargs: Any, note: Callable[..., None]
+) -> None:
     store = SharedData()
     names = {module: name for name, module in layers.items()}
     visits = dict.fromkeys(layers, 0)

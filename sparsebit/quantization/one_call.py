@@ -20,17 +20,25 @@ from sparsebit.quantization.quant_config import parse_qconfig
 from sparsebit.quantization.quant_model import QuantModel
 
 
-def quantize(model: nn.Module, batches: Iterable[Any], config: Source | QuantConfig = "onnxruntime", *, asym: bool = False) -> QuantModel:
+def quantize(
+    model: nn.Module, batches: Iterable[Any], config: Source | QuantConfig = "onnxruntime", *, asym: bool = False
+) -> QuantModel:
     """A calibrated `QuantModel` with quantization on, in eval mode; `model` is left as it was.
 
-    `batches`: tensors, tuples of positional arguments or mappings of keyword arguments (a DataLoader of `(images, labels)`
-    will do). `config`: a config in any form that `parse_qconfig` reads, or a backend's name (8 bits as that runtime wants
-    them). `asym`: calibrate each layer on quantized predecessors.
+    `batches`: an iterable of tensors, tuples of positional arguments or mappings of keyword arguments (a DataLoader of
+    `(images, labels)` will do). `config`: a config in any form that `parse_qconfig` reads, or a backend's name (8 bits
+    as that runtime wants them). `asym`: calibrate each layer on quantized predecessors.
 
     >>> qmodel = sparsebit.quantize(model, loader, "onnxruntime")
     """
     qconfig = as_qconfig(config)
-    stream = iter([batches] if isinstance(batches, (torch.Tensor, Mapping)) else batches)
+    if isinstance(batches, (torch.Tensor, Mapping)):
+        batches = [batches]
+    if not isinstance(batches, Iterable):
+        raise CalibrationError(
+            f"calibration data of type {type(batches).__name__} is not iterable; pass a DataLoader or a list of batches"
+        )
+    stream = iter(batches)
     first = next(stream, None)
     if first is None:
         raise CalibrationError("no calibration batches were given; a few dozen samples are enough to start with")

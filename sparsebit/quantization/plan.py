@@ -1,102 +1,59 @@
-"""Config + graph + runtime profile -> which tensors are quantized, how, and why the others are not. Nothing is written back."""
+"""Config + graph + runtime profile -> which tensors are quantized, how, and why the others are not."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import fx, nn
 
-from sparsebit.config.schema import ActivationConfig, QuantConfig, TensorConfig, WeightConfig
+from sparsebit.config.schema import ActivationConfig, QuantConfig, TensorConfig
 from sparsebit.deploy.runtimes import PROFILES, RuntimeProfile
 from sparsebit.graph.capture import Captured, Region
+from sparsebit.graph.tracer import LeafPolicy
 from sparsebit.graph.values import python_values, static_values, tensor_inputs
-from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec
-from sparsebit.quantization.ops.table import OpKind, OpRow, row_of, row_of_module, tensor_arguments
+from sparsebit.quantization.ops.rows import OpKind, OpRow
+from sparsebit.quantization.ops.table import input_argument, row_of, row_of_module, tensor_arguments
 from sparsebit.quantization.passes.disable_unnecessary_quant import absorbed_by, chain_end
+from sparsebit.quantization.placement import LoosePlan, Plan, RegionPlan, layer_name
 
 _INTEGER_PATH = frozenset({"batch_norm", "add", "cat", "max_pool", "avg_pool", "upsample"})
+_ENDS_FOR_ADDS = frozenset({"add", "cat", "flatten", "permute", "reshape"})
 _QUANTIZABLE = (OpKind.WEIGHTED, OpKind.UNARY, OpKind.MULTI)
-
-
-@dataclass
-class RegionPlan:
-    """`inputs[consumer][source]`: how the consumer wants that input; `outputs[node]`; `weights[node]`."""
-
-    inputs: dict[fx.Node, dict[fx.Node, ActivationConfig]] = field(default_factory=dict)
-    outputs: dict[fx.Node, ActivationConfig] = field(default_factory=dict)
-    weights: dict[fx.Node, WeightConfig] = field(default_factory=dict)
-
-
-@dataclass
-class LoosePlan:
-    """A layer inside an untraced module."""
-
-    row: OpRow
-    input: ActivationConfig | None
-    weight: WeightConfig | None
-
-
-@dataclass
-class Plan:
-    """The whole model's placement: per region, per loose layer; `floats`: layers without a quantizer and the reason;
-    `warnings`: what the user's own keys cost against the runtime's profile."""
-
-    regions: dict[str, RegionPlan] = field(default_factory=dict)
-    loose: dict[str, LoosePlan] = field(default_factory=dict)
-    floats: dict[str, str] = field(default_factory=dict)
-    layers: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+C = TypeVar("C", bound=TensorConfig)
 
 
 def make_plan(captured: Captured, config: QuantConfig) -> Plan:
     """Place quantizers. `virtual`: every known op quantizes its inputs. A runtime: what its profile lists."""
     profile = PROFILES[config.BACKEND]
-    plan = Plan(warnings=_costs(config, profile))
+    plan = Plan()
+    _note_costs(plan, config, profile)
     for path, region in captured.regions.items():
         plan.regions[path] = _RegionPlanner(path, region, captured, config, profile, plan).make()
     for path, loose in captured.loose.items():
+        if _is_skipped(plan, path, config):
+            continue
         row = row_of_module(loose.module)
         if row is None or row.kind not in _QUANTIZABLE:
             _note_float(plan, path, row, type(loose.module))
             continue
         plan.layers.append(path)
-        wants = _wants_inputs(row, profile) and row.name not in profile.conv_fed and bool(row.inputs) and row.kind is not OpKind.MULTI
-        weight = config.resolve("W", path) if row.kind is OpKind.WEIGHTED and _wants_inputs(row, profile) else None
-        input_config = config.resolve("A", path) if wants else None
-        if wants or weight is not None:
-            plan.loose[path] = LoosePlan(row, _enabled(input_config), _enabled(weight))
-            _note_disabled(plan, path, input_config, weight)
-        else:
+        if not _wants(row, profile) or row.name in profile.conv_fed:
             plan.floats[path] = f"{profile.name} runs {row.name} in float"
+            continue
+        activation = config.resolve("A", path)
+        weight = config.resolve("W", path) if row.kind is OpKind.WEIGHTED else None
+        has_input = bool(row.inputs) and row.kind is not OpKind.MULTI
+        plan.loose[path] = LoosePlan(row, _enabled(activation) if has_input else None, _enabled(weight))
+        _note_disabled(plan, path, activation, weight)
     return plan
-
-
-def layer_name(region_path: str, node: fx.Node) -> str:
-    """A node's name for configs and reports: its module's path, or the name the graph gave it."""
-    local = str(node.target) if node.op == "call_module" else node.name
-    return f"{region_path}.{local}" if region_path else local
-
-
-def spec_of(config: TensorConfig, channel_axis: int) -> TensorSpec:
-    """The number format that one tensor's config asks for; `channel_axis` is the tensor's own."""
-    granularity: Granularity = PerTensor()
-    if config.granularity == "channel":
-        granularity = PerChannel(channel_axis)
-    elif config.granularity == "group":
-        assert isinstance(config, WeightConfig)
-        granularity = PerGroup(1 - channel_axis, config.QUANTIZER.GROUP_SIZE)
-    return TensorSpec(config.QUANTIZER.BIT, config.symmetric, granularity)
-
-
-def feature_axis(config: ActivationConfig) -> int:
-    return 1 if config.OBSERVER.LAYOUT == "NCHW" else -1
 
 
 class _RegionPlanner:
     """Walks one graph once."""
 
-    def __init__(self, path: str, region: Region, captured: Captured, config: QuantConfig, profile: RuntimeProfile, plan: Plan) -> None:
+    def __init__(
+        self, path: str, region: Region, captured: Captured, config: QuantConfig, profile: RuntimeProfile, plan: Plan
+    ) -> None:
         self.path, self.config, self.profile, self.plan = path, config, profile, plan
         self.root = region.graph_module
         self.graph = self.root.graph
@@ -117,17 +74,19 @@ class _RegionPlanner:
         return self.out
 
     def _place(self, node: fx.Node, row: OpRow | None, name: str) -> None:
+        if node.op == "call_module" and _is_skipped(self.plan, name, self.config):
+            return
         if row is None or row.kind not in _QUANTIZABLE:
             if name not in self.opaque:
                 op = type(self.root.get_submodule(str(node.target))) if node.op == "call_module" else node.target
                 _note_float(self.plan, name, row, op)
             return
         self.plan.layers.append(name)
-        reason = self._why_float(node, row)
+        activation = self.config.resolve("A", name)
+        reason = self._why_float(node, row, activation)
         if reason:
             self.plan.floats[name] = reason
             return
-        activation = self.config.resolve("A", name)
         weight = self.config.resolve("W", name) if row.kind is OpKind.WEIGHTED else None
         _note_disabled(self.plan, name, activation, weight)
         if _enabled(activation) is not None:
@@ -139,33 +98,28 @@ class _RegionPlanner:
         if weight is not None and _enabled(weight) is not None:
             self.out.weights[node] = weight
 
-    def _why_float(self, node: fx.Node, row: OpRow) -> str:
+    def _why_float(self, node: fx.Node, row: OpRow, activation: ActivationConfig) -> str:
         """Why this op gets no quantizer; empty where it gets one."""
         if node in self.absorbed:
             return f"absorbed by {layer_name(self.path, self.absorbed[node])}"
-        if not _wants_inputs(row, self.profile):
+        if not _wants(row, self.profile):
             return f"{self.profile.name} runs {row.name} in float"
-        if row.name == "add" and not self._adds_enabled(node):
-            return "A.QADD.ENABLE_QUANT is off" if self.profile.inputs is None or self.config.is_set("A.QADD.ENABLE_QUANT") else (
-                f"no convolution feeds it: {self.profile.name} is faster with this add in float"
-            )
-        if row.name in self.profile.conv_fed and row.name != "add" and not self._is_conv_fed(node):
+        if row.name == "add" and (self.profile.inputs is None or activation.is_set("QADD.ENABLE_QUANT")):
+            wanted = activation.QADD.ENABLE_QUANT
+            if self.profile.inputs is not None and wanted != self._is_conv_fed(node):
+                _note_cost(self.plan, self.profile, f"A.QADD.ENABLE_QUANT={wanted}")
+            return "" if wanted else "A.QADD.ENABLE_QUANT is off"
+        if row.name in self.profile.conv_fed and not self._is_conv_fed(node):
             return f"no convolution feeds it: {self.profile.name} is faster with this {row.name} in float"
         return ""
 
-    def _adds_enabled(self, node: fx.Node) -> bool:
-        name = layer_name(self.path, node)
-        if self.profile.inputs is None or self.config.is_set("A.QADD.ENABLE_QUANT"):
-            return self.config.resolve("A", name).QADD.ENABLE_QUANT
-        return self._is_conv_fed(node)
-
     def _is_conv_fed(self, node: fx.Node) -> bool:
-        """Whether some input comes from a convolution through ops that keep integers (activations, norms, moves, pools).
+        """Whether some input comes from a convolution through ops that keep integers: activations, norms, moves, pools.
 
-        An add looks no further than the next add or concat: the stem's convolution does not make a transformer's residual
-        stream a CNN's.
+        An add looks no further than the next add or concat, and not through moves that make tokens of an image: the
+        stem's convolution does not make a transformer's residual stream a CNN's.
         """
-        passes = _INTEGER_PATH - {"add", "cat"} if self.rows[node].name == "add" else _INTEGER_PATH
+        stops = _ENDS_FOR_ADDS if self.rows[node].name == "add" else frozenset()
         pending, seen = list(node.all_input_nodes), set()
         while pending:
             source = pending.pop()
@@ -175,32 +129,43 @@ class _RegionPlanner:
             seen.add(source)
             if row.name == "conv":
                 return True
-            if row.kind is OpKind.TRANSPARENT or row.is_activation or row.name in passes:
+            passes = row.kind is OpKind.TRANSPARENT or row.is_activation or row.name in _INTEGER_PATH
+            if passes and row.name not in stops:
                 pending.extend(source.all_input_nodes)
         return False
 
     def _sources(self, node: fx.Node, row: OpRow) -> list[fx.Node]:
+        values: list[Any]
         if row.kind is OpKind.MULTI:
-            arguments = tensor_arguments(row, node.args, node.kwargs)
-        elif not row.inputs:
-            arguments = []
-        elif node.op == "call_module":
-            arguments = [(0, node.args[0])] if node.args else list(node.kwargs.items())[:1]
+            values = list(tensor_arguments(row, node.args, node.kwargs).values())
         else:
-            arguments = tensor_arguments(row, node.args, node.kwargs)[:1]
-        return list(dict.fromkeys(source for _, value in arguments for source in tensor_inputs(value, self.python)))
+            place = input_argument(row, node.args, node.kwargs, is_module=node.op == "call_module")
+            values = [node.kwargs[place] if isinstance(place, str) else node.args[place]] if place is not None else []
+        return list(dict.fromkeys(source for value in values for source in tensor_inputs(value, self.python)))
 
     def _row(self, node: fx.Node) -> OpRow | None:
-        if node in self.python or (node.op == "call_module" and layer_name(self.path, node) in self.opaque and any(self.root.get_submodule(str(node.target)).children())):
-            return None
-        return row_of(node, self.root)
+        return None if node in self.python or self._is_entered(node) else row_of(node, self.root)
+
+    def _is_entered(self, node: fx.Node) -> bool:
+        """Whether the node is an untraced module whose inside is planned by itself."""
+        if node.op != "call_module" or layer_name(self.path, node) not in self.opaque:
+            return False
+        return any(True for _ in self.root.get_submodule(str(node.target)).children())
 
 
-def _wants_inputs(row: OpRow, profile: RuntimeProfile) -> bool:
+def _is_skipped(plan: Plan, name: str, config: QuantConfig) -> bool:
+    """Whether the user keeps this module in float; it is noted then."""
+    is_skipped = LeafPolicy(skip=config.SKIP_TRACE_MODULES).is_skipped(name)
+    if is_skipped:
+        plan.floats[name] = "SKIP_TRACE_MODULES keeps it in float"
+    return is_skipped
+
+
+def _wants(row: OpRow, profile: RuntimeProfile) -> bool:
     return profile.inputs is None or row.name in profile.inputs or row.implementation is not None
 
 
-def _enabled(config: TensorConfig | None) -> TensorConfig | None:
+def _enabled(config: C | None) -> C | None:
     return None if config is None or config.QUANTIZER.DISABLE else config
 
 
@@ -208,7 +173,8 @@ def _note_float(plan: Plan, name: str, row: OpRow | None, op: Any) -> None:
     if row is None:
         if isinstance(op, type) and not issubclass(op, nn.Module):
             return  # a container or an output class
-        plan.floats[name] = f"unknown op {getattr(op, '__name__', op)}: passes through in float (register_qmodule teaches it)"
+        op_name = getattr(op, "__name__", op)
+        plan.floats[name] = f"unknown op {op_name}: passes through in float (register_qmodule teaches it)"
     elif row.kind is OpKind.FLOAT:
         plan.floats[name] = row.reason
 
@@ -219,14 +185,22 @@ def _note_disabled(plan: Plan, name: str, activation: TensorConfig | None, weigh
         plan.floats[name] = "QUANTIZER.DISABLE is true in the config"
 
 
-def _costs(config: QuantConfig, profile: RuntimeProfile) -> list[str]:
-    """One line per key that the user wrote and that the runtime's profile would set otherwise."""
-    found = []
-    for setting, cost in profile.costs.items():
+def _note_costs(plan: Plan, config: QuantConfig, profile: RuntimeProfile) -> None:
+    """A line for each key that the user wrote and the profile would set otherwise (adds: only where it matters)."""
+    for setting in profile.costs:
         key, _, value = setting.partition("=")
-        current: object = config
-        for part in key.split("."):
-            current = getattr(current, part)
-        if config.is_set(key) and str(current) == value:
-            found.append(f"{key}={value} is obeyed, against the {profile.name} profile: {cost}")
-    return found
+        if key != "A.QADD.ENABLE_QUANT" and config.is_set(key) and str(_value_at(config, key)) == value:
+            _note_cost(plan, profile, setting)
+
+
+def _note_cost(plan: Plan, profile: RuntimeProfile, setting: str) -> None:
+    cost = f"{setting} is obeyed, against the {profile.name} profile: {profile.costs[setting]}"
+    if cost not in plan.warnings:
+        plan.warnings.append(cost)
+
+
+def _value_at(config: QuantConfig, key: str) -> object:
+    value: object = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value

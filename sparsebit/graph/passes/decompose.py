@@ -1,28 +1,42 @@
-"""`nn.MultiheadAttention` -> projections, products and softmax as ops of their own, so that each can be seen and changed."""
+"""`nn.MultiheadAttention` -> projections, products and softmax as ops of their own, each seen by itself."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from sparsebit.graph.example import UNKNOWN, value_of
+
 
 def decompose(model: nn.Module) -> nn.Module:
-    """Replace every decomposable attention below `model`, in place; shared modules stay shared."""
-    done: dict[int, nn.Module] = {}
+    """`model` with every decomposable attention replaced, in place; shared modules stay shared."""
+    held = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    plain = {
+        module: PlainMultiheadAttention(module)
+        for module in model.modules()
+        if isinstance(module, nn.MultiheadAttention) and _is_decomposable(module, held)
+    }
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
-            if type(child) is nn.MultiheadAttention and child.bias_k is None and not child.add_zero_attn:
-                done.setdefault(id(child), PlainMultiheadAttention(child))
-                parent._modules[name] = done[id(child)]
-    return model
+            if child in plain:
+                parent._modules[name] = plain[child]
+    return plain.get(model, model)  # type: ignore[call-overload, no-any-return]
+
+
+def _is_decomposable(module: nn.MultiheadAttention, held: Counter[int]) -> bool:
+    is_plain = type(module) is nn.MultiheadAttention and module.bias_k is None and not module.add_zero_attn
+    is_watched = module._forward_hooks or module._forward_pre_hooks
+    # Weights that another layer holds too must stay one tensor.
+    return is_plain and not is_watched and all(held[id(parameter)] == 1 for parameter in module.parameters())
 
 
 class PlainMultiheadAttention(nn.Module):
-    """The same function as `nn.MultiheadAttention` (batched, or unbatched outside of a trace), written out.
+    """The same function as `nn.MultiheadAttention`, written out.
 
     attention = softmax(q·k^T/sqrt(d) + mask)·v per head; inputs (L, N, E), or (N, L, E) with batch_first.
     """
@@ -36,13 +50,12 @@ class PlainMultiheadAttention(nn.Module):
         super().__init__()
         self.embed_dim, self.num_heads, self.head_dim = original.embed_dim, original.num_heads, original.head_dim
         self.batch_first, self.dropout = original.batch_first, original.dropout
+        weights: tuple[Tensor, ...] = (original.q_proj_weight, original.k_proj_weight, original.v_proj_weight)
         if original._qkv_same_embed_dim:
-            weights = list(original.in_proj_weight.detach().chunk(3))
-        else:
-            weights = [original.q_proj_weight.detach(), original.k_proj_weight.detach(), original.v_proj_weight.detach()]
-        biases = original.in_proj_bias.detach().chunk(3) if original.in_proj_bias is not None else (None,) * 3
+            weights = original.in_proj_weight.chunk(3)
+        biases = original.in_proj_bias.chunk(3) if original.in_proj_bias is not None else (None,) * 3
         self.q_proj, self.k_proj, self.v_proj = (_linear(w, b) for w, b in zip(weights, biases, strict=True))
-        self.out_proj = _linear(original.out_proj.weight.detach(), original.out_proj.bias)
+        self.out_proj = _linear(original.out_proj.weight, original.out_proj.bias)
         self.train(original.training)
 
     def forward(
@@ -56,7 +69,10 @@ class PlainMultiheadAttention(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        unbatched = not isinstance(query, fx.Proxy) and query.dim() == 2
+        if is_causal and attn_mask is None:
+            raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # as the original
+        unbatched = _rank(query, 3) == 2
+        per_head = attn_mask is not None and _rank(attn_mask, 2) == 3
         if unbatched:
             axis = 0 if self.batch_first else 1
             query, key, value = query.unsqueeze(axis), key.unsqueeze(axis), value.unsqueeze(axis)
@@ -70,7 +86,6 @@ class PlainMultiheadAttention(nn.Module):
         scores = torch.matmul(q, k.transpose(-2, -1))
         if attn_mask is not None:
             mask = _additive(attn_mask, scores)
-            per_head = not isinstance(attn_mask, fx.Proxy) and attn_mask.dim() == 3
             scores = scores + (mask.reshape(batch, self.num_heads, queries, keys) if per_head else mask)
         if key_padding_mask is not None:
             scores = scores + _additive(key_padding_mask, scores).reshape(batch, 1, 1, keys)
@@ -90,6 +105,14 @@ class PlainMultiheadAttention(nn.Module):
         return x.reshape(batch, length, self.num_heads, self.head_dim).transpose(1, 2)
 
 
+def _rank(x: Tensor, usual: int) -> int:
+    """The number of dimensions; in a trace without an example the usual one, guarded."""
+    if isinstance(x, fx.Proxy) and value_of(x.node) is UNKNOWN:
+        x.tracer.add_guard(x.dim().node, usual)
+        return usual
+    return int(x.dim())
+
+
 def _additive(mask: Tensor, scores: Tensor) -> Tensor:
     """A boolean mask (True = hidden) as numbers to add; a float mask as it is."""
     if mask.dtype == torch.bool:
@@ -99,6 +122,7 @@ def _additive(mask: Tensor, scores: Tensor) -> Tensor:
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    linear.weight = nn.Parameter(weight.clone())
-    linear.bias = nn.Parameter(bias.detach().clone()) if bias is not None else None  # type: ignore[assignment]
+    linear.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)
     return linear

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from sparsebit.errors import CaptureError
+from sparsebit.graph.example import value_of
+from sparsebit.graph.graph_module import CapturedGraph
 from sparsebit.graph.patterns import Match, MatchingNode, module_of
 from sparsebit.graph.rewrite import ReplacePatternBase
+from sparsebit.graph.values import python_values
+
+# Exact classes: a subclass may compute anything. The dimensions must agree, else the norm scales another axis.
+_NORMS: dict[type, tuple[type[nn.Module], ...]] = {
+    nn.Linear: (nn.BatchNorm1d,),
+    nn.modules.linear.NonDynamicallyQuantizableLinear: (nn.BatchNorm1d,),
+    nn.Conv1d: (nn.BatchNorm1d, nn.SyncBatchNorm),
+    nn.Conv2d: (nn.BatchNorm2d, nn.SyncBatchNorm),
+    nn.Conv3d: (nn.BatchNorm3d, nn.SyncBatchNorm),
+    nn.ConvTranspose1d: (nn.BatchNorm1d, nn.SyncBatchNorm),
+    nn.ConvTranspose2d: (nn.BatchNorm2d, nn.SyncBatchNorm),
+    nn.ConvTranspose3d: (nn.BatchNorm3d, nn.SyncBatchNorm),
+}
 
 
 def folded_parameters(layer: nn.Module, norm: _BatchNorm) -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,22 +46,30 @@ def folded_parameters(layer: nn.Module, norm: _BatchNorm) -> tuple[torch.Tensor,
 
 
 def fold_into(layer: nn.Module, norm: _BatchNorm) -> None:
-    """Give `layer` the folded weight and bias, in place."""
+    """Give `layer` the folded weight and bias, in place; `norm` becomes an identity, for code that still calls it."""
     weight, bias = folded_parameters(layer, norm)
     requires_grad = bool(layer.weight.requires_grad)
     layer.weight = nn.Parameter(weight.detach(), requires_grad=requires_grad)
     layer.bias = nn.Parameter(bias.detach(), requires_grad=requires_grad)
+    with torch.no_grad():
+        neutral = {"running_mean": 0.0, "running_var": 1.0 - norm.eps, "weight": 1.0, "bias": 0.0}
+        for name, value in neutral.items():
+            if getattr(norm, name) is not None:
+                getattr(norm, name).fill_(value)
 
 
 def can_fold(layer: nn.Module | None, norm: nn.Module | None) -> bool:
-    if not isinstance(layer, (_ConvNd, nn.Linear)) or not isinstance(norm, _BatchNorm) or norm.running_mean is None:
+    """Whether `norm` after `layer` scales the layer's output channels, by numbers that are known."""
+    if type(norm) not in _NORMS.get(type(layer), ()) or not isinstance(norm, _BatchNorm) or norm.running_mean is None:
         return False
-    channels = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
-    return channels == norm.num_features
+    # A weight that is computed at every call (weight norm, pruning) would undo the folding.
+    if not isinstance(layer, (_ConvNd, nn.Linear)) or layer._parameters.get("weight") is None:
+        return False
+    return (layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels) == norm.num_features
 
 
 class FoldBatchNorm(ReplacePatternBase):
-    """Folds wherever the layer feeds the norm alone, is called once, and shares its weight with nobody."""
+    """Folds wherever the layer feeds the norm alone, both are called once, and they share their weights with nobody."""
 
     nodes = (
         MatchingNode("layer", types=(_ConvNd, nn.Linear)),
@@ -52,12 +78,17 @@ class FoldBatchNorm(ReplacePatternBase):
 
     def replace(self, match: Match, graph_module: fx.GraphModule) -> dict[str, fx.Node]:
         layer, norm = module_of(match["layer"], graph_module), module_of(match["norm"], graph_module)
-        calls = [n for n in graph_module.graph.nodes if n.op == "call_module" and n.target == match["layer"].target]
-        if not can_fold(layer, norm) or len(match["layer"].users) != 1 or len(calls) != 1:
+        if not can_fold(layer, norm) or not _feeds_alone(match["layer"], match["norm"]):
             return {}
         assert layer is not None and isinstance(norm, _BatchNorm)
-        if sum(parameter is layer.weight for module in graph_module.modules() for parameter in module._parameters.values()) > 1:
+        if any(_is_shared(match[name], graph_module) for name in match):
             return {}
+        if isinstance(layer, nn.Linear):
+            rank = _rank(match["layer"])
+            if rank not in (2, None):  # (N, C, L): the norm's channels are not the layer's
+                return {}
+            if rank is None:
+                layer.register_forward_pre_hook(_expect_matrix)
         fold_into(layer, norm)
         return {"norm": match["layer"]}
 
@@ -65,6 +96,39 @@ class FoldBatchNorm(ReplacePatternBase):
 def fold_batchnorm(graph_module: fx.GraphModule) -> int:
     """Fold every foldable batch norm in place; gives how many."""
     return FoldBatchNorm().apply(graph_module)
+
+
+def _feeds_alone(layer: fx.Node, norm: fx.Node) -> bool:
+    """Nobody else reads the layer's values (its shape, which the norm keeps, may be read)."""
+    others = layer.users.keys() - {norm}
+    return not others or others <= python_values(layer.graph)
+
+
+def _is_shared(node: fx.Node, root: fx.GraphModule) -> bool:
+    """Whether others than this call would be changed by a change of the module."""
+    module = module_of(node, root)
+    calls = [other for other in root.graph.find_nodes(op="call_module") if module_of(other, root) is module]
+    if len(calls) > 1 or node.target in root.meta.get("shared", ()):
+        return True
+    assert module is not None
+    if isinstance(root, CapturedGraph) and not any(part._parameters is module._parameters for part in root.source.modules()):
+        return True  # the source's own code would not see the folding
+    held = Counter(id(parameter) for part in root.modules() for parameter in part._parameters.values())
+    return any(held[id(parameter)] > 1 for parameter in module.parameters())
+
+
+def _rank(node: fx.Node) -> int | None:
+    example = value_of(node)
+    return example.dim() if isinstance(example, torch.Tensor) else None
+
+
+def _expect_matrix(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+    """A hook for a folded linear layer whose input was not known to be (N, C)."""
+    if args[0].dim() != 2:
+        raise CaptureError(
+            f"a linear layer folded with its batch norm for 2-D inputs got one of shape {tuple(args[0].shape)}; "
+            "capture the model with example_inputs of such a shape, or do not fold (SCHEDULE.FUSE_BN: false)"
+        )
 
 
 def _along_outputs(layer: nn.Module, factor: torch.Tensor) -> torch.Tensor:

@@ -2,69 +2,86 @@
 
 from __future__ import annotations
 
-import operator
+import inspect
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import fx, nn
+import torch.nn.functional as F
+from torch import fx
 
+from sparsebit.graph.aliasing import OPERATORS, Families, is_inplace_call, may_alias, overwritten
 from sparsebit.graph.patterns import module_of
-
-_OPERATORS = {
-    operator.iadd: operator.add,
-    operator.isub: operator.sub,
-    operator.imul: operator.mul,
-    operator.itruediv: operator.truediv,
-}
-# Writing through one of these reaches the tensor it was taken from, so such a write must stay a write.
-_VIEWS = {"view", "reshape", "transpose", "permute", "select", "narrow", "chunk", "split", "unbind", "squeeze", "unsqueeze", "expand", "flatten", "getitem", "t", "detach"}
+from sparsebit.graph.values import python_values
 
 
 def functionalize(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Rewrite in place: later readers of an overwritten value read the op's result; `inplace` flags are cleared."""
-    order = {node: index for index, node in enumerate(graph_module.graph.nodes)}
-    for node in list(graph_module.graph.nodes):
-        source = _overwritten(node, graph_module)
-        if source is None or _is_view(source):
+    """Rewrite in place: later readers of an overwritten value read the op's result; `inplace` flags are cleared.
+
+    A write stays a write where somebody may see it by another way: through a view, or in a buffer.
+    """
+    graph = graph_module.graph
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    python = python_values(graph)
+    families = Families()
+    plain: set[fx.Node] = set()
+    kept: set[Any] = set()
+    for node in list(graph.nodes):
+        source = overwritten(node, graph_module)
+        is_hidden = source is not None and not _is_seen(families.of(source), source, node, order)
+        if source is not None and (source in python or is_hidden) and _has_plain_form(node, graph_module):
+            if source not in python:  # `height += 1` makes a new number; who reads the old one keeps it
+                for reader in [user for user in source.users if order[user] > order[node]]:
+                    reader.replace_input_with(source, node)
+            plain.add(node)
             continue
-        for reader in [user for user in source.users if user is not node and order[user] > order[node]]:
-            reader.replace_input_with(source, node)
-        _clear(node, graph_module)
+        kept.update({node.target} if node.op == "call_module" else ())
+        for other in may_alias(node, graph_module):
+            families.join(node, other)
+    for node in plain:
+        if node.target not in kept:  # a module that must write in one of its calls writes in all
+            _clear(node, graph_module)
     graph_module.recompile()
     return graph_module
 
 
-def _overwritten(node: fx.Node, root: fx.GraphModule) -> fx.Node | None:
-    source = node.args[0] if node.args else node.kwargs.get("input")
-    if not isinstance(source, fx.Node):
-        return None
-    if node.op == "call_module" and getattr(module_of(node, root), "inplace", False) is True:
-        return source
-    if node.op == "call_function" and (node.target in _OPERATORS or node.kwargs.get("inplace") is True):
-        return source
-    if node.op == "call_method" and _is_inplace_name(str(node.target)):
-        return source
-    return None
+def _is_seen(family: set[fx.Node], source: fx.Node, node: fx.Node, order: dict[fx.Node, int]) -> bool:
+    """Whether a write by `node` into `source` shows in another value that is read later, or outlives the call."""
+    later = (user for other in family - {source} for user in other.users if order[user] > order[node])
+    return any(member.op == "get_attr" for member in family) or any(True for _ in later)
+
+
+def _has_plain_form(node: fx.Node, root: fx.GraphModule) -> bool:
+    if node.op == "call_module":
+        return getattr(module_of(node, root), "inplace", False) is True
+    if node.op == "call_method":
+        return callable(getattr(torch.Tensor, str(node.target).removesuffix("_"), None))
+    return node.target in OPERATORS or is_inplace_call(node) or _plain_function(node.target) is not None
 
 
 def _clear(node: fx.Node, root: fx.GraphModule) -> None:
+    """Make the op an out-of-place one."""
+    target: Any = node.target
     if node.op == "call_module":
         module = module_of(node, root)
-        assert isinstance(module, nn.Module)
+        assert module is not None
         module.inplace = False  # type: ignore[assignment]
     elif node.op == "call_method":
-        plain = str(node.target).removesuffix("_")
-        if hasattr(torch.Tensor, plain):
-            node.target = plain
-    elif node.target in _OPERATORS:
-        node.target = _OPERATORS[node.target]  # type: ignore[index]
-    else:
+        node.target = target.removesuffix("_")
+    elif target in OPERATORS:
+        node.target = OPERATORS[target]
+    elif "inplace" in node.kwargs:
         node.kwargs = {**node.kwargs, "inplace": False}
+    elif is_inplace_call(node):
+        node.update_arg(list(inspect.signature(target).parameters).index("inplace"), False)
+    else:
+        plain = _plain_function(target)
+        assert plain is not None
+        node.target = plain
 
 
-def _is_view(node: fx.Node) -> bool:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return node.op in ("call_function", "call_method") and str(name) in _VIEWS or node.op == "get_attr"
-
-
-def _is_inplace_name(name: str) -> bool:
-    return name.endswith("_") and not name.endswith("__")
+def _plain_function(target: Any) -> Callable[..., Any] | None:
+    """`torch.relu` for `torch.relu_`."""
+    name = str(getattr(target, "__name__", ""))
+    plain = name.removesuffix("_")
+    return getattr(torch, plain, None) or getattr(F, plain, None) if name != plain else None

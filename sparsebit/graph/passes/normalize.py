@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from sparsebit.graph.graph_module import share_registries
 from sparsebit.graph.rewrite import sweep
 
 _PARAMETERS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
@@ -16,10 +17,10 @@ _CLASSES: tuple[type[_BatchNorm], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.Bat
 
 
 def normalize(graph_module: fx.GraphModule, source: nn.Module) -> fx.GraphModule:
-    """Rewrite in place. `source` is the module that the graph was traced from: it tells which layer owns the statistics.
+    """Rewrite in place. `source`, the module that the graph was traced from, tells which layer owns the statistics.
 
-    Subclasses of BatchNorm (norm + activation in one layer) trace to `F.batch_norm` with the eval branch taken. The owner's
-    base class gives back both modes.
+    Subclasses of BatchNorm (norm + activation in one layer) trace to `F.batch_norm` with the eval branch taken. The
+    owner's base class gives back both modes.
     """
     for node in list(graph_module.graph.nodes):
         if node.op == "call_function" and node.target in (F.batch_norm, torch.batch_norm):
@@ -30,24 +31,40 @@ def normalize(graph_module: fx.GraphModule, source: nn.Module) -> fx.GraphModule
 
 def _to_module(node: fx.Node, graph_module: fx.GraphModule, source: nn.Module) -> None:
     given: dict[str, Any] = {**dict(zip(_PARAMETERS, node.args, strict=False)), **node.kwargs}
-    mean = given.get("running_mean")
-    if not isinstance(mean, fx.Node) or mean.op != "get_attr":
+    path = _owner_path(given)
+    if path is None or not isinstance(given["input"], fx.Node):
         return
-    path = str(mean.target).rpartition(".")[0]
-    try:
-        owner = source.get_submodule(path)
-    except AttributeError:
-        return
+    owner = source.get_submodule(path)
     base = next((kind for kind in _CLASSES if isinstance(owner, kind)), None)
-    if base is None or not isinstance(owner, _BatchNorm) or not isinstance(given["input"], fx.Node):
+    if base is None or not isinstance(owner, _BatchNorm) or given.get("eps", 1e-5) != owner.eps:
         return
-    module = base(owner.num_features, owner.eps, owner.momentum, owner.affine, owner.track_running_stats)
-    module._parameters.update({name: owner._parameters[name] for name in ("weight", "bias")})
-    module._buffers.update({name: owner._buffers[name] for name in ("running_mean", "running_var", "num_batches_tracked")})
-    module.train(owner.training)
+    if any((given.get(name) is None) != (getattr(owner, name) is None) for name in ("running_var", "weight", "bias")):
+        return
+    # Only a layer that asked for its mode behaves like its base class in both; a frozen norm has one mode.
+    if given.get("training", False) is not False or path not in graph_module.meta.get("eval_branches", ()):
+        return
     name = f"{path}.norm" if path else "norm"
-    graph_module.add_submodule(name, module)
+    if not any(called.target == name for called in graph_module.graph.find_nodes(op="call_module")):
+        module = base(owner.num_features, owner.eps, owner.momentum, owner.affine, owner.track_running_stats)
+        share_registries(module, owner)
+        module.train(owner.training)
+        graph_module.add_submodule(name, module)
     with graph_module.graph.inserting_before(node):
         new = graph_module.graph.call_module(name, (given["input"],))
+    new.meta = dict(node.meta)
     node.replace_all_uses_with(new)
     graph_module.graph.erase_node(node)
+
+
+def _owner_path(given: dict[str, Any]) -> str | None:
+    """The module whose own statistics, weight and bias are given, all of them as they are; else None."""
+    mean = given.get("running_mean")
+    if not isinstance(mean, fx.Node) or mean.op != "get_attr":
+        return None
+    path = str(mean.target).rpartition(".")[0]
+    for name in ("running_mean", "running_var", "weight", "bias"):
+        value = given.get(name)
+        expected = f"{path}.{name}" if path else name
+        if isinstance(value, fx.Node) and (value.op, value.target) != ("get_attr", expected):
+            return None
+    return path

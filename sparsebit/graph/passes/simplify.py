@@ -1,4 +1,4 @@
-"""Native graph -> the same function with fewer nodes: identities, asserts, shape access and unbind in their plain forms."""
+"""Native graph -> the same function with fewer nodes: no identities or asserts, plain shape access and unbind."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from sparsebit.graph.rewrite import sweep
 
 
 def simplify(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Rewrite in place: drop identities and asserts, `x.shape[i]` -> `x.size(i)`, `unbind()[i]` -> `select`, dead code."""
+    """Rewrite in place: no identities, asserts or dead code; `x.shape[i]` -> `x.size(i)`, `unbind()[i]` -> `select`."""
     for node in list(graph_module.graph.nodes):
-        if isinstance(module_of(node, graph_module), nn.Identity) and len(node.args) == 1:
-            source = node.args[0]
+        if _is_identity(node, graph_module):
+            (source,) = node.args
             assert isinstance(source, fx.Node)
             node.replace_all_uses_with(source)
             graph_module.graph.erase_node(node)
@@ -27,13 +27,19 @@ def simplify(graph_module: fx.GraphModule) -> fx.GraphModule:
     return graph_module
 
 
+def _is_identity(node: fx.Node, graph_module: fx.GraphModule) -> bool:
+    module = module_of(node, graph_module)
+    is_plain = type(module) is nn.Identity and not module._forward_hooks and not module._forward_pre_hooks
+    return is_plain and len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs
+
+
 def _simplify_getitem(node: fx.Node) -> None:
     source, index = node.args
     if not isinstance(source, fx.Node) or not isinstance(index, int) or isinstance(index, bool):
         return
-    if source.op == "call_function" and source.target is getattr and source.args[1] == "shape":
-        node.op, node.target, node.args = "call_method", "size", (source.args[0], index)
-    elif (source.op, source.target) == ("call_method", "size") and len(source.args) == 1 and not source.kwargs:
+    is_shape = source.op == "call_function" and source.target is getattr and source.args[1] == "shape"
+    is_size = (source.op, source.target) == ("call_method", "size") and len(source.args) == 1 and not source.kwargs
+    if is_shape or is_size:
         node.op, node.target, node.args = "call_method", "size", (source.args[0], index)
     elif source.target in ("unbind", torch.unbind):
         dim = source.kwargs.get("dim", source.args[1] if len(source.args) > 1 else 0)

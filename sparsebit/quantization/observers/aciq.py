@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsebit.numerics.spec import TensorSpec
-from sparsebit.quantization.observers.distortion import HistogramDistortion
+from sparsebit.quantization.observers.distortion import Distortion, distortion_of
 from sparsebit.quantization.observers.observer import Observer, Range, over_histograms, register_observer
 from sparsebit.quantization.observers.statistics import Histogram, Samples
 
@@ -23,12 +23,12 @@ from sparsebit.quantization.observers.statistics import Histogram, Samples
 NUM_STEPS, NUM_ROUNDS = 32, 4
 
 
-def aciq_range(histogram: Histogram, spec: TensorSpec, distribution: str) -> Range:
+def aciq_range(histogram: Histogram, spec: TensorSpec, distribution: str, distortion: Distortion) -> Range:
     """The model's range where it serves the data better than no clipping, `(R,)` each.
 
     Two models propose: the whole distribution (about the mean; about zero for symmetric grids) and half of one about
     zero, as behind a ReLU. Real activations are often neither, and then a clip at 4 sigma errs up to 90 times more than
-    none (EfficientNet-Lite0). So the data choose between the two and `[low, high]` by their squared error.
+    none (EfficientNet-Lite0). So the data choose between the two and `[low, high]` by their `distortion`.
     """
     mean, about_mean, about_zero = moments(histogram, distribution)
     extremes = histogram.low.double(), histogram.high.double()
@@ -46,7 +46,7 @@ def aciq_range(histogram: Histogram, spec: TensorSpec, distribution: str) -> Ran
         half = -reach, reach
     lows = torch.stack([extremes[0], *(low.clamp(max=0).maximum(extremes[0]) for low, _ in (whole, half))], 1)
     highs = torch.stack([extremes[1], *(high.clamp(min=0).minimum(extremes[1]) for _, high in (whole, half))], 1)
-    choice = HistogramDistortion(histogram, spec)(lows, highs).argmin(1, keepdim=True)
+    choice = distortion(lows, highs).argmin(1, keepdim=True)
     return lows.gather(1, choice).squeeze(1), highs.gather(1, choice).squeeze(1)
 
 
@@ -132,4 +132,7 @@ class AciqObserver(Observer[Samples | Histogram]):
         return Samples() if self.target == "weight" else Histogram()
 
     def range_of(self, statistic: Samples | Histogram) -> Range:
-        return over_histograms(statistic, lambda h: aciq_range(h, self.spec, self.options.distribution))
+        spec, distribution = self.spec, self.options.distribution
+        return over_histograms(
+            statistic, lambda h, rows: aciq_range(h, spec, distribution, distortion_of(h, rows, spec))
+        )

@@ -9,13 +9,21 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sparsebit.numerics.qparams import qparams_from_range
-from sparsebit.numerics.spec import TensorSpec
+from sparsebit.numerics.spec import PerTensor, TensorSpec
 from sparsebit.quantization.observers.statistics import Histogram
 
 # Numbers in a temporary: a few MB stay in a core's cache.
 CELLS = 1 << 19
 # Up to here every level is looked up. Above, levels are as narrow as bins, and the error inside is step^2 / 12.
 MOST_BITS_BY_LEVEL = 8
+
+# Rows up to this long are quantized themselves, longer ones are judged by their histogram.
+LONGEST_SAMPLES = 1 << 16
+# Weights err together: where a layer's inputs have a mean, as behind a ReLU, it carries the sum of an output's errors
+# on, and least squares, which clip more of one sign than of the other, may lose to min-max by it. The inputs are not
+# known here. Their squared mean over their variance is 0.47 for a rectified Gaussian, and less over channels of unequal
+# means. From 0.02 to 0.5 the gain is about the same: 1 to 2 dB of a ResNet's, a MobileNet's, a ViT's output at 4 bits.
+MEAN_SHARE = 0.1
 
 
 class Distortion(Protocol):
@@ -106,6 +114,18 @@ class HistogramDistortion:
         """Index of the bin and way into it. Left of the bins all tables are 0; right of them the last entry goes on."""
         edge = at.long().clamp_(0, self.counts.shape[1] - 1)
         return edge, (at - edge).clamp_(min=0)
+
+
+def distortion_of_weights(rows: Tensor, spec: TensorSpec) -> SampleDistortion:
+    """Of weights and, by `MEAN_SHARE`, of their outputs; a row is one output's weights or a group of these."""
+    return SampleDistortion(rows, spec, 0.0 if isinstance(spec.granularity, PerTensor) else MEAN_SHARE)
+
+
+def distortion_of(histogram: Histogram, rows: Tensor | None, spec: TensorSpec) -> Distortion:
+    """By the values themselves where they are kept (`rows`, weights) and not too many, else by their histogram."""
+    if rows is None or rows.shape[1] > LONGEST_SAMPLES:
+        return HistogramDistortion(histogram, spec)
+    return distortion_of_weights(rows, spec)
 
 
 def slices(num_rows: int, cells_per_row: int) -> list[slice]:

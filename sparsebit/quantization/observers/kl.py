@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from sparsebit.numerics.qparams import qparams_from_range
 from sparsebit.numerics.spec import TensorSpec
-from sparsebit.quantization.observers.distortion import HistogramDistortion, slices
+from sparsebit.quantization.observers.distortion import Distortion, distortion_of, slices
 from sparsebit.quantization.observers.observer import Observer, Range, over_histograms, register_observer
 from sparsebit.quantization.observers.statistics import Histogram, Samples
 
@@ -29,13 +29,13 @@ NUM_THRESHOLDS, SMALLEST_FRACTION = 128, 0.02
 # Beyond, levels are narrower than bins and the divergence sees no difference: it is taken as if for so many bits.
 MOST_BITS = 8
 # With fewer values than this for each level, as in most rows of weights, a sample says nothing of a level's inside.
-FEWEST_PER_LEVEL = 4
+FEWEST_PER_LEVEL = 16
 
 
-def kl_range(histogram: Histogram, spec: TensorSpec) -> Range:
+def kl_range(histogram: Histogram, spec: TensorSpec, distortion: Distortion) -> Range:
     """The ends `[max(low, -T), min(high, T)]` with the threshold T of least divergence, `(R,)` each.
 
-    Rows of too few values are not clipped.
+    Eligible are thresholds with no more `distortion` than the whole range has. Rows of too few values are not clipped.
     """
     assert histogram.counts is not None
     seen_spec = spec.replace(bits=min(spec.bits, MOST_BITS))
@@ -46,7 +46,7 @@ def kl_range(histogram: Histogram, spec: TensorSpec) -> Range:
     fractions = SMALLEST_FRACTION ** torch.linspace(0, 1, NUM_THRESHOLDS, device=low.device, dtype=low.dtype)
     threshold = torch.maximum(-low, high) * fractions
     lows, highs = torch.maximum(low, -threshold), torch.minimum(high, threshold)
-    error = HistogramDistortion(histogram, spec)(lows, highs)
+    error = distortion(lows, highs)
     divergence = kl_divergence(histogram, seen_spec, lows, highs)
     choice = divergence.where(error <= error[:, :1], torch.inf).argmin(1, keepdim=True).where(is_enough, 0)
     return lows.gather(1, choice).squeeze(1), highs.gather(1, choice).squeeze(1)
@@ -99,4 +99,5 @@ class KlHistogramObserver(Observer[Samples | Histogram]):
         return Samples() if self.target == "weight" else Histogram()
 
     def range_of(self, statistic: Samples | Histogram) -> Range:
-        return over_histograms(statistic, lambda histogram: kl_range(histogram, self.spec))
+        spec = self.spec
+        return over_histograms(statistic, lambda h, rows: kl_range(h, spec, distortion_of(h, rows, spec)))

@@ -112,16 +112,19 @@ class Observer(Generic[S]):
         return f"{type(self).__name__}({self.spec}, {self.options}, target={self.target!r})"
 
 
-def over_histograms(statistic: Samples | Histogram, range_of: Callable[[Histogram], Range]) -> Range:
-    """`range_of` for observers that read histograms; samples are binned a few rows at a time, to bound the memory."""
+def over_histograms(statistic: Samples | Histogram, range_of: Callable[[Histogram, Tensor | None], Range]) -> Range:
+    """`range_of(histogram, rows)` for observers that read histograms; `rows` are the values, where they are kept.
+
+    Samples are binned a few hundred rows at a time, to bound the memory.
+    """
     if isinstance(statistic, Histogram):
-        return range_of(statistic)
+        return range_of(statistic, None)
     assert statistic.rows is not None
     ends = []
     for rows in statistic.rows.split(ROWS_AT_A_TIME):
         histogram = Histogram()
         histogram.update(rows)
-        ends.append(range_of(histogram))
+        ends.append(range_of(histogram, rows))
     return torch.cat([low for low, _ in ends]), torch.cat([high for _, high in ends])
 
 

@@ -15,8 +15,8 @@ def percentile_range(histogram: Histogram, alpha: float) -> Range:
     So one-sided rows keep zero as their end, and skewed rows lose as much of their short side as of their long one.
     """
     assert histogram.counts is not None
-    negative = histogram.counts.where(histogram.bins < 0, 0).sum(1)
-    total = histogram.counts.sum(1) + histogram.zeros
+    negative = histogram.counts.where(histogram.bins < 0, 0).sum(1).double()
+    total = (histogram.counts.sum(1) + histogram.zeros).double()
     low = value_at(histogram, alpha * negative).clamp(max=0).where(negative > 0, 0)
     high = value_at(histogram, total - alpha * (total - negative)).clamp(min=0)
     return low, high
@@ -29,7 +29,7 @@ def value_at(histogram: Histogram, rank: Tensor) -> Tensor:
     """
     assert histogram.counts is not None
     bins, counts, zeros = histogram.bins, histogram.counts.double(), histogram.zeros.double()[:, None]
-    rank = rank.double()[:, None]
+    rank = rank[:, None].double()
     negative = counts.where(bins < 0, 0).sum(1, keepdim=True)
     # The same rank among the non-zero values: up to `negative` as it is, then without the zeros.
     rank_of_others = torch.where(rank > negative, (rank - zeros).maximum(negative), rank)
@@ -71,4 +71,4 @@ class PercentileObserver(Observer[Samples | Histogram]):
         return Samples() if self.target == "weight" else Histogram()
 
     def range_of(self, statistic: Samples | Histogram) -> Range:
-        return over_histograms(statistic, lambda histogram: percentile_range(histogram, self.options.alpha))
+        return over_histograms(statistic, lambda histogram, _: percentile_range(histogram, self.options.alpha))

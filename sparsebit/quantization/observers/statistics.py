@@ -16,7 +16,7 @@ from sparsebit.errors import CalibrationError
 
 State = dict[str, Tensor]
 
-# Bins of a histogram. At least half of them are always in use, so 8-bit cells span 8 bins or more of a lone row.
+# Bins of a histogram. At least half of them are always in use, so an 8-bit level spans 8 bins or more of a lone row.
 BINS_OF_LONE_ROW, BINS_OF_MANY_ROWS = 4096, 1024
 # 2^-exponent must stay a finite float32; data below 2^-120 shares the bin of zero, which harms nobody.
 SMALLEST_EXPONENT = -120

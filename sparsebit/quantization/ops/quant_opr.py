@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils.parametrize import is_parametrized
 
-from sparsebit.quantization.ops.table import OpRow, input_argument, weight_argument
+from sparsebit.quantization.ops.rows import OpKind, OpRow
+from sparsebit.quantization.ops.table import input_argument, weight_argument
 from sparsebit.quantization.quantizers.base import Quantizer
 
 
 class QuantOpr(nn.Module):
-    """`op` (a module, a function or a method's name) run on its quantized input and, where it has one, its quantized weight.
+    """`op` (a module, a function or a method's name) on its quantized input and, if it has one, its quantized weight.
 
     Attributes that it lacks itself (`weight`, `bias`, `stride`…) are its op's. Subclass to register an op of your own
     (`register_qmodule`).
     """
+
+    KIND: ClassVar[OpKind] = OpKind.UNARY
 
     def __init__(
         self,
@@ -113,12 +116,14 @@ class MultipleInputsQuantOpr(QuantOpr):
     The graph keeps such ops as they are; this class is the base for those that users register.
     """
 
+    KIND: ClassVar[OpKind] = OpKind.MULTI
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.compute(*args, **kwargs)
 
 
 class QIdentity(nn.Module):
-    """A quantizer alone: in front of an input of a multi-input op, behind an output, or where several ops read a tensor."""
+    """A quantizer alone: in front of an input of a multi-input op, behind an output, or where several ops read."""
 
     def __init__(self, input_quantizer: Quantizer) -> None:
         super().__init__()
@@ -144,8 +149,9 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _unparametrized(module: nn.Module) -> nn.Module:
-    """`module` with its own class again: `functional_call` would write a swapped weight back through the parametrization."""
-    plain = type(module).__bases__[0].__new__(type(module).__bases__[0])
+    """`module` with its own class again: `functional_call` would write the weight back through the parametrization."""
+    kind: type[nn.Module] = type(module).__bases__[0]
+    plain = kind.__new__(kind)
     plain.__dict__.update(module.__dict__)
     plain.__dict__["_modules"] = {n: child for n, child in module._modules.items() if n != "parametrizations"}
     plain.__dict__["_parameters"] = {**module._parameters, "weight": None}

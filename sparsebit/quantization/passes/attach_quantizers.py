@@ -18,8 +18,9 @@ from sparsebit.graph.rewrite import insert_module_after
 from sparsebit.numerics.spec import PerTensor, TensorSpec, num_rows
 from sparsebit.quantization.observers import ObserverOptions
 from sparsebit.quantization.ops.quant_opr import FunctionalWeightedQuantOpr, QIdentity, QuantOpr, WeightedQuantOpr
-from sparsebit.quantization.ops.table import OpKind, OpRow, row_of
-from sparsebit.quantization.plan import Plan, RegionPlan, feature_axis, layer_name, spec_of
+from sparsebit.quantization.ops.rows import OpKind, OpRow
+from sparsebit.quantization.ops.table import row_of
+from sparsebit.quantization.placement import Plan, RegionPlan, feature_axis, layer_name, spec_of
 from sparsebit.quantization.quantizers.base import Quantizer, Target, build_quantizer
 
 
@@ -31,7 +32,9 @@ def attach_quantizers(captured: Captured, plan: Plan, backend: str) -> None:
     for path, loose in captured.loose.items():
         planned = plan.loose.get(path)
         if planned is not None:
-            loose.parent._modules[loose.name] = maker.wrap(loose.module, planned.row, path, planned.input, planned.weight)
+            loose.parent._modules[loose.name] = maker.wrap(
+                loose.module, planned.row, path, planned.input, planned.weight
+            )
 
 
 @dataclass
@@ -46,10 +49,12 @@ class _Group:
 
 class _RegionAttacher:
     def __init__(self, path: str, region: Region, plan: RegionPlan, maker: _Maker) -> None:
-        self.path, self.region, self.plan, self.maker = path, region, plan, maker
+        self.path, self.plan, self.maker = path, plan, maker
         self.root = region.graph_module
         self.calls = Counter(node.target for node in self.root.graph.nodes if node.op == "call_module")
         self.rows = {node: row for node in self.root.graph.nodes if (row := row_of(node, self.root)) is not None}
+        self.quantized_outputs: dict[fx.Node, fx.Node] = {}
+        self.homes = _homes(self.root, region.source)
 
     def attach(self) -> None:
         inside: dict[fx.Node, ActivationConfig] = {}
@@ -58,12 +63,14 @@ class _RegionAttacher:
                 inside[group.consumers[0]] = group.config
             else:
                 self._stand_alone(group)
-        for node in [*dict.fromkeys([*inside, *self.plan.weights])]:
+        taught = [node for node in self.plan.inputs if self.rows[node].implementation is not None]
+        for node in dict.fromkeys([*inside, *self.plan.weights, *taught]):
             self._wrap(node, self.rows[node], inside.get(node), self.plan.weights.get(node))
         self.root.graph.lint()
         self.root.recompile()
 
     def _groups(self) -> list[_Group]:
+        """Outputs first: who wants such a tensor in another format reads it quantized, as it would in the runtime."""
         groups: dict[tuple[fx.Node, TensorSpec, ActivationConfig], _Group] = {}
 
         def group_of(source: fx.Node, config: ActivationConfig) -> _Group:
@@ -94,20 +101,24 @@ class _RegionAttacher:
             site = f"{layer_name(self.path, consumer)}.input.{list(self.plan.inputs[consumer]).index(group.source)}"
         else:
             site = f"{source}.shared"
-        readers = list(group.source.users) if group.is_output else group.consumers
+        before = self.quantized_outputs.get(group.source, group.source)
+        readers = list(before.users) if group.is_output else group.consumers
         name = self._free_name(site.removeprefix(f"{self.path}.").replace(".", "_"))
-        identity = QIdentity(self.maker.feature(site, group.config))
-        node = insert_module_after(self.root, group.source, name, identity)
+        node = insert_module_after(self.root, before, name, QIdentity(self.maker.feature(site, group.config)))
         for reader in readers:
-            reader.replace_input_with(group.source, node)
+            reader.replace_input_with(before, node)
+        if group.is_output:
+            self.quantized_outputs[group.source] = node
 
-    def _wrap(self, node: fx.Node, row: OpRow, activation: ActivationConfig | None, weight: WeightConfig | None) -> None:
+    def _wrap(
+        self, node: fx.Node, row: OpRow, activation: ActivationConfig | None, weight: WeightConfig | None
+    ) -> None:
         name = layer_name(self.path, node)
         if node.op == "call_module":
-            target = str(node.target)
-            wrapped = self.maker.wrap(self.root.get_submodule(target), row, name, activation, weight)
-            for host in (self.root, self.region.source):
-                _replace(host, target, wrapped)
+            module = self.root.get_submodule(str(node.target))
+            wrapped = self.maker.wrap(module, row, name, activation, weight)
+            for parent, key in self.homes.pop(id(module), ()):
+                parent._modules[key] = wrapped
             return
         op: Any = node.target
         wrapped = self.maker.wrap(op, row, name, activation, weight)
@@ -130,12 +141,15 @@ class _Maker:
         self.wrapped: dict[int, tuple[Any, QuantOpr]] = {}
         self.names: Counter[str] = Counter()
 
-    def wrap(self, op: Any, row: OpRow, name: str, activation: ActivationConfig | None, weight: WeightConfig | None) -> QuantOpr:
+    def wrap(
+        self, op: Any, row: OpRow, name: str, activation: ActivationConfig | None, weight: WeightConfig | None
+    ) -> QuantOpr:
         if isinstance(op, QuantOpr):
             return op
         if isinstance(op, nn.Module) and id(op) in self.wrapped:
             return self.wrapped[id(op)][1]
-        input_quantizer = self.feature(f"{name}.input", activation) if activation is not None else _off(f"{name}.input", "feature")
+        site = f"{name}.input"
+        input_quantizer = self.feature(site, activation) if activation is not None else _off(site, "feature")
         weight_quantizer = self._weight(f"{name}.weight", op, row, weight) if row.kind is OpKind.WEIGHTED else None
         kind: type[Any] = row.implementation or QuantOpr
         if row.implementation is None and row.kind is OpKind.WEIGHTED:
@@ -153,10 +167,20 @@ class _Maker:
         if config is None:
             return _off(site, "weight")
         spec = spec_of(config, row.channel_axis)
-        weight = getattr(op, row.weight, None) if isinstance(op, nn.Module) and row.weight else None
-        return self._build(site, config, spec, "weight", num_rows(weight.shape, spec.granularity) if weight is not None else 1)
+        if not isinstance(op, nn.Module):  # `F.conv2d(x, w)`: w may be computed on the way, from anything
+            return self._build(site, config, spec, "weight", 1, observed_as="feature")
+        weight = getattr(op, row.weight or "weight")
+        return self._build(site, config, spec, "weight", num_rows(weight.shape, spec.granularity))
 
-    def _build(self, site: str, config: TensorConfig, spec: TensorSpec, target: Target, num_scales: int) -> Quantizer:
+    def _build(
+        self,
+        site: str,
+        config: TensorConfig,
+        spec: TensorSpec,
+        target: Target,
+        num_scales: int,
+        observed_as: Target | None = None,
+    ) -> Quantizer:
         self.names[site] += 1
         return build_quantizer(
             config.QUANTIZER.TYPE,
@@ -169,9 +193,14 @@ class _Maker:
             observer_options=ObserverOptions(
                 alpha=config.OBSERVER.PERCENTILE.ALPHA,
                 distribution=config.OBSERVER.ACIQ.DISTRIBUTION,
-                **({"ema_ratio": config.OBSERVER.MOVING_AVERAGE.EMA_RATIO} if isinstance(config, ActivationConfig) else {}),
+                **(
+                    {"ema_ratio": config.OBSERVER.MOVING_AVERAGE.EMA_RATIO}
+                    if isinstance(config, ActivationConfig)
+                    else {}
+                ),
             ),
             options=config.QUANTIZER.PACT if isinstance(config, ActivationConfig) else None,
+            observed_as=observed_as,
         )
 
 
@@ -183,14 +212,16 @@ def _off(site: str, target: Target) -> Quantizer:
 
 def _sharing_key(config: ActivationConfig) -> ActivationConfig:
     """The config without what does not touch numbers, so that an add and a conv with the same format share."""
-    return ActivationConfig.model_validate({key: value for key, value in config.to_dict(defaults=True).items() if key != "QADD"})
+    return ActivationConfig.model_validate(
+        {key: value for key, value in config.to_dict(defaults=True).items() if key != "QADD"}
+    )
 
 
-def _replace(host: nn.Module, target: str, module: nn.Module) -> None:
-    parent_path, _, name = target.rpartition(".")
-    try:
-        parent = host.get_submodule(parent_path)
-    except AttributeError:
-        return
-    if name in parent._modules:
-        parent._modules[name] = module
+def _homes(*hosts: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Per module (by id), every place in the hosts where it is registered."""
+    homes: dict[int, list[tuple[nn.Module, str]]] = {}
+    for parent in {id(module): module for host in hosts for module in host.modules()}.values():
+        for key, child in parent._modules.items():
+            if child is not None:
+                homes.setdefault(id(child), []).append((parent, key))
+    return homes

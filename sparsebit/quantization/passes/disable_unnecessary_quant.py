@@ -7,21 +7,23 @@ from __future__ import annotations
 
 from torch import fx
 
-from sparsebit.quantization.ops.table import OpRow
+from sparsebit.quantization.ops.rows import OpRow
 
 _HEADS = frozenset({"conv", "conv_transpose", "linear"})
 _RELUS = frozenset({"relu", "relu6", "hardtanh"})
 
 
-def absorbed_by(graph: fx.Graph, rows: dict[fx.Node, OpRow], activations: frozenset[str] | None) -> dict[fx.Node, fx.Node]:
-    """Per absorbed node, the node in front of it in the chain. `activations`: names that a runtime absorbs; None: every activation."""
+def absorbed_by(
+    graph: fx.Graph, rows: dict[fx.Node, OpRow], activations: frozenset[str] | None
+) -> dict[fx.Node, fx.Node]:
+    """Per absorbed node, the one in front of it in the chain. `activations`: what a runtime absorbs; None: all."""
     absorbed: dict[fx.Node, fx.Node] = {}
     heads: dict[fx.Node, str] = {}
     for node in graph.nodes:
         row = rows.get(node)
         if row is None:
             continue
-        source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+        source = next(iter(node.all_input_nodes), None)
         if source in heads and len(source.users) == 1 and _joins(row, heads[source], rows[source], activations):
             absorbed[node] = source
             heads[node] = heads[source]

@@ -1,5 +1,7 @@
 """Quantizers: fake-quant of one tensor, each with its own way to learn. Importing this registers the built-in names."""
 
+from __future__ import annotations
+
 from sparsebit.quantization.quantizers import dorefa, lsq, pact, uniform
 from sparsebit.quantization.quantizers.base import Quantizer, build_quantizer, register_quantizer
 

@@ -50,8 +50,9 @@ class Quantizer(nn.Module):
         options: Any = None,
         observed_as: Target | None = None,
     ) -> None:
-        """`observed_as`: how the observer sees the tensor, where that differs from what it is: a weight that is computed on
-        the way is observed like a feature, over many forwards."""
+        """`observed_as`: how the observer sees the tensor, where that is not its target: a weight that is computed on
+        the way is observed like a feature, over many forwards.
+        """
         super().__init__()
         self.spec, self.target, self.name, self.backend = spec, target, name, backend
         self.observer_name, self.observer_options = observer, observer_options or ObserverOptions()
@@ -160,6 +161,13 @@ class Quantizer(nn.Module):
                 if name in self._buffers or name in self._parameters:
                     getattr(self, name).fill_(value)
 
+    def revive(self) -> None:
+        """Another chance for a quantizer that went off because calibration never reached it."""
+        if self.was_unseen:
+            self.fake_fused = self.was_unseen = False
+            self.fused.fill_(False)
+            self.requires_grad_(True)
+
     def set_backend(self, backend: str) -> None:
         """Move to another backend; numbers that it cannot run are refused."""
         check_backend(self.spec, self.zero_point.detach(), backend, self.name)
@@ -167,6 +175,8 @@ class Quantizer(nn.Module):
 
     def set_bit(self, bits: int) -> None:
         """Another bit-width over the same range of values; one that the backend cannot run is refused."""
+        if bits == self.spec.bits:
+            return
         spec = self.spec.replace(bits=bits)
         check_backend(spec, torch.zeros(()), self.backend, self.name)
         low, high = self.dequantized_range()
@@ -200,6 +210,17 @@ class Quantizer(nn.Module):
         if bool(self.fused) and not self.fake_fused:
             self.set_fake_fused()
             self.was_unseen = True  # it was planned, and went off in calibration
+
+    def describe(self) -> dict[str, Any]:
+        """The number format and where it came from, for JSON."""
+        return {
+            "quantizer": self.TYPE,
+            "bits": self.spec.bits,
+            "symmetric": self.spec.symmetric,
+            "granularity": repr(self.spec.granularity),
+            "observer": self.observer_name,
+            "calibrated": self.is_calibrated,
+        }
 
     def summary(self) -> str:
         """`uint8 scale=0.021 zero_point=12` and the like, for reprs and tables."""

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from sparsebit.numerics.spec import PerChannel, TensorSpec
 from sparsebit.quantization.observers import ObserverOptions, build_observer
-from sparsebit.quantization.observers.aciq import aciq_range, best_step, moments
+from sparsebit.quantization.observers.aciq import aciq_range as aciq_range_by
+from sparsebit.quantization.observers.aciq import best_step, moments
 from sparsebit.quantization.observers.distortion import HistogramDistortion
 from sparsebit.quantization.observers.mse import mse_range
 from sparsebit.quantization.observers.statistics import Histogram
@@ -16,6 +17,10 @@ def histogram_of(x: Tensor) -> Histogram:
     histogram = Histogram()
     histogram.update(x if x.ndim == 2 else x.view(1, -1))
     return histogram
+
+
+def aciq_range(histogram: Histogram, spec: TensorSpec, distribution: str) -> tuple[Tensor, Tensor]:
+    return aciq_range_by(histogram, spec, distribution, HistogramDistortion(histogram, spec))
 
 
 # J. Max, "Quantizing for minimum distortion" (1960), table II: best uniform step for a unit Gaussian.

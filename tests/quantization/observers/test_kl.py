@@ -7,7 +7,8 @@ from torch import Tensor
 from sparsebit.numerics.spec import PerChannel, TensorSpec
 from sparsebit.quantization.observers import build_observer
 from sparsebit.quantization.observers.distortion import HistogramDistortion
-from sparsebit.quantization.observers.kl import kl_divergence, kl_range
+from sparsebit.quantization.observers.kl import kl_divergence
+from sparsebit.quantization.observers.kl import kl_range as kl_range_by
 from sparsebit.quantization.observers.statistics import Histogram
 
 
@@ -15,6 +16,10 @@ def histogram_of(x: Tensor) -> Histogram:
     histogram = Histogram()
     histogram.update(x if x.ndim == 2 else x.view(1, -1))
     return histogram
+
+
+def kl_range(histogram: Histogram, spec: TensorSpec) -> tuple[Tensor, Tensor]:
+    return kl_range_by(histogram, spec, HistogramDistortion(histogram, spec))
 
 
 def classic(counts: Tensor, num_bins: int, num_levels: int) -> float:

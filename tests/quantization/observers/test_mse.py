@@ -8,8 +8,8 @@ from sparsebit.numerics.qparams import qparams_from_range
 from sparsebit.numerics.reference import fake_quantize
 from sparsebit.numerics.spec import PerChannel, PerGroup, TensorSpec
 from sparsebit.quantization.observers import build_observer
-from sparsebit.quantization.observers.distortion import SampleDistortion
-from sparsebit.quantization.observers.mse import MEAN_SHARE, mse_range
+from sparsebit.quantization.observers.distortion import MEAN_SHARE, SampleDistortion
+from sparsebit.quantization.observers.mse import mse_range
 from sparsebit.quantization.observers.statistics import extremes
 
 

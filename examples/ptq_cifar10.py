@@ -1,0 +1,76 @@
+"""CIFAR-10, step by step: the verbs of `QuantModel` on ResNet-20, MobileNetV2 or a small ViT.
+
+    python examples/ptq_cifar10.py --model mobilenetv2
+    python examples/ptq_cifar10.py --config examples/configs/resnet20_w4a8.yaml
+
+`sparsebit.quantize` does the same in one call; the verbs are for those who want a say in between.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from common import CONFIGS, arguments, existing, finish
+from torch import Tensor, nn
+
+from sparsebit.quantization import QuantModel, parse_qconfig
+
+NUM_CALIBRATION = 256
+Normalisation = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation per color
+
+
+def load_model(folder: Path, name: str) -> tuple[nn.Module, Normalisation]:
+    """The float model, and how its inputs are normalised."""
+    sys.path.insert(0, str(existing(folder / "models")))
+    import cifar_models  # the architectures stand beside their weights
+
+    imagenet = cifar_models.RESNET20_MEAN, cifar_models.RESNET20_STD
+    return cifar_models.load(name), imagenet if name == "resnet20" else (cifar_models.MEAN, cifar_models.STD)
+
+
+def load_images(file: Path, normalisation: Normalisation, limit: int | None) -> tuple[Tensor, Tensor]:
+    archive = np.load(existing(file))
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in normalisation)
+    images = torch.from_numpy(archive["images"][:limit]).permute(0, 3, 1, 2).float() / 255
+    return (images - mean) / std, torch.from_numpy(archive["labels"][:limit].astype(np.int64))
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, images: Tensor, labels: Tensor, device: str) -> float:
+    predicted = torch.cat([model(batch.to(device)).argmax(1).cpu() for batch in images.split(250)])
+    return 100 * float((predicted == labels).float().mean())
+
+
+def main() -> None:
+    parser = arguments(__doc__, limit="the first N test images", config=str(CONFIGS / "cifar10_w8a8.yaml"))
+    parser.add_argument("--model", choices=("resnet20", "mobilenetv2", "vit"), default="resnet20")
+    options = parser.parse_args()
+    folder = options.data / "cifar10"
+    model, normalisation = load_model(folder, options.model)
+    calibration, _ = load_images(folder / "train_10k.npz", normalisation, NUM_CALIBRATION)
+    images, labels = load_images(folder / "test_5k.npz", normalisation, options.limit)
+
+    config = parse_qconfig(options.config)
+    qmodel = QuantModel(model, config).to(config.DEVICE)
+    # Forwards between these two verbs gather statistics; nothing is quantized yet, and no activation is kept.
+    qmodel.prepare_calibration()
+    with torch.no_grad():
+        for batch in calibration.split(64):
+            qmodel(batch.to(config.DEVICE))
+    qmodel.calc_qparams()
+    # The switches are independent: w_quant alone shows what the weights cost.
+    qmodel.set_quant(w_quant=True, a_quant=False)
+    weights_only = accuracy(qmodel, images, labels, config.DEVICE)
+    qmodel.set_quant(w_quant=True, a_quant=True)
+    both = accuracy(qmodel, images, labels, config.DEVICE)
+
+    original = accuracy(model.to(config.DEVICE), images, labels, config.DEVICE)
+    scores = {"top-1 %": (original, both), "top-1 %, weights alone": (original, weights_only)}
+    finish(qmodel, calibration[:64], scores, options.save)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""An ImageNet classifier by name, in one call: `sparsebit.quantize` with a `DataLoader` and the name of a backend.
+
+    python examples/ptq_imagenet.py --model resnet50 --pretrained --images path/to/val
+    python examples/ptq_imagenet.py --model torchvision/mobilenet_v2 --weights mobilenet_v2.pt --config tensorrt
+
+Names are timm's, or torchvision's behind `torchvision/`. `--pretrained` downloads weights. Without it and without
+`--weights` they are random: top-1 then means nothing, and the SQNR of the outputs still does.
+"""
+
+from __future__ import annotations
+
+from common import arguments, finish
+from images import LabelledImages, add_arguments, compare, load_classifier, split
+
+import sparsebit
+
+
+def main() -> None:
+    parser = arguments(__doc__, limit="N images", config="onnxruntime")
+    parser.add_argument("--model", default="resnet18", help="timm's name, or torchvision/NAME (%(default)s)")
+    add_arguments(parser)
+    options = parser.parse_args()
+
+    model, transform = load_classifier(options.model, pretrained=options.pretrained, weights=options.weights)
+    folder = options.images or options.data / "imagenet_samples" / "images"
+    calibration, test = split(LabelledImages(folder, transform), options.limit, options.batch_size)
+
+    # The loader gives (images, labels); the model takes one argument, so the labels are left aside.
+    # "onnxruntime" stands for 8 bits as that runtime wants them: see `PROFILES["onnxruntime"].recommended()`.
+    qmodel = sparsebit.quantize(model, calibration, options.config)
+
+    scores = compare(model, qmodel, test, qmodel.config.DEVICE)
+    batch, _ = next(iter(calibration))
+    finish(qmodel, batch, scores, options.save)
+
+
+if __name__ == "__main__":
+    main()

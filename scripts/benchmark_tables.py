@@ -1,0 +1,175 @@
+"""Writes the tables of docs/benchmarks.md out of benchmarks/results/*.jsonl: no figure is typed by hand.
+
+`python scripts/benchmark_tables.py` writes the page; with `--check` it writes nothing and fails where the page is out
+of step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from marked_sections import table, update
+
+ROOT = Path(__file__).resolve().parent.parent
+Record = dict[str, Any]
+
+# What a record is about: of several with the same, the last one counts.
+SUBJECT = ("benchmark", "what", "task", "model", "case", "backend", "observer", "bits", "config", "images")
+
+
+def read(folder: Path) -> list[Record]:
+    """The records of every file, in the order of first appearance, each with its newest figures."""
+    latest: dict[tuple[Any, ...], Record] = {}
+    for file in sorted(folder.glob("*.jsonl")):
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+                latest[tuple(record.get(key) for key in SUBJECT)] = record
+            except (json.JSONDecodeError, AttributeError) as error:
+                raise SystemExit(f"{file}:{number} is not a JSON object: {error}") from None
+    return list(latest.values())
+
+
+def accuracy(records: list[Record]) -> str:
+    head = ("model", "bits", "backend", "observer", "metric", "float", "quantized", "loss", "same answer", "SQNR")
+    rows = [
+        (
+            _config_name(record),
+            record["bits"],
+            record["backend"],
+            record["observer"],
+            record["metric"],
+            *(_score(record[key], record["metric"]) for key in ("float", "quantized", "loss")),
+            _number(record.get("agreement"), ".1f", " %"),
+            _number(record.get("sqnr_db"), ".1f", " dB"),
+        )
+        for record in records
+    ]
+    return table(head, rows, numeric=5)
+
+
+def calibration_time(records: list[Record]) -> str:
+    head = ("observer", "images", "wall time", "CPU time", "plain forwards")
+    rows = [
+        (
+            record["observer"],
+            str(record["images"]),
+            _number(record["ratio_wall"], ".2f", "x"),
+            _number(record["ratio_cpu"], ".2f", "x"),
+            _number(record["plain_seconds"], ".1f", " s"),
+        )
+        for record in records
+    ]
+    return table(head, rows, numeric=4)
+
+
+def calibration_memory(records: list[Record]) -> str:
+    head = ("observer", "64 images", "1,024 images", "growth")
+    rows = [
+        (
+            record["case"],
+            _number(record["mib_64"], ",.0f", " MiB"),
+            _number(record["mib_1024"], ",.0f", " MiB"),
+            _number(record["growth"], "+.1%"),
+        )
+        for record in records
+    ]
+    return table(head, rows, numeric=3)
+
+
+def calibration_search(records: list[Record]) -> str:
+    head = ("model", "images", "observer", "CPU time", "wall time")
+    rows = [
+        (
+            record["model"],
+            str(record["images"]),
+            record["observer"],
+            _number(record["cpu_seconds"], ".1f", " s"),
+            _number(record["seconds"], ".1f", " s"),
+        )
+        for record in records
+    ]
+    return table(head, rows, numeric=2)
+
+
+def zoo(records: list[Record]) -> str:
+    head = ("architecture", "captured", "weighted layers quantized", "SQNR", "untraced modules", "unknown ops")
+    total = f"{sum(record['ok'] for record in records)} of {len(records)} architectures are captured.\n\n"
+    return total + table(head, map(_architecture, records))
+
+
+SECTIONS: dict[str, tuple[Callable[[list[Record]], str], Record]] = {
+    "accuracy": (accuracy, {"benchmark": "accuracy"}),
+    "calibration time": (calibration_time, {"benchmark": "calibration", "what": "time"}),
+    "calibration memory": (calibration_memory, {"benchmark": "calibration", "what": "memory"}),
+    "calibration search": (calibration_search, {"benchmark": "calibration", "what": "search"}),
+    "zoo": (zoo, {"benchmark": "zoo"}),
+}
+
+
+def render(records: list[Record]) -> dict[str, str]:
+    """Every section of the page: a table and where it was measured, or that nothing was."""
+    sections = {}
+    for name, (write, wanted) in SECTIONS.items():
+        chosen = [record for record in records if wanted.items() <= record.items()]
+        sections[name] = f"{write(chosen)}\n\n{_provenance(chosen)}" if chosen else "*Not measured yet.*"
+    return sections
+
+
+def _architecture(record: Record) -> tuple[str, ...]:
+    if "error" in record:
+        return record["model"], f"**no**: {record['error'].splitlines()[0]}", "", "", "", ""
+    return (
+        record["model"],
+        "yes" if record["ok"] else f"**no**: float differs by {record['float_difference']:.1e}",
+        record["weighted_quantized"],
+        _number(record["sqnr_db"], ".1f", " dB"),
+        str(len(record["untraced"])),
+        ", ".join(f"`{op.removeprefix('unknown op ')}`" for op in record["unknown_ops"]),
+    )
+
+
+def _provenance(records: Iterable[Record]) -> str:
+    """When and on what the figures were measured; once where all are alike."""
+    found = {}
+    for record in records:
+        hardware = record["hardware"]
+        machine = hardware["gpu"] or f"{hardware['cpu']}, {hardware['cores']} cores"
+        found.setdefault((machine, hardware["torch"]), set()).add(record["date"])
+    lines = []
+    for (machine, torch), dates in found.items():
+        when = min(dates) if len(dates) == 1 else f"{min(dates)} to {max(dates)}"
+        lines.append(f"*Measured {when} on {machine}, torch {torch}.*")
+    return "\n".join(lines)
+
+
+def _config_name(record: Record) -> str:
+    return f"{record['task']} ({record['config']})" if record.get("config") else str(record["task"])
+
+
+def _score(value: float, metric: str) -> str:
+    return _number(value, ".2f" if metric == "top1" else ".4f")
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return "" if value is None else f"{value:{form}}{unit}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "benchmarks.md")
+    options = parser.parse_args()
+    return update(options.page, render(read(options.results)), check=options.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""Which values share memory, and which nodes write into it. In doubt: shared."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.nn.functional as F
+from torch import fx, nn
+
+from sparsebit.graph.patterns import module_of
+
+# What an in-place operator does, out of place.
+OPERATORS: dict[Any, Callable[..., Any]] = {
+    getattr(operator, f"i{name.rstrip('_')}"): getattr(operator, name)
+    for name in (
+        "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor", "lshift", "rshift"
+    )
+}  # fmt: skip
+_WRITING_DUNDERS = {"__setitem__", *(f"__{operation.__name__}__" for operation in OPERATORS)}
+# Ops whose result may be (a view of) their first input.
+_VIEWS = {
+    "adjoint", "alias", "alpha_dropout", "as_strided", "atleast_1d", "atleast_2d", "atleast_3d", "bfloat16",
+    "broadcast_to", "chunk", "contiguous", "cpu", "cuda", "data", "detach", "diagonal", "double", "dropout",
+    "dropout1d", "dropout2d", "dropout3d", "expand", "expand_as", "feature_alpha_dropout", "flatten", "float",
+    "getitem", "H", "half", "hsplit", "imag", "mH", "moveaxis", "movedim", "mT", "narrow", "permute", "pos",
+    "positive", "ravel", "real", "reshape", "reshape_as", "select", "split", "split_with_sizes", "squeeze",
+    "swapaxes", "swapdims", "T", "t", "tensor_split", "to", "transpose", "type", "type_as", "unbind",
+    "unflatten", "unfold", "unsqueeze", "values", "view", "view_as", "vsplit",
+}  # fmt: skip
+_PASSING = (nn.Identity, nn.Flatten, nn.Unflatten, nn.modules.dropout._DropoutNd)
+
+
+class Families:
+    """Nodes in families that may share memory; grows as nodes are added."""
+
+    def __init__(self) -> None:
+        self._family: dict[fx.Node, set[fx.Node]] = {}
+
+    def of(self, node: fx.Node) -> set[fx.Node]:
+        return self._family.get(node, {node})
+
+    def join(self, node: fx.Node, other: fx.Node) -> None:
+        merged = self.of(node) | self.of(other)
+        for member in merged:
+            self._family[member] = merged
+
+
+def may_alias(node: fx.Node, root: fx.GraphModule) -> Iterator[fx.Node]:
+    """The inputs whose memory the node's value may share."""
+    if node.op == "call_module":
+        module = module_of(node, root)
+        of_torch = type(module).__module__.startswith("torch.nn.")
+        if isinstance(module, _PASSING) or not of_torch or getattr(module, "inplace", False) is True:
+            yield from node.all_input_nodes
+    elif node.op in ("call_function", "call_method"):
+        name = node.args[1] if node.target is getattr else getattr(node.target, "__name__", node.target)
+        if name == "broadcast_tensors":
+            yield from node.all_input_nodes
+        elif name in _VIEWS or overwritten(node, root) is not None:
+            yield from node.all_input_nodes[:1]
+
+
+def overwritten(node: fx.Node, root: fx.GraphModule) -> fx.Node | None:
+    """The value that the node writes into, if any."""
+    if node.op not in ("call_module", "call_function", "call_method"):
+        return None
+    if isinstance(out := node.kwargs.get("out"), fx.Node):
+        return out
+    source = node.args[0] if node.args else node.kwargs.get("input")
+    return source if isinstance(source, fx.Node) and _writes(node, root) else None
+
+
+def _writes(node: fx.Node, root: fx.GraphModule) -> bool:
+    if node.op == "call_module":
+        module = module_of(node, root)
+        assert module is not None
+        return any(getattr(part, "inplace", False) is True for part in module.modules())
+    return writes_by_name(node.target) or (node.op == "call_function" and is_inplace_call(node))
+
+
+def writes_by_name(target: Any) -> bool:
+    """Whether a function or method of that name writes into its first argument: `x.add_`, `torch.relu_`, `x += y`."""
+    if getattr(target, "__module__", None) == "_operator":
+        return target is operator.setitem or target in OPERATORS
+    name = str(getattr(target, "__name__", target))
+    return name in _WRITING_DUNDERS or (name.endswith("_") and not name.endswith("__"))
+
+
+def is_inplace_call(node: fx.Node) -> bool:
+    """`F.relu(x, inplace=True)`, by position or by name."""
+    if node.kwargs.get("inplace") is True:
+        return True
+    if getattr(node.target, "__module__", None) != F.__name__ or not any(argument is True for argument in node.args):
+        return False
+    parameters = list(inspect.signature(node.target).parameters)  # type: ignore[arg-type]
+    return "inplace" in parameters and dict(zip(parameters, node.args, strict=False)).get("inplace") is True
+
+
+def written_later(graph_module: fx.GraphModule) -> set[fx.Node]:
+    """Nodes whose value, or what it is a view of, some node overwrites: to be kept as they are, not as copies."""
+    families, sources = Families(), []
+    for node in graph_module.graph.nodes:
+        for other in may_alias(node, graph_module):
+            families.join(node, other)
+        if (source := overwritten(node, graph_module)) is not None:
+            sources.append(source)
+    return {member for source in sources for member in families.of(source)}

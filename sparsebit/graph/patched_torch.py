@@ -1,0 +1,51 @@
+"""What torch does differently while a trace runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+# Tensor factories take sizes, not tensors, so torch.fx never sees them unless it is told.
+_FACTORIES = ("arange", "zeros", "ones", "full", "empty", "linspace", "eye", "tensor", "as_tensor")
+_RANDOM_FACTORIES = ("rand", "randn", "randint", "randperm")  # traced always: other numbers at every call
+
+
+@contextlib.contextmanager
+def unfused_attention() -> Iterator[None]:
+    """Inside, torch's encoder layers do not ask whether a fused kernel fits, which no trace can answer."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+@contextlib.contextmanager
+def traced_factories(tracer: Any) -> Iterator[None]:
+    """Inside, factories called with traced values, and random ones always, become nodes of the tracer's graph."""
+    saved = {name: getattr(torch, name) for name in (*_FACTORIES, *_RANDOM_FACTORIES)}
+
+    def wrap(factory: Callable[..., Any]) -> Callable[..., Any]:
+        is_random = factory.__name__ in _RANDOM_FACTORIES
+
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            has_proxy = any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves((args, kwargs)))
+            if has_proxy or (is_random and not tracer.is_evaluating):
+                return tracer.create_proxy("call_function", factory, args, kwargs)
+            return factory(*args, **kwargs)
+
+        return traced
+
+    try:
+        for name, factory in saved.items():
+            setattr(torch, name, wrap(factory))
+        yield
+    finally:
+        for name, factory in saved.items():
+            setattr(torch, name, factory)

@@ -1,0 +1,1 @@
+"""Methods that make a quantized model better, one a file."""

@@ -1,0 +1,189 @@
+"""`SimulatedModel`: a captured copy of a model with quantizers in it, which runs calls of any form."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from typing_extensions import Self
+
+from sparsebit.config.schema import QuantConfig
+from sparsebit.deploy.runtimes import PROFILES
+from sparsebit.errors import CaptureError
+from sparsebit.execution.batches import Call, as_call
+from sparsebit.graph.capture import VARYING, CallForm, Region, call_form, capture
+from sparsebit.graph.example import GuardError
+from sparsebit.graph.passes.fold_batchnorm import fold_batchnorm
+from sparsebit.graph.passes.functionalize import functionalize
+from sparsebit.graph.passes.normalize import normalize
+from sparsebit.graph.passes.simplify import simplify
+from sparsebit.graph.tracer import LeafPolicy
+from sparsebit.quantization.coverage import describe_coverage
+from sparsebit.quantization.ops.table import registered_module_types
+from sparsebit.quantization.passes.attach_quantizers import attach_quantizers
+from sparsebit.quantization.placement import Plan
+from sparsebit.quantization.plan import make_plan
+from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.records import Coverage
+
+log = logging.getLogger(__name__)
+
+
+class SimulatedModel(nn.Module):
+    """A copy of `model` with quantizers where the config and the backend want them; `model` itself is never changed.
+
+    Optional arguments of `forward` are taken as not given until a call or `example_inputs` shows otherwise.
+    `example_inputs`, one batch, also lets modules be captured that are called with optional arguments inside code that
+    cannot be traced.
+    """
+
+    model: nn.Module
+
+    def __init__(self, model: nn.Module, config: QuantConfig, *, example_inputs: Any = None) -> None:
+        super().__init__()
+        if not isinstance(model, nn.Module):
+            raise CaptureError(f"QuantModel wants an nn.Module, not {type(model).__name__}")
+        if not isinstance(config, QuantConfig):
+            raise CaptureError(f"QuantModel wants the config that parse_qconfig() gives, not {type(config).__name__}")
+        self._set_up(model, config, None if example_inputs is None else as_call(example_inputs, model))
+
+    # --- building
+
+    def _set_up(self, model: nn.Module, config: QuantConfig, example: Call | None) -> None:
+        self.config = config
+        # In a tuple: the original is kept for a capture anew if a call shows another form, and is not our module.
+        self._original = (model,)
+        self._build(example)
+
+    def _build(self, example: Call | None) -> None:
+        """Capture, plan, attach. Of an example on the meta device the shapes are known: zeros stand for the values."""
+        (model,) = self._original
+        device = next((p.device for p in model.parameters()), torch.device(self.config.DEVICE))
+        example = pytree.tree_map_only(
+            Tensor, lambda x: torch.zeros_like(x, device=device) if x.is_meta else x.to(device), example
+        )
+        policy = LeafPolicy(skip=self.config.SKIP_TRACE_MODULES, extra=registered_module_types())
+        captured = capture(model, policy, example=example)
+        for region in captured.regions.values():
+            _prepare(region, fold=self._folds_batchnorm())
+        plan = make_plan(captured, self.config)
+        attach_quantizers(captured, plan, self.config.BACKEND)
+        self._captured = captured
+        self._plan = dataclasses.replace(plan, regions={}, loose={})  # they have become modules
+        self._example: Call | None = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), example)
+        self._batchnorm_folded = self._ran_source = False
+        self.model = captured.model.graph_module if isinstance(captured.model, Region) else captured.model
+        self.to(self.config.DEVICE)
+        self._tell(plan)
+
+    def _folds_batchnorm(self) -> bool:
+        schedule = self.config.SCHEDULE
+        if schedule.BN_TUNING or self.config.is_set("SCHEDULE.FUSE_BN"):
+            return schedule.fuse_bn_now
+        return PROFILES[self.config.BACKEND].folds_batchnorm
+
+    def _tell(self, plan: Plan) -> None:
+        for message in (*map(str, self.config.unmatched_globs(plan.layers)), *plan.warnings):
+            warnings.warn(message, stacklevel=5)
+        log.info("captured: %s", str(self.coverage).splitlines()[0])
+
+    @property
+    def _root(self) -> Region | None:
+        """The graph of the whole model; None where the model itself could not be traced."""
+        return self._captured.regions.get("")
+
+    @property
+    def call_form(self) -> CallForm | None:
+        """How `forward` is called: constants by value, the other parameters as varying; None for an opaque model."""
+        if self._root is None:
+            return None
+        names = [node.target for node in self._root.graph_module.graph.nodes if node.op == "placeholder"]
+        return {**self._root.constants, **dict.fromkeys(map(str, names), VARYING)}
+
+    # --- running
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._root is None:
+            output = self.model(*args, **kwargs)
+            self._record((args, kwargs))
+            return output
+        inputs = self._root.bind(args, kwargs)
+        if inputs is None:
+            self._capture_again(args, kwargs)
+            return self(*args, **kwargs)
+        try:
+            output = self.model(**inputs)
+        except GuardError as error:
+            self._warn_of_source(error)
+            output, inputs = self._root.source(*args, **kwargs), None
+        self._record(inputs)
+        return output
+
+    def _record(self, call: Any) -> None:
+        """Told of every forward's inputs; None where the forward cannot be repeated from them."""
+
+    def _warn_of_source(self, error: GuardError) -> None:
+        if not self._ran_source:
+            self._ran_source = True
+            log.warning(
+                "%s, and this call differs: it runs the model's own code, where layers are quantized but functions and "
+                "operators are not; build the QuantModel with example_inputs like this call's",
+                error,
+            )
+
+    def _capture_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Capture anew for a call of another form than the captured one."""
+        assert self._root is not None
+        form, training = call_form(self._root.source, args, kwargs), self.training
+        log.info("captured again for a call that gives %s", shown(form))
+        self._build((args, kwargs))
+        self.train(training)
+        if self._root is not None and self._root.bind(args, kwargs) is None:
+            raise CaptureError(f"a call that gives {shown(form)} cannot be captured; see coverage")
+
+    # A call that the graph does not stand for runs the code it was traced from: that follows modes and devices too.
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        if self._root is not None:
+            self._root.source.train(mode)
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self._root is not None:
+            self._root.source._apply(fn, recurse)
+        return self
+
+    # --- looking inside
+
+    def quantizers(self) -> list[Quantizer]:
+        return [module for module in self.model.modules() if isinstance(module, Quantizer)]
+
+    @property
+    def coverage(self) -> Coverage:
+        """What is quantized, what is float and why."""
+        return describe_coverage(self.model, self._captured, self._plan)
+
+
+def _prepare(region: Region, fold: bool) -> None:
+    """The native passes, in order."""
+    functionalize(region.graph_module)
+    simplify(region.graph_module)
+    normalize(region.graph_module, region.source)
+    if fold:
+        fold_batchnorm(region.graph_module)
+    for node in region.graph_module.graph.nodes:
+        node.meta.pop("example", None)  # fake tensors, which nobody reads any more
+
+
+def shown(form: CallForm) -> str:
+    given = [name for name, value in form.items() if value == VARYING]
+    fixed = [f"{name}={value!r}" for name, value in form.items() if value != VARYING and value is not None]
+    return ", ".join([*given, *fixed]) or "nothing"

@@ -1,0 +1,67 @@
+"""The part that quantize and profile share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+
+from sparsebit.cli.calibrating import calibrated, formats, load_subject, planned, read_config
+from sparsebit.cli.data import DataOptions
+from sparsebit.cli.loading import LoadingError
+from sparsebit.errors import ConfigError
+from sparsebit.graph.capture import VARYING
+
+
+@pytest.mark.usefixtures("project")
+class TestCalibrated:
+    @pytest.mark.parametrize("asym", [False, True], ids=["plain", "asym"])
+    def test_quantized_and_counted(self, asym: bool) -> None:
+        subject = load_subject("own_project:Net", None, None, "own_project:batches", DataOptions(num_samples=10))
+        done = calibrated(subject, read_config("virtual", "cpu"), asym=asym)
+        assert done.num_samples == 12  # whole batches
+        assert done.qmodel.is_quantized("weight") and done.qmodel.is_quantized("feature")
+        assert subject.trial.sqnr_db(done.qmodel, "cpu") > 25
+
+    def test_weights_are_loaded(self, project: Path) -> None:
+        (project / "net.pt").write_bytes(b"")
+        with pytest.raises(LoadingError, match=r"net\.pt"):
+            load_subject("own_project:Net", None, project / "net.pt", "own_project:batches", DataOptions())
+
+    def test_plan_needs_no_data(self) -> None:
+        assert planned("own_project:Net", None, "tensorrt").coverage.num_weighted_quantized == 3
+
+    def test_plan_with_an_example(self) -> None:
+        # Called with `scale`, which the model cannot know of itself.
+        assert planned("own_project:Optional", None, "virtual", "own_project:calls").call_form == {
+            "x": VARYING,
+            "scale": VARYING,
+        }
+
+    def test_example_from_a_folder(self, project: Path) -> None:
+        with pytest.raises(typer.BadParameter, match="name a file or MODULE:FACTORY"):
+            planned("own_project:Net", None, "virtual", ".")
+
+
+class TestReadConfig:
+    def test_device_is_replaced(self) -> None:
+        assert read_config("onnxruntime", "cpu").DEVICE == "cpu"
+
+    def test_gpu_that_is_not_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(ConfigError, match=r"torch sees no GPU here.*--device cpu"):
+            read_config("virtual", "cuda:1")
+
+    @pytest.mark.parametrize(
+        ("weight", "activation", "text"),
+        [
+            ("{BIT: 4}", "{BIT: 8}", "W4 A8 on virtual"),
+            ("{BIT: 4}", "{DISABLE: true}", "W4 on virtual"),
+            ("{DISABLE: true}", "{DISABLE: true}", "nothing on virtual"),
+        ],
+    )
+    def test_formats(self, weight: str, activation: str, text: str) -> None:
+        config = f"BACKEND: virtual\nW: {{QUANTIZER: {weight}}}\nA: {{QUANTIZER: {activation}}}\n"
+        assert formats(read_config(config, "cpu")) == text

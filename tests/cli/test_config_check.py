@@ -1,0 +1,76 @@
+"""`sparsebit config check`: right or wrong, and what it does to a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from sparsebit.quantization import parse_qconfig
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Sparsebit
+
+RIGHT = "W: {QUANTIZER: {BIT: 4}}\nA: {QUANTIZER: {BIT: 8}}\n"
+
+
+@pytest.fixture
+def config(project: Path) -> Path:
+    return project / "config.yaml"
+
+
+def test_right(sparsebit: Sparsebit, config: Path) -> None:
+    config.write_text(RIGHT)
+    answer = sparsebit("config", "check", "config.yaml")
+    assert (answer.code, answer.out, answer.err) == (0, "", "config.yaml is right: W4 A8 on virtual\n")
+
+
+def test_wrong(sparsebit: Sparsebit, config: Path) -> None:
+    config.write_text("W: {QUANTIZER: {BITS: 4}}\nA: {QUANTIZER: {BIT: 8}}\n")
+    answer = sparsebit("config", "check", "config.yaml")
+    assert answer.code == 1 and answer.out == ""
+    assert "line 1: W.QUANTIZER.BITS=4: unknown key" in answer.err and "did you mean W.QUANTIZER.BIT?" in answer.err
+
+
+def test_rule_of_the_backend(sparsebit: Sparsebit, config: Path) -> None:
+    config.write_text(f"BACKEND: tensorrt\n{RIGHT}")
+    answer = sparsebit("config", "check", "config.yaml")
+    assert answer.code == 1 and "tensorrt" in answer.err
+
+
+@pytest.mark.parametrize("backend", ["virtual", "onnxruntime", "openvino", "tensorrt"])
+def test_full_of_a_backend_is_a_config_to_start_from(sparsebit: Sparsebit, backend: str) -> None:
+    answer = sparsebit("config", "check", backend, "--full")
+    assert answer.code == 0
+    assert backend == parse_qconfig(answer.out).BACKEND
+
+
+def test_plan(sparsebit: Sparsebit, config: Path) -> None:
+    config.write_text(f"DEVICE: cuda\n{RIGHT.replace('4}', '4}, SPECIFIC: [{head: [QUANTIZER.BIT, 8]}]')}")
+    answer = sparsebit("config", "check", "config.yaml", "-m", "own_project:Net")
+    assert answer.code == 0, answer.err
+    rows = {cells[0]: cells[1:] for line in answer.out.splitlines() if (cells := line.split())}
+    assert rows["stem.0"] == ["QConv2d", "int4", "uint8", "-"] and rows["head"] == ["QLinear", "int8", "uint8", "-"]
+    assert rows["add"] == ["A.QADD.ENABLE_QUANT", "is", "off"]
+    assert answer.out.endswith("3 of 3 weighted layers are quantized\n")
+
+
+def test_glob_without_a_layer_is_a_warning(sparsebit: Sparsebit, config: Path) -> None:
+    config.write_text(RIGHT.replace("4}", "4}, SPECIFIC: [{haed: [QUANTIZER.BIT, 8]}]"))
+    answer = sparsebit("config", "check", "config.yaml", "-m", "own_project:Net", "-q")
+    assert answer.code == 0 and answer.err.startswith("warning: W.SPECIFIC: the glob 'haed' matches no layer")
+
+
+def test_json(sparsebit: Sparsebit, config: Path) -> None:
+    config.write_text(RIGHT)
+    record = sparsebit("config", "check", "config.yaml", "-m", "own_project:Net", "--json").json
+    assert record["config"]["W"]["QUANTIZER"]["BIT"] == 4 and record["config"]["A"]["OBSERVER"]["TYPE"] == "minmax"
+    assert record["coverage"]["weighted_fraction"] == 1.0 and record["warnings"] == []
+
+
+def test_arguments_need_a_model(sparsebit: Sparsebit, config: Path) -> None:
+    config.write_text(RIGHT)
+    for option in (["--model-args", "[3]"], ["--data", "own_project:calls"]):
+        answer = sparsebit("config", "check", "config.yaml", *option)
+        assert answer.code == 2 and "needs --model" in answer.err

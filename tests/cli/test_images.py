@@ -1,0 +1,108 @@
+"""Pixels -> tensors."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsebit.cli.images import channels_first, image_files, normalized, read_image
+from sparsebit.cli.loading import LoadingError
+from sparsebit.cli.options import Size
+from sparsebit.errors import MissingExtraError
+
+Image = pytest.importorskip("PIL.Image")
+
+
+def saved(file: Path, width: int, height: int, mode: str = "RGB") -> Path:
+    """An image whose left half is black and whose right half is white."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    image = Image.new("RGB", (width, height))
+    image.paste((255, 255, 255), (width // 2, 0, width, height))
+    image.convert(mode).save(file)
+    return file
+
+
+class TestFiles:
+    def test_flat_and_by_class_in_order(self, tmp_path: Path) -> None:
+        for name in ("b/2.png", "a/1.JPG", "0.webp", ".hidden.png", "readme.txt"):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).touch()
+        assert [str(file.relative_to(tmp_path)) for file in image_files(tmp_path)] == ["0.webp", "a/1.JPG", "b/2.png"]
+
+    def test_none(self, tmp_path: Path) -> None:
+        with pytest.raises(LoadingError, match=r"no images in it.*\.png"):
+            image_files(tmp_path)
+
+
+class TestReadImage:
+    def test_same_size_is_untouched(self, tmp_path: Path) -> None:
+        image = read_image(saved(tmp_path / "x.png", 4, 2), Size(2, 4))
+        assert image.dtype == torch.uint8 and image.shape == (3, 2, 4)
+        assert image[0, 0].tolist() == [0, 0, 255, 255]
+
+    @pytest.mark.parametrize(("width", "height"), [(40, 20), (20, 40), (5, 7)], ids=["wide", "high", "small"])
+    def test_covers_and_cuts_the_centre(self, tmp_path: Path, width: int, height: int) -> None:
+        image = read_image(saved(tmp_path / "x.png", width, height), Size(10, 10))
+        assert image.shape == (3, 10, 10)
+        assert (
+            image[0, :, 0].max() == 0 and image[0, :, -1].min() == 255
+        )  # the edge between the halves is in the middle
+
+    def test_resize_then_cut(self, tmp_path: Path) -> None:
+        assert read_image(saved(tmp_path / "x.png", 40, 20), Size(8, 6), resize=10).shape == (3, 8, 6)
+
+    def test_resize_below_size(self, tmp_path: Path) -> None:
+        with pytest.raises(LoadingError, match="becomes 4x8, less than --size 6x6"):
+            read_image(saved(tmp_path / "x.png", 40, 20), Size(6, 6), resize=4)
+
+    @pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK"])
+    def test_any_mode(self, tmp_path: Path, mode: str) -> None:
+        file = saved(tmp_path / ("x.jpg" if mode == "CMYK" else "x.png"), 4, 4, mode)
+        assert read_image(file, Size(4, 4)).shape == (3, 4, 4)
+        assert read_image(file, Size(4, 4), gray=True).shape == (1, 4, 4)
+
+    def test_damaged(self, tmp_path: Path) -> None:
+        (tmp_path / "x.png").write_bytes(b"\x89PNG")
+        with pytest.raises(LoadingError, match=r"x\.png cannot be read as an image"):
+            read_image(tmp_path / "x.png", Size(4, 4))
+
+    def test_without_pillow(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "PIL", None)
+        with pytest.raises(MissingExtraError, match=r"pip install 'sparsebit\[data\]'"):
+            read_image(tmp_path / "x.png", Size(4, 4))
+
+
+class TestNormalized:
+    def test_formula(self) -> None:
+        pixels = torch.tensor([0, 51, 255], dtype=torch.uint8).view(1, 3, 1, 1)
+        mean, std = (0.1, 0.2, 0.5), (0.5, 1.0, 0.25)
+        assert normalized(pixels, mean, std).flatten().tolist() == pytest.approx([-0.2, 0.0, 2.0], abs=1e-6)
+
+    def test_plain_is_0_to_1(self) -> None:
+        assert normalized(torch.full((1, 1, 1, 1), 255, dtype=torch.uint8), None, None).item() == 1.0
+
+    def test_wrong_count(self) -> None:
+        with pytest.raises(LoadingError, match="--std has 3 numbers, but the images have 1 channels"):
+            normalized(torch.zeros(1, 1, 2, 2, dtype=torch.uint8), (0.5,), (0.5, 0.5, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((2, 5, 6, 3), (2, 3, 5, 6)),
+        ((2, 3, 5, 6), (2, 3, 5, 6)),
+        ((2, 5, 6), (2, 1, 5, 6)),
+        ((2, 5, 6, 1), (2, 1, 5, 6)),
+    ],
+    ids=["NHWC", "NCHW", "NHW", "NHW1"],
+)
+def test_channels_first(shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    assert channels_first(torch.zeros(shape), "here").shape == expected
+
+
+def test_no_images() -> None:
+    with pytest.raises(LoadingError, match=r"here: bytes of shape \(2, 5, 6, 7\) are no images"):
+        channels_first(torch.zeros(2, 5, 6, 7), "here")

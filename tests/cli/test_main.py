@@ -1,0 +1,102 @@
+"""The command as such: it starts light, and a fault ends in one message and the right exit code."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import typer
+
+import sparsebit as package
+from sparsebit.cli import graph
+from sparsebit.cli.main import app
+from sparsebit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Sparsebit
+
+GRAPH = ("graph", "-m", "own_project:Net")
+
+
+def test_starts_without_torch(project_root: Path) -> None:
+    code = "import sys, sparsebit.cli.main; print(sorted({'torch', 'numpy', 'pydantic', 'sklearn'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=project_root, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_runs_as_a_module(project_root: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "sparsebit.cli", "--version"],
+        cwd=project_root,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == f"sparsebit {package.__version__}\n"
+
+
+def test_help_lists_every_verb(sparsebit: Sparsebit) -> None:
+    answer = sparsebit("--help")
+    assert answer.code == 0
+    assert all(verb in answer.out for verb in ("quantize", "profile", "graph", "config", "demo"))
+
+
+@pytest.mark.parametrize("verb", [["quantize"], ["profile"], ["graph"], ["config", "check"], ["demo"]], ids=" ".join)
+def test_every_verb_has_help(sparsebit: Sparsebit, verb: list[str]) -> None:
+    answer = sparsebit(*verb, "-h")
+    assert answer.code == 0 and "--json" in answer.out and "--quiet" in answer.out
+
+
+@pytest.mark.parametrize("arguments", [["quantise"], ["graph"], ["graph", "--modell", "x:y"]], ids=" ".join)
+def test_wrong_usage_is_2(sparsebit: Sparsebit, arguments: list[str]) -> None:
+    answer = sparsebit(*arguments)
+    assert answer.code == 2 and not answer.out and "Usage:" in answer.err
+
+
+def options_of(command: Any) -> set[str]:
+    own = {name for parameter in command.params for name in parameter.opts if name.startswith("-")}
+    return own.union(*(options_of(inner) for inner in getattr(command, "commands", {}).values()))
+
+
+def test_page_names_every_option_and_no_other(project_root: Path) -> None:
+    page = (project_root / "docs" / "reference" / "command-line.md").read_text(encoding="utf-8")
+    known = options_of(typer.main.get_command(app)) | {"--help", "-h"}
+    named = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", re.sub(r"`pip .*?`|\| jq -r|python -m", "", page)))
+    assert named - known == set() and known - named == {"-h"}
+
+
+def test_mendable_fault_is_1_and_one_message(sparsebit: Sparsebit, project: Path) -> None:
+    answer = sparsebit("graph", "-m", "own_project:Netz")
+    assert answer.code == 1 and not answer.out
+    assert answer.err == "error: --model own_project:Netz: own_project has no 'Netz'; did you mean Net?\n"
+
+
+def test_traceback_on_demand(sparsebit: Sparsebit, project: Path) -> None:
+    answer = sparsebit("--traceback", "graph", "-m", "own_project:Net", "-c", "nowhere.yaml")
+    assert isinstance(answer.exception, ConfigError)
+
+
+def test_unwritable_file_is_a_message(sparsebit: Sparsebit, project: Path) -> None:
+    answer = sparsebit(*GRAPH, "-o", project / "no" / "such" / "folder" / "graph.mmd")
+    assert answer.code == 1 and "No such file" in answer.err and "Traceback" not in answer.err
+
+
+def test_interrupt_is_130(sparsebit: Sparsebit, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(graph, "speaking", interrupted)
+    answer = sparsebit(*GRAPH)
+    assert answer.code == 130 and answer.err == "interrupted: nothing was left half-written\n"
+
+
+def test_fault_of_our_own_is_not_hidden(sparsebit: Sparsebit, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(**_: object) -> None:
+        raise AssertionError("ours")
+
+    monkeypatch.setattr(graph, "speaking", faulty)
+    assert isinstance(sparsebit(*GRAPH).exception, AssertionError)

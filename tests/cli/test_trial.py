@@ -1,0 +1,71 @@
+"""One batch through the float model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sparsebit.cli.data import Data
+from sparsebit.cli.loading import LoadingError
+from sparsebit.cli.trial import decibels, run_first
+
+
+def data(*batches: Any) -> Data:
+    def walk() -> Iterator[Any]:
+        yield from batches
+
+    return Data("test data", walk)
+
+
+class Two(NamedTuple):
+    sums: Tensor
+    places: Tensor
+
+
+class Nested(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"two": Two(x + 1, x.argmax(1)), "list": [2 * x]}
+
+
+class Noisy(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"two": Two(x + 1, x.argmax(1)), "list": [2 * x + 0.2]}
+
+
+def test_outputs_are_the_float_tensors_of_any_nest() -> None:
+    trial = run_first(Nested(), data(torch.ones(4, 2)))
+    assert [output.mean().item() for output in trial.outputs] == [2.0, 2.0] and trial.num_samples == 4
+
+
+def test_sqnr_is_over_all_outputs() -> None:
+    trial = run_first(Nested(), data(torch.ones(4, 2)))
+    assert trial.sqnr_db(Nested(), "cpu") == math.inf
+    assert trial.sqnr_db(Noisy(), "cpu") == pytest.approx(10 * math.log10(8 * (4 + 4) / (8 * 0.04)), abs=1e-3)
+
+
+def test_misfit_names_shapes_and_reason() -> None:
+    with pytest.raises(LoadingError, match=r"cannot run this data \(\(4, 3\) float32\): RuntimeError: "):
+        run_first(nn.Linear(2, 2), data(torch.ones(4, 3)))
+
+
+def test_misfit_of_keywords() -> None:
+    with pytest.raises(LoadingError, match=r"\(input=\(4, 3\) float32\): RuntimeError"):
+        run_first(nn.Linear(2, 2), data({"input": torch.ones(4, 3)}))
+
+
+def test_no_batch() -> None:
+    with pytest.raises(LoadingError, match="test data gave no batch"):
+        run_first(nn.Linear(2, 2), data())
+
+
+@pytest.mark.parametrize(
+    ("signal", "noise", "expected"),
+    [(100.0, 1.0, 20.0), (1.0, 0.0, math.inf), (0.0, 0.0, math.inf), (0.0, 1.0, -math.inf)],
+)
+def test_decibels(signal: float, noise: float, expected: float) -> None:
+    assert decibels(signal, noise) == expected
