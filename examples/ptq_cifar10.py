@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from sparsebit.quantization import QuantModel, parse_qconfig
 
-NUM_CALIBRATION = 256
 Normalisation = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation per color
 
 
@@ -45,12 +44,12 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor, device: str) -> f
 
 
 def main() -> None:
-    parser = arguments(__doc__, limit="the first N test images", config=str(CONFIGS / "cifar10_w8a8.yaml"))
+    parser = arguments(__doc__, limit="images", config=str(CONFIGS / "cifar10_w8a8.yaml"))
     parser.add_argument("--model", choices=("resnet20", "mobilenetv2", "vit"), default="resnet20")
     options = parser.parse_args()
     folder = options.data / "cifar10"
     model, normalisation = load_model(folder, options.model)
-    calibration, _ = load_images(folder / "train_10k.npz", normalisation, NUM_CALIBRATION)
+    calibration, _ = load_images(folder / "train_10k.npz", normalisation, min(256, options.limit or 256))
     images, labels = load_images(folder / "test_5k.npz", normalisation, options.limit)
 
     config = parse_qconfig(options.config)

@@ -16,13 +16,11 @@ import sparsebit
 
 
 def main() -> None:
-    parser = arguments(__doc__, limit="N images", config=str(CONFIGS / "deit_w8a8.yaml"))
+    parser = arguments(__doc__, limit="images", config=str(CONFIGS / "deit_w8a8.yaml"))
     add_arguments(parser)
     options = parser.parse_args()
 
-    model, transform = load_classifier(
-        "deit_tiny_patch16_224", pretrained=options.pretrained, weights=options.weights
-    )
+    model, transform = load_classifier("deit_tiny_patch16_224", pretrained=options.pretrained, weights=options.weights)
     folder = options.images or options.data / "imagenet_samples" / "images"
     calibration, test = split(LabelledImages(folder, transform), options.limit, options.batch_size)
     batch, _ = next(iter(calibration))

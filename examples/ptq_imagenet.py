@@ -16,7 +16,7 @@ import sparsebit
 
 
 def main() -> None:
-    parser = arguments(__doc__, limit="N images", config="onnxruntime")
+    parser = arguments(__doc__, limit="images", config="onnxruntime")
     parser.add_argument("--model", default="resnet18", help="timm's name, or torchvision/NAME (%(default)s)")
     add_arguments(parser)
     options = parser.parse_args()

@@ -3,7 +3,8 @@
     python examples/ptq_yolo.py
     python examples/ptq_yolo.py --config onnxruntime        # the backend's defaults, for comparison
 
-mAP needs pycocotools; without it the table shows the SQNR of the raw predictions. The weights are AGPL-3.0: for measuring only.
+mAP needs pycocotools; without it the table shows only the SQNR of the raw predictions. The weights are AGPL-3.0: use
+them to measure, not to ship.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import CONFIGS, arguments, existing, finish, sqnr_db
+from common import CONFIGS, Scores, arguments, existing, finish, sqnr_db
 from PIL import Image
 from torch import nn
 
@@ -40,18 +41,15 @@ def letterbox(file: Path) -> Picture:
 
 def detections(prediction: torch.Tensor, threshold: float = 0.001) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(boxes x1 y1 x2 y2, scores, classes) of one image: at most 300, overlaps within a class removed."""
-    scores, (index, classes) = _above(prediction[:, 5:] * prediction[:, 4:5], threshold)
+    products = prediction[:, 5:] * prediction[:, 4:5]
+    index, classes = torch.nonzero(products > threshold, as_tuple=True)
+    scores = products[index, classes]
     order = scores.argsort(descending=True)[:5000]
     scores, index, classes = scores[order], index[order], classes[order]
     centre, half = prediction[index, :2], prediction[index, 2:4] / 2
     boxes = torch.cat([centre - half, centre + half], 1)
     keep = _suppress((boxes + classes[:, None] * 12 * SIZE).numpy())[:300]  # an offset per class: classes never overlap
     return boxes[keep], scores[keep], classes[keep]
-
-
-def _above(scores: torch.Tensor, threshold: float) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    where = torch.nonzero(scores > threshold, as_tuple=True)
-    return scores[where], where
 
 
 def _suppress(boxes: np.ndarray, overlap: float = 0.6) -> list[int]:
@@ -73,8 +71,8 @@ def predict(model: nn.Module, pictures: list[Picture], device: str) -> list[torc
     return [model(pixels.to(device))[0].cpu() for pixels, *_ in pictures]
 
 
-def mean_average_precision(truth: Any, ids: list[int], pictures: list[Picture], predictions: list[torch.Tensor]) -> float:
-    """COCO's mAP 50-95."""
+def average_precision(truth: Any, ids: list[int], pictures: list[Picture], predictions: list[torch.Tensor]) -> float:
+    """COCO's mean average precision, overlaps 0.5 to 0.95."""
     from pycocotools.cocoeval import COCOeval
 
     categories, found = truth.getCatIds(), []
@@ -83,6 +81,8 @@ def mean_average_precision(truth: Any, ids: list[int], pictures: list[Picture], 
             x1, y1, x2, y2 = ((box - torch.tensor([left, top, left, top])) / scale).tolist()
             place = [x1, y1, x2 - x1, y2 - y1]
             found.append({"image_id": image, "category_id": categories[label], "bbox": place, "score": float(score)})
+    if not found:  # pycocotools stumbles over an empty list
+        return 0.0
     evaluation = COCOeval(truth, truth.loadRes(found), "bbox")
     evaluation.params.imgIds = ids
     evaluation.evaluate(), evaluation.accumulate(), evaluation.summarize()
@@ -90,26 +90,26 @@ def mean_average_precision(truth: Any, ids: list[int], pictures: list[Picture], 
 
 
 def main() -> None:
-    options = arguments(__doc__, limit="the first N images", config=str(CONFIGS / "yolo_w8a8.yaml")).parse_args()
+    options = arguments(__doc__, limit="images", config=str(CONFIGS / "yolo_w8a8.yaml")).parse_args()
     sys.path.insert(0, str(existing(options.data / "yolov5n")))
     from yolov5n_plain import load  # the architecture stands beside its weights
 
     model, coco = load(str(options.data / "yolov5n" / "yolov5n_state_dict.pt")), existing(options.data / "coco_tiny")
     files = sorted((coco / "val2017").glob("*.jpg"))[: options.limit]
     pictures, ids = [letterbox(file) for file in files], [int(file.stem) for file in files]
-    calibration = [letterbox(file)[0] for file in sorted((coco / "train2017").glob("*.jpg"))]
+    calibration = [letterbox(file)[0] for file in sorted((coco / "train2017").glob("*.jpg"))[: options.limit]]
 
     qmodel = sparsebit.quantize(model, calibration, options.config)
 
     device = qmodel.config.DEVICE
     original, quantized = predict(model.to(device), pictures, device), predict(qmodel, pictures, device)
-    scores: dict[str, tuple[float | None, float]] = {"SQNR dB": (None, sqnr_db(torch.stack(quantized), torch.stack(original)))}
+    scores: Scores = {"output SQNR dB": (None, sqnr_db(torch.stack(quantized), torch.stack(original)))}
     if importlib.util.find_spec("pycocotools"):
         from pycocotools.coco import COCO
 
         with contextlib.redirect_stdout(io.StringIO()):  # pycocotools tells its whole story on stdout
             truth = COCO(coco / "annotations" / "instances_val2017.json")
-            before, after = (mean_average_precision(truth, ids, pictures, outputs) for outputs in (original, quantized))
+            before, after = (average_precision(truth, ids, pictures, outputs) for outputs in (original, quantized))
         scores = {"mAP 50-95": (before, after)} | scores
     finish(qmodel, calibration[0], scores, options.save)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import inspect
+import operator
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any
@@ -119,6 +120,9 @@ class _Answers:
         if isinstance(value, Mapping):
             return key in self._keys(value)
         raise fx_proxy.TraceError("`in` a traced value")
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
 
     def __int__(self) -> int:
         return int(self._number(int))

@@ -35,7 +35,7 @@ def map_nested(kind: type | tuple[type, ...], function: Callable[[Any], Any], va
             return record
         return leaf
 
-    return pytree.tree_map(on_leaf, value)
+    return pytree.tree_map(on_leaf, value, is_leaf=lambda part: isinstance(part, torch.Size))
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:

@@ -10,8 +10,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-# Tensor factories take sizes, not tensors, so torch.fx never sees them unless it is told.
-_FACTORIES = ("arange", "zeros", "ones", "full", "empty", "linspace", "eye", "tensor", "as_tensor")
+# These take sizes and types, not tensors, so torch.fx never sees them unless it is told.
+_FACTORIES = ("arange", "zeros", "ones", "full", "empty", "linspace", "eye", "tensor", "as_tensor", "finfo", "iinfo")
 _RANDOM_FACTORIES = ("rand", "randn", "randint", "randperm")  # traced always: other numbers at every call
 
 

@@ -118,7 +118,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} has format version {manifest.get('version')}; this sparsebit reads version {FORMAT_VERSION}"
         )
-    missing = {"key", "config", "example", "switches", "sites", "aliases", "batchnorm_folded"} - manifest.keys()
+    missing = {"key", "config", "example", "switches", "sites", "aliases", "folded_layers"} - manifest.keys()
     if missing:
         raise CheckpointError(f"{path} is damaged ({', '.join(sorted(missing))} missing); save the model again")
     return manifest

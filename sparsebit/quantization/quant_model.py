@@ -20,7 +20,7 @@ from sparsebit.execution.batches import Call, as_call, calls
 from sparsebit.execution.value_store import MIB
 from sparsebit.graph.capture import call_form
 from sparsebit.quantization import checkpoint
-from sparsebit.quantization.algorithms.batchnorm_tuning import FoldQuantizedBatchNorm, restarted_statistics
+from sparsebit.quantization.algorithms.batchnorm_tuning import fold_quantized_batchnorm, restarted_statistics
 from sparsebit.quantization.calibration import CalibrationRunner
 from sparsebit.quantization.error_profiler import profile_errors
 from sparsebit.quantization.mermaid import draw
@@ -119,7 +119,7 @@ class QuantModel(SimulatedModel):
         On leaving: eval mode, batch norms folded into the layers in front of them, quantization off. Set
         SCHEDULE.BN_TUNING, so that the norms are still there, and calibrate first.
         """
-        with restarted_statistics(self.model):
+        with restarted_statistics(self.model) as ranks:
             try:
                 self.set_quant(w_quant=True, a_quant=True)
                 self.train()
@@ -127,12 +127,10 @@ class QuantModel(SimulatedModel):
             finally:
                 self.eval()
                 self.set_quant(w_quant=False, a_quant=False)
-        self._fold_tuned_batchnorm()
-
-    def _fold_tuned_batchnorm(self) -> None:
-        for region in self._captured.regions.values():
-            FoldQuantizedBatchNorm().apply(region.graph_module)
-        self._batchnorm_folded = True
+        # Behind a linear of (N, L, C) a norm's channels are not the layer's.
+        self._folded_layers += fold_quantized_batchnorm(
+            self._captured, lambda _, layer, norm: not isinstance(layer, nn.Linear) or ranks.get(norm) == 2
+        )
 
     # --- looking inside
 
@@ -194,7 +192,7 @@ class QuantModel(SimulatedModel):
             "config": self.config.to_dict(),
             "example": checkpoint.encode(self._example),
             "switches": {"weight": self.is_quantized("weight"), "feature": self.is_quantized("feature")},
-            "batchnorm_folded": self._batchnorm_folded,
+            "folded_layers": self._folded_layers,
             "sites": {q.name: q.describe() for q in self.quantizers() if not q.fake_fused},
         }
 
@@ -207,8 +205,9 @@ class QuantModel(SimulatedModel):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the user was warned when the model was built first
             qmodel._set_up(model, parse_qconfig(description["config"]), example)
-        if description["batchnorm_folded"]:
-            qmodel._fold_tuned_batchnorm()
+        qmodel._folded_layers = fold_quantized_batchnorm(
+            qmodel._captured, lambda name, *_: name in description["folded_layers"]
+        )
         for quantizer in qmodel.quantizers():
             quantizer.set_bit(description["sites"].get(quantizer.name, {}).get("bits", quantizer.spec.bits))
         qmodel.load_state_dict(tensors)

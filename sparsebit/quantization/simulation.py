@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from typing_extensions import Self
 
 from sparsebit.config.schema import QuantConfig
 from sparsebit.deploy.runtimes import PROFILES
@@ -77,7 +75,8 @@ class SimulatedModel(nn.Module):
         self._captured = captured
         self._plan = dataclasses.replace(plan, regions={}, loose={})  # they have become modules
         self._example: Call | None = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), example)
-        self._batchnorm_folded = self._ran_source = False
+        self._folded_layers: list[str] = []  # by batch-norm tuning
+        self._ran_source = False
         self.model = captured.model.graph_module if isinstance(captured.model, Region) else captured.model
         self.to(self.config.DEVICE)
         self._tell(plan)
@@ -146,20 +145,6 @@ class SimulatedModel(nn.Module):
         self.train(training)
         if self._root is not None and self._root.bind(args, kwargs) is None:
             raise CaptureError(f"a call that gives {shown(form)} cannot be captured; see coverage")
-
-    # A call that the graph does not stand for runs the code it was traced from: that follows modes and devices too.
-
-    def train(self, mode: bool = True) -> Self:
-        super().train(mode)
-        if self._root is not None:
-            self._root.source.train(mode)
-        return self
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self._root is not None:
-            self._root.source._apply(fn, recurse)
-        return self
 
     # --- looking inside
 

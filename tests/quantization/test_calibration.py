@@ -26,7 +26,9 @@ def scales(qmodel: QuantModel) -> dict[str, list[float]]:
 
 class TestOrderOfVerbs:
     def test_set_quant_before_calibration(self) -> None:
-        with pytest.raises(CalibrationError, match=r"has no scale yet; call prepare_calibration\(\), run a few batches"):
+        with pytest.raises(
+            CalibrationError, match=r"has no scale yet; call prepare_calibration\(\), run a few batches"
+        ):
             QuantModel(TwoLayers(), qconfig()).set_quant(w_quant=True)
 
     def test_a_refused_set_quant_switches_nothing(self) -> None:
@@ -268,7 +270,9 @@ class TestAsym:
 
     @pytest.mark.parametrize("make", [TwoLayers, Opaque], ids=["graph", "opaque"])
     @pytest.mark.parametrize(
-        ("w_quant", "a_quant"), [(True, True), (True, False), (False, True), (False, False)], ids=["wa", "w", "a", "default"]
+        ("w_quant", "a_quant"),
+        [(True, True), (True, False), (False, True), (False, False)],
+        ids=["wa", "w", "a", "default"],
     )
     def test_two_layers_by_hand(self, make: type[nn.Module], w_quant: bool, a_quant: bool) -> None:
         model, batches = make(), torch.randn(3, 8, 6)

@@ -18,7 +18,7 @@ Scales = dict[str, dict[str, list[float]]]
 
 
 def everything(batches: torch.Tensor) -> Scales:
-    """The scales of all observers (plain and per channel), and of in-order calibration of a graph and an opaque model."""
+    """The scales of all observers, per tensor and per channel, and of in-order calibration, traced and opaque."""
     torch.manual_seed(0)
     graph, opaque = TwoLayers(), Opaque()
     found = {
@@ -43,7 +43,13 @@ def test_two_ranks_equal_one_process(tmp_path: Path, project_root: Path) -> None
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
     environment = {"PYTHONPATH": str(project_root), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
     done = subprocess.run(
-        [*command, str(tmp_path)], env=environment, cwd=project_root, capture_output=True, text=True, timeout=300, check=False
+        [*command, str(tmp_path)],
+        env=environment,
+        cwd=project_root,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     ranks: list[Scales] = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]

@@ -118,7 +118,9 @@ class Branching(nn.Module):
         super().__init__()
         self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, *, flags: tuple[int, ...] = (1, 2), scale: float = 1.0) -> Tensor:
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, *, flags: tuple[int, ...] = (1, 2), scale: float = 1.0
+    ) -> Tensor:
         x = self.a(x) if x.shape[1] == 3 else self.b(x)
         return (x if mask is None else x * mask) * scale
 
@@ -191,7 +193,9 @@ class TestFaults:
         return calibrated(TwoLayers(), [torch.randn(4, 6)]).save(tmp_path / "saved")
 
     def test_no_such_folder(self, tmp_path: Path) -> None:
-        with pytest.raises(CheckpointError, match=r"nowhere holds no sparsebit.json; give a folder that QuantModel.save"):
+        with pytest.raises(
+            CheckpointError, match=r"nowhere holds no sparsebit.json; give a folder that QuantModel.save"
+        ):
             QuantModel.load(tmp_path / "nowhere", TwoLayers())
 
     @pytest.mark.parametrize(
@@ -200,7 +204,10 @@ class TestFaults:
             ("{", "is damaged"),
             ("[]", "is not a sparsebit checkpoint"),
             ('{"format": "other"}', "is not a sparsebit checkpoint"),
-            ('{"format": "sparsebit-quantized", "version": 99}', "has format version 99; this sparsebit reads version 1"),
+            (
+                '{"format": "sparsebit-quantized", "version": 99}',
+                "has format version 99; this sparsebit reads version 1",
+            ),
             ('{"format": "sparsebit-quantized", "version": 1}', "is damaged .*config.* missing"),
         ],
     )
@@ -211,13 +218,13 @@ class TestFaults:
 
     def test_missing_tensors(self, folder: Path) -> None:
         (folder / "model.safetensors").unlink()
-        with pytest.raises(CheckpointError, match="model.safetensors is missing; save the model again"):
+        with pytest.raises(CheckpointError, match=r"model.safetensors is missing; save the model again"):
             QuantModel.load(folder, TwoLayers())
 
     def test_damaged_tensors(self, folder: Path) -> None:
         with (folder / "model.safetensors").open("r+b") as file:
             file.truncate(100)
-        with pytest.raises(CheckpointError, match="model.safetensors is damaged"):
+        with pytest.raises(CheckpointError, match=r"model.safetensors is damaged"):
             QuantModel.load(folder, TwoLayers())
 
     def test_halves_of_two_savings(self, folder: Path, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Every op of the spec as module, function and tensor method, by position and by name, with its defaults.
 
-Each runs in a tiny model: the float forward is the original's, bit by bit; what is to be quantized is, and then computes
+Each runs in a tiny model: the float forward is the original's, bit by bit; what is to be quantized is, and computes
 what the op computes on quantized inputs; what is not says so in the coverage.
 """
 
@@ -78,7 +78,9 @@ def weighted(weight: tuple[int, ...], *shapes: tuple[int, ...], **made: Callable
 
 
 WEIGHTED = [
-    *modules("weighted", SEQUENCE, Conv1d=lambda: nn.Conv1d(4, 3, 3), ConvTranspose1d=lambda: nn.ConvTranspose1d(4, 3, 3)),
+    *modules(
+        "weighted", SEQUENCE, Conv1d=lambda: nn.Conv1d(4, 3, 3), ConvTranspose1d=lambda: nn.ConvTranspose1d(4, 3, 3)
+    ),
     *modules(
         "weighted",
         IMAGE,
@@ -87,7 +89,9 @@ WEIGHTED = [
         Conv2d_same=lambda: nn.Conv2d(4, 3, 3, padding="same", bias=False),
         ConvTranspose2d=lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, output_padding=1, groups=2),
     ),
-    *modules("weighted", VOLUME, Conv3d=lambda: nn.Conv3d(4, 3, 3), ConvTranspose3d=lambda: nn.ConvTranspose3d(4, 3, 2)),
+    *modules(
+        "weighted", VOLUME, Conv3d=lambda: nn.Conv3d(4, 3, 3), ConvTranspose3d=lambda: nn.ConvTranspose3d(4, 3, 2)
+    ),
     *modules("weighted", MATRIX, Linear=lambda: nn.Linear(6, 3), Linear_no_bias=lambda: nn.Linear(6, 3, bias=False)),
     Case(
         "nn.ConvTranspose2d-output_size",

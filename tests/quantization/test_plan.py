@@ -1,4 +1,4 @@
-"""Which tensors get a quantizer: `virtual` as the spec says, a runtime as its profile says, the user's own keys first."""
+"""Which tensors get a quantizer: `virtual` by the spec, a runtime by its profile, the user's own keys first."""
 
 from __future__ import annotations
 
@@ -78,7 +78,10 @@ class TestVirtual:
     def test_each_input_of_an_add_has_its_own_identity(self) -> None:
         qmodel = QuantModel(Residual(), qconfig({"A.QADD.ENABLE_QUANT": True}))
         # The stem's output is read by the convolution and by the add: one tensor, one quantizer.
-        assert {name for name in sites(qmodel) if "add" in name or "shared" in name} == {"add.input.0", "stem.relu.shared"}
+        assert {name for name in sites(qmodel) if "add" in name or "shared" in name} == {
+            "add.input.0",
+            "stem.relu.shared",
+        }
         assert floats(Residual(), {"A.QADD.ENABLE_QUANT": True})["relu"] == "absorbed by add"
 
     def test_add_relu_without_absorption(self) -> None:
@@ -159,7 +162,9 @@ class TestRuntimes:
         assert {shared, second} <= names
 
     def test_batch_norms_are_folded(self, backend: str) -> None:
-        assert not any(isinstance(m, nn.BatchNorm2d) for m in QuantModel(Residual(), qconfig(backend=backend)).modules())
+        assert not any(
+            isinstance(m, nn.BatchNorm2d) for m in QuantModel(Residual(), qconfig(backend=backend)).modules()
+        )
 
     def test_of_a_transformer_the_linears_alone(self, backend: str) -> None:
         names = placed(Block(), backend=backend)
@@ -174,7 +179,9 @@ class TestRuntimes:
         assert reasons["matmul"] == f"{backend} runs matmul in float"
 
     def test_an_explicit_key_wins_and_says_what_it_costs(self, backend: str) -> None:
-        with pytest.warns(UserWarning, match=rf"A.QADD.ENABLE_QUANT=False is obeyed, against the {backend} profile: .*float"):
+        with pytest.warns(
+            UserWarning, match=rf"A.QADD.ENABLE_QUANT=False is obeyed, against the {backend} profile: .*float"
+        ):
             qmodel = QuantModel(Residual(), qconfig({"A.QADD.ENABLE_QUANT": False}, backend=backend))
         assert "add.input.0" not in sites(qmodel)
         assert any("against the" in note for note in qmodel.coverage.notes)

@@ -111,7 +111,8 @@ def _is_shared(node: fx.Node, root: fx.GraphModule) -> bool:
     if len(calls) > 1 or node.target in root.meta.get("shared", ()):
         return True
     assert module is not None
-    if isinstance(root, CapturedGraph) and not any(part._parameters is module._parameters for part in root.source.modules()):
+    parts = root.source.modules() if isinstance(root, CapturedGraph) else [module]
+    if not any(part._parameters is module._parameters for part in parts):
         return True  # the source's own code would not see the folding
     held = Counter(id(parameter) for part in root.modules() for parameter in part._parameters.values())
     return any(held[id(parameter)] > 1 for parameter in module.parameters())

@@ -80,7 +80,7 @@ def _make(
         sizes = (inputs * groups, outputs, tuple(values.shape[2:]))
     layer = kind(*sizes, bias=False, device="meta", **options)
     layer.weight = values
-    layer.bias = root.get_parameter(str(bias.target)) if bias is not None else None
+    layer._parameters["bias"] = root.get_parameter(str(bias.target)) if bias is not None else None
     owner = _owner(weight, bias, root)
     if owner is not None:
         share_registries(layer, owner)
@@ -93,8 +93,9 @@ def _owner(weight: fx.Node, bias: fx.Node | None, root: fx.GraphModule) -> nn.Mo
     owner = root.source.get_submodule(path) if isinstance(root, CapturedGraph) else None
     if owner is None or name != "weight" or owner._parameters.keys() != {"weight", "bias"}:
         return None
-    has_bias = owner._parameters["bias"] is not None
-    return owner if has_bias == (bias is not None) and (bias is None or bias.target == f"{path}.bias".lstrip(".")) else None
+    given = bias.target if bias is not None else None
+    own = f"{path}.bias".lstrip(".") if owner._parameters["bias"] is not None else None
+    return owner if given == own else None
 
 
 _LAYERS_BY_KIND = dict(_LAYERS.values())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from sparsebit.graph.aliasing import OPERATORS, Families, is_inplace_call, may_alias, overwritten
+from sparsebit.graph.example import value_of
 from sparsebit.graph.patterns import module_of
 from sparsebit.graph.values import python_values
 
@@ -33,6 +36,8 @@ def functionalize(graph_module: fx.GraphModule) -> fx.GraphModule:
             if source not in python:  # `height += 1` makes a new number; who reads the old one keeps it
                 for reader in [user for user in source.users if order[user] > order[node]]:
                     reader.replace_input_with(source, node)
+                python.discard(node)  # `x[0] = y` gives nothing, but what takes its place gives a tensor
+                node.meta["example"] = value_of(source)
             plain.add(node)
             continue
         kept.update({node.target} if node.op == "call_module" else ())
@@ -43,6 +48,13 @@ def functionalize(graph_module: fx.GraphModule) -> fx.GraphModule:
             _clear(node, graph_module)
     graph_module.recompile()
     return graph_module
+
+
+def with_item(value: Any, key: Any, item: Any) -> Any:
+    """`value[key] = item` on a copy."""
+    copied = value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+    copied[key] = item
+    return copied
 
 
 def _is_seen(family: set[fx.Node], source: fx.Node, node: fx.Node, order: dict[fx.Node, int]) -> bool:
@@ -81,7 +93,9 @@ def _clear(node: fx.Node, root: fx.GraphModule) -> None:
 
 
 def _plain_function(target: Any) -> Callable[..., Any] | None:
-    """`torch.relu` for `torch.relu_`."""
+    """`torch.relu` for `torch.relu_`, say."""
+    if target is operator.setitem:
+        return with_item
     name = str(getattr(target, "__name__", ""))
     plain = name.removesuffix("_")
     return getattr(torch, plain, None) or getattr(F, plain, None) if name != plain else None

@@ -8,7 +8,9 @@ from tests.quantization.tiny import simulated
 
 
 def dorefa(weight: torch.Tensor) -> Quantizer:
-    quantizer = build_quantizer("dorefa", TensorSpec(4, True, PerChannel(0)), "weight", name="w", num_scales=len(weight))
+    quantizer = build_quantizer(
+        "dorefa", TensorSpec(4, True, PerChannel(0)), "weight", name="w", num_scales=len(weight)
+    )
     quantizer.update_observer(weight)
     quantizer.calc_qparams()
     quantizer.enable_quant()

@@ -45,7 +45,7 @@ def test_unsigned_data_uses_the_whole_grid() -> None:
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "affine"])
 def test_the_gradient_of_the_threshold_is_that_of_the_clipped_values(symmetric: bool) -> None:
-    """1 for each value above, about -1 for each below, 0 for those between; the values themselves the other way round."""
+    """1 for each value above, about -1 for each below, 0 between; the values themselves the other way round."""
     quantizer = calibrated(pact(8, symmetric), X)
     x = torch.tensor([-12.0, -1.0, 3.0, 11.0, 12.0], requires_grad=True)
     quantizer(x).sum().backward()

@@ -51,7 +51,9 @@ def test_training(weight: str, feature: str) -> None:
     run(qmodel, x.split(16))
     qmodel.init_QAT()
     learned = {
-        name: parameter for name, parameter in qmodel.named_parameters() if "_quantizer" in name and parameter.requires_grad
+        name: parameter
+        for name, parameter in qmodel.named_parameters()
+        if "_quantizer" in name and parameter.requires_grad
     }
     assert {name.rpartition(".")[2] for name in learned} == LEARNED[weight] | LEARNED[feature]
     before = {name: parameter.detach().clone() for name, parameter in learned.items()}

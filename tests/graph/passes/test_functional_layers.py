@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparsebit.graph.capture import capture
+from sparsebit.graph.passes.fold_batchnorm import fold_batchnorm
+from sparsebit.graph.passes.functional_layers import lift_functional_layers
+
+
+class SamePadding(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(F.pad(x, (1, 1, 1, 1)), self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
+
+
+class SameTransposed(nn.ConvTranspose1d):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv_transpose1d(x, self.weight, self.bias, stride=self.stride, groups=self.groups)[..., 1:]
+
+
+class OwnLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias) * 1.0
+
+
+def lifted(model: nn.Module) -> Any:
+    region = capture(model.eval()).regions[""]
+    lift_functional_layers(region.graph_module)
+    return region
+
+
+@pytest.mark.parametrize(
+    ("layer", "kind", "x"),
+    [
+        pytest.param(SamePadding(4, 6, 3, groups=2), nn.Conv2d, torch.randn(2, 4, 5, 5), id="conv2d"),
+        pytest.param(SamePadding(4, 6, 3, bias=False), nn.Conv2d, torch.randn(2, 4, 5, 5), id="conv2d-no-bias"),
+        pytest.param(SameTransposed(4, 6, 3, groups=2), nn.ConvTranspose1d, torch.randn(2, 4, 5), id="transposed"),
+        pytest.param(OwnLinear(4, 6), nn.Linear, torch.randn(2, 4), id="linear"),
+    ],
+)
+def test_a_layer_with_a_forward_of_its_own(layer: nn.Module, kind: type[nn.Module], x: Tensor) -> None:
+    model = nn.Sequential(layer)
+    region = lifted(model)
+    (target,) = [n.target for n in region.graph_module.graph.nodes if n.op == "call_module"]
+    inner = region.graph_module.get_submodule(target)
+    assert type(inner) is kind and inner.weight is region.source[0].weight
+    torch.testing.assert_close(region.graph_module(x), model(x))
+    region.double()
+    torch.testing.assert_close(region.graph_module(x.double()), region.source(x.double()))
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+def test_folding_reaches_the_own_code_too(bias: bool) -> None:
+    norm = nn.BatchNorm2d(6)
+    norm.running_mean.normal_()  # type: ignore[union-attr]
+    norm.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
+    model = nn.Sequential(SamePadding(4, 6, 3, bias=bias), norm)
+    region = lifted(model)
+    assert fold_batchnorm(region.graph_module) == 1
+    x = torch.randn(2, 4, 5, 5)
+    torch.testing.assert_close(region.graph_module(x), model(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(region.source(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_weight_under_another_name_is_lifted_but_not_folded() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kernel, self.norm = nn.Parameter(torch.randn(6, 4)), nn.BatchNorm1d(6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(F.linear(x, self.kernel))
+
+    model = Own()
+    region = lifted(model)
+    assert [n.target for n in region.graph_module.graph.nodes if n.op == "call_module"] == ["linear", "norm"]
+    assert fold_batchnorm(region.graph_module) == 0
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(region.graph_module(x), model(x))
+
+
+def test_computed_weights_stay_functional() -> None:
+    class Standardised(nn.Conv2d):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.conv2d(x, self.weight - self.weight.mean(), self.bias)
+
+    model = nn.Sequential(Standardised(3, 4, 1))
+    region = lifted(model)
+    assert not [n for n in region.graph_module.graph.nodes if n.op == "call_module"]
+    x = torch.randn(2, 3, 4, 4)
+    torch.testing.assert_close(region.graph_module(x), model(x))

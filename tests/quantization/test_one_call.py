@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import sparsebit
+from sparsebit.errors import CalibrationError, ConfigError
+from sparsebit.quantization.one_call import as_qconfig
+from tests.quantization.tiny import Residual, TwoLayers, qconfig, site
+
+YAML = "{DEVICE: cpu, W: {QUANTIZER: {BIT: 4}}, A: {QUANTIZER: {BIT: 8}}}"
+X = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [X, [X[:4], X[4:]], [(X,)], [(X, torch.zeros(12))], {"x": X}, [{"x": X[:6]}, {"x": X[6:]}], iter([X])],
+    ids=["tensor", "tensors", "tuples", "tuples with labels", "dict", "dicts", "iterator"],
+)
+def test_batches_in_any_form(batches: Any) -> None:
+    qmodel = sparsebit.quantize(TwoLayers(), batches, qconfig())
+    assert qmodel.is_quantized("weight") and qmodel.is_quantized("feature") and not qmodel.training
+    assert site(qmodel, "first.input").scale == pytest.approx(float((X.max() - X.min()) / 255))
+
+
+def test_loader_of_images_and_labels() -> None:
+    loader = DataLoader(TensorDataset(torch.randn(10, 3, 8, 8), torch.zeros(10)), batch_size=4)
+    assert sparsebit.quantize(Residual(), loader, "onnxruntime")(torch.randn(2, 3, 8, 8)).shape == (2, 5)
+
+
+@pytest.mark.parametrize("backend", ["virtual", "onnxruntime", "TensorRT", "openvino"])
+def test_a_backends_name_is_config_enough(backend: str) -> None:
+    model, x = Residual().eval(), torch.randn(4, 3, 8, 8)
+    qmodel = sparsebit.quantize(model, [x], backend)
+    assert backend.lower() == qmodel.config.BACKEND
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in qmodel.modules())
+    torch.testing.assert_close(qmodel(x), model(x), atol=0.1, rtol=0.1)
+
+
+@pytest.mark.parametrize("form", ["path", "text", "dict", "config"])
+def test_configs_in_any_form(form: str, tmp_path: Path) -> None:
+    (tmp_path / "q.yaml").write_text(YAML)
+    config: Any = {"path": tmp_path / "q.yaml", "text": YAML, "config": as_qconfig(YAML)}.get(form)
+    if form == "dict":
+        config = {"DEVICE": "cpu", "W": {"QUANTIZER": {"BIT": 4}}, "A": {"QUANTIZER": {"BIT": 8}}}
+    assert site(sparsebit.quantize(TwoLayers(), [X], config), "first.weight").spec.bits == 4
+    if form == "path":
+        assert sparsebit.quantize(TwoLayers(), [X], str(config)).config.W.QUANTIZER.BIT == 4
+
+
+def test_asym() -> None:
+    model = TwoLayers()
+    plain, asym = (sparsebit.quantize(model, X.split(4), qconfig(bits=2), asym=asym) for asym in (False, True))
+    assert site(plain, "second.input").scale != site(asym, "second.input").scale
+
+
+def test_the_first_batch_shows_how_the_model_is_called() -> None:
+    class Masked(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return torch.sigmoid(x) if mask is None else torch.sigmoid(x) * mask
+
+    batch = {"x": torch.randn(3), "mask": torch.rand(3)}
+    assert {q.name for q in sparsebit.quantize(Masked(), [batch], qconfig()).quantizers()} == {
+        *("sigmoid.input", "mul.input.0", "mul.input.1")
+    }
+
+
+@pytest.mark.parametrize("empty", [[], iter(()), ()], ids=["list", "iterator", "tuple"])
+def test_no_batches(empty: Any) -> None:
+    with pytest.raises(CalibrationError, match="no calibration batches were given"):
+        sparsebit.quantize(TwoLayers(), empty, qconfig())
+
+
+@pytest.mark.parametrize(("batches", "kind"), [(3, "int"), (None, "NoneType")])
+def test_what_is_no_data(batches: Any, kind: str) -> None:
+    with pytest.raises(CalibrationError, match=f"data of type {kind} is not iterable; pass a DataLoader"):
+        sparsebit.quantize(TwoLayers(), batches, qconfig())
+
+
+def test_what_is_no_batch() -> None:
+    with pytest.raises(CalibrationError, match="a batch of type str cannot be fed to the model"):
+        sparsebit.quantize(TwoLayers(), ["images"], qconfig())
+
+
+def test_an_unknown_backend_is_a_config_error() -> None:
+    with pytest.raises(ConfigError):
+        sparsebit.quantize(TwoLayers(), [X], "onnxrutime")
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = TwoLayers().train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    sparsebit.quantize(model, [X], qconfig(bits=2))
+    assert model.training and all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
