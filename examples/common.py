@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from sparsebit.quantization import QuantModel
 CONFIGS = Path(__file__).resolve().parent / "configs"
 DATA = Path(os.environ.get("SPARSEBIT_DATA", CONFIGS.parents[2] / "shared" / "data"))
 
-Scores = dict[str, tuple[float | None, float]]
+Scores = Mapping[str, tuple[float | None, float]]
 """Metric -> (of the float model, of the quantized one); None where float has no score of its own."""
 
 

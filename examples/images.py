@@ -53,7 +53,7 @@ def _read(file: Path) -> dict[str, torch.Tensor]:
 
 
 class LabelledImages(Dataset[tuple[torch.Tensor, int]]):
-    """Images in class sub-folders (their order numbers the classes), or with the class index in front of their names."""
+    """Images in class sub-folders (their order numbers the classes) or with the class index in front of their names."""
 
     def __init__(self, folder: Path, transform: Transform) -> None:
         files = sorted(file for file in existing(folder).rglob("*") if file.suffix.lower() in SUFFIXES)

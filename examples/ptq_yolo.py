@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import CONFIGS, Scores, arguments, existing, finish, sqnr_db
+from common import CONFIGS, arguments, existing, finish, sqnr_db
 from PIL import Image
 from torch import nn
 
@@ -103,14 +103,15 @@ def main() -> None:
 
     device = qmodel.config.DEVICE
     original, quantized = predict(model.to(device), pictures, device), predict(qmodel, pictures, device)
-    scores: Scores = {"output SQNR dB": (None, sqnr_db(torch.stack(quantized), torch.stack(original)))}
+    scores: dict[str, tuple[float | None, float]] = {}
     if importlib.util.find_spec("pycocotools"):
         from pycocotools.coco import COCO
 
         with contextlib.redirect_stdout(io.StringIO()):  # pycocotools tells its whole story on stdout
             truth = COCO(coco / "annotations" / "instances_val2017.json")
             before, after = (average_precision(truth, ids, pictures, outputs) for outputs in (original, quantized))
-        scores = {"mAP 50-95": (before, after)} | scores
+        scores["mAP 50-95"] = before, after
+    scores["output SQNR dB"] = None, sqnr_db(torch.stack(quantized), torch.stack(original))
     finish(qmodel, calibration[0], scores, options.save)
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from sparsebit.errors import CheckpointError
@@ -46,7 +46,7 @@ def write(folder: str | os.PathLike[str], description: dict[str, Any], tensors: 
         "aliases": aliases,
     }
     with _replacing(path / TENSORS) as new_tensors, _replacing(path / MANIFEST) as new_manifest:
-        save_file(distinct, new_tensors, metadata={"key": key})
+        _save_tensors(distinct, new_tensors, {"key": key})
         new_manifest.write_text(json.dumps(manifest, indent=2) + "\n")
     return path
 
@@ -122,6 +122,24 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if missing:
         raise CheckpointError(f"{path} is damaged ({', '.join(sorted(missing))} missing); save the model again")
     return manifest
+
+
+def _save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """`safetensors.torch.save_file` without numpy, which the core does without."""
+    held = {name: tensor.cpu() for name, tensor in tensors.items()}  # their memory must outlive the call
+    serialize_file(
+        {
+            name: TensorSpec(
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=list(tensor.shape),
+                data_ptr=tensor.data_ptr(),
+                data_len=tensor.nbytes,
+            )
+            for name, tensor in held.items()
+        },
+        path,
+        metadata=metadata,
+    )
 
 
 def _distinct(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -29,7 +29,11 @@ def quantize(
     `(images, labels)` will do). `config`: a config in any form that `parse_qconfig` reads, or a backend's name (8 bits
     as that runtime wants them). `asym`: calibrate each layer on quantized predecessors.
 
-    >>> qmodel = sparsebit.quantize(model, loader, "onnxruntime")
+    >>> model = nn.Sequential(nn.Linear(4, 2), nn.ReLU())
+    >>> qmodel = quantize(model, [torch.randn(8, 4)], "onnxruntime")
+    >>> print(qmodel.coverage)
+    1 of 1 weighted layers quantized, 1 layers in all
+      float    1: absorbed by 0
     """
     qconfig = as_qconfig(config)
     if isinstance(batches, (torch.Tensor, Mapping)):

@@ -18,6 +18,7 @@ from sparsebit.execution.batches import Call, as_call
 from sparsebit.graph.capture import VARYING, CallForm, Region, call_form, capture
 from sparsebit.graph.example import GuardError
 from sparsebit.graph.passes.fold_batchnorm import fold_batchnorm
+from sparsebit.graph.passes.functional_layers import lift_functional_layers
 from sparsebit.graph.passes.functionalize import functionalize
 from sparsebit.graph.passes.normalize import normalize
 from sparsebit.graph.passes.simplify import simplify
@@ -162,6 +163,7 @@ def _prepare(region: Region, fold: bool) -> None:
     functionalize(region.graph_module)
     simplify(region.graph_module)
     normalize(region.graph_module, region.source)
+    lift_functional_layers(region.graph_module)
     if fold:
         fold_batchnorm(region.graph_module)
     for node in region.graph_module.graph.nodes:

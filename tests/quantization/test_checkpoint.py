@@ -252,7 +252,7 @@ class TestFaults:
 class TestNothingHalfWritten:
     def test_a_failure_leaves_no_trace(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         qmodel = calibrated(TwoLayers(), [torch.randn(4, 6)])
-        monkeypatch.setattr(checkpoint, "save_file", failing)
+        monkeypatch.setattr(checkpoint, "serialize_file", failing)
         with pytest.raises(KeyboardInterrupt):
             qmodel.save(tmp_path / "deep" / "saved")
         assert list(tmp_path.iterdir()) == []
@@ -263,7 +263,7 @@ class TestNothingHalfWritten:
         (folder / "notes.txt").write_text("mine")
         with torch.no_grad():
             qmodel.model.first.op.weight.zero_()
-        monkeypatch.setattr(checkpoint, "save_file", failing)
+        monkeypatch.setattr(checkpoint, "serialize_file", failing)
         with pytest.raises(KeyboardInterrupt):
             qmodel.save(folder)
         assert sorted(os.listdir(folder)) == ["model.safetensors", "notes.txt", "sparsebit.json"]

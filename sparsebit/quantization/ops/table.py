@@ -32,6 +32,8 @@ def register_qmodule(
     the ops inside it are seen. `kind` defaults to UNARY, to MULTI for a `MultipleInputsQuantOpr` (name its `inputs`),
     and to WEIGHTED where `weight` names the op's weight.
 
+    >>> import torch
+    >>> from sparsebit.quantization.ops.quant_opr import QuantOpr
     >>> @register_qmodule(sources=[torch.erf])
     ... class QErf(QuantOpr):
     ...     def compute(self, x):

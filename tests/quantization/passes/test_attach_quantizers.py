@@ -1,0 +1,125 @@
+"""Where planned quantizers end up in the graph. Which ones are planned: test_plan.py."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from sparsebit.quantization import QIdentity, QuantModel, QuantOpr
+from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
+from tests.quantization.tiny import Opaque, Residual, calibrated, qconfig, site, sites
+
+
+def modules(qmodel: QuantModel) -> dict[str, nn.Module]:
+    graph_module = qmodel.model
+    assert isinstance(graph_module, fx.GraphModule)
+    nodes = graph_module.graph.find_nodes(op="call_module")
+    return {str(node.target): graph_module.get_submodule(str(node.target)) for node in nodes}
+
+
+def test_a_lone_reader_holds_the_quantizer_itself() -> None:
+    found = modules(QuantModel(nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)), qconfig()))
+    assert {name: type(module) for name, module in found.items()} == {"0": WeightedQuantOpr, "1": QuantOpr}
+
+
+def test_functions_become_modules_under_their_nodes_name() -> None:
+    class Functional(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.softmax(torch.sigmoid(torch.sigmoid(x)), -1)
+
+    assert list(modules(QuantModel(Functional(), qconfig()))) == ["sigmoid", "sigmoid_1", "softmax"]
+
+
+def test_names_that_are_taken_are_avoided() -> None:
+    class Taken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sigmoid = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sigmoid(self.sigmoid(x) * 2)
+
+    qmodel, x = QuantModel(Taken(), qconfig()), torch.randn(2, 4)
+    assert torch.equal(qmodel(x), qmodel._original[0](x))
+    assert len(sites(qmodel)) == 4
+
+
+def test_a_shared_quantizer_stands_behind_its_source() -> None:
+    qmodel = QuantModel(Residual(), qconfig({"A.QADD.ENABLE_QUANT": True}))
+    (node,) = [n for n in qmodel.model.graph.nodes if n.target == "stem_relu_shared"]
+    assert isinstance(qmodel.model.get_submodule("stem_relu_shared"), QIdentity)
+    assert [n.target for n in node.all_input_nodes] == ["stem.relu"]
+    assert {n.name for n in node.users} == {"conv", "add"}
+
+
+def test_the_graphs_source_has_the_same_wrapped_layers() -> None:
+    qmodel = QuantModel(Residual(), qconfig())
+    root = qmodel._root
+    assert root is not None
+    assert root.source.conv is qmodel.model.conv and root.source.stem.conv is qmodel.model.stem.conv
+
+
+def test_layers_inside_an_untraced_module_are_wrapped_in_place() -> None:
+    qmodel = QuantModel(Opaque(), qconfig())
+    assert isinstance(qmodel.model.first, WeightedQuantOpr) and isinstance(qmodel.model.second, WeightedQuantOpr)
+    assert sites(qmodel) == {"first.input", "first.weight", "second.input", "second.weight"}
+
+
+def test_a_module_shared_by_graph_and_untraced_code_is_wrapped_once() -> None:
+    class Inner(nn.Module):
+        def __init__(self, fc: nn.Linear) -> None:
+            super().__init__()
+            self.fc = fc
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x) if float(x.sum()) < 1e9 else x
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+            self.inner = Inner(self.fc)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(self.fc(x))
+
+    model, x = Outer(), torch.randn(2, 4)
+    qmodel = calibrated(model, [x])
+    assert qmodel.model.fc is qmodel.model.inner.fc
+    assert len([module for module in qmodel.modules() if isinstance(module, WeightedQuantOpr)]) == 1
+    torch.testing.assert_close(qmodel(x), model(x), atol=0.05, rtol=0.05)
+
+
+def test_quantizer_names_are_unique() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(self.fc(self.fc(x)))
+
+    names = [q.name for q in QuantModel(Twice(), qconfig()).quantizers() if not q.fake_fused]
+    assert sorted(names) == ["fc.input.0", "fc.input.0.2", "fc.input.0.3", "fc.weight"]
+
+
+def test_weights_computed_on_the_way_are_observed_over_all_batches() -> None:
+    """And in constant memory, whatever the observer keeps of a weight that is a parameter."""
+
+    class Dynamic(nn.Module):
+        def forward(self, x: Tensor, w: Tensor) -> Tensor:
+            return F.linear(x, w)
+
+    batches = [(torch.randn(2, 4), torch.full((3, 4), float(value))) for value in (1, 8, 2)]
+    for observer in ("minmax", "mse"):
+        qmodel = QuantModel(Dynamic(), qconfig({"W.OBSERVER.TYPE": observer, "W.QSCHEME": "per-tensor-symmetric"}))
+        qmodel.prepare_calibration()
+        sizes = []
+        for batch in batches:
+            qmodel(*batch)
+            state = site(qmodel, "linear.weight").observer.state()
+            sizes.append(sum(tensor.numel() for tensor in state.values()))
+        qmodel.calc_qparams()
+        assert sizes[0] == sizes[-1]
+        assert site(qmodel, "linear.weight").dequantized_range()[1] > 6
