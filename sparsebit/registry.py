@@ -43,7 +43,7 @@ class Registry(Generic[T]):
         return file
 
     def canonical(self, name: str) -> str:
-        """The one spelling of `name`: lower case, aliases resolved; an unknown name is an error that lists the near ones."""
+        """The one spelling of `name`: lower case, aliases resolved. A miss is an error that lists the near ones."""
         key = self._aliases.get(name.lower(), name.lower())
         if key not in self._entries:
             near = difflib.get_close_matches(key, [*self._entries, *self._aliases], n=3)

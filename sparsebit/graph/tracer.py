@@ -200,7 +200,7 @@ class LeafTracer(fx.Tracer):
             return self.example.evaluate(lambda: getattr(args[0], str(node.target))(*args[1:], **kwargs))
         assert isinstance(self.root, nn.Module)
         module = self.root.get_submodule(str(node.target))
-        with undisturbed(module), fx._symbolic_trace._maybe_revert_all_patches():
+        with undisturbed(module):
             set_training(module, False)
             if not type(module).__module__.startswith("torch.nn."):  # its code may write into its buffers
                 for part in module.modules():
@@ -217,6 +217,8 @@ class LeafTracer(fx.Tracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if self.is_evaluating:
+            return forward(*args, **kwargs)
         path = self._installed_path(m)
         if path in self.untraced:
             return self.create_proxy("call_module", path, args, kwargs)
@@ -267,7 +269,7 @@ class LeafTracer(fx.Tracer):
         """Parameters and buffers become live reads of the module, one node each."""
         self._attribute_proxies = parameter_proxy_cache
         name = self._tensor_names.get(id(attr_val)) if isinstance(attr_val, torch.Tensor) else None
-        if name is None:
+        if name is None or self.is_evaluating:
             return attr_val
         if name not in parameter_proxy_cache:
             parameter_proxy_cache[name] = self.create_proxy("get_attr", name, (), {})

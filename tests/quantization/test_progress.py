@@ -17,6 +17,7 @@ class Terminal(io.StringIO):
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     fake = Terminal()
     monkeypatch.setattr(sys, "stderr", fake)
+    monkeypatch.setenv("TERM", "xterm")  # on a dumb terminal rich draws nothing
     return fake
 
 
