@@ -64,6 +64,7 @@ class Example:
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.evaluate(lambda: torch.ones(1) + 1)  # torch loads much at the first use: not while a trace has it patched
 
     def fake(self, value: Any) -> Any:
         """The same nest with fake tensors in it."""
@@ -75,15 +76,31 @@ class Example:
 
     def evaluate(self, compute: Callable[[], Any]) -> Any:
         """`compute()` without data; UNKNOWN where it needs data, or anything else that fakes do not have."""
-        try:
-            with self.mode, torch.no_grad():
-                return compute()
-        except Exception:  # the trace goes on without an answer
-            return UNKNOWN
+        with self.mode, torch.no_grad():
+            return evaluate_plainly(compute)
+
+
+def evaluate_plainly(compute: Callable[[], Any]) -> Any:
+    """`compute()`; UNKNOWN where that fails: the trace goes on without an answer."""
+    try:
+        return compute()
+    except Exception:
+        return UNKNOWN
 
 
 def value_of(node: fx.Node) -> Any:
     return node.meta.get("example", UNKNOWN)
+
+
+def forget_values(graph: fx.Graph) -> None:
+    """Of every example tensor only shape and type stay: a graph outlives its example."""
+    for node in graph.nodes:
+        if "example" in node.meta:
+            node.meta["example"] = map_nested(torch.Tensor, _outline, node.meta["example"])
+
+
+def _outline(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 class _Answers:

@@ -29,6 +29,7 @@ def unfused_attention() -> Iterator[None]:
 @contextlib.contextmanager
 def traced_factories(tracer: Any) -> Iterator[None]:
     """Inside, factories called with traced values, and random ones always, become nodes of the tracer's graph."""
+    torch.overrides.get_overridable_functions()  # torch lists its functions once: not while some are ours
     saved = {name: getattr(torch, name) for name in (*_FACTORIES, *_RANDOM_FACTORIES)}
 
     def wrap(factory: Callable[..., Any]) -> Callable[..., Any]:

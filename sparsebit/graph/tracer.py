@@ -24,10 +24,22 @@ from torch import fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from sparsebit.graph.aliasing import OPERATORS, writes_by_name
-from sparsebit.graph.example import GIVEN, UNKNOWN, Example, ExampleProxy, guard, set_training, undisturbed, value_of
+from sparsebit.graph.example import (
+    GIVEN,
+    UNKNOWN,
+    Example,
+    ExampleProxy,
+    evaluate_plainly,
+    forget_values,
+    guard,
+    set_training,
+    undisturbed,
+    value_of,
+)
 from sparsebit.graph.failures import Untraced, describe_failure, reraise_own_fault, user_line
+from sparsebit.graph.nested import tensors_of
 from sparsebit.graph.patched_torch import traced_factories, unfused_attention
-from sparsebit.graph.values import python_values
+from sparsebit.graph.values import SIZE_METHODS, python_values
 
 
 class TrainingFlag:
@@ -93,7 +105,7 @@ class LeafTracer(fx.Tracer):
         super().__init__()
         self.policy, self.prefix = policy, prefix
         self.constants, self.inputs = constants or {}, inputs or {}
-        self.example = example or Example()
+        self.example = example
         self.untraced: dict[str, Untraced] = {}
         self.eval_branches: dict[str, str] = {}
         self._tensors: dict[str, torch.Tensor] = {}
@@ -118,10 +130,12 @@ class LeafTracer(fx.Tracer):
                 for path, module in root.named_modules():
                     if not self.is_leaf_module(module, path) or module is root:
                         module.__dict__["training"] = TrainingFlag(self, path, module)
-                return super().trace(root, concrete_args)
+                graph = super().trace(root, concrete_args)
         except Exception:
             self._uninstall(set(root._modules) - registered)
             raise
+        forget_values(graph)
+        return graph
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
@@ -183,8 +197,10 @@ class LeafTracer(fx.Tracer):
         if node.op == "placeholder":
             return self.inputs.get(str(node.target), UNKNOWN)
         if node.op == "get_attr":
-            return self.example.fake(self._tensors[str(node.target)])
+            return self._fake(self._tensors[str(node.target)])
         if any(value_of(source) is UNKNOWN for source in node.all_input_nodes):
+            return UNKNOWN
+        if self.example is None and not _asks_for_sizes(node):
             return UNKNOWN
         self.is_evaluating = True
         try:
@@ -192,20 +208,24 @@ class LeafTracer(fx.Tracer):
         finally:
             self.is_evaluating = False
 
+    def _fake(self, value: Any) -> Any:
+        return value if self.example is None else self.example.fake(value)
+
     def _compute(self, node: fx.Node) -> Any:
+        evaluate = evaluate_plainly if self.example is None else self.example.evaluate
         args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
         if node.op == "call_function":
-            return self.example.evaluate(lambda: node.target(*args, **kwargs))  # type: ignore[operator]
+            return evaluate(lambda: node.target(*args, **kwargs))  # type: ignore[operator]
         if node.op == "call_method":
-            return self.example.evaluate(lambda: getattr(args[0], str(node.target))(*args[1:], **kwargs))
+            return evaluate(lambda: getattr(args[0], str(node.target))(*args[1:], **kwargs))
         assert isinstance(self.root, nn.Module)
         module = self.root.get_submodule(str(node.target))
         with undisturbed(module):
             set_training(module, False)
             if not type(module).__module__.startswith("torch.nn."):  # its code may write into its buffers
                 for part in module.modules():
-                    part._buffers.update(self.example.fake(dict(part._buffers)))
-            return self.example.evaluate(lambda: module(*args, **kwargs))
+                    part._buffers.update(self._fake(dict(part._buffers)))
+            return evaluate(lambda: module(*args, **kwargs))
 
     def add_guard(self, node: fx.Node, answer: Any) -> None:
         """Remember in the graph that `node` was taken to be `answer`. What weights alone decide needs no guard."""
@@ -284,7 +304,7 @@ class LeafTracer(fx.Tracer):
             return self._typed_dict(a)
         argument = super().create_arg(a)
         if isinstance(a, torch.Tensor) and isinstance(argument, fx.Node):
-            argument.meta["example"] = a
+            argument.meta["example"] = self._fake(a)
         return argument
 
     def _typed_dict(self, a: dict[Any, Any]) -> fx.Node:
@@ -321,6 +341,15 @@ def _depends_on_input(node: fx.Node) -> bool:
             seen.add(current)
             pending.extend(current.all_input_nodes)
     return False
+
+
+def _asks_for_sizes(node: fx.Node) -> bool:
+    """`self.weight.shape[0] // 2`: what can be told of weights without an example, and without computing with them."""
+    if node.op == "call_method":
+        return node.target in SIZE_METHODS - {"item", "tolist"}
+    return getattr(node.target, "__module__", None) in ("_operator", "math", "builtins") and not any(
+        tensors_of(value_of(source)) for source in node.all_input_nodes if node.target is not getattr
+    )
 
 
 def _is_part_of_input(node: fx.Node) -> bool:

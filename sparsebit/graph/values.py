@@ -11,7 +11,7 @@ from torch import fx
 from sparsebit.graph.example import UNKNOWN, guard, value_of
 from sparsebit.graph.nested import tensors_of
 
-_SIZE_METHODS = {
+SIZE_METHODS = {
     "size", "dim", "numel", "nelement", "ndimension", "stride", "item", "tolist", "is_floating_point", "get_device",
     "data_ptr",
 }  # fmt: skip
@@ -64,7 +64,7 @@ def _yields_python(node: fx.Node, found: set[fx.Node]) -> bool:
     if example is not UNKNOWN:
         return not tensors_of(example)
     if node.op == "call_method":
-        return node.target in _SIZE_METHODS
+        return node.target in SIZE_METHODS
     if node.op == "get_attr":
         return str(node.target).rpartition(".")[2] == "training"
     if node.op != "call_function" or node.target in _TENSOR_FACTORIES:

@@ -158,3 +158,30 @@ def test_without_an_example_unpacking_a_shape_still_works() -> None:
     assert not captured.untraced
     torch.testing.assert_close(captured.model(torch.ones(3, 4)), model(torch.ones(3, 4)))
     assert "" in capture(Asking(unpack_rest)).untraced
+
+
+def test_a_graph_keeps_shapes_but_no_tensors() -> None:
+    graph = capture(Asking(lambda x: x.sum()), example=((torch.randn(2, 4),), {})).regions[""].graph_module.graph
+    examples = {node.name: node.meta["example"] for node in graph.nodes if "example" in node.meta}
+    assert examples["linear"].shape == (2, 4) and examples["sum_1"].dim() == 0
+    assert all(type(example) is Tensor and example.is_meta for example in examples.values())
+
+
+def test_without_an_example_sizes_of_weights_are_known_and_nothing_is_computed_with_them() -> None:
+    class Weights(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.weight.dim() != 2 or self.weight.shape[0] // 2 != 2:
+                return x
+            return x @ (self.weight * 2)
+
+    model = Weights()
+    captured = capture(model)
+    assert not captured.untraced
+    graph = captured.regions[""].graph_module.graph
+    assert "example" in graph.find_nodes(op="get_attr")[0].meta
+    assert all(node.meta.get("example", UNKNOWN) is UNKNOWN for node in graph.nodes if node.name in ("mul", "matmul"))
+    torch.testing.assert_close(captured.model(torch.ones(2, 4)), model(torch.ones(2, 4)))

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import io
-import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,12 +14,12 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    fake = Terminal()
-    monkeypatch.setattr(sys, "stderr", fake)
-    monkeypatch.setenv("TERM", "xterm")  # on a dumb terminal rich draws nothing
-    return fake
+@contextlib.contextmanager
+def terminal() -> Iterator[Terminal]:
+    """No fixture: between a fixture and its test pytest puts stderr back."""
+    with pytest.MonkeyPatch.context() as monkeypatch, contextlib.redirect_stderr(Terminal()) as fake:
+        monkeypatch.setenv("TERM", "xterm")  # on a dumb terminal rich draws nothing
+        yield fake
 
 
 def test_the_items_come_through(capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,25 +27,29 @@ def test_the_items_come_through(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "")  # no terminal, no bar
 
 
-def test_a_terminal_sees_a_bar(terminal: Terminal) -> None:
-    assert list(progress.track(range(20), "layers")) == list(range(20))
-    assert "layers" in terminal.getvalue()
+def test_a_terminal_sees_a_bar() -> None:
+    with terminal() as screen:
+        assert list(progress.track(range(20), "layers")) == list(range(20))
+    assert "layers" in screen.getvalue()
 
 
-def test_few_items_need_none(terminal: Terminal) -> None:
-    assert list(progress.track([1, 2, 3], "layers")) == [1, 2, 3]
-    assert terminal.getvalue() == ""
+def test_few_items_need_none() -> None:
+    with terminal() as screen:
+        assert list(progress.track([1, 2, 3], "layers")) == [1, 2, 3]
+    assert screen.getvalue() == ""
 
 
-def test_items_of_unknown_number(terminal: Terminal) -> None:
-    assert list(progress.track(iter("abc"), "batches")) == ["a", "b", "c"]
-    assert "batches" in terminal.getvalue()
+def test_items_of_unknown_number() -> None:
+    with terminal() as screen:
+        assert list(progress.track(iter("abc"), "batches")) == ["a", "b", "c"]
+    assert "batches" in screen.getvalue()
 
 
-def test_quiet(terminal: Terminal) -> None:
+def test_quiet() -> None:
     progress.set_quiet(True)
     try:
-        assert list(progress.track(range(20), "layers")) == list(range(20))
+        with terminal() as screen:
+            assert list(progress.track(range(20), "layers")) == list(range(20))
     finally:
         progress.set_quiet(False)
-    assert terminal.getvalue() == ""
+    assert screen.getvalue() == ""
