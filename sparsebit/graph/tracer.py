@@ -37,9 +37,9 @@ from sparsebit.graph.example import (
     value_of,
 )
 from sparsebit.graph.failures import Untraced, describe_failure, reraise_own_fault, user_line
-from sparsebit.graph.nested import tensors_of
 from sparsebit.graph.patched_torch import traced_factories, unfused_attention
-from sparsebit.graph.values import SIZE_METHODS, python_values
+from sparsebit.graph.questions import asks_for_sizes, depends_on_input, is_part_of_input, is_write_into
+from sparsebit.graph.values import python_values
 
 
 class TrainingFlag:
@@ -179,7 +179,7 @@ class LeafTracer(fx.Tracer):
         if target in (operator.getitem, getattr) and value_of(proxy.node) is None:
             self.add_guard(proxy.node, None)
             return None
-        if _is_part_of_input(proxy.node):
+        if is_part_of_input(proxy.node):
             self.add_guard(proxy.node, GIVEN)
         return proxy
 
@@ -200,7 +200,7 @@ class LeafTracer(fx.Tracer):
             return self._fake(self._tensors[str(node.target)])
         if any(value_of(source) is UNKNOWN for source in node.all_input_nodes):
             return UNKNOWN
-        if self.example is None and not _asks_for_sizes(node):
+        if self.example is None and not asks_for_sizes(node):
             return UNKNOWN
         self.is_evaluating = True
         try:
@@ -231,7 +231,7 @@ class LeafTracer(fx.Tracer):
         """Remember in the graph that `node` was taken to be `answer`. What weights alone decide needs no guard."""
         guards = [user.args[1] for user in node.users if user.target is guard]
         is_known = any(type(known) is type(answer) and known == answer for known in guards)
-        if not is_known and _depends_on_input(node):
+        if not is_known and depends_on_input(node):
             self.create_node("call_function", guard, (node, answer, user_line()), {})
 
     def call_module(
@@ -265,7 +265,7 @@ class LeafTracer(fx.Tracer):
             if isinstance(value, fx.Proxy):
                 full = f"{path}.{name}" if path else name
                 module._buffers[name] = self._tensors[full]
-                if not _is_write_into(value.node, full):
+                if not is_write_into(value.node, full):
                     raise fx.proxy.TraceError(f"assigns its buffer {name!r}: the next call depends on this one")
 
     def _installed_path(self, module: nn.Module) -> str:
@@ -329,47 +329,3 @@ class LeafTracer(fx.Tracer):
         cache = self._attribute_proxies
         for name in [name for name, proxy in cache.items() if proxy.node not in alive]:
             del cache[name]
-
-
-def _depends_on_input(node: fx.Node) -> bool:
-    pending, seen = [node], set()
-    while pending:
-        current = pending.pop()
-        if current.op == "placeholder":
-            return True
-        if current not in seen:
-            seen.add(current)
-            pending.extend(current.all_input_nodes)
-    return False
-
-
-def _asks_for_sizes(node: fx.Node) -> bool:
-    """`self.weight.shape[0] // 2`: what can be told of weights without an example, and without computing with them."""
-    if node.op == "call_method":
-        return node.target in SIZE_METHODS - {"item", "tolist"}
-    return getattr(node.target, "__module__", None) in ("_operator", "math", "builtins") and not any(
-        tensors_of(value_of(source)) for source in node.all_input_nodes if node.target is not getattr
-    )
-
-
-def _is_part_of_input(node: fx.Node) -> bool:
-    """`batch["x"]`, `batch.x`: something that a caller may leave out, as far as can be known."""
-    if node.target not in (operator.getitem, getattr) or not isinstance(node.args[0], fx.Node):
-        return False
-    source, key = node.args[0], node.args[1]
-    example = value_of(source)
-    if isinstance(example, torch.Tensor) or (example is UNKNOWN and not _is_key(node.target, key)):
-        return False
-    return source.op == "placeholder" or _is_part_of_input(source)
-
-
-def _is_key(target: Any, key: Any) -> bool:
-    return isinstance(key, (str, int)) if target is operator.getitem else not hasattr(torch.Tensor, key)
-
-
-def _is_write_into(node: fx.Node, name: str) -> bool:
-    while node.target in OPERATORS or (node.op == "call_method" and str(node.target).endswith("_")):
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        node = source
-    return node.op == "get_attr" and node.target == name

@@ -16,7 +16,7 @@ from sparsebit.records import Coverage, FloatLayer, OpaqueModule, QuantizedLayer
 def describe_coverage(model: nn.Module, captured: Captured, plan: Plan) -> Coverage:
     """Read off the model as it is now (quantizers switched off for good do not count)."""
     layers: dict[str, QuantizedLayer] = {}
-    floats = dict(plan.floats)
+    unseen: dict[str, str] = {}
     for module in model.modules():
         if not isinstance(module, (QuantOpr, QIdentity)):
             continue
@@ -25,7 +25,8 @@ def describe_coverage(model: nn.Module, captured: Captured, plan: Plan) -> Cover
                 _add_site(layers, module, quantizer)
             elif quantizer.was_unseen:
                 layer, _ = split_site(quantizer.name)
-                floats.setdefault(layer, f"{quantizer.name} never saw a float tensor during calibration")
+                unseen.setdefault(layer, f"{quantizer.name} never saw a float tensor during calibration")
+    floats = {name: reason for name, reason in {**unseen, **plan.floats}.items() if name not in layers}
     weighted = _weighted(model)
     return Coverage(
         tuple(layers.values()),
@@ -40,6 +41,7 @@ def describe_coverage(model: nn.Module, captured: Captured, plan: Plan) -> Cover
                 f"{path or '(model)'} branches on self.training ({line}): its eval branch was captured"
                 for path, line in captured.eval_branches.items()
             ),
+            *(reason for name, reason in unseen.items() if name in layers),
             *plan.warnings,
         ),
         num_weighted=len(weighted),

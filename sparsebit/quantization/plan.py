@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import fx, nn
 
@@ -62,16 +62,29 @@ class _RegionPlanner:
         self.rows = {node: row for node in self.graph.nodes if (row := self._row(node)) is not None}
         keeps_chains = config.SCHEDULE.DISABLE_UNNECESSARY_QUANT
         absorbs = None if profile.inputs is None else profile.absorbs
-        self.absorbed = absorbed_by(self.graph, self.rows, absorbs) if keeps_chains else {}
+        chains = absorbed_by(self.graph, self.rows, absorbs) if keeps_chains else {}
+        # A layer that the user keeps in float absorbs nothing.
+        self.absorbed = {node: front for node, front in chains.items() if not self._is_off(_head(node, chains))}
         self.out = RegionPlan()
 
     def make(self) -> RegionPlan:
         static = static_values(self.graph)  # how a weight is made is no arithmetic on activations
         for node in self.graph.nodes:
-            if node.op not in ("call_module", "call_function", "call_method") or node in self.python or node in static:
+            if node.op not in ("call_module", "call_function", "call_method") or node in self.python:
                 continue
-            self._place(node, self.rows.get(node), layer_name(self.path, node))
+            row = self.rows.get(node)
+            is_layer = node.op == "call_module" and row is not None and row.kind is OpKind.WEIGHTED
+            if node not in static or is_layer:
+                self._place(node, row, layer_name(self.path, node))
         return self.out
+
+    def _is_off(self, node: fx.Node) -> bool:
+        """Whether the config keeps all of a layer in float."""
+        name = layer_name(self.path, node)
+        if node.op == "call_module" and LeafPolicy(skip=self.config.SKIP_TRACE_MODULES).is_skipped(name):
+            return True
+        kinds: tuple[Literal["W", "A"], ...] = ("W", "A") if self.rows[node].kind is OpKind.WEIGHTED else ("A",)
+        return all(self.config.resolve(kind, name).QUANTIZER.DISABLE for kind in kinds)
 
     def _place(self, node: fx.Node, row: OpRow | None, name: str) -> None:
         if node.op == "call_module" and _is_skipped(self.plan, name, self.config):
@@ -151,6 +164,12 @@ class _RegionPlanner:
         if node.op != "call_module" or layer_name(self.path, node) not in self.opaque:
             return False
         return any(True for _ in self.root.get_submodule(str(node.target)).children())
+
+
+def _head(node: fx.Node, chains: dict[fx.Node, fx.Node]) -> fx.Node:
+    while node in chains:
+        node = chains[node]
+    return node
 
 
 def _is_skipped(plan: Plan, name: str, config: QuantConfig) -> bool:

@@ -146,7 +146,9 @@ class QuantModel(SimulatedModel):
         """
         if not any(q.is_calibrated for q in self.quantizers()):
             raise CalibrationError("get_quantization_error() needs a calibrated model; call calc_qparams() first")
-        is_batch = isinstance(data, (Tensor, Mapping)) or (isinstance(data, tuple) and isinstance(data[0], Tensor))
+        is_batch = isinstance(data, (Tensor, Mapping)) or (
+            isinstance(data, tuple) and any(isinstance(x, Tensor) for x in data)
+        )
         batches: Iterable[Any] = [data] if is_batch else data
         return profile_errors(self, calls(batches, self._original[0], self.config.DEVICE), checker, is_async=is_async)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from sparsebit.config.schema import QuantConfig
+from sparsebit.config.selectors import near_names
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.errors import CaptureError
 from sparsebit.execution.batches import Call, as_call
@@ -89,7 +90,13 @@ class SimulatedModel(nn.Module):
         return PROFILES[self.config.BACKEND].folds_batchnorm
 
     def _tell(self, plan: Plan) -> None:
-        for message in (*map(str, self.config.unmatched_globs(plan.layers)), *plan.warnings):
+        paths = [path for path, _ in self._original[0].named_modules()]
+        skips = (
+            f"SKIP_TRACE_MODULES: the glob {glob!r} matches no module; near names: {', '.join(near_names(glob, paths))}"
+            for glob in self.config.SKIP_TRACE_MODULES
+            if not any(LeafPolicy(skip=(glob,)).is_skipped(path) for path in paths)
+        )
+        for message in (*map(str, self.config.unmatched_globs(plan.layers)), *skips, *plan.warnings):
             warnings.warn(message, stacklevel=5)
         log.info("captured: %s", str(self.coverage).splitlines()[0])
 

@@ -34,4 +34,4 @@ def test_mermaid() -> None:
 
 def test_labels_cannot_break_the_diagram() -> None:
     text = to_mermaid(fx.symbolic_trace(Model()).graph, lambda node: 'a "quoted"\nlabel')
-    assert '["a \'quoted\'<br/>label"]' in text
+    assert "[\"a 'quoted'<br/>label\"]" in text

@@ -40,4 +40,6 @@ def test_plain_calls_are_not_recorded_but_random_ones_are() -> None:
 
     graph = LeafTracer(LeafPolicy()).trace(Model())
     assert [node.target for node in graph.nodes if node.op == "call_function"][:2] != [torch.ones, torch.rand]
-    assert torch.rand in [node.target for node in graph.nodes] and torch.ones not in [node.target for node in graph.nodes]
+    assert torch.rand in [node.target for node in graph.nodes] and torch.ones not in [
+        node.target for node in graph.nodes
+    ]

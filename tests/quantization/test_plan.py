@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsebit.quantization import QuantModel
+from sparsebit.quantization import QuantModel, parse_qconfig
 from tests.quantization.tiny import Block, ConvBnRelu, Residual, calibrated, qconfig, site, sites
 
 
@@ -283,3 +283,38 @@ def test_skipped_modules_stay_float_and_are_not_entered() -> None:
     reasons = {layer.name: layer.reason for layer in qmodel.coverage.float_layers}
     assert reasons["stem"] == reasons["fc"] == "SKIP_TRACE_MODULES keeps it in float"
     assert (qmodel.coverage.num_weighted_quantized, qmodel.coverage.num_weighted) == (1, 3)
+
+
+def test_a_layer_that_stays_float_absorbs_nothing() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    section = {"QUANTIZER": {"BIT": 8}, "SPECIFIC": [{"0": ["QUANTIZER.DISABLE", True]}]}
+    coverage = QuantModel(model, parse_qconfig({"DEVICE": "cpu", "W": section, "A": section})).coverage
+    assert [layer.name for layer in coverage.quantized] == ["1", "2"]
+
+
+def test_a_skip_glob_without_a_module_warns_with_near_names() -> None:
+    config = {
+        "DEVICE": "cpu",
+        "SKIP_TRACE_MODULES": ["head*"],
+        "W": {"QUANTIZER": {"BIT": 8}},
+        "A": {"QUANTIZER": {"BIT": 8}},
+    }
+    model = nn.Sequential()
+    model.add_module("heat", nn.Linear(4, 4))
+    with pytest.warns(UserWarning, match="SKIP_TRACE_MODULES: the glob 'head\\*' matches no module; near names: heat"):
+        QuantModel(model, parse_qconfig(config))
+
+
+def test_a_layer_that_reads_constants_alone_still_has_its_weight_quantized() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(8, 4)
+            self.register_buffer("ids", torch.arange(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.table(self.ids)
+
+    section = {"QUANTIZER": {"BIT": 8}}
+    coverage = QuantModel(Positions(), parse_qconfig({"DEVICE": "cpu", "W": section, "A": section})).coverage
+    assert coverage.num_weighted_quantized == coverage.num_weighted == 1

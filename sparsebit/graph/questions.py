@@ -1,0 +1,60 @@
+"""What a tracer asks of a node that it has just made."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from sparsebit.graph.aliasing import OPERATORS
+from sparsebit.graph.example import UNKNOWN, value_of
+from sparsebit.graph.nested import tensors_of
+from sparsebit.graph.values import SIZE_METHODS
+
+
+def depends_on_input(node: fx.Node) -> bool:
+    """Whether another input could change the node's value."""
+    pending, seen = [node], set()
+    while pending:
+        current = pending.pop()
+        if current.op == "placeholder":
+            return True
+        if current not in seen:
+            seen.add(current)
+            pending.extend(current.all_input_nodes)
+    return False
+
+
+def asks_for_sizes(node: fx.Node) -> bool:
+    """`self.weight.shape[0] // 2`: what can be told of weights without an example, and without computing with them."""
+    if node.op == "call_method":
+        return node.target in SIZE_METHODS - {"item", "tolist"}
+    return getattr(node.target, "__module__", None) in ("_operator", "math", "builtins") and not any(
+        tensors_of(value_of(source)) for source in node.all_input_nodes if node.target is not getattr
+    )
+
+
+def is_part_of_input(node: fx.Node) -> bool:
+    """`batch["x"]`, `batch.x`: something that a caller may leave out, as far as can be known."""
+    if node.target not in (operator.getitem, getattr) or not isinstance(node.args[0], fx.Node):
+        return False
+    source, key = node.args[0], node.args[1]
+    example = value_of(source)
+    if isinstance(example, torch.Tensor) or (example is UNKNOWN and not _is_key(node.target, key)):
+        return False
+    return source.op == "placeholder" or is_part_of_input(source)
+
+
+def _is_key(target: Any, key: Any) -> bool:
+    return isinstance(key, (str, int)) if target is operator.getitem else not hasattr(torch.Tensor, key)
+
+
+def is_write_into(node: fx.Node, name: str) -> bool:
+    """Whether the node's value is the parameter or buffer `name` itself, after writes into it."""
+    while node.target in OPERATORS or (node.op == "call_method" and str(node.target).endswith("_")):
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node = source
+    return node.op == "get_attr" and node.target == name
