@@ -1,6 +1,7 @@
 """Sparsebit makes PyTorch models small and fast.
 
->>> import sparsebit
+>>> import torch, sparsebit
+>>> model, batches = torch.nn.Linear(4, 2), [torch.randn(8, 4)]
 >>> qmodel = sparsebit.quantize(model, batches, "onnxruntime")
 """
 
