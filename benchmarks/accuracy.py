@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import emit, sqnr_db
+from common import ROOT, emit, sqnr_db
 from models import TASKS, Task, top1
 
 import sparsebit
+from sparsebit.config.schema import QuantConfig
+from sparsebit.quantization import parse_qconfig
 
 OBSERVERS = ("minmax", "moving_average", "percentile", "mse", "kl_histogram", "aciq")
-# Encoders: linears and embeddings in integers, everything between them in float.
-ENCODER = {"BACKEND": "onnxruntime", "A": {"QUANTIZER": {"BIT": 8}}, "W": {"QUANTIZER": {"BIT": 8}}}
+# Models that the plain configs do not suit, and the config that their example recommends.
+RECOMMENDED = {"minilm": "examples/configs/encoder_w8a8.yaml", "yolov5n": "examples/configs/yolo_w8a8.yaml"}
 
 
 def config(
@@ -38,7 +40,10 @@ def config(
 
 
 def measure(
-    task: Task, settings: dict[str, Any], label: dict[str, Any], reference: tuple[float, torch.Tensor | None]
+    task: Task,
+    settings: dict[str, Any] | QuantConfig,
+    label: dict[str, Any],
+    reference: tuple[float, torch.Tensor | None],
 ) -> dict[str, Any]:
     wall, cpu = time.perf_counter(), time.process_time()
     qmodel = sparsebit.quantize(task.model, task.calibration, settings)
@@ -62,7 +67,7 @@ def measure(
     return record
 
 
-Variant = tuple[dict[str, Any], dict[str, Any]]
+Variant = tuple[dict[str, Any], dict[str, Any] | QuantConfig]
 
 
 def variants(task: str, observers: list[str], device: str) -> list[Variant]:
@@ -72,9 +77,11 @@ def variants(task: str, observers: list[str], device: str) -> list[Variant]:
         label = {"backend": backend, "observer": observer, "bits": f"W{weights}A{activations}"}
         return label, config(backend, observer, weights, activations, device)
 
-    if task == "minilm":
-        encoder = {"backend": "onnxruntime", "observer": "minmax", "bits": "W8A8", "config": "encoder"}
-        return [(encoder, ENCODER | {"DEVICE": device}), variant("virtual", "minmax")]
+    if task in RECOMMENDED:
+        recommended = parse_qconfig(ROOT / RECOMMENDED[task]).replace("DEVICE", device)
+        observer = recommended.A.OBSERVER.TYPE
+        label = {"backend": recommended.BACKEND, "observer": observer, "bits": "W8A8", "config": RECOMMENDED[task]}
+        return [(label, recommended), variant("virtual", observer)]
     found = [variant(backend, observer) for backend in ("virtual", "tensorrt") for observer in observers]
     found.append(variant("onnxruntime", "minmax"))
     if task == "resnet20":

@@ -65,6 +65,7 @@ class _RegionPlanner:
         chains = absorbed_by(self.graph, self.rows, absorbs) if keeps_chains else {}
         # A layer that the user keeps in float absorbs nothing.
         self.absorbed = {node: front for node, front in chains.items() if not self._is_off(_head(node, chains))}
+        self.conv_fed: dict[tuple[fx.Node, frozenset[str]], bool] = {}
         self.out = RegionPlan()
 
     def make(self) -> RegionPlan:
@@ -127,25 +128,30 @@ class _RegionPlanner:
         return ""
 
     def _is_conv_fed(self, node: fx.Node) -> bool:
-        """Whether some input comes from a convolution through ops that keep integers: activations, norms, moves, pools.
+        """Whether a convolution feeds the op through ops that keep integers: activations, norms, moves, pools.
 
-        An add looks no further than the next add or concat, and not through moves that make tokens of an image: the
-        stem's convolution does not make a transformer's residual stream a CNN's.
+        A concat needs that of all its inputs: beside scores, coordinates that were computed in float would share the
+        scores' grid. An add looks no further than the next add or concat, and not through moves that make tokens of an
+        image: the stem's convolution does not make a transformer's residual stream a CNN's.
         """
-        stops = _ENDS_FOR_ADDS if self.rows[node].name == "add" else frozenset()
-        pending, seen = list(node.all_input_nodes), set()
-        while pending:
-            source = pending.pop()
-            row = self.rows.get(source)
-            if source in seen or row is None:
-                continue
-            seen.add(source)
-            if row.name == "conv":
-                return True
-            passes = row.kind is OpKind.TRANSPARENT or row.is_activation or row.name in _INTEGER_PATH
-            if passes and row.name not in stops:
-                pending.extend(source.all_input_nodes)
-        return False
+        row = self.rows[node]
+        stops = _ENDS_FOR_ADDS if row.name == "add" else frozenset()
+        among = all if row.name == "cat" else any
+        return among(self._comes_from_conv(source, stops) for source in self._tensors(node))
+
+    def _comes_from_conv(self, node: fx.Node, stops: frozenset[str]) -> bool:
+        row = self.rows.get(node)
+        if row is None or row.name == "conv":
+            return row is not None
+        if row.name in stops or not (row.kind is OpKind.TRANSPARENT or row.is_activation or row.name in _INTEGER_PATH):
+            return False
+        if (node, stops) not in self.conv_fed:
+            among = all if row.name == "cat" else any
+            self.conv_fed[node, stops] = among(self._comes_from_conv(source, stops) for source in self._tensors(node))
+        return self.conv_fed[node, stops]
+
+    def _tensors(self, node: fx.Node) -> list[fx.Node]:
+        return [source for source in node.all_input_nodes if source not in self.python]
 
     def _sources(self, node: fx.Node, row: OpRow) -> list[fx.Node]:
         values: list[Any]

@@ -318,3 +318,22 @@ def test_a_layer_that_reads_constants_alone_still_has_its_weight_quantized() -> 
     section = {"QUANTIZER": {"BIT": 8}}
     coverage = QuantModel(Positions(), parse_qconfig({"DEVICE": "cpu", "W": section, "A": section})).coverage
     assert coverage.num_weighted_quantized == coverage.num_weighted == 1
+
+
+def test_a_concat_of_scores_and_computed_coordinates_stays_float() -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores, offsets = self.left(x).sigmoid(), self.right(x)
+            features = torch.cat([scores, offsets], 1)
+            return torch.cat([features, (offsets * 2 - 0.5) * 640], 1)
+
+    coverage = QuantModel(Head(), parse_qconfig({"BACKEND": "onnxruntime", "DEVICE": "cpu", **qbits})).coverage
+    assert any(layer.name == "cat" for layer in coverage.quantized)
+    assert "no convolution feeds it" in {layer.name: layer.reason for layer in coverage.float_layers}["cat_1"]
+
+
+qbits: dict[str, Any] = {"W": {"QUANTIZER": {"BIT": 8}}, "A": {"QUANTIZER": {"BIT": 8}}}
