@@ -83,9 +83,9 @@ def measure_time(count: int, rounds: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def measure_memory() -> Iterator[dict[str, Any]]:
+def measure_memory(cases: list[str]) -> Iterator[dict[str, Any]]:
     """Each case in a process of its own: peak resident memory is a property of a process."""
-    for case in ("plain", *OBSERVERS, "asym"):
+    for case in cases:
         peaks = {}
         for count in (64, 1024):
             command = [sys.executable, __file__, "--peak", case, str(count)]
@@ -148,6 +148,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", choices=("time", "memory", "search"))
+    parser.add_argument("--cases", default=",".join(("plain", *OBSERVERS, "asym")), help="of the memory part")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--peak", nargs=2, metavar=("CASE", "IMAGES"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -156,7 +157,7 @@ def main() -> None:
         return
     parts = {
         "time": lambda: measure_time(options.images, options.rounds),
-        "memory": measure_memory,
+        "memory": lambda: measure_memory(options.cases.split(",")),
         "search": measure_search,
     }
     for name, part in parts.items():
