@@ -25,7 +25,7 @@ from sparsebit.quantization.observers.observer import Observer, Range, over_hist
 from sparsebit.quantization.observers.statistics import Histogram, Samples
 
 # Thresholds tried: fractions 1 ... 0.02 of the largest magnitude, in equal ratios.
-NUM_THRESHOLDS, SMALLEST_FRACTION = 128, 0.02
+NUM_THRESHOLDS, SMALLEST_FRACTION = 64, 0.02
 # Beyond, levels are narrower than bins and the divergence sees no difference: it is taken as if for so many bits.
 MOST_BITS = 8
 # With fewer values than this for each level, as in most rows of weights, a sample says nothing of a level's inside.

@@ -16,9 +16,9 @@ from sparsebit.quantization.observers.distortion import (
 from sparsebit.quantization.observers.observer import Observer, Range, over_histograms, register_observer
 from sparsebit.quantization.observers.statistics import Histogram, Samples, extremes
 
-# Fractions of the extremes that are tried first: 1, RATIO, RATIO^2, ... 0.01.
-NUM_COARSE = 64
-RATIO = 0.01 ** (1 / (NUM_COARSE - 1))
+# Fractions of the extremes that are tried first: 1, RATIO, RATIO^2, ... 0.02.
+NUM_COARSE = 32
+RATIO = 0.02 ** (1 / (NUM_COARSE - 1))
 # A refinement tries powers of RATIO^(1/FINER), then of RATIO^(1/FINER^2), ... around the best so far.
 FINER_ONE_END, REFINEMENTS_ONE_END = 8, 2
 FINER_TWO_ENDS, REFINEMENTS_TWO_ENDS = 3, 3
