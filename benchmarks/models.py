@@ -19,7 +19,7 @@ from common import ROOT, data_folder
 from torch import nn
 
 sys.path.insert(0, str(ROOT / "tests"))
-import torchvision_shim  # noqa: E402
+import torchvision_shim
 
 
 @dataclass
