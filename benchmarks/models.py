@@ -173,7 +173,10 @@ def yolov5n() -> Task:
     def evaluate(m: nn.Module) -> tuple[float, None]:
         device = _device(m)
         with contextlib.redirect_stdout(io.StringIO()):
-            return float(evaluation.evaluate(lambda x: m(x.to(device)).cpu())[0]), None
+            try:
+                return float(evaluation.evaluate(lambda x: m(x.to(device)).cpu())[0]), None
+            except IndexError:  # pycocotools cannot score a model that detects nothing at all
+                return 0.0, None
 
     return Task("yolov5n", "mAP", model, calibration, evaluate)
 
