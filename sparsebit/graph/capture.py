@@ -11,7 +11,6 @@ import contextlib
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,11 +103,6 @@ class Captured:
     loose: dict[str, Loose] = field(default_factory=dict)
     untraced: dict[str, Untraced] = field(default_factory=dict)
     eval_branches: dict[str, str] = field(default_factory=dict)
-
-    def region_nodes(self) -> Iterator[tuple[str, Region, fx.Node]]:
-        for path, region in self.regions.items():
-            for node in region.graph_module.graph.nodes:
-                yield path, region, node
 
 
 def capture(

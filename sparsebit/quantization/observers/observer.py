@@ -61,11 +61,11 @@ class Observer(Generic[S]):
 
     def new_statistic(self) -> S:
         """An empty statistic of the kind that `range_of` reads."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define new_statistic()")
 
     def range_of(self, statistic: S) -> Range:
         """Lowest and highest value to be represented, `(R,)` each."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define range_of(statistic)")
 
     @property
     def is_empty(self) -> bool:

@@ -144,6 +144,7 @@ class Quantizer(nn.Module):
         self.use_quant = False
 
     def enable_export_onnx(self) -> None:
+        """Mark for an exporter. The arithmetic stays the same: what is simulated is what is written."""
         self.export_onnx = True
 
     def disable_export_onnx(self) -> None:
