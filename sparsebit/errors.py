@@ -34,6 +34,10 @@ class CheckpointError(SparsebitError):
     """Files that do not hold what this model needs."""
 
 
+class DeploymentError(SparsebitError):
+    """A model that cannot be exported, or a file that a runtime does not take or runs differently."""
+
+
 class MissingExtraError(SparsebitError, ImportError):
     """An optional package is not installed; the message names the command that installs it."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,11 @@ class RuntimeProfile:
     """`inputs`: ops whose tensor inputs are quantized (None: every known op). `conv_fed`: those of them that are worth
     it only where a convolution feeds one of their inputs (residual adds of CNNs, not of transformers). `outputs`: ops
     whose result is quantized, behind the activation that they absorb (`absorbs`). `folds_batchnorm`: unless the user
-    says no. `costs`: `KEY=value` -> what it costs to set it so.
+    says no. `bias`: added in integers, on the grid of the accumulator, or in float. `weight_widths`: the integer types,
+    by bits, in which its files hold weights. `narrow_weights`: int8 weights go without the code -128 (ONNX Runtime's Arm
+    kernels add two products in 16 bits, and two of -128 * -128 overflow). `opset`: that of a file, unless the user or a type asks for another.
+    `executes`: the runtime here that runs the file as it will run in production; None: there is none, and the file's
+    nodes are executed one by one as they are defined. `costs`: `KEY=value` -> what it costs to set it so.
     """
 
     name: str
@@ -28,6 +32,11 @@ class RuntimeProfile:
     folds_batchnorm: bool = False
     activation_scheme: str = "per-tensor-affine"
     weight_scheme: str = "per-channel-symmetric"
+    bias: Literal["int32", "float"] = "float"
+    weight_widths: frozenset[int] = frozenset({4, 8, 16})
+    narrow_weights: bool = False
+    opset: int = 21
+    executes: Literal["onnxruntime", "openvino"] | None = None
     costs: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def recommended(self) -> dict[str, Any]:
@@ -65,7 +74,7 @@ _COARSE_WEIGHTS = "one scale per weight tensor is less exact and no faster than 
 PROFILES: dict[str, RuntimeProfile] = {
     profile.name: profile
     for profile in (
-        RuntimeProfile("virtual", inputs=None),
+        RuntimeProfile("virtual", inputs=None, weight_widths=frozenset({2, 4, 8, 16})),
         RuntimeProfile(
             "onnxruntime",
             inputs=_LINEARS | _POOLS | {"conv", "add", "cat"},
@@ -73,6 +82,9 @@ PROFILES: dict[str, RuntimeProfile] = {
             outputs=frozenset({"conv", "add"}),
             absorbs=_RELUS,
             folds_batchnorm=True,
+            bias="int32",
+            narrow_weights=True,
+            executes="onnxruntime",
             costs=MappingProxyType(
                 {
                     "A.QADD.ENABLE_QUANT=False": _FLOAT_ADDS,
@@ -94,6 +106,9 @@ PROFILES: dict[str, RuntimeProfile] = {
             outputs=frozenset({"conv", "add"}),
             absorbs=_RELUS,
             folds_batchnorm=True,
+            bias="int32",
+            narrow_weights=True,
+            executes="openvino",
             costs=MappingProxyType(
                 {
                     "A.QADD.ENABLE_QUANT=False": _FLOAT_ADDS,
@@ -109,6 +124,8 @@ PROFILES: dict[str, RuntimeProfile] = {
             absorbs=_RELUS | _SMOOTH,
             folds_batchnorm=True,
             activation_scheme="per-tensor-symmetric",
+            weight_widths=frozenset({4, 8}),
+            opset=20,  # int8 linears of a newer opset do not load in ONNX Runtime, where the file is checked
             costs=MappingProxyType(
                 {
                     "A.QADD.ENABLE_QUANT=False": (

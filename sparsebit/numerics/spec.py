@@ -63,6 +63,8 @@ Granularity: TypeAlias = PerTensor | PerChannel | PerGroup
 class TensorSpec:
     """A number format: `bits` wide, integers around zero (`symmetric`) or from zero on (affine, with a zero point).
 
+    `narrow`: a symmetric grid without its lowest code, as many below zero as above.
+
     >>> spec = TensorSpec(4, symmetric=True, granularity=PerChannel(0))
     >>> spec.qmin, spec.qmax, spec.dtype_name
     (-8, 7, 'int4')
@@ -73,6 +75,7 @@ class TensorSpec:
     bits: int
     symmetric: bool
     granularity: Granularity = PerTensor()
+    narrow: bool = False
 
     def __post_init__(self) -> None:
         _check_int("TensorSpec.bits", self.bits)
@@ -80,6 +83,8 @@ class TensorSpec:
             raise SpecError(f"TensorSpec.bits={self.bits}: no such format; allowed: {MIN_BITS} to {MAX_BITS}")
         if not isinstance(self.symmetric, bool):
             raise SpecError(f"TensorSpec.symmetric={self.symmetric!r}: allowed: True, False")
+        if self.narrow and (not self.symmetric or self.bits == 1):
+            raise SpecError(f"TensorSpec.narrow with {self.dtype_name}: only symmetric formats of 2 bits or more have it")
         if not isinstance(self.granularity, PerTensor | PerChannel | PerGroup):
             raise SpecError(
                 f"TensorSpec.granularity={self.granularity!r}: "
@@ -88,8 +93,8 @@ class TensorSpec:
 
     @property
     def qmin(self) -> int:
-        """The lowest code: -2^(bits-1), or 0 when affine."""
-        return -(1 << self.bits - 1) if self.symmetric else 0
+        """The lowest code: -2^(bits-1), one more when narrow, or 0 when affine."""
+        return -(1 << self.bits - 1) + self.narrow if self.symmetric else 0
 
     @property
     def qmax(self) -> int:
@@ -99,7 +104,7 @@ class TensorSpec:
     @property
     def num_levels(self) -> int:
         """How many codes there are."""
-        return 1 << self.bits
+        return self.qmax - self.qmin + 1
 
     @property
     def dtype_name(self) -> str:

@@ -7,7 +7,7 @@ import copy
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from sparsebit.deploy.model_file import checked_path
+from sparsebit.deploy.to_onnx import DynamicAxes
 from sparsebit.errors import CalibrationError, CaptureError, CheckpointError
 from sparsebit.execution.batches import Call, as_call, calls
 from sparsebit.execution.value_store import MIB
@@ -23,7 +25,9 @@ from sparsebit.quantization import checkpoint
 from sparsebit.quantization.algorithms.batchnorm_tuning import fold_quantized_batchnorm, restarted_statistics
 from sparsebit.quantization.calibration import CalibrationRunner
 from sparsebit.quantization.error_profiler import profile_errors
+from sparsebit.quantization.export import build_onnx, check_ready, describe, write_onnx
 from sparsebit.quantization.mermaid import draw
+from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 from sparsebit.quantization.quant_config import parse_qconfig
 from sparsebit.quantization.quantizers.base import Target
 from sparsebit.quantization.simulation import SimulatedModel, shown
@@ -93,6 +97,9 @@ class QuantModel(SimulatedModel):
             self._runner.finish()
             self._runner = None
             self.set_quant(w_quant=False, a_quant=False)
+        for layer in self.model.modules():
+            if isinstance(layer, WeightedQuantOpr) and layer.bias_rounding is not None:
+                layer.bias_rounding.make_room(layer.op.bias)
         if unseen:
             log.info("%d quantizers never saw a float tensor and stay off: %s", len(unseen), ", ".join(unseen))
 
@@ -158,6 +165,44 @@ class QuantModel(SimulatedModel):
         if file is not None:
             Path(file).write_text(diagram)
         return diagram
+
+    # --- deploying
+
+    def export_onnx(
+        self,
+        dummy_data: Any,
+        name: str | os.PathLike[str],
+        input_names: Sequence[str] | None = None,
+        output_names: Sequence[str] | None = None,
+        dynamic_axes: DynamicAxes | None = None,
+        opset_version: int | None = None,
+        verbose: bool = False,
+        extra_info: bool = False,
+    ) -> Path:
+        """Write a QDQ-ONNX file that computes what the simulation computes, with weights and biases as integers.
+
+        `dummy_data`: one batch in any form that calibration takes; the file has its shapes but for `dynamic_axes`
+        (`{"x": {0: "batch"}}`). Inputs are named after forward's parameters unless `input_names` says otherwise.
+        `opset_version`: by default the lowest that has all the number formats, 21 or more (tensorrt: 20). `verbose`:
+        torch tells its steps. `extra_info`: also write `<name>_extra.onnx`, with bits, format and observer of every
+        site in its metadata. An older file of that name stays until the new one is whole.
+        """
+        check_ready(self)
+        target = checked_path(name)
+        model, sites = build_onnx(
+            self,
+            dummy_data,
+            input_names=input_names,
+            output_names=output_names,
+            dynamic_axes=dynamic_axes,
+            opset_version=opset_version,
+            verbose=verbose,
+        )
+        write_onnx(model, target)
+        if extra_info:
+            describe(model, self, sites)
+            write_onnx(model, target.with_name(f"{target.stem}_extra.onnx"))
+        return target
 
     # --- keeping
 

@@ -26,6 +26,7 @@ from sparsebit.graph.passes.simplify import simplify
 from sparsebit.graph.tracer import LeafPolicy
 from sparsebit.quantization.coverage import describe_coverage
 from sparsebit.quantization.ops.table import registered_module_types
+from sparsebit.quantization.passes.attach_integer_ops import attach_integer_ops
 from sparsebit.quantization.passes.attach_quantizers import attach_quantizers
 from sparsebit.quantization.placement import Plan
 from sparsebit.quantization.plan import make_plan
@@ -74,6 +75,7 @@ class SimulatedModel(nn.Module):
             _prepare(region, fold=self._folds_batchnorm())
         plan = make_plan(captured, self.config)
         attach_quantizers(captured, plan, self.config.BACKEND)
+        attach_integer_ops(captured, PROFILES[self.config.BACKEND])
         self._captured = captured
         self._plan = dataclasses.replace(plan, regions={}, loose={})  # they have become modules
         self._example: Call | None = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), example)

@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils.parametrize import is_parametrized
 
+from sparsebit.quantization.ops.bias import BiasRounding
+from sparsebit.quantization.ops.integer_ops import IntegerLayer, with_gradient_of
 from sparsebit.quantization.ops.rows import OpKind, OpRow
 from sparsebit.quantization.ops.table import input_argument, weight_argument
 from sparsebit.quantization.quantizers.base import Quantizer
@@ -36,6 +38,9 @@ class QuantOpr(nn.Module):
         self.row = row
         self.input_quantizer = input_quantizer
         self.weight_quantizer = weight_quantizer
+        # There where the runtime executes the layer in integers.
+        self.bias_rounding: BiasRounding | None = None
+        self.integer: IntegerLayer | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.compute(*self.quantize_input(args, kwargs), **kwargs)
@@ -85,16 +90,36 @@ class WeightedQuantOpr(QuantOpr):
         args = self.quantize_input(args, kwargs)
         if not self.weight_quantizer.is_enable:
             return self.op(*args, **kwargs)
-        return self._with_weight(self.weight_quantizer(self.op.weight), args, kwargs)
+        weight, bias = self.weight_quantizer(self.op.weight), getattr(self.op, "bias", None)
+        if bias is not None and self.bias_rounding is not None:
+            bias = self.bias_rounding(bias)
+        if self.integer is not None and self.integer.is_active and _is_one_float32(args, kwargs):
+            return self._in_integers(args[0], weight, bias)
+        return self._with(weight, bias, args, kwargs)
 
-    def _with_weight(self, weight: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _with(self, weight: torch.Tensor, bias: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(args) == 1 and _is_plain(self.op):
             if isinstance(self.op, nn.Linear):
-                return nn.functional.linear(args[0], weight, self.op.bias)
+                return nn.functional.linear(args[0], weight, bias)
             if isinstance(self.op, _ConvNd) and not isinstance(self.op, _ConvTransposeNd):
-                return self.op._conv_forward(args[0], weight, self.op.bias)  # honours padding_mode
+                return self.op._conv_forward(args[0], weight, bias)  # honours padding_mode
         op = _unparametrized(self.op) if is_parametrized(self.op, "weight") else self.op
-        return torch.func.functional_call(op, {"weight": weight}, args, kwargs)
+        tensors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+        return torch.func.functional_call(op, tensors, args, kwargs)
+
+    def _in_integers(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+        """The value of the integer kernel; where someone wants gradients, those of the plain op."""
+        assert self.integer is not None
+
+        def compute(codes: torch.Tensor, weight_codes: torch.Tensor) -> torch.Tensor:
+            return self._with(weight_codes, None if bias is None else torch.zeros_like(bias), (codes,), {})
+
+        channel_axis = -1 if self.row.name == "linear" else x.ndim - weight.ndim + 1  # an unbatched image has one less
+        with torch.no_grad():
+            exact = self.integer(x, weight, bias, channel_axis, compute)
+        if not torch.is_grad_enabled():
+            return exact
+        return with_gradient_of(self._with(weight, bias, (x,), {}), exact)
 
 
 class FunctionalWeightedQuantOpr(QuantOpr):
@@ -141,6 +166,10 @@ def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str, q
         kwargs[place] = quantizer(kwargs[place])
         return args
     return (*args[:place], quantizer(args[place]), *args[place + 1 :])
+
+
+def _is_one_float32(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return len(args) == 1 and not kwargs and args[0].dtype == torch.float32
 
 
 def _is_plain(module: nn.Module) -> bool:

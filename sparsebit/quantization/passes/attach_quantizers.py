@@ -13,6 +13,7 @@ from typing import Any
 from torch import fx, nn
 
 from sparsebit.config.schema import ActivationConfig, TensorConfig, WeightConfig
+from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.graph.capture import Captured, Region
 from sparsebit.graph.rewrite import insert_module_after
 from sparsebit.numerics.spec import PerTensor, TensorSpec, num_rows
@@ -167,6 +168,8 @@ class _Maker:
         if config is None:
             return _off(site, "weight")
         spec = spec_of(config, row.channel_axis)
+        if PROFILES[self.backend].narrow_weights and spec.symmetric and spec.bits == 8:
+            spec = spec.replace(narrow=True)
         if not isinstance(op, nn.Module):  # `F.conv2d(x, w)`: w may be computed on the way, from anything
             return self._build(site, config, spec, "weight", 1, observed_as="feature")
         weight = getattr(op, row.weight or "weight")

@@ -178,7 +178,7 @@ class Quantizer(nn.Module):
         """Another bit-width over the same range of values; one that the backend cannot run is refused."""
         if bits == self.spec.bits:
             return
-        spec = self.spec.replace(bits=bits)
+        spec = self.spec.replace(bits=bits, narrow=self.spec.narrow and bits == 8)
         check_backend(spec, torch.zeros(()), self.backend, self.name)
         low, high = self.dequantized_range()
         self.spec = spec

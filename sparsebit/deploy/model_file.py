@@ -1,0 +1,92 @@
+"""An ONNX model in memory -> a file that appears whole or not at all, checked; beyond 2 GB with its data beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sparsebit.errors import DeploymentError
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+# A protobuf message holds 2^31 bytes; the graph itself needs some of them.
+LARGEST_SINGLE_FILE = (1 << 31) - (1 << 26)
+
+
+def checked_path(name: str | os.PathLike[str]) -> Path:
+    """The path, if a file can be written there; before any work is done."""
+    path = Path(name)
+    folder = path.resolve().parent
+    if path.is_dir():
+        raise DeploymentError(f"{path} is a folder; name a file in it, such as {path / 'model.onnx'}")
+    if not folder.is_dir():
+        raise DeploymentError(f"{path}: the folder {folder} does not exist; create it first")
+    if not os.access(folder, os.W_OK):
+        raise DeploymentError(f"{path}: the folder {folder} cannot be written to; choose another, or change its rights")
+    return path
+
+
+@contextlib.contextmanager
+def staged(target: Path) -> Iterator[Path]:
+    """A path in a hidden folder beside `target` to write to; what lies there at the end takes the target's place.
+
+    After an exception (or a kill) the target is as it was.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.resolve().parent))
+    try:
+        yield folder / target.name
+        stale = _data_files(target) if target.exists() else set()
+        fresh = [path for path in folder.iterdir() if path.name != target.name]
+        for path in fresh:  # data first: the model that names it appears last
+            os.replace(path, target.resolve().parent / path.name)
+        os.replace(folder / target.name, target)
+        for path in stale - {target.resolve().parent / path.name for path in fresh}:
+            path.unlink(missing_ok=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def write(model: ir.Model, path: Path, *, largest_single_file: int = LARGEST_SINGLE_FILE) -> None:
+    """Serialize and check. The data of a model beyond `largest_single_file` bytes goes to a file beside it."""
+    import onnx
+    import onnx_ir as ir
+
+    num_bytes = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value)
+    try:
+        if num_bytes > largest_single_file:
+            digest = hashlib.sha256(os.urandom(16)).hexdigest()[:8]  # a new name: an older model keeps its own data
+            ir.save(model, path, external_data=f"{path.stem}-{digest}.onnx.data")
+        else:
+            ir.save(model, path)
+    except OSError as error:
+        raise DeploymentError(f"{path}: cannot be written: {error}") from error
+    try:
+        onnx.checker.check_model(str(path), full_check=False)
+    except onnx.checker.ValidationError as error:
+        raise DeploymentError(f"the exported graph is not valid ONNX: {error}") from error
+
+
+def _data_files(path: Path) -> set[Path]:
+    """The data files that an ONNX model names, where they lie beside it."""
+    import onnx
+
+    try:
+        model = onnx.load(str(path), load_external_data=False)
+    except Exception:  # not a model: nothing of ours to clear away
+        return set()
+    names = {
+        entry.value
+        for tensor in model.graph.initializer
+        if tensor.data_location == onnx.TensorProto.EXTERNAL
+        for entry in tensor.external_data
+        if entry.key == "location"
+    }
+    folder = path.resolve().parent
+    return {folder / name for name in names if Path(name).name == name and name.endswith(".onnx.data")}

@@ -1,0 +1,45 @@
+"""Which ONNX type holds a number format, and from which opset on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sparsebit.errors import DeploymentError
+
+# Bits of an ONNX integer type -> the first opset whose QuantizeLinear and DequantizeLinear take it.
+_FIRST_OPSET = {2: 25, 4: 21, 8: 13, 16: 21, 32: 13}
+BLOCK_OPSET = 21
+ACTIVATION_WIDTHS = frozenset({8, 16})
+BIAS_BITS = 32
+
+
+@dataclass(frozen=True)
+class Storage:
+    """`int4` and the like: the ONNX type's name, its ends, and the first opset that has it."""
+
+    name: str
+    width: int
+    low: int
+    high: int
+    opset: int
+
+
+def num_bits(qmin: int, qmax: int) -> int:
+    """The bits of the grid [qmin, qmax]."""
+    return (qmax - qmin).bit_length()
+
+
+def storage_for(qmin: int, qmax: int, widths: frozenset[int], site: str) -> Storage:
+    """The narrowest type among `widths` that holds the codes. A 3-bit weight is kept in int4, with its own codes."""
+    bits = num_bits(qmin, qmax)
+    if bits == BIAS_BITS:
+        widths = frozenset({BIAS_BITS})
+    wide_enough = [width for width in sorted(widths) if width >= bits]
+    if not wide_enough:
+        raise DeploymentError(
+            f"{site}: {bits} bits; the widest type that this backend's file holds there has {max(widths)}"
+        )
+    width = wide_enough[0]
+    if qmin < 0:
+        return Storage(f"INT{width}", width, -(1 << width - 1), (1 << width - 1) - 1, _FIRST_OPSET[width])
+    return Storage(f"UINT{width}", width, 0, (1 << width) - 1, _FIRST_OPSET[width])

@@ -1,0 +1,317 @@
+"""`sparsebit::FakeQuantize` -> standard ONNX: stored integers + DequantizeLinear, or QuantizeLinear + DequantizeLinear.
+
+A constant (weight, bias) is stored as the integers that the simulation rounds it to; anything else gets a pair of
+nodes, with a Clip in front where the grid is narrower than its type. Nodes are named after their site (`conv1.input/q`)
+and carry site, role and bits in `metadata_props`: an attribute of that name would be refused by onnx.checker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sparsebit.deploy.number_types import ACTIVATION_WIDTHS, BLOCK_OPSET, Storage, num_bits, storage_for
+from sparsebit.deploy.to_onnx import DOMAIN, NO_AXIS, OP_TYPE
+from sparsebit.errors import DeploymentError
+from sparsebit.numerics.plain import aligned_shape, as_blocks
+from sparsebit.numerics.spec import PerGroup, pad_groups, scale_shape
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+SITE_KEY, ROLE_KEY, BITS_KEY = "sparsebit.site", "sparsebit.role", "sparsebit.bits"
+
+
+@dataclass(frozen=True)
+class ExportedSite:
+    """One quantized tensor of the file. `codes`: the value that holds its integers; `axis` and `group` of its scales."""
+
+    site: str
+    role: str
+    bits: int
+    stored_as: str
+    codes: str
+    qmin: int
+    qmax: int
+    axis: int | None
+    group: int
+    num_scales: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def lower(model: ir.Model, weight_widths: frozenset[int]) -> list[ExportedSite]:
+    """Replace every FakeQuantize, in place; gives the sites in the order of the graph.
+
+    `weight_widths`: the integer types, by bits, that the runtime reads for constants.
+    """
+    import onnx_ir as ir
+
+    nodes = [node for node in ir.traversal.RecursiveGraphIterator(model.graph) if _is_fake_quantize(node)]
+    _fold_constants(model, [node.inputs[0] for node in nodes])
+    names: dict[str, int] = {}
+    sites = []
+    for node in nodes:
+        site = _Site.read(node, names)
+        x = node.inputs[0]
+        assert x is not None
+        sites.append(
+            _lower_constant(model, node, site, weight_widths) if _is_constant(x) else _lower(model, node, site)
+        )
+    _sweep(model)
+    model.opset_imports.pop(DOMAIN, None)
+    return sites
+
+
+def required_opset(sites: Iterable[tuple[int, int, int, bool]], weight_widths: frozenset[int]) -> int:
+    """The first opset with all the types; of each site (qmin, qmax, group size, is it a constant)."""
+    needed = 13
+    for qmin, qmax, group, is_constant in sites:
+        widths = weight_widths if is_constant else ACTIVATION_WIDTHS
+        needed = max(needed, storage_for(qmin, qmax, widths, "").opset, BLOCK_OPSET if group else 0)
+    return needed
+
+
+@dataclass(frozen=True)
+class _Site:
+    name: str
+    role: str
+    scale: Tensor
+    zero_point: Tensor
+    axis: int | None
+    group: int
+    qmin: int
+    qmax: int
+
+    @staticmethod
+    def read(node: ir.Node, names: dict[str, int]) -> _Site:
+        attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+        tag = str(attributes["tag"]) or "site"
+        names[tag] = names.get(tag, 0) + 1
+        # A layer that the model calls twice has its sites twice.
+        name = tag if names[tag] == 1 else f"{tag}#{names[tag]}"
+        axis = None if attributes["axis"] == NO_AXIS else int(attributes["axis"])
+        scale, zero_point = (_tensor(value, name) for value in node.inputs[1:3])
+        group, qmin, qmax = (int(attributes[key]) for key in ("group_size", "qmin", "qmax"))
+        return _Site(name, _role(tag), scale.float(), zero_point.float().round(), axis, group, qmin, qmax)
+
+    @property
+    def bits(self) -> int:
+        return num_bits(self.qmin, self.qmax)
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        return {SITE_KEY: self.name, ROLE_KEY: self.role, BITS_KEY: str(self.bits)}
+
+    def place(self, ndim: int) -> tuple[int | None, dict[str, int]]:
+        """The axis counted from the front, and the attributes of Q and DQ."""
+        if self.axis is None or (self.scale.numel() == 1 and not self.group):
+            return None, {}
+        axis = self.axis % ndim
+        return axis, {"axis": axis, "block_size": self.group} if self.group else {"axis": axis}
+
+    def exported(self, storage: Storage, codes: str, axis: int | None) -> ExportedSite:
+        return ExportedSite(
+            *(self.name, self.role, self.bits, storage.name.lower(), codes, self.qmin, self.qmax),
+            *(axis, self.group, self.scale.numel()),
+        )
+
+
+def _lower_constant(model: ir.Model, node: ir.Node, site: _Site, widths: frozenset[int]) -> ExportedSite:
+    """Integers in the file, and one DequantizeLinear."""
+    x = node.inputs[0]
+    weight = _tensor(x, site.name).detach()
+    storage = storage_for(site.qmin, site.qmax, widths, site.name)
+    codes = codes_of(weight, site.scale, site.zero_point, site.axis, site.group, site.qmin, site.qmax)
+    axis, attributes = site.place(weight.ndim)
+    shape = scale_shape(weight.shape, PerGroup(axis, site.group)) if axis is not None and site.group else None
+    stored = _initializer(model, f"{site.name}/codes", codes, storage.name)
+    scale, zero_point = _parameters(model, site, storage, shape, is_plain=axis is None)
+    # The zero point is written even where it is 0: without it ORT leaves a Gemm in float.
+    inputs = [stored, scale, zero_point]
+    _replace(node, [("DequantizeLinear", f"{site.name}/dq", inputs, attributes)], site, storage)
+    return site.exported(storage, f"{site.name}/codes", axis)
+
+
+def _lower(model: ir.Model, node: ir.Node, site: _Site) -> ExportedSite:
+    """[Clip +] QuantizeLinear + DequantizeLinear."""
+    x = node.inputs[0]
+    assert x is not None
+    storage = storage_for(site.qmin, site.qmax, ACTIVATION_WIDTHS, site.name)
+    axis, attributes = site.place(len(x.shape) if x.shape is not None else _rank_fault(site))
+    scale, zero_point = _parameters(model, site, storage, None, is_plain=axis is None)
+    steps: list[tuple[str, str, list[ir.Value], dict[str, int]]] = []
+    if (storage.low, storage.high) != (site.qmin, site.qmax):
+        if axis is not None:
+            raise DeploymentError(
+                f"{site.name}: {site.bits}-bit activations with a scale per channel have no ONNX form; "
+                "use a per-tensor QSCHEME, or 8 or 16 bits"
+            )
+        ends = [(end - site.zero_point) * site.scale for end in (site.qmin, site.qmax)]
+        limits = [
+            _initializer(model, f"{site.name}/{name}", end.reshape(()), "FLOAT")
+            for name, end in zip(("low", "high"), ends, strict=True)
+        ]
+        steps.append(("Clip", f"{site.name}/clip", limits, {}))
+    steps.append(("QuantizeLinear", f"{site.name}/q", [scale, zero_point], attributes))
+    steps.append(("DequantizeLinear", f"{site.name}/dq", [scale, zero_point], attributes))
+    _replace(node, steps, site, storage)
+    return site.exported(storage, f"{site.name}/codes", axis)
+
+
+def _replace(
+    node: ir.Node, steps: list[tuple[str, str, list[ir.Value], dict[str, int]]], site: _Site, storage: Storage
+) -> None:
+    """The chain of steps in the node's place. Half precision computes in float32, as the simulation does."""
+    import onnx_ir as ir
+
+    x, y = node.inputs[0], node.outputs[0]
+    assert x is not None and node.graph is not None
+    kind = ir.DataType.FLOAT if y.dtype is None else y.dtype
+    chain = list(steps)
+    starts_stored = chain[0][0] == "DequantizeLinear"
+    if kind != ir.DataType.FLOAT:
+        if not starts_stored:
+            chain.insert(0, ("Cast", f"{site.name}/in", [], {"to": int(ir.DataType.FLOAT)}))
+        chain.append(("Cast", f"{site.name}/out", [], {"to": int(kind)}))
+    value: ir.Value | None = None if starts_stored else x
+    new: list[ir.Node] = []
+    for op_type, name, inputs, attributes in chain:
+        made = ir.node(
+            op_type,
+            [*([value] if value is not None else []), *inputs],
+            attributes,
+            name=name,
+            metadata_props=site.metadata,
+        )
+        value = made.outputs[0]
+        value.name, value.shape = name, y.shape
+        is_codes = op_type == "QuantizeLinear"
+        value.dtype = ir.DataType[storage.name] if is_codes else ir.DataType.FLOAT
+        if is_codes:
+            value.name = f"{site.name}/codes"
+        new.append(made)
+    assert value is not None
+    value.dtype = kind
+    node.graph.insert_before(node, new)
+    if y.is_graph_output():
+        value.name = y.name
+    ir.convenience.replace_all_uses_with(y, value, replace_graph_outputs=True)
+    node.graph.remove(node, safe=True)
+
+
+def codes_of(
+    x: Tensor, scale: Tensor, zero_point: Tensor, axis: int | None, group: int, qmin: int, qmax: int
+) -> Tensor:
+    """The integers that the fake-quant rounds `x` to: the same float32 steps, kept as int64."""
+    if axis is not None and group and x.shape[axis] % group:
+        padded = codes_of(pad_groups(x, axis, group), scale, zero_point, axis, group, qmin, qmax)
+        return padded.narrow(axis, 0, x.shape[axis])
+    blocks = as_blocks(x.float(), axis, group)
+    scale, zero_point = (p.reshape(aligned_shape(tuple(x.shape), axis, group, p.numel())) for p in (scale, zero_point))
+    codes = (blocks / scale).round_().nan_to_num_(0).double() + zero_point
+    return codes.clamp_(qmin, qmax).to(torch.int64).reshape(x.shape)
+
+
+def _parameters(
+    model: ir.Model, site: _Site, storage: Storage, shape: tuple[int, ...] | None, *, is_plain: bool
+) -> tuple[ir.Value, ir.Value]:
+    """Scale and zero point as initializers: a number, one per channel, or the blocks' shape."""
+    scale, zero_point = site.scale, site.zero_point
+    if shape is not None:
+        scale, zero_point = (p.expand(shape) if p.numel() == 1 else p.reshape(shape) for p in (scale, zero_point))
+    elif is_plain:
+        scale, zero_point = scale.reshape(()), zero_point.reshape(())
+    return (
+        _initializer(model, f"{site.name}/scale", scale, "FLOAT"),
+        _initializer(model, f"{site.name}/zero_point", zero_point.expand_as(scale).to(torch.int64), storage.name),
+    )
+
+
+def _initializer(model: ir.Model, name: str, value: Tensor, kind: str) -> ir.Value:
+    import onnx_ir as ir
+
+    dtype = ir.DataType[kind]
+    tensor = ir.Tensor(value.detach().cpu().contiguous().numpy().astype(dtype.numpy()), dtype=dtype, name=name)
+    initializer = ir.Value(name=name, const_value=tensor, type=ir.TensorType(dtype), shape=ir.Shape(tensor.shape))
+    model.graph.register_initializer(initializer)
+    return initializer
+
+
+def _is_fake_quantize(node: ir.Node) -> bool:
+    return bool(node.domain == DOMAIN and node.op_type == OP_TYPE)
+
+
+def _is_constant(value: ir.Value) -> bool:
+    return value.const_value is not None
+
+
+def _tensor(value: Any, site: str) -> Tensor:
+    if value is None or value.const_value is None:
+        raise DeploymentError(
+            f"{site}: its scale or zero point is computed while the model runs; a file needs constants there "
+            "(a quantizer of your own must give them in qparams())"
+        )
+    return torch.from_numpy(value.const_value.numpy().copy())
+
+
+def _rank_fault(site: _Site) -> int:
+    if site.axis is None:
+        return 0
+    raise DeploymentError(f"{site.name}: a scale per channel for a tensor whose number of dimensions is not known")
+
+
+def _role(tag: str) -> str:
+    parts = [part for part in tag.split(".") if part in ("input", "weight", "output", "shared", "bias")]
+    return parts[-1] if parts else "input"
+
+
+def _fold_constants(model: ir.Model, values: list[ir.Value | None]) -> None:
+    """Weights that are computed from constants (`standardize(weight)`) become constants."""
+    wanted: set[ir.Node] = set()
+    for value in values:
+        producer = value.producer() if value is not None and not _is_constant(value) else None
+        ancestors = _constant_ancestors(producer) if producer is not None else None
+        wanted |= ancestors or set()
+    if wanted:
+        import onnxscript.optimizer
+
+        onnxscript.optimizer.fold_constants(
+            model,
+            onnx_shape_inference=False,
+            input_size_limit=1 << 40,
+            output_size_limit=1 << 40,
+            should_fold=lambda node: True if node in wanted else False,  # noqa: SIM210 (None would mean: as usual)
+        )
+
+
+def _constant_ancestors(node: ir.Node) -> set[ir.Node] | None:
+    """All nodes that the node's value is computed from; None where one of them reads an input of the model."""
+    found: set[ir.Node] = set()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if current in found:
+            continue
+        if _is_fake_quantize(current):
+            return None
+        found.add(current)
+        for value in current.inputs:
+            if value is None or _is_constant(value):
+                continue
+            producer = value.producer()
+            if producer is None:
+                return None
+            stack.append(producer)
+    return found
+
+
+def _sweep(model: ir.Model) -> None:
+    from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+    RemoveUnusedNodesPass()(model)

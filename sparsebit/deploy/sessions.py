@@ -1,0 +1,145 @@
+"""A model file open in its runtime, ONNX Runtime or OpenVINO, behind one face: names in, arrays out."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sparsebit.errors import DeploymentError, MissingExtraError
+
+RUNTIMES = ("onnxruntime", "openvino")
+
+
+class Session(ABC):
+    """`inputs` and `outputs` in the file's order; `input_types[name]` is a numpy type's name (`float32`, `int64`…)."""
+
+    runtime: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    input_types: dict[str, str]
+
+    @abstractmethod
+    def run(self, feeds: Mapping[str, Any]) -> list[Any]:
+        """One call; the outputs as numpy arrays, in order."""
+
+
+def open_session(
+    file: str | os.PathLike[str] | bytes,
+    runtime: str = "onnxruntime",
+    *,
+    num_threads: int = 0,
+    optimize: bool = True,
+    optimized_file: Path | None = None,
+    options: Mapping[str, str] | None = None,
+) -> Session:
+    """Open `file` (a path, or a serialized model) on the CPU.
+
+    `num_threads`: 0 is the runtime's own choice. `optimize=False`: every node runs as it is written, which makes a QDQ
+    file its own simulation (ONNX Runtime only). `optimized_file`: where ONNX Runtime writes the graph that it executes.
+    `options`: the runtime's own (session config entries; OpenVINO properties).
+    """
+    if not isinstance(file, bytes) and not Path(file).is_file():
+        raise DeploymentError(f"{file}: no such file")
+    if runtime == "onnxruntime":
+        return _OnnxRuntime(file, num_threads, optimize, optimized_file, options or {})
+    if runtime == "openvino":
+        return _OpenVino(file, num_threads, options or {})
+    raise DeploymentError(f"runtime {runtime!r}: none that runs here; allowed: {', '.join(RUNTIMES)}")
+
+
+class _OnnxRuntime(Session):
+    runtime = "onnxruntime"
+
+    def __init__(
+        self,
+        file: str | os.PathLike[str] | bytes,
+        num_threads: int,
+        optimize: bool,
+        optimized_file: Path | None,
+        options: Mapping[str, str],
+    ) -> None:
+        try:
+            import onnxruntime
+        except ImportError:
+            raise MissingExtraError("onnxruntime", "onnx", "running an ONNX file") from None
+        settings = onnxruntime.SessionOptions()
+        settings.log_severity_level = 3
+        settings.intra_op_num_threads = num_threads
+        level = onnxruntime.GraphOptimizationLevel
+        settings.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
+        if optimized_file is not None:
+            settings.optimized_model_filepath = str(optimized_file)
+        for key, value in options.items():
+            settings.add_session_config_entry(key, value)
+        source = file if isinstance(file, bytes) else str(file)
+        with _loading(file, "ONNX Runtime"):
+            self.session = onnxruntime.InferenceSession(source, settings, providers=["CPUExecutionProvider"])
+        self.inputs = tuple(value.name for value in self.session.get_inputs())
+        self.outputs = tuple(value.name for value in self.session.get_outputs())
+        self.input_types = {value.name: _numpy_name(value.type) for value in self.session.get_inputs()}
+
+    def run(self, feeds: Mapping[str, Any]) -> list[Any]:
+        return list(self.session.run(self.outputs, dict(feeds)))
+
+
+class _OpenVino(Session):
+    runtime = "openvino"
+
+    def __init__(self, file: str | os.PathLike[str] | bytes, num_threads: int, options: Mapping[str, str]) -> None:
+        try:
+            import openvino
+        except ImportError:
+            raise MissingExtraError("openvino", "openvino", "running a file in OpenVINO") from None
+        core = openvino.Core()
+        settings: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
+        if num_threads:
+            settings["INFERENCE_NUM_THREADS"] = num_threads
+        with _loading(file, "OpenVINO"):
+            # b"" as the second argument marks a model in memory.
+            model = core.read_model(file, b"") if isinstance(file, bytes) else core.read_model(str(file))
+            self.compiled = core.compile_model(model, "CPU", {**settings, **options})
+        self.request = self.compiled.create_infer_request()
+        self.inputs = tuple(port.get_any_name() for port in self.compiled.inputs)
+        self.outputs = tuple(port.get_any_name() for port in self.compiled.outputs)
+        self.input_types = {
+            port.get_any_name(): _numpy_name(port.element_type.to_string()) for port in self.compiled.inputs
+        }
+
+    def run(self, feeds: Mapping[str, Any]) -> list[Any]:
+        found = self.request.infer(dict(feeds))
+        return [found[port].copy() for port in self.compiled.outputs]
+
+
+@contextlib.contextmanager
+def _loading(file: str | os.PathLike[str] | bytes, runtime: str) -> Any:
+    try:
+        yield
+    except Exception as error:  # the runtimes' own exception classes differ by version
+        name = "the model" if isinstance(file, bytes) else str(file)
+        raise DeploymentError(f"{name} does not load in {runtime}: {_first_lines(error)}") from error
+
+
+def _first_lines(error: Exception, count: int = 3) -> str:
+    lines: Sequence[str] = [line for line in str(error).splitlines() if line.strip()]
+    return "\n".join(lines[:count])
+
+
+_TYPE_NAMES = {
+    "tensor(float)": "float32",
+    "tensor(double)": "float64",
+    "tensor(float16)": "float16",
+    "f32": "float32",
+    "f64": "float64",
+    "f16": "float16",
+    "boolean": "bool",
+    **{f"{sign}{bits}": f"{'int' if sign == 'i' else 'uint'}{bits}" for sign in "iu" for bits in (8, 16, 32, 64)},
+}
+
+
+def _numpy_name(kind: str) -> str:
+    """`tensor(int64)`, `i64`, … -> `int64`."""
+    return _TYPE_NAMES.get(kind, kind.removeprefix("tensor(").removesuffix(")"))

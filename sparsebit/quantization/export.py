@@ -1,0 +1,118 @@
+"""A calibrated `SimulatedModel` -> an ONNX file of integers that computes what the simulation computes."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparsebit.deploy.linear_layout import lay_out_linears
+from sparsebit.deploy.model_file import checked_path, staged, write
+from sparsebit.deploy.naming import describe_sites, tidy
+from sparsebit.deploy.qdq import ExportedSite, lower, required_opset
+from sparsebit.deploy.runtimes import PROFILES
+from sparsebit.deploy.to_onnx import DynamicAxes, to_onnx
+from sparsebit.errors import CalibrationError, DeploymentError
+from sparsebit.execution.batches import Call, as_call, to_device
+from sparsebit.quantization.frozen import frozen
+from sparsebit.quantization.simulation import SimulatedModel
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+log = logging.getLogger(__name__)
+
+
+def build_onnx(
+    qmodel: SimulatedModel,
+    dummy_data: Any,
+    *,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    dynamic_axes: DynamicAxes | None = None,
+    opset_version: int | None = None,
+    verbose: bool = False,
+) -> tuple[ir.Model, list[ExportedSite]]:
+    """The model in memory, and its sites in the order of the graph."""
+    profile = PROFILES[qmodel.config.BACKEND]
+    args, kwargs = export_call(qmodel, dummy_data)
+    opset = _opset(qmodel, opset_version, profile.weight_widths, profile.opset)
+    was_training = qmodel.training
+    try:
+        qmodel.eval()
+        with frozen(qmodel):
+            model = to_onnx(
+                qmodel,
+                args,
+                kwargs,
+                signature=inspect.signature(qmodel._original[0].forward),
+                input_names=input_names,
+                output_names=output_names,
+                dynamic_axes=dynamic_axes,
+                opset_version=opset,
+                verbose=verbose,
+            )
+    finally:
+        qmodel.train(was_training)
+    sites = lower(model, profile.weight_widths)
+    lay_out_linears(model)
+    tidy(model, {"backend": qmodel.config.BACKEND})
+    return model, sites
+
+
+def write_onnx(model: ir.Model, target: Path) -> None:
+    """The file, whole or not at all."""
+    with staged(target) as path:
+        write(model, path)
+
+
+def describe(model: ir.Model, qmodel: SimulatedModel, sites: Sequence[ExportedSite]) -> None:
+    """What `extra_info` adds: each site's bits, format, quantizer and observer."""
+    describe_sites(model, sites, {q.name: q.describe() for q in qmodel.quantizers() if q.is_enable})
+
+
+def export_call(qmodel: SimulatedModel, dummy_data: Any) -> Call:
+    """The example call: a tensor, positional arguments (a last dict holds keywords), or a mapping of keywords."""
+    model = qmodel._original[0]
+    if isinstance(dummy_data, (tuple, list)):
+        args, kwargs = tuple(dummy_data), {}
+        if len(args) > 1 and isinstance(args[-1], dict) and not isinstance(args[0], dict):
+            args, kwargs = args[:-1], args[-1]
+        try:
+            inspect.signature(model.forward).bind(*args, **kwargs)
+        except TypeError:
+            args, kwargs = as_call(dummy_data, model)  # (images, labels) of a loader
+    else:
+        args, kwargs = as_call(dummy_data, model)
+    return to_device(args, qmodel.config.DEVICE), to_device(kwargs, qmodel.config.DEVICE)
+
+
+def check_ready(qmodel: SimulatedModel) -> None:
+    """Refuses a model that has nothing to export yet."""
+    quantizers = qmodel.quantizers()
+    if not any(quantizer.is_enable for quantizer in quantizers):
+        if any(quantizer.is_calibrated for quantizer in quantizers):
+            raise CalibrationError(
+                "export_onnx(): quantization is off; call set_quant(w_quant=True, a_quant=True) first"
+            )
+        raise CalibrationError(
+            "export_onnx(): the model is not calibrated; call prepare_calibration(), run a few batches, calc_qparams(), "
+            "then set_quant(w_quant=True, a_quant=True)"
+        )
+
+
+def _opset(qmodel: SimulatedModel, given: int | None, weight_widths: frozenset[int], usual: int) -> int:
+    enabled = [quantizer for quantizer in qmodel.quantizers() if quantizer.is_enable]
+    formats = [(q.spec.qmin, q.spec.qmax, q.spec.granularity.size, q.target == "weight") for q in enabled]
+    needed = required_opset(formats, weight_widths)
+    if given is None:
+        return max(usual, needed)
+    if given < needed:
+        first = next(q for q, f in zip(enabled, formats, strict=True) if required_opset([f], weight_widths) > given)
+        raise DeploymentError(
+            f"opset_version={given}: {first.name} ({first.spec.dtype_name}, per {first.spec.granularity.kind}) needs "
+            f"{needed}; leave opset_version out, or give {needed} or more"
+        )
+    return given

@@ -1,0 +1,58 @@
+"""The bias of a layer that runs in integers: it is added to the accumulator, so it lies on the accumulator's grid."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.numerics import operator
+from sparsebit.quantization.quantizers.base import Quantizer
+
+INT32 = (-(1 << 31), (1 << 31) - 1)
+LARGEST_BIAS = float(1 << 30)  # room for the sums beside it
+
+
+class BiasRounding(nn.Module):
+    """`round(bias / s) * s` with s = input scale * weight scale, as int32; the runtime adds exactly these integers.
+
+    It has no state of its own, and rests while training (its step is some 1e-5 of the output's) and where one of the
+    two quantizers is off.
+    """
+
+    def __init__(self, name: str, input_quantizer: Quantizer, weight_quantizer: Quantizer) -> None:
+        super().__init__()
+        self.name = name
+        # In a tuple: both belong to others.
+        self.sources = (input_quantizer, weight_quantizer)
+
+    @property
+    def is_enable(self) -> bool:
+        return not self.training and all(quantizer.is_enable for quantizer in self.sources)
+
+    def scale(self) -> Tensor:
+        input_scale, weight_scale = (quantizer.qparams()[0].detach() for quantizer in self.sources)
+        return input_scale.to(weight_scale.device) * weight_scale
+
+    def forward(self, bias: Tensor) -> Tensor:
+        if not self.is_enable:
+            return bias
+        scale = self.scale()
+        axis = None if scale.numel() == 1 else 0
+        return operator.fake_quantize(bias, scale, scale.new_zeros(()), axis, 0, *INT32, "ste", self.name)
+
+    @torch.no_grad()
+    def make_room(self, bias: Tensor) -> None:
+        """Raise the weight scales of channels whose bias would not fit into int32.
+
+        Such a channel's weights are next to nothing beside its bias (a dead channel after batch-norm folding): a
+        coarser grid costs it nothing, an overflow everything.
+        """
+        source, weight = self.sources
+        smallest = bias.detach().abs().float() / (source.qparams()[0].detach() * LARGEST_BIAS)
+        scale = weight.qparams()[0].detach()
+        smallest = smallest.max() if scale.numel() == 1 else smallest
+        if bool((scale < smallest).any()):
+            weight._store("scale", torch.maximum(scale, smallest))
+
+    def extra_repr(self) -> str:
+        return "int32"

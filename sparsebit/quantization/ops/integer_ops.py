@@ -1,0 +1,87 @@
+"""Layers and adds that the runtime executes in integers, simulated with the runtime's own arithmetic.
+
+In eval mode the values are those of the integer kernels, bit by bit. In training, under a compiler and in an export the
+ops are plain fake-quant: the difference is far below the noise of training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.numerics import integer_kernels
+from sparsebit.quantization.quantizers.base import Quantizer
+
+
+class IntegerKernel(nn.Module):
+    """Holds quantizers that belong to others; active in eval mode while all of them are on."""
+
+    def __init__(self, *quantizers: Quantizer) -> None:
+        super().__init__()
+        self.sources = quantizers  # in a tuple: nobody's children here
+
+    @property
+    def is_active(self) -> bool:
+        return (
+            not self.training
+            and all(quantizer.is_enable for quantizer in self.sources)
+            and not torch.compiler.is_compiling()
+        )
+
+    def extra_repr(self) -> str:
+        return ", ".join(quantizer.name for quantizer in self.sources)
+
+
+class IntegerLayer(IntegerKernel):
+    """conv or linear: exact sums of codes, the int32 bias, one multiplication, one rounding."""
+
+    def __init__(self, input_quantizer: Quantizer, weight_quantizer: Quantizer, output: Quantizer | None) -> None:
+        super().__init__(input_quantizer, weight_quantizer, *([output] if output is not None else []))
+
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, channel_axis: int, compute: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """`x`, `weight` and `bias` on their grids; `compute(x, weight)` is the layer without its bias."""
+        input_scale, weight_scale, *output = (q.qparams()[0].detach().to(x) for q in self.sources)
+        shape = [1] * weight.ndim
+        shape[0] = -1
+        sums = compute(
+            integer_kernels.codes_from_zero(x, input_scale),
+            integer_kernels.codes_from_zero(weight, weight_scale.reshape(shape) if weight_scale.ndim else weight_scale),
+        )
+        sums.round_()  # an algorithm that is not exact on whole numbers (Winograd) is near enough to tell them
+        along = [1] * sums.ndim
+        along[channel_axis] = -1
+        step = input_scale * weight_scale
+        step = step.reshape(along) if step.ndim else step
+        if bias is not None:
+            sums.add_(torch.div(bias.reshape(along), step).round_())
+        if not output:
+            return sums.mul_(step)
+        return integer_kernels.requantized(sums, step / output[0], output[0])
+
+
+class IntegerAdd(IntegerKernel):
+    """An addition of two quantized tensors whose sum is quantized."""
+
+    def __init__(self, op: Any, left: Quantizer, right: Quantizer, output: Quantizer) -> None:
+        super().__init__(left, right, output)
+        self.op = op
+
+    def forward(self, left: Any, right: Any) -> Any:
+        plain = getattr(left, self.op)(right) if isinstance(self.op, str) else self.op(left, right)
+        if not self.is_active or left.shape != right.shape or left.dtype != torch.float32:
+            return plain
+        numbers = [quantizer.qparams() for quantizer in self.sources]
+        with torch.no_grad():
+            scales, zero_points = zip(*numbers, strict=True)
+            exact = integer_kernels.add(left, right, scales, zero_points)
+        return with_gradient_of(plain, exact)
+
+
+def with_gradient_of(plain: Tensor, exact: Tensor) -> Tensor:
+    """The exact value; backward goes through the plain one."""
+    return plain + (exact - plain).detach() if plain.requires_grad else exact
