@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sparsebit.version import __version__
+
 if TYPE_CHECKING:
     from sparsebit.quantization.one_call import quantize
 
-__version__ = "0.1.0"
 __all__ = ["__version__", "quantize"]
 
 

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 import sparsebit
-from sparsebit.cli import config_check, demo, graph, profile, quantize
+from sparsebit.cli import audit, config_check, demo, graph, profile, quantize
 from sparsebit.errors import SparsebitError
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -44,6 +44,7 @@ app = typer.Typer(
 app.command("quantize")(quantize.quantize)
 app.command("profile")(profile.profile)
 app.command("graph")(graph.graph)
+app.command("audit")(audit.audit)
 app.add_typer(config_check.app, name="config")
 app.command("demo")(demo.demo)
 

@@ -64,7 +64,7 @@ def _gemm_to_matmul(model: ir.Model, gemm: ir.Node) -> None:
         new.append(ir.node("Add", [product.outputs[0], bias[0]], name=f"{gemm.name}/bias"))
     last = new[-1].outputs[0]
     for node in new:
-        node.outputs[0].shape, node.outputs[0].dtype = output.shape, output.dtype
+        node.outputs[0].shape, node.outputs[0].type = output.shape, output.type
     model.graph.insert_before(gemm, new)
     last.name = output.name
     _replace_uses(output, last)
@@ -98,9 +98,9 @@ def _transposed(model: ir.Model, dequantize: ir.Node) -> ir.Value:
         metadata_props=dict(dequantize.metadata_props),
     )
     output = new.outputs[0]
-    output.name, output.dtype = dequantize.outputs[0].name, dequantize.outputs[0].dtype
+    output.name, output.type = dequantize.outputs[0].name, dequantize.outputs[0].type
     dequantize.outputs[0].name = f"{output.name}/before"
-    output.shape = ir.Shape(codes.const_value.shape)
+    output.shape = codes.shape
     model.graph.insert_before(dequantize, new)
     return output
 

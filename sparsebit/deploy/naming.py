@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sparsebit.deploy.qdq import ROLE_KEY, SITE_KEY, ExportedSite
+from sparsebit.version import __version__
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -20,8 +21,6 @@ _OWN = "sparsebit."
 def tidy(model: ir.Model, facts: Mapping[str, str]) -> None:
     """Rename and strip, in place; `facts` become the model's own metadata (`sparsebit.backend`…)."""
     import onnx_ir as ir
-
-    import sparsebit
 
     taken: set[str | None] = set()
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
@@ -42,7 +41,7 @@ def tidy(model: ir.Model, facts: Mapping[str, str]) -> None:
     for item in (model, model.graph):
         _strip(item)
     model.graph.name = "sparsebit"
-    model.producer_name, model.producer_version = "sparsebit", sparsebit.__version__
+    model.producer_name, model.producer_version = "sparsebit", __version__
     model.metadata_props.update({f"{_OWN}{key}": value for key, value in facts.items()})
 
 

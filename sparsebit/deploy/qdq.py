@@ -28,7 +28,7 @@ SITE_KEY, ROLE_KEY, BITS_KEY = "sparsebit.site", "sparsebit.role", "sparsebit.bi
 
 @dataclass(frozen=True)
 class ExportedSite:
-    """One quantized tensor of the file. `codes`: the value that holds its integers; `axis` and `group` of its scales."""
+    """One quantized tensor of the file. `codes`: the value with its integers; `axis`, `group`: those of its scales."""
 
     site: str
     role: str

@@ -18,10 +18,11 @@ class RuntimeProfile:
     it only where a convolution feeds one of their inputs (residual adds of CNNs, not of transformers). `outputs`: ops
     whose result is quantized, behind the activation that they absorb (`absorbs`). `folds_batchnorm`: unless the user
     says no. `bias`: added in integers, on the grid of the accumulator, or in float. `weight_widths`: the integer types,
-    by bits, in which its files hold weights. `narrow_weights`: int8 weights go without the code -128 (ONNX Runtime's Arm
-    kernels add two products in 16 bits, and two of -128 * -128 overflow). `opset`: that of a file, unless the user or a type asks for another.
-    `executes`: the runtime here that runs the file as it will run in production; None: there is none, and the file's
-    nodes are executed one by one as they are defined. `costs`: `KEY=value` -> what it costs to set it so.
+    by bits, in which its files hold weights. `narrow_weights`: int8 weights go without the code -128 (ONNX Runtime's
+    depthwise kernel for Arm adds two products in 16 bits, and two of -128 * -128 overflow). `opset`: that of a file,
+    unless the user or a type asks for another. `executes`: the runtime here that runs the file as it will run in
+    production; None: there is none, and the file's nodes are executed one by one as they are defined. `costs`:
+    `KEY=value` -> what it costs to set it so.
     """
 
     name: str

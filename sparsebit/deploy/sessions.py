@@ -15,12 +15,22 @@ RUNTIMES = ("onnxruntime", "openvino")
 
 
 class Session(ABC):
-    """`inputs` and `outputs` in the file's order; `input_types[name]` is a numpy type's name (`float32`, `int64`…)."""
+    """`inputs` and `outputs` in the file's order; `input_types[name]` is a numpy type's name (`float32`, `int64`…).
+
+    `input_shapes[name]`: None for a dimension that is free.
+    """
 
     runtime: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     input_types: dict[str, str]
+    input_shapes: dict[str, tuple[int | None, ...]]
+
+    @property
+    def batch_size(self) -> int | None:
+        """The first dimension of the first input; None where it is free."""
+        shape = self.input_shapes[self.inputs[0]]
+        return shape[0] if shape else None
 
     @abstractmethod
     def run(self, feeds: Mapping[str, Any]) -> list[Any]:
@@ -81,6 +91,10 @@ class _OnnxRuntime(Session):
         self.inputs = tuple(value.name for value in self.session.get_inputs())
         self.outputs = tuple(value.name for value in self.session.get_outputs())
         self.input_types = {value.name: _numpy_name(value.type) for value in self.session.get_inputs()}
+        self.input_shapes = {
+            value.name: tuple(size if isinstance(size, int) else None for size in value.shape)
+            for value in self.session.get_inputs()
+        }
 
     def run(self, feeds: Mapping[str, Any]) -> list[Any]:
         return list(self.session.run(self.outputs, dict(feeds)))
@@ -107,6 +121,10 @@ class _OpenVino(Session):
         self.outputs = tuple(port.get_any_name() for port in self.compiled.outputs)
         self.input_types = {
             port.get_any_name(): _numpy_name(port.element_type.to_string()) for port in self.compiled.inputs
+        }
+        self.input_shapes = {
+            port.get_any_name(): tuple(d.get_length() if d.is_static else None for d in port.partial_shape)
+            for port in self.compiled.inputs
         }
 
     def run(self, feeds: Mapping[str, Any]) -> list[Any]:

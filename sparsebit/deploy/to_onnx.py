@@ -7,6 +7,7 @@ ONNX. Inputs and outputs are flat and carry the user's names.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import inspect
 import io
 import logging
@@ -69,6 +70,16 @@ def to_onnx(
     model: ir.Model = program.model
     _rename(model, inputs, outputs)
     return model
+
+
+def flat_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors of a call, in the order of the file's inputs."""
+    return [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
+
+
+def flat_outputs(output: Any) -> list[Tensor]:
+    """The tensors of a model's output, in the order of the file's outputs."""
+    return [leaf for _, leaf in _leaves(output, "") if isinstance(leaf, Tensor)]
 
 
 class _Call(nn.Module):
@@ -263,8 +274,6 @@ def _export_fault(error: Exception) -> str:
 
 
 def _require(*packages: str) -> None:
-    for package in packages:
-        try:
-            __import__(package)
-        except ImportError:
-            raise MissingExtraError(package.replace("_", "-"), "onnx", "exporting to ONNX") from None
+    missing = next((package for package in packages if importlib.util.find_spec(package) is None), None)
+    if missing is not None:
+        raise MissingExtraError(missing.replace("_", "-"), "onnx", "exporting to ONNX")

@@ -84,7 +84,9 @@ class TensorSpec:
         if not isinstance(self.symmetric, bool):
             raise SpecError(f"TensorSpec.symmetric={self.symmetric!r}: allowed: True, False")
         if self.narrow and (not self.symmetric or self.bits == 1):
-            raise SpecError(f"TensorSpec.narrow with {self.dtype_name}: only symmetric formats of 2 bits or more have it")
+            raise SpecError(
+                f"TensorSpec.narrow with {self.dtype_name}: only symmetric formats of 2 bits or more have it"
+            )
         if not isinstance(self.granularity, PerTensor | PerChannel | PerGroup):
             raise SpecError(
                 f"TensorSpec.granularity={self.granularity!r}: "

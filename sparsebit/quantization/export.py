@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsebit.deploy.linear_layout import lay_out_linears
-from sparsebit.deploy.model_file import checked_path, staged, write
 from sparsebit.deploy.naming import describe_sites, tidy
 from sparsebit.deploy.qdq import ExportedSite, lower, required_opset
 from sparsebit.deploy.runtimes import PROFILES
@@ -21,8 +18,6 @@ from sparsebit.quantization.simulation import SimulatedModel
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-
-log = logging.getLogger(__name__)
 
 
 def build_onnx(
@@ -62,12 +57,6 @@ def build_onnx(
     return model, sites
 
 
-def write_onnx(model: ir.Model, target: Path) -> None:
-    """The file, whole or not at all."""
-    with staged(target) as path:
-        write(model, path)
-
-
 def describe(model: ir.Model, qmodel: SimulatedModel, sites: Sequence[ExportedSite]) -> None:
     """What `extra_info` adds: each site's bits, format, quantizer and observer."""
     describe_sites(model, sites, {q.name: q.describe() for q in qmodel.quantizers() if q.is_enable})
@@ -98,8 +87,8 @@ def check_ready(qmodel: SimulatedModel) -> None:
                 "export_onnx(): quantization is off; call set_quant(w_quant=True, a_quant=True) first"
             )
         raise CalibrationError(
-            "export_onnx(): the model is not calibrated; call prepare_calibration(), run a few batches, calc_qparams(), "
-            "then set_quant(w_quant=True, a_quant=True)"
+            "export_onnx(): the model is not calibrated; call prepare_calibration(), run a few batches, then "
+            "calc_qparams() and set_quant(w_quant=True, a_quant=True)"
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sparsebit.numerics.operator import OPERATOR
 from sparsebit.quantization.ops.bias import INT32, BiasRounding
-from sparsebit.quantization.ops.quant_opr import QuantOpr, WeightedQuantOpr
+from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 from sparsebit.quantization.quantizers.base import Quantizer
 
 
@@ -78,12 +78,17 @@ def frozen(model: nn.Module) -> Iterator[None]:
 def _frozen_site(parent: nn.Module, child: nn.Module | None) -> FrozenSite | None:
     if isinstance(child, Quantizer) and child.is_enable:
         spec = child.spec
-        is_weight = isinstance(parent, WeightedQuantOpr) and child is parent.weight_quantizer
+        value: Tensor | None = None
         with torch.no_grad():
-            value = child.transform(parent.op.weight).detach() if is_weight and isinstance(parent, QuantOpr) else None
+            if isinstance(parent, WeightedQuantOpr) and child is parent.weight_quantizer:
+                weight = parent.op.weight
+                assert isinstance(weight, Tensor)
+                value = child.transform(weight).detach()
             scale, zero_point = child.qparams()
         granularity = spec.granularity
-        return FrozenSite(child.name, scale, zero_point, granularity.axis, granularity.size, spec.qmin, spec.qmax, value)
+        return FrozenSite(
+            child.name, scale, zero_point, granularity.axis, granularity.size, spec.qmin, spec.qmax, value
+        )
     if isinstance(child, BiasRounding) and child.is_enable:
         scale = child.scale()
         axis = None if scale.numel() == 1 else 0

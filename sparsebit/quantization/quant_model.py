@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from sparsebit.deploy.model_file import checked_path
+from sparsebit.deploy.model_file import checked_path, staged, write
+from sparsebit.deploy.parity import Parity, Tolerance
 from sparsebit.deploy.to_onnx import DynamicAxes
 from sparsebit.errors import CalibrationError, CaptureError, CheckpointError
 from sparsebit.execution.batches import Call, as_call, calls
@@ -25,7 +26,8 @@ from sparsebit.quantization import checkpoint
 from sparsebit.quantization.algorithms.batchnorm_tuning import fold_quantized_batchnorm, restarted_statistics
 from sparsebit.quantization.calibration import CalibrationRunner
 from sparsebit.quantization.error_profiler import profile_errors
-from sparsebit.quantization.export import build_onnx, check_ready, describe, write_onnx
+from sparsebit.quantization.export import build_onnx, check_ready, describe
+from sparsebit.quantization.gate import check_parity
 from sparsebit.quantization.mermaid import draw
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 from sparsebit.quantization.quant_config import parse_qconfig
@@ -99,7 +101,7 @@ class QuantModel(SimulatedModel):
             self.set_quant(w_quant=False, a_quant=False)
         for layer in self.model.modules():
             if isinstance(layer, WeightedQuantOpr) and layer.bias_rounding is not None:
-                layer.bias_rounding.make_room(layer.op.bias)
+                layer.bias_rounding.make_room(layer.op.get_parameter("bias"))
         if unseen:
             log.info("%d quantizers never saw a float tensor and stay off: %s", len(unseen), ", ".join(unseen))
 
@@ -178,14 +180,21 @@ class QuantModel(SimulatedModel):
         opset_version: int | None = None,
         verbose: bool = False,
         extra_info: bool = False,
-    ) -> Path:
+        *,
+        check: Any = None,
+        tolerance: Tolerance | None = None,
+    ) -> Parity | None:
         """Write a QDQ-ONNX file that computes what the simulation computes, with weights and biases as integers.
 
         `dummy_data`: one batch in any form that calibration takes; the file has its shapes but for `dynamic_axes`
         (`{"x": {0: "batch"}}`). Inputs are named after forward's parameters unless `input_names` says otherwise.
         `opset_version`: by default the lowest that has all the number formats, 21 or more (tensorrt: 20). `verbose`:
         torch tells its steps. `extra_info`: also write `<name>_extra.onnx`, with bits, format and observer of every
-        site in its metadata. An older file of that name stays until the new one is whole.
+        site in its metadata.
+
+        `check`: data (batches as for calibration) on which the file is run in its runtime and compared with the
+        simulation; beyond `tolerance` that is an error which names the first site that differs. Gives what was found.
+        An older file of that name stays until the new one is whole and has passed.
         """
         check_ready(self)
         target = checked_path(name)
@@ -198,11 +207,20 @@ class QuantModel(SimulatedModel):
             opset_version=opset_version,
             verbose=verbose,
         )
-        write_onnx(model, target)
+        parity = None
+        with staged(target) as path:
+            write(model, path)
+            if check is not None:
+                parity = check_parity(self, path, check, tolerance=tolerance, name=str(target))
         if extra_info:
             describe(model, self, sites)
-            write_onnx(model, target.with_name(f"{target.stem}_extra.onnx"))
-        return target
+            with staged(target.with_name(f"{target.stem}_extra.onnx")) as path:
+                write(model, path)
+        return parity
+
+    def check_onnx(self, file: str | os.PathLike[str], data: Any, *, tolerance: Tolerance | None = None) -> Parity:
+        """Run an exported file in its runtime on `data` (batches as for calibration), beside the simulation."""
+        return check_parity(self, Path(file), data, tolerance=tolerance)
 
     # --- keeping
 

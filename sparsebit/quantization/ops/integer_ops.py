@@ -42,7 +42,12 @@ class IntegerLayer(IntegerKernel):
         super().__init__(input_quantizer, weight_quantizer, *([output] if output is not None else []))
 
     def forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, channel_axis: int, compute: Callable[[Tensor, Tensor], Tensor]
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        channel_axis: int,
+        compute: Callable[[Tensor, Tensor], Tensor],
     ) -> Tensor:
         """`x`, `weight` and `bias` on their grids; `compute(x, weight)` is the layer without its bias."""
         input_scale, weight_scale, *output = (q.qparams()[0].detach().to(x) for q in self.sources)

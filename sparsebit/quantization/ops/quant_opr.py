@@ -97,7 +97,9 @@ class WeightedQuantOpr(QuantOpr):
             return self._in_integers(args[0], weight, bias)
         return self._with(weight, bias, args, kwargs)
 
-    def _with(self, weight: torch.Tensor, bias: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _with(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if len(args) == 1 and _is_plain(self.op):
             if isinstance(self.op, nn.Linear):
                 return nn.functional.linear(args[0], weight, bias)
@@ -111,7 +113,7 @@ class WeightedQuantOpr(QuantOpr):
         """The value of the integer kernel; where someone wants gradients, those of the plain op."""
         assert self.integer is not None
 
-        def compute(codes: torch.Tensor, weight_codes: torch.Tensor) -> torch.Tensor:
+        def compute(codes: torch.Tensor, weight_codes: torch.Tensor) -> Any:
             return self._with(weight_codes, None if bias is None else torch.zeros_like(bias), (codes,), {})
 
         channel_axis = -1 if self.row.name == "linear" else x.ndim - weight.ndim + 1  # an unbatched image has one less

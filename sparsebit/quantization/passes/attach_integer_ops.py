@@ -1,4 +1,4 @@
-"""Layers and adds that the runtime executes in integers get its arithmetic: int32 biases, and its own kernels' steps."""
+"""Layers and adds that the runtime executes in integers get its arithmetic: int32 biases, its kernels' own steps."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def _attach_add(node: fx.Node, region: Region) -> None:
     row = row_of(node, root) if node.op in ("call_function", "call_method") else None
     if row is None or row.name != "add" or len(node.args) != 2 or node.kwargs:
         return
-    inputs = [_quantizer_of(source, region) for source in node.args]
+    left, right = (_quantizer_of(source, region) for source in node.args)
     output = _output_quantizer(node, region)
-    if inputs[0] is None or inputs[1] is None or output is None or hasattr(root, node.name):
+    if left is None or right is None or output is None or hasattr(root, node.name):
         return
-    if any(q.spec.granularity.kind != "tensor" or q.spec.bits != 8 for q in (*inputs, output)):
+    if any(q.spec.granularity.kind != "tensor" or q.spec.bits != 8 for q in (left, right, output)):
         return
-    root.add_submodule(node.name, IntegerAdd(node.target, inputs[0], inputs[1], output).train(root.training))
+    root.add_submodule(node.name, IntegerAdd(node.target, left, right, output).train(root.training))
     node.op, node.target = "call_module", node.name
 
 

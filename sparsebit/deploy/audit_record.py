@@ -1,0 +1,101 @@
+"""The audit's result: what runs in which arithmetic, how large and how fast it is; plain values that go to JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from sparsebit.deploy.timing import Latency
+
+Arithmetic = Literal["integer", "weight-only", "float", "unknown"]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What the runtime executes for a layer: the name of its own op, and on which numbers."""
+
+    op: str
+    arithmetic: Arithmetic
+
+
+@dataclass(frozen=True)
+class Execution:
+    """A runtime's own graph, read: the kernel of each layer, and the conversions that are left between them."""
+
+    kernels: dict[str, Kernel]
+    leftovers: dict[str, int]
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """One layer of the file. `heavy`: it multiplies matrices; `weight-only`: low-bit weights, float activations.
+
+    A layer in float has a `cause` (the same words for all layers of its group), a `detail` of its own and a `remedy`.
+    """
+
+    name: str
+    op: str
+    kind: str
+    heavy: bool
+    arithmetic: Arithmetic
+    kernel: str
+    cause: str = ""
+    detail: str = ""
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What `audit` found. `leftovers`: conversions left in the runtime's graph, by op.
+
+    `latency` has the keys `float` and `quantized` where both were timed; `float_source` is the path of the float file,
+    or `twin` (the same file with its quantization taken out). `feeds` says what the model was run on.
+    """
+
+    file: str
+    runtime: str
+    runtime_version: str
+    cpu: str
+    num_threads: int
+    layers: tuple[LayerRun, ...]
+    leftovers: dict[str, int]
+    num_bytes: int
+    float_bytes: int | None = None
+    float_source: str | None = None
+    latency: dict[str, Latency] = field(default_factory=dict)
+    feeds: dict[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    verdict: str = ""
+
+    @property
+    def heavy(self) -> tuple[LayerRun, ...]:
+        return tuple(layer for layer in self.layers if layer.heavy)
+
+    @property
+    def ratio(self) -> float | None:
+        """Quantized against float time: CPU time with one thread, wall time with several; None if not timed."""
+        timed = self.latency.get("quantized")
+        if timed is None or "float" not in self.latency:
+            return None
+        return timed.cpu_ratio if self.num_threads == 1 else timed.wall_ratio
+
+    def groups(self) -> list[tuple[LayerRun, ...]]:
+        """The float layers, grouped by cause: groups with heavy layers first, then large ones."""
+        floats = [layer for layer in self.layers if layer.arithmetic in ("float", "unknown")]
+        groups: dict[str, list[LayerRun]] = {}
+        for layer in floats:
+            groups.setdefault(layer.cause, []).append(layer)
+        return sorted(
+            map(tuple, groups.values()), key=lambda group: (-sum(layer.heavy for layer in group), -len(group))
+        )
+
+    def counts(self) -> dict[str, int]:
+        """Heavy layers by arithmetic."""
+        return dict(Counter(layer.arithmetic for layer in self.heavy))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"ratio": self.ratio, "counts": self.counts()}
+
+    def __str__(self) -> str:
+        return self.verdict

@@ -1,0 +1,78 @@
+"""Where a file leaves its simulation: the integer codes of every site, in the runtime and in the simulation, compared.
+
+The output of a QuantizeLinear is made an output of the graph. That disturbs no fusion: the fused kernel writes the same
+tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparsebit.deploy.sessions import open_session
+
+CODES = "/codes"
+
+
+@dataclass(frozen=True)
+class SiteDifference:
+    """`largest`: in steps of the grid; `share`: of the elements that differ."""
+
+    site: str
+    largest: int
+    share: float
+
+    def __str__(self) -> str:
+        steps = "step" if self.largest == 1 else "steps"
+        return f"{self.site}: {self.share:.2%} of its codes differ, by up to {self.largest} {steps}"
+
+
+def site_differences(
+    file: Path, runtime: str, feeds: Mapping[str, Any], expected: Mapping[str, Any], *, optimize: bool = True
+) -> list[SiteDifference]:
+    """Every activation site of the file that the simulation knows too, in the order of the graph.
+
+    `expected`: site -> integer codes (numpy).
+    """
+    import numpy
+    import onnx
+
+    model = onnx.load(str(file))
+    exposed = [
+        node.output[0].removesuffix(CODES)
+        for node in model.graph.node
+        if node.op_type == "QuantizeLinear" and node.output[0].removesuffix(CODES) in expected
+    ]
+    known = {output.name for output in model.graph.output}
+    types = {value.name: value for value in model.graph.value_info}
+    for site in exposed:
+        name = f"{site}{CODES}"
+        if name not in known:
+            model.graph.output.append(types.get(name) or onnx.helper.make_empty_tensor_value_info(name))
+    session = open_session(model.SerializeToString(), runtime, optimize=optimize)
+    found = dict(zip(session.outputs, session.run(feeds), strict=True))
+    differences = []
+    for site in exposed:
+        codes, simulated = found.get(f"{site}{CODES}"), expected[site]
+        if codes is None or codes.shape != simulated.shape:
+            continue
+        gap = numpy.abs(codes.astype(numpy.int64) - simulated.astype(numpy.int64))
+        differences.append(SiteDifference(site, int(gap.max(initial=0)), float((gap > 0).mean()) if gap.size else 0.0))
+    return differences
+
+
+def kernel_fault(differences: Sequence[SiteDifference]) -> SiteDifference | None:
+    """A site that is more than a step off although everything in front of it is equal: no drift explains that."""
+    for difference in differences:
+        if difference.largest > 1:
+            return difference
+        if difference.largest:
+            return None
+    return None
+
+
+def first_divergence(differences: Sequence[SiteDifference]) -> SiteDifference | None:
+    """The first site that is off by more than a step, else the first that differs at all."""
+    return next((d for d in differences if d.largest > 1), next((d for d in differences if d.largest), None))

@@ -1,0 +1,273 @@
+"""Why a layer runs in float and what to do: a table of patterns around the layer, read from top to bottom.
+
+The patterns are those of ONNX Runtime's QDQ selectors (`qdq_selectors.cc`) and of OpenVINO's low-precision passes; the
+tests trigger every row of ONNX Runtime with a real file in the real runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sparsebit.deploy.cpu import is_arm
+from sparsebit.deploy.fusion_site import Site, label
+from sparsebit.deploy.qdq_graph import MOVES, Quantization
+
+_ORT, _OPENVINO = "onnxruntime", "openvino"
+_BYTES = frozenset({"int8", "uint8"})
+_SIGNED_LOWEST = {"int8": -128, "uint8": 0}
+
+# Where the runtimes have kernels on quantized numbers for an op of the file.
+INTEGER_KERNELS = {
+    _ORT: frozenset(
+        {"Conv", "Gemm", "MatMul", "Add", "Mul", "Concat", "MaxPool", "AveragePool", "GlobalAveragePool", "Resize"}
+    ),
+    _OPENVINO: frozenset(
+        {"Conv", "ConvTranspose", "Gemm", "MatMul", "Add", "Sum", "Mul", "Concat", "MaxPool", "AveragePool",
+         "GlobalAveragePool", "GlobalMaxPool", "ReduceMean", "Resize", "LSTM", "GRU"}
+    ),
+}  # fmt: skip
+
+_BACKEND = "BACKEND: {runtime} quantizes what this runtime needs"
+_LEAVE_OUT = (
+    "leave it in float, which saves the conversions around it (A.SPECIFIC: [{name: [QUANTIZER.DISABLE, true]}])"
+)
+_NO_KERNEL = {
+    "ReduceMean": "pool with GlobalAveragePool or AveragePool, which have integer kernels",
+    "ConvTranspose": f"upsample with Resize and Conv, or run it in OpenVINO; else {_LEAVE_OUT}",
+}
+
+
+@dataclass(frozen=True)
+class Reason:
+    """`cause` groups layers and completes "because …"; `detail` is about this one; `remedy` says what to do."""
+
+    cause: str
+    remedy: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """`applies` gives the detail (maybe empty) where the row holds, None where it does not."""
+
+    cause: str
+    remedy: str
+    applies: Callable[[Site], str | None]
+    runtimes: tuple[str, ...] = (_ORT, _OPENVINO)
+
+
+def reason_for(site: Site, runtime: str) -> Reason:
+    """The first row that holds for a layer that `runtime` was seen to run in float."""
+    if site.op not in INTEGER_KERNELS[runtime]:
+        remedy = _NO_KERNEL.get(site.op, _LEAVE_OUT) if any(site.quantizations) else ""
+        return Reason(f"{runtime} has no integer kernel for {site.op}", remedy)
+    for row in ROWS:
+        if runtime in row.runtimes and (detail := row.applies(site)) is not None:
+            return Reason(row.cause, row.remedy.format(runtime=runtime), detail)
+    return Reason(
+        "the runtime left it so, for none of the known reasons", "compare its surroundings with those of a fused layer"
+    )
+
+
+def _holds(condition: bool, detail: str = "") -> str | None:
+    return detail if condition else None
+
+
+def _not_quantized(site: Site) -> str | None:
+    return _holds(not any(site.quantizations))
+
+
+def _float_add(site: Site) -> str | None:
+    floats = [name for name, found in zip(site.operands, site.quantizations, strict=True) if found is None]
+    return _holds(site.op in ("Add", "Sum") and bool(floats), ", ".join(floats))
+
+
+def _dequantized_weight(site: Site) -> str | None:
+    weight = site.weight
+    if weight is None or not site.has_weight or site.data is not None or site.op not in ("MatMul", "Gemm"):
+        return None
+    return f"{weight.dtype} weight" + (f" in blocks of {weight.block}" if weight.block else "")
+
+
+def _float_input(site: Site) -> str | None:
+    floats = [name for name, found in zip(site.operands, site.quantizations, strict=True) if found is None]
+    floats = floats[:1] if site.has_weight and site.data is None else floats
+    is_weight = site.has_weight and site.data is not None
+    return _holds(bool(floats) and not is_weight, ", ".join(floats))
+
+
+def _float_weight(site: Site) -> str | None:
+    return _holds(site.has_weight and site.weight is None)
+
+
+def _flattened(site: Site) -> str | None:
+    """Quantization travels through Reshape, Transpose, Squeeze and Unsqueeze, but not through Flatten."""
+    node = site.graph.producer.get(site.operands[0]) if site.data is not None else None
+    while node is not None and node.op_type in MOVES:
+        if node.op_type == "Flatten":
+            return f"Flatten {label(node)}"
+        node = site.graph.producer.get(node.input[0])
+    return None
+
+
+def _wide_activation(site: Site) -> str | None:
+    found = site.data
+    return _holds(found is not None and found.dtype not in _BYTES, found.dtype if found else "")
+
+
+def _computed_scale(site: Site) -> str | None:
+    return _holds(any(found is not None and found.scale is None for found in site.quantizations))
+
+
+def _activation_scales(site: Site) -> str | None:
+    operands = [site.data] if site.has_weight else site.quantizations
+    scales = [found for found in operands if found is not None and not found.per_tensor]
+    return _holds(bool(scales), f"{scales[0].scale.size} scales" if scales else "")
+
+
+def _wide_weight(site: Site) -> str | None:
+    found = site.weight
+    return _holds(found is not None and found.dtype not in _BYTES, found.dtype if found else "")
+
+
+def _blocked_weight(site: Site) -> str | None:
+    found = site.weight
+    return _holds(found is not None and found.block > 0, f"blocks of {found.block}" if found else "")
+
+
+def _sign_mismatch(site: Site) -> str | None:
+    data, weight = site.data, site.weight
+    return _holds(data is not None and weight is not None and (data.dtype, weight.dtype) == ("int8", "uint8"))
+
+
+def _float_bias(site: Site) -> str | None:
+    if site.op not in ("Gemm", "MatMul") or not site.has_float_bias:
+        return None
+    behind = site.graph.behind(site.bias_add.output[0]) if site.bias_add is not None else site.readers
+    return _holds(not any(node.op_type == "QuantizeLinear" for node in behind))
+
+
+def _twice_quantized(site: Site) -> str | None:
+    return _holds(
+        len(site.quantizers) > 1 and not site.float_readers, f"{len(site.quantizers)} QuantizeLinear nodes read it"
+    )
+
+
+def _also_float(site: Site) -> str | None:
+    readers = [label(node) for node in site.float_readers] + (["the model's output"] if site.is_model_output else [])
+    return _holds(bool(site.quantizers and readers), ", ".join(readers))
+
+
+def _read_by(*ops: str) -> Callable[[Site], str | None]:
+    def applies(site: Site) -> str | None:
+        if site.quantizers or site.op == "MatMul":  # a product of integers may give floats
+            return None
+        blocking = [node for node in site.float_readers if not ops or node.op_type in ops]
+        names = ", ".join(f"{node.op_type} {label(node)}" for node in blocking)
+        return _holds(bool(blocking), names)
+
+    return applies
+
+
+def _unabsorbed(site: Site) -> str | None:
+    """Relu and Clip vanish only where the integers cannot leave their range anyway."""
+    if site.activation is None or not site.quantizers:
+        return None
+    found = site.quantizers[0]
+    low, high = _limits(site)
+    bottom, top = _range_of(found)
+    if bottom is None or top is None or (bottom >= low - 1e-6 and top <= high + 1e-6 * abs(high)):
+        return None
+    words = f"{found.dtype} with zero point {int(found.zero_point or 0)} spans {bottom:.3g} to {top:.3g}"
+    return f"{site.activation.op_type} {label(site.activation)}: {words}"
+
+
+def _limits(site: Site) -> tuple[float, float]:
+    if site.activation.op_type == "Relu":
+        return 0.0, float("inf")
+    names = [*site.activation.input[1:], "", ""][:2]
+    low, high = (site.graph.constant(name) if name else None for name in names)
+    return (float("-inf") if low is None else float(low), float("inf") if high is None else float(high))
+
+
+def _range_of(found: Quantization) -> tuple[float | None, float | None]:
+    if not found.per_tensor or found.dtype not in _SIGNED_LOWEST:
+        return None, None
+    low, scale = _SIGNED_LOWEST[found.dtype], float(found.scale.ravel()[0])
+    zero = 0 if found.zero_point is None else int(found.zero_point.ravel()[0])
+    return (low - zero) * scale, (low + 255 - zero) * scale
+
+
+def _type_change(site: Site) -> str | None:
+    types = [
+        found.dtype for found in [*site.quantizations[: 1 if site.has_weight else None], *site.quantizers[:1]] if found
+    ]
+    return _holds(len(set(types)) > 1, " and ".join(dict.fromkeys(types)))
+
+
+def _other_grid(site: Site) -> str | None:
+    if site.op not in ("MaxPool", "Resize") or site.data is None or not site.quantizers:
+        return None
+    return _holds(not site.data.same_grid(site.quantizers[0]))
+
+
+def _on_arm(site: Site) -> str | None:
+    return _holds(is_arm(), site.op)
+
+
+def _model_output(site: Site) -> str | None:
+    return _holds(not site.quantizers and site.is_model_output and site.op not in ("MatMul", "Gemm"))
+
+
+_SMOOTH = (
+    "Sigmoid", "HardSigmoid", "HardSwish", "LeakyRelu", "PRelu", "Elu", "Celu", "Selu", "Gelu", "Erf", "Tanh",
+    "Softplus", "Mish", "Swish", "Mul",
+)  # fmt: skip
+_QUANTIZE_ADDS = "quantize the residual adds (A.QADD.ENABLE_QUANT: true, or BACKEND: {runtime})"
+_NBITS = "store it as [K, N] with blocks of 16, 32, 64 … along K in front of a MatMul, for MatMulNBits"
+_WEIGHTS_ONLY = "or weights only (A.QUANTIZER.DISABLE: true)"
+
+ROWS: tuple[Row, ...] = (
+    Row("it adds tensors in float", _QUANTIZE_ADDS, _float_add),
+    Row("it is not quantized", f"{_BACKEND}; A.SPECIFIC or W.SPECIFIC may have switched it off", _not_quantized),
+    Row("its stored weight is dequantized to float on every call",
+        f"{_NBITS}; or quantize the activations too (A.QUANTIZER.BIT: 8)", _dequantized_weight),
+    Row("an input of it is in float", f"quantize that input: A.QUANTIZER.DISABLE: false; {_BACKEND}", _float_input),
+    Row("its weight is in float", "quantize it: W.QUANTIZER.DISABLE: false", _float_weight),
+    Row("its activations are not of 8 bits", "A.QUANTIZER.BIT: 8", _wide_activation),
+    Row("a Flatten stands between its quantized input and it", "quantize behind it, or write it as a Reshape",
+        _flattened, (_ORT,)),
+    Row("its scales are computed at run time", "calibrate the activations: constant scales", _computed_scale),
+    Row("its activations have a scale per channel", "A.QSCHEME: per-tensor-affine", _activation_scales),
+    Row("its weights are not of 8 bits", f"W.QUANTIZER.BIT: 8, {_WEIGHTS_ONLY}", _wide_weight),
+    Row("its weights have scales in blocks", f"W.QSCHEME: per-channel-symmetric, {_WEIGHTS_ONLY}", _blocked_weight),
+    Row("its activations are int8 and its weights uint8", "W.QSCHEME: per-channel-symmetric, for int8 weights",
+        _sign_mismatch, (_ORT,)),
+    Row("its bias is in float", "store it as int32 with the scale of the input times the weight's, as export_onnx does",
+        _float_bias, (_ORT,)),
+    Row("a batch norm stands behind it", "SCHEDULE.FUSE_BN: true", _read_by("BatchNormalization"), (_ORT,)),
+    Row("its output is read by a float add", _QUANTIZE_ADDS, _read_by("Add", "Sum"), (_ORT,)),
+    Row("its output runs into an activation that is computed in float",
+        f"quantize its output in front of the activation, or take a ReLU, which is absorbed; {_BACKEND}",
+        _read_by(*_SMOOTH), (_ORT,)),
+    Row("its output is quantized for one reader and float for another",
+        "quantize every reader of it, residual adds too (A.QADD.ENABLE_QUANT: true, or BACKEND: {runtime})",
+        _also_float, (_ORT,)),
+    Row("its output is quantized twice", "one quantizer for all readers of a value", _twice_quantized, (_ORT,)),
+    Row("its activation is not absorbed, because the numbers behind it are signed or reach further",
+        "unsigned activations with the zero point at the bottom: A.QSCHEME: per-tensor-affine", _unabsorbed, (_ORT,)),
+    Row("its input and output are of different integer types", "one A.QSCHEME for the whole model",
+        _type_change, (_ORT,)),
+    Row("its input and output have different scales", f"one quantizer in front of and behind it; {_BACKEND}",
+        _other_grid, (_ORT,)),
+    Row("its output is read in float", f"quantize what reads it; {_BACKEND}", _read_by(), (_ORT,)),
+    Row("its output is the model's output and stays float", "accept it for the last layer, or quantize its output too",
+        _model_output, (_ORT,)),
+    Row("OpenVINO has few integer kernels on ARM", "run it in ONNX Runtime, or on x86", _on_arm, (_OPENVINO,)),
+)  # fmt: skip
+
+
+def all_causes() -> list[str]:
+    """The causes of the table, in order; documentation and tests read them."""
+    return [row.cause for row in ROWS]

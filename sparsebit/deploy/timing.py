@@ -1,0 +1,110 @@
+"""Latency of several runs measured in turns, so that a busy machine slows all of them alike."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+# One sample is at least this long: shorter ones measure the clock and the interpreter.
+_MIN_SAMPLE_S = 2e-3
+_MAX_ROUNDS = 2000
+
+
+@dataclass(frozen=True)
+class Latency:
+    """One call's time in milliseconds: median and quartiles over the rounds.
+
+    `cpu_ms` is the time of the whole process, all its threads together: with one thread it is what the call costs, and
+    it hardly feels the neighbours. `wall_ratio` and `cpu_ratio` are against the first run of the same rounds: the
+    median of the ratios round by round, which a drifting clock leaves alone; 1 for the first run itself.
+    """
+
+    wall_ms: float
+    wall_quartiles_ms: tuple[float, float]
+    cpu_ms: float
+    cpu_quartiles_ms: tuple[float, float]
+    wall_ratio: float
+    cpu_ratio: float
+    num_rounds: int
+    calls_per_round: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def interleaved(
+    runs: Mapping[str, Callable[[], object]],
+    *,
+    budget_s: float = 5.0,
+    num_rounds: int | None = None,
+    min_rounds: int = 5,
+    warmup: int = 2,
+) -> dict[str, Latency]:
+    """Time every run once per round, in turns, for about `budget_s` seconds or exactly `num_rounds` rounds.
+
+    The first run is the one that the others are compared with. Each starts with `warmup` calls that do not count, and
+    every second round goes backwards, since the run behind a larger one finds the caches cold.
+
+    >>> latency = interleaved({"float": lambda: sum(range(2000)), "int8": lambda: sum(range(500))}, num_rounds=3)
+    >>> latency["int8"].num_rounds
+    3
+    """
+    if not runs:
+        return {}
+    calls = {name: _calls_per_round(run, warmup) for name, run in runs.items()}
+    wall: dict[str, list[float]] = {name: [] for name in runs}
+    cpu: dict[str, list[float]] = {name: [] for name in runs}
+    names, start = list(runs), time.perf_counter()
+    for done in range(num_rounds or _MAX_ROUNDS):
+        for name in names if done % 2 == 0 else reversed(names):
+            wall_s, cpu_s = _timed(runs[name], calls[name])
+            wall[name].append(wall_s)
+            cpu[name].append(cpu_s)
+        if num_rounds is None and done + 1 >= min_rounds and time.perf_counter() - start > budget_s:
+            break
+    first = names[0]
+    return {
+        name: Latency(
+            wall_ms=statistics.median(wall[name]) * 1e3,
+            wall_quartiles_ms=_quartiles_ms(wall[name]),
+            cpu_ms=statistics.median(cpu[name]) * 1e3,
+            cpu_quartiles_ms=_quartiles_ms(cpu[name]),
+            wall_ratio=_ratio(wall[name], wall[first]),
+            cpu_ratio=_ratio(cpu[name], cpu[first]),
+            num_rounds=len(wall[name]),
+            calls_per_round=calls[name],
+        )
+        for name in names
+    }
+
+
+def _calls_per_round(run: Callable[[], object], warmup: int) -> int:
+    """Warm up, then see how many calls make one sample."""
+    for _ in range(warmup):
+        run()
+    wall_s, _ = _timed(run, 1)
+    return max(1, math.ceil(_MIN_SAMPLE_S / max(wall_s, 1e-6)))
+
+
+def _timed(run: Callable[[], object], calls: int) -> tuple[float, float]:
+    """Wall and CPU seconds of one call, averaged over `calls` of them."""
+    cpu, wall = time.process_time(), time.perf_counter()
+    for _ in range(calls):
+        run()
+    return (time.perf_counter() - wall) / calls, (time.process_time() - cpu) / calls
+
+
+def _ratio(mine: list[float], first: list[float]) -> float:
+    pairs = [one / other for one, other in zip(mine, first, strict=True) if other > 0]
+    return statistics.median(pairs) if pairs else math.nan
+
+
+def _quartiles_ms(samples: list[float]) -> tuple[float, float]:
+    if len(samples) < 2:
+        return samples[0] * 1e3, samples[0] * 1e3
+    low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return low * 1e3, high * 1e3

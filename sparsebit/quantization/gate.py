@@ -1,0 +1,133 @@
+"""The parity gate: an exported file runs in its runtime on real inputs, beside the simulation that it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsebit.deploy.divergence import first_divergence, kernel_fault, site_differences
+from sparsebit.deploy.parity import Comparison, Parity, Tolerance
+from sparsebit.deploy.runtimes import PROFILES
+from sparsebit.deploy.sessions import Session, open_session
+from sparsebit.deploy.to_onnx import flat_inputs, flat_outputs
+from sparsebit.errors import DeploymentError
+from sparsebit.execution.batches import Call, calls
+from sparsebit.graph.nested import map_nested
+from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.quantization.simulation import SimulatedModel
+
+NUM_SAMPLES = 64
+
+
+def check_parity(
+    qmodel: SimulatedModel,
+    file: Path,
+    data: Any,
+    *,
+    tolerance: Tolerance | None = None,
+    num_samples: int = NUM_SAMPLES,
+    name: str | None = None,
+) -> Parity:
+    """Compare on the first `num_samples` of `data`; beyond the tolerance a DeploymentError names the first bad site.
+
+    `name`: what messages call the file.
+    """
+    profile = PROFILES[qmodel.config.BACKEND]
+    runtime = profile.executes or "onnxruntime"
+    optimize = profile.executes is not None
+    session = open_session(file, runtime, optimize=optimize)
+    tolerance, name = tolerance or Tolerance(), name or str(file)
+    shown = runtime if optimize else f"{runtime}, node by node"
+    comparison = Comparison(session.outputs)
+    first: Call | None = None
+    for call in _calls(qmodel, session, data, num_samples):
+        first = first or call
+        comparison.add(_run(qmodel, call), session.run(_feeds(session, call)), _run(qmodel, call, quantized=False))
+    parity = comparison.result(name, shown, "the simulation")
+    fault = parity.fault(tolerance)
+    assert first is not None
+    differences = []
+    if fault or not parity.is_exact:
+        differences = site_differences(file, runtime, _feeds(session, first), _codes(qmodel, first), optimize=optimize)
+    bad = kernel_fault(differences) if runtime == "onnxruntime" else None
+    if fault or bad:
+        where = bad or first_divergence(differences)
+        raise DeploymentError(
+            f"{name} does not compute what was simulated ({shown}): {fault or 'one of its kernels is wrong'}"
+            + (f"; the first site that differs is {where}" if where else "; no quantized site differs: a float op does")
+        )
+    return parity
+
+
+def _calls(qmodel: SimulatedModel, session: Session, data: Any, num_samples: int) -> Iterator[Call]:
+    """Batches in the size that the file takes."""
+    size = session.batch_size
+    left = num_samples
+    for args, kwargs in calls(data, qmodel._original[0], qmodel.config.DEVICE):
+        tensors = flat_inputs(args, kwargs)
+        given = tensors[0].shape[0] if tensors and tensors[0].ndim else 1
+        step = min(size or given, given) if size else min(given, left)
+        if size and given < size:
+            raise DeploymentError(f"the file takes batches of {size}, the data has {given}; export with dynamic_axes")
+        for start in range(0, given - step + 1, max(step, 1)):
+            if left <= 0:
+                return
+            yield _cut(args, given, start, step), _cut(kwargs, given, start, step)
+            left -= step
+
+
+def _cut(value: Any, given: int, start: int, size: int) -> Any:
+    if size == given:
+        return value
+    return map_nested(Tensor, lambda x: x.narrow(0, start, size) if x.ndim and x.shape[0] == given else x, value)
+
+
+@torch.no_grad()
+def _run(qmodel: SimulatedModel, call: Call, *, quantized: bool = True) -> list[Any]:
+    """The outputs as numpy arrays, of the simulation or of the float model in it."""
+    was_training = qmodel.training
+    switched = [] if quantized else [quantizer for quantizer in qmodel.quantizers() if quantizer.use_quant]
+    try:
+        qmodel.eval()
+        for quantizer in switched:
+            quantizer.use_quant = False
+        return [tensor.cpu().numpy() for tensor in flat_outputs(qmodel(*call[0], **call[1]))]
+    finally:
+        for quantizer in switched:
+            quantizer.use_quant = True
+        qmodel.train(was_training)
+
+
+def _feeds(session: Session, call: Call) -> dict[str, Any]:
+    tensors = flat_inputs(*call)
+    if len(tensors) != len(session.inputs):
+        raise DeploymentError(
+            f"the file has {len(session.inputs)} inputs ({', '.join(session.inputs)}), the data {len(tensors)} tensors"
+        )
+    return {name: tensor.detach().cpu().numpy() for name, tensor in zip(session.inputs, tensors, strict=True)}
+
+
+@torch.no_grad()
+def _codes(qmodel: SimulatedModel, call: Call) -> dict[str, Any]:
+    """Every activation site's integers in the simulation; of a site that runs several times the first ones."""
+    found: dict[str, Any] = {}
+
+    def note(quantizer: Quantizer, _: Any, output: Any) -> None:
+        spec = quantizer.spec
+        if isinstance(output, Tensor) and spec.granularity.kind == "tensor" and quantizer.name not in found:
+            scale, zero_point = quantizer.qparams()
+            codes = torch.round(output / scale) + zero_point.round()
+            found[quantizer.name] = codes.to(torch.int32).cpu().numpy()
+
+    quantizers = [q for q in qmodel.quantizers() if q.target == "feature" and q.is_enable]
+    handles = [quantizer.register_forward_hook(note) for quantizer in quantizers]
+    try:
+        _run(qmodel, call)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
