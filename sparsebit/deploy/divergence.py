@@ -6,7 +6,7 @@ tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,30 +37,40 @@ def site_differences(
     `expected`: site -> integer codes (numpy).
     """
     import numpy
-    import onnx
 
-    model = onnx.load(str(file))
-    exposed = [
-        node.output[0].removesuffix(CODES)
-        for node in model.graph.node
-        if node.op_type == "QuantizeLinear" and node.output[0].removesuffix(CODES) in expected
-    ]
-    known = {output.name for output in model.graph.output}
-    types = {value.name: value for value in model.graph.value_info}
-    for site in exposed:
-        name = f"{site}{CODES}"
-        if name not in known:
-            model.graph.output.append(types.get(name) or onnx.helper.make_empty_tensor_value_info(name))
-    session = open_session(model.SerializeToString(), runtime, optimize=optimize)
-    found = dict(zip(session.outputs, session.run(feeds), strict=True))
     differences = []
-    for site in exposed:
-        codes, simulated = found.get(f"{site}{CODES}"), expected[site]
-        if codes is None or codes.shape != simulated.shape:
+    for site, codes in site_codes(file, runtime, feeds, optimize=optimize, sites=set(expected)).items():
+        simulated = expected[site]
+        if codes.shape != simulated.shape:
             continue
         gap = numpy.abs(codes.astype(numpy.int64) - simulated.astype(numpy.int64))
         differences.append(SiteDifference(site, int(gap.max(initial=0)), float((gap > 0).mean()) if gap.size else 0.0))
     return differences
+
+
+def site_codes(
+    file: Path, runtime: str, feeds: Mapping[str, Any], *, optimize: bool = True, sites: Set[str] | None = None
+) -> dict[str, Any]:
+    """Site -> integer codes (numpy), in the order of the graph; of the `sites` only, where they are given.
+
+    In a file of another tool a site is called after the output of its QuantizeLinear.
+    """
+    import onnx
+
+    model = onnx.load(str(file))
+    values = {
+        node.output[0].removesuffix(CODES): node.output[0]
+        for node in model.graph.node
+        if node.op_type == "QuantizeLinear" and (sites is None or node.output[0].removesuffix(CODES) in sites)
+    }
+    known = {output.name for output in model.graph.output}
+    types = {value.name: value for value in model.graph.value_info}
+    for name in values.values():
+        if name not in known:
+            model.graph.output.append(types.get(name) or onnx.helper.make_empty_tensor_value_info(name))
+    session = open_session(model.SerializeToString(), runtime, optimize=optimize)
+    found = dict(zip(session.outputs, session.run(feeds), strict=True))
+    return {site: found[name] for site, name in values.items() if name in found}
 
 
 def kernel_fault(differences: Sequence[SiteDifference]) -> SiteDifference | None:

@@ -6,7 +6,9 @@ import contextlib
 import hashlib
 import os
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,15 +44,31 @@ def staged(target: Path) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.resolve().parent))
     try:
         yield folder / target.name
-        stale = _data_files(target) if target.exists() else set()
-        fresh = [path for path in folder.iterdir() if path.name != target.name]
-        for path in fresh:  # data first: the model that names it appears last
-            os.replace(path, target.resolve().parent / path.name)
-        os.replace(folder / target.name, target)
-        for path in stale - {target.resolve().parent / path.name for path in fresh}:
-            path.unlink(missing_ok=True)
+        with deaf_to_interrupts():
+            stale = data_files(target) if target.exists() else set()
+            fresh = [path for path in folder.iterdir() if path.name != target.name]
+            for path in fresh:  # data first: the model that names it appears last
+                os.replace(path, target.resolve().parent / path.name)
+            os.replace(folder / target.name, target)
+            for path in stale - {target.resolve().parent / path.name for path in fresh}:
+                path.unlink(missing_ok=True)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        with deaf_to_interrupts():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def deaf_to_interrupts() -> Iterator[None]:
+    """For the milliseconds in which an impatient second Ctrl-C would do harm."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def write(model: ir.Model, path: Path, *, largest_single_file: int = LARGEST_SINGLE_FILE) -> None:
@@ -73,7 +91,7 @@ def write(model: ir.Model, path: Path, *, largest_single_file: int = LARGEST_SIN
         raise DeploymentError(f"the exported graph is not valid ONNX: {error}") from error
 
 
-def _data_files(path: Path) -> set[Path]:
+def data_files(path: Path) -> set[Path]:
     """The data files that an ONNX model names, where they lie beside it."""
     import onnx
 

@@ -72,6 +72,13 @@ def to_onnx(
     return model
 
 
+def input_names(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], signature: inspect.Signature, given: Sequence[str] | None = None
+) -> list[str]:
+    """What the file's inputs are called, in the order of `flat_inputs`."""
+    return _named(_Call(nn.Identity(), args, dict(kwargs)).input_paths(signature), given, "input_names")
+
+
 def flat_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors of a call, in the order of the file's inputs."""
     return [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sparsebit.numerics.operator import OPERATOR
 from sparsebit.quantization.ops.bias import INT32, BiasRounding
-from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
+from sparsebit.quantization.ops.quant_opr import QShared, WeightedQuantOpr
 from sparsebit.quantization.quantizers.base import Quantizer
 
 
@@ -89,6 +89,10 @@ def _frozen_site(parent: nn.Module, child: nn.Module | None) -> FrozenSite | Non
         return FrozenSite(
             child.name, scale, zero_point, granularity.axis, granularity.size, spec.qmin, spec.qmax, value
         )
+    if isinstance(child, QShared) and child.input_quantizer.is_enable:
+        owner = child.input_quantizer
+        axis, size = owner.spec.granularity.axis, owner.spec.granularity.size
+        return FrozenSite(child.name, *owner.qparams(), axis, size, owner.spec.qmin, owner.spec.qmax)
     if isinstance(child, BiasRounding) and child.is_enable:
         scale = child.scale()
         axis = None if scale.numel() == 1 else 0

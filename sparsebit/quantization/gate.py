@@ -13,6 +13,7 @@ from sparsebit.deploy.divergence import first_divergence, kernel_fault, site_dif
 from sparsebit.deploy.parity import Comparison, Parity, Tolerance
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.deploy.sessions import Session, open_session
+from sparsebit.deploy.tensorrt_rules import violations
 from sparsebit.deploy.to_onnx import flat_inputs, flat_outputs
 from sparsebit.errors import DeploymentError
 from sparsebit.execution.batches import Call, calls
@@ -21,6 +22,7 @@ from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.simulation import SimulatedModel
 
 NUM_SAMPLES = 64
+_NUM_SHOWN = 5
 
 
 def check_parity(
@@ -34,9 +36,11 @@ def check_parity(
 ) -> Parity:
     """Compare on the first `num_samples` of `data`; beyond the tolerance a DeploymentError names the first bad site.
 
-    `name`: what messages call the file.
+    `name`: what messages call the file. A file for TensorRT, which does not run here, must also follow its rules.
     """
     profile = PROFILES[qmodel.config.BACKEND]
+    if profile.name == "tensorrt":
+        _check_rules(file, name or str(file))
     runtime = profile.executes or "onnxruntime"
     optimize = profile.executes is not None
     session = open_session(file, runtime, optimize=optimize)
@@ -61,6 +65,13 @@ def check_parity(
             + (f"; the first site that differs is {where}" if where else "; no quantized site differs: a float op does")
         )
     return parity
+
+
+def _check_rules(file: Path, name: str) -> None:
+    broken = [str(violation) for violation in violations(file) if violation.severity == "error"]
+    if broken:
+        more = f"\n  and {len(broken) - _NUM_SHOWN} more" if len(broken) > _NUM_SHOWN else ""
+        raise DeploymentError(f"{name}: TensorRT would refuse it:\n  " + "\n  ".join(broken[:_NUM_SHOWN]) + more)
 
 
 def _calls(qmodel: SimulatedModel, session: Session, data: Any, num_samples: int) -> Iterator[Call]:

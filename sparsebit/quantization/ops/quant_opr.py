@@ -163,6 +163,29 @@ class QIdentity(nn.Module):
         return f"QIdentity({self.input_quantizer.summary()})"
 
 
+class QShared(nn.Module):
+    """Another place where a tensor of `owner`'s grid is read: behind a max pool, a reshape, … nothing new is rounded.
+
+    Runtimes want the pair of conversions there all the same, with the same numbers. It observes nothing and has no
+    numbers of its own.
+    """
+
+    def __init__(self, name: str, owner: Quantizer) -> None:
+        super().__init__()
+        self.name = name
+        self._owner = (owner,)  # in a tuple: its home is elsewhere
+
+    @property
+    def input_quantizer(self) -> Quantizer:
+        return self._owner[0]
+
+    def forward(self, x: Any) -> Any:
+        return x
+
+    def __repr__(self) -> str:
+        return f"QShared({self.input_quantizer.name})"
+
+
 def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str, quantizer: Quantizer) -> tuple[Any, ...]:
     if isinstance(place, str):
         kwargs[place] = quantizer(kwargs[place])

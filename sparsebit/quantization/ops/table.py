@@ -93,6 +93,32 @@ def row_of_name(name: str) -> OpRow | None:
     return _BY_NAME.get(name)
 
 
+_GRID_KEEPERS = frozenset(
+    {
+        "max_pool",
+        "adaptive_max_pool",
+        "flatten",
+        "unflatten",
+        "reshape",
+        "permute",
+        "squeeze",
+        "chunk",
+        "getitem",
+        "expand",
+    }
+    | {"roll", "identity", "dropout"}
+)
+
+
+def keeps_grid(row: OpRow, node: fx.Node, root: fx.GraphModule) -> bool:
+    """Whether the op only moves or selects values (or repeats the nearest one), so that its output is on its grid."""
+    if row.name == "upsample":
+        module = root.get_submodule(str(node.target)) if node.op == "call_module" else None
+        mode = getattr(module, "mode", None) if module is not None else node.kwargs.get("mode", "nearest")
+        return bool(mode in ("nearest", "nearest-exact"))
+    return row.name in _GRID_KEEPERS
+
+
 def tensor_arguments(row: OpRow, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int | str, Any]:
     """The row's tensor inputs in a call, by position or name."""
     found: dict[int | str, Any] = {}

@@ -9,7 +9,7 @@ from sparsebit.graph.capture import Captured, Region
 from sparsebit.numerics.spec import PerChannel
 from sparsebit.quantization.ops.bias import BiasRounding
 from sparsebit.quantization.ops.integer_ops import IntegerAdd, IntegerLayer
-from sparsebit.quantization.ops.quant_opr import QIdentity, WeightedQuantOpr
+from sparsebit.quantization.ops.quant_opr import QIdentity, QShared, WeightedQuantOpr
 from sparsebit.quantization.ops.table import input_argument, row_of
 from sparsebit.quantization.placement import split_site
 from sparsebit.quantization.quantizers.base import Quantizer
@@ -72,7 +72,7 @@ def _module(node: fx.Node, region: Region) -> object:
 def _quantizer_of(source: object, region: Region) -> Quantizer | None:
     """The quantizer that alone made this value."""
     module = _module(source, region) if isinstance(source, fx.Node) else None
-    return module.input_quantizer if isinstance(module, QIdentity) else None
+    return module.input_quantizer if isinstance(module, (QIdentity, QShared)) else None
 
 
 def _input_quantizer(node: fx.Node, layer: WeightedQuantOpr, region: Region) -> Quantizer | None:

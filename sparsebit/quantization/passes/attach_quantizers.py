@@ -18,9 +18,15 @@ from sparsebit.graph.capture import Captured, Region
 from sparsebit.graph.rewrite import insert_module_after
 from sparsebit.numerics.spec import PerTensor, TensorSpec, num_rows
 from sparsebit.quantization.observers import ObserverOptions
-from sparsebit.quantization.ops.quant_opr import FunctionalWeightedQuantOpr, QIdentity, QuantOpr, WeightedQuantOpr
+from sparsebit.quantization.ops.quant_opr import (
+    FunctionalWeightedQuantOpr,
+    QIdentity,
+    QShared,
+    QuantOpr,
+    WeightedQuantOpr,
+)
 from sparsebit.quantization.ops.rows import OpKind, OpRow
-from sparsebit.quantization.ops.table import row_of
+from sparsebit.quantization.ops.table import keeps_grid, row_of
 from sparsebit.quantization.placement import Plan, RegionPlan, feature_axis, layer_name, spec_of
 from sparsebit.quantization.quantizers.base import Quantizer, Target, build_quantizer
 
@@ -55,12 +61,17 @@ class _RegionAttacher:
         self.calls = Counter(node.target for node in self.root.graph.nodes if node.op == "call_module")
         self.rows = {node: row for node in self.root.graph.nodes if (row := row_of(node, self.root)) is not None}
         self.quantized_outputs: dict[fx.Node, fx.Node] = {}
+        self.outputs: dict[fx.Node, tuple[Quantizer, ActivationConfig]] = {}  # the first one, of each quantized output
+        self.before: dict[fx.Node, fx.Node] = {}  # quantizing node -> the node whose output it quantizes
         self.homes = _homes(self.root, region.source)
 
     def attach(self) -> None:
         inside: dict[fx.Node, ActivationConfig] = {}
         for group in self._groups():
-            if self._fits_inside(group):
+            owner = None if group.is_output else self._owner(group)
+            if owner is not None:
+                self._share(group, owner)
+            elif self._fits_inside(group):
                 inside[group.consumers[0]] = group.config
             else:
                 self._stand_alone(group)
@@ -75,8 +86,7 @@ class _RegionAttacher:
         groups: dict[tuple[fx.Node, TensorSpec, ActivationConfig], _Group] = {}
 
         def group_of(source: fx.Node, config: ActivationConfig) -> _Group:
-            key = (source, spec_of(config, feature_axis(config)), _sharing_key(config))
-            return groups.setdefault(key, _Group(source, config))
+            return groups.setdefault(_group_key(source, config), _Group(source, config))
 
         for node, config in self.plan.outputs.items():
             group_of(node, config).is_output = True
@@ -84,6 +94,28 @@ class _RegionAttacher:
             for source, config in sources.items():
                 group_of(source, config).consumers.append(consumer)
         return list(groups.values())
+
+    def _owner(self, group: _Group) -> Quantizer | None:
+        """The quantizer on whose grid the tensor lies already, with the format that the group wants."""
+        node = group.source
+        while node not in self.outputs:
+            row = self.rows.get(node)
+            sources = node.all_input_nodes
+            if row is None or not keeps_grid(row, node, self.root) or not sources:
+                return None
+            node = self.before.get(sources[0], sources[0])
+        quantizer, config = self.outputs[node]
+        is_same = node is not group.source and _group_key(node, config)[1:] == _group_key(node, group.config)[1:]
+        return quantizer if is_same else None
+
+    def _share(self, group: _Group, owner: Quantizer) -> None:
+        consumers = group.consumers
+        single = f"{layer_name(self.path, consumers[0])}.input"
+        site = single if len(consumers) == 1 else f"{layer_name(self.path, group.source)}.shared"
+        name = self._free_name(site.removeprefix(f"{self.path}.").replace(".", "_"))
+        node = insert_module_after(self.root, group.source, name, QShared(site, owner))
+        for consumer in consumers:
+            consumer.replace_input_with(group.source, node)
 
     def _fits_inside(self, group: _Group) -> bool:
         if group.is_output or len(group.consumers) != 1:
@@ -105,11 +137,14 @@ class _RegionAttacher:
         before = self.quantized_outputs.get(group.source, group.source)
         readers = list(before.users) if group.is_output else group.consumers
         name = self._free_name(site.removeprefix(f"{self.path}.").replace(".", "_"))
-        node = insert_module_after(self.root, before, name, QIdentity(self.maker.feature(site, group.config)))
+        quantizer = self.maker.feature(site, group.config)
+        node = insert_module_after(self.root, before, name, QIdentity(quantizer))
         for reader in readers:
             reader.replace_input_with(before, node)
         if group.is_output:
             self.quantized_outputs[group.source] = node
+            self.outputs.setdefault(group.source, (quantizer, group.config))
+            self.before[node] = group.source
 
     def _wrap(
         self, node: fx.Node, row: OpRow, activation: ActivationConfig | None, weight: WeightConfig | None
@@ -211,6 +246,10 @@ def _off(site: str, target: Target) -> Quantizer:
     quantizer = build_quantizer("uniform", TensorSpec(8, True, PerTensor()), target, name=site)
     quantizer.set_fake_fused()
     return quantizer
+
+
+def _group_key(source: fx.Node, config: ActivationConfig) -> tuple[fx.Node, TensorSpec, ActivationConfig]:
+    return source, spec_of(config, feature_axis(config)), _sharing_key(config)
 
 
 def _sharing_key(config: ActivationConfig) -> ActivationConfig:
