@@ -267,7 +267,7 @@ def _rank_fault(site: _Site) -> int:
 
 
 def _role(tag: str) -> str:
-    parts = [part for part in tag.split(".") if part in ("input", "weight", "output", "shared", "bias")]
+    parts = [part for part in tag.split(".") if part in ("input", "weight", "output", "shared", "gate", "bias")]
     return parts[-1] if parts else "input"
 
 

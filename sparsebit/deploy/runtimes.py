@@ -16,7 +16,8 @@ from typing import Any, Literal
 class RuntimeProfile:
     """`inputs`: ops whose tensor inputs are quantized (None: every known op). `conv_fed`: those of them that are worth
     it only where a convolution feeds one of their inputs (residual adds of CNNs, not of transformers). `outputs`: ops
-    whose result is quantized, behind the activation that they absorb (`absorbs`). `folds_batchnorm`: unless the user
+    whose result is quantized, behind the activation that they absorb (`absorbs`). `gates`: activations `x * sigmoid(x)`
+    that run as two integer ops, with the sigmoid quantized in between. `folds_batchnorm`: unless the user
     says no. `bias`: added in integers, on the grid of the accumulator, or in float. `weight_widths`: the integer types,
     by bits, in which its files hold weights. `narrow_weights`: int8 weights go without the code -128 (ONNX Runtime's
     depthwise kernel for Arm adds two products in 16 bits, and two of -128 * -128 overflow). `opset`: that of a file,
@@ -30,6 +31,7 @@ class RuntimeProfile:
     conv_fed: frozenset[str] = frozenset()
     outputs: frozenset[str] = frozenset()
     absorbs: frozenset[str] = frozenset()
+    gates: frozenset[str] = frozenset()
     folds_batchnorm: bool = False
     activation_scheme: str = "per-tensor-affine"
     weight_scheme: str = "per-channel-symmetric"
@@ -78,10 +80,11 @@ PROFILES: dict[str, RuntimeProfile] = {
         RuntimeProfile("virtual", inputs=None, weight_widths=frozenset({2, 4, 8, 16})),
         RuntimeProfile(
             "onnxruntime",
-            inputs=_LINEARS | _POOLS | {"conv", "add", "cat"},
-            conv_fed=_POOLS | {"add", "cat"},
-            outputs=frozenset({"conv", "add"}),
+            inputs=_LINEARS | _POOLS | {"conv", "add", "cat", "silu"},
+            conv_fed=_POOLS | {"add", "cat", "silu"},
+            outputs=frozenset({"conv", "add", "silu"}),
             absorbs=_RELUS,
+            gates=frozenset({"silu"}),
             folds_batchnorm=True,
             bias="int32",
             narrow_weights=True,
@@ -105,7 +108,7 @@ PROFILES: dict[str, RuntimeProfile] = {
             inputs=_LINEARS | _POOLS | {"conv", "conv_transpose", "add", "cat"},
             conv_fed=_POOLS | {"add", "cat"},
             outputs=frozenset({"conv", "add"}),
-            absorbs=_RELUS,
+            absorbs=_RELUS | _SMOOTH,
             folds_batchnorm=True,
             bias="int32",
             narrow_weights=True,

@@ -58,6 +58,21 @@ def add(
     return total.round_().sub_(zero_c).to(a.dtype).mul_(scales[2].to(a.device, a.dtype))
 
 
+def multiply(
+    a: Tensor,
+    b: Tensor,
+    scales: tuple[Tensor, Tensor, Tensor],
+    zero_points: tuple[Tensor, Tensor, Tensor],
+) -> Tensor:
+    """`QLinearMul`: the product on the grid of the output, not clipped yet; rounded with the zero point added."""
+    scale_a, scale_b, scale_c = (float(scale) for scale in scales)
+    multiplier = _float32(_float32(scale_a * scale_b) / scale_c)
+    codes_a, codes_b = (codes_from_zero(x, scale) for x, scale in zip((a, b), scales[:2], strict=True))
+    zero_c = float(zero_points[2].round())
+    total = codes_a.mul_(codes_b).double().mul_(multiplier).add_(zero_c).float()
+    return total.round_().sub_(zero_c).to(a.dtype).mul_(scales[2].to(a.device, a.dtype))
+
+
 @lru_cache(maxsize=1024)
 def _fixed_point(ratio_a: float, ratio_b: float) -> tuple[int, int, int] | None:
     """(shift, multipliers of 22 bits); None where the ratios of the scales are too far apart for it."""

@@ -51,6 +51,12 @@ def build_onnx(
             )
     finally:
         qmodel.train(was_training)
+    written = model.opset_imports.get("")
+    if written != opset:
+        raise DeploymentError(
+            f"opset_version={opset}: torch does not write it (this model came out in opset {written}); "
+            f"leave opset_version out, or give {profile.opset}"
+        )
     sites = lower(model, profile.weight_widths)
     lay_out_linears(model)
     tidy(model, {"backend": qmodel.config.BACKEND})

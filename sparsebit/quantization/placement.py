@@ -13,11 +13,12 @@ from sparsebit.quantization.ops.rows import OpRow
 
 @dataclass
 class RegionPlan:
-    """`inputs[consumer][source]`: how the consumer wants that input; `outputs[node]`; `weights[node]`."""
+    """`inputs[consumer][source]`: how the consumer wants that input; `gates`: `silu` whose sigmoid is quantized too."""
 
     inputs: dict[fx.Node, dict[fx.Node, ActivationConfig]] = field(default_factory=dict)
     outputs: dict[fx.Node, ActivationConfig] = field(default_factory=dict)
     weights: dict[fx.Node, WeightConfig] = field(default_factory=dict)
+    gates: dict[fx.Node, ActivationConfig] = field(default_factory=dict)
 
 
 @dataclass
@@ -52,7 +53,7 @@ def split_site(site: str) -> tuple[str, str]:
     """A quantizer's name as layer and role: `layer1.conv.input.0` -> (`layer1.conv`, `input.0`)."""
     parts = site.split(".")
     for index in range(len(parts) - 1, 0, -1):
-        if parts[index] in ("input", "weight", "output", "shared"):
+        if parts[index] in ("input", "weight", "output", "shared", "gate"):
             return ".".join(parts[:index]), ".".join(parts[index:])
     return site, "input"
 

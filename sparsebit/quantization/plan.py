@@ -107,6 +107,8 @@ class _RegionPlanner:
             sources = self._sources(node, row)
             if sources:
                 self.out.inputs[node] = dict.fromkeys(sources, activation)
+            if row.name in self.profile.gates:
+                self.out.gates[node] = activation
             if row.name in self.profile.outputs:
                 self.out.outputs[chain_end(node, self.absorbed)] = activation
         if weight is not None and _enabled(weight) is not None:

@@ -87,6 +87,22 @@ class IntegerAdd(IntegerKernel):
         return with_gradient_of(plain, exact)
 
 
+class IntegerMultiply(IntegerKernel):
+    """A product of two quantized tensors that is quantized itself."""
+
+    def __init__(self, left: Quantizer, right: Quantizer, output: Quantizer) -> None:
+        super().__init__(left, right, output)
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        plain = left * right
+        if not self.is_active or left.dtype != torch.float32:
+            return plain
+        with torch.no_grad():
+            scales, zero_points = zip(*(quantizer.qparams() for quantizer in self.sources), strict=True)
+            exact = integer_kernels.multiply(left, right, scales, zero_points)
+        return with_gradient_of(plain, exact)
+
+
 def with_gradient_of(plain: Tensor, exact: Tensor) -> Tensor:
     """The exact value; backward goes through the plain one."""
     return plain + (exact - plain).detach() if plain.requires_grad else exact

@@ -11,7 +11,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils.parametrize import is_parametrized
 
 from sparsebit.quantization.ops.bias import BiasRounding
-from sparsebit.quantization.ops.integer_ops import IntegerLayer, with_gradient_of
+from sparsebit.quantization.ops.integer_ops import IntegerLayer, IntegerMultiply, with_gradient_of
 from sparsebit.quantization.ops.rows import OpKind, OpRow
 from sparsebit.quantization.ops.table import input_argument, weight_argument
 from sparsebit.quantization.quantizers.base import Quantizer
@@ -147,6 +147,28 @@ class MultipleInputsQuantOpr(QuantOpr):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.compute(*args, **kwargs)
+
+
+class GatedQuantOpr(QuantOpr):
+    """`x * sigmoid(x)` for a runtime that executes it as two integer ops: the sigmoid is quantized in between."""
+
+    def __init__(
+        self,
+        op: nn.Module | Callable[..., Any] | str,
+        row: OpRow,
+        input_quantizer: Quantizer,
+        gate_quantizer: Quantizer,
+    ) -> None:
+        super().__init__(op, row, input_quantizer)
+        self.gate_quantizer = gate_quantizer
+        self.product: IntegerMultiply | None = None  # the runtime's own arithmetic, where it is known
+
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.gate_quantizer.is_enable and not self.gate_quantizer.observing:
+            return super().compute(*args, **kwargs)
+        x = args[0] if args else kwargs["input"]
+        gate = self.gate_quantizer(torch.sigmoid(x))
+        return x * gate if self.product is None else self.product(x, gate)
 
 
 class QIdentity(nn.Module):

@@ -8,8 +8,8 @@ from sparsebit.deploy.runtimes import RuntimeProfile
 from sparsebit.graph.capture import Captured, Region
 from sparsebit.numerics.spec import PerChannel
 from sparsebit.quantization.ops.bias import BiasRounding
-from sparsebit.quantization.ops.integer_ops import IntegerAdd, IntegerLayer
-from sparsebit.quantization.ops.quant_opr import QIdentity, QShared, WeightedQuantOpr
+from sparsebit.quantization.ops.integer_ops import IntegerAdd, IntegerLayer, IntegerMultiply
+from sparsebit.quantization.ops.quant_opr import GatedQuantOpr, QIdentity, QShared, QuantOpr, WeightedQuantOpr
 from sparsebit.quantization.ops.table import input_argument, row_of
 from sparsebit.quantization.placement import split_site
 from sparsebit.quantization.quantizers.base import Quantizer
@@ -30,6 +30,8 @@ def attach_integer_ops(captured: Captured, profile: RuntimeProfile) -> None:
             if isinstance(layer, WeightedQuantOpr):
                 pair = (_input_quantizer(node, layer, region), _output_quantizer(node, region))
                 calls.setdefault(layer, []).append(pair)
+            elif isinstance(layer, GatedQuantOpr) and is_exact:
+                _attach_product(node, layer, region)
             elif is_exact:
                 _attach_add(node, region)
         region.graph_module.recompile()
@@ -65,6 +67,12 @@ def _attach_add(node: fx.Node, region: Region) -> None:
     node.op, node.target = "call_module", node.name
 
 
+def _attach_product(node: fx.Node, layer: GatedQuantOpr, region: Region) -> None:
+    source, output = _input_quantizer(node, layer, region), _output_quantizer(node, region)
+    if source is not None and output is not None:
+        layer.product = IntegerMultiply(source, layer.gate_quantizer, output).train(layer.training)
+
+
 def _module(node: fx.Node, region: Region) -> object:
     return region.graph_module.get_submodule(str(node.target)) if node.op == "call_module" else None
 
@@ -75,7 +83,7 @@ def _quantizer_of(source: object, region: Region) -> Quantizer | None:
     return module.input_quantizer if isinstance(module, (QIdentity, QShared)) else None
 
 
-def _input_quantizer(node: fx.Node, layer: WeightedQuantOpr, region: Region) -> Quantizer | None:
+def _input_quantizer(node: fx.Node, layer: QuantOpr, region: Region) -> Quantizer | None:
     """The quantizer inside the layer, or the one that stands alone right in front of it."""
     if not layer.input_quantizer.fake_fused:
         return layer.input_quantizer

@@ -20,6 +20,7 @@ from sparsebit.numerics.spec import PerTensor, TensorSpec, num_rows
 from sparsebit.quantization.observers import ObserverOptions
 from sparsebit.quantization.ops.quant_opr import (
     FunctionalWeightedQuantOpr,
+    GatedQuantOpr,
     QIdentity,
     QShared,
     QuantOpr,
@@ -76,7 +77,7 @@ class _RegionAttacher:
             else:
                 self._stand_alone(group)
         taught = [node for node in self.plan.inputs if self.rows[node].implementation is not None]
-        for node in dict.fromkeys([*inside, *self.plan.weights, *taught]):
+        for node in dict.fromkeys([*inside, *self.plan.weights, *taught, *self.plan.gates]):
             self._wrap(node, self.rows[node], inside.get(node), self.plan.weights.get(node))
         self.root.graph.lint()
         self.root.recompile()
@@ -113,7 +114,7 @@ class _RegionAttacher:
         single = f"{layer_name(self.path, consumers[0])}.input"
         site = single if len(consumers) == 1 else f"{layer_name(self.path, group.source)}.shared"
         name = self._free_name(site.removeprefix(f"{self.path}.").replace(".", "_"))
-        node = insert_module_after(self.root, group.source, name, QShared(site, owner))
+        node = insert_module_after(self.root, group.source, name, QShared(self.maker.free_site(site), owner))
         for consumer in consumers:
             consumer.replace_input_with(group.source, node)
 
@@ -150,14 +151,17 @@ class _RegionAttacher:
         self, node: fx.Node, row: OpRow, activation: ActivationConfig | None, weight: WeightConfig | None
     ) -> None:
         name = layer_name(self.path, node)
-        if node.op == "call_module":
+        gate = self.plan.gates.get(node)
+        if gate is not None:
+            name = name if self.calls[node.target] <= 1 else f"{name}#{node.name}"
+        if node.op == "call_module" and (gate is None or self.calls[node.target] == 1):
             module = self.root.get_submodule(str(node.target))
-            wrapped = self.maker.wrap(module, row, name, activation, weight)
+            wrapped = self.maker.wrap(module, row, name, activation, weight, gate)
             for parent, key in self.homes.pop(id(module), ()):
                 parent._modules[key] = wrapped
             return
-        op: Any = node.target
-        wrapped = self.maker.wrap(op, row, name, activation, weight)
+        op: Any = self.root.get_submodule(str(node.target)) if node.op == "call_module" else node.target
+        wrapped = self.maker.wrap(op, row, name, activation, weight, gate)
         node.op, node.target = "call_module", self._free_name(node.name)
         self.root.add_submodule(str(node.target), wrapped)
 
@@ -178,7 +182,13 @@ class _Maker:
         self.names: Counter[str] = Counter()
 
     def wrap(
-        self, op: Any, row: OpRow, name: str, activation: ActivationConfig | None, weight: WeightConfig | None
+        self,
+        op: Any,
+        row: OpRow,
+        name: str,
+        activation: ActivationConfig | None,
+        weight: WeightConfig | None,
+        activation_gate: ActivationConfig | None = None,
     ) -> QuantOpr:
         if isinstance(op, QuantOpr):
             return op
@@ -187,6 +197,9 @@ class _Maker:
         site = f"{name}.input"
         input_quantizer = self.feature(site, activation) if activation is not None else _off(site, "feature")
         weight_quantizer = self._weight(f"{name}.weight", op, row, weight) if row.kind is OpKind.WEIGHTED else None
+        if activation_gate is not None:
+            gate = self.feature(f"{name}.gate", activation_gate)
+            return GatedQuantOpr(op, row, input_quantizer, gate)
         kind: type[Any] = row.implementation or QuantOpr
         if row.implementation is None and row.kind is OpKind.WEIGHTED:
             kind = WeightedQuantOpr if isinstance(op, nn.Module) else FunctionalWeightedQuantOpr
@@ -195,6 +208,11 @@ class _Maker:
             wrapped.train(op.training)
             self.wrapped[id(op)] = (op, wrapped)  # the op is held, so that its id stays its own
         return wrapped
+
+    def free_site(self, site: str) -> str:
+        """The site's name; of a layer that the model calls twice, the second one's with a number."""
+        self.names[site] += 1
+        return site if self.names[site] == 1 else f"{site}.{self.names[site]}"
 
     def feature(self, site: str, config: ActivationConfig) -> Quantizer:
         return self._build(site, config, spec_of(config, feature_axis(config)), "feature", 1)
@@ -219,12 +237,11 @@ class _Maker:
         num_scales: int,
         observed_as: Target | None = None,
     ) -> Quantizer:
-        self.names[site] += 1
         return build_quantizer(
             config.QUANTIZER.TYPE,
             spec,
             target,
-            name=site if self.names[site] == 1 else f"{site}.{self.names[site]}",
+            name=self.free_site(site),
             backend=self.backend,
             num_scales=num_scales,
             observer=config.OBSERVER.TYPE,
