@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparsebit.deploy.sessions import open_session
+from sparsebit.deploy.sessions import EXACT, open_session
 
 CODES = "/codes"
 
@@ -26,7 +26,8 @@ class SiteDifference:
 
     def __str__(self) -> str:
         steps = "step" if self.largest == 1 else "steps"
-        return f"{self.site}: {self.share:.2%} of its codes differ, by up to {self.largest} {steps}"
+        share = f"{self.share:.2%}" if self.share >= 5e-5 else "less than 0.01%"
+        return f"{self.site}: {share} of its codes differ, by up to {self.largest} {steps}"
 
 
 def site_differences(
@@ -68,7 +69,7 @@ def site_codes(
     for name in values.values():
         if name not in known:
             model.graph.output.append(types.get(name) or onnx.helper.make_empty_tensor_value_info(name))
-    session = open_session(model.SerializeToString(), runtime, optimize=optimize)
+    session = open_session(model.SerializeToString(), runtime, optimize=optimize, options=EXACT[runtime])
     found = dict(zip(session.outputs, session.run(feeds), strict=True))
     return {site: found[name] for site, name in values.items() if name in found}
 

@@ -41,16 +41,17 @@ def staged(target: Path) -> Iterator[Path]:
 
     After an exception (or a kill) the target is as it was.
     """
-    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.resolve().parent))
+    target = target.resolve()  # what a link points to is replaced, not the link
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         yield folder / target.name
         with deaf_to_interrupts():
             stale = data_files(target) if target.exists() else set()
             fresh = [path for path in folder.iterdir() if path.name != target.name]
             for path in fresh:  # data first: the model that names it appears last
-                os.replace(path, target.resolve().parent / path.name)
+                os.replace(path, target.parent / path.name)
             os.replace(folder / target.name, target)
-            for path in stale - {target.resolve().parent / path.name for path in fresh}:
+            for path in stale - {target.parent / path.name for path in fresh}:
                 path.unlink(missing_ok=True)
     finally:
         with deaf_to_interrupts():

@@ -43,7 +43,7 @@ class OutputParity:
 
     @property
     def is_exact(self) -> bool:
-        return self.max_difference == 0
+        return self.max_difference == 0 and self.mean_difference == 0  # not: NaN
 
     def fault(self, tolerance: Tolerance, against: str = "the simulation") -> str:
         """What is beyond the tolerance; empty where nothing is."""

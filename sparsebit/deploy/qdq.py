@@ -7,14 +7,15 @@ and carry site, role and bits in `metadata_props`: an attribute of that name wou
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from sparsebit.deploy.number_types import ACTIVATION_WIDTHS, BLOCK_OPSET, Storage, num_bits, storage_for
+from sparsebit.deploy.constant_folding import fold_constants
+from sparsebit.deploy.number_types import ACTIVATION_WIDTHS, BIAS_BITS, BLOCK_OPSET, Storage, num_bits, storage_for
 from sparsebit.deploy.to_onnx import DOMAIN, NO_AXIS, OP_TYPE
 from sparsebit.errors import DeploymentError
 from sparsebit.numerics.plain import aligned_shape, as_blocks
@@ -45,24 +46,27 @@ class ExportedSite:
         return asdict(self)
 
 
-def lower(model: ir.Model, weight_widths: frozenset[int]) -> list[ExportedSite]:
+def lower(model: ir.Model, weight_widths: frozenset[int], *, whole_groups: bool = False) -> list[ExportedSite]:
     """Replace every FakeQuantize, in place; gives the sites in the order of the graph.
 
-    `weight_widths`: the integer types, by bits, that the runtime reads for constants.
+    `weight_widths`: the integer types, by bits, that the runtime reads for constants. `whole_groups`: it refuses a last
+    group that is shorter than the others.
     """
     import onnx_ir as ir
 
     nodes = [node for node in ir.traversal.RecursiveGraphIterator(model.graph) if _is_fake_quantize(node)]
-    _fold_constants(model, [node.inputs[0] for node in nodes])
+    fold_constants(model, [value for node in nodes for value in node.inputs], stop=_is_fake_quantize)
+    ports = [str(value.name) for value in (*model.graph.inputs, *model.graph.outputs)]
     names: dict[str, int] = {}
     sites = []
     for node in nodes:
-        site = _Site.read(node, names)
+        site = _Site.read(node, names, ports)
         x = node.inputs[0]
         assert x is not None
-        sites.append(
-            _lower_constant(model, node, site, weight_widths) if _is_constant(x) else _lower(model, node, site)
-        )
+        if x.const_value is None:
+            sites.append(_lower(model, node, site))
+        else:
+            sites.append(_lower_constant(model, node, site, weight_widths, whole_groups))
     _sweep(model)
     model.opset_imports.pop(DOMAIN, None)
     return sites
@@ -89,16 +93,22 @@ class _Site:
     qmax: int
 
     @staticmethod
-    def read(node: ir.Node, names: dict[str, int]) -> _Site:
+    def read(node: ir.Node, names: dict[str, int], ports: Sequence[str]) -> _Site:
         attributes = {name: attribute.value for name, attribute in node.attributes.items()}
         tag = str(attributes["tag"]) or "site"
-        names[tag] = names.get(tag, 0) + 1
-        # A layer that the model calls twice has its sites twice.
-        name = tag if names[tag] == 1 else f"{tag}#{names[tag]}"
+        name = ""
+        # A layer that the model calls twice has its sites twice; and the names of inputs and outputs are the user's.
+        while not name or any(port.startswith(f"{name}/") for port in ports):
+            names[tag] = names.get(tag, 0) + 1
+            name = tag if names[tag] == 1 else f"{tag}#{names[tag]}"
         axis = None if attributes["axis"] == NO_AXIS else int(attributes["axis"])
         scale, zero_point = (_tensor(value, name) for value in node.inputs[1:3])
         group, qmin, qmax = (int(attributes[key]) for key in ("group_size", "qmin", "qmax"))
         return _Site(name, _role(tag), scale.float(), zero_point.float().round(), axis, group, qmin, qmax)
+
+    @property
+    def numbers(self) -> tuple[Tensor, Tensor]:
+        return self.scale, self.zero_point
 
     @property
     def bits(self) -> int:
@@ -107,6 +117,12 @@ class _Site:
     @property
     def metadata(self) -> dict[str, str]:
         return {SITE_KEY: self.name, ROLE_KEY: self.role, BITS_KEY: str(self.bits)}
+
+    def without_single_groups(self, shape: Sequence[int]) -> _Site:
+        """A group that is as long as its row of a matrix is a scale per row, which every runtime reads."""
+        if self.axis is None or not self.group or len(shape) != 2 or shape[self.axis] > self.group:
+            return self
+        return replace(self, axis=1 - self.axis % 2, group=0)
 
     def place(self, ndim: int) -> tuple[int | None, dict[str, int]]:
         """The axis counted from the front, and the attributes of Q and DQ."""
@@ -122,42 +138,55 @@ class _Site:
         )
 
 
-def _lower_constant(model: ir.Model, node: ir.Node, site: _Site, widths: frozenset[int]) -> ExportedSite:
+def _lower_constant(
+    model: ir.Model, node: ir.Node, site: _Site, widths: frozenset[int], whole_groups: bool
+) -> ExportedSite:
     """Integers in the file, and one DequantizeLinear."""
-    x = node.inputs[0]
-    weight = _tensor(x, site.name).detach()
+    weight = _tensor(node.inputs[0], site.name).detach()
     storage = storage_for(site.qmin, site.qmax, widths, site.name)
     codes = codes_of(weight, site.scale, site.zero_point, site.axis, site.group, site.qmin, site.qmax)
+    site = site.without_single_groups(weight.shape)
     axis, attributes = site.place(weight.ndim)
-    shape = scale_shape(weight.shape, PerGroup(axis, site.group)) if axis is not None and site.group else None
+    if axis is not None and site.group and whole_groups and weight.shape[axis] % site.group:
+        raise DeploymentError(
+            f"{site.name}: {weight.shape[axis]} numbers in groups of {site.group}, and the backend reads whole groups "
+            f"only; set a W.QUANTIZER.GROUP_SIZE that divides {weight.shape[axis]}, or a per-channel QSCHEME"
+        )
     stored = _initializer(model, f"{site.name}/codes", codes, storage.name)
-    scale, zero_point = _parameters(model, site, storage, shape, is_plain=axis is None)
-    # The zero point is written even where it is 0: without it ORT leaves a Gemm in float.
-    inputs = [stored, scale, zero_point]
+    scale, zero_point = _parameters(model, site, storage, weight.shape)
+    # A linear's zero point is written even where it is 0: without it ORT leaves a Gemm in float. All others would be
+    # several per cent of a small file.
+    is_linear = weight.ndim == 2 and site.bits < BIAS_BITS
+    inputs = [stored, scale, *([zero_point] if is_linear or site.zero_point.any() else [])]
     _replace(node, [("DequantizeLinear", f"{site.name}/dq", inputs, attributes)], site, storage)
     return site.exported(storage, f"{site.name}/codes", axis)
 
 
 def _lower(model: ir.Model, node: ir.Node, site: _Site) -> ExportedSite:
-    """[Clip +] QuantizeLinear + DequantizeLinear."""
+    """[Clip, or Max + Min for ends per channel +] QuantizeLinear + DequantizeLinear."""
     x = node.inputs[0]
     assert x is not None
     storage = storage_for(site.qmin, site.qmax, ACTIVATION_WIDTHS, site.name)
-    axis, attributes = site.place(len(x.shape) if x.shape is not None else _rank_fault(site))
-    scale, zero_point = _parameters(model, site, storage, None, is_plain=axis is None)
+    shape = _shape(x, site)
+    axis, attributes = site.place(len(shape))
+    scale, zero_point = _parameters(model, site, storage, shape)
     steps: list[tuple[str, str, list[ir.Value], dict[str, int]]] = []
     if (storage.low, storage.high) != (site.qmin, site.qmax):
-        if axis is not None:
+        if site.group:
             raise DeploymentError(
-                f"{site.name}: {site.bits}-bit activations with a scale per channel have no ONNX form; "
-                "use a per-tensor QSCHEME, or 8 or 16 bits"
+                f"{site.name}: {site.bits}-bit groups of a weight that is computed while the model runs have no ONNX "
+                "form; use 8 or 16 bits, or a per-channel QSCHEME"
             )
-        ends = [(end - site.zero_point) * site.scale for end in (site.qmin, site.qmax)]
-        limits = [
-            _initializer(model, f"{site.name}/{name}", end.reshape(()), "FLOAT")
-            for name, end in zip(("low", "high"), ends, strict=True)
-        ]
-        steps.append(("Clip", f"{site.name}/clip", limits, {}))
+        along = () if axis is None else tuple(-1 if dim == axis else 1 for dim in range(len(shape)))
+        low, high = (
+            _initializer(model, f"{site.name}/{name}", ((end - site.zero_point) * site.scale).reshape(along), "FLOAT")
+            for name, end in (("low", site.qmin), ("high", site.qmax))
+        )
+        if axis is None:
+            steps.append(("Clip", f"{site.name}/clip", [low, high], {}))
+        else:
+            steps.append(("Max", f"{site.name}/clip_low", [low], {}))
+            steps.append(("Min", f"{site.name}/clip_high", [high], {}))
     steps.append(("QuantizeLinear", f"{site.name}/q", [scale, zero_point], attributes))
     steps.append(("DequantizeLinear", f"{site.name}/dq", [scale, zero_point], attributes))
     _replace(node, steps, site, storage)
@@ -218,18 +247,16 @@ def codes_of(
     return codes.clamp_(qmin, qmax).to(torch.int64).reshape(x.shape)
 
 
-def _parameters(
-    model: ir.Model, site: _Site, storage: Storage, shape: tuple[int, ...] | None, *, is_plain: bool
-) -> tuple[ir.Value, ir.Value]:
+def _parameters(model: ir.Model, site: _Site, storage: Storage, shape: Sequence[int]) -> tuple[ir.Value, ir.Value]:
     """Scale and zero point as initializers: a number, one per channel, or the blocks' shape."""
-    scale, zero_point = site.scale, site.zero_point
-    if shape is not None:
-        scale, zero_point = (p.expand(shape) if p.numel() == 1 else p.reshape(shape) for p in (scale, zero_point))
-    elif is_plain:
-        scale, zero_point = scale.reshape(()), zero_point.reshape(())
+    axis, _ = site.place(len(shape))
+    form: tuple[int, ...] = () if axis is None else (max(site.scale.numel(), site.zero_point.numel()),)
+    if axis is not None and site.group:
+        form = scale_shape(shape, PerGroup(axis, site.group))
+    scale, zero_point = (p.reshape(()).expand(form) if p.numel() == 1 else p.reshape(form) for p in site.numbers)
     return (
         _initializer(model, f"{site.name}/scale", scale, "FLOAT"),
-        _initializer(model, f"{site.name}/zero_point", zero_point.expand_as(scale).to(torch.int64), storage.name),
+        _initializer(model, f"{site.name}/zero_point", zero_point.to(torch.int64), storage.name),
     )
 
 
@@ -247,68 +274,29 @@ def _is_fake_quantize(node: ir.Node) -> bool:
     return bool(node.domain == DOMAIN and node.op_type == OP_TYPE)
 
 
-def _is_constant(value: ir.Value) -> bool:
-    return value.const_value is not None
-
-
 def _tensor(value: Any, site: str) -> Tensor:
     if value is None or value.const_value is None:
         raise DeploymentError(
             f"{site}: its scale or zero point is computed while the model runs; a file needs constants there "
             "(a quantizer of your own must give them in qparams())"
         )
-    return torch.from_numpy(value.const_value.numpy().copy())
+    array = value.const_value.numpy()
+    return torch.from_numpy(array.astype("float32") if array.dtype.name == "bfloat16" else array.copy())
 
 
-def _rank_fault(site: _Site) -> int:
-    if site.axis is None:
-        return 0
-    raise DeploymentError(f"{site.name}: a scale per channel for a tensor whose number of dimensions is not known")
+def _shape(value: ir.Value, site: _Site) -> tuple[int, ...]:
+    """The sizes, 0 where they are free; of a tensor with one scale nothing need be known."""
+    if value.shape is None and site.axis is not None:
+        raise DeploymentError(f"{site.name}: a scale per channel for a tensor whose number of dimensions is not known")
+    shape = tuple(size if isinstance(size, int) else 0 for size in value.shape or ())
+    if site.group and not all(shape):
+        raise DeploymentError(f"{site.name}: a scale per group for a tensor with dynamic dimensions")
+    return shape
 
 
 def _role(tag: str) -> str:
     parts = [part for part in tag.split(".") if part in ("input", "weight", "output", "shared", "gate", "bias")]
     return parts[-1] if parts else "input"
-
-
-def _fold_constants(model: ir.Model, values: list[ir.Value | None]) -> None:
-    """Weights that are computed from constants (`standardize(weight)`) become constants."""
-    wanted: set[ir.Node] = set()
-    for value in values:
-        producer = value.producer() if value is not None and not _is_constant(value) else None
-        ancestors = _constant_ancestors(producer) if producer is not None else None
-        wanted |= ancestors or set()
-    if wanted:
-        import onnxscript.optimizer
-
-        onnxscript.optimizer.fold_constants(
-            model,
-            onnx_shape_inference=False,
-            input_size_limit=1 << 40,
-            output_size_limit=1 << 40,
-            should_fold=lambda node: True if node in wanted else False,  # noqa: SIM210 (None would mean: as usual)
-        )
-
-
-def _constant_ancestors(node: ir.Node) -> set[ir.Node] | None:
-    """All nodes that the node's value is computed from; None where one of them reads an input of the model."""
-    found: set[ir.Node] = set()
-    stack = [node]
-    while stack:
-        current = stack.pop()
-        if current in found:
-            continue
-        if _is_fake_quantize(current):
-            return None
-        found.add(current)
-        for value in current.inputs:
-            if value is None or _is_constant(value):
-                continue
-            producer = value.producer()
-            if producer is None:
-                return None
-            stack.append(producer)
-    return found
 
 
 def _sweep(model: ir.Model) -> None:

@@ -82,7 +82,7 @@ PROFILES: dict[str, RuntimeProfile] = {
             "onnxruntime",
             inputs=_LINEARS | _POOLS | {"conv", "add", "cat", "silu"},
             conv_fed=_POOLS | {"add", "cat", "silu"},
-            outputs=frozenset({"conv", "add", "silu"}),
+            outputs=frozenset({"conv", "add", "silu", "avg_pool", "adaptive_avg_pool"}),
             absorbs=_RELUS,
             gates=frozenset({"silu"}),
             folds_batchnorm=True,

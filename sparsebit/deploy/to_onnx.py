@@ -7,11 +7,9 @@ ONNX. Inputs and outputs are flat and carry the user's names.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import inspect
-import io
-import logging
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from sparsebit.deploy.export_faults import export_fault, quiet
+from sparsebit.deploy.ports import DynamicAxes, apart, dynamic_shapes, named, rename_ports
 from sparsebit.errors import DeploymentError, MissingExtraError
 from sparsebit.numerics.operator import OPERATOR
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 DOMAIN, OP_TYPE = "sparsebit", "FakeQuantize"
 NO_AXIS = -(1 << 20)  # ONNX attributes have no None
-DynamicAxes = Mapping[str, Mapping[int, str] | Sequence[int]]
 
 
 def to_onnx(
@@ -49,11 +48,12 @@ def to_onnx(
     """
     _require("onnx", "onnxscript", "onnx_ir")
     call = _Call(module, args, dict(kwargs))
-    inputs = _named(call.input_paths(signature), input_names, "input_names")
+    inputs = named(call.input_paths(signature), input_names, "input_names")
     with torch.no_grad():
-        outputs = _named(call.output_paths(), output_names, "output_names")
-    shapes = _dynamic_shapes(inputs, call.tensors, dynamic_axes or {}, output_names or ())
-    with contextlib.nullcontext() if verbose else _quiet(), torch.no_grad():
+        outputs = named(call.output_paths(), output_names, "output_names")
+    outputs = apart(inputs, outputs, len(output_names or ()))
+    shapes = dynamic_shapes(inputs, call.tensors, dynamic_axes or {}, outputs)
+    with contextlib.nullcontext() if verbose else quiet(), torch.no_grad():
         try:
             program: Any = torch.onnx.export(
                 call,
@@ -66,9 +66,9 @@ def to_onnx(
                 verbose=verbose,
             )
         except Exception as error:
-            raise DeploymentError(_export_fault(error)) from error
+            raise DeploymentError(export_fault(error, module, inputs)) from error
     model: ir.Model = program.model
-    _rename(model, inputs, outputs)
+    rename_ports(model, inputs, outputs)
     return model
 
 
@@ -76,7 +76,13 @@ def input_names(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], signature: inspect.Signature, given: Sequence[str] | None = None
 ) -> list[str]:
     """What the file's inputs are called, in the order of `flat_inputs`."""
-    return _named(_Call(nn.Identity(), args, dict(kwargs)).input_paths(signature), given, "input_names")
+    return named(_Call(nn.Identity(), args, dict(kwargs)).input_paths(signature), given, "input_names")
+
+
+def in_order(kwargs: Mapping[str, Any], signature: inspect.Signature) -> dict[str, Any]:
+    """Keywords in the order of forward's parameters: that of the file's inputs, however a call is written."""
+    places = {name: place for place, name in enumerate(signature.parameters)}
+    return dict(sorted(kwargs.items(), key=lambda item: places.get(item[0], len(places))))
 
 
 def flat_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -99,9 +105,15 @@ class _Call(nn.Module):
         self.places = [index for index, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
         self.tensors = [self.leaves[index] for index in self.places]
         self.paths = [path for path, _ in pytree.tree_flatten_with_path((args, kwargs))[0]]
+        for leaf in self.leaves:
+            if not isinstance(leaf, Tensor) and any(isinstance(part, Tensor) for _, part in _leaves(leaf, "")):
+                raise DeploymentError(
+                    f"export_onnx: an argument of type {type(leaf).__name__} holds tensors, which the file would "
+                    "fix; pass them in a dict, a tuple or a list, or register the class with torch.utils._pytree"
+                )
         if not self.tensors:
             raise DeploymentError("export_onnx: the example call holds no tensor; a file needs at least one input")
-        self.train(module.training)
+        self.training = module.training
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         return [leaf for _, leaf in self._outputs(tensors)]
@@ -136,7 +148,7 @@ class _Call(nn.Module):
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Leaves with readable paths; mappings of any kind (a transformers output too) are entered."""
+    """Leaves with readable paths; mappings of any kind (a transformers output too) and dataclasses are entered."""
     if isinstance(value, Mapping) or (hasattr(value, "keys") and hasattr(value, "__getitem__")):
         for key in value.keys():  # noqa: SIM118 (not every mapping-like thing iterates over its keys)
             yield from _leaves(value[key], f"{path}.{key}" if path else str(key))
@@ -146,6 +158,9 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, (tuple, list)):
         for index, item in enumerate(value):
             yield from _leaves(item, f"{path}.{index}" if path else f"output.{index}")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _leaves(getattr(value, field.name), f"{path}.{field.name}" if path else field.name)
     else:
         leaves = pytree.tree_leaves(value)
         if len(leaves) == 1 and leaves[0] is value:
@@ -159,44 +174,6 @@ def _key(entry: Any) -> str:
         if hasattr(entry, attribute):
             return str(getattr(entry, attribute))
     return str(entry)
-
-
-def _named(paths: Sequence[str], given: Sequence[str] | None, key: str) -> list[str]:
-    """The user's names for the first ones, then those of the call."""
-    given = list(given or ())
-    if len(given) > len(paths):
-        raise DeploymentError(
-            f"export_onnx: {len(given)} {key} ({', '.join(given)}) for {len(paths)} tensors: {', '.join(paths)}"
-        )
-    names = [*given, *paths[len(given) :]]
-    repeated = sorted({name for name in names if names.count(name) > 1})
-    if repeated:
-        raise DeploymentError(f"export_onnx: {key} must differ; given more than once: {', '.join(repeated)}")
-    return names
-
-
-def _dynamic_shapes(
-    names: Sequence[str], tensors: Sequence[Tensor], axes: DynamicAxes, output_names: Sequence[str]
-) -> tuple[dict[int, Any], ...]:
-    """One {axis: name} per input. Axes of outputs follow from those of the inputs."""
-    unknown = [name for name in axes if name not in names and name not in output_names]
-    if unknown:
-        raise DeploymentError(
-            f"export_onnx: dynamic_axes names {', '.join(unknown)}; the inputs are {', '.join(names)}"
-        )
-    shapes: list[dict[int, Any]] = []
-    for name, tensor in zip(names, tensors, strict=True):
-        wanted = axes.get(name, {})
-        named = dict(wanted) if isinstance(wanted, Mapping) else {axis: f"{name}_{axis}" for axis in wanted}
-        shape: dict[int, Any] = {}
-        for axis, label in named.items():
-            if not -tensor.ndim <= axis < tensor.ndim:
-                raise DeploymentError(
-                    f"export_onnx: dynamic_axes[{name!r}] has axis {axis}, and {name} has shape {tuple(tensor.shape)}"
-                )
-            shape[axis % tensor.ndim] = str(label)
-        shapes.append(shape)
-    return tuple(shapes)
 
 
 def _translation() -> Any:
@@ -233,51 +210,6 @@ def _translation() -> Any:
         return node(x, scale, zero_point, axis=place, group_size=group_size, qmin=qmin, qmax=qmax, tag=tag)
 
     return translate
-
-
-def _rename(model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> None:
-    taken = {value.name for node in model.graph for value in node.outputs} | set(model.graph.initializers)
-    wanted = [*zip(model.graph.inputs, inputs, strict=True), *zip(model.graph.outputs, outputs, strict=True)]
-    clashes = taken & {name for _, name in wanted}
-    for node in model.graph:
-        for value in node.outputs:
-            if value.name in clashes and all(value is not output for output in model.graph.outputs):
-                value.name = f"{value.name}_"
-    for value, name in wanted:
-        value.name = name
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """The exporter tells its steps on stdout and in warnings of torch's own; faults still raise."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-def _export_fault(error: Exception) -> str:
-    """The innermost cause in a few lines: torch's own message is pages long."""
-    cause: BaseException = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
-    lines = [line for line in str(cause).splitlines() if line.strip()] or [type(cause).__name__]
-    text = "\n".join(lines[:6])
-    if "ConversionError" in type(error).__name__ or "DispatchError" in type(cause).__name__:
-        return f"export_onnx: an op has no ONNX form: {text}\nkeep its module out of the file, or write it in other ops"
-    if "torch.export" in str(error):
-        return (
-            f"export_onnx: torch.export cannot follow the model: {text}\n"
-            "a dimension that the code compares or bakes in cannot be dynamic; data-dependent branches need torch.cond"
-        )
-    return f"export_onnx: {type(cause).__name__}: {text}"
 
 
 def _require(*packages: str) -> None:

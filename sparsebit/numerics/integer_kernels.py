@@ -38,23 +38,28 @@ def add(
 ) -> Tensor:
     """`QLinearAdd` of two tensors on their grids: the sum on the grid of the output, not clipped yet.
 
-    Arm adds in fixed point and rounds halves away from zero; x86 in float32 (fused multiply-add), with the zero points
-    folded into one constant. `machine`: as `platform.machine()` names it, by default this one.
+    Arm adds in fixed point and rounds halves away from zero, or in float32 where the scales are too far apart for that;
+    x86 adds in float32 (fused multiply-add), with the zero points folded into one constant. `machine`: as
+    `platform.machine()` names it, by default this one.
     """
     scale_a, scale_b, scale_c = (float(scale) for scale in scales)
     ratio_a, ratio_b = _float32(scale_a / scale_c), _float32(scale_b / scale_c)
     codes_a, codes_b = (codes_from_zero(x, scale) for x, scale in zip((a, b), scales[:2], strict=True))
-    fixed = _fixed_point(ratio_a, ratio_b) if (machine or platform.machine()) in ("aarch64", "arm64") else None
-    if fixed is not None:
+    zero_a, zero_b, zero_c = (float(zero_point.round()) for zero_point in zero_points)
+    if _is_arm(machine):
+        fixed = _fixed_point(ratio_a, ratio_b)
+        if fixed is None:  # the values themselves are added (a fused multiply-add), then quantized
+            value_b = codes_b.double().mul_(scale_b).float()
+            total = codes_a.double().mul_(scale_a).add_(value_b).float().div_(scale_c).add_(zero_c)
+            return total.round_().sub_(zero_c).to(a.dtype).mul_(scales[2].to(a.device, a.dtype))
         shift, multiplier_a, multiplier_b = fixed
         total = codes_a.double().mul_(multiplier_a).add_(codes_b.double().mul_(multiplier_b))
         half_away = total.abs().add_(float(1 << (shift - 1))).mul_(2.0**-shift).floor_().mul_(total.sign())
         return half_away.to(a.dtype).mul_(scales[2].to(a.device, a.dtype))
-    zero_a, zero_b, zero_c = (float(zero_point.round()) for zero_point in zero_points)
-    constant = _float32(zero_c - _float32(_float32(ratio_a * zero_a) + _float32(ratio_b * zero_b)))
-    # A float32 product is exact in float64, so this is a fused multiply-add but for a double rounding.
-    partial = codes_a.add_(zero_a).double().mul_(ratio_a).add_(constant).float()
-    total = codes_b.add_(zero_b).double().mul_(ratio_b).add_(partial).float()
+    # Products of float32 numbers are exact in float64: these are fused multiply-adds but for a double rounding.
+    constant = _float32(zero_c - _float32(ratio_a * zero_a + _float32(ratio_b * zero_b)))
+    partial = codes_b.add_(zero_b).double().mul_(ratio_b).add_(constant).float()
+    total = codes_a.add_(zero_a).double().mul_(ratio_a).add_(partial).float()
     return total.round_().sub_(zero_c).to(a.dtype).mul_(scales[2].to(a.device, a.dtype))
 
 
@@ -63,14 +68,25 @@ def multiply(
     b: Tensor,
     scales: tuple[Tensor, Tensor, Tensor],
     zero_points: tuple[Tensor, Tensor, Tensor],
+    machine: str | None = None,
 ) -> Tensor:
-    """`QLinearMul`: the product on the grid of the output, not clipped yet; rounded with the zero point added."""
+    """`QLinearMul`: the product on the grid of the output, not clipped yet; rounded with the zero point added.
+
+    Arm adds the zero point in the same step (fused multiply-add), x86 in a second one.
+    """
     scale_a, scale_b, scale_c = (float(scale) for scale in scales)
     multiplier = _float32(_float32(scale_a * scale_b) / scale_c)
     codes_a, codes_b = (codes_from_zero(x, scale) for x, scale in zip((a, b), scales[:2], strict=True))
     zero_c = float(zero_points[2].round())
-    total = codes_a.mul_(codes_b).double().mul_(multiplier).add_(zero_c).float()
+    product = codes_a.mul(codes_b).double().mul_(multiplier)
+    if not _is_arm(machine):
+        product = product.float()
+    total = product.add_(zero_c).float()
     return total.round_().sub_(zero_c).to(a.dtype).mul_(scales[2].to(a.device, a.dtype))
+
+
+def _is_arm(machine: str | None) -> bool:
+    return (machine or platform.machine()) in ("aarch64", "arm64")
 
 
 @lru_cache(maxsize=1024)

@@ -6,14 +6,18 @@ import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from sparsebit.deploy.linear_layout import lay_out_linears
 from sparsebit.deploy.naming import describe_sites, tidy
+from sparsebit.deploy.pool_layout import lay_out_pools
+from sparsebit.deploy.ports import DynamicAxes
 from sparsebit.deploy.qdq import ExportedSite, lower, required_opset
 from sparsebit.deploy.runtimes import PROFILES
-from sparsebit.deploy.to_onnx import DynamicAxes, to_onnx
+from sparsebit.deploy.to_onnx import in_order, to_onnx
 from sparsebit.errors import CalibrationError, DeploymentError
 from sparsebit.execution.batches import Call, as_call, to_device
-from sparsebit.quantization.frozen import frozen
+from sparsebit.quantization.frozen import evaluating, frozen
 from sparsebit.quantization.simulation import SimulatedModel
 
 if TYPE_CHECKING:
@@ -33,32 +37,33 @@ def build_onnx(
     """The model in memory, and its sites in the order of the graph."""
     profile = PROFILES[qmodel.config.BACKEND]
     args, kwargs = export_call(qmodel, dummy_data)
+    if profile.executes is not None and any(p.dtype == torch.bfloat16 for p in qmodel.parameters()):
+        raise DeploymentError(
+            f"export_onnx: the model computes in bfloat16, for which {profile.executes} has no kernels on a CPU; "
+            "call qmodel.float() first"
+        )
     opset = _opset(qmodel, opset_version, profile.weight_widths, profile.opset)
-    was_training = qmodel.training
-    try:
-        qmodel.eval()
-        with frozen(qmodel):
-            model = to_onnx(
-                qmodel,
-                args,
-                kwargs,
-                signature=inspect.signature(qmodel._original[0].forward),
-                input_names=input_names,
-                output_names=output_names,
-                dynamic_axes=dynamic_axes,
-                opset_version=opset,
-                verbose=verbose,
-            )
-    finally:
-        qmodel.train(was_training)
+    with evaluating(qmodel), frozen(qmodel):
+        model = to_onnx(
+            qmodel,
+            args,
+            kwargs,
+            signature=inspect.signature(qmodel._original[0].forward),
+            input_names=input_names,
+            output_names=output_names,
+            dynamic_axes=dynamic_axes,
+            opset_version=opset,
+            verbose=verbose,
+        )
     written = model.opset_imports.get("")
     if written != opset:
         raise DeploymentError(
             f"opset_version={opset}: torch does not write it (this model came out in opset {written}); "
             f"leave opset_version out, or give {profile.opset}"
         )
-    sites = lower(model, profile.weight_widths)
+    sites = lower(model, profile.weight_widths, whole_groups=profile.executes == "openvino")
     lay_out_linears(model)
+    lay_out_pools(model)
     tidy(model, {"backend": qmodel.config.BACKEND})
     return model, sites
 
@@ -69,24 +74,36 @@ def describe(model: ir.Model, qmodel: SimulatedModel, sites: Sequence[ExportedSi
 
 
 def export_call(qmodel: SimulatedModel, dummy_data: Any) -> Call:
-    """The example call: a tensor, positional arguments (a last dict holds keywords), or a mapping of keywords."""
+    """The example call: a tensor, positional arguments (a last dict may hold keywords), or a mapping of keywords."""
     model = qmodel._original[0]
+    signature = inspect.signature(model.forward)
+    args, kwargs = as_call(dummy_data, model)  # of (images, labels) the images
     if isinstance(dummy_data, (tuple, list)):
-        args, kwargs = tuple(dummy_data), {}
-        if len(args) > 1 and isinstance(args[-1], dict) and not isinstance(args[0], dict):
-            args, kwargs = args[:-1], args[-1]
-        try:
-            inspect.signature(model.forward).bind(*args, **kwargs)
-        except TypeError:
-            args, kwargs = as_call(dummy_data, model)  # (images, labels) of a loader
-    else:
-        args, kwargs = as_call(dummy_data, model)
+        *first, last = dummy_data
+        forms: list[Call] = [(tuple(dummy_data), {})]
+        if first and isinstance(last, dict) and set(last) <= set(list(signature.parameters)[len(first) :]):
+            forms.insert(0, (tuple(first), last))
+        args, kwargs = next((form for form in forms if _binds(signature, *form)), (args, kwargs))
+    kwargs = in_order(kwargs, signature)
     return to_device(args, qmodel.config.DEVICE), to_device(kwargs, qmodel.config.DEVICE)
+
+
+def _binds(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def check_ready(qmodel: SimulatedModel) -> None:
     """Refuses a model that has nothing to export yet."""
-    quantizers = qmodel.quantizers()
+    quantizers = [quantizer for quantizer in qmodel.quantizers() if not quantizer.fake_fused]
+    if not quantizers:
+        raise DeploymentError(
+            f"export_onnx(): nothing of the model is quantized with BACKEND: {qmodel.config.BACKEND}; "
+            "its coverage says why"
+        )
     if not any(quantizer.is_enable for quantizer in quantizers):
         if any(quantizer.is_calibrated for quantizer in quantizers):
             raise CalibrationError(

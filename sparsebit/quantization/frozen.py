@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from sparsebit.errors import DeploymentError
 from sparsebit.numerics.operator import OPERATOR
 from sparsebit.quantization.ops.bias import INT32, BiasRounding
 from sparsebit.quantization.ops.quant_opr import QShared, WeightedQuantOpr
@@ -16,7 +17,10 @@ from sparsebit.quantization.quantizers.base import Quantizer
 
 
 class FrozenSite(nn.Module):
-    """The one fake-quant operator with fixed numbers. `value`: a weight, as the quantizer transforms it (DoReFa)."""
+    """The one fake-quant operator with fixed numbers.
+
+    `transform`: what the quantizer does in front of it (DoReFa: tanh). `value`: of a weight, the result of that.
+    """
 
     is_enable = True
     scale: Tensor
@@ -32,8 +36,10 @@ class FrozenSite(nn.Module):
         qmin: int,
         qmax: int,
         value: Tensor | None = None,
+        transform: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__()
+        self.transform = transform
         self.name, self.axis, self.group_size, self.qmin, self.qmax = name, axis, group_size, qmin, qmax
         self.register_buffer("scale", scale.detach().float())
         self.register_buffer("zero_point", zero_point.detach().float().round())
@@ -42,7 +48,10 @@ class FrozenSite(nn.Module):
     def forward(self, x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
-        x = x if self.value is None else self.value
+        if self.value is not None:
+            x = self.value
+        elif self.transform is not None:
+            x = self.transform(x)
         return OPERATOR(
             x, self.scale, self.zero_point, self.axis, self.group_size, self.qmin, self.qmax, "ste", self.name
         )
@@ -52,17 +61,33 @@ class FrozenSite(nn.Module):
 
 
 @contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, all of `model` is in eval mode; afterwards each module is in its own mode again."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextlib.contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Inside, every enabled quantizer and bias of `model` is a `FrozenSite`; afterwards all is as before."""
+    """Inside, every enabled quantizer and bias of `model` is a `FrozenSite`; afterwards all is as before.
+
+    A quantizer whose `fake_quantize` is the user's own stays, and is exported op by op.
+    """
     swapped: list[tuple[nn.Module, str, nn.Module]] = []
+    marked: list[Quantizer] = []
     try:
         for parent in list(model.modules()):
             for name, child in list(parent._modules.items()):
-                site = _frozen_site(parent, child)
-                if site is not None and child is not None:
+                if isinstance(child, Quantizer) and child.is_enable:
+                    child.enable_export_onnx()
+                    marked.append(child)
+                if child is not None and _is_swapped(parent, child):
                     swapped.append((parent, name, child))
-                    if isinstance(child, Quantizer):
-                        child.enable_export_onnx()
         # Only now: a bias is frozen with the numbers of its neighbours.
         sites = [_frozen_site(parent, child) for parent, _, child in swapped]
         for (parent, name, _), site in zip(swapped, sites, strict=True):
@@ -71,30 +96,58 @@ def frozen(model: nn.Module) -> Iterator[None]:
     finally:
         for parent, name, child in swapped:
             parent._modules[name] = child
-            if isinstance(child, Quantizer):
-                child.disable_export_onnx()
+        for quantizer in marked:
+            quantizer.disable_export_onnx()
 
 
-def _frozen_site(parent: nn.Module, child: nn.Module | None) -> FrozenSite | None:
-    if isinstance(child, Quantizer) and child.is_enable:
-        spec = child.spec
-        value: Tensor | None = None
-        with torch.no_grad():
-            if isinstance(parent, WeightedQuantOpr) and child is parent.weight_quantizer:
-                weight = parent.op.weight
-                assert isinstance(weight, Tensor)
-                value = child.transform(weight).detach()
-            scale, zero_point = child.qparams()
-        granularity = spec.granularity
-        return FrozenSite(
-            child.name, scale, zero_point, granularity.axis, granularity.size, spec.qmin, spec.qmax, value
-        )
-    if isinstance(child, QShared) and child.input_quantizer.is_enable:
-        owner = child.input_quantizer
-        axis, size = owner.spec.granularity.axis, owner.spec.granularity.size
-        return FrozenSite(child.name, *owner.qparams(), axis, size, owner.spec.qmin, owner.spec.qmax)
-    if isinstance(child, BiasRounding) and child.is_enable:
+def _is_swapped(parent: nn.Module, child: nn.Module) -> bool:
+    if isinstance(child, Quantizer):
+        return child.is_enable and (_is_own_weight(parent, child) or _is_known(child))
+    if isinstance(child, QShared):
+        return child.input_quantizer.is_enable and _is_known(child.input_quantizer)
+    return isinstance(child, BiasRounding) and child.is_enable
+
+
+def _is_own_weight(parent: nn.Module, quantizer: Quantizer) -> bool:
+    return isinstance(parent, WeightedQuantOpr) and quantizer is parent.weight_quantizer
+
+
+def _is_known(quantizer: Quantizer) -> bool:
+    """Whether its `fake_quantize` is one of ours, the operator behind `transform`; any other is exported as it runs."""
+    return type(quantizer).fake_quantize.__module__.startswith("sparsebit.")
+
+
+@torch.no_grad()
+def _frozen_site(parent: nn.Module, child: nn.Module) -> FrozenSite:
+    if isinstance(child, BiasRounding):
         scale = child.scale()
         axis = None if scale.numel() == 1 else 0
         return FrozenSite(child.name, scale, torch.zeros_like(scale), axis, 0, *INT32)
-    return None
+    if isinstance(child, QShared):
+        return _site(child.name, child.input_quantizer)
+    assert isinstance(child, Quantizer)
+    if _is_own_weight(parent, child):
+        weight = parent.get_submodule("op").weight
+        assert isinstance(weight, Tensor)
+        return _frozen_weight(child, weight)
+    return _site(child.name, child, transform=child.transform)
+
+
+def _frozen_weight(quantizer: Quantizer, weight: Tensor) -> FrozenSite:
+    """Rounds to what the quantizer gives, by its own rule for rounding too (AdaRound)."""
+    simulated = quantizer.fake_quantize(weight).detach()
+    for value in (quantizer.transform(weight).detach(), simulated):
+        site = _site(quantizer.name, quantizer, value=value)
+        if torch.allclose(site(weight), simulated, rtol=4 * torch.finfo(weight.dtype).eps, atol=0):
+            return site
+    raise DeploymentError(
+        f"{quantizer.name}: the quantizer {quantizer.TYPE!r} gives weights off the grid of its qparams(), and a file "
+        "stores weights as integers on that grid"
+    )
+
+
+def _site(name: str, quantizer: Quantizer, **more: Any) -> FrozenSite:
+    spec = quantizer.spec
+    return FrozenSite(
+        *(name, *quantizer.qparams(), spec.granularity.axis, spec.granularity.size, spec.qmin, spec.qmax), **more
+    )

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsebit.deploy.divergence import first_divergence, kernel_fault, site_differences
+from sparsebit.deploy.divergence import SiteDifference, first_divergence, kernel_fault, site_differences
 from sparsebit.deploy.parity import Comparison, Parity, Tolerance
 from sparsebit.deploy.runtimes import PROFILES
-from sparsebit.deploy.sessions import Session, open_session
+from sparsebit.deploy.sessions import EXACT, Session, open_session
 from sparsebit.deploy.tensorrt_rules import violations
-from sparsebit.deploy.to_onnx import flat_inputs, flat_outputs
+from sparsebit.deploy.to_onnx import flat_inputs, flat_outputs, in_order
 from sparsebit.errors import DeploymentError
 from sparsebit.execution.batches import Call, calls
 from sparsebit.graph.nested import map_nested
+from sparsebit.quantization.frozen import evaluating
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.simulation import SimulatedModel
 
@@ -43,9 +45,14 @@ def check_parity(
         _check_rules(file, name or str(file))
     runtime = profile.executes or "onnxruntime"
     optimize = profile.executes is not None
-    session = open_session(file, runtime, optimize=optimize)
     tolerance, name = tolerance or Tolerance(), name or str(file)
+    try:
+        session = open_session(file, runtime, optimize=optimize, options=EXACT[runtime])
+    except DeploymentError as error:  # in the user's words, not with the place where it is staged
+        raise DeploymentError(str(error).replace(str(file), name)) from error
     shown = runtime if optimize else f"{runtime}, node by node"
+    if optimize and not any(q.is_enable for q in qmodel.quantizers() if q.target == "feature"):
+        shown += f" ({', '.join(f'{key}={value}' for key, value in EXACT[runtime].items())})"
     comparison = Comparison(session.outputs)
     first: Call | None = None
     for call in _calls(qmodel, session, data, num_samples):
@@ -62,9 +69,15 @@ def check_parity(
         where = bad or first_divergence(differences)
         raise DeploymentError(
             f"{name} does not compute what was simulated ({shown}): {fault or 'one of its kernels is wrong'}"
-            + (f"; the first site that differs is {where}" if where else "; no quantized site differs: a float op does")
+            + (f"; the first site that differs is {where}" if where else _behind(differences))
         )
     return parity
+
+
+def _behind(differences: Sequence[SiteDifference]) -> str:
+    if not differences:
+        return "; it has no quantized activation to compare"
+    return f"; all quantized activations agree up to the last one, {differences[-1].site}: the fault lies behind it"
 
 
 def _check_rules(file: Path, name: str) -> None:
@@ -78,11 +91,15 @@ def _calls(qmodel: SimulatedModel, session: Session, data: Any, num_samples: int
     """Batches in the size that the file takes."""
     size = session.batch_size
     left = num_samples
-    for args, kwargs in calls(data, qmodel._original[0], qmodel.config.DEVICE):
+    model = qmodel._original[0]
+    for args, keywords in calls(data, model, qmodel.config.DEVICE):
+        kwargs = in_order(keywords, inspect.signature(model.forward))
         tensors = flat_inputs(args, kwargs)
         given = tensors[0].shape[0] if tensors and tensors[0].ndim else 1
         step = min(size or given, given) if size else min(given, left)
         if size and given < size:
+            if left < num_samples:  # the rest of a loader
+                return
             raise DeploymentError(f"the file takes batches of {size}, the data has {given}; export with dynamic_axes")
         for start in range(0, given - step + 1, max(step, 1)):
             if left <= 0:
@@ -100,17 +117,15 @@ def _cut(value: Any, given: int, start: int, size: int) -> Any:
 @torch.no_grad()
 def _run(qmodel: SimulatedModel, call: Call, *, quantized: bool = True) -> list[Any]:
     """The outputs as numpy arrays, of the simulation or of the float model in it."""
-    was_training = qmodel.training
     switched = [] if quantized else [quantizer for quantizer in qmodel.quantizers() if quantizer.use_quant]
     try:
-        qmodel.eval()
         for quantizer in switched:
             quantizer.use_quant = False
-        return [tensor.cpu().numpy() for tensor in flat_outputs(qmodel(*call[0], **call[1]))]
+        with evaluating(qmodel):
+            return [_array(tensor) for tensor in flat_outputs(qmodel(*call[0], **call[1]))]
     finally:
         for quantizer in switched:
             quantizer.use_quant = True
-        qmodel.train(was_training)
 
 
 def _feeds(session: Session, call: Call) -> dict[str, Any]:
@@ -119,7 +134,13 @@ def _feeds(session: Session, call: Call) -> dict[str, Any]:
         raise DeploymentError(
             f"the file has {len(session.inputs)} inputs ({', '.join(session.inputs)}), the data {len(tensors)} tensors"
         )
-    return {name: tensor.detach().cpu().numpy() for name, tensor in zip(session.inputs, tensors, strict=True)}
+    return {name: _array(tensor) for name, tensor in zip(session.inputs, tensors, strict=True)}
+
+
+def _array(tensor: Tensor) -> Any:
+    """The same numbers in numpy, which has no bfloat16."""
+    tensor = tensor.detach().cpu()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from typing_extensions import Self
 
 from sparsebit.deploy.model_file import checked_path, staged, write
 from sparsebit.deploy.parity import Parity, Tolerance
-from sparsebit.deploy.to_onnx import DynamicAxes
+from sparsebit.deploy.ports import DynamicAxes
 from sparsebit.errors import CalibrationError, CaptureError, CheckpointError
 from sparsebit.execution.batches import Call, as_call, calls
 from sparsebit.execution.value_store import MIB
@@ -198,6 +198,7 @@ class QuantModel(SimulatedModel):
         """
         check_ready(self)
         target = checked_path(name)
+        extra = checked_path(target.with_name(f"{target.stem}_extra.onnx")) if extra_info else None
         model, sites = build_onnx(
             self,
             dummy_data,
@@ -212,9 +213,9 @@ class QuantModel(SimulatedModel):
             write(model, path)
             if check is not None:
                 parity = check_parity(self, path, check, tolerance=tolerance, name=str(target))
-        if extra_info:
+        if extra is not None:
             describe(model, self, sites)
-            with staged(target.with_name(f"{target.stem}_extra.onnx")) as path:
+            with staged(extra) as path:
                 write(model, path)
         return parity
 

@@ -1,0 +1,48 @@
+"""Values that an ONNX graph computes from constants alone become constants: standardized weights, learned scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+def fold_constants(model: ir.Model, values: Iterable[ir.Value | None], *, stop: Callable[[ir.Node], bool]) -> None:
+    """Fold those of `values` that hang on no input of the model and on no node that `stop` holds back, of any size."""
+    wanted: set[ir.Node] = set()
+    for value in values:
+        producer = value.producer() if value is not None and value.const_value is None else None
+        wanted |= _constant_ancestors(producer, stop) if producer is not None else set()
+    if wanted:
+        import onnxscript.optimizer
+
+        onnxscript.optimizer.fold_constants(
+            model,
+            onnx_shape_inference=False,
+            input_size_limit=1 << 40,
+            output_size_limit=1 << 40,
+            should_fold=lambda node: True if node in wanted else False,  # noqa: SIM210 (None would mean: as usual)
+        )
+
+
+def _constant_ancestors(node: ir.Node, stop: Callable[[ir.Node], bool]) -> set[ir.Node]:
+    """All nodes that the node's value is computed from; none where one of them reads an input of the model."""
+    found: set[ir.Node] = set()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if current in found:
+            continue
+        if stop(current):
+            return set()
+        found.add(current)
+        for value in current.inputs:
+            if value is None or value.const_value is not None:
+                continue
+            producer = value.producer()
+            if producer is None:
+                return set()
+            stack.append(producer)
+    return found
