@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from sparsebit.cli import options
-from sparsebit.cli.output import kilobytes, speaking
+from sparsebit.cli.output import facts_table, kilobytes, speaking
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -97,7 +97,7 @@ def audit(
 
 def _tables(found: Audit) -> list[RenderableType]:
     groups = [group for group in found.groups() if any(layer.heavy for layer in group) or _is_between(group)]
-    return [_facts(found), *([_reasons(groups)] if groups else [])]
+    return [facts_table(_facts(found)), *([_reasons(groups)] if groups else [])]
 
 
 def _is_between(group: tuple[LayerRun, ...]) -> bool:
@@ -105,25 +105,16 @@ def _is_between(group: tuple[LayerRun, ...]) -> bool:
     return group[0].cause != "it is not quantized"
 
 
-def _facts(found: Audit) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    facts = {
+def _facts(found: Audit) -> dict[str, str]:
+    return {
         "layers": _by_arithmetic(found.heavy),
         "between": _by_arithmetic(tuple(layer for layer in found.layers if not layer.heavy)),
         "left over": ", ".join(f"{count} {op}" for op, count in found.leftovers.items()) or "no conversion",
-        "size": _size(found),
-        "time": _time(found),
+        "size": size_words(found),
+        "time": time_words(found),
         "inputs": "; ".join(f"{name} {words}" for name, words in found.feeds.items()),
         "runtime": f"{found.runtime} {found.runtime_version}, {found.cpu}",
     }
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold")
-    for name, fact in facts.items():
-        if fact:
-            grid.add_row(name, Text(fact))
-    return grid
 
 
 def _by_arithmetic(layers: tuple[LayerRun, ...]) -> str:
@@ -131,14 +122,16 @@ def _by_arithmetic(layers: tuple[LayerRun, ...]) -> str:
     return ", ".join(f"{count} {word}" for word, count in Counter(layer.arithmetic for layer in layers).most_common())
 
 
-def _size(found: Audit) -> str:
+def size_words(found: Audit) -> str:
+    """`11.8 MB; 46.8 MB in float: 0.25 of it`."""
     own = kilobytes(found.num_bytes)
     if found.float_bytes is None:
         return own
     return f"{own}; {kilobytes(found.float_bytes)} in float: {found.num_bytes / found.float_bytes:.2f} of it"
 
 
-def _time(found: Audit) -> str:
+def time_words(found: Audit) -> str:
+    """`12.4 ms; its float twin 15.3 ms: 0.81 of it (CPU time, 1 thread, 126 rounds)`; empty where nothing was timed."""
     if found.ratio is None:
         return ""
     quantized, plain = found.latency["quantized"], found.latency["float"]

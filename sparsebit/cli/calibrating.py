@@ -13,7 +13,7 @@ import typer
 from torch import nn
 
 import sparsebit
-from sparsebit.cli.data import Data, DataOptions, load_data, num_samples_in
+from sparsebit.cli.data import Data, DataOptions, Inputs, load_data, num_samples_in
 from sparsebit.cli.loading import load_model
 from sparsebit.cli.options import Arguments
 from sparsebit.cli.trial import Trial, run_first
@@ -46,7 +46,7 @@ def load_subject(
 ) -> Subject:
     """The model and the data, and the first batch run through the model."""
     net = load_model(model, arguments, weights)
-    batches = load_data(data, options, net)
+    batches = load_data(data, options, Inputs.of(net))
     return Subject(net, batches, run_first(net, batches))
 
 
@@ -95,6 +95,6 @@ def planned(model: str, arguments: Arguments | None, config: str, data: str | No
         return QuantModel(net, qconfig)
     if Path(data).is_dir():
         raise typer.BadParameter(f"{data} is a folder; name a file or MODULE:FACTORY", param_hint="--data")
-    batches = load_data(data, DataOptions(num_samples=1), net)
+    batches = load_data(data, DataOptions(num_samples=1), Inputs.of(net))
     run_first(net, batches)
     return QuantModel(net, qconfig, example_inputs=next(iter(batches)))

@@ -1,4 +1,4 @@
-"""Calibration data by name: an image folder, a file of arrays, or a factory of batches."""
+"""Data by name: an image folder, a file of arrays, or a factory of batches."""
 
 from __future__ import annotations
 
@@ -53,15 +53,42 @@ class Data:
         return self.walk()
 
 
-def load_data(source: str, options: DataOptions, model: nn.Module) -> Data:
-    """The batches that `source` names, as the model wants them."""
+@dataclass(frozen=True)
+class Inputs:
+    """What the data is for. `owner`: in words (`parameter of Net.forward`); `takes_any`: names beyond `names` too.
+
+    `in_order`: arrays of which none has a name in `names` are taken in their order, if they are as many.
+    `takes_bytes`: uint8 arrays are given as they are, not as normalised images.
+    """
+
+    names: tuple[str, ...]
+    owner: str
+    takes_any: bool = False
+    in_order: bool = False
+    takes_bytes: bool = False
+    dtype: torch.dtype = torch.float32
+
+    @staticmethod
+    def of(model: nn.Module) -> Inputs:
+        """The parameters of the model's forward; float data takes the type of its weights."""
+        parameters = inspect.signature(model.forward).parameters
+        return Inputs(
+            tuple(parameters),
+            f"parameter of {type(model).__name__}.forward",
+            takes_any=any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()),
+            dtype=next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32),
+        )
+
+
+def load_data(source: str, options: DataOptions, inputs: Inputs) -> Data:
+    """The batches that `source` names, as `inputs` wants them."""
     path = Path(source).expanduser()
     if path.is_dir():
         return _image_folder(path, options)
     if path.suffix in (".npz", ".safetensors"):
         if not path.is_file():
             raise LoadingError(f"--data {source}: there is no such file (looked from {os.getcwd()})")
-        return _arrays(path, options, model)
+        return _arrays(path, options, inputs)
     if ":" in source and not path.exists():
         return _factory(source, options)
     if path.exists():
@@ -91,7 +118,7 @@ def _image_folder(folder: Path, options: DataOptions) -> Data:
     return Data(f"{len(files)} of {len(found)} images in {folder}, {size}", walk)
 
 
-def _arrays(file: Path, options: DataOptions, model: nn.Module) -> Data:
+def _arrays(file: Path, options: DataOptions, inputs: Inputs) -> Data:
     options.refuse(("size", "resize", "gray"), f"{file.name}: arrays are taken as they are")
     arrays = _read_npz(file) if file.suffix == ".npz" else _read_safetensors(file)
     lengths = {name: len(array) if array.dim() else 0 for name, array in arrays.items()}
@@ -100,23 +127,23 @@ def _arrays(file: Path, options: DataOptions, model: nn.Module) -> Data:
         raise LoadingError(
             f"--data {file}: arrays must have the same number of samples in their first dimension, but it holds {shown}"
         )
-    positional, names = _as_arguments(list(arrays), model, file)
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    if not any(arrays[name].dtype == torch.uint8 for name in names):
+    arguments = _as_arguments(list(arrays), inputs, file)
+    has_images = not inputs.takes_bytes and any(array.dtype == torch.uint8 for array in arrays.values())
+    if not has_images:
         options.refuse(("mean", "std"), f"{file.name}: only images as bytes (uint8) are normalised")
     (total,) = set(lengths.values())
     chosen = torch.tensor(spread(total, options.num_samples))
 
     def prepared(name: str, part: Tensor) -> Tensor:
         values = arrays[name][part]
-        if values.dtype == torch.uint8 and values.dim() in (3, 4):
+        if has_images and values.dtype == torch.uint8 and values.dim() in (3, 4):
             values = normalized(channels_first(values, f"--data {file}, {name}"), options.mean, options.std)
-        return values.to(dtype) if values.is_floating_point() else values
+        return values.to(inputs.dtype) if values.is_floating_point() else values
 
     def walk() -> Iterator[Tensor | dict[str, Tensor]]:
         for part in chosen.split(options.batch_size or BATCH_SIZE):
-            batch = {name: prepared(name, part) for name in names}
-            yield batch[names[0]] if positional else batch
+            batch = {argument: prepared(name, part) for name, argument in arguments.items()}
+            yield batch.get("", batch)
 
     return Data(f"{len(chosen)} of {total} samples in {file}", walk)
 
@@ -155,21 +182,21 @@ def spread(total: int, wanted: int) -> list[int]:
     return [index * total // count for index in range(count)]
 
 
-def _as_arguments(names: list[str], model: nn.Module, file: Path) -> tuple[bool, list[str]]:
-    """(is it one positional argument?, the arrays to give): those named like forward's parameters, or the only one."""
-    parameters = inspect.signature(model.forward).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()) and len(names) > 1:
-        return False, names
-    known = [name for name in names if name in parameters]
-    if not known and len(names) == 1:
-        return True, names
-    if not known or len(known) < len(names):
-        others = [name for name in names if name not in known]
+def _as_arguments(names: list[str], inputs: Inputs, file: Path) -> dict[str, str]:
+    """Array -> the input that it is for: the one of the same name, or "" for the only array, which needs no name."""
+    if inputs.takes_any and len(names) > 1:
+        return {name: name for name in names}
+    others = [name for name in names if name not in inputs.names]
+    if others == names and len(names) == 1:
+        return {names[0]: ""}
+    if others == names and inputs.in_order and len(names) == len(inputs.names):
+        return dict(zip(names, inputs.names, strict=True))
+    if others:
         raise LoadingError(
-            f"--data {file}: {', '.join(others)} is no parameter of {type(model).__name__}.forward "
-            f"({', '.join(parameters)}); rename such arrays or leave them out"
+            f"--data {file}: {', '.join(others)} is no {inputs.owner} ({', '.join(inputs.names)}); "
+            "rename such arrays or leave them out"
         )
-    return False, known
+    return {name: name for name in names}
 
 
 def _read_npz(file: Path) -> Mapping[str, Tensor]:

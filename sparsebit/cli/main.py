@@ -1,20 +1,30 @@
 """`app`: the command `sparsebit` with its verbs, and what becomes of a fault.
 
-Exit codes: 0 done; 1 a fault that the user can mend, told in one message; 2 a command line without sense; 130 Ctrl-C.
+Exit codes: 0 done; 1 a fault that the user can mend, told in one message; 2 a command line without sense; 130 Ctrl-C,
+143 SIGTERM.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
 import sparsebit
-from sparsebit.cli import audit, config_check, demo, graph, profile, quantize
+from sparsebit.cli import audit, check, config_check, demo, graph, profile, quantize
 from sparsebit.errors import SparsebitError
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells count
+INTERRUPTED = 128 + signal.SIGINT  # as shells count
+TERMINATED = 128 + signal.SIGTERM
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, of a scheduler or of `docker stop`: cleans up as Ctrl-C does."""
 
 
 class Verbs(TyperGroup):
@@ -22,10 +32,11 @@ class Verbs(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
+            with _ending_cleanly():
+                return super().invoke(ctx)
+        except KeyboardInterrupt as stop:
             _tell("interrupted", "nothing was left half-written")
-            raise typer.Exit(INTERRUPTED) from None
+            raise typer.Exit(TERMINATED if isinstance(stop, Terminated) else INTERRUPTED) from None
         except (SparsebitError, OSError) as fault:
             # A closed pipe (`| head`) is no fault of anybody's; typer ends quietly on it.
             if ctx.params.get("traceback") or isinstance(fault, BrokenPipeError):
@@ -44,6 +55,7 @@ app = typer.Typer(
 app.command("quantize")(quantize.quantize)
 app.command("profile")(profile.profile)
 app.command("graph")(graph.graph)
+app.command("check")(check.check)
 app.command("audit")(audit.audit)
 app.add_typer(config_check.app, name="config")
 app.command("demo")(demo.demo)
@@ -66,6 +78,23 @@ def _options(
 ) -> None:
     # What the flags do is done by `_version` and by `Verbs.invoke`.
     del version, traceback
+
+
+@contextlib.contextmanager
+def _ending_cleanly() -> Iterator[None]:
+    """Inside, SIGTERM is an exception, so that what is half-written is taken away."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminate(*_: object) -> NoReturn:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _tell(kind: str, message: str) -> None:

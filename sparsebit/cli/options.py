@@ -34,6 +34,10 @@ class Numbers(tuple[float, ...]):
     """One number for all channels, or one for each."""
 
 
+class Names(tuple[str, ...]):
+    """Names of inputs or outputs, in order."""
+
+
 def read_arguments(text: str) -> Arguments:
     """`["resnet18"]` or `{"num_classes": 10}`."""
     try:
@@ -83,6 +87,14 @@ def read_bits(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(map(int, parts)))
 
 
+def read_names(text: str) -> Names:
+    """`ids,mask`."""
+    names = Names(part.strip() for part in text.split(","))
+    if not all(names) or len(set(names)) < len(names):
+        raise typer.BadParameter(f"{text!r}: write names that differ, with commas: ids,mask")
+    return names
+
+
 def _read_numbers(text: str) -> Numbers:
     try:
         numbers = Numbers(float(part) for part in text.split(","))
@@ -97,7 +109,8 @@ def _shrunk(numbers: Numbers) -> str:
     return ",".join(f"{number / 255:.4g}" for number in numbers)
 
 
-_DATA = "Calibration data"
+_DATA = "Data"
+_FILE = "ONNX file"
 _SAY = "Output"
 
 Model = Annotated[
@@ -196,6 +209,45 @@ NumSamples = Annotated[
     int,
     typer.Option(
         "--num-samples", "-n", min=1, help="Samples used, evenly spread over the data.", rich_help_panel=_DATA
+    ),
+]
+NoCheck = Annotated[
+    bool,
+    typer.Option(
+        "--no-check", help="Do not run the file beside the simulation before it is kept.", rich_help_panel=_FILE
+    ),
+]
+DynamicBatch = Annotated[
+    bool,
+    typer.Option(
+        "--dynamic-batch",
+        help="It takes any number of samples (axis 0, named batch), not one at a time.",
+        rich_help_panel=_FILE,
+    ),
+]
+Opset = Annotated[
+    int | None, typer.Option("--opset", metavar="N", min=1, help="Its ONNX opset.", rich_help_panel=_FILE)
+]
+InputNames = Annotated[
+    Names | None,
+    typer.Option(
+        "--input-names",
+        metavar="NAME,...",
+        parser=read_names,
+        help="Its inputs, in place of forward's parameters.",
+        rich_help_panel=_FILE,
+    ),
+]
+OutputNames = Annotated[
+    Names | None,
+    typer.Option("--output-names", metavar="NAME,...", parser=read_names, help="Its outputs.", rich_help_panel=_FILE),
+]
+ExtraInfo = Annotated[
+    bool,
+    typer.Option(
+        "--extra-info",
+        help="Also write MODEL_extra.onnx, with bits and format of every site in it.",
+        rich_help_panel=_FILE,
     ),
 ]
 Json = Annotated[

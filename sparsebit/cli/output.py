@@ -14,6 +14,7 @@ import typer
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table
 
 # A table in a file or a pipe: wide enough for the names of layers.
 _WIDTH_OF_FILES = 120
@@ -82,6 +83,19 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+def facts_table(facts: Mapping[str, str]) -> Table:
+    """A line for each, its name in front; facts without words are left out."""
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold")
+    for name, fact in facts.items():
+        if fact:
+            grid.add_row(name, Text(fact))
+    return grid
 
 
 def decibel(value: float) -> str:

@@ -1,19 +1,17 @@
-"""`sparsebit quantize`: calibrate a model on data and keep the quantized one as a folder."""
+"""`sparsebit quantize`: calibrate a model on data and keep the quantized one as a folder, an ONNX file, or both."""
 
 from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from sparsebit.cli import options
-from sparsebit.cli.output import decibel, kilobytes, speaking
+from sparsebit.cli.output import decibel, facts_table, kilobytes, speaking
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from sparsebit.records import Coverage
 
 
@@ -21,9 +19,12 @@ def quantize(
     model: options.Model,
     data: options.Data,
     output: Annotated[
-        Path,
+        list[Path],
         typer.Option(
-            "--output", "-o", metavar="DIR", help="The folder for the result; an older result there is replaced."
+            "--output",
+            "-o",
+            metavar="DIR|FILE.onnx",
+            help="A folder to load again, or an ONNX file for the runtime (twice: both); an older result is replaced.",
         ),
     ],
     config: options.Config = "onnxruntime",
@@ -38,38 +39,59 @@ def quantize(
     gray: options.Gray = False,
     batch_size: options.BatchSize = None,
     num_samples: options.NumSamples = 256,
+    no_check: options.NoCheck = False,
+    dynamic_batch: options.DynamicBatch = False,
+    opset: options.Opset = None,
+    input_names: options.InputNames = None,
+    output_names: options.OutputNames = None,
+    extra_info: options.ExtraInfo = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Quantize a model on calibration data and save it.
 
-    The folder holds safetensors and the config; QuantModel.load(DIR, model) reads it. It appears whole or not at all.
+    The folder holds safetensors and the config; QuantModel.load(DIR, model) reads it. An output that ends in .onnx is
+    a file for the runtime; before it is kept it runs there beside the simulation, and one that computes something else
+    is an error. Either appears whole or not at all.
 
-    sparsebit quantize -m torchvision.models:resnet18 -w resnet18.pt -c tensorrt -d photos/ --size 224 --resize 256
-    --mean 0.485,0.456,0.406 --std 0.229,0.224,0.225 -o resnet18-int8
+    sparsebit quantize -m torchvision.models:resnet18 -w resnet18.pt -d photos/ --size 224 --resize 256
+    --mean 0.485,0.456,0.406 --std 0.229,0.224,0.225 -o resnet18-int8.onnx
     """
+    where = read_outputs(output)
     with speaking(as_json=json, quiet=quiet) as out:
         from sparsebit.cli.calibrating import calibrated, formats, load_subject, read_config
         from sparsebit.cli.data import DataOptions
+        from sparsebit.cli.exporting import FileOptions, checked_file, export
         from sparsebit.cli.size import weight_size
         from sparsebit.cli.writing import checked_target, replacing_folder
 
-        target = checked_target(output)
+        written = FileOptions(opset, dynamic_batch, input_names, output_names, extra_info, no_check)
+        if where.file is None and written.given():
+            raise typer.BadParameter(f"{', '.join(written.given())} need an --output that ends in .onnx")
         qconfig = read_config(config, device)
+        folder = None if where.folder is None else checked_target(where.folder)
+        file = None if where.file is None else checked_file(where.file, qconfig.BACKEND, written)
         how = DataOptions(size, resize, mean, std, gray, batch_size, num_samples)
         subject = load_subject(model, model_args, weights, data, how)
         out.remark(f"calibrating {model} ({formats(qconfig)}) on {subject.data.description}")
         done = calibrated(subject, qconfig, asym=asym)
         sqnr = subject.trial.sqnr_db(done.qmodel, qconfig.DEVICE)
-        with replacing_folder(target) as folder:
-            done.qmodel.save(folder)
-
         coverage, weight = done.qmodel.coverage, weight_size(done.qmodel)
+        if folder is not None:  # first: it is of use even if the file then fails
+            with replacing_folder(folder) as beside:
+                done.qmodel.save(beside)
+        exported = None
+        if file is not None:
+            out.remark(f"writing {where.file}" + ("" if no_check else " and running it beside the simulation"))
+            exported = export(subject, done.qmodel, file, written, weight.float_bytes)
+            for warning in () if exported.audit is None else exported.audit.warnings:
+                out.warn(warning)
         before, after = kilobytes(weight.float_bytes), kilobytes(weight.quantized_bytes)
         quantized = f"{coverage.num_weighted_quantized} of {coverage.num_weighted} weighted layers"
         record = {
             "model": model,
-            "output": str(output),
+            "output": None if where.folder is None else str(where.folder),
+            "onnx": None if exported is None else exported.to_dict(),
             "backend": qconfig.BACKEND,
             "num_samples": done.num_samples,
             "seconds": done.seconds,
@@ -83,9 +105,29 @@ def quantize(
             "output": f"SQNR {decibel(sqnr)} against float, on the first {subject.trial.num_samples} samples",
             "weights": f"{before} -> {after} packed, {weight.ratio:.1f}x smaller",
             **_left_out(coverage),
-            "saved": str(output),
+            **({} if where.folder is None else {"saved": str(where.folder)}),
+            **({} if exported is None else exported.facts()),
         }
-        out.result(record, *([] if quiet else [_facts(facts)]))
+        out.result(record, *([] if quiet else [facts_table(facts)]))
+
+
+class Outputs(NamedTuple):
+    """Where the result goes."""
+
+    folder: Path | None
+    file: Path | None
+
+
+def read_outputs(paths: list[Path]) -> Outputs:
+    """At most one folder and one file, told apart by the ending."""
+    files = [path for path in paths if path.suffix.lower() == ".onnx"]
+    folders = [path for path in paths if path not in files]
+    if len(files) > 1 or len(folders) > 1:
+        given = ", ".join(map(str, paths))
+        raise typer.BadParameter(
+            f"{given}: give one folder, one file that ends in .onnx, or both", param_hint="--output"
+        )
+    return Outputs(next(iter(folders), None), next(iter(files), None))
 
 
 def _left_out(coverage: Coverage) -> dict[str, str]:
@@ -94,14 +136,3 @@ def _left_out(coverage: Coverage) -> dict[str, str]:
     told = [f"{count} x {reason}" if count > 1 else reason for reason, count in reasons.most_common()]
     untraced = [f"{module.path or '(model)'} [{module.module_type}]: {module.reason}" for module in coverage.opaque]
     return {key: "\n".join(lines) for key, lines in (("float", told), ("untraced", untraced)) if lines}
-
-
-def _facts(facts: dict[str, str]) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold")
-    for name, fact in facts.items():
-        grid.add_row(name, Text(fact))
-    return grid

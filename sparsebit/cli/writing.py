@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
-import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from sparsebit.deploy.model_file import deaf_to_interrupts
 from sparsebit.errors import CheckpointError
 
 # What QuantModel.save() writes: a folder that holds anything else is not ours to replace.
@@ -40,10 +39,10 @@ def replacing_folder(target: Path) -> Iterator[Path]:
     beside.mkdir()
     try:
         yield beside
-        with _deaf_to_interrupts():
+        with deaf_to_interrupts():
             _swap(beside, target)
     finally:
-        with _deaf_to_interrupts():
+        with deaf_to_interrupts():
             shutil.rmtree(beside, ignore_errors=True)
 
 
@@ -75,16 +74,3 @@ def _swap(new: Path, target: Path) -> None:
 def _beside(target: Path) -> Path:
     # The same folder, hence the same file system: only there a rename is one step.
     return target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}"
-
-
-@contextlib.contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
-    """For the milliseconds in which an impatient second Ctrl-C would do harm."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -30,7 +30,8 @@ class Tolerance:
 class OutputParity:
     """One output over all samples. Differences are shares of the expected output's range. `top1`: None without classes.
 
-    `noise_db`: SQNR of the expected values against the float model; None where that is not known.
+    `noise_db`: SQNR of the expected values against the float model; None where that is not known. Of whole numbers and
+    masks, `top1` is the share that is equal.
     """
 
     name: str
@@ -141,6 +142,9 @@ class _Output:
             )
         if expected.size == 0:
             return
+        if expected.dtype.kind in "iub":
+            self._add_discrete(expected, found)
+            return
         is_class_scores = expected.ndim == 2 and expected.shape[1] > 1 and expected.dtype.kind == "f"
         expected, found = (numpy.asarray(values).astype(numpy.float64) for values in (expected, found))
         finite = numpy.isfinite(expected)
@@ -165,6 +169,16 @@ class _Output:
         self.has_classes = self.has_classes and is_class_scores
         if self.has_classes:
             self._judge(expected, found, difference)
+
+    def _add_discrete(self, expected: Any, found: Any) -> None:
+        """Indices and masks are right or wrong; how far 3 is from 900 says nothing."""
+        is_same = expected == found
+        self.count += expected.size
+        self.num_samples += expected.shape[0] if expected.ndim else 1
+        self.num_judged += expected.size
+        self.num_same += int(is_same.sum())
+        self.total += float(expected.size - is_same.sum())
+        self.largest = max(self.largest, float(not is_same.all()))
 
     def _judge(self, expected: Any, found: Any, difference: Any) -> None:
         """Top-1, where the two best scores are further apart than what the drift moves them."""
@@ -195,4 +209,6 @@ def decibels(signal: float, noise: float) -> float:
     """10 log10(signal / noise); no noise is infinity."""
     if noise == 0:
         return math.inf
+    if math.isinf(noise):
+        return -math.inf
     return 10 * math.log10(signal / noise) if signal > 0 else -math.inf

@@ -89,6 +89,8 @@ class _OnnxRuntime(Session):
         settings.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
         if optimized_file is not None:
             settings.optimized_model_filepath = str(optimized_file)
+        # Threads of a session that waits would go on spinning, and slow down the one that is timed beside it.
+        settings.add_session_config_entry("session.force_spinning_stop", "1")
         for key, value in options.items():
             settings.add_session_config_entry(key, value)
         source = file if isinstance(file, bytes) else str(file)

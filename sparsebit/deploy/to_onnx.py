@@ -103,7 +103,10 @@ class _Call(nn.Module):
         self.module = module
         self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
         self.places = [index for index, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
-        self.tensors = [self.leaves[index] for index in self.places]
+        given: list[Tensor] = [self.leaves[index] for index in self.places]
+        # torch.export takes one tensor object that is given twice for one input.
+        is_first = [all(tensor is not other for other in given[:index]) for index, tensor in enumerate(given)]
+        self.tensors = [t if first else t.clone() for t, first in zip(given, is_first, strict=True)]
         self.paths = [path for path, _ in pytree.tree_flatten_with_path((args, kwargs))[0]]
         for leaf in self.leaves:
             if not isinstance(leaf, Tensor) and any(isinstance(part, Tensor) for _, part in _leaves(leaf, "")):

@@ -39,6 +39,7 @@ class FrozenSite(nn.Module):
         transform: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__()
+        self.training = False
         self.transform = transform
         self.name, self.axis, self.group_size, self.qmin, self.qmax = name, axis, group_size, qmin, qmax
         self.register_buffer("scale", scale.detach().float())

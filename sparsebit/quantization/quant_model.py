@@ -27,7 +27,7 @@ from sparsebit.quantization.algorithms.batchnorm_tuning import fold_quantized_ba
 from sparsebit.quantization.calibration import CalibrationRunner
 from sparsebit.quantization.error_profiler import profile_errors
 from sparsebit.quantization.export import build_onnx, check_ready, describe
-from sparsebit.quantization.gate import check_parity
+from sparsebit.quantization.gate import check_parity, check_rules
 from sparsebit.quantization.mermaid import draw
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 from sparsebit.quantization.quant_config import parse_qconfig
@@ -211,6 +211,8 @@ class QuantModel(SimulatedModel):
         parity = None
         with staged(target) as path:
             write(model, path)
+            if self.config.BACKEND == "tensorrt":
+                check_rules(path, str(target))
             if check is not None:
                 parity = check_parity(self, path, check, tolerance=tolerance, name=str(target))
         if extra is not None:

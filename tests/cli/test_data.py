@@ -13,7 +13,7 @@ import typer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from sparsebit.cli.data import DataOptions, load_data, num_samples_in, spread
+from sparsebit.cli.data import DataOptions, Inputs, load_data, num_samples_in, spread
 from sparsebit.cli.loading import LoadingError
 from sparsebit.cli.options import Numbers, Size
 from sparsebit.errors import MissingExtraError
@@ -39,7 +39,7 @@ class Anything(nn.Module):
 
 
 def batches(source: str | Path, model: nn.Module | None = None, **options: Any) -> list[Any]:
-    return list(load_data(str(source), DataOptions(**options), model or nn.ReLU()))
+    return list(load_data(str(source), DataOptions(**options), Inputs.of(model or nn.ReLU())))
 
 
 def save_npz(file: Path, **arrays: Any) -> Path:
@@ -165,7 +165,7 @@ class TestFactory:
         assert len(batches("own_project:batches", num_samples=10)) == 3
 
     def test_can_be_walked_again(self) -> None:
-        data = load_data("own_project:batches", DataOptions(), nn.ReLU())
+        data = load_data("own_project:batches", DataOptions(), Inputs.of(nn.ReLU()))
         assert len(list(data)) == len(list(data)) == 6
 
     def test_options_are_refused(self) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from sparsebit.cli import digits
+from sparsebit.cli import demo_file, digits
 from sparsebit.cli.demo import recommended
+from sparsebit.deploy.sessions import open_session
 from sparsebit.quantization import parse_qconfig
 
 if TYPE_CHECKING:
@@ -20,7 +22,8 @@ SHORT = ("demo", "--epochs", 1, "--bits", "8,3")
 
 @pytest.fixture(autouse=True)
 def _sklearn() -> None:
-    pytest.importorskip("sklearn")
+    for package in ("sklearn", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
 
 
 def test_json(sparsebit: Sparsebit) -> None:
@@ -37,21 +40,42 @@ def test_json(sparsebit: Sparsebit) -> None:
     assert mixed["raised"] == [layer["layer"] for layer in worst[:3]]
     assert worst[0]["sqnr_db"] == min(layer["sqnr_db"] for layer in worst)
     assert torch.get_num_threads() == threads
+    file = record["onnx"]
+    assert file["file"] is None and file["parity"]["outputs"][0]["num_samples"] == 64
+    assert file["agreement"] > 0.97 and abs(file["accuracy"] - eight["accuracy"]) < 0.02
+    assert file["bytes"] < file["float_bytes"] / 2
+    assert file["ratio"] > 0 and file["latency"]["quantized"]["num_rounds"] > 0 and "integers" in file["verdict"]
 
 
-def test_table(sparsebit: Sparsebit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table(sparsebit: Sparsebit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digits, "train", lambda *_, **__: digits.DigitNet().eval())
-    answer = sparsebit(*SHORT, "--quiet")
+    monkeypatch.setattr(demo_file, "_TIMED_S", 0.1)
+    answer = sparsebit(*SHORT, "--quiet", "--output", tmp_path / "demo.onnx")
+    assert open_session(tmp_path / "demo.onnx").inputs == ("images",)
     assert answer.code == 0 and "training" not in answer.err
     text = " ".join(answer.out.split())
     assert "judged on 597 images that it never saw" in text and "simulated in float" in text
     assert "3 + 8 *" in text and "lose most at 4 bits" in text and "[" not in text.replace("[0]", "")
+    assert f"file {tmp_path / 'demo.onnx'}" in text and "against the simulation, on 64 samples" in text
+    assert "in float: 0." in text and "speed one image: " in text and "7 convolutions and 1 linear layer run in" in text
 
 
 def test_without_scikit_learn(sparsebit: Sparsebit, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)
     answer = sparsebit("demo")
     assert answer.code == 1 and "pip install 'sparsebit[demo]'" in answer.err
+
+
+@pytest.mark.parametrize("package", ["onnx_ir", "onnxruntime"])
+def test_without_what_the_file_needs(sparsebit: Sparsebit, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    answer = sparsebit("demo")
+    assert answer.code == 1 and "pip install 'sparsebit[demo]'" in answer.err and "training" not in answer.err
+
+
+def test_place_is_checked_before_the_training(sparsebit: Sparsebit, tmp_path: Path) -> None:
+    answer = sparsebit("demo", "--output", tmp_path / "no" / "demo.onnx")
+    assert answer.code == 1 and "does not exist" in answer.err and "training" not in answer.err
 
 
 def test_config_is_right() -> None:

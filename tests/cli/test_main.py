@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -42,10 +43,14 @@ def test_runs_as_a_module(project_root: Path) -> None:
 def test_help_lists_every_verb(sparsebit: Sparsebit) -> None:
     answer = sparsebit("--help")
     assert answer.code == 0
-    assert all(verb in answer.out for verb in ("quantize", "profile", "graph", "config", "demo"))
+    assert all(verb in answer.out for verb in ("quantize", "profile", "graph", "check", "audit", "config", "demo"))
 
 
-@pytest.mark.parametrize("verb", [["quantize"], ["profile"], ["graph"], ["config", "check"], ["demo"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "verb",
+    [["quantize"], ["profile"], ["graph"], ["check"], ["audit"], ["config", "check"], ["demo"]],
+    ids=" ".join,
+)
 def test_every_verb_has_help(sparsebit: Sparsebit, verb: list[str]) -> None:
     answer = sparsebit(*verb, "-h")
     assert answer.code == 0 and "--json" in answer.out and "--quiet" in answer.out
@@ -65,7 +70,7 @@ def options_of(command: Any) -> set[str]:
 def test_page_names_every_option_and_no_other(project_root: Path) -> None:
     page = (project_root / "docs" / "reference" / "command-line.md").read_text(encoding="utf-8")
     known = options_of(typer.main.get_command(app)) | {"--help", "-h"}
-    named = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", re.sub(r"`pip .*?`|\| jq -r|python -m", "", page)))
+    named = set(re.findall(r"(?<![\w-])--?[a-z][a-z0-9-]*", re.sub(r"`pip .*?`|\| jq -r|python -m", "", page)))
     assert named - known == set() and known - named == {"-h"}
 
 
@@ -92,6 +97,19 @@ def test_interrupt_is_130(sparsebit: Sparsebit, project: Path, monkeypatch: pyte
     monkeypatch.setattr(graph, "speaking", interrupted)
     answer = sparsebit(*GRAPH)
     assert answer.code == 130 and answer.err == "interrupted: nothing was left half-written\n"
+
+
+def test_sigterm_is_143_and_its_handler_is_put_back(
+    sparsebit: Sparsebit, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(**_: object) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(graph, "speaking", killed)
+    answer = sparsebit(*GRAPH)
+    assert answer.code == 143 and answer.err == "interrupted: nothing was left half-written\n"
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_fault_of_our_own_is_not_hidden(sparsebit: Sparsebit, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

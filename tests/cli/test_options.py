@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 import typer
 
-from sparsebit.cli.options import Arguments, Numbers, Size, read_arguments, read_bits, read_mean, read_size, read_std
+from sparsebit.cli.options import (
+    Arguments,
+    Numbers,
+    Size,
+    read_arguments,
+    read_bits,
+    read_mean,
+    read_names,
+    read_size,
+    read_std,
+)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +41,10 @@ def test_numbers() -> None:
     assert read_std("0.229, 0.224,0.225") == Numbers([0.229, 0.224, 0.225])
 
 
+def test_names() -> None:
+    assert read_names("ids, mask") == ("ids", "mask")
+
+
 def test_bits_once_each() -> None:
     assert read_bits("8, 4,8") == (8, 4)
 
@@ -49,6 +63,8 @@ def test_bits_once_each() -> None:
         (read_std, "0", "above 0"),
         (read_bits, "0", "1 to 16"),
         (read_bits, "8;4", "with commas"),
+        (read_names, "ids,,mask", "names that differ"),
+        (read_names, "ids,ids", "names that differ"),
     ],
 )
 def test_nonsense_is_a_usage_error(read: object, text: str, advice: str) -> None:

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 
-from sparsebit.cli.output import decibel, kilobytes, plain, speaking
+from sparsebit.cli.output import decibel, facts_table, kilobytes, plain, speaking
 from sparsebit.quantization import progress
 
 
@@ -48,6 +48,15 @@ def test_quiet_ends_with_the_verb(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_plain() -> None:
     assert plain({1: (math.nan, [-math.inf, 2.5, "x", None, True])}) == {"1": [None, [None, 2.5, "x", None, True]]}
+
+
+def test_facts_without_words_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    with speaking(as_json=False, quiet=True) as out:
+        out.result({}, facts_table({"file": "[x].onnx", "time": "", "size": "1 KB"}))
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["file", "[x].onnx"],
+        ["size", "1", "KB"],
+    ]
 
 
 def test_figures() -> None:

@@ -125,17 +125,23 @@ def test_glob_without_a_layer_is_a_warning(sparsebit: Sparsebit, project: Path) 
         (["-d", "own_project:broken"], 1, "no such checkpoint"),
         (["-w", "nowhere.pt"], 1, "there is no such file"),
         (["-c", "nowhere.yaml"], 1, "no config file"),
-        (["-o", "."], 1, "holds other things than a saved model"),
+        (["-o", "other"], 2, "give one folder, one file that ends in .onnx, or both"),
+        (["--opset", "21", "--no-check"], 2, "--opset, --no-check need an --output that ends in .onnx"),
         (["--size", "8"], 2, "--size cannot be used"),
         (["--model-args", "{"], 2, "not valid JSON"),
         (["--num-samples", "0"], 2, "--num-samples"),
     ],
-    ids=["data", "weights", "config", "output", "misplaced option", "arguments", "samples"],
+    ids=["data", "weights", "config", "two folders", "no file", "misplaced option", "arguments", "samples"],
 )
 def test_faults(sparsebit: Sparsebit, project: Path, arguments: list[str], code: int, message: str) -> None:
     answer = sparsebit(*COMMAND, *arguments)
     assert (answer.code, answer.out) == (code, "") and message in " ".join(answer.err.split())
     assert "Traceback" not in answer.err and not (project / "saved").exists()
+
+
+def test_folder_that_is_not_ours(sparsebit: Sparsebit, project: Path) -> None:
+    answer = sparsebit(*COMMAND[:-1], ".")
+    assert answer.code == 1 and "holds other things than a saved model" in answer.err
 
 
 def test_data_that_does_not_fit(sparsebit: Sparsebit, project: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 
 import sparsebit
 from sparsebit.cli.writing import OWN_FILES, checked_target, replace_text, replacing_folder
+from sparsebit.deploy.model_file import staged
 from sparsebit.errors import CheckpointError
 
 
@@ -63,6 +66,23 @@ class TestReplacingFolder:
         with pytest.raises(OSError), replacing_folder(target):  # noqa: PT011
             pass
         assert set(os.listdir(target)) == OWN_FILES and os.listdir(tmp_path) == ["saved"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_second_interrupt_does_not_stop_the_cleaning(tmp_path: Path, number: int) -> None:
+    """The file that is on its way is cleared away although the user presses Ctrl-C again."""
+    before, remove = signal.getsignal(number), shutil.rmtree
+
+    def impatient(folder: Path, **options: bool) -> None:
+        signal.raise_signal(number)
+        remove(folder, **options)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        patch.setattr(shutil, "rmtree", impatient)
+        with staged(tmp_path / "net.onnx") as path:
+            path.write_text("half")
+            raise KeyboardInterrupt
+    assert os.listdir(tmp_path) == [] and signal.getsignal(number) == before
 
 
 class TestCheckedTarget:

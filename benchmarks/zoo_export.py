@@ -1,0 +1,104 @@
+"""Every architecture of `zoo.py`, quantized for ONNX Runtime: exported, loaded, run, compared with its simulation.
+
+    python benchmarks/zoo_export.py [--only GLOB] [--jobs N] [--json FILE]
+
+Prints one JSON line per architecture: whether torch exports the float model, whether the quantized one exports, loads
+in ONNX Runtime and passes the parity gate, the gate's figures, the time of the export and the sizes of both files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fnmatch
+import io
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import emit
+from zoo import ZOO, _spread, torchvision_shim
+
+BACKEND = "onnxruntime"
+
+
+def examine(name: str, threads: int) -> dict[str, Any]:
+    """One architecture's record; a failure is a result here."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(threads)
+    torchvision_shim.install()
+    record: dict[str, Any] = {"model": name, "backend": BACKEND, "float_exports": True, "ok": False}
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            record |= _export(name, Path(folder), record)
+    except Exception as error:
+        record["error"] = "".join(traceback.format_exception_only(error)).strip()[:600]
+    return record
+
+
+def _export(name: str, folder: Path, record: dict[str, Any]) -> dict[str, Any]:
+    import sparsebit
+    from sparsebit.deploy.runtimes import PROFILES
+
+    torch.manual_seed(0)
+    model, batch = ZOO[name]()
+    model.eval()
+    _spread(model)
+    try:
+        record["float_bytes"] = _export_float(model, batch, folder / "float.onnx")
+    except Exception as error:
+        record |= {"float_exports": False, "float_error": str(error).strip().splitlines()[-1][:300]}
+    config = {**PROFILES[BACKEND].recommended(), "DEVICE": "cpu"}
+    qmodel = sparsebit.quantize(model, [batch], config)
+    start = time.perf_counter()
+    parity = qmodel.export_onnx(batch, folder / "int8.onnx", check=[batch])
+    assert parity is not None
+    worst = parity.worst
+    return {
+        "ok": True,
+        "seconds": round(time.perf_counter() - start, 1),
+        "bytes": (folder / "int8.onnx").stat().st_size,
+        "exact": parity.is_exact,
+        "max_difference": worst.max_difference,
+        "sqnr_db": worst.sqnr_db if worst.max_difference else None,
+        "noise_db": worst.noise_db,
+        "top1": worst.top1,
+    }
+
+
+def _export_float(model: torch.nn.Module, batch: Any, file: Path) -> int:
+    args, kwargs = ((), dict(batch)) if isinstance(batch, dict) else ((batch,), {})
+    with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
+        torch.onnx.export(model, args, str(file), kwargs=kwargs, dynamo=True, external_data=False, verbose=False)
+    return file.stat().st_size
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="*", help="glob on the names")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--json", type=Path, help="append the lines to this file")
+    options = parser.parse_args()
+    names = [name for name in ZOO if fnmatch.fnmatch(name, options.only)]
+    threads = max(1, torch.get_num_threads() // options.jobs)
+    failed = 0
+    # A process each: a model that takes the exporter down takes nobody with it.
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn"), max_tasks_per_child=8) as pool:
+        for future in as_completed([pool.submit(partial(examine, threads=threads), name) for name in names]):
+            record = future.result()
+            failed += not record["ok"]
+            emit({"benchmark": "zoo_export", **record}, options.json)
+    print(f"{failed} of {len(names)} failed", file=sys.stderr)
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

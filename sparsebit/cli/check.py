@@ -1,0 +1,147 @@
+"""`sparsebit check`: does a runtime compute what an ONNX file says, and how far is that from the float file?"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sparsebit.cli import options
+from sparsebit.cli.output import decibel, speaking
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from sparsebit.cli.file_parity import FileParity
+    from sparsebit.deploy.parity import Parity
+
+_LIMITS = "Limits"
+
+
+def check(
+    file: Annotated[Path, typer.Argument(metavar="MODEL.onnx", help="The file, of any tool.")],
+    data: options.Data,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            "--against",
+            metavar="FLOAT.onnx",
+            help="The float file to compare with; without it, the same file node by node as it is written.",
+        ),
+    ] = None,
+    runtime: Annotated[
+        str | None,
+        typer.Option(
+            "--runtime",
+            "-r",
+            metavar="NAME",
+            help="onnxruntime or openvino; by default the one that the file was exported for.",
+        ),
+    ] = None,
+    min_sqnr: Annotated[
+        float | None,
+        typer.Option("--min-sqnr", metavar="DB", help="Less is a fault, at any output.", rich_help_panel=_LIMITS),
+    ] = None,
+    min_top1: Annotated[
+        float | None,
+        typer.Option(
+            "--min-top1",
+            metavar="SHARE",
+            min=0,
+            max=1,
+            help="Samples with the same largest score, 0 to 1; less is a fault.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None,
+    size: options.ImageSize = None,
+    resize: options.Resize = None,
+    mean: options.Mean = None,
+    std: options.Std = None,
+    gray: options.Gray = False,
+    batch_size: options.BatchSize = None,
+    num_samples: options.NumSamples = 64,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Run an ONNX file on real data and compare.
+
+    Alone, the file is compared with itself: a runtime rewrites the graph before it executes it, and here you see
+    whether it still computes what is written, and if not, where it leaves it. That it does not is a fault (exit code
+    1). With --against, the file is compared with the float file; how far is too far is for you to say (--min-sqnr,
+    --min-top1).
+
+    sparsebit check resnet18-int8.onnx -d photos/ --size 224 --mean 0.485,0.456,0.406 --std 0.229,0.224,0.225
+
+    sparsebit check model.onnx --against float.onnx -d test.npz --min-top1 0.99
+    """
+    with speaking(as_json=json, quiet=quiet) as out:
+        from sparsebit.cli.data import DataOptions
+        from sparsebit.cli.file_parity import compare_as_written, compare_files, runtime_of
+        from sparsebit.errors import DeploymentError
+
+        how = DataOptions(size, resize, mean, std, gray, batch_size, num_samples)
+        chosen = runtime or runtime_of(file)
+        out.remark(f"running {file} in {chosen}, and {against or 'node by node as it is written'}")
+        if against is None:
+            found = compare_as_written(file, chosen, data, how)
+        else:
+            found = compare_files(file, against, chosen, data, how)
+        fault = "; ".join(filter(None, (_fault(found, chosen), *_missed(found.parity, min_sqnr, min_top1))))
+        record = {
+            **found.parity.to_dict(),
+            "data": found.data,
+            "first_divergence": None if found.divergence is None else asdict(found.divergence),
+            "fault": fault or None,
+        }
+        out.result(record, *([] if quiet else [_table(found.parity)]), _verdict(found))
+        if fault:
+            raise DeploymentError(f"{file}: {fault}")
+
+
+def _fault(found: FileParity, runtime: str) -> str:
+    if not found.fault:
+        return ""
+    where = "all quantized sites agree: it is an op whose output is not quantized"
+    if found.divergence is not None:
+        where = f"the first site that differs is {found.divergence}"
+    return f"{runtime} does not compute what the file says: {found.fault}; {where}"
+
+
+def _missed(parity: Parity, min_sqnr: float | None, min_top1: float | None) -> list[str]:
+    """The user's own limits that are not kept."""
+    from sparsebit.errors import DeploymentError
+
+    scored = [output for output in parity.outputs if output.top1 is not None]
+    if min_top1 is not None and not scored:
+        raise DeploymentError(f"--min-top1 {min_top1}: no output of {parity.file} is (samples, classes)")
+    missed = []
+    for output in parity.outputs:
+        if min_sqnr is not None and not output.sqnr_db >= min_sqnr:
+            missed.append(f"output {output.name}: SQNR {decibel(output.sqnr_db)}; --min-sqnr asks for {min_sqnr:g}")
+        if min_top1 is not None and output.top1 is not None and output.top1 < min_top1:
+            missed.append(f"output {output.name}: top-1 {output.top1:.2%}; --min-top1 asks for {min_top1:.2%}")
+    return missed
+
+
+def _verdict(found: FileParity) -> str:
+    if found.divergence is None or found.fault:
+        return str(found.parity)
+    return f"{found.parity}. The first site that differs is {found.divergence}"
+
+
+def _table(parity: Parity) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("output", overflow="fold")
+    for column in ("largest difference", "mean", "SQNR", "same top-1", "samples"):
+        table.add_column(column, justify="right")
+    for output in parity.outputs:
+        top1 = "-" if output.top1 is None else f"{output.top1:.2%}"
+        differences = [f"{value:.2g} of range" for value in (output.max_difference, output.mean_difference)]
+        table.add_row(Text(output.name), *differences, decibel(output.sqnr_db), top1, str(output.num_samples))
+    return table

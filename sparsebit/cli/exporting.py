@@ -1,0 +1,160 @@
+"""`--output model.onnx`: a calibrated model written as an ONNX file, run beside its simulation before it is kept."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsebit.cli.calibrating import Subject
+from sparsebit.cli.data import num_samples_in
+from sparsebit.cli.options import Names
+from sparsebit.cli.output import kilobytes
+from sparsebit.deploy.audit import audit
+from sparsebit.deploy.audit_record import Audit
+from sparsebit.deploy.model_file import checked_path, data_files
+from sparsebit.deploy.parity import Parity
+from sparsebit.deploy.runtimes import PROFILES
+from sparsebit.deploy.tensorrt_rules import Violation, violations
+from sparsebit.deploy.to_onnx import flat_inputs, input_names
+from sparsebit.errors import MissingExtraError
+from sparsebit.execution.batches import Call
+from sparsebit.graph.nested import map_nested
+from sparsebit.quantization.quant_model import QuantModel
+
+PACKAGES = ("onnx", "onnxscript", "onnx_ir")
+_BATCH = "batch"
+
+
+@dataclass(frozen=True)
+class FileOptions:
+    """How the file is to be written; None: not said."""
+
+    opset: int | None = None
+    dynamic_batch: bool = False
+    input_names: Names | None = None
+    output_names: Names | None = None
+    extra_info: bool = False
+    no_check: bool = False
+
+    def given(self) -> list[str]:
+        """The options that were used, as they are typed."""
+        return [f"--{name.replace('_', '-')}" for name, value in vars(self).items() if value not in (None, False)]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The file, and what was found when it was tried; None or empty: not asked.
+
+    `advice`: TensorRT's rules that the file breaks and that cost speed only. A file that breaks others is not written.
+    """
+
+    file: Path
+    num_bytes: int
+    float_bytes: int
+    parity: Parity | None = None
+    audit: Audit | None = None
+    advice: tuple[Violation, ...] | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """The file against the weights in float."""
+        return self.num_bytes / self.float_bytes if self.float_bytes else None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "file": str(self.file),
+            "bytes": self.num_bytes,
+            "ratio": self.ratio,
+            "parity": None if self.parity is None else self.parity.to_dict(),
+            "audit": None if self.audit is None else {"verdict": self.audit.verdict, "counts": self.audit.counts()},
+            "tensorrt_advice": None if self.advice is None else [one.to_dict() for one in self.advice],
+        }
+
+    def facts(self) -> dict[str, str]:
+        """A line or two on each."""
+        share = "" if self.ratio is None else f", {self.ratio:.2f} of the float weights"
+        found = {"file": f"{self.file}, {kilobytes(self.num_bytes)}{share}"}
+        found["parity"] = "not checked" if self.parity is None else str(self.parity)
+        if self.audit is not None:
+            found["runs"] = self.audit.verdict
+        if self.advice is not None:
+            lines = [str(one) for one in self.advice]
+            found["tensorrt"] = "\n".join(lines) or "follows TensorRT's rules (TensorRT itself does not run here)"
+        return found
+
+
+def checked_file(path: Path, backend: str, options: FileOptions) -> Path:
+    """The path, if the file can be written there and the packages for it are installed: asked before the work."""
+    target = checked_path(path.expanduser())
+    runtime = PROFILES[backend].executes or "onnxruntime"
+    require(*PACKAGES, *([] if options.no_check else [runtime]))
+    return target
+
+
+def require(*packages: str, extra: str | None = None) -> None:
+    """A MissingExtraError for the first package that is not installed; `extra`: the one that brings all of them."""
+    for package in packages:
+        try:
+            missing = importlib.util.find_spec(package) is None
+        except ValueError:  # sys.modules holds None, as tests put it there
+            missing = True
+        if missing:
+            named = extra or ("openvino" if package == "openvino" else "onnx")
+            raise MissingExtraError(package.replace("_", "-"), named, "writing and checking an ONNX file")
+
+
+def export(subject: Subject, qmodel: QuantModel, target: Path, options: FileOptions, float_bytes: int) -> Exported:
+    """Write the file; unless told not to, compare it with the simulation and look how its runtime executes it."""
+    # One sample would be taken for a fixed size by torch.export: two where the number is open.
+    args, kwargs = _sized(subject.trial.call, 2 if options.dynamic_batch else 1)
+    axes = _batch_axes(subject, options.input_names) if options.dynamic_batch else None
+    parity = qmodel.export_onnx(
+        kwargs or args,
+        target,
+        input_names=options.input_names,
+        output_names=options.output_names,
+        dynamic_axes=axes,
+        opset_version=options.opset,
+        extra_info=options.extra_info,
+        check=None if options.no_check else subject.data,
+    )
+    num_bytes = sum(path.stat().st_size for path in (target, *data_files(target)))
+    profile = PROFILES[qmodel.config.BACKEND]
+    if options.no_check:
+        return Exported(target, num_bytes, float_bytes)
+    return Exported(
+        target,
+        num_bytes,
+        float_bytes,
+        parity,
+        None if profile.executes is None else audit(target, runtime=profile.executes, repeats=0),
+        tuple(violations(target)) if profile.name == "tensorrt" else None,
+    )
+
+
+def _batch_axes(subject: Subject, given: Names | None) -> dict[str, dict[int, str]]:
+    """Axis 0 of every input that has as many rows as the batch has samples."""
+    args, kwargs = subject.trial.call
+    names = input_names(args, kwargs, inspect.signature(subject.model.forward), given)
+    tensors = zip(names, flat_inputs(args, kwargs), strict=True)
+    return {name: {0: _BATCH} for name, tensor in tensors if _is_batch(tensor, subject.trial.num_samples)}
+
+
+def _sized(call: Call, size: int) -> Call:
+    """The call with `size` of its samples; one sample is repeated where two are wanted."""
+    given = num_samples_in(call)
+
+    def sized(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor, tensor])[:size] if _is_batch(tensor, given) else tensor
+
+    return map_nested(Tensor, sized, call[0]), map_nested(Tensor, sized, call[1])
+
+
+def _is_batch(tensor: Tensor, size: int) -> bool:
+    return tensor.ndim > 0 and tensor.shape[0] == size

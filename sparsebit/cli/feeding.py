@@ -1,0 +1,79 @@
+"""Batches of data -> the arrays that an ONNX file's inputs take, in the batch size that it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from sparsebit.cli.loading import LoadingError
+from sparsebit.deploy.sessions import Session
+
+Feeds = dict[str, Any]
+
+
+def feeds(data: Iterable[Any], session: Session, file: str, size: int | None) -> Iterator[Feeds]:
+    """Numpy arrays by input name: batch by batch, or cut into pieces of `size` samples, the fixed batch of the file."""
+    for batch in data:
+        arrays = as_feeds(batch, session, file)
+        given = next((array.shape[0] for array in arrays.values() if array.ndim), 1)
+        if size is None or size == given:
+            yield arrays
+            continue
+        if given < size:
+            raise LoadingError(f"{file} takes {size} samples at once, and a batch of the data has {given}{_hint(size)}")
+        for start in range(0, given - size + 1, size):
+            yield {name: _cut(array, given, start, size) for name, array in arrays.items()}
+
+
+def as_feeds(batch: Any, session: Session, file: str) -> Feeds:
+    """One batch: a mapping gives inputs by name; its tensors, or those of a tuple, go to the inputs in order.
+
+    A tuple may hold more than the file takes, so that `(images, labels)` feeds a file of images.
+    """
+    names = session.inputs
+    if isinstance(batch, Mapping) and any(name in batch for name in names):
+        missing = [name for name in names if name not in batch]
+        if missing:
+            raise LoadingError(f"{file} takes {', '.join(names)}; the data has no {', '.join(missing)}")
+        chosen = [batch[name] for name in names]
+    else:
+        chosen = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) or _is_array(leaf)]
+        if len(chosen) < len(names) or (isinstance(batch, Mapping) and len(chosen) > len(names)):
+            raise LoadingError(
+                f"{file} takes {len(names)} inputs ({', '.join(names)}); a batch of the data holds {len(chosen)} arrays"
+            )
+    return {
+        name: _typed(value, session.input_types[name], name, file)
+        for name, value in zip(names, chosen[: len(names)], strict=True)
+    }
+
+
+def shapes(arrays: Feeds) -> str:
+    """`x (4, 3, 8, 8) float32`."""
+    return ", ".join(f"{name} {array.shape} {array.dtype}" for name, array in arrays.items())
+
+
+def _typed(value: Any, kind: str, name: str, file: str) -> Any:
+    import numpy
+
+    if isinstance(value, Tensor):
+        value = value.detach().cpu()
+        value = (value.float() if value.is_floating_point() else value).numpy()  # numpy knows no bfloat16
+    if value.dtype.kind == "f" and not kind.startswith(("float", "bfloat")):
+        raise LoadingError(f"{file}: input {name} is of type {kind}, the data of type {value.dtype}")
+    return numpy.ascontiguousarray(value.astype(kind, copy=False))
+
+
+def _cut(array: Any, given: int, start: int, size: int) -> Any:
+    return array[start : start + size] if array.ndim and array.shape[0] == given else array
+
+
+def _is_array(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and hasattr(value, "shape")
+
+
+def _hint(size: int) -> str:
+    return f"; give --batch-size {size} and as many samples, or export the file with a dynamic batch"

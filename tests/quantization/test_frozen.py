@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sparsebit.errors import DeploymentError
+from sparsebit.quantization import QuantModel, register_quantizer
+from sparsebit.quantization.frozen import FrozenSite, evaluating, frozen
+from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.registry import QUANTIZERS
+from tests.quantization.tiny import Residual, TwoLayers, calibrated, qconfig
+
+X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def kept_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantizers that a test registers are gone afterwards."""
+    for name, value in vars(QUANTIZERS).items():
+        if isinstance(value, dict):
+            monkeypatch.setattr(QUANTIZERS, name, dict(value))
+
+
+def snapshot(qmodel: QuantModel) -> tuple[Any, ...]:
+    state = {name: value.clone() for name, value in qmodel.state_dict().items()}
+    quantizers = [(quantizer.name, id(quantizer), quantizer.export_onnx) for quantizer in qmodel.quantizers()]
+    return state, quantizers, [module.training for module in qmodel.modules()]
+
+
+def assert_same(before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
+    assert before[0].keys() == after[0].keys()
+    assert all(torch.equal(value, after[0][name]) for name, value in before[0].items())
+    assert before[1:] == after[1:]
+
+
+@pytest.mark.parametrize("backend", ["virtual", "onnxruntime", "tensorrt"])
+def test_inside_all_is_frozen_and_computes_the_same(backend: str) -> None:
+    x = torch.randn(2, 3, 8, 8)
+    qmodel = calibrated(Residual(), [x], qconfig(backend=backend)).eval()
+    before = snapshot(qmodel)
+    with torch.no_grad():
+        expected = qmodel(x)
+        with frozen(qmodel):
+            found = qmodel(x)
+            assert not any(quantizer.is_enable for quantizer in qmodel.quantizers())
+            assert any(isinstance(module, FrozenSite) for module in qmodel.modules())
+    assert torch.allclose(found, expected, atol=1e-5 * float(expected.abs().max()))
+    assert_same(before, snapshot(qmodel))
+
+
+def test_afterwards_all_is_as_before_also_after_a_fault() -> None:
+    qmodel = calibrated(TwoLayers(), [X])
+    qmodel.train()
+    qmodel.model.first.eval()  # type: ignore[union-attr]
+    before = snapshot(qmodel)
+
+    def fails() -> None:
+        with evaluating(qmodel), frozen(qmodel):
+            assert not any(module.training for module in qmodel.modules())
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert_same(before, snapshot(qmodel))
+
+
+def test_quantizers_are_told_that_they_are_exported() -> None:
+    qmodel = calibrated(TwoLayers(), [X])
+    quantizers = [quantizer for quantizer in qmodel.quantizers() if quantizer.is_enable]
+    with frozen(qmodel):
+        assert all(quantizer.export_onnx for quantizer in quantizers)
+    assert not any(quantizer.export_onnx for quantizer in quantizers)
+
+
+class Halved(Quantizer):
+    """Something in front of the grid."""
+
+    def transform(self, x: Tensor) -> Tensor:
+        return x * 0.5
+
+
+class Rounded(Quantizer):
+    """Its own rule for rounding, onto the same grid: what AdaRound does."""
+
+    def fake_quantize(self, x: Tensor) -> Tensor:
+        scale, _ = self.qparams()
+        wide = scale.reshape(-1, *[1] * (x.ndim - 1)) if scale.ndim else scale
+        return (x / wide).floor().clamp(self.spec.qmin, self.spec.qmax) * wide
+
+
+class Powers(Quantizer):
+    """No uniform grid at all."""
+
+    def fake_quantize(self, x: Tensor) -> Tensor:
+        return torch.sign(x) * 2.0 ** torch.round(torch.log2(x.abs() + 1e-6))
+
+
+class Clipped(Quantizer):
+    """Something of its own, then the grid."""
+
+    def fake_quantize(self, x: Tensor) -> Tensor:
+        return super().fake_quantize(x.clamp(-0.5, 0.5))
+
+
+def own(kind: type[Quantizer], target: str) -> QuantModel:
+    register_quantizer("own", replace=True)(kind)
+    return calibrated(TwoLayers(), [X], qconfig({f"{target}.QUANTIZER.TYPE": "own"}, bits=4)).eval()
+
+
+@pytest.mark.parametrize("kind", [Halved, Rounded, Clipped])
+def test_weights_of_a_users_quantizer_are_what_it_gives(kind: type[Quantizer]) -> None:
+    qmodel = own(kind, "W")
+    with torch.no_grad():
+        expected = qmodel(X)
+        with frozen(qmodel):
+            assert torch.allclose(qmodel(X), expected, atol=1e-6)
+
+
+def test_weights_off_the_grid_are_refused() -> None:
+    qmodel = own(Powers, "W")
+    before = snapshot(qmodel)
+    with (
+        pytest.raises(DeploymentError, match=r"first\.weight: the quantizer 'own' gives weights off the grid"),
+        frozen(qmodel),
+    ):
+        pass
+    assert_same(before, snapshot(qmodel))
+
+
+@pytest.mark.parametrize("kind", [Halved, Powers, Clipped])
+def test_activations_of_a_users_quantizer_are_what_it_gives(kind: type[Quantizer]) -> None:
+    qmodel = own(kind, "A")
+    with torch.no_grad():
+        expected = qmodel(X)
+        with frozen(qmodel):
+            assert torch.equal(qmodel(X), expected)
+
+
+def test_a_disabled_quantizer_stays_out() -> None:
+    qmodel = calibrated(TwoLayers(), [X])
+    qmodel.set_quant(w_quant=True, a_quant=False)
+    with frozen(qmodel):
+        names = {module.name for module in qmodel.modules() if isinstance(module, FrozenSite)}
+    assert names == {"first.weight", "second.weight"}
+
+
+def test_numbers_pass_that_are_no_floats() -> None:
+    site = FrozenSite("ids", torch.ones(()), torch.zeros(()), None, 0, 0, 255)
+    ids = torch.tensor([1, 300])
+    assert site(ids) is ids and site(3) == 3
+
+
+def test_evaluating_keeps_each_mode() -> None:
+    model = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(3))
+    model.train()
+    model[1].eval()
+    call: Callable[[], list[bool]] = lambda: [module.training for module in model.modules()]  # noqa: E731
+    with evaluating(model):
+        assert call() == [False, False, False]
+    assert call() == [True, True, False]

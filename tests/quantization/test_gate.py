@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from onnx import numpy_helper
+from torch import Tensor, nn
+
+from sparsebit.deploy.parity import Tolerance
+from sparsebit.errors import DeploymentError
+from sparsebit.quantization import QuantModel
+from sparsebit.quantization.gate import check_parity
+from tests.quantization.tiny import calibrated, qconfig
+
+X = torch.randn(6, 3, 9, 9, generator=torch.Generator().manual_seed(0))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Conv2d(3, 6, 3), nn.Conv2d(6, 6, 3), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.second(F.relu(self.first(x)))).mean((2, 3)))
+
+
+class Made:
+    def __init__(self, backend: str, folder: Path) -> None:
+        torch.manual_seed(0)
+        self.qmodel: QuantModel = calibrated(Net(), [X], qconfig(backend=backend))
+        self.file = folder / "m.onnx"
+        self.qmodel.export_onnx(X, self.file, dynamic_axes={"x": {0: "batch"}})
+
+    def broken(self, folder: Path, change: Callable[[Any], Any], *names: str) -> Path:
+        """A copy of the file with some initializers changed."""
+        model = onnx.load(str(self.file))
+        found = [tensor for tensor in model.graph.initializer if tensor.name in names]
+        assert len(found) == len(names)
+        for tensor in found:
+            array = numpy_helper.to_array(tensor)
+            tensor.CopyFrom(numpy_helper.from_array(np.asarray(change(array)).astype(array.dtype), tensor.name))
+        onnx.save(model, str(folder / "broken.onnx"))
+        return folder / "broken.onnx"
+
+
+@pytest.fixture(scope="module", params=["virtual", "onnxruntime", "openvino", "tensorrt"])
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    pytest.importorskip("openvino" if request.param == "openvino" else "onnxruntime")
+    return Made(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def ort(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return Made("onnxruntime", tmp_path_factory.mktemp("ort"))
+
+
+def doubled(array: Any) -> Any:
+    return array * np.float32(2)
+
+
+# Where each runtime's graph first shows that a layer is wrong.
+BEHIND = {
+    "virtual": {"first": "second.input", "second": "mean.input"},
+    "onnxruntime": {"first": "relu.output", "second": "relu_1.output"},
+    "openvino": {"first": "relu.output", "second": "relu_1.output"},
+    "tensorrt": {"first": "second.input", "second": "head.input"},
+}
+
+
+def test_a_good_file_passes(made: Made) -> None:
+    parity = made.qmodel.check_onnx(made.file, [X])
+    assert parity.worst.max_difference <= 1e-6 and parity.worst.num_samples == 6
+    assert parity.worst.noise_db is not None and parity.worst.noise_db < 60
+
+
+@pytest.mark.parametrize("layer", ["first", "second"])
+def test_a_wrong_layer_is_named_by_the_first_site_behind_it(layer: str, made: Made, tmp_path: Path) -> None:
+    file = made.broken(tmp_path, doubled, f"{layer}.weight/scale")
+    site = BEHIND[made.qmodel.config.BACKEND][layer]
+    with pytest.raises(
+        DeploymentError, match=rf"broken\.onnx does not compute .*the first site that differs is {site}: "
+    ):
+        made.qmodel.check_onnx(file, [X])
+
+
+def test_a_wrong_last_layer_lies_behind_all_sites(made: Made, tmp_path: Path) -> None:
+    file = made.broken(tmp_path, doubled, "head.weight/scale")
+    with pytest.raises(DeploymentError, match=r"agree up to the last one, head\.input: the fault lies behind it"):
+        made.qmodel.check_onnx(file, [X])
+
+
+def test_a_wrong_code_is_found_although_the_output_hardly_moves(ort: Made, tmp_path: Path) -> None:
+    def flipped(codes: Any) -> Any:
+        codes = codes.copy()
+        codes[0, 0, 0, 0] = -codes[0, 0, 0, 0]
+        return codes
+
+    file = ort.broken(tmp_path, flipped, "first.weight/codes")
+    with pytest.raises(DeploymentError, match=r"relu\.output"):
+        ort.qmodel.check_onnx(file, [X], tolerance=Tolerance(sqnr_db=-99, top1=0))
+
+
+def test_what_is_no_number_is_refused(ort: Made, tmp_path: Path) -> None:
+    file = ort.broken(tmp_path, lambda array: array * np.nan, "head.weight/scale", "head.bias/scale")
+    with pytest.raises(DeploymentError, match="not a number where the simulation has one"):
+        ort.qmodel.check_onnx(file, [X])
+
+
+def test_a_file_of_another_model_is_refused(ort: Made, tmp_path: Path) -> None:
+    model = onnx.load(str(ort.file))
+    del model.graph.output[:]
+    model.graph.output.append(onnx.helper.make_empty_tensor_value_info("relu.output/dq"))
+    onnx.save(model, str(tmp_path / "m.onnx"))
+    with pytest.raises(
+        DeploymentError, match=r"output relu\.output/dq: shape \(6, 6, 7, 7\) in the file, where \(6, 5\)"
+    ):
+        ort.qmodel.check_onnx(tmp_path / "m.onnx", [X])
+    model.graph.output.append(onnx.helper.make_empty_tensor_value_info("relu_1.output/dq"))
+    onnx.save(model, str(tmp_path / "m.onnx"))
+    with pytest.raises(DeploymentError, match=r"the file gives 2 outputs .*, the model 1"):
+        ort.qmodel.check_onnx(tmp_path / "m.onnx", [X])
+
+
+def test_the_first_samples_in_batches_of_any_size(ort: Made) -> None:
+    loader = [(X[:4], torch.zeros(4)), (X[4:], torch.zeros(2))]  # (images, labels)
+    assert check_parity(ort.qmodel, ort.file, loader).worst.num_samples == 6
+    assert check_parity(ort.qmodel, ort.file, loader, num_samples=5).worst.num_samples == 5
+    assert check_parity(ort.qmodel, ort.file, X, num_samples=2).worst.num_samples == 2
+    assert check_parity(ort.qmodel, ort.file, {"x": X}).worst.num_samples == 6
+
+
+def test_no_data_is_no_success(ort: Made) -> None:
+    with pytest.raises(DeploymentError, match="nothing was compared"):
+        ort.qmodel.check_onnx(ort.file, [])
+
+
+def test_a_file_of_fixed_batch_takes_its_size_from_any_batch(ort: Made, tmp_path: Path) -> None:
+    file = tmp_path / "m.onnx"
+    ort.qmodel.export_onnx(X[:4], file)
+    assert ort.qmodel.check_onnx(file, [X, X[:2]]).worst.num_samples == 4
+    with pytest.raises(DeploymentError, match="takes batches of 4, the data has 2; export with dynamic_axes"):
+        ort.qmodel.check_onnx(file, [X[:2]])
+
+
+def test_data_that_does_not_fit_is_a_clear_fault(ort: Made) -> None:
+    with pytest.raises(DeploymentError, match="does not run in ONNX Runtime"):
+        ort.qmodel.check_onnx(ort.file, [torch.randn(2, 3, 12, 12)])
+
+
+def test_checking_leaves_the_model_as_it_was(ort: Made) -> None:
+    ort.qmodel.train()
+    ort.qmodel.model.first.eval()  # type: ignore[union-attr]
+    modes = [module.training for module in ort.qmodel.modules()]
+    enabled = [quantizer.is_enable for quantizer in ort.qmodel.quantizers()]
+    ort.qmodel.check_onnx(ort.file, [X])
+    assert modes == [module.training for module in ort.qmodel.modules()]
+    assert enabled == [quantizer.is_enable for quantizer in ort.qmodel.quantizers()]
+    assert not any(module._forward_hooks for module in ort.qmodel.modules())
+    ort.qmodel.eval()
+
+
+def test_a_file_that_does_not_pass_leaves_the_older_one(ort: Made, tmp_path: Path) -> None:
+    file = tmp_path / "m.onnx"
+    ort.qmodel.export_onnx(X, file)
+    before = file.read_bytes()
+    with pytest.raises(DeploymentError, match=rf"{file}.*of its range; -1 is allowed"):
+        ort.qmodel.export_onnx(X, file, check=[X], tolerance=Tolerance(max_difference=-1.0), extra_info=True)
+    assert file.read_bytes() == before
+    assert os.listdir(tmp_path) == ["m.onnx"]
+
+
+class Several(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor, *, scale: Tensor) -> dict[str, Tensor]:
+        total = self.a(x) + self.b(torch.where(mask, x, 2 * x))
+        return {"total": total * scale, "best": total.argmax(1), "is_high": total > 0}
+
+
+def test_inputs_are_matched_by_their_names_not_their_order(tmp_path: Path) -> None:
+    batch = {"x": torch.randn(8, 4), "mask": torch.rand(8, 4) > 0.5, "scale": torch.rand(8, 1)}
+    qmodel = QuantModel(Several(), qconfig(backend="onnxruntime"), example_inputs=batch)
+    qmodel.prepare_calibration()
+    with torch.no_grad():
+        qmodel(**batch)
+    qmodel.calc_qparams()
+    qmodel.set_quant(w_quant=True, a_quant=True)
+    turned = dict(reversed(batch.items()))
+    parity = qmodel.export_onnx(turned, tmp_path / "m.onnx", input_names=["values"], check=[batch, turned])
+    assert parity is not None and [output.name for output in parity.outputs] == ["total", "best", "is_high"]
+    assert parity.worst.max_difference <= 1e-6
+
+
+def test_tensorrt_files_must_follow_its_rules(tmp_path: Path) -> None:
+    made = Made("tensorrt", tmp_path)
+    file = made.broken(tmp_path, lambda array: array + 3, "first.input/zero_point")
+    with pytest.raises(DeploymentError, match="TensorRT would refuse it"):
+        made.qmodel.check_onnx(file, [X])
