@@ -18,18 +18,24 @@ from typing_extensions import Self
 from sparsebit.deploy.model_file import checked_path, staged, write
 from sparsebit.deploy.parity import Parity, Tolerance
 from sparsebit.deploy.ports import DynamicAxes
+from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.errors import CalibrationError, CaptureError, CheckpointError
 from sparsebit.execution.batches import Call, as_call, calls
 from sparsebit.execution.value_store import MIB
 from sparsebit.graph.capture import call_form
 from sparsebit.quantization import checkpoint
-from sparsebit.quantization.algorithms.batchnorm_tuning import fold_quantized_batchnorm, restarted_statistics
+from sparsebit.quantization.algorithms.batchnorm_tuning import (
+    MayFold,
+    fold_quantized_batchnorm,
+    restarted_statistics,
+)
 from sparsebit.quantization.calibration import CalibrationRunner
 from sparsebit.quantization.error_profiler import profile_errors
 from sparsebit.quantization.export import build_onnx, check_ready, describe
 from sparsebit.quantization.gate import check_parity, check_rules
 from sparsebit.quantization.mermaid import draw
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
+from sparsebit.quantization.passes.attach_integer_ops import attach_integer_ops
 from sparsebit.quantization.quant_config import parse_qconfig
 from sparsebit.quantization.quantizers.base import Target
 from sparsebit.quantization.simulation import SimulatedModel, shown
@@ -99,9 +105,7 @@ class QuantModel(SimulatedModel):
             self._runner.finish()
             self._runner = None
             self.set_quant(w_quant=False, a_quant=False)
-        for layer in self.model.modules():
-            if isinstance(layer, WeightedQuantOpr) and layer.bias_rounding is not None:
-                layer.bias_rounding.make_room(layer.op.get_parameter("bias"))
+        self._make_room_for_biases()
         if unseen:
             log.info("%d quantizers never saw a float tensor and stay off: %s", len(unseen), ", ".join(unseen))
 
@@ -137,9 +141,18 @@ class QuantModel(SimulatedModel):
                 self.eval()
                 self.set_quant(w_quant=False, a_quant=False)
         # Behind a linear of (N, L, C) a norm's channels are not the layer's.
-        self._folded_layers += fold_quantized_batchnorm(
-            self._captured, lambda _, layer, norm: not isinstance(layer, nn.Linear) or ranks.get(norm) == 2
-        )
+        self._fold_norms(lambda _, layer, norm: not isinstance(layer, nn.Linear) or ranks.get(norm) == 2)
+
+    def _fold_norms(self, may_fold: MayFold) -> None:
+        """Batch norms into the quantized layers in front of them; these have biases and outputs of their own then."""
+        self._folded_layers += fold_quantized_batchnorm(self._captured, may_fold)
+        attach_integer_ops(self._captured, PROFILES[self.config.BACKEND])
+        self._make_room_for_biases()
+
+    def _make_room_for_biases(self) -> None:
+        for layer in self.model.modules():
+            if isinstance(layer, WeightedQuantOpr) and layer.bias_rounding is not None:
+                layer.bias_rounding.make_room(layer.op.get_parameter("bias"))
 
     # --- looking inside
 
@@ -273,9 +286,7 @@ class QuantModel(SimulatedModel):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the user was warned when the model was built first
             qmodel._set_up(model, parse_qconfig(description["config"]), example)
-        qmodel._folded_layers = fold_quantized_batchnorm(
-            qmodel._captured, lambda name, *_: name in description["folded_layers"]
-        )
+        qmodel._fold_norms(lambda name, *_: name in description["folded_layers"])
         for quantizer in qmodel.quantizers():
             quantizer.set_bit(description["sites"].get(quantizer.name, {}).get("bits", quantizer.spec.bits))
         qmodel.load_state_dict(tensors)
