@@ -14,7 +14,7 @@ from sparsebit.cli.output import decibel, speaking
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from sparsebit.cli.file_parity import FileParity
+    from sparsebit.deploy.check import FileParity
     from sparsebit.deploy.parity import Parity
 
 _LIMITS = "Limits"
@@ -78,20 +78,21 @@ def check(
     """
     with speaking(as_json=json, quiet=quiet) as out:
         from sparsebit.cli.data import DataOptions
-        from sparsebit.cli.file_parity import compare_as_written, compare_files, runtime_of
+        from sparsebit.cli.feeding import FileData
+        from sparsebit.deploy.check import check_against, check_as_written, runtime_of
         from sparsebit.errors import DeploymentError
 
-        how = DataOptions(size, resize, mean, std, gray, batch_size, num_samples)
+        batches = FileData(data, DataOptions(size, resize, mean, std, gray, batch_size, num_samples), str(file))
         chosen = runtime or runtime_of(file)
         out.remark(f"running {file} in {chosen}, and {against or 'node by node as it is written'}")
         if against is None:
-            found = compare_as_written(file, chosen, data, how)
+            found = check_as_written(file, batches, chosen)
         else:
-            found = compare_files(file, against, chosen, data, how)
+            found = check_against(file, against, batches, chosen)
         fault = "; ".join(filter(None, (_fault(found, chosen), *_missed(found.parity, min_sqnr, min_top1))))
         record = {
             **found.parity.to_dict(),
-            "data": found.data,
+            "data": batches.description,
             "first_divergence": None if found.divergence is None else asdict(found.divergence),
             "fault": fault or None,
         }

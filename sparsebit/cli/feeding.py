@@ -8,10 +8,26 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from sparsebit.cli.data import DataOptions, Inputs, load_data
 from sparsebit.cli.loading import LoadingError
 from sparsebit.deploy.sessions import Session
 
 Feeds = dict[str, Any]
+
+
+class FileData:
+    """The user's data as one file takes it: made when the file is open. `description`: in words, once it is made."""
+
+    def __init__(self, data: str, options: DataOptions, file: str) -> None:
+        self.data, self.options, self.file = data, options, file
+        self.description = data
+
+    def __call__(self, session: Session) -> Iterator[Feeds]:
+        takes_bytes = "uint8" in session.input_types.values()
+        inputs = Inputs(session.inputs, f"input of {self.file}", in_order=True, takes_bytes=takes_bytes)
+        source = load_data(self.data, self.options, inputs)
+        self.description = source.description
+        return feeds(source, session, self.file, session.batch_size)
 
 
 def feeds(data: Iterable[Any], session: Session, file: str, size: int | None) -> Iterator[Feeds]:
@@ -49,11 +65,6 @@ def as_feeds(batch: Any, session: Session, file: str) -> Feeds:
         name: _typed(value, session.input_types[name], name, file)
         for name, value in zip(names, chosen[: len(names)], strict=True)
     }
-
-
-def shapes(arrays: Feeds) -> str:
-    """`x (4, 3, 8, 8) float32`."""
-    return ", ".join(f"{name} {array.shape} {array.dtype}" for name, array in arrays.items())
 
 
 def _typed(value: Any, kind: str, name: str, file: str) -> Any:

@@ -14,7 +14,7 @@ pytest.importorskip("onnxruntime")
 import numpy as np
 import onnx
 
-from sparsebit.cli.file_parity import runtime_of
+from sparsebit.deploy.check import runtime_of
 from sparsebit.deploy.float_twin import float_twin
 from tests.deploy.tiny_files import Tiny
 

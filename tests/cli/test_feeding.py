@@ -11,7 +11,7 @@ pytest.importorskip("numpy")
 
 import numpy
 
-from sparsebit.cli.feeding import as_feeds, feeds, shapes
+from sparsebit.cli.feeding import as_feeds, feeds
 from sparsebit.cli.loading import LoadingError
 from sparsebit.deploy.sessions import Session
 
@@ -83,7 +83,3 @@ def test_batch_size_of_the_file() -> None:
         LoadingError, match=r"takes 8 samples at once, and a batch of the data has 4; give --batch-size 8"
     ):
         rows(8)
-
-
-def test_shapes() -> None:
-    assert shapes({"x": numpy.zeros((2, 3), numpy.float32)}) == "x (2, 3) float32"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sparsebit.deploy.parity import Tolerance
 from sparsebit.errors import DeploymentError
 from sparsebit.quantization import QuantModel
-from sparsebit.quantization.gate import check_parity
+from sparsebit.quantization.gate import check_parity, check_rules
 from tests.quantization.tiny import calibrated, qconfig
 
 X = torch.randn(6, 3, 9, 9, generator=torch.Generator().manual_seed(0))
@@ -36,7 +36,9 @@ class Made:
         torch.manual_seed(0)
         self.qmodel: QuantModel = calibrated(Net(), [X], qconfig(backend=backend))
         self.file = folder / "m.onnx"
-        self.qmodel.export_onnx(X, self.file, dynamic_axes={"x": {0: "batch"}})
+        # OpenVINO 2026.4 on Arm does not round where shapes are dynamic; the gate refuses such a file, and rightly.
+        axes = {} if backend == "openvino" else {"x": {0: "batch"}}
+        self.qmodel.export_onnx(X, self.file, dynamic_axes=axes)
 
     def broken(self, folder: Path, change: Callable[[Any], Any], *names: str) -> Path:
         """A copy of the file with some initializers changed."""
@@ -99,7 +101,7 @@ def test_a_wrong_last_layer_lies_behind_all_sites(made: Made, tmp_path: Path) ->
 def test_a_wrong_code_is_found_although_the_output_hardly_moves(ort: Made, tmp_path: Path) -> None:
     def flipped(codes: Any) -> Any:
         codes = codes.copy()
-        codes[0, 0, 0, 0] = -codes[0, 0, 0, 0]
+        codes[0, 0] = -codes[0, 0]
         return codes
 
     file = ort.broken(tmp_path, flipped, "first.weight/codes")
@@ -202,6 +204,7 @@ def test_inputs_are_matched_by_their_names_not_their_order(tmp_path: Path) -> No
 
 def test_tensorrt_files_must_follow_its_rules(tmp_path: Path) -> None:
     made = Made("tensorrt", tmp_path)
+    check_rules(made.file, "m.onnx")
     file = made.broken(tmp_path, lambda array: array + 3, "first.input/zero_point")
-    with pytest.raises(DeploymentError, match="TensorRT would refuse it"):
-        made.qmodel.check_onnx(file, [X])
+    with pytest.raises(DeploymentError, match=r"^m\.onnx: TensorRT would refuse it:\n  first\.input/q: zero point 3"):
+        check_rules(file, "m.onnx")

@@ -1,16 +1,17 @@
-"""An ONNX file as its runtime executes it, beside the same file node by node as it is written, or beside another."""
+"""A file judged by itself: as its runtime executes it, beside the same file as it is written, or beside a float one.
+
+A runtime rewrites the graph before it executes it. ONNX Runtime without its optimizations runs node by node what is
+written, which makes any QDQ file, of whatever tool, its own simulation.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparsebit.cli.data import DataOptions, Inputs, load_data
-from sparsebit.cli.feeding import Feeds, feeds, shapes
-from sparsebit.cli.loading import LoadingError
 from sparsebit.deploy.divergence import SiteDifference, first_divergence, kernel_fault, site_codes, site_differences
 from sparsebit.deploy.float_twin import float_twin
 from sparsebit.deploy.parity import Comparison, Parity, Tolerance
@@ -21,6 +22,10 @@ from sparsebit.errors import DeploymentError
 
 AS_WRITTEN = "the file as it is written"
 
+Feeds = Mapping[str, Any]
+# Numpy arrays by the file's input names, batch by batch; or what makes them for the opened file.
+Batches = Iterable[Feeds] | Callable[[Session], Iterable[Feeds]]
+
 
 @dataclass(frozen=True)
 class FileParity:
@@ -30,7 +35,6 @@ class FileParity:
     """
 
     parity: Parity
-    data: str
     divergence: SiteDifference | None = None
     fault: str = ""
 
@@ -42,58 +46,62 @@ def runtime_of(file: Path) -> str:
     return (profile.executes if profile is not None else None) or "onnxruntime"
 
 
-def compare_as_written(file: Path, runtime: str, data: str, options: DataOptions) -> FileParity:
-    """Does the runtime, which rewrites the graph, compute what the file says?"""
+def check_as_written(file: Path, batches: Batches, runtime: str | None = None) -> FileParity:
+    """Does the runtime compute what the file says? Where not, which site is the first to differ?"""
+    runtime = runtime or runtime_of(file)
     session = open_session(file, runtime)
     written = open_session(file, "onnxruntime", optimize=False)
     twin = _twin(file)
-    source = load_data(data, options, _inputs(session, file))
     comparison, first = Comparison(session.outputs), None
-    for arrays in feeds(source, session, str(file), session.batch_size):
-        first = first or arrays
-        with _running(file, arrays):
-            expected, found = written.run(arrays), session.run(arrays)
-            reference = None if twin is None else twin.run(arrays)
+    for feeds in _made(batches, session):
+        first = first or feeds
+        with _running(file, feeds):
+            expected, found = written.run(feeds), session.run(feeds)
+            reference = None if twin is None else twin.run(feeds)
         comparison.add(expected, found, reference)
     parity = comparison.result(str(file), runtime, AS_WRITTEN)
     if parity.is_exact or first is None:
-        return FileParity(parity, source.description)
+        return FileParity(parity)
     codes = site_codes(file, "onnxruntime", first, optimize=False)
     differences = site_differences(file, runtime, first, codes)
     # OpenVINO hands out the codes of a graph that it fuses less; only its outputs are judged.
     broken = kernel_fault(differences) if runtime == "onnxruntime" else None
     fault = parity.fault(Tolerance()) or ("one of its kernels is wrong" if broken else "")
-    return FileParity(parity, source.description, broken or first_divergence(differences), fault)
+    return FileParity(parity, broken or first_divergence(differences), fault)
 
 
-def compare_files(file: Path, against: Path, runtime: str, data: str, options: DataOptions) -> FileParity:
+def check_against(file: Path, against: Path, batches: Batches, runtime: str | None = None) -> FileParity:
     """How far is a quantized file from the float one? Inputs and outputs are matched in order."""
+    runtime = runtime or runtime_of(file)
     session, other = open_session(file, runtime), open_session(against, runtime)
     if len(session.inputs) != len(other.inputs):
         raise DeploymentError(
             f"{file} takes {', '.join(session.inputs)}; {against} takes {', '.join(other.inputs)}: not the same model"
         )
-    sizes = {one.batch_size for one in (session, other)} - {None}
-    if len(sizes) > 1:
+    if None not in (session.batch_size, other.batch_size) and session.batch_size != other.batch_size:
         raise DeploymentError(
             f"{file} takes {session.batch_size} samples at once, {against} {other.batch_size}; export both alike"
         )
-    source = load_data(data, options, _inputs(session, file))
     names = dict(zip(session.inputs, other.inputs, strict=True))
     comparison = Comparison(session.outputs, judge_all=True)
-    for arrays in feeds(source, session, str(file), next(iter(sizes), None)):
-        with _running(against, arrays):
-            renamed = {names[name]: array.astype(other.input_types[names[name]]) for name, array in arrays.items()}
+    # The one with a fixed batch says how the data is cut.
+    for feeds in _made(batches, session, other.batch_size):
+        with _running(against, feeds):
+            renamed = {names[name]: array.astype(other.input_types[names[name]]) for name, array in feeds.items()}
             expected = other.run(renamed)
-        with _running(file, arrays):
-            found = session.run(arrays)
+        with _running(file, feeds):
+            found = session.run(feeds)
         comparison.add(expected, found)
-    return FileParity(comparison.result(str(file), runtime, str(against)), source.description)
+    return FileParity(comparison.result(str(file), runtime, str(against)))
 
 
-def _inputs(session: Session, file: Path) -> Inputs:
-    takes_bytes = "uint8" in session.input_types.values()
-    return Inputs(session.inputs, f"input of {file}", in_order=True, takes_bytes=takes_bytes)
+def _made(batches: Batches, session: Session, batch_size: int | None = None) -> Iterable[Feeds]:
+    if not callable(batches):
+        return batches
+    if session.batch_size is None and batch_size is not None:
+        name = session.inputs[0]
+        session.input_shapes[name] = (batch_size, *session.input_shapes[name][1:])
+    return batches(session)
 
 
 def _twin(file: Path) -> Session | None:
@@ -111,10 +119,11 @@ def _serialized(model: Any) -> bytes:
         raise DeploymentError(f"too large for memory: {error}") from error
 
 
-@contextmanager
-def _running(file: Path, arrays: Feeds) -> Iterator[None]:
+@contextlib.contextmanager
+def _running(file: Path, feeds: Feeds) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the runtimes' own exception classes differ by version
         line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise LoadingError(f"{file} cannot run this data ({shapes(arrays)}): {line}") from error
+        shown = ", ".join(f"{name} {array.shape} {array.dtype}" for name, array in feeds.items())
+        raise DeploymentError(f"{file} cannot run this data ({shown}): {line}") from error
