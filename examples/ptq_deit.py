@@ -1,15 +1,16 @@
 """DeiT-tiny: a vision transformer, plain and with the config that it wants (`configs/deit_w8a8.yaml`).
 
     python examples/ptq_deit.py --pretrained --images path/to/val
+    python examples/ptq_deit.py --config examples/configs/deit_per_channel.yaml
 
-Behind a LayerNorm a few channels are far larger than the rest. The config gives those tensors a scale per channel
-(`LAYOUT: NLC` says that the channel is the last axis) and lets the residual stream pass in float. Two tables: the plain
-8-bit flow, then the config. Without `--pretrained` or `--weights` the weights are random: read the SQNR, not the top-1.
+`plain` is 8 bits for the inputs of every op, where the residual stream is rounded again and again; `quantized` is the
+config, and the file comes of that. Without `--pretrained` or `--weights` the weights are random: read the SQNR, not the
+top-1.
 """
 
 from __future__ import annotations
 
-from common import CONFIGS, arguments, finish
+from common import CONFIGS, arguments, export, finish
 from images import LabelledImages, add_arguments, compare, load_classifier, split
 
 import sparsebit
@@ -26,10 +27,11 @@ def main() -> None:
     batch, _ = next(iter(calibration))
 
     plain = sparsebit.quantize(model, calibration, "virtual")
-    finish(plain, batch, compare(model, plain, test, plain.config.DEVICE))
-
     qmodel = sparsebit.quantize(model, calibration, options.config)
-    finish(qmodel, batch, compare(model, qmodel, test, qmodel.config.DEVICE), options.save)
+    exported = export(qmodel, options, "deit_tiny", example=batch[:2], free={0: "batch"}, check=calibration)
+
+    models = {"float": model, "plain": plain, "quantized": qmodel} | ({"file": exported.model} if exported else {})
+    finish(qmodel, batch, compare(models, test, qmodel.config.DEVICE), options, exported)
 
 
 if __name__ == "__main__":

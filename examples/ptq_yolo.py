@@ -3,8 +3,8 @@
     python examples/ptq_yolo.py
     python examples/ptq_yolo.py --config onnxruntime        # the backend's defaults, for comparison
 
-mAP needs pycocotools; without it the table shows only the SQNR of the raw predictions. The weights are AGPL-3.0: use
-them to measure, not to ship.
+The file gives the raw predictions; what picks the boxes (`detections`) stays in Python. mAP needs pycocotools; without
+it the table shows only the SQNR of the predictions. The weights are AGPL-3.0: use them to measure, not to ship.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import CONFIGS, arguments, existing, finish, sqnr_db
+from common import CONFIGS, arguments, existing, export, finish, sqnr_db
 from PIL import Image
 from torch import nn
 
@@ -101,18 +101,23 @@ def main() -> None:
 
     qmodel = sparsebit.quantize(model, calibration, options.config)
 
+    example = torch.cat([calibration[0]] * 2)
+    exported = export(qmodel, options, "yolov5n", example=example, free={0: "batch"}, check=calibration)
+
     device = qmodel.config.DEVICE
-    original, quantized = predict(model.to(device), pictures, device), predict(qmodel, pictures, device)
-    scores: dict[str, tuple[float | None, float]] = {}
+    models = {"float": model.to(device), "quantized": qmodel} | ({"file": exported.model} if exported else {})
+    outputs = {name: predict(candidate, pictures, device) for name, candidate in models.items()}
+    scores: dict[str, dict[str, float]] = {name: {} for name in outputs}
     if importlib.util.find_spec("pycocotools"):
         from pycocotools.coco import COCO
 
         with contextlib.redirect_stdout(io.StringIO()):  # pycocotools tells its whole story on stdout
             truth = COCO(coco / "annotations" / "instances_val2017.json")
-            before, after = (average_precision(truth, ids, pictures, outputs) for outputs in (original, quantized))
-        scores["mAP 50-95"] = before, after
-    scores["output SQNR dB"] = None, sqnr_db(torch.stack(quantized), torch.stack(original))
-    finish(qmodel, calibration[0], scores, options.save)
+            for name, found in outputs.items():
+                scores[name]["mAP 50-95"] = average_precision(truth, ids, pictures, found)
+    for name in outputs.keys() - {"float"}:
+        scores[name]["output SQNR dB"] = sqnr_db(torch.stack(outputs[name]), torch.stack(outputs["float"]))
+    finish(qmodel, calibration[0], scores, options, exported)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Writes the tables of docs/guides/backends.md out of the runtime profiles: what is documented is what is planned.
+"""Writes the tables of the guides on backends, runtimes and export out of the code: what is documented is what is done.
 
-`python scripts/backend_tables.py` writes the page; with `--check` it writes nothing and fails where the page is out of
-step.
+The profiles of `deploy/runtimes.py`, the number types of `deploy/number_types.py`, the rules of
+`deploy/tensorrt_rules.py`. `python scripts/backend_tables.py` writes the pages; with `--check` it writes nothing and
+fails where one is out of step.
 """
 
 from __future__ import annotations
@@ -9,17 +10,45 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
 
 from marked_sections import table, update
 
+from sparsebit.deploy.number_types import ACTIVATION_WIDTHS, Storage, storage_for
 from sparsebit.deploy.runtimes import PROFILES, RuntimeProfile
+from sparsebit.deploy.tensorrt_rules import RULES
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "guides" / "backends.md"
+GUIDES = Path(__file__).resolve().parent.parent / "docs" / "guides"
+RUNTIMES = ("onnxruntime", "openvino", "tensorrt")
+
+# What a rule asks for, in words; the rule itself knows only where it is broken.
+ASKED = {
+    "operators": "QDQ, no integer operators (`QLinearConv`, `MatMulInteger`, …)",
+    "opset": "opset 10 to 25; 13 or more for scales per channel",
+    "types": "`int8`, `int4`, `float8e4m3fn` or `float4e2m1`",
+    "zero-points": "zero point 0",
+    "scales": "every scale a positive constant: float, float16 or bfloat16",
+    "activation-scales": "one scale per activation tensor",
+    "activation-bits": "no `int4` activations",
+    "bias": "no DequantizeLinear on `int32`",
+    "channel-axis": "scales per channel along the weight's output channels, one for each",
+    "blocks": "blocks for 4-bit weights only, of a size that divides the weight; an even number of 4-bit elements",
+    "pairs": "a DequantizeLinear behind every QuantizeLinear, and nothing else",
+    "both-operands": "input and weight quantized, or neither",
+    "weight-next-to-layer": "nothing between a weight's DequantizeLinear and its layer",
+    "batch-norm": "no batch norm behind a quantized layer",
+    "activation-fusion": "no Q/DQ between a layer and its activation",
+    "concat-scales": "one scale for all inputs of a concat",
+    "residual-add": "a quantized skip connection where convolutions are quantized",
+}
 
 
 def placement() -> str:
-    head = ("backend", "inputs", "only behind a convolution", "outputs", "absorbs", "batch norms folded by default")
+    head = (
+        *("backend", "inputs", "only behind a convolution", "outputs", "absorbs"),
+        *("as two integer ops", "batch norms folded by default"),
+    )
     return table(head, map(_placement, PROFILES.values()))
 
 
@@ -38,6 +67,53 @@ def costs() -> str:
     return table(head, rows)
 
 
+def files() -> str:
+    """How each backend's file is written, and what runs it here."""
+    head = ("backend", "bias", "int8 weights", "opset", "checked in")
+    rows = [
+        (_code([profile.name]), profile.bias, _range(profile), str(profile.opset), _checked_in(profile))
+        for profile in PROFILES.values()
+    ]
+    return table(head, rows)
+
+
+def one_profile(name: str) -> str:
+    """All of a runtime's profile, for its own page."""
+    profile = PROFILES[name]
+    rows = [
+        ("inputs quantized", _code((profile.inputs or frozenset()) - profile.conv_fed)),
+        ("inputs quantized only behind a convolution", _code(profile.conv_fed)),
+        ("outputs quantized", _code(profile.outputs)),
+        ("activations absorbed by the layer in front", _code(profile.absorbs)),
+        ("activations run as two integer ops", _code(profile.gates)),
+        ("weights", f"{profile.weight_scheme}, int8 codes {_range(profile)}"),
+        ("activations", f"{profile.activation_scheme}, {_activation_type(profile)}"),
+        ("bias", profile.bias),
+        ("batch norms", "folded" if profile.folds_batchnorm else "kept"),
+        ("opset", str(profile.opset)),
+        ("checked in", _checked_in(profile)),
+    ]
+    return table(("", f"`{name}`"), rows)
+
+
+def types() -> str:
+    """Bits -> the ONNX type that holds them, for weights (of `virtual`, which has them all) and activations."""
+    widths = PROFILES["virtual"].weight_widths
+    stored = [(bits, *(_storage(bits, kinds) for kinds in (widths, ACTIVATION_WIDTHS))) for bits in range(1, 17)]
+    rows = []
+    for (weight, activation), same in groupby(stored, key=lambda row: row[1:]):
+        bits = [str(row[0]) for row in same]
+        span = bits[0] if len(bits) == 1 else f"{bits[0]} to {bits[-1]}"
+        rows.append((span, _pair(weight), _pair(activation), str(max(weight.opset, activation.opset))))
+    return table(("bits", "weights", "activations", "first opset"), rows)
+
+
+def rules() -> str:
+    head = ("rule", "severity", "asks for", "what to do", "source")
+    rows = [(f"`{rule.name}`", rule.severity, ASKED[rule.name], rule.remedy, rule.source) for rule in RULES]
+    return table(head, rows)
+
+
 def _placement(profile: RuntimeProfile) -> tuple[str, ...]:
     is_virtual = profile.inputs is None
     return (
@@ -46,6 +122,7 @@ def _placement(profile: RuntimeProfile) -> tuple[str, ...]:
         _code(profile.conv_fed),
         _code(profile.outputs),
         "every activation" if is_virtual else _code(profile.absorbs),
+        _code(profile.gates),
         "yes" if profile.folds_batchnorm else "no",
     )
 
@@ -56,6 +133,27 @@ def _config(profile: RuntimeProfile) -> tuple[str, str, str]:
     weights, activations, schedule = (part if isinstance(part, dict) else {} for part in parts)
     formats = [f"{part['QUANTIZER']['BIT']} bits, {part['QSCHEME']}" for part in (weights, activations)]
     return formats[0], formats[1], str(schedule["FUSE_BN"]).lower()
+
+
+def _range(profile: RuntimeProfile) -> str:
+    return f"{-127 if profile.narrow_weights else -128} to 127"
+
+
+def _activation_type(profile: RuntimeProfile) -> str:
+    return "int8" if profile.activation_scheme.endswith("-symmetric") else "uint8"
+
+
+def _checked_in(profile: RuntimeProfile) -> str:
+    return profile.executes or "onnxruntime, node by node"
+
+
+def _storage(bits: int, widths: frozenset[int]) -> Storage:
+    return storage_for(0, (1 << bits) - 1, widths, "")
+
+
+def _pair(storage: Storage) -> str:
+    """Signed where symmetric, unsigned where affine."""
+    return f"`int{storage.width}`, `uint{storage.width}`"
 
 
 def _yaml(setting: str) -> str:
@@ -71,8 +169,14 @@ def _code(names: Iterable[str]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
-    sections = {"placement": placement(), "recommended": recommended(), "costs": costs()}
-    return update(PAGE, sections, check=parser.parse_args().check)
+    check = parser.parse_args().check
+    pages = {
+        "backends": {"placement": placement(), "recommended": recommended(), "costs": costs(), "files": files()},
+        "export": {"types": types()},
+        **{name: {"profile": one_profile(name)} for name in RUNTIMES},
+    }
+    pages["tensorrt"]["rules"] = rules()
+    return max(update(GUIDES / f"{name}.md", sections, check=check) for name, sections in pages.items())
 
 
 if __name__ == "__main__":

