@@ -17,7 +17,7 @@ from sparsebit.deploy.float_twin import float_twin
 from sparsebit.deploy.parity import Comparison, Parity, Tolerance
 from sparsebit.deploy.qdq_graph import load_model
 from sparsebit.deploy.runtimes import PROFILES
-from sparsebit.deploy.sessions import Session, open_session
+from sparsebit.deploy.sessions import EXACT, Session, open_session
 from sparsebit.errors import DeploymentError
 
 AS_WRITTEN = "the file as it is written"
@@ -49,7 +49,7 @@ def runtime_of(file: Path) -> str:
 def check_as_written(file: Path, batches: Batches, runtime: str | None = None) -> FileParity:
     """Does the runtime compute what the file says? Where not, which site is the first to differ?"""
     runtime = runtime or runtime_of(file)
-    session = open_session(file, runtime)
+    session = open_session(file, runtime, options=EXACT[runtime])
     written = open_session(file, "onnxruntime", optimize=False)
     twin = _twin(file)
     comparison, first = Comparison(session.outputs), None

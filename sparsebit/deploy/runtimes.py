@@ -63,6 +63,7 @@ _FLOAT_ADDS = (
     "residual adds stay in float, and so does the convolution before each of them "
     "(ResNet-18: 8 of 20 convolutions in integers)"
 )
+_CONVERTED_ADDS = "residual adds run in float between two int8 convolutions: two conversions each"
 _TRANSFORMER_ADDS = "adds of transformers become integer ops with conversions around them: slower, and less exact"
 _SCHEDULE_COSTS = {
     "SCHEDULE.FUSE_BN=False": (
@@ -115,7 +116,7 @@ PROFILES: dict[str, RuntimeProfile] = {
             executes="openvino",
             costs=MappingProxyType(
                 {
-                    "A.QADD.ENABLE_QUANT=False": _FLOAT_ADDS,
+                    "A.QADD.ENABLE_QUANT=False": _CONVERTED_ADDS,
                     "A.QADD.ENABLE_QUANT=True": _TRANSFORMER_ADDS,
                     **_SCHEDULE_COSTS,
                 }
@@ -132,9 +133,7 @@ PROFILES: dict[str, RuntimeProfile] = {
             opset=20,  # int8 linears of a newer opset do not load in ONNX Runtime, where the file is checked
             costs=MappingProxyType(
                 {
-                    "A.QADD.ENABLE_QUANT=False": (
-                        "residual adds run in float between two int8 convolutions: two conversions each"
-                    ),
+                    "A.QADD.ENABLE_QUANT=False": _CONVERTED_ADDS,
                     "A.QADD.ENABLE_QUANT=True": _TRANSFORMER_ADDS,
                     **_SCHEDULE_COSTS,
                 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -65,6 +66,12 @@ def open_session(
     if runtime == "openvino":
         return _OpenVino(file, num_threads, options or {})
     raise DeploymentError(f"runtime {runtime!r}: none that runs here; allowed: {', '.join(RUNTIMES)}")
+
+
+def require_runtime(runtime: str) -> None:
+    """Refuses, before any work, a runtime whose package is not installed."""
+    if importlib.util.find_spec(runtime) is None:
+        raise MissingExtraError(runtime, "onnx" if runtime == "onnxruntime" else runtime, "running an ONNX file")
 
 
 class _OnnxRuntime(Session):

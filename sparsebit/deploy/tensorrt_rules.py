@@ -282,7 +282,7 @@ _SYMMETRIC = "A.QSCHEME: per-tensor-symmetric and W.QSCHEME: per-channel-symmetr
 
 RULES: tuple[Rule, ...] = (
     Rule("operators", "error", _OPERATORS, "export QDQ, not integer operators", _operators),
-    Rule("opset", "error", _OPSETS, "export with opset 21", _opset),
+    Rule("opset", "error", _OPSETS, "export with opset 20 or 21", _opset),
     Rule("types", "error", _QUANTIZED_TYPES, _SYMMETRIC, _types),
     Rule("zero-points", "error", _OPERATORS, _SYMMETRIC, _zero_points),
     Rule("scales", "error", _EXPLICIT, "calibrate, so that every scale is a positive constant", _scales),

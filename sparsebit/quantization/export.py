@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sparsebit.deploy.embedding_layout import lay_out_embeddings
 from sparsebit.deploy.linear_layout import lay_out_linears
 from sparsebit.deploy.naming import describe_sites, tidy
 from sparsebit.deploy.pool_layout import lay_out_pools
@@ -64,6 +65,8 @@ def build_onnx(
     sites = lower(model, profile.weight_widths, whole_groups=profile.executes == "openvino")
     lay_out_linears(model)
     lay_out_pools(model)
+    if profile.executes is not None:
+        lay_out_embeddings(model)
     tidy(model, {"backend": qmodel.config.BACKEND})
     return model, sites
 

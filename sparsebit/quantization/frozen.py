@@ -13,7 +13,7 @@ from sparsebit.errors import DeploymentError
 from sparsebit.numerics.operator import OPERATOR
 from sparsebit.quantization.ops.bias import INT32, BiasRounding
 from sparsebit.quantization.ops.quant_opr import QShared, WeightedQuantOpr
-from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.quantization.quantizers.base import Quantizer, is_known
 
 
 class FrozenSite(nn.Module):
@@ -103,19 +103,14 @@ def frozen(model: nn.Module) -> Iterator[None]:
 
 def _is_swapped(parent: nn.Module, child: nn.Module) -> bool:
     if isinstance(child, Quantizer):
-        return child.is_enable and (_is_own_weight(parent, child) or _is_known(child))
+        return child.is_enable and (_is_own_weight(parent, child) or is_known(child))
     if isinstance(child, QShared):
-        return child.input_quantizer.is_enable and _is_known(child.input_quantizer)
+        return child.input_quantizer.is_enable and is_known(child.input_quantizer)
     return isinstance(child, BiasRounding) and child.is_enable
 
 
 def _is_own_weight(parent: nn.Module, quantizer: Quantizer) -> bool:
     return isinstance(parent, WeightedQuantOpr) and quantizer is parent.weight_quantizer
-
-
-def _is_known(quantizer: Quantizer) -> bool:
-    """Whether its `fake_quantize` is one of ours, the operator behind `transform`; any other is exported as it runs."""
-    return type(quantizer).fake_quantize.__module__.startswith("sparsebit.")
 
 
 @torch.no_grad()

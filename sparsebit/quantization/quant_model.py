@@ -19,6 +19,7 @@ from sparsebit.deploy.model_file import checked_path, staged, write
 from sparsebit.deploy.parity import Parity, Tolerance
 from sparsebit.deploy.ports import DynamicAxes
 from sparsebit.deploy.runtimes import PROFILES
+from sparsebit.deploy.sessions import require_runtime
 from sparsebit.errors import CalibrationError, CaptureError, CheckpointError
 from sparsebit.execution.batches import Call, as_call, calls
 from sparsebit.execution.value_store import MIB
@@ -211,6 +212,8 @@ class QuantModel(SimulatedModel):
         """
         check_ready(self)
         target = checked_path(name)
+        if check is not None:
+            require_runtime(PROFILES[self.config.BACKEND].executes or "onnxruntime")
         extra = checked_path(target.with_name(f"{target.stem}_extra.onnx")) if extra_info else None
         model, sites = build_onnx(
             self,

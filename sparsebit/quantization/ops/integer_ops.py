@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from sparsebit.numerics import integer_kernels
 from sparsebit.quantization.quantizers.base import Quantizer
 
+# Whole numbers up to 2^24 are exact in float32; half of that leaves room for what a sum is on its way.
+LARGEST_EXACT = float(1 << 23)
+
 
 class IntegerKernel(nn.Module):
     """Holds quantizers that belong to others; active in eval mode while all of them are on."""
@@ -53,11 +56,15 @@ class IntegerLayer(IntegerKernel):
         input_scale, weight_scale, *output = (q.qparams()[0].detach().to(x) for q in self.sources)
         shape = [1] * weight.ndim
         shape[0] = -1
-        sums = compute(
-            integer_kernels.codes_from_zero(x, input_scale),
-            integer_kernels.codes_from_zero(weight, weight_scale.reshape(shape) if weight_scale.ndim else weight_scale),
+        codes = integer_kernels.codes_from_zero(x, input_scale)
+        weight_codes = integer_kernels.codes_from_zero(
+            weight, weight_scale.reshape(shape) if weight_scale.ndim else weight_scale
         )
-        sums.round_()  # an algorithm that is not exact on whole numbers (Winograd) is near enough to tell them
+        sums = compute(codes, weight_codes)
+        if sums.numel() and sums.abs().max() >= LARGEST_EXACT:
+            sums = compute(codes.double(), weight_codes.double()).round_().to(x.dtype)
+        else:
+            sums.round_()  # an algorithm that is not exact on whole numbers (Winograd) is near enough to tell them
         along = [1] * sums.ndim
         along[channel_axis] = -1
         step = input_scale * weight_scale

@@ -114,7 +114,7 @@ class WeightedQuantOpr(QuantOpr):
         assert self.integer is not None
 
         def compute(codes: torch.Tensor, weight_codes: torch.Tensor) -> Any:
-            return self._with(weight_codes, None if bias is None else torch.zeros_like(bias), (codes,), {})
+            return self._with(weight_codes, None if bias is None else codes.new_zeros(bias.shape), (codes,), {})
 
         channel_axis = -1 if self.row.name == "linear" else x.ndim - weight.ndim + 1  # an unbatched image has one less
         with torch.no_grad():

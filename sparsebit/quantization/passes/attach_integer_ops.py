@@ -12,7 +12,7 @@ from sparsebit.quantization.ops.integer_ops import IntegerAdd, IntegerLayer, Int
 from sparsebit.quantization.ops.quant_opr import GatedQuantOpr, QIdentity, QShared, QuantOpr, WeightedQuantOpr
 from sparsebit.quantization.ops.table import input_argument, row_of
 from sparsebit.quantization.placement import split_site
-from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.quantization.quantizers.base import Quantizer, is_known
 
 _LAYERS = frozenset({"conv", "linear"})
 _CLIPS = frozenset({"relu", "relu6", "hardtanh"})  # they commute with rounding on a grid that holds their ends
@@ -111,6 +111,7 @@ def _fits(layer: WeightedQuantOpr, quantizer: Quantizer) -> bool:
     weight, feature = layer.weight_quantizer.spec, quantizer.spec
     return (
         layer.row.name in _LAYERS
+        and all(is_known(q) for q in (layer.weight_quantizer, quantizer))
         and not layer.weight_quantizer.fake_fused
         and feature.granularity.kind == "tensor"
         and (weight.granularity.kind == "tensor" or weight.granularity == PerChannel(0))

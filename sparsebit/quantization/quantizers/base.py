@@ -242,6 +242,11 @@ class Quantizer(nn.Module):
         return f"{self.TYPE} {self.summary()}"
 
 
+def is_known(quantizer: Quantizer) -> bool:
+    """Whether it rounds with the one operator behind `transform`, as ours do; a user's own may do anything."""
+    return type(quantizer).fake_quantize.__module__.startswith("sparsebit.")
+
+
 QuantizerClass = TypeVar("QuantizerClass", bound=type[Quantizer])
 
 
