@@ -110,18 +110,8 @@ class Exported:
         if self.audit is None:
             return record | {"num_bytes": self.file.stat().st_size, "untimed": self.untimed}
         found = self.audit.to_dict()
-        kept = (
-            "num_bytes",
-            "float_bytes",
-            "ratio",
-            "latency",
-            "counts",
-            "verdict",
-            "runtime",
-            "runtime_version",
-            "cpu",
-        )
-        return record | {key: found[key] for key in kept}
+        layer_by_layer = ("file", "layers", "leftovers", "feeds", "warnings")
+        return record | {key: value for key, value in found.items() if key not in layer_by_layer}
 
 
 def export(
@@ -136,15 +126,15 @@ def export(
 ) -> Exported | None:
     """Write the file, pass the parity gate on `check`, time it against float; None with `--no-export`.
 
-    `example`: two samples or more, a tensor or keyword arguments; their axes `free` may have any size in the file.
-    `sample`: what is timed, by default the first one of `example`.
+    `example`: a batch, a tensor or keyword arguments, whose axes `free` may have any size in the file. `sample`: what
+    is timed, by default the first one of `example`.
     """
     if options.no_export:
         return None
     target = options.export or Path(f"{name}-quantized.onnx")
     names = list(example) if isinstance(example, Mapping) else ["input"]
     parity = qmodel.export_onnx(
-        example,
+        _rows(example, 2),  # of one alone torch.export would take the size for fixed
         target,
         input_names=None if isinstance(example, Mapping) else names,
         dynamic_axes=dict.fromkeys(names, free),
@@ -152,7 +142,7 @@ def export(
     )
     assert parity is not None
     model = FileModel(target, qmodel.config.BACKEND)
-    timed = sample if sample is not None else _first(example)
+    timed = sample if sample is not None else _rows(example, 1)
     tensors = timed if isinstance(timed, Mapping) else {names[0]: timed}
     feeds = {key: tensor.cpu().numpy() for key, tensor in tensors.items()}
     budget_s = 1.0 if options.limit else 5.0
@@ -204,8 +194,11 @@ def _fact_table(facts: Mapping[str, str]) -> Table:
     return table
 
 
-def _first(batch: Batch) -> Batch:
-    return {name: tensor[:1] for name, tensor in batch.items()} if isinstance(batch, Mapping) else batch[:1]
+def _rows(batch: Batch, count: int) -> Batch:
+    """The first `count` (1 or 2) samples; a single one twice where two are wanted."""
+    if isinstance(batch, torch.Tensor):
+        return torch.cat([batch, batch])[:count]
+    return {name: torch.cat([tensor, tensor])[:count] for name, tensor in batch.items()}
 
 
 def _megabytes(count: int) -> str:

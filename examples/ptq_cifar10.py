@@ -55,10 +55,11 @@ def main() -> None:
 
     config = parse_qconfig(options.config)
     qmodel = QuantModel(model, config).to(config.DEVICE)
+    batches = calibration.split(64)
     # Forwards between these two verbs gather statistics; nothing is quantized yet, and no activation is kept.
     qmodel.prepare_calibration()
     with torch.no_grad():
-        for batch in calibration.split(64):
+        for batch in batches:
             qmodel(batch.to(config.DEVICE))
     qmodel.calc_qparams()
 
@@ -71,12 +72,10 @@ def main() -> None:
     scores["weights alone"] = top1(qmodel)
     qmodel.set_quant(w_quant=True, a_quant=True)
     scores["quantized"] = top1(qmodel)
-    exported = export(
-        qmodel, options, options.model, example=calibration[:2], free={0: "batch"}, check=calibration.split(64)
-    )
+    exported = export(qmodel, options, options.model, example=batches[0], free={0: "batch"}, check=batches)
     if exported is not None:
         scores["file"] = top1(exported.model)
-    finish(qmodel, calibration[:64], scores, options, exported)
+    finish(qmodel, batches[0], scores, options, exported)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def main() -> None:
 
     plain = sparsebit.quantize(model, calibration, "virtual")
     qmodel = sparsebit.quantize(model, calibration, options.config)
-    exported = export(qmodel, options, "deit_tiny", example=batch[:2], free={0: "batch"}, check=calibration)
+    exported = export(qmodel, options, "deit_tiny", example=batch, free={0: "batch"}, check=calibration)
 
     models = {"float": model, "plain": plain, "quantized": qmodel} | ({"file": exported.model} if exported else {})
     finish(qmodel, batch, compare(models, test, qmodel.config.DEVICE), options, exported)

@@ -33,7 +33,7 @@ def main() -> None:
 
     batch, _ = next(iter(calibration))
     name = options.model.rpartition("/")[-1]
-    exported = export(qmodel, options, name, example=batch[:2], free={0: "batch"}, check=calibration)
+    exported = export(qmodel, options, name, example=batch, free={0: "batch"}, check=calibration)
 
     models = {"float": model, "quantized": qmodel} | ({"file": exported.model} if exported else {})
     finish(qmodel, batch, compare(models, test, qmodel.config.DEVICE), options, exported)

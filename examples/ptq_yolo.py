@@ -101,8 +101,7 @@ def main() -> None:
 
     qmodel = sparsebit.quantize(model, calibration, options.config)
 
-    example = torch.cat([calibration[0]] * 2)
-    exported = export(qmodel, options, "yolov5n", example=example, free={0: "batch"}, check=calibration)
+    exported = export(qmodel, options, "yolov5n", example=calibration[0], free={0: "batch"}, check=calibration)
 
     device = qmodel.config.DEVICE
     models = {"float": model.to(device), "quantized": qmodel} | ({"file": exported.model} if exported else {})

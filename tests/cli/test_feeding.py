@@ -32,7 +32,9 @@ X, IDS, MASK = torch.randn(4, 3), torch.arange(4), torch.ones(4)
 
 
 @pytest.mark.parametrize(
-    "batch", [X, (X, torch.zeros(4)), [X], {"image": X, "label": 1}, {"pixels": X}, (X.numpy(),)], ids=str
+    "batch",
+    [X, (X, torch.zeros(4)), [X], {"image": X, "label": 1}, {"pixels": X}, (X.numpy(),)],
+    ids=["tensor", "with labels", "list", "by name", "other name", "array"],
 )
 def test_one_input(batch: Any) -> None:
     found = as_feeds(batch, IMAGE, "net.onnx")

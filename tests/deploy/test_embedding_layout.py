@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.deploy.exporting import EXACT, op_types, worst
+from tests.quantization.tiny import calibrated, qconfig
+
+IDS = torch.randint(0, 40, (2, 5), generator=torch.Generator().manual_seed(0))
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(40, 16), nn.Linear(16, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.table(ids))
+
+
+@pytest.mark.filterwarnings("ignore:.*is obeyed, against the onnxruntime profile")
+@pytest.mark.parametrize("scheme", ["per-channel-symmetric", "per-channel-affine", "per-tensor-symmetric"])
+def test_rows_are_looked_up_as_integers(scheme: str, tmp_path: Path) -> None:
+    qmodel = calibrated(Words(), [IDS], qconfig({"W.QSCHEME": scheme}, backend="onnxruntime"))
+    qmodel.export_onnx(IDS, tmp_path / "m.onnx")
+    assert worst(qmodel, tmp_path / "m.onnx", IDS) <= EXACT
+    graph = onnx.load(str(tmp_path / "m.onnx")).graph
+    stored = {tensor.name for tensor in graph.initializer}
+    (lookup,) = [node for node in graph.node if node.op_type == "Gather" and node.input[0] == "table.weight/codes"]
+    assert lookup.input[0] in stored  # nothing is dequantized in front of it
+    assert not [node for node in graph.node if node.op_type == "DequantizeLinear" and node.input[0] == lookup.input[0]]
+
+
+def test_a_runtime_that_does_not_run_here_gets_the_standard_form(tmp_path: Path) -> None:
+    qmodel = calibrated(Words(), [IDS], qconfig(backend="tensorrt"))
+    qmodel.export_onnx(IDS, tmp_path / "m.onnx")
+    assert op_types(tmp_path / "m.onnx")["Gather"] == 1
+    assert worst(qmodel, tmp_path / "m.onnx", IDS) <= EXACT

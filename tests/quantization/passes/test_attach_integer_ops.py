@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparsebit.quantization import QuantModel
+from sparsebit.quantization.ops.integer_ops import IntegerAdd
+from sparsebit.quantization.ops.quant_opr import GatedQuantOpr, QShared, WeightedQuantOpr
+from sparsebit.quantization.quantizers.base import Quantizer, register_quantizer
+from sparsebit.registry import QUANTIZERS
+from tests.deploy.exporting import optimized_ops
+from tests.quantization.tiny import calibrated, qconfig, site, sites
+
+X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+class Net(nn.Module):
+    """A convolution + SiLU, a max pool whose output two convolutions read, an add."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.left, self.right = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.silu(self.stem(x)), 2)
+        return self.left(x) + self.right(x)
+
+
+def layers(qmodel: QuantModel, kind: type[nn.Module]) -> list[nn.Module]:
+    return [module for module in qmodel.model.modules() if isinstance(module, kind)]
+
+
+def test_everything_runs_in_integers_and_bit_by_bit(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    qmodel = calibrated(Net(), [X], qconfig({"A.OBSERVER.TYPE": "mse"}, backend="onnxruntime"))
+    parity = qmodel.export_onnx(X, tmp_path / "m.onnx", check=[X])
+    assert parity is not None and parity.is_exact
+    ops = optimized_ops(tmp_path / "m.onnx", tmp_path)
+    assert ops["QLinearConv"] == 3 and ops["QLinearSigmoid"] == ops["QLinearMul"] == ops["QLinearAdd"] == 1
+    assert ops["QuantizeLinear"] == 1  # the input's alone
+
+
+def test_a_max_pool_keeps_its_input_s_grid() -> None:
+    qmodel = calibrated(Net(), [X], qconfig(backend="onnxruntime"))
+    (shared,) = layers(qmodel, QShared)
+    assert isinstance(shared, QShared) and shared.input_quantizer is site(qmodel, "silu.output")
+    assert "max_pool2d.shared" not in sites(qmodel)
+
+
+def test_a_consumer_with_another_format_has_its_own_quantizer() -> None:
+    config = qconfig({"A.SPECIFIC": [{"left": ["QSCHEME", "per-tensor-symmetric"]}]}, backend="onnxruntime")
+    qmodel = calibrated(Net(), [X], config)
+    assert "left.input" in sites(qmodel) and site(qmodel, "left.input").spec.symmetric
+
+
+def test_the_gate_of_a_silu_is_quantized_for_onnxruntime_only() -> None:
+    assert "silu.gate" in sites(calibrated(Net(), [X], qconfig(backend="onnxruntime")))
+    for backend in ("openvino", "tensorrt", "virtual"):
+        assert not layers(calibrated(Net(), [X], qconfig(backend=backend)), GatedQuantOpr)
+
+
+@pytest.mark.parametrize(("backend", "rounds", "is_exact"), [("onnxruntime", True, True), ("openvino", True, False)])
+def test_biases_and_kernels_follow_the_profile(backend: str, rounds: bool, is_exact: bool) -> None:
+    qmodel = calibrated(Net(), [X], qconfig(backend=backend))
+    for layer in layers(qmodel, WeightedQuantOpr):
+        assert isinstance(layer, WeightedQuantOpr)
+        assert (layer.bias_rounding is not None) == rounds and (layer.integer is not None) == is_exact
+    assert bool(layers(qmodel, IntegerAdd)) == is_exact
+
+
+@pytest.mark.parametrize("backend", ["virtual", "tensorrt"])
+def test_float_biases_stay(backend: str) -> None:
+    qmodel = calibrated(Net(), [X], qconfig(backend=backend))
+    assert all(layer.bias_rounding is None for layer in layers(qmodel, WeightedQuantOpr))
+
+
+def test_a_user_s_own_rounding_is_not_taken_for_the_grid() -> None:
+    @register_quantizer("doubled")
+    class Doubled(Quantizer):
+        def fake_quantize(self, x: Tensor) -> Tensor:
+            return 2 * super().fake_quantize(x)
+
+    try:
+        config = qconfig({"A.QUANTIZER.TYPE": "doubled"}, backend="onnxruntime")
+        qmodel = calibrated(Net(), [X], config)
+        assert all(layer.integer is None for layer in layers(qmodel, WeightedQuantOpr))
+    finally:
+        QUANTIZERS._entries.pop("doubled")
+
+
+def test_a_sum_beyond_float32_is_exact_too(tmp_path: Path) -> None:
+    """4,096 products of large codes with one sign: more than 2^24."""
+    torch.manual_seed(0)
+    linear = nn.Linear(4096, 64)
+    with torch.no_grad():
+        linear.weight.abs_().add_(0.05)
+    x = torch.rand(8, 4096)
+    qmodel = calibrated(nn.Sequential(linear), [x], qconfig(backend="onnxruntime"))
+    parity = qmodel.export_onnx(x, tmp_path / "m.onnx", check=[x])
+    assert parity is not None and parity.worst.sqnr_db > 140  # the outputs themselves are float32; 131 in float32 sums
+
+
+def test_tuned_batch_norms_leave_integer_biases(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    config = qconfig({"SCHEDULE.BN_TUNING": True}, backend="onnxruntime")
+    qmodel = calibrated(model, [X], config)
+    with qmodel.batchnorm_tuning(), torch.no_grad():
+        qmodel(X)
+    qmodel.set_quant(w_quant=True, a_quant=True)
+    parity = qmodel.export_onnx(X, tmp_path / "m.onnx", check=[X])
+    assert parity is not None and parity.worst.max_difference <= 1e-6
