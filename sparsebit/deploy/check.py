@@ -49,7 +49,7 @@ def runtime_of(file: Path) -> str:
 def check_as_written(file: Path, batches: Batches, runtime: str | None = None) -> FileParity:
     """Does the runtime compute what the file says? Where not, which site is the first to differ?"""
     runtime = runtime or runtime_of(file)
-    session = open_session(file, runtime, options=EXACT[runtime])
+    session = open_session(file, runtime, options=EXACT.get(runtime))
     written = open_session(file, "onnxruntime", optimize=False)
     twin = _twin(file)
     comparison, first = Comparison(session.outputs), None
