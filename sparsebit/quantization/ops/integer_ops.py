@@ -32,6 +32,7 @@ class IntegerKernel(nn.Module):
             not self.training
             and all(quantizer.is_enable for quantizer in self.sources)
             and not torch.compiler.is_compiling()
+            and not any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))  # sums in half precision
         )
 
     def extra_repr(self) -> str:

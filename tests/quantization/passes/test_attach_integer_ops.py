@@ -104,6 +104,16 @@ def test_a_sum_beyond_float32_is_exact_too(tmp_path: Path) -> None:
     assert parity is not None and parity.worst.sqnr_db > 140  # the outputs themselves are float32; 131 in float32 sums
 
 
+def test_under_autocast_the_plain_ops_run() -> None:
+    qmodel = calibrated(Net(), [X], qconfig(backend="onnxruntime"))
+    with torch.no_grad():
+        exact = qmodel(X)
+        with torch.autocast("cpu", torch.bfloat16):
+            rough = qmodel(X)
+    assert rough.dtype == torch.bfloat16
+    assert 0 < float((rough.float() - exact).norm() / exact.norm()) < 0.05
+
+
 def test_tuned_batch_norms_leave_integer_biases(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
