@@ -90,8 +90,8 @@ def main() -> None:
     names = [name for name in ZOO if fnmatch.fnmatch(name, options.only)]
     threads = max(1, torch.get_num_threads() // options.jobs)
     failed = 0
-    # A process each: a model that takes the exporter down takes nobody with it.
-    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn"), max_tasks_per_child=8) as pool:
+    # Processes of their own: what the exporter leaves behind in memory goes with them.
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         for future in as_completed([pool.submit(partial(examine, threads=threads), name) for name in names]):
             record = future.result()
             failed += not record["ok"]
