@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -58,8 +59,8 @@ def existing(path: Path) -> Path:
 
 def sqnr_db(quantized: torch.Tensor, original: torch.Tensor) -> float:
     """10·log10 of signal over error energy: one more bit is six more decibels."""
-    error = (quantized - original).double().square().sum().clamp_min(1e-30)
-    return float(10 * torch.log10(original.double().square().sum() / error))
+    error = (quantized - original).double().square().sum()
+    return float(10 * torch.log10(original.double().square().sum() / error)) if error else math.inf
 
 
 class FileModel(nn.Module):
@@ -82,23 +83,25 @@ class FileModel(nn.Module):
 
 @dataclass(frozen=True)
 class Exported:
-    """A written file. `model` runs it; `audit` has its size and speed, None where `untimed` says why not."""
+    """A written file. `model` runs it; `float_bytes`: of the float weights; `audit`: None where `untimed` says why."""
 
     file: Path
     model: FileModel
     parity: Parity
+    float_bytes: int
     audit: Audit | None
     untimed: str = ""
 
+    @property
+    def num_bytes(self) -> int:
+        return self.file.stat().st_size
+
     def facts(self) -> dict[str, str]:
-        found = {"file": str(self.file), "parity": str(self.parity)}
+        share = f"{self.num_bytes / self.float_bytes:.2f} of the float weights' {_megabytes(self.float_bytes)}"
+        found = {"file": str(self.file), "parity": str(self.parity), "size": f"{_megabytes(self.num_bytes)}: {share}"}
         if self.audit is None:
-            return found | {"size": _megabytes(self.file.stat().st_size), "speed": f"not timed: {self.untimed}"}
-        size, latency = self.audit.num_bytes, self.audit.latency
-        found["size"] = _megabytes(size)
-        if self.audit.float_bytes:
-            found["size"] += f": {size / self.audit.float_bytes:.2f} of {_megabytes(self.audit.float_bytes)} in float"
-        if latency:
+            return found | {"speed": f"not timed: {self.untimed}"}
+        if latency := self.audit.latency:
             times = f"{latency['quantized'].cpu_ms:.3g} ms, {latency['float'].cpu_ms:.3g} ms in float"
             shapes = ", ".join(dict.fromkeys(words.removesuffix(", given") for words in self.audit.feeds.values()))
             found["speed"] = f"{self.audit.ratio:.2f} of float: {times} (CPU time, 1 thread, {shapes})"
@@ -106,12 +109,12 @@ class Exported:
         return found | {"runs": self.audit.verdict, "runtime": where}
 
     def to_dict(self) -> dict[str, Any]:
-        record = {"file": str(self.file), "parity": self.parity.to_dict()}
+        sizes = {"num_bytes": self.num_bytes, "float_bytes": self.float_bytes}
+        record = {"file": str(self.file), "parity": self.parity.to_dict(), **sizes}
         if self.audit is None:
-            return record | {"num_bytes": self.file.stat().st_size, "untimed": self.untimed}
-        found = self.audit.to_dict()
-        layer_by_layer = ("file", "layers", "leftovers", "feeds", "warnings")
-        return record | {key: value for key, value in found.items() if key not in layer_by_layer}
+            return record | {"untimed": self.untimed}
+        left_out = ("layers", "leftovers", "feeds", "warnings")  # the long parts: `sparsebit audit FILE` tells them
+        return {key: value for key, value in self.audit.to_dict().items() if key not in left_out} | record
 
 
 def export(
@@ -145,12 +148,13 @@ def export(
     timed = sample if sample is not None else _rows(example, 1)
     tensors = timed if isinstance(timed, Mapping) else {names[0]: timed}
     feeds = {key: tensor.cpu().numpy() for key, tensor in tensors.items()}
+    float_bytes = sum(weight.numel() * weight.element_size() for weight in qmodel.parameters())
     budget_s = 1.0 if options.limit else 5.0
     try:
         found = audit(target, runtime=model.session.runtime, feeds=feeds, budget_s=budget_s)
-        return Exported(target, model, parity, found)
+        return Exported(target, model, parity, float_bytes, found)
     except DeploymentError as error:  # nodes that are right one by one, and that the optimized graph has no kernels for
-        return Exported(target, model, parity, None, str(error).splitlines()[0])
+        return Exported(target, model, parity, float_bytes, None, str(error).splitlines()[0])
 
 
 def finish(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -124,7 +125,7 @@ class TestExport:
             qmodel(**some), exported.model(**some), exported.model(*some.values()), strict=True
         ):
             assert all(torch.allclose(one, expected, atol=1e-5) for one in found)
-        assert target.stat().st_size == exported.audit.num_bytes
+        assert exported.num_bytes == target.stat().st_size and exported.float_bytes == 4 * (8 * 7 + 7)
 
     def test_default_name_and_tables(
         self, common: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -148,6 +149,12 @@ class TestExport:
         monkeypatch.setitem(sys.modules, "onnxscript", None)
         with pytest.raises(MissingExtraError, match=r"sparsebit\[onnx\]"):
             self.export(common)
+
+
+def test_sqnr_of_equal_outputs_is_infinite(common: ModuleType) -> None:
+    zeros, ones = torch.zeros(3), torch.ones(3)
+    assert [common.sqnr_db(x, x) for x in (zeros, ones)] == [math.inf, math.inf]
+    assert common.sqnr_db(0.9 * ones, ones) == pytest.approx(20, abs=1e-4)
 
 
 class TestLoadClassifier:
