@@ -39,6 +39,7 @@ class Case:
     is_transformer: bool = False
     config: str | None = None
     float_from: str | None = None
+    calibration_batch: int = BATCH  # images at once; a moving average sees each batch as one
 
 
 def batch(samples: Sequence[Feeds]) -> torch.Tensor | dict[str, torch.Tensor]:
@@ -239,6 +240,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "efficientnet_lite0": lambda: _real(efficientnet_lite0()),
     "deit_tiny": partial(_random, "deit_tiny", partial(_timm, "deit_tiny_patch16_224"), is_transformer=True),
     "minilm": minilm,
-    "yolov5n": lambda: _real(yolov5n(), config="examples/configs/yolo_w8a8.yaml", float_from="model.24."),
+    "yolov5n": lambda: _real(
+        yolov5n(), config="examples/configs/yolo_w8a8.yaml", float_from="model.24.", calibration_batch=1
+    ),
     "resnet20": lambda: _real(cifar("resnet20", 2000)),
 }

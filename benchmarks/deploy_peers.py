@@ -55,7 +55,7 @@ def sparsebit(case: Case, _: Path, file: Path, *, backend: str) -> dict[str, Any
         settings["A"] = {**settings["A"], "OBSERVER": {"TYPE": OBSERVER}}
         config = parse_qconfig(settings)
     config = config.replace("DEVICE", "cpu")  # the evaluation inputs are there
-    qmodel = quantize(case.model, list(batches(case.calibration)), config)
+    qmodel = quantize(case.model, list(batches(case.calibration, case.calibration_batch)), config)
     start = time.perf_counter()
     qmodel.export_onnx(batch(case.evaluation[:1]), str(file))
     return {

@@ -11,6 +11,7 @@ import torch
 from sparsebit.deploy.embedding_layout import lay_out_embeddings
 from sparsebit.deploy.linear_layout import lay_out_linears
 from sparsebit.deploy.naming import describe_sites, tidy
+from sparsebit.deploy.pad_layout import lay_out_pads
 from sparsebit.deploy.pool_layout import lay_out_pools
 from sparsebit.deploy.ports import DynamicAxes
 from sparsebit.deploy.qdq import ExportedSite, lower, required_opset
@@ -65,6 +66,7 @@ def build_onnx(
     sites = lower(model, profile.weight_widths, whole_groups=profile.executes == "openvino")
     lay_out_linears(model)
     lay_out_pools(model)
+    lay_out_pads(model)
     if profile.executes is not None:
         lay_out_embeddings(model)
     tidy(model, {"backend": qmodel.config.BACKEND})

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from torch import fx, nn
+from torch.nn.modules.padding import _ConstantPadNd
 from torch.nn.utils.parametrize import is_parametrized
 
 from sparsebit.errors import ConfigError
@@ -111,12 +112,25 @@ _GRID_KEEPERS = frozenset(
 
 
 def keeps_grid(row: OpRow, node: fx.Node, root: fx.GraphModule) -> bool:
-    """Whether the op only moves or selects values (or repeats the nearest one), so that its output is on its grid."""
+    """Whether the op only moves, repeats or selects values or adds zeros, so that its output is on its input's grid."""
     if row.name == "upsample":
         module = root.get_submodule(str(node.target)) if node.op == "call_module" else None
         mode = getattr(module, "mode", None) if module is not None else node.kwargs.get("mode", "nearest")
         return bool(mode in ("nearest", "nearest-exact"))
+    if row.name == "pad":
+        return _pads_zeros(node, root)
     return row.name in _GRID_KEEPERS
+
+
+def _pads_zeros(node: fx.Node, root: fx.GraphModule) -> bool:
+    if node.op == "call_module":
+        module = root.get_submodule(str(node.target))
+        return isinstance(module, _ConstantPadNd) and module.value == 0
+    mode, value = (
+        node.args[place] if len(node.args) > place else node.kwargs.get(name)
+        for place, name in ((2, "mode"), (3, "value"))
+    )
+    return mode in (None, "constant") and value in (None, 0, 0.0)
 
 
 def tensor_arguments(row: OpRow, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int | str, Any]:
