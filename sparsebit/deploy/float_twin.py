@@ -14,6 +14,8 @@ from sparsebit.deploy.float_operators import FLOAT_OPERATORS, is_integer_operato
 from sparsebit.deploy.qdq_graph import DEQUANTIZE, QUANTIZE, Graph, attribute, load_model, outer_values, type_name
 from sparsebit.errors import DeploymentError
 
+_CODE_TYPES = ("int2", "uint2", "int4", "uint4", "int8", "uint8", "int16", "uint16")
+
 
 def float_twin(file: str | os.PathLike[str] | Any) -> Any:
     """The float model of a quantized file (a path or a ModelProto); the file's names of inputs and outputs stay."""
@@ -25,6 +27,8 @@ def float_twin(file: str | os.PathLike[str] | Any) -> Any:
             writer.rename(node.output[0], node.input[0])
         elif node.op_type == DEQUANTIZE:
             _without_dequantize(writer, node)
+        elif node.op_type == "Gather" and writer.is_code_table(node.input[0]):
+            _with_float_table(writer, node)
         elif operator is not None:
             operator(writer, node)
         elif is_integer_operator(node):
@@ -55,6 +59,16 @@ def _without_dequantize(writer: _Writer, node: Any) -> None:
         writer.keep(node)
 
 
+def _with_float_table(writer: _Writer, node: Any) -> None:
+    """An embedding that is looked up as integers: the same numbers as floats, so that the Cast behind it is nothing."""
+    import numpy
+
+    table = f"{node.input[0]}/float"
+    writer.store(table, numpy.asarray(writer.constant(node.input[0])).astype(numpy.float32))
+    writer.rename(node.input[0], table)
+    writer.keep(node)
+
+
 class _Writer:
     """The twin's graph as it grows: nodes in order, float initializers, and what each old value is called now."""
 
@@ -79,6 +93,11 @@ class _Writer:
         """Whether the stored value is of a quantized type, rather than a float weight with a Q/DQ pair on it."""
         tensor = self.graph.stored(self.current(name))
         return tensor is not None and type_name(tensor.data_type) not in ("float", "float16", "bfloat16")
+
+    def is_code_table(self, name: str) -> bool:
+        """Whether the value is stored and of a type that only quantized numbers have."""
+        tensor = self.graph.stored(self.current(name))
+        return tensor is not None and type_name(tensor.data_type) in _CODE_TYPES
 
     def comes_from_quantize(self, name: str) -> bool:
         """Whether a Q, or an operator with integer output, lies behind the value, maybe behind others in between."""

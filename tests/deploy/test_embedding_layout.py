@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sparsebit.deploy.float_twin import float_twin
+from sparsebit.deploy.sessions import open_session
 from tests.deploy.exporting import EXACT, op_types, worst
 from tests.quantization.tiny import calibrated, qconfig
 
@@ -33,6 +35,18 @@ def test_rows_are_looked_up_as_integers(scheme: str, tmp_path: Path) -> None:
     (lookup,) = [node for node in graph.node if node.op_type == "Gather" and node.input[0] == "table.weight/codes"]
     assert lookup.input[0] in stored  # nothing is dequantized in front of it
     assert not [node for node in graph.node if node.op_type == "DequantizeLinear" and node.input[0] == lookup.input[0]]
+
+
+def test_the_float_twin_has_a_float_table(tmp_path: Path) -> None:
+    qmodel = calibrated(Words(), [IDS], qconfig(backend="onnxruntime"))
+    qmodel.export_onnx(IDS, tmp_path / "m.onnx")
+    twin = float_twin(tmp_path / "m.onnx")
+    assert not [
+        t.name for t in twin.graph.initializer if t.data_type in (onnx.TensorProto.INT8, onnx.TensorProto.UINT8)
+    ]
+    exact, rounded = (open_session(file) for file in (twin.SerializeToString(), tmp_path / "m.onnx"))
+    expected, found = (session.run({"ids": IDS.numpy()})[0] for session in (exact, rounded))
+    assert abs(expected - found).max() < 0.05 * abs(expected).max()
 
 
 def test_a_runtime_that_does_not_run_here_gets_the_standard_form(tmp_path: Path) -> None:
