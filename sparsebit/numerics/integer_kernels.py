@@ -51,16 +51,16 @@ def add(
         if fixed is None:  # the values themselves are added (a fused multiply-add), then quantized
             value_b = codes_b.double().mul_(scale_b).float()
             total = codes_a.double().mul_(scale_a).add_(value_b).float().div_(scale_c).add_(zero_c)
-            return total.round_().sub_(zero_c).to(a.dtype).mul_(scales[2].to(a.device, a.dtype))
+            return _on_grid(total.round_().sub_(zero_c), scales[2], a)
         shift, multiplier_a, multiplier_b = fixed
         total = codes_a.double().mul_(multiplier_a).add_(codes_b.double().mul_(multiplier_b))
         half_away = total.abs().add_(float(1 << (shift - 1))).mul_(2.0**-shift).floor_().mul_(total.sign())
-        return half_away.to(a.dtype).mul_(scales[2].to(a.device, a.dtype))
+        return _on_grid(half_away, scales[2], a)
     # Products of float32 numbers are exact in float64: these are fused multiply-adds but for a double rounding.
     constant = _float32(zero_c - _float32(ratio_a * zero_a + _float32(ratio_b * zero_b)))
     partial = codes_b.add_(zero_b).double().mul_(ratio_b).add_(constant).float()
     total = codes_a.add_(zero_a).double().mul_(ratio_a).add_(partial).float()
-    return total.round_().sub_(zero_c).to(a.dtype).mul_(scales[2].to(a.device, a.dtype))
+    return _on_grid(total.round_().sub_(zero_c), scales[2], a)
 
 
 def multiply(
@@ -82,7 +82,12 @@ def multiply(
     if not _is_arm(machine):
         product = product.float()
     total = product.add_(zero_c).float()
-    return total.round_().sub_(zero_c).to(a.dtype).mul_(scales[2].to(a.device, a.dtype))
+    return _on_grid(total.round_().sub_(zero_c), scales[2], a)
+
+
+def _on_grid(codes: Tensor, scale: Tensor, like: Tensor) -> Tensor:
+    """Codes counted from zero as values, of the type and on the device of `like`."""
+    return codes.to(like.dtype).mul_(scale.to(like.device, like.dtype))
 
 
 def _is_arm(machine: str | None) -> bool:
