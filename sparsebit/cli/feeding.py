@@ -22,12 +22,12 @@ class FileData:
         self.data, self.options, self.file = data, options, file
         self.description = data
 
-    def __call__(self, session: Session) -> Iterator[Feeds]:
+    def __call__(self, session: Session, batch_size: int | None) -> Iterator[Feeds]:
         takes_bytes = "uint8" in session.input_types.values()
         inputs = Inputs(session.inputs, f"input of {self.file}", in_order=True, takes_bytes=takes_bytes)
         source = load_data(self.data, self.options, inputs)
         self.description = source.description
-        return feeds(source, session, self.file, session.batch_size)
+        return feeds(source, session, self.file, batch_size)
 
 
 def feeds(data: Iterable[Any], session: Session, file: str, size: int | None) -> Iterator[Feeds]:

@@ -23,8 +23,8 @@ from sparsebit.errors import DeploymentError
 AS_WRITTEN = "the file as it is written"
 
 Feeds = Mapping[str, Any]
-# Numpy arrays by the file's input names, batch by batch; or what makes them for the opened file.
-Batches = Iterable[Feeds] | Callable[[Session], Iterable[Feeds]]
+# Numpy arrays by the file's input names, batch by batch; or what makes them for the opened file and its batch size.
+Batches = Iterable[Feeds] | Callable[[Session, int | None], Iterable[Feeds]]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def check_as_written(file: Path, batches: Batches, runtime: str | None = None) -
     written = open_session(file, "onnxruntime", optimize=False)
     twin = _twin(file)
     comparison, first = Comparison(session.outputs), None
-    for feeds in _made(batches, session):
+    for feeds in _made(batches, session, session.batch_size):
         first = first or feeds
         with _running(file, feeds):
             expected, found = written.run(feeds), session.run(feeds)
@@ -85,7 +85,7 @@ def check_against(file: Path, against: Path, batches: Batches, runtime: str | No
     names = dict(zip(session.inputs, other.inputs, strict=True))
     comparison = Comparison(session.outputs, judge_all=True)
     # The one with a fixed batch says how the data is cut.
-    for feeds in _made(batches, session, other.batch_size):
+    for feeds in _made(batches, session, session.batch_size or other.batch_size):
         with _running(against, feeds):
             renamed = {names[name]: array.astype(other.input_types[names[name]]) for name, array in feeds.items()}
             expected = other.run(renamed)
@@ -95,13 +95,8 @@ def check_against(file: Path, against: Path, batches: Batches, runtime: str | No
     return FileParity(comparison.result(str(file), runtime, str(against)))
 
 
-def _made(batches: Batches, session: Session, batch_size: int | None = None) -> Iterable[Feeds]:
-    if not callable(batches):
-        return batches
-    if session.batch_size is None and batch_size is not None:
-        name = session.inputs[0]
-        session.input_shapes[name] = (batch_size, *session.input_shapes[name][1:])
-    return batches(session)
+def _made(batches: Batches, session: Session, batch_size: int | None) -> Iterable[Feeds]:
+    return batches(session, batch_size) if callable(batches) else batches
 
 
 def _twin(file: Path) -> Session | None:
