@@ -149,7 +149,7 @@ def _sweep(
     import sparsebit
     from sparsebit.cli.profile import layer_errors
     from sparsebit.cli.size import weight_size
-    from sparsebit.cli.trial import decibels
+    from sparsebit.deploy.parity import decibels
 
     with torch.no_grad():
         reference = model(digits.test_images)

@@ -115,7 +115,7 @@ def _saved(folder: Path, subject: Subject) -> tuple[QuantModel, Trial]:
 
 def layer_errors(qmodel: QuantModel, data: Iterable[object], *, sync: bool = False) -> list[LayerError]:
     """Mean squared error and SQNR of every quantized layer's output, the worst SQNR first."""
-    from sparsebit.cli.trial import decibels
+    from sparsebit.deploy.parity import decibels
     from sparsebit.records import LayerError
 
     noise = qmodel.get_quantization_error(data, is_async=not sync)

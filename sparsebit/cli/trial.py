@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from sparsebit.cli.data import Data, num_samples_in
 from sparsebit.cli.loading import LoadingError, cause
+from sparsebit.deploy.parity import decibels
 from sparsebit.errors import SparsebitError
 from sparsebit.execution.batches import Call, as_call, to_device
 
@@ -52,13 +52,6 @@ def run_first(model: nn.Module, data: Data) -> Trial:
     except Exception as error:
         raise LoadingError(f"the float model cannot run this data ({_shapes(call)}): {cause(error)}") from error
     return Trial(call, _floats(outputs), num_samples_in(batch))
-
-
-def decibels(signal: float, noise: float) -> float:
-    """10 log10(signal / noise); no noise is infinity."""
-    if noise == 0:
-        return math.inf
-    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
 
 
 def _floats(outputs: Any) -> list[Tensor]:

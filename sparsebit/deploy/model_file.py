@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import shutil
 import signal
 import tempfile
 import threading
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -80,7 +80,7 @@ def write(model: ir.Model, path: Path, *, largest_single_file: int = LARGEST_SIN
     num_bytes = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value)
     try:
         if num_bytes > largest_single_file:
-            digest = hashlib.sha256(os.urandom(16)).hexdigest()[:8]  # a new name: an older model keeps its own data
+            digest = uuid.uuid4().hex[:8]  # a new name: an older model keeps its own data
             ir.save(model, path, external_data=f"{path.stem}-{digest}.onnx.data")
         else:
             ir.save(model, path)

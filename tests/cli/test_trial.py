@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from sparsebit.cli.data import Data
 from sparsebit.cli.loading import LoadingError
-from sparsebit.cli.trial import decibels, run_first
+from sparsebit.cli.trial import run_first
+from sparsebit.deploy.parity import decibels
 
 
 def data(*batches: Any) -> Data:

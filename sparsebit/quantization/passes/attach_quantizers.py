@@ -152,8 +152,6 @@ class _RegionAttacher:
     ) -> None:
         name = layer_name(self.path, node)
         gate = self.plan.gates.get(node)
-        if gate is not None:
-            name = name if self.calls[node.target] <= 1 else f"{name}#{node.name}"
         if node.op == "call_module" and (gate is None or self.calls[node.target] == 1):
             module = self.root.get_submodule(str(node.target))
             wrapped = self.maker.wrap(module, row, name, activation, weight, gate)
