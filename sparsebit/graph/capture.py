@@ -42,6 +42,7 @@ class Region(nn.Module):
         super().__init__()
         self.graph_module = graph_module
         self.constants = constants
+        self.inputs = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
 
     @property
     def source(self) -> nn.Module:
@@ -55,12 +56,11 @@ class Region(nn.Module):
             return None
         bound.apply_defaults()
         given = _flattened(bound)
-        inputs = [str(node.target) for node in self.graph_module.graph.find_nodes(op="placeholder")]
-        if given.keys() != {*inputs, *self.constants} or any(_is_constant(given[name]) for name in inputs):
+        if given.keys() != {*self.inputs, *self.constants} or any(_is_constant(given[name]) for name in self.inputs):
             return None
         if not all(_same_constant(given[name], constant) for name, constant in self.constants.items()):
             return None
-        return {name: given[name] for name in inputs}
+        return {name: given[name] for name in self.inputs}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs = self.bind(args, kwargs)

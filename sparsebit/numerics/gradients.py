@@ -1,4 +1,4 @@
-"""The gradients of fake-quant: straight-through for x, learned step sizes for scale and zero point.
+"""The gradients of fake-quant: straight-through for x, learned step sizes or thresholds for scale and zero point.
 
 Legend: v = x / scale, u = round(v) + zp, q = clamp(u, qmin, qmax), y = (q - zp) * scale, inside = (u == q):
 
@@ -7,6 +7,11 @@ Legend: v = x / scale, u = round(v) + zp, q = clamp(u, qmin, qmax), y = (q - zp)
     dy/dzp    = 0 inside, -scale outside                 LSQ+ (Bhalgat et al. 2020, sec. 3.1)
 
 The last two are multiplied by 1 / sqrt(N * qmax), LSQ's gradient scale (sec. 2.2), N elements per scale.
+
+PACT (Choi et al. 2018) clips before it rounds, inside = (qmin <= v + zp <= qmax), and learns from what is clipped:
+dy/dscale = 0 inside, q - zp outside, with no factor.
+
+The magnitude of a scale is what counts (`plain.magnitude`): a scale below zero gets the gradient with its sign turned.
 """
 
 from __future__ import annotations
@@ -16,14 +21,16 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from sparsebit.numerics.plain import align, aligned_shape, as_blocks, divide, grid
+from sparsebit.numerics.plain import align, aligned_shape, as_blocks, divide, grid, magnitude
 from sparsebit.numerics.spec import pad_groups
 
-Gradient: TypeAlias = Literal["ste", "lsq"]
+Gradient: TypeAlias = Literal["ste", "lsq", "pact"]
 GRADIENTS: tuple[str, ...] = get_args(Gradient)
 
 # grad where low < self < high, else 0, in one pass: on a CPU two comparisons and a product take eight times as long.
 _where_inside = torch.ops.aten.hardtanh_backward
+# What a strict inequality leaves out at the ends of PACT's range: less than float32 can tell from them.
+_HAIR = 1e-9
 
 
 def backward(
@@ -35,6 +42,7 @@ def backward(
     group_size: int,
     qmin: int,
     qmax: int,
+    gradient: str,
     needs_x: bool,
     needs_scale: bool,
     needs_zero_point: bool,
@@ -42,52 +50,63 @@ def backward(
     """The gradients of x, scale and zero point, each in its own shape and type; None for those that are not needed."""
     if axis is not None and group_size and x.shape[axis] % group_size:
         wide_grad, wide_x = (pad_groups(t, axis, group_size) for t in (grad, x))
-        wide, grad_scale, grad_zero_point = backward(
-            wide_grad, wide_x, scale, zero_point, axis, group_size, qmin, qmax, needs_x, needs_scale, needs_zero_point
-        )
+        rest = (axis, group_size, qmin, qmax, gradient, needs_x, needs_scale, needs_zero_point)
+        wide, grad_scale, grad_zero_point = backward(wide_grad, wide_x, scale, zero_point, *rest)
         grad_x = None if wide is None else torch.empty_like(x).copy_(wide.narrow(axis, 0, x.shape[axis]))
         return grad_x, grad_scale, grad_zero_point
 
-    steps = align(scale, x, axis, group_size)
+    steps = magnitude(align(scale, x, axis, group_size))
     values = divide(x, steps, axis, group_size)
-    codes = values.round() if needs_scale else values.round_()
+    codes = values.round() if needs_scale or gradient == "pact" else values.round_()
     low, high, shift = grid(align(zero_point, x, axis, group_size), qmin, qmax)
     if shift is not None:
         as_blocks(codes, axis, group_size).add_(shift)
     # Codes are whole numbers: half a code beyond the ends is the same set, written with strict inequalities.
-    ends = (low - 0.5, high + 0.5)
+    judged, ends = codes, (low - 0.5, high + 0.5)
+    if gradient == "pact":
+        judged, ends = values, (low - _HAIR, high + _HAIR)
+        if shift is not None:
+            as_blocks(judged, axis, group_size).add_(shift)
     if grad.dtype != codes.dtype:
         grad = grad.to(codes.dtype)
     if not (needs_scale or needs_zero_point):
-        grad_x = _where_inside.grad_input(grad, codes, *ends, grad_input=codes)
+        grad_x = _where_inside.grad_input(grad, judged, *ends, grad_input=codes)
         return grad_x.to(x.dtype), None, None
 
     grad_x = grad_scale = grad_zero_point = None
     if needs_x or needs_zero_point:
         # Into the memory order of x, whatever that of grad: compiled code relies on it.
-        grad_x = _where_inside.grad_input(grad, codes, *ends, grad_input=torch.empty_like(codes))
+        grad_x = _where_inside.grad_input(grad, judged, *ends, grad_input=torch.empty_like(codes))
+    factor = 1.0 if gradient == "pact" else lsq_factor(x.numel(), scale.numel(), qmax)
     if needs_scale:
-        _where_inside.grad_input(values, codes, *ends, grad_input=values)
+        if gradient == "lsq":
+            _where_inside.grad_input(values, judged, *ends, grad_input=values)
         codes.clamp_(low, high)
         if shift is not None:
             as_blocks(codes, axis, group_size).sub_(shift)
-        grad_scale = _summed(codes.sub_(values).mul_(grad), scale, axis, group_size, qmax)
+        if gradient == "pact":
+            _where_inside.grad_input(codes, judged, *ends, grad_input=values)
+        grad_scale = _summed(codes.sub_(values).mul_(grad), scale, axis, group_size, factor)
+        grad_scale.mul_(scale.sign())
     if needs_zero_point:
         assert grad_x is not None
         outside = torch.sub(grad_x, grad, out=values)
         as_blocks(outside, axis, group_size).mul_(steps)
-        grad_zero_point = _summed(outside, zero_point, axis, group_size, qmax)
+        grad_zero_point = _summed(outside, zero_point, axis, group_size, factor)
     return None if grad_x is None or not needs_x else grad_x.to(x.dtype), grad_scale, grad_zero_point
 
 
-def _summed(terms: Tensor, param: Tensor, axis: int | None, group_size: int, qmax: int) -> Tensor:
-    """The elements' terms summed over the rows of `param`, by LSQ's factor, in the shape and type of `param`."""
+def lsq_factor(num_elements: int, num_params: int, qmax: int) -> float:
+    """1 / sqrt(N * qmax). One symmetric bit has qmax 0: it counts as 1. So does the size of an empty tensor."""
+    return float((max(num_elements, 1) / num_params * max(qmax, 1)) ** -0.5)
+
+
+def _summed(terms: Tensor, param: Tensor, axis: int | None, group_size: int, factor: float) -> Tensor:
+    """The elements' terms summed over the rows of `param`, by `factor`, in the shape and type of `param`."""
     if param.numel() == 1:
         total = terms.sum()
     else:
         total = as_blocks(terms, axis, group_size).sum_to_size(
             aligned_shape(terms.shape, axis, group_size, param.numel())
         )
-    # One symmetric bit has qmax 0: it counts as 1. So does the size of an empty tensor.
-    total.mul_((max(terms.numel(), 1) / param.numel() * max(qmax, 1)) ** -0.5)
-    return total.reshape(param.shape).to(param.dtype)
+    return total.mul_(factor).reshape(param.shape).to(param.dtype)

@@ -1,7 +1,8 @@
 """`torch.ops.sparsebit.fake_quantize`: the one operator that simulation, training and export share.
 
 `torch.compile`, `torch.export` and the ONNX translation see one opaque node that carries the site's name (`tag`). Its
-derivative is an operator too, so that a device's backward kernel survives compilation.
+derivative is an operator too, so that a device's backward kernel survives compilation. Inductor alone looks inside
+(`decomposed`): fused with its neighbours, fake-quant costs next to nothing.
 
 It is registered on the Autograd key by hand: `torch.library.register_autograd` gives the same at twice the cost.
 """
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sparsebit.errors import SpecError
-from sparsebit.numerics import gradients, plain
+from sparsebit.numerics import decomposed, gradients, plain
 from sparsebit.numerics.gradients import GRADIENTS
 
 
@@ -40,7 +41,7 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "fake_quantize_backward(Tensor grad, Tensor x, Tensor scale, Tensor zero_point, int? axis, int group_size,"
-    " int qmin, int qmax, bool needs_x, bool needs_scale, bool needs_zero_point) -> Tensor[]",
+    " int qmin, int qmax, str gradient, bool needs_x, bool needs_scale, bool needs_zero_point) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 OPERATOR: Callable[..., Tensor] = torch.ops.sparsebit.fake_quantize.default
@@ -99,6 +100,8 @@ def _backward(grad: Tensor, x: Tensor, *rest: Any) -> list[Tensor]:
 
 
 def _fake_forward(x: Tensor, *rest: Any) -> Tensor:
+    if not torch.compiler.is_exporting():
+        decomposed.register()
     return torch.empty_like(x)
 
 
@@ -119,10 +122,11 @@ class _FakeQuantize(torch.autograd.Function):
         x, scale, zero_point = ctx.saved_tensors
         axis, group_size, qmin, qmax, gradient, _ = ctx.rest
         needs_x, needs_scale, needs_zero_point = ctx.needs_input_grad[:3]
-        needs = (needs_x, needs_scale and gradient == "lsq", needs_zero_point and gradient == "lsq")
+        learns = gradient != "ste"
+        needs = (needs_x, needs_scale and learns, needs_zero_point and learns)
         call = _fake_quantize_backward if _is_watched(grad, x, scale) else _backward
         # The needed gradients only: an operator's list of tensors has no room for None.
-        grads = iter(call(grad, x, scale, zero_point, axis, group_size, qmin, qmax, *needs))
+        grads = iter(call(grad, x, scale, zero_point, axis, group_size, qmin, qmax, gradient, *needs))
         return (*(next(grads) if needed else None for needed in needs), *_NO_GRADS)
 
 
@@ -148,7 +152,7 @@ def _needs_grad(x: Tensor, scale: Tensor, zero_point: Tensor, gradient: str, tag
         raise SpecError(f"{tag or 'fake_quantize'}: a tensor of {x.dtype}: only floating-point tensors are quantized")
     if not torch.is_grad_enabled():
         return False
-    return x.requires_grad or (gradient == "lsq" and (scale.requires_grad or zero_point.requires_grad))
+    return x.requires_grad or (gradient != "ste" and (scale.requires_grad or zero_point.requires_grad))
 
 
 def _is_watched(x: Tensor, scale: Tensor, zero_point: Tensor) -> bool:

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from sparsebit.numerics.qparams import check_num_params
+from sparsebit.numerics.qparams import SMALLEST_SCALE, check_num_params
 from sparsebit.numerics.reference import compute_dtype
 from sparsebit.numerics.spec import PerChannel, PerGroup, PerTensor, axis_in, pad_groups
 
@@ -25,7 +25,7 @@ def fake_quantize(
     if axis is not None and group_size and x.shape[axis] % group_size:
         y = fake_quantize(pad_groups(x, axis, group_size), scale, zero_point, axis, group_size, qmin, qmax)
         return torch.empty_like(x).copy_(y.narrow(axis, 0, x.shape[axis]))
-    scale = align(scale, x, axis, group_size)
+    scale = magnitude(align(scale, x, axis, group_size))
     codes = divide(x, scale, axis, group_size).round_()
     blocks = as_blocks(codes, axis, group_size)
     low, high, shift = grid(align(zero_point, x, axis, group_size), qmin, qmax)
@@ -52,6 +52,11 @@ def align(param: Tensor, x: Tensor, axis: int | None, group_size: int) -> Tensor
     if param.ndim == 0:
         return param
     return param.reshape(aligned_shape(x.shape, axis, group_size, param.numel()))
+
+
+def magnitude(scale: Tensor) -> Tensor:
+    """The step that a scale stands for: a learned one may wander below zero, and comes back."""
+    return scale.abs().clamp_min_(SMALLEST_SCALE)
 
 
 def divide(x: Tensor, scale: Tensor, axis: int | None, group_size: int) -> Tensor:

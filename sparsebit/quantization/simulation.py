@@ -112,8 +112,7 @@ class SimulatedModel(nn.Module):
         """How `forward` is called: constants by value, the other parameters as varying; None for an opaque model."""
         if self._root is None:
             return None
-        names = [node.target for node in self._root.graph_module.graph.nodes if node.op == "placeholder"]
-        return {**self._root.constants, **dict.fromkeys(map(str, names), VARYING)}
+        return {**self._root.constants, **dict.fromkeys(self._root.inputs, VARYING)}
 
     # --- running
 

@@ -21,10 +21,11 @@ def backward(
     zero_point: torch.Tensor,
     spec: TensorSpec,
     needs: tuple[bool, bool, bool] = (True, True, True),
+    gradient: str = "lsq",
 ) -> Grads:
     granularity = spec.granularity
     numbers = (granularity.axis, granularity.size, spec.qmin, spec.qmax)
-    return gradients.backward(grad, x, scale, zero_point, *numbers, *needs)
+    return gradients.backward(grad, x, scale, zero_point, *numbers, gradient, *needs)
 
 
 def case(spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

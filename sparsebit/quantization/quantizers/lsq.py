@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from sparsebit.numerics import dispatch
 from sparsebit.numerics.qparams import SMALLEST_SCALE
-from sparsebit.quantization.quantizers.base import Quantizer, register_quantizer
+from sparsebit.quantization.quantizers.base import Quantizer, as_number, register_quantizer
 
 
 @register_quantizer("lsq")
@@ -25,17 +25,21 @@ class LSQ(Quantizer):
     def make_parameters(self, num_scales: int) -> None:
         super().make_parameters(num_scales)
         del self._buffers["scale"]
-        self.scale = nn.Parameter(torch.ones(() if num_scales == 1 else (num_scales,)))
+        self.scale = nn.Parameter(torch.ones(num_scales))
         if self.learns_zero_point and not self.spec.symmetric:
             del self._buffers["zero_point"]
             self.zero_point = nn.Parameter(torch.zeros_like(self.scale))
 
     def qparams(self) -> tuple[Tensor, Tensor]:
-        return self.scale.abs().clamp_min(SMALLEST_SCALE), self.zero_point.clamp(self.spec.qmin, self.spec.qmax)
+        scale, zero_point = as_number(self.scale), as_number(self.zero_point)
+        return scale.abs().clamp_min(SMALLEST_SCALE), zero_point.clamp(self.spec.qmin, self.spec.qmax)
 
     def fake_quantize(self, x: Tensor) -> Tensor:
-        scale, zero_point = self.qparams()
-        return dispatch.fake_quantize(x, scale, zero_point, self.spec, gradient="lsq", tag=self.name)
+        # The operator takes a scale by its magnitude: none of the small kernels that `qparams` starts.
+        zero_point = self.zero_point
+        if zero_point.requires_grad:
+            zero_point = zero_point.clamp(self.spec.qmin, self.spec.qmax)
+        return dispatch.fake_quantize(x, self.scale, zero_point, self.spec, gradient="lsq", tag=self.name)
 
 
 @register_quantizer("lsq+", aliases=("lsq_plus",))

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.numerics import dispatch
-from sparsebit.numerics.qparams import SMALLEST_SCALE, broadcast_to, check_backend
-from sparsebit.quantization.quantizers.base import Quantizer, Target, register_quantizer
+from sparsebit.numerics.qparams import SMALLEST_SCALE, check_backend
+from sparsebit.quantization.quantizers.base import Quantizer, Target, as_number, register_quantizer
 
 
 @register_quantizer("pact")
@@ -26,7 +26,7 @@ class PACT(Quantizer):
 
     def make_parameters(self, num_scales: int) -> None:
         start = float(getattr(self.options, "ALPHA_VALUE", 10.0))
-        self.alpha = nn.Parameter(torch.full(() if num_scales == 1 else (num_scales,), start))
+        self.alpha = nn.Parameter(torch.full((num_scales,), start))
         self.register_buffer("is_signed", torch.tensor(self.spec.symmetric))
 
     def calc_qparams_with_minmax(self, min_val: Tensor, max_val: Tensor) -> None:
@@ -38,7 +38,7 @@ class PACT(Quantizer):
         self.calibrated.fill_(True)
 
     def qparams(self) -> tuple[Tensor, Tensor]:
-        alpha = self.alpha.abs()
+        alpha = as_number(self.alpha).abs()
         zero_point = torch.where(self.is_signed, self._middle, self.spec.qmin).to(alpha).expand_as(alpha)
         return (alpha / (self.spec.qmax - zero_point).clamp_min(1)).clamp_min(SMALLEST_SCALE), zero_point
 
@@ -56,7 +56,5 @@ class PACT(Quantizer):
         return self.qparams()[1].detach()
 
     def fake_quantize(self, x: Tensor) -> Tensor:
-        # The grid clips at the same ends by itself; the clamp in front of it is what alpha's gradient goes through.
-        low, high = (broadcast_to(end, x.shape, self.spec.granularity).to(x.dtype) for end in self.dequantized_range())
-        clipped = torch.minimum(torch.maximum(x, low), high)
-        return dispatch.fake_quantize(clipped, self.scale, self.zero_point, self.spec, tag=self.name)
+        scale, zero_point = self.qparams()
+        return dispatch.fake_quantize(x, scale, zero_point, self.spec, gradient="pact", tag=self.name)

@@ -1,0 +1,110 @@
+"""Fake-quant as plain tensor algebra, which a compiler fuses with what stands around it (batch norm, ReLU, dropout).
+
+`torch.compile` with inductor takes this form in the place of the opaque operator: one kernel reads the convolution's
+output and writes what the next one reads, and the backward recomputes what it needs instead of loading it. Values are
+those of `plain`; a compiler that divides by a reciprocal may round a number that lies halfway to the other side.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from sparsebit.numerics.gradients import lsq_factor
+from sparsebit.numerics.plain import align, aligned_shape, as_blocks
+from sparsebit.numerics.qparams import SMALLEST_SCALE
+from sparsebit.numerics.spec import pad_groups
+
+
+@lru_cache(maxsize=1)
+def register() -> None:
+    """Hand the algebra to inductor; called when something is compiled, because inductor is slow to import."""
+    from torch._inductor import decomposition
+
+    decomposition.register_decomposition([torch.ops.sparsebit.fake_quantize.default])(fake_quantize)
+    decomposition.register_decomposition([torch.ops.sparsebit.fake_quantize_backward.default])(backward)
+    # A copy of the table that an earlier compilation may have made.
+    getattr(decomposition.fast_random_decomps, "cache_clear", lambda: None)()
+
+
+def fake_quantize(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    axis: int | None,
+    group_size: int,
+    qmin: int,
+    qmax: int,
+    gradient: str = "ste",
+    tag: str = "",
+) -> Tensor:
+    """As `plain.fake_quantize`."""
+    if _is_ragged(x, axis, group_size):
+        assert axis is not None
+        wide = pad_groups(x, axis, group_size)
+        return fake_quantize(wide, scale, zero_point, axis, group_size, qmin, qmax).narrow(axis, 0, x.shape[axis])
+    values, step, low, high = _on_grid(x, scale, zero_point, axis, group_size, qmin, qmax)
+    y = torch.minimum(torch.maximum(values.round(), low), high) * step
+    return y.reshape(x.shape).to(x.dtype)
+
+
+def backward(
+    grad: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    axis: int | None,
+    group_size: int,
+    qmin: int,
+    qmax: int,
+    gradient: str,
+    needs_x: bool,
+    needs_scale: bool,
+    needs_zero_point: bool,
+) -> list[Tensor]:
+    """As `gradients.backward`, the needed ones alone."""
+    if _is_ragged(x, axis, group_size):
+        assert axis is not None
+        wide_grad, wide_x = (pad_groups(t, axis, group_size) for t in (grad, x))
+        rest = (axis, group_size, qmin, qmax, gradient, needs_x, needs_scale, needs_zero_point)
+        found = backward(wide_grad, wide_x, scale, zero_point, *rest)
+        return [found[0].narrow(axis, 0, x.shape[axis]), *found[1:]] if needs_x else found
+    values, step, low, high = _on_grid(x, scale, zero_point, axis, group_size, qmin, qmax)
+    wide_grad = as_blocks(grad.to(values.dtype), axis, group_size)
+    codes = values.round()
+    judged = values if gradient == "pact" else codes
+    inside = (judged >= low) & (judged <= high)
+    found = []
+    if needs_x:
+        found.append(torch.where(inside, wide_grad, 0.0).reshape(x.shape).to(x.dtype))
+    factor = 1.0 if gradient == "pact" else lsq_factor(x.numel(), scale.numel(), qmax)
+    if needs_scale:
+        clipped = torch.minimum(torch.maximum(codes, low), high)
+        terms = torch.where(inside, torch.zeros_like(codes) if gradient == "pact" else codes - values, clipped)
+        total = _summed(terms * wide_grad, x, scale, axis, group_size)
+        found.append((total * factor * scale.sign()).to(scale.dtype))
+    if needs_zero_point:
+        terms = torch.where(inside, 0.0, -wide_grad) * step
+        found.append((_summed(terms, x, zero_point, axis, group_size) * factor).to(zero_point.dtype))
+    return found
+
+
+def _is_ragged(x: Tensor, axis: int | None, group_size: int) -> bool:
+    return axis is not None and bool(group_size) and x.shape[axis] % group_size != 0
+
+
+def _on_grid(
+    x: Tensor, scale: Tensor, zero_point: Tensor, axis: int | None, group_size: int, qmin: int, qmax: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The values in steps, the step, and the ends of the grid counted from zero."""
+    step = align(scale, x, axis, group_size).abs().clamp_min(SMALLEST_SCALE)
+    shift = align(zero_point, x, axis, group_size).round()
+    return as_blocks(x.to(step.dtype), axis, group_size) / step, step, qmin - shift, qmax - shift
+
+
+def _summed(terms: Tensor, x: Tensor, param: Tensor, axis: int | None, group_size: int) -> Tensor:
+    if param.numel() == 1:
+        return terms.sum().reshape(param.shape)
+    return terms.sum_to_size(aligned_shape(x.shape, axis, group_size, param.numel())).reshape(param.shape)

@@ -1,0 +1,118 @@
+"""Many weights fake-quantized at once, on a GPU: two kernels for a dozen layers, in the place of dozens.
+
+A layer's weight is small; what it costs is starting kernels. The weights are laid one behind the other, each row (an
+output channel) with its scale, and quantized in one pass; so are their gradients. Values and gradients are those of the
+layers one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from sparsebit.numerics.gradients import lsq_factor
+from sparsebit.numerics.triton_kernels import Launch
+from sparsebit.numerics.triton_programs import backward_ragged, forward_ragged
+
+BLOCK = 1024
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """A weight's form: rows along its first dimension, one scale each, codes from `qmin` to `qmax` around zero."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    qmin: int
+    qmax: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.shape[0]
+
+    @property
+    def row_size(self) -> int:
+        return self.stride[0]
+
+    @property
+    def numel(self) -> int:
+        return self.num_rows * self.row_size
+
+
+class RowBatch:
+    """What is the same at every step for a list of weights: where rows begin, and their grids."""
+
+    def __init__(self, forms: Sequence[RowForm], device: torch.device) -> None:
+        self.forms = tuple(forms)
+        sizes = [form.row_size for form in forms for _ in range(form.num_rows)]
+        self.starts = torch.tensor([0, *accumulate(sizes)], device=device)
+
+        def per_row(values: list[float]) -> Tensor:
+            rows = [value for form, value in zip(forms, values, strict=True) for _ in range(form.num_rows)]
+            return torch.tensor(rows, dtype=torch.float32, device=device)
+
+        self.qmins = per_row([float(form.qmin) for form in forms])
+        self.qmaxs = per_row([float(form.qmax) for form in forms])
+        self.factors = per_row([lsq_factor(form.numel, form.num_rows, form.qmax) for form in forms])
+        self.num_rows, self.numel = len(sizes), sum(sizes)
+        self.offsets = [0, *accumulate(form.numel for form in forms)]
+        self.row_offsets = [0, *accumulate(form.num_rows for form in forms)]
+        self.forward = Launch(forward_ragged, self.num_rows, (), (BLOCK,))
+        self.backward = Launch(backward_ragged, self.num_rows, (), (BLOCK,))
+
+    def flat(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Tensors of these forms as one, in the order of their memory."""
+        pieces = []
+        for form, tensor in zip(self.forms, tensors, strict=True):
+            if tensor.stride() != form.stride:
+                tensor = torch.empty_strided(form.shape, form.stride, dtype=tensor.dtype, device=tensor.device).copy_(
+                    tensor
+                )
+            pieces.append(tensor.as_strided((form.numel,), (1,)))
+        return torch.cat(pieces)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        return [
+            flat.as_strided(form.shape, form.stride, offset)
+            for form, offset in zip(self.forms, self.offsets, strict=False)
+        ]
+
+
+class _FakeQuantizeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, batch: RowBatch, dtype: torch.dtype, learns: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        weights, scales = tensors[: len(batch.forms)], tensors[len(batch.forms) :]
+        x, scale = batch.flat(weights), torch.cat(scales)
+        y = torch.empty(batch.numel, dtype=dtype, device=x.device)
+        batch.forward((x, scale, batch.starts, batch.qmins, batch.qmaxs, y), ())
+        # Without x: it is made of the weights again, which are there anyway.
+        ctx.save_for_backward(scale, *weights)
+        ctx.batch, ctx.learns = batch, learns
+        return tuple(batch.views(y))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        batch: RowBatch = ctx.batch
+        scale, *weights = ctx.saved_tensors
+        grad, x = batch.flat(grads), batch.flat(weights)
+        grad_x, grad_scale = torch.empty_like(x), torch.empty_like(scale)
+        batch.backward((grad, x, scale, batch.starts, batch.qmins, batch.qmaxs, batch.factors, grad_x, grad_scale), ())
+        by_scale = grad_scale.split([form.num_rows for form in batch.forms]) if ctx.learns else [None] * len(grads)
+        return (None, None, None, *batch.views(grad_x), *by_scale)
+
+
+_apply: Callable[..., tuple[Tensor, ...]] = _FakeQuantizeRows.apply
+
+
+def fake_quantize_rows(
+    batch: RowBatch, weights: Sequence[Tensor], scales: Sequence[Tensor], dtype: torch.dtype, *, learns: bool
+) -> tuple[Tensor, ...]:
+    """Each weight on its grid, in `dtype`; `learns`: gradients go to the scales too (LSQ)."""
+    return _apply(batch, dtype, learns, *weights, *scales)

@@ -1,0 +1,226 @@
+"""What a GPU runs for `triton_kernels`, in triton's dialect of Python.
+
+Time is memory's alone if few instructions are spent on an element: a true division takes twenty, so the reciprocal is
+rounded once per row and corrected with two fused multiply-adds (Markstein 1990), which gives the same bits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sparsebit.numerics.qparams import SMALLEST_SCALE
+
+# Adding and subtracting 1.5 * 2^23 rounds a float32 below 2^22 to the nearest whole number, half to even.
+LARGEST_CODE = 1 << 20
+_ROUND = tl.constexpr(12582912.0)
+_SMALLEST = tl.constexpr(SMALLEST_SCALE)
+# The interpreter has no fused multiply-add: it divides.
+IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
+_HAS_FMA = tl.constexpr(not IS_INTERPRETED)
+_NAN = tl.constexpr(tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _grid_of(scale_ptr, zero_point_ptr, index, mask, qmin, qmax):
+    """Step, its reciprocal, lowest and highest code counted from zero, and the scale's sign, for each `index`."""
+    scale = tl.load(scale_ptr + index, mask=mask, other=1.0).to(tl.float32)
+    zero_point = tl.load(zero_point_ptr + index, mask=mask, other=0.0).to(tl.float32)
+    zero_point = (zero_point + _ROUND) - _ROUND
+    step = tl.maximum(tl.abs(scale), _SMALLEST, propagate_nan=_NAN)
+    step += zero_point - zero_point  # NaN in either shows in the result
+    sign = tl.where(scale < 0, -1.0, tl.where(scale > 0, 1.0, 0.0))
+    return step, tl.div_rn(1.0, step), qmin - zero_point, qmax - zero_point, sign
+
+
+@triton.jit
+def _clamped(x, low, high):
+    return tl.minimum(tl.maximum(x, low, propagate_nan=_NAN), high, propagate_nan=_NAN)
+
+
+@triton.jit
+def _divided(x, step, reciprocal, low, high):
+    """The quotient, correctly rounded between the ends and a code beyond; further out, something further out."""
+    if _HAS_FMA:
+        near = _clamped(x * reciprocal, low - 1.0, high + 1.0)
+        return tl.fma(tl.fma(-near, step, x), reciprocal, near)
+    else:
+        return tl.div_rn(x, step)
+
+
+@triton.jit
+def _quantized(x, step, reciprocal, low, high):
+    codes = _clamped(_divided(x, step, reciprocal, low, high), low, high)
+    return ((codes + _ROUND) - _ROUND) * step  # the ends are whole: clamping first gives the same
+
+
+@triton.jit
+def _gradients(grad, x, step, reciprocal, low, high, PACT: tl.constexpr, NEEDS_SCALE: tl.constexpr):
+    """What `grad` gives to x and, element by element, to scale and zero point (there still without its step)."""
+    values = _divided(x, step, reciprocal, low, high)
+    codes = (_clamped(values, low - 1.0, high + 1.0) + _ROUND) - _ROUND
+    clipped = _clamped(codes, low, high)
+    inside = (values >= low) & (values <= high) if PACT else clipped == codes
+    grad_x = tl.where(inside, grad, 0.0)
+    by_scale = grad_x
+    if NEEDS_SCALE:
+        by_scale = tl.where(inside, 0.0 if PACT else codes - values, clipped) * grad
+    return grad_x, by_scale, grad_x - grad
+
+
+@triton.jit
+def forward_rows(
+    x_ptr, scale_ptr, zero_point_ptr, y_ptr, qmin, qmax, num_rows, inner, num_params, inner_tiles,
+    ROWS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    row = (tile // inner_tiles) * ROWS + tl.arange(0, ROWS)
+    column = (tile % inner_tiles).to(tl.int64) * INNER + tl.arange(0, INNER)
+    step, reciprocal, low, high, _ = _grid_of(scale_ptr, zero_point_ptr, row % num_params, row < num_rows, qmin, qmax)
+    offset = row.to(tl.int64)[:, None] * inner + column[None, :]
+    mask = (row < num_rows)[:, None] & (column < inner)[None, :]
+    x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    y = _quantized(x, step[:, None], reciprocal[:, None], low[:, None], high[:, None])
+    tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def forward_columns(
+    x_ptr, scale_ptr, zero_point_ptr, y_ptr, qmin, qmax, num_rows, num_params, column_tiles,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    column = (tile % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    row = (tile // column_tiles) * ROWS + tl.arange(0, ROWS)
+    step, reciprocal, low, high, _ = _grid_of(scale_ptr, zero_point_ptr, column, column < num_params, qmin, qmax)
+    offset = row.to(tl.int64)[:, None] * num_params + column[None, :]
+    mask = (row < num_rows)[:, None] & (column < num_params)[None, :]
+    x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    y = _quantized(x, step[None, :], reciprocal[None, :], low[None, :], high[None, :])
+    tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def backward_rows(
+    grad_ptr, x_ptr, scale_ptr, zero_point_ptr, grad_x_ptr, sums_ptr, totals_ptr, counter_ptr,
+    qmin, qmax, factor, outer, inner, num_params, inner_tiles, num_tiles, num_splits,
+    PACT: tl.constexpr, NEEDS_X: tl.constexpr, NEEDS_SCALE: tl.constexpr, NEEDS_ZERO_POINT: tl.constexpr,
+    ROWS: tl.constexpr, INNER: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """A program has one parameter, and every `num_splits`-th of its tiles.
+
+    With one parameter for all (`SPLITS` > 0) the program that ends last adds the sums up, in their order.
+    """
+    param, split = tl.program_id(0) // num_splits, tl.program_id(0) % num_splits
+    step, reciprocal, low, high, sign = _grid_of(scale_ptr, zero_point_ptr, param, True, qmin, qmax)
+    by_scale = tl.zeros((ROWS, INNER), tl.float32)
+    outside = tl.zeros((ROWS, INNER), tl.float32)
+    for tile in range(split, num_tiles, num_splits):
+        row = (tile // inner_tiles) * ROWS + tl.arange(0, ROWS)
+        column = (tile % inner_tiles).to(tl.int64) * INNER + tl.arange(0, INNER)
+        offset = (row.to(tl.int64) * num_params + param)[:, None] * inner + column[None, :]
+        mask = (row < outer)[:, None] & (column < inner)[None, :]
+        x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        grad_x, more_by_scale, more_outside = _gradients(grad, x, step, reciprocal, low, high, PACT, NEEDS_SCALE)
+        if NEEDS_X:
+            tl.store(grad_x_ptr + offset, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
+        if NEEDS_SCALE:
+            by_scale += more_by_scale
+        if NEEDS_ZERO_POINT:
+            outside += more_outside
+    place = sums_ptr + tl.program_id(0)
+    second = tl.num_programs(0) if NEEDS_SCALE else 0
+    if NEEDS_SCALE:
+        tl.store(place, tl.sum(tl.sum(by_scale, axis=1), axis=0) * (sign * factor))
+    if NEEDS_ZERO_POINT:
+        tl.store(place + second, tl.sum(tl.sum(outside, axis=1), axis=0) * (step * factor))
+    if SPLITS > 0 and (NEEDS_SCALE or NEEDS_ZERO_POINT):
+        tl.debug_barrier()
+        num_done = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
+        if num_done == num_splits - 1:
+            each = tl.arange(0, SPLITS)
+            if NEEDS_SCALE:
+                found = tl.load(sums_ptr + each, mask=each < num_splits, other=0.0, cache_modifier=".cg")
+                tl.store(totals_ptr, tl.sum(found, axis=0))
+            if NEEDS_ZERO_POINT:
+                found = tl.load(sums_ptr + second + each, mask=each < num_splits, other=0.0, cache_modifier=".cg")
+                tl.store(totals_ptr + (1 if NEEDS_SCALE else 0), tl.sum(found, axis=0))
+            tl.store(counter_ptr, 0)
+
+
+@triton.jit
+def backward_columns(
+    grad_ptr, x_ptr, scale_ptr, zero_point_ptr, grad_x_ptr, sums_ptr, qmin, qmax, factor,
+    num_rows, num_params, column_tiles, row_tiles, num_splits,
+    PACT: tl.constexpr, NEEDS_X: tl.constexpr, NEEDS_SCALE: tl.constexpr, NEEDS_ZERO_POINT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A program has some columns, and every `num_splits`-th of their tiles."""
+    split = tl.program_id(0) // column_tiles
+    column = (tl.program_id(0) % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    is_column = column < num_params
+    step, reciprocal, low, high, sign = _grid_of(scale_ptr, zero_point_ptr, column, is_column, qmin, qmax)
+    by_scale = tl.zeros((ROWS, COLUMNS), tl.float32)
+    outside = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for tile in range(split, row_tiles, num_splits):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        offset = row.to(tl.int64)[:, None] * num_params + column[None, :]
+        mask = (row < num_rows)[:, None] & is_column[None, :]
+        x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        grad_x, more_by_scale, more_outside = _gradients(
+            grad, x, step[None, :], reciprocal[None, :], low[None, :], high[None, :], PACT, NEEDS_SCALE
+        )
+        if NEEDS_X:
+            tl.store(grad_x_ptr + offset, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
+        if NEEDS_SCALE:
+            by_scale += more_by_scale
+        if NEEDS_ZERO_POINT:
+            outside += more_outside
+    place = sums_ptr + split * num_params + column
+    if NEEDS_SCALE:
+        tl.store(place, tl.sum(by_scale, axis=0) * (sign * factor), mask=is_column)
+    if NEEDS_ZERO_POINT:
+        place += num_splits * num_params if NEEDS_SCALE else 0
+        tl.store(place, tl.sum(outside, axis=0) * (step * factor), mask=is_column)
+
+
+@triton.jit
+def forward_ragged(
+    x_ptr, scale_ptr, start_ptr, qmin_ptr, qmax_ptr, y_ptr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows of different lengths, one behind the other, each with its own scale and grid; a program has one."""
+    row = tl.program_id(0)
+    start, end = tl.load(start_ptr + row), tl.load(start_ptr + row + 1)
+    low, high = tl.load(qmin_ptr + row), tl.load(qmax_ptr + row)
+    step = tl.maximum(tl.abs(tl.load(scale_ptr + row)), _SMALLEST, propagate_nan=_NAN)
+    reciprocal = tl.div_rn(1.0, step)
+    for first in range(start, end, BLOCK):
+        offset = first + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + offset, mask=offset < end, other=0.0)
+        y = _quantized(x, step, reciprocal, low, high)
+        tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=offset < end)
+
+
+@triton.jit
+def backward_ragged(
+    grad_ptr, x_ptr, scale_ptr, start_ptr, qmin_ptr, qmax_ptr, factor_ptr, grad_x_ptr, grad_scale_ptr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    start, end = tl.load(start_ptr + row), tl.load(start_ptr + row + 1)
+    low, high = tl.load(qmin_ptr + row), tl.load(qmax_ptr + row)
+    scale = tl.load(scale_ptr + row)
+    step = tl.maximum(tl.abs(scale), _SMALLEST, propagate_nan=_NAN)
+    reciprocal = tl.div_rn(1.0, step)
+    by_scale = tl.zeros((BLOCK,), tl.float32)
+    for first in range(start, end, BLOCK):
+        offset = first + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + offset, mask=offset < end, other=0.0)
+        grad = tl.load(grad_ptr + offset, mask=offset < end, other=0.0).to(tl.float32)
+        grad_x, more_by_scale, _ = _gradients(grad, x, step, reciprocal, low, high, False, True)
+        tl.store(grad_x_ptr + offset, grad_x, mask=offset < end)
+        by_scale += more_by_scale
+    sign = tl.where(scale < 0, -1.0, tl.where(scale > 0, 1.0, 0.0))
+    tl.store(grad_scale_ptr + row, tl.sum(by_scale, axis=0) * (sign * tl.load(factor_ptr + row)))
