@@ -74,8 +74,12 @@ A:
 {backends}
 
 Weights are *weight-only* where the activations beside them stay float (`A.QUANTIZER.DISABLE: true`, for all layers or
-by `SPECIFIC`). Activations are never per-group. With `SCHEDULE.BN_TUNING: true` weights must be per-channel, and batch
-norms are not folded until the tuning has ended, whatever `SCHEDULE.FUSE_BN` says.
+by `SPECIFIC`). *fp8* is `W.QUANTIZER: {{TYPE: fp8, BIT: 8}}`, 8-bit floats (e4m3fn) for weights alone: per tensor or
+per channel, symmetric, with an observer that weighs no even steps (`minmax`, `moving_average`, `percentile`).
+Activations are never per-group. Groups of weights
+have 4 bits with `tensorrt`, and are whole with `tensorrt` and `openvino` (`GROUP_SIZE` divides a layer's inputs, or
+holds them all); that is checked when the model is built. With `SCHEDULE.BN_TUNING: true` weights must be per-channel,
+and batch norms are not folded until the tuning has ended, whatever `SCHEDULE.FUSE_BN` says.
 """
 
 
@@ -126,7 +130,8 @@ def _backend_rows() -> Iterator[tuple[str, ...]]:
 
 def _bits(rules: NumberRules) -> str:
     bits = sorted(rules.bits)
-    return f"{bits[0]} to {bits[-1]}" if len(bits) > 2 else " or ".join(map(str, bits))
+    words = f"{bits[0]} to {bits[-1]}" if len(bits) > 2 else " or ".join(map(str, bits))
+    return f"{words}, fp8" if "float8" in rules.formats else words
 
 
 def _table(rows: Iterable[tuple[str, ...]]) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from marked_sections import table, update
 
-from sparsebit.deploy.number_types import ACTIVATION_WIDTHS, Storage, storage_for
+from sparsebit.deploy.number_types import ACTIVATION_WIDTHS, FLOAT8, Storage, storage_for
 from sparsebit.deploy.runtimes import PROFILES, RuntimeProfile
 from sparsebit.deploy.tensorrt_rules import RULES
 
@@ -25,7 +25,7 @@ RUNTIMES = ("onnxruntime", "openvino", "tensorrt")
 # What a rule asks for, in words; the rule itself knows only where it is broken.
 ASKED = {
     "operators": "QDQ, no integer operators (`QLinearConv`, `MatMulInteger`, …)",
-    "opset": "opset 10 to 25; 13 or more for scales per channel",
+    "opset": "opset 10 to 25; 13 or more for scales per channel, 19 or more for 8-bit floats",
     "types": "`int8`, `int4`, `float8e4m3fn` or `float4e2m1`",
     "zero-points": "zero point 0",
     "scales": "every scale a positive constant: float, float16 or bfloat16",
@@ -35,7 +35,7 @@ ASKED = {
     "channel-axis": "scales per channel along the weight's output channels, one for each",
     "blocks": "blocks for 4-bit weights only, of a size that divides the weight; an even number of 4-bit elements",
     "pairs": "a DequantizeLinear behind every QuantizeLinear, and nothing else",
-    "both-operands": "input and weight quantized, or neither",
+    "both-operands": "input and weight quantized to the same type, or neither",
     "weight-next-to-layer": "nothing between a weight's DequantizeLinear and its layer",
     "batch-norm": "no batch norm behind a quantized layer",
     "activation-fusion": "no Q/DQ between a layer and its activation",
@@ -105,6 +105,7 @@ def types() -> str:
         bits = [str(row[0]) for row in same]
         span = bits[0] if len(bits) == 1 else f"{bits[0]} to {bits[-1]}"
         rows.append((span, _pair(weight), _pair(activation), str(max(weight.opset, activation.opset))))
+    rows.append(("fp8", f"`{FLOAT8.name.lower()}`", "none", str(FLOAT8.opset)))
     return table(("bits", "weights", "activations", "first opset"), rows)
 
 

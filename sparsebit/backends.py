@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Granularity = Literal["tensor", "channel", "group"]
+Format = Literal["integer", "float8"]
 
 
 @dataclass(frozen=True)
@@ -19,16 +20,23 @@ class NumberRules:
     granularities: frozenset[Granularity]
     symmetric: frozenset[bool]
     advice: str
+    formats: frozenset[Format] = frozenset({"integer"})
 
 
 @dataclass(frozen=True)
 class Backend:
-    """`weight_only` replaces `weight` where the layer's activations stay float."""
+    """`weight_only` replaces `weight` where the layer's activations stay float.
+
+    `group_bits`: the bits that weights in groups may have; None: those of `weight_only`. `whole_groups`: a group's size
+    divides the weight's inputs.
+    """
 
     name: str
     weight: NumberRules
     activation: NumberRules
     weight_only: NumberRules
+    group_bits: frozenset[int] | None = None
+    whole_groups: bool = False
 
 
 _ANY_BITS = frozenset(range(1, 17))
@@ -41,27 +49,49 @@ def _rules(
     granularities: set[Granularity] | frozenset[Granularity],
     symmetric: set[bool] | frozenset[bool],
     advice: str,
+    *more: Format,
 ) -> NumberRules:
-    return NumberRules(frozenset(bits), frozenset(granularities), frozenset(symmetric), advice)
+    """`more`: the formats that run beside integers."""
+    return NumberRules(
+        frozenset(bits), frozenset(granularities), frozenset(symmetric), advice, frozenset({"integer", *more})
+    )
 
 
 _ANYTHING = _rules(_ANY_BITS, _ALL, _BOTH, "set 1 to 16 bits")
+_ANY_WEIGHT = _rules(_ANY_BITS, _ALL, _BOTH, "set 1 to 16 bits", "float8")
+
+# What a format allows by itself, wherever it runs.
+FORMATS: dict[Format, NumberRules] = {
+    "integer": _ANYTHING,
+    "float8": NumberRules(
+        frozenset({8}),
+        frozenset({"tensor", "channel"}),
+        frozenset({True}),
+        "fp8 has 8 bits, one scale per tensor or per channel, and no zero point",
+        frozenset({"float8"}),
+    ),
+}
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
-        Backend("virtual", _ANYTHING, _ANYTHING, _ANYTHING),
+        Backend("virtual", weight=_ANY_WEIGHT, activation=_ANYTHING, weight_only=_ANY_WEIGHT),
         Backend(
             "onnxruntime",
             weight=_rules({8}, {"tensor", "channel"}, _BOTH, "onnxruntime runs 8-bit weights beside 8-bit activations"),
             activation=_rules({8}, {"tensor"}, _BOTH, "onnxruntime runs 8-bit per-tensor activations"),
-            weight_only=_rules({4, 8}, _ALL, _BOTH, "onnxruntime runs 4- or 8-bit weights beside float activations"),
+            weight_only=_rules(
+                {4, 8}, _ALL, _BOTH, "onnxruntime runs 4- or 8-bit weights beside float activations", "float8"
+            ),
         ),
         Backend(
             "openvino",
             weight=_rules({8}, {"tensor", "channel"}, _BOTH, "openvino runs 8-bit weights beside 8-bit activations"),
             activation=_rules({8}, {"tensor"}, _BOTH, "openvino runs 8-bit per-tensor activations"),
-            weight_only=_rules({4, 8}, _ALL, _BOTH, "openvino runs 4- or 8-bit weights beside float activations"),
+            weight_only=_rules(
+                {4, 8}, _ALL, _BOTH, "openvino runs 4- or 8-bit weights beside float activations", "float8"
+            ),
+            whole_groups=True,
         ),
         Backend(
             "tensorrt",
@@ -72,7 +102,10 @@ BACKENDS: dict[str, Backend] = {
                 {"channel", "group"},
                 {True},
                 "tensorrt runs 4- or 8-bit symmetric weights beside float activations",
+                "float8",
             ),
+            group_bits=frozenset({4}),
+            whole_groups=True,
         ),
     )
 }

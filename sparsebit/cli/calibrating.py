@@ -17,6 +17,7 @@ from sparsebit.cli.data import Data, DataOptions, Inputs, load_data, num_samples
 from sparsebit.cli.loading import load_model
 from sparsebit.cli.options import Arguments
 from sparsebit.cli.trial import Trial, run_first
+from sparsebit.config.rules import format_of
 from sparsebit.config.schema import QuantConfig
 from sparsebit.errors import ConfigError
 from sparsebit.quantization.one_call import as_qconfig
@@ -80,7 +81,9 @@ def read_config(source: str, device: str | None = None) -> QuantConfig:
 def formats(config: QuantConfig) -> str:
     """`W8 A8 on virtual`: the config in a word."""
     parts = [
-        f"{kind}{part.QUANTIZER.BIT}" for kind, part in (("W", config.W), ("A", config.A)) if not part.QUANTIZER.DISABLE
+        f"{kind}{part.QUANTIZER.BIT if format_of(part) == 'integer' else part.QUANTIZER.TYPE}"
+        for kind, part in (("W", config.W), ("A", config.A))
+        if not part.QUANTIZER.DISABLE
     ]
     return f"{' '.join(parts) or 'nothing'} on {config.BACKEND}"
 

@@ -21,7 +21,7 @@ from sparsebit.deploy.model_file import checked_path, data_files
 from sparsebit.deploy.parity import Parity
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.deploy.tensorrt_rules import Violation, violations
-from sparsebit.deploy.to_onnx import flat_inputs, input_names
+from sparsebit.deploy.to_onnx import flat_inputs, in_order, input_names
 from sparsebit.errors import MissingExtraError
 from sparsebit.execution.batches import Call
 from sparsebit.graph.nested import map_nested
@@ -97,6 +97,11 @@ def checked_file(path: Path, backend: str, options: FileOptions) -> Path:
     return target
 
 
+def check_names(subject: Subject, options: FileOptions) -> None:
+    """Refuses, before the work, names that the model's inputs cannot have."""
+    _named_inputs(subject, options.input_names)
+
+
 def require(*packages: str, extra: str | None = None) -> None:
     """A MissingExtraError for the first package that is not installed; `extra`: the one that brings all of them."""
     for package in packages:
@@ -140,10 +145,16 @@ def export(subject: Subject, qmodel: QuantModel, target: Path, options: FileOpti
 
 def _batch_axes(subject: Subject, given: Names | None) -> dict[str, dict[int, str]]:
     """Axis 0 of every input that has as many rows as the batch has samples."""
-    args, kwargs = subject.trial.call
-    names = input_names(args, kwargs, inspect.signature(subject.model.forward), given)
-    tensors = zip(names, flat_inputs(args, kwargs), strict=True)
+    tensors = _named_inputs(subject, given).items()
     return {name: {0: _BATCH} for name, tensor in tensors if _is_batch(tensor, subject.trial.num_samples)}
+
+
+def _named_inputs(subject: Subject, given: Names | None) -> dict[str, Tensor]:
+    """What the file's inputs will be called, in its order: that of forward's parameters, whatever the data's is."""
+    args, keywords = subject.trial.call
+    signature = inspect.signature(subject.model.forward)
+    kwargs = in_order(keywords, signature)
+    return dict(zip(input_names(args, kwargs, signature, given), flat_inputs(args, kwargs), strict=True))
 
 
 def _sized(call: Call, size: int) -> Call:

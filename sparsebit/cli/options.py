@@ -234,13 +234,15 @@ InputNames = Annotated[
         "--input-names",
         metavar="NAME,...",
         parser=read_names,
-        help="Its inputs, in place of forward's parameters.",
+        help="Its inputs, in the order of forward's parameters, whose names they replace.",
         rich_help_panel=_FILE,
     ),
 ]
 OutputNames = Annotated[
     Names | None,
-    typer.Option("--output-names", metavar="NAME,...", parser=read_names, help="Its outputs.", rich_help_panel=_FILE),
+    typer.Option(
+        "--output-names", metavar="NAME,...", parser=read_names, help="Its outputs, in order.", rich_help_panel=_FILE
+    ),
 ]
 ExtraInfo = Annotated[
     bool,

@@ -61,7 +61,7 @@ def quantize(
     with speaking(as_json=json, quiet=quiet) as out:
         from sparsebit.cli.calibrating import calibrated, formats, load_subject, read_config
         from sparsebit.cli.data import DataOptions
-        from sparsebit.cli.exporting import FileOptions, checked_file, export
+        from sparsebit.cli.exporting import FileOptions, check_names, checked_file, export
         from sparsebit.cli.size import weight_size
         from sparsebit.cli.writing import checked_target, replacing_folder
 
@@ -73,6 +73,8 @@ def quantize(
         file = None if where.file is None else checked_file(where.file, qconfig.BACKEND, written)
         how = DataOptions(size, resize, mean, std, gray, batch_size, num_samples)
         subject = load_subject(model, model_args, weights, data, how)
+        if file is not None:
+            check_names(subject, written)
         out.remark(f"calibrating {model} ({formats(qconfig)}) on {subject.data.description}")
         done = calibrated(subject, qconfig, asym=asym)
         sqnr = subject.trial.sqnr_db(done.qmodel, qconfig.DEVICE)

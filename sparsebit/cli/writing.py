@@ -9,8 +9,8 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from sparsebit.deploy.model_file import deaf_to_interrupts
 from sparsebit.errors import CheckpointError
+from sparsebit.interrupts import deaf_to_interrupts
 
 # What QuantModel.save() writes: a folder that holds anything else is not ours to replace.
 OWN_FILES = frozenset({"model.safetensors", "sparsebit.json"})

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from sparsebit.backends import BACKENDS, NumberRules
+from sparsebit.backends import BACKENDS, FORMATS, Format, NumberRules
 from sparsebit.config.faults import Fault
 from sparsebit.config.tensor_config import Kind, TensorConfig
-from sparsebit.registry import QUANTIZERS
+from sparsebit.registry import OBSERVERS, QUANTIZERS
 
 _NOUNS = {"W": "weight", "A": "activation"}
 _TARGETS = {"W": "weight", "A": "feature"}
@@ -25,6 +25,7 @@ def broken_rules(
         return
     yield from _bits(kind, tensor)
     yield from _quantizer(kind, tensor)
+    yield from _format(kind, tensor)
     yield from _backend(kind, tensor, backend, weight_only)
     if kind == "W" and bn_tuning and tensor.granularity != "channel":
         scheme = f"per-channel-{'symmetric' if tensor.symmetric else 'affine'}"
@@ -53,7 +54,9 @@ def quantizers_for(kind: Kind) -> list[str]:
 def _bits(kind: Kind, tensor: TensorConfig) -> Iterator[Fault]:
     if tensor.QUANTIZER.BIT:
         return
-    reason = f"set 1 to 16, or {kind}.QUANTIZER.DISABLE: true to leave the {_NOUNS[kind]}s float"
+    bits = sorted(FORMATS[format_of(tensor)].bits)
+    span = f"{bits[0]} to {bits[-1]}" if len(bits) > 1 else str(bits[0])
+    reason = f"set {span}, or {kind}.QUANTIZER.DISABLE: true to leave the {_NOUNS[kind]}s float"
     if tensor.is_set("QUANTIZER.BIT"):
         yield _fault(kind, "QUANTIZER.BIT", 0, f"no number has 0 bits; {reason}")
     else:
@@ -66,10 +69,38 @@ def _quantizer(kind: Kind, tensor: TensorConfig) -> Iterator[Fault]:
         yield _fault(kind, "QUANTIZER.TYPE", name, f"not made for {_NOUNS[kind]}s; allowed: {', '.join(allowed)}")
 
 
+def format_of(tensor: TensorConfig) -> Format:
+    """What the quantizer's numbers are: a class says so in FORMAT, one that does not makes integers."""
+    found: Format = getattr(QUANTIZERS.get(tensor.QUANTIZER.TYPE), "FORMAT", "integer")
+    return found
+
+
+def _format(kind: Kind, tensor: TensorConfig) -> Iterator[Fault]:
+    """What the number format itself forbids, whatever the backend."""
+    number = format_of(tensor)
+    if number == "integer" or tensor.QUANTIZER.TYPE not in quantizers_for(kind):
+        return
+    rules, bit, scheme = FORMATS[number], tensor.QUANTIZER.BIT, tensor.QSCHEME
+    if bit and bit not in rules.bits:
+        yield _fault(kind, "QUANTIZER.BIT", bit, f"{rules.advice}; set {_either(map(str, sorted(rules.bits)))}")
+    if scheme not in schemes(rules):
+        yield _fault(kind, "QSCHEME", scheme, f"{rules.advice}; set {_either(schemes(rules))}")
+    allowed = [name for name in OBSERVERS if number in getattr(OBSERVERS.get(name), "FORMATS", FORMATS)]
+    if tensor.OBSERVER.TYPE not in allowed:
+        reason = f"it weighs even steps, which {tensor.QUANTIZER.TYPE} does not have; allowed: {', '.join(allowed)}"
+        yield _fault(kind, "OBSERVER.TYPE", tensor.OBSERVER.TYPE, reason)
+
+
 def _backend(kind: Kind, tensor: TensorConfig, backend: str, weight_only: bool) -> Iterator[Fault]:
     runs = BACKENDS[backend]
     rules = runs.activation if kind == "A" else runs.weight_only if weight_only else runs.weight
-    bit, scheme = tensor.QUANTIZER.BIT, tensor.QSCHEME
+    bit, scheme, number = tensor.QUANTIZER.BIT, tensor.QSCHEME, format_of(tensor)
+    if number not in rules.formats and kind == "W":
+        name = tensor.QUANTIZER.TYPE
+        is_alone = number in runs.weight_only.formats
+        does = f"runs {name} weights beside float activations only" if is_alone else f"runs no {name} weights"
+        remedy = "A.QUANTIZER.DISABLE: true, or another TYPE" if is_alone else "another TYPE"
+        yield _fault(kind, "QUANTIZER.TYPE", name, f"{backend} {does}; set {remedy}, or {_ESCAPE}")
     if bit and bit not in rules.bits:
         remedies = [f"set {_either(map(str, sorted(rules.bits)))}"]
         if kind == "W" and bit in runs.weight_only.bits:

@@ -85,7 +85,9 @@ def _layers(graph: Graph, execution: Execution, runtime: str) -> tuple[LayerRun,
             run = replace(run, cause="it was not found in the runtime's graph")
         elif kernel.arithmetic == "float":
             reason = reason_for(Site(graph, node), runtime)
-            run = replace(run, cause=reason.cause, detail=reason.detail, remedy=reason.remedy)
+            run = replace(
+                run, cause=reason.cause, detail=reason.detail, remedy=reason.remedy, on_purpose=reason.on_purpose
+            )
         runs.append(run)
     return tuple(runs)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsebit.deploy.audit_record import Arithmetic, Execution, Kernel
-from sparsebit.deploy.fusion_site import is_heavy, is_layer, label
+from sparsebit.deploy.fusion_site import Site, is_heavy, is_layer, label
 from sparsebit.deploy.qdq_graph import DEQUANTIZE, QUANTIZE, Graph
 from sparsebit.deploy.sessions import Session, open_session
 
@@ -33,7 +33,8 @@ def executed(file: Path, graph: Graph, *, num_threads: int = 1) -> tuple[Executi
             by_origin.setdefault(origin, []).append(op)
     kernels: dict[str, Kernel] = {}
     for node in filter(lambda node: is_layer(graph, node), graph.nodes):
-        found = _find(node, by_origin)
+        bias = Site(graph, node).bias_add  # a product goes by the name of the add that it took in
+        found = _find(node, by_origin) or (_find(bias, by_origin) if bias is not None else None)
         kernels[label(node)] = Kernel(found.words, _arithmetic(found)) if found else Kernel("", "unknown")
     return Execution(kernels, _leftovers(ops, graph)), session
 

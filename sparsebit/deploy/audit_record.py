@@ -32,6 +32,7 @@ class LayerRun:
     """One layer of the file. `heavy`: it multiplies matrices; `weight-only`: low-bit weights, float activations.
 
     A layer in float has a `cause` (the same words for all layers of its group), a `detail` of its own and a `remedy`.
+    `on_purpose`: it is no fault that it is; the profile leaves it so by design, or the config switched it off.
     """
 
     name: str
@@ -43,6 +44,7 @@ class LayerRun:
     cause: str = ""
     detail: str = ""
     remedy: str = ""
+    on_purpose: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,13 +83,14 @@ class Audit:
         return timed.cpu_ratio if self.num_threads == 1 else timed.wall_ratio
 
     def groups(self) -> list[tuple[LayerRun, ...]]:
-        """The float layers, grouped by cause: groups with heavy layers first, then large ones."""
+        """The float layers, grouped by cause: those with heavy layers first, then large ones; last those on purpose."""
         floats = [layer for layer in self.layers if layer.arithmetic in ("float", "unknown")]
         groups: dict[str, list[LayerRun]] = {}
         for layer in floats:
             groups.setdefault(layer.cause, []).append(layer)
         return sorted(
-            map(tuple, groups.values()), key=lambda group: (-sum(layer.heavy for layer in group), -len(group))
+            map(tuple, groups.values()),
+            key=lambda group: (group[0].on_purpose, -sum(layer.heavy for layer in group), -len(group)),
         )
 
     def counts(self) -> dict[str, int]:

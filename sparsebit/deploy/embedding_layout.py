@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sparsebit.deploy.number_types import FLOAT8
 from sparsebit.deploy.qdq import ROLE_KEY
 
 if TYPE_CHECKING:
@@ -28,11 +29,13 @@ def lay_out_embeddings(model: ir.Model) -> None:
 
 
 def _fits(gather: ir.Node, dequantize: ir.Node) -> bool:
-    """A stored matrix whose rows are looked up, with one scale for all or one per row."""
+    """A stored matrix whose rows are looked up, with one scale for all or one per row; ORT gathers no 8-bit floats."""
     if dequantize.op_type != "DequantizeLinear" or dequantize.metadata_props.get(ROLE_KEY) != "weight":
         return False
     codes, axis = dequantize.inputs[0], gather.attributes.get("axis")
     if codes is None or codes.const_value is None or len(codes.const_value.shape) != 2:
+        return False
+    if codes.const_value.dtype.name == FLOAT8.name:
         return False
     per = dequantize.attributes.get("axis")
     return (

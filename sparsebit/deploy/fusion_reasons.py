@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from sparsebit.deploy.cpu import is_arm
 from sparsebit.deploy.fusion_site import Site, label
 from sparsebit.deploy.qdq_graph import MOVES, Quantization
+from sparsebit.deploy.runtimes import PROFILES
 
 _ORT, _OPENVINO = "onnxruntime", "openvino"
 _BYTES = frozenset({"int8", "uint8"})
 _SIGNED_LOWEST = {"int8": -128, "uint8": 0}
+
+_PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum", "attention"})  # of the op table
 
 # Where the runtimes have kernels on quantized numbers for an op of the file.
 INTEGER_KERNELS = {
@@ -40,11 +43,15 @@ _NO_KERNEL = {
 
 @dataclass(frozen=True)
 class Reason:
-    """`cause` groups layers and completes "because …"; `detail` is about this one; `remedy` says what to do."""
+    """`cause` groups layers and completes "because …"; `detail` is about this one; `remedy` says what to do.
+
+    `on_purpose`: it is no fault.
+    """
 
     cause: str
     remedy: str
     detail: str = ""
+    on_purpose: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,16 +62,20 @@ class Row:
     remedy: str
     applies: Callable[[Site], str | None]
     runtimes: tuple[str, ...] = (_ORT, _OPENVINO)
+    on_purpose: bool = False
 
 
 def reason_for(site: Site, runtime: str) -> Reason:
     """The first row that holds for a layer that `runtime` was seen to run in float."""
-    if site.op not in INTEGER_KERNELS[runtime]:
+    has_kernel = site.op in INTEGER_KERNELS[runtime]
+    for row in ROWS:
+        if runtime not in row.runtimes or not (has_kernel or row.on_purpose):
+            continue
+        if (detail := row.applies(site)) is not None:
+            return Reason(row.cause, row.remedy.format(runtime=runtime), detail, row.on_purpose)
+    if not has_kernel:
         remedy = _NO_KERNEL.get(site.op, _LEAVE_OUT) if any(site.quantizations) else ""
         return Reason(f"{runtime} has no integer kernel for {site.op}", remedy)
-    for row in ROWS:
-        if runtime in row.runtimes and (detail := row.applies(site)) is not None:
-            return Reason(row.cause, row.remedy.format(runtime=runtime), detail)
     return Reason(
         "the runtime left it so, for none of the known reasons", "compare its surroundings with those of a fused layer"
     )
@@ -72,6 +83,23 @@ def reason_for(site: Site, runtime: str) -> Reason:
 
 def _holds(condition: bool, detail: str = "") -> str | None:
     return detail if condition else None
+
+
+def _switched_off(site: Site) -> str | None:
+    return _holds(bool(site.switched_off), site.switched_off)
+
+
+def _product_by_design(site: Site) -> str | None:
+    profile = site.profile
+    is_product = site.op in ("MatMul", "Einsum", "Attention") and not site.has_weight
+    return _holds(is_product and profile is not None and not _PRODUCTS.intersection(profile.inputs or ()))
+
+
+def _add_by_design(site: Site) -> str | None:
+    """Profiles quantize the adds that a convolution feeds."""
+    makers = [site.graph.producer.get(name) for name in site.operands]
+    is_fed = any(maker is not None and maker.op_type == "Conv" for maker in makers)
+    return _holds(site.op == "Add" and site.profile is not None and not is_fed and not any(site.quantizations))
 
 
 def _not_quantized(site: Site) -> str | None:
@@ -88,6 +116,11 @@ def _dequantized_weight(site: Site) -> str | None:
     if weight is None or not site.has_weight or site.data is not None or site.op not in ("MatMul", "Gemm"):
         return None
     return f"{weight.dtype} weight" + (f" in blocks of {weight.block}" if weight.block else "")
+
+
+def _float8_weight(site: Site) -> str | None:
+    found = site.weight
+    return _holds(found is not None and found.dtype.startswith("float8"), found.dtype if found else "")
 
 
 def _float_input(site: Site) -> str | None:
@@ -139,6 +172,16 @@ def _blocked_weight(site: Site) -> str | None:
 def _sign_mismatch(site: Site) -> str | None:
     data, weight = site.data, site.weight
     return _holds(data is not None and weight is not None and (data.dtype, weight.dtype) == ("int8", "uint8"))
+
+
+def _computed_bias(site: Site) -> str | None:
+    return _holds(site.has_computed_bias)
+
+
+def _bias_of_another_backend(site: Site) -> str | None:
+    """Files of ours whose biases are float because their backend's are."""
+    profile = PROFILES.get(site.graph.backend)
+    return _float_bias(site) if profile is not None and profile.bias == "float" else None
 
 
 def _float_bias(site: Site) -> str | None:
@@ -226,11 +269,23 @@ _SMOOTH = (
 )  # fmt: skip
 _QUANTIZE_ADDS = "quantize the residual adds (A.QADD.ENABLE_QUANT: true, or BACKEND: {runtime})"
 _NBITS = "store it as [K, N] with blocks of 16, 32, 64 … along K in front of a MatMul, for MatMulNBits"
+_CONVERSIONS_COST = "the conversions around it would cost more than integers save"
 _WEIGHTS_ONLY = "or weights only (A.QUANTIZER.DISABLE: true)"
 
 ROWS: tuple[Row, ...] = (
+    Row("it was switched off by the config", "take the key out of the config, if it should run in integers",
+        _switched_off, on_purpose=True),
+    Row("products of two activations stay in float by design", f"nothing: {_CONVERSIONS_COST}", _product_by_design,
+        on_purpose=True),
+    Row("adds that no convolution feeds stay in float by design", f"nothing: {_CONVERSIONS_COST}", _add_by_design,
+        on_purpose=True),
     Row("it adds tensors in float", _QUANTIZE_ADDS, _float_add),
     Row("it is not quantized", f"{_BACKEND}; A.SPECIFIC or W.SPECIFIC may have switched it off", _not_quantized),
+    Row("its fp8 weight is dequantized to float on every call",
+        "W.QUANTIZER.TYPE: uniform for integers; to keep fp8 for its size, open the session with "
+        "session.disable_quant_qdq=1, which dequantizes once", _float8_weight, (_ORT,)),
+    Row("its weight is fp8, which is computed in float", "W.QUANTIZER.TYPE: uniform for integers", _float8_weight,
+        (_OPENVINO,)),
     Row("its stored weight is dequantized to float on every call",
         f"{_NBITS}; or quantize the activations too (A.QUANTIZER.BIT: 8)", _dequantized_weight),
     Row("an input of it is in float", f"quantize that input: A.QUANTIZER.DISABLE: false; {_BACKEND}", _float_input),
@@ -244,6 +299,10 @@ ROWS: tuple[Row, ...] = (
     Row("its weights have scales in blocks", f"W.QSCHEME: per-channel-symmetric, {_WEIGHTS_ONLY}", _blocked_weight),
     Row("its activations are int8 and its weights uint8", "W.QSCHEME: per-channel-symmetric, for int8 weights",
         _sign_mismatch, (_ORT,)),
+    Row("its bias is computed while the model runs", "add it behind the layer, or make it a constant",
+        _computed_bias, (_ORT,)),
+    Row("its bias is in float", "export with BACKEND: {runtime}, whose biases are int32", _bias_of_another_backend,
+        (_ORT,)),
     Row("its bias is in float", "store it as int32 with the scale of the input times the weight's, as export_onnx does",
         _float_bias, (_ORT,)),
     Row("a batch norm stands behind it", "SCHEDULE.FUSE_BN: true", _read_by("BatchNormalization"), (_ORT,)),
@@ -266,8 +325,3 @@ ROWS: tuple[Row, ...] = (
         _model_output, (_ORT,)),
     Row("OpenVINO has few integer kernels on ARM", "run it in ONNX Runtime, or on x86", _on_arm, (_OPENVINO,)),
 )  # fmt: skip
-
-
-def all_causes() -> list[str]:
-    """The causes of the table, in order; documentation and tests read them."""
-    return [row.cause for row in ROWS]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from sparsebit.deploy.qdq_graph import MOVES, QUANTIZE, Graph, Quantization
+from sparsebit.deploy.qdq_graph import MOVES, OFF_KEY, QUANTIZE, Graph, Quantization
+from sparsebit.deploy.runtimes import PROFILES, RuntimeProfile
 
 ABSORBED = frozenset({"Relu", "Clip"})
 
@@ -112,6 +113,23 @@ class Site:
             and names[2] != ""
             and self.graph.dequantized(names[2]) is None
         )
+
+    @property
+    def has_computed_bias(self) -> bool:
+        """Whether what a Conv or Gemm adds is no constant of the file."""
+        names = list(self.node.input)
+        return self.op in ("Conv", "Gemm") and len(names) > 2 and names[2] != "" and not self.graph.is_weight(names[2])
+
+    @property
+    def switched_off(self) -> str:
+        """The key of the config that keeps the layer in float, as the export noted it; else empty."""
+        return next((item.value for item in self.node.metadata_props if item.key == OFF_KEY), "")
+
+    @property
+    def profile(self) -> RuntimeProfile | None:
+        """The profile of the runtime that the file was exported for; None for `virtual` and files of other tools."""
+        profile = PROFILES.get(self.graph.backend)
+        return profile if profile is not None and profile.inputs is not None else None
 
     @cached_property
     def readers(self) -> list[Any]:

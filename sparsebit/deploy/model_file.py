@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import tempfile
-import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparsebit.errors import DeploymentError
+from sparsebit.interrupts import deaf_to_interrupts
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -56,20 +55,6 @@ def staged(target: Path) -> Iterator[Path]:
     finally:
         with deaf_to_interrupts():
             shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def deaf_to_interrupts() -> Iterator[None]:
-    """For the milliseconds in which an impatient second Ctrl-C would do harm."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def write(model: ir.Model, path: Path, *, largest_single_file: int = LARGEST_SINGLE_FILE) -> None:

@@ -5,26 +5,35 @@ The exporter attaches Python stack traces to every node: half of a small file, a
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from sparsebit.deploy.fusion_site import HEAVY
 from sparsebit.deploy.qdq import ROLE_KEY, SITE_KEY, ExportedSite
+from sparsebit.deploy.qdq_graph import OFF_KEY
 from sparsebit.version import __version__
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
 _OWN = "sparsebit."
+_SCOPES = "pkg.torch.onnx.name_scopes"
+_ROOT = "module.model."  # the quantized model inside the call that is exported
 
 
-def tidy(model: ir.Model, facts: Mapping[str, str]) -> None:
-    """Rename and strip, in place; `facts` become the model's own metadata (`sparsebit.backend`…)."""
+def tidy(model: ir.Model, facts: Mapping[str, str], switched_off: Mapping[str, str] | None = None) -> None:
+    """Rename and strip, in place; `facts` become the model's own metadata (`sparsebit.backend`…).
+
+    `switched_off`: layers and modules that the config keeps in float, and the key that says so; it is noted at their
+    nodes.
+    """
     import onnx_ir as ir
 
     taken: set[str | None] = set()
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        layer = _layer_of(node)
+        layer = _layer_of(node) or _note_off(node, switched_off or {})
         if layer is not None:
             node.name = layer
             _name_bias(node, layer)
@@ -58,6 +67,20 @@ def _layer_of(node: ir.Node) -> str | None:
         if producer is not None and producer.metadata_props.get(ROLE_KEY) == "weight":
             return str(producer.metadata_props[SITE_KEY]).partition("#")[0].rpartition(".weight")[0]
     return None
+
+
+def _note_off(node: ir.Node, switched_off: Mapping[str, str]) -> str | None:
+    """Note at the node that the config switched it off; gives the layer's name where the node is what the layer does.
+
+    The exporter notes the modules that a node was called in, from the outside to the inside, and last its own name.
+    """
+    scopes = node.metadata_props.get(_SCOPES)
+    paths = [path.removeprefix(_ROOT) for path in ast.literal_eval(scopes)[:-1]] if scopes else []
+    keys = [switched_off[path] for path in paths if path in switched_off]
+    if not keys or SITE_KEY in node.metadata_props:
+        return None
+    node.metadata_props[OFF_KEY] = keys[-1]
+    return paths[-1] if node.op_type in HEAVY else None
 
 
 def _name_bias(node: ir.Node, layer: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sparsebit.errors import DeploymentError
+from sparsebit.numerics.spec import LARGEST_FLOAT8
 
 # Bits of an ONNX integer type -> the first opset whose QuantizeLinear and DequantizeLinear take it.
 _FIRST_OPSET = {2: 25, 4: 21, 8: 13, 16: 21, 32: 13}
@@ -22,6 +23,9 @@ class Storage:
     low: int
     high: int
     opset: int
+
+
+FLOAT8 = Storage("FLOAT8E4M3FN", 8, -LARGEST_FLOAT8, LARGEST_FLOAT8, 19)
 
 
 def num_bits(qmin: int, qmax: int) -> int:

@@ -1,7 +1,8 @@
 """Global average pools in the form that runtimes have an integer kernel for.
 
-torch exports `AdaptiveAvgPool2d(1)` as ReduceMean, which ONNX Runtime executes in float, with a change of the memory
-layout in front of it. GlobalAveragePool is the same mean.
+torch exports `AdaptiveAvgPool2d(1)` and `x.mean((2, 3))` as ReduceMean, which ONNX Runtime executes in float, with a
+change of the memory layout in front of it. GlobalAveragePool is the same mean; quantization travels through a Squeeze
+behind it.
 """
 
 from __future__ import annotations
@@ -11,26 +12,47 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+_AXES = "height_and_width"
+
 
 def lay_out_pools(model: ir.Model) -> None:
-    """ReduceMean over height and width, dimensions kept -> GlobalAveragePool, in place."""
+    """ReduceMean over height and width -> GlobalAveragePool, and Squeeze where the dimensions go; in place."""
     import onnx_ir as ir
 
     for node in list(model.graph):
         x = node.inputs[0] if node.inputs else None
         if node.op_type != "ReduceMean" or x is None or x.shape is None or len(x.shape) != 4:
             continue
-        keeps = node.attributes.get("keepdims")
-        if keeps is not None and not keeps.as_int():
-            continue
         if sorted(axis % 4 for axis in _axes(node)) != [2, 3]:
             continue
         pool = ir.node("GlobalAveragePool", [x], name=node.name)
         old, new = node.outputs[0], pool.outputs[0]
+        keeps = node.attributes.get("keepdims")
+        if keeps is not None and not keeps.as_int():
+            new.name, new.shape, new.type = f"{old.name}/pool", ir.Shape([*list(x.shape)[:2], 1, 1]), old.type
+            squeeze = ir.node("Squeeze", [new, _squeezed_axes(model)], name=f"{node.name}/squeeze")
+            model.graph.insert_before(node, [pool, squeeze])
+            new = squeeze.outputs[0]
+        else:
+            model.graph.insert_before(node, pool)
         new.name, new.shape, new.type = old.name, old.shape, old.type
-        model.graph.insert_before(node, pool)
         ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+        axes = node.inputs[1] if len(node.inputs) > 1 else None
         model.graph.remove(node, safe=True)
+        if axes is not None and not axes.uses() and str(axes.name) in model.graph.initializers:
+            del model.graph.initializers[str(axes.name)]
+
+
+def _squeezed_axes(model: ir.Model) -> ir.Value:
+    """The axes of height and width, stored once."""
+    import numpy
+    import onnx_ir as ir
+
+    if _AXES not in model.graph.initializers:
+        tensor = ir.Tensor(numpy.array([2, 3], dtype=numpy.int64), name=_AXES)
+        value = ir.Value(name=_AXES, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape([2]))
+        model.graph.register_initializer(value)
+    return model.graph.initializers[_AXES]
 
 
 def _axes(node: ir.Node) -> list[int]:

@@ -25,12 +25,16 @@ def named(paths: Sequence[str], given: Sequence[str] | None, key: str) -> list[s
         raise DeploymentError(f"export_onnx: {key} holds {wrong[0]!r}; a name is a text that is not empty")
     if len(given) > len(paths):
         raise DeploymentError(
-            f"export_onnx: {len(given)} {key} ({', '.join(given)}) for {len(paths)} tensors: {', '.join(paths)}"
+            f"export_onnx: {len(given)} {key} ({', '.join(given)}) for {len(paths)} tensors: {', '.join(paths)}; "
+            f"give {len(paths)} or fewer, in that order"
         )
     names = [*given, *paths[len(given) :]]
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
-        raise DeploymentError(f"export_onnx: {key} must differ; more than one would be called {', '.join(repeated)}")
+        raise DeploymentError(
+            f"export_onnx: {key} must differ; more than one would be called {', '.join(repeated)}; in order they "
+            f"rename {', '.join(paths)}"
+        )
     return names
 
 

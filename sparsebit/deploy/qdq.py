@@ -1,8 +1,9 @@
 """`sparsebit::FakeQuantize` -> standard ONNX: stored integers + DequantizeLinear, or QuantizeLinear + DequantizeLinear.
 
-A constant (weight, bias) is stored as the integers that the simulation rounds it to; anything else gets a pair of
-nodes, with a Clip in front where the grid is narrower than its type. Nodes are named after their site (`conv1.input/q`)
-and carry site, role and bits in `metadata_props`: an attribute of that name would be refused by onnx.checker.
+A constant (weight, bias) is stored as the integers that the simulation rounds it to, or as 8-bit floats (`FakeFloat8`);
+anything else gets a pair of nodes, with a Clip in front where the grid is narrower than its type. Nodes are named after
+their site (`conv1.input/q`) and carry site, role and bits in `metadata_props`: an attribute of that name would be
+refused by onnx.checker.
 """
 
 from __future__ import annotations
@@ -15,9 +16,18 @@ import torch
 from torch import Tensor
 
 from sparsebit.deploy.constant_folding import fold_constants
-from sparsebit.deploy.number_types import ACTIVATION_WIDTHS, BIAS_BITS, BLOCK_OPSET, Storage, num_bits, storage_for
-from sparsebit.deploy.to_onnx import DOMAIN, NO_AXIS, OP_TYPE
+from sparsebit.deploy.number_types import (
+    ACTIVATION_WIDTHS,
+    BIAS_BITS,
+    BLOCK_OPSET,
+    FLOAT8,
+    Storage,
+    num_bits,
+    storage_for,
+)
+from sparsebit.deploy.to_onnx import DOMAIN, FLOAT8_TYPE, NO_AXIS, OP_TYPE
 from sparsebit.errors import DeploymentError
+from sparsebit.numerics import float8
 from sparsebit.numerics.plain import aligned_shape, as_blocks
 from sparsebit.numerics.spec import PerGroup, pad_groups, scale_shape
 
@@ -91,6 +101,7 @@ class _Site:
     group: int
     qmin: int
     qmax: int
+    is_float8: bool = False
 
     @staticmethod
     def read(node: ir.Node, names: dict[str, int], ports: Sequence[str]) -> _Site:
@@ -102,9 +113,12 @@ class _Site:
             names[tag] = names.get(tag, 0) + 1
             name = tag if names[tag] == 1 else f"{tag}#{names[tag]}"
         axis = None if attributes["axis"] == NO_AXIS else int(attributes["axis"])
-        scale, zero_point = (_tensor(value, name) for value in node.inputs[1:3])
+        scale = _tensor(node.inputs[1], name).float()
+        if node.op_type == FLOAT8_TYPE:
+            return _Site(name, _role(tag), scale, torch.zeros_like(scale), axis, 0, FLOAT8.low, FLOAT8.high, True)
+        zero_point = _tensor(node.inputs[2], name).float().round()
         group, qmin, qmax = (int(attributes[key]) for key in ("group_size", "qmin", "qmax"))
-        return _Site(name, _role(tag), scale.float(), zero_point.float().round(), axis, group, qmin, qmax)
+        return _Site(name, _role(tag), scale, zero_point, axis, group, qmin, qmax)
 
     @property
     def numbers(self) -> tuple[Tensor, Tensor]:
@@ -112,7 +126,7 @@ class _Site:
 
     @property
     def bits(self) -> int:
-        return num_bits(self.qmin, self.qmax)
+        return FLOAT8.width if self.is_float8 else num_bits(self.qmin, self.qmax)
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -143,8 +157,11 @@ def _lower_constant(
 ) -> ExportedSite:
     """Integers in the file, and one DequantizeLinear."""
     weight = _tensor(node.inputs[0], site.name).detach()
-    storage = storage_for(site.qmin, site.qmax, widths, site.name)
-    codes = codes_of(weight, site.scale, site.zero_point, site.axis, site.group, site.qmin, site.qmax)
+    if site.is_float8:
+        storage, codes = FLOAT8, float8.codes_of(weight, site.scale, site.axis)
+    else:
+        storage = storage_for(site.qmin, site.qmax, widths, site.name)
+        codes = codes_of(weight, site.scale, site.zero_point, site.axis, site.group, site.qmin, site.qmax)
     site = site.without_single_groups(weight.shape)
     axis, attributes = site.place(weight.ndim)
     if axis is not None and site.group and whole_groups and weight.shape[axis] % site.group:
@@ -156,7 +173,7 @@ def _lower_constant(
     scale, zero_point = _parameters(model, site, storage, weight.shape)
     # A linear's zero point is written even where it is 0: without it ORT leaves a Gemm in float. All others would be
     # several per cent of a small file.
-    is_linear = weight.ndim == 2 and site.bits < BIAS_BITS
+    is_linear = weight.ndim == 2 and site.bits < BIAS_BITS and not site.is_float8
     inputs = [stored, scale, *([zero_point] if is_linear or site.zero_point.any() else [])]
     _replace(node, [("DequantizeLinear", f"{site.name}/dq", inputs, attributes)], site, storage)
     return site.exported(storage, f"{site.name}/codes", axis)
@@ -166,6 +183,11 @@ def _lower(model: ir.Model, node: ir.Node, site: _Site) -> ExportedSite:
     """[Clip, or Max + Min for ends per channel +] QuantizeLinear + DequantizeLinear."""
     x = node.inputs[0]
     assert x is not None
+    if site.is_float8:
+        raise DeploymentError(
+            f"{site.name}: fp8 is for stored weights, and this one is computed while the model runs; set another "
+            "W.QUANTIZER.TYPE there"
+        )
     storage = storage_for(site.qmin, site.qmax, ACTIVATION_WIDTHS, site.name)
     shape = _shape(x, site)
     axis, attributes = site.place(len(shape))
@@ -271,7 +293,7 @@ def _initializer(model: ir.Model, name: str, value: Tensor, kind: str) -> ir.Val
 
 
 def _is_fake_quantize(node: ir.Node) -> bool:
-    return bool(node.domain == DOMAIN and node.op_type == OP_TYPE)
+    return bool(node.domain == DOMAIN and node.op_type in (OP_TYPE, FLOAT8_TYPE))
 
 
 def _tensor(value: Any, site: str) -> Tensor:

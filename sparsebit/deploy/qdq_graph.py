@@ -13,6 +13,8 @@ from typing import Any
 from sparsebit.errors import DeploymentError, MissingExtraError
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
+# What an export notes: of the model its backend, of a node that the config keeps in float the key that says so.
+BACKEND_KEY, OFF_KEY = "sparsebit.backend", "sparsebit.switched_off"
 # Ops that only move elements: a scale in front of one is a scale behind it.
 MOVES = frozenset({"Identity", "Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze"})
 
@@ -84,6 +86,11 @@ class Graph:
             for name in dict.fromkeys(node.input):
                 if name:
                     self.readers[name].append(node)
+
+    @property
+    def backend(self) -> str:
+        """The backend that an export of ours noted in the file; empty in files of other tools."""
+        return next((item.value for item in self.model.metadata_props if item.key == BACKEND_KEY), "")
 
     def constant(self, name: str) -> Any:
         """The value as an array, None if it is computed."""

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
+from sparsebit.backends import Format
+
 
 @dataclass(frozen=True)
 class RuntimeProfile:
@@ -20,10 +22,11 @@ class RuntimeProfile:
     that run as two integer ops, with the sigmoid quantized in between. `folds_batchnorm`: unless the user
     says no. `bias`: added in integers, on the grid of the accumulator, or in float. `weight_widths`: the integer types,
     by bits, in which its files hold weights. `narrow_weights`: int8 weights go without the code -128 (ONNX Runtime's
-    depthwise kernel for Arm adds two products in 16 bits, and two of -128 * -128 overflow). `opset`: that of a file,
-    unless the user or a type asks for another. `executes`: the runtime here that runs the file as it will run in
-    production; None: there is none, and the file's nodes are executed one by one as they are defined. `costs`:
-    `KEY=value` -> what it costs to set it so.
+    depthwise kernel for Arm adds two products in 16 bits, and two of -128 * -128 overflow). `apart`: formats of weights
+    whose layers may not read quantized activations (ONNX Runtime fuses them into integer kernels that then refuse the
+    weight). `opset`: that of a file, unless the user or a type asks for another. `executes`: the runtime here that runs
+    the file as it will run in production; None: there is none, and the file's nodes are executed one by one as they are
+    defined. `costs`: `KEY=value` -> what it costs to set it so.
     """
 
     name: str
@@ -38,6 +41,7 @@ class RuntimeProfile:
     bias: Literal["int32", "float"] = "float"
     weight_widths: frozenset[int] = frozenset({4, 8, 16})
     narrow_weights: bool = False
+    apart: frozenset[Format] = frozenset()
     opset: int = 21
     executes: Literal["onnxruntime", "openvino"] | None = None
     costs: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
@@ -89,6 +93,7 @@ PROFILES: dict[str, RuntimeProfile] = {
             folds_batchnorm=True,
             bias="int32",
             narrow_weights=True,
+            apart=frozenset({"float8"}),
             executes="onnxruntime",
             costs=MappingProxyType(
                 {

@@ -19,6 +19,13 @@ EXACT = {
     "onnxruntime": {"session.qdq_matmulnbits_accuracy_level": "1"},
     "openvino": {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"},
 }
+# ONNX Runtime's fusions do not look whether a scale is one number, which their kernels (QLinearAdd, QLinearSigmoid,
+# MatMulIntegerToFloat) want; these are the complaints of those kernels.
+_OF_ONE_SCALE = ("must be a scalar", "IsScalarOr1ElementVector", "QlinearBuildLookupTable")
+_PLAIN_ADVICE = (
+    "it has activations with a scale per channel, which ONNX Runtime fuses into kernels that take one scale; open it "
+    "with the session option session.disable_quant_qdq=1 (or with ORT_ENABLE_BASIC), or quantize activations per tensor"
+)
 
 
 class Session(ABC):
@@ -155,7 +162,7 @@ def _loading(file: str | os.PathLike[str] | bytes, runtime: str) -> Any:
         yield
     except Exception as error:  # the runtimes' own exception classes differ by version
         name = "the model" if isinstance(file, bytes) else str(file)
-        raise DeploymentError(f"{name} does not load in {runtime}: {_first_lines(error)}") from error
+        raise DeploymentError(f"{name} does not load in {runtime}: {_told(error)}") from error
 
 
 @contextlib.contextmanager
@@ -163,7 +170,12 @@ def _running(runtime: str) -> Any:
     try:
         yield
     except Exception as error:
-        raise DeploymentError(f"the model does not run in {runtime}: {_first_lines(error)}") from error
+        raise DeploymentError(f"the model does not run in {runtime}: {_told(error)}") from error
+
+
+def _told(error: Exception) -> str:
+    """The runtime's own words, unless the fault is known and better words are."""
+    return _PLAIN_ADVICE if any(words in str(error) for words in _OF_ONE_SCALE) else _first_lines(error)
 
 
 def _first_lines(error: Exception, count: int = 3) -> str:

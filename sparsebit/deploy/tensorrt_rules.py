@@ -20,7 +20,7 @@ from sparsebit.deploy.qdq_graph import DEQUANTIZE, MOVES, QUANTIZE, Graph, Quant
 _TYPES = frozenset({"int8", "float8e4m3fn", "int4", "float4e2m1"})
 _FOUR_BITS = frozenset({"int4", "float4e2m1"})
 _WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
-_FIRST_OPSET, _LAST_OPSET, _AXIS_OPSET = 10, 25, 13
+_FIRST_OPSET, _LAST_OPSET, _AXIS_OPSET, _FLOAT8_OPSET = 10, 25, 13, 19
 
 _QUANTIZED_TYPES = "Working with Quantized Types"
 _EXPLICIT = "Explicit Quantization"
@@ -105,6 +105,8 @@ def _opset(graph: Graph) -> Found:
         yield "the file", f"opset {version}; Q/DQ are read from opset {_FIRST_OPSET} to {_LAST_OPSET}"
     elif version < _AXIS_OPSET and any(found.scale is not None and found.scale.size > 1 for _, found in pairs):
         yield "the file", f"opset {version}; scales per channel need the axis of opset {_AXIS_OPSET}"
+    elif version < _FLOAT8_OPSET and any(found.dtype.startswith("float8") for _, found in pairs):
+        yield "the file", f"opset {version}; 8-bit floats need opset {_FLOAT8_OPSET}"
 
 
 def _types(graph: Graph) -> Found:
@@ -202,6 +204,8 @@ def _float_weights(graph: Graph) -> Found:
             data, weight = (graph.dequantized(name) for name in node.input[:2])
             if (data is None) != (weight is None) and (weight is None or weight.dtype not in _FOUR_BITS):
                 yield label(node), f"only its {'weight' if data is None else 'input'} is quantized, so it runs in float"
+            elif data and weight and data.dtype != weight.dtype and "float8e4m3fn" in (data.dtype, weight.dtype):
+                yield label(node), f"its input is {data.dtype} and its weight {weight.dtype}, so it runs in float"
 
 
 def _distant_weights(graph: Graph) -> Found:

@@ -1,7 +1,7 @@
 """torch -> ONNX: a module, as it runs on one example, as an `onnx_ir.Model` in which each fake-quant is one node.
 
-The node is `sparsebit::FakeQuantize(x, scale, zero_point)` with the site's name in `tag`; `qdq` lowers it to standard
-ONNX. Inputs and outputs are flat and carry the user's names.
+The node is `sparsebit::FakeQuantize(x, scale, zero_point)`, or `FakeFloat8(x, scale)`, with the site's name in `tag`;
+`qdq` lowers it to standard ONNX. Inputs and outputs are flat and carry the user's names.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from torch.utils import _pytree as pytree
 from sparsebit.deploy.export_faults import export_fault, quiet
 from sparsebit.deploy.ports import DynamicAxes, apart, dynamic_shapes, named, rename_ports
 from sparsebit.errors import DeploymentError, MissingExtraError
+from sparsebit.numerics import float8
 from sparsebit.numerics.operator import OPERATOR
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-DOMAIN, OP_TYPE = "sparsebit", "FakeQuantize"
+DOMAIN, OP_TYPE, FLOAT8_TYPE = "sparsebit", "FakeQuantize", "FakeFloat8"
 NO_AXIS = -(1 << 20)  # ONNX attributes have no None
 
 
@@ -62,7 +63,7 @@ def to_onnx(
                 optimize=True,
                 opset_version=opset_version,
                 dynamic_shapes=(shapes,) if any(shapes) else None,
-                custom_translation_table={OPERATOR: _translation()},
+                custom_translation_table={OPERATOR: _translation(), float8.OPERATOR: _float8_translation()},
                 verbose=verbose,
             )
         except Exception as error:
@@ -179,24 +180,37 @@ def _key(entry: Any) -> str:
     return str(entry)
 
 
-def _translation() -> Any:
+def _node(op_type: str, parameters: Sequence[str], numbers: Sequence[str]) -> Any:
+    """The operator `op_type(x, *parameters)` of our own, with whole numbers and the site's tag as attributes."""
     import onnx
     import onnxscript
 
     schema = onnx.defs.OpSchema
     floats = [f"tensor({kind})" for kind in ("float", "double", "float16", "bfloat16")]
     definition = schema(
-        OP_TYPE,
+        op_type,
         DOMAIN,
         1,
-        inputs=[schema.FormalParameter("x", "T")]
-        + [schema.FormalParameter(name, "S") for name in ("scale", "zero_point")],
+        inputs=[schema.FormalParameter("x", "T"), *(schema.FormalParameter(name, "S") for name in parameters)],
         outputs=[schema.FormalParameter("y", "T")],
         type_constraints=[("T", floats, ""), ("S", floats, "")],
-        attributes=[schema.Attribute(name, schema.AttrType.INT, "") for name in ("axis", "group_size", "qmin", "qmax")]
+        attributes=[schema.Attribute(name, schema.AttrType.INT, "") for name in numbers]
         + [schema.Attribute("tag", schema.AttrType.STRING, "")],
     )
-    node = onnxscript.values.Op(onnxscript.values.Opset(DOMAIN, 1), OP_TYPE, definition)
+    return onnxscript.values.Op(onnxscript.values.Opset(DOMAIN, 1), op_type, definition)
+
+
+def _float8_translation() -> Any:
+    node = _node(FLOAT8_TYPE, ["scale"], ["axis"])
+
+    def translate(x: Any, scale: Any, axis: int | None, tag: str) -> Any:
+        return node(x, scale, axis=NO_AXIS if axis is None else axis, tag=tag)
+
+    return translate
+
+
+def _translation() -> Any:
+    node = _node(OP_TYPE, ["scale", "zero_point"], ["axis", "group_size", "qmin", "qmax"])
 
     def translate(
         x: Any,

@@ -13,7 +13,7 @@ _KNOWN = ("integer", "weight-only")
 
 def verdict(audit: Audit) -> str:
     """`slower than float (1.16 of its time): 9 of 20 convolutions are not in integers, because …; …`."""
-    speed, parts = _speed(audit), [_layers(audit), *_conversions(audit)]
+    speed, parts = _speed(audit), [_layers(audit), *_on_purpose(audit), *_conversions(audit)]
     could_be_faster = audit.ratio is not None and audit.ratio < 1 - _EVEN and _floats(audit)
     text = f"{speed}{', but' if could_be_faster else ':'} {parts[0]}" if speed else parts[0]
     return ". ".join([text[0].upper() + text[1:], *(part[0].upper() + part[1:] for part in parts[1:])])
@@ -30,10 +30,10 @@ def _speed(audit: Audit) -> str:
 
 
 def _layers(audit: Audit) -> str:
-    heavy = audit.heavy
+    heavy = tuple(layer for layer in audit.heavy if not layer.on_purpose)
     floats = _floats(audit)
     if not heavy:
-        return "the file has no convolution and no matrix product"
+        return "no layer runs in integers" if audit.heavy else "the file has no convolution and no matrix product"
     if not floats:
         return f"all {_counted(heavy)} {_run(heavy)}" if len(heavy) > 1 else f"its one {heavy[0].kind} {_run(heavy)}"
     if len(floats) == len(heavy) and all(layer.cause == "it is not quantized" for layer in floats):
@@ -51,6 +51,21 @@ def _layers(audit: Audit) -> str:
     return f"{shares} {verb} not in integers, {share}because {because}" + (f"; {remedy}" if remedy else "")
 
 
+def _on_purpose(audit: Audit) -> list[str]:
+    """`4 matrix products stay in float by design`, `1 linear layer was switched off by the config`."""
+    groups: dict[bool, list[LayerRun]] = {}
+    for layer in audit.heavy:
+        if layer.on_purpose:
+            groups.setdefault(layer.cause.endswith("by design"), []).append(layer)
+    words = {
+        (True, True): "stays in float by design",
+        (True, False): "stay in float by design",
+        (False, True): "was switched off by the config",
+        (False, False): "were switched off by the config",
+    }
+    return [f"{_counted(layers)} {words[is_design, len(layers) == 1]}" for is_design, layers in groups.items()]
+
+
 def _of_several(cause: str) -> str:
     """`its output is read by a float add` -> `their output …`."""
     for one, several in (("it is ", "they are "), ("it was ", "they were "), ("it adds ", "they add ")):
@@ -61,7 +76,7 @@ def _of_several(cause: str) -> str:
 
 
 def _floats(audit: Audit) -> list[LayerRun]:
-    return [layer for layer in audit.heavy if layer.arithmetic not in _KNOWN]
+    return [layer for layer in audit.heavy if layer.arithmetic not in _KNOWN and not layer.on_purpose]
 
 
 def _run(layers: tuple[LayerRun, ...]) -> str:

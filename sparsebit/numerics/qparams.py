@@ -93,12 +93,16 @@ def check_backend(spec: TensorSpec, zero_point: Tensor, backend: str, site: str,
     roles: tuple[Role, ...] = (role,) if role else ("weight", "activation", "weight_only")
     rules = [getattr(BACKENDS[backend], name) for name in roles]
     if not any(
-        spec.bits in rule.bits and spec.granularity.kind in rule.granularities and spec.symmetric in rule.symmetric
+        spec.bits in rule.bits
+        and spec.granularity.kind in rule.granularities
+        and spec.symmetric in rule.symmetric
+        and spec.format in rule.formats
         for rule in rules
     ):
         scheme = f"per-{spec.granularity.kind}-{'symmetric' if spec.symmetric else 'affine'}"
         advice = "; ".join(dict.fromkeys(rule.advice for rule in rules))
-        raise BackendError(f"{spec.bits}-bit {scheme} at {site}: {advice}; or set BACKEND: virtual")
+        number = "fp8" if spec.format == "float8" else f"{spec.bits}-bit"
+        raise BackendError(f"{number} {scheme} at {site}: {advice}; or set BACKEND: virtual")
     if backend == "virtual":
         return
     codes = zero_point.detach().round()

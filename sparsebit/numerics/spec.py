@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sparsebit.backends import FORMATS, Format
 from sparsebit.errors import SpecError
 
 MIN_BITS, MAX_BITS = 1, 16
+# Of float8_e4m3fn: the largest number, and how many numbers there are (256 codes less two NaN and a second zero).
+LARGEST_FLOAT8, NUM_FLOAT8 = 448, 253
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,8 @@ Granularity: TypeAlias = PerTensor | PerChannel | PerGroup
 class TensorSpec:
     """A number format: `bits` wide, integers around zero (`symmetric`) or from zero on (affine, with a zero point).
 
-    `narrow`: a symmetric grid without its lowest code, as many below zero as above.
+    `narrow`: a symmetric grid without its lowest code, as many below zero as above. `format`: "float8" holds numbers of
+    float8_e4m3fn (4 bits of exponent, 3 of mantissa) in the place of integers.
 
     >>> spec = TensorSpec(4, symmetric=True, granularity=PerChannel(0))
     >>> spec.qmin, spec.qmax, spec.dtype_name
@@ -76,6 +80,7 @@ class TensorSpec:
     symmetric: bool
     granularity: Granularity = PerTensor()
     narrow: bool = False
+    format: Format = "integer"
 
     def __post_init__(self) -> None:
         _check_int("TensorSpec.bits", self.bits)
@@ -92,25 +97,40 @@ class TensorSpec:
                 f"TensorSpec.granularity={self.granularity!r}: "
                 "allowed: PerTensor(), PerChannel(axis), PerGroup(axis, size)"
             )
+        if self.format not in FORMATS:
+            raise SpecError(f"TensorSpec.format={self.format!r}: allowed: {', '.join(FORMATS)}")
+        rules = FORMATS[self.format]
+        is_held = self.bits in rules.bits and self.granularity.kind in rules.granularities
+        if not is_held or self.symmetric not in rules.symmetric or (self.narrow and self.format != "integer"):
+            raise SpecError(
+                f"TensorSpec.format={self.format!r} with {self.bits} bits, symmetric={self.symmetric}, "
+                f"narrow={self.narrow}, {self.granularity}: {rules.advice}"
+            )
 
     @property
     def qmin(self) -> int:
-        """The lowest code: -2^(bits-1), one more when narrow, or 0 when affine."""
+        """The lowest code: -2^(bits-1), one more when narrow, or 0 when affine; of float8 the lowest number."""
+        if self.format == "float8":
+            return -LARGEST_FLOAT8
         return -(1 << self.bits - 1) + self.narrow if self.symmetric else 0
 
     @property
     def qmax(self) -> int:
         """The highest code: 2^(bits-1) - 1, or 2^bits - 1 when affine. One symmetric bit is [-1, 0]."""
+        if self.format == "float8":
+            return LARGEST_FLOAT8
         return (1 << self.bits - 1) - 1 if self.symmetric else (1 << self.bits) - 1
 
     @property
     def num_levels(self) -> int:
         """How many codes there are."""
-        return self.qmax - self.qmin + 1
+        return NUM_FLOAT8 if self.format == "float8" else self.qmax - self.qmin + 1
 
     @property
     def dtype_name(self) -> str:
-        """`int4`, `uint8`, ...: the type's name in ONNX and in reports."""
+        """`int4`, `uint8`, `float8e4m3fn`, ...: the type's name in ONNX and in reports."""
+        if self.format == "float8":
+            return "float8e4m3fn"
         return f"{'int' if self.symmetric else 'uint'}{self.bits}"
 
     def replace(self, **changes: Any) -> TensorSpec:

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sparsebit.backends import BACKENDS
 from sparsebit.deploy.embedding_layout import lay_out_embeddings
 from sparsebit.deploy.linear_layout import lay_out_linears
 from sparsebit.deploy.naming import describe_sites, tidy
+from sparsebit.deploy.number_types import FLOAT8
 from sparsebit.deploy.pad_layout import lay_out_pads
 from sparsebit.deploy.pool_layout import lay_out_pools
 from sparsebit.deploy.ports import DynamicAxes
@@ -20,6 +22,8 @@ from sparsebit.deploy.to_onnx import in_order, to_onnx
 from sparsebit.errors import CalibrationError, DeploymentError
 from sparsebit.execution.batches import Call, as_call, to_device
 from sparsebit.quantization.frozen import evaluating, frozen
+from sparsebit.quantization.plan import SWITCHED_OFF
+from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.simulation import SimulatedModel
 
 if TYPE_CHECKING:
@@ -63,13 +67,14 @@ def build_onnx(
             f"opset_version={opset}: torch does not write it (this model came out in opset {written}); "
             f"leave opset_version out, or give {profile.opset}"
         )
-    sites = lower(model, profile.weight_widths, whole_groups=profile.executes == "openvino")
+    sites = lower(model, profile.weight_widths, whole_groups=BACKENDS[profile.name].whole_groups)
     lay_out_linears(model)
     lay_out_pools(model)
     lay_out_pads(model)
     if profile.executes is not None:
         lay_out_embeddings(model)
-    tidy(model, {"backend": qmodel.config.BACKEND})
+    off = {layer: reason for layer, reason in qmodel._plan.floats.items() if reason in SWITCHED_OFF}
+    tidy(model, {"backend": qmodel.config.BACKEND}, off)
     return model, sites
 
 
@@ -121,15 +126,21 @@ def check_ready(qmodel: SimulatedModel) -> None:
 
 
 def _opset(qmodel: SimulatedModel, given: int | None, weight_widths: frozenset[int], usual: int) -> int:
-    enabled = [quantizer for quantizer in qmodel.quantizers() if quantizer.is_enable]
-    formats = [(q.spec.qmin, q.spec.qmax, q.spec.granularity.size, q.target == "weight") for q in enabled]
-    needed = required_opset(formats, weight_widths)
+    needs = {q: _opset_of(q, weight_widths) for q in qmodel.quantizers() if q.is_enable}
+    needed = max(needs.values())
     if given is None:
         return max(usual, needed)
     if given < needed:
-        first = next(q for q, f in zip(enabled, formats, strict=True) if required_opset([f], weight_widths) > given)
+        first = next(quantizer for quantizer, opset in needs.items() if opset > given)
         raise DeploymentError(
             f"opset_version={given}: {first.name} ({first.spec.dtype_name}, per {first.spec.granularity.kind}) needs "
             f"{needed}; leave opset_version out, or give {needed} or more"
         )
     return given
+
+
+def _opset_of(quantizer: Quantizer, weight_widths: frozenset[int]) -> int:
+    spec = quantizer.spec
+    if spec.format == "float8":
+        return FLOAT8.opset
+    return required_opset([(spec.qmin, spec.qmax, spec.granularity.size, quantizer.target == "weight")], weight_widths)

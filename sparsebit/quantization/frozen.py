@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import DeploymentError
+from sparsebit.numerics import float8
 from sparsebit.numerics.operator import OPERATOR
 from sparsebit.quantization.ops.bias import INT32, BiasRounding
 from sparsebit.quantization.ops.quant_opr import QShared, WeightedQuantOpr
@@ -20,6 +21,7 @@ class FrozenSite(nn.Module):
     """The one fake-quant operator with fixed numbers.
 
     `transform`: what the quantizer does in front of it (DoReFa: tanh). `value`: of a weight, the result of that.
+    `is_float8`: rounds to 8-bit floats, by their own operator.
     """
 
     is_enable = True
@@ -37,10 +39,11 @@ class FrozenSite(nn.Module):
         qmax: int,
         value: Tensor | None = None,
         transform: Callable[[Tensor], Tensor] | None = None,
+        is_float8: bool = False,
     ) -> None:
         super().__init__()
         self.training = False
-        self.transform = transform
+        self.transform, self.is_float8 = transform, is_float8
         self.name, self.axis, self.group_size, self.qmin, self.qmax = name, axis, group_size, qmin, qmax
         self.register_buffer("scale", scale.detach().float())
         self.register_buffer("zero_point", zero_point.detach().float().round())
@@ -53,6 +56,8 @@ class FrozenSite(nn.Module):
             x = self.value
         elif self.transform is not None:
             x = self.transform(x)
+        if self.is_float8:
+            return float8.OPERATOR(x, self.scale, self.axis, self.name)
         return OPERATOR(
             x, self.scale, self.zero_point, self.axis, self.group_size, self.qmin, self.qmax, "ste", self.name
         )
@@ -145,5 +150,7 @@ def _frozen_weight(quantizer: Quantizer, weight: Tensor) -> FrozenSite:
 def _site(name: str, quantizer: Quantizer, **more: Any) -> FrozenSite:
     spec = quantizer.spec
     return FrozenSite(
-        *(name, *quantizer.qparams(), spec.granularity.axis, spec.granularity.size, spec.qmin, spec.qmax), **more
+        *(name, *quantizer.qparams(), spec.granularity.axis, spec.granularity.size, spec.qmin, spec.qmax),
+        is_float8=spec.format == "float8",
+        **more,
     )

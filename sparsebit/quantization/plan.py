@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeVar
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
-from sparsebit.config.schema import ActivationConfig, QuantConfig, TensorConfig
+from sparsebit.config.rules import format_of
+from sparsebit.config.schema import ActivationConfig, QuantConfig, TensorConfig, WeightConfig
 from sparsebit.deploy.runtimes import PROFILES, RuntimeProfile
+from sparsebit.errors import BackendError
 from sparsebit.graph.capture import Captured, Region
 from sparsebit.graph.tracer import LeafPolicy
 from sparsebit.graph.values import python_values, static_values, tensor_inputs
+from sparsebit.quantization.group_rules import check_groups
 from sparsebit.quantization.ops.rows import OpKind, OpRow
-from sparsebit.quantization.ops.table import input_argument, row_of, row_of_module, tensor_arguments
+from sparsebit.quantization.ops.table import input_argument, keeps_grid, row_of, row_of_module, tensor_arguments
 from sparsebit.quantization.passes.disable_unnecessary_quant import absorbed_by, chain_end
 from sparsebit.quantization.placement import LoosePlan, Plan, RegionPlan, layer_name
 
+# Why a layer is in float, where the user wanted it so; files carry it.
+SWITCHED_OFF = ("QUANTIZER.DISABLE is true in the config", "SKIP_TRACE_MODULES keeps it in float")
 _INTEGER_PATH = frozenset({"batch_norm", "add", "cat", "max_pool", "avg_pool", "upsample"})
 _ENDS_FOR_ADDS = frozenset({"add", "cat", "flatten", "permute", "reshape"})
 _QUANTIZABLE = (OpKind.WEIGHTED, OpKind.UNARY, OpKind.MULTI)
@@ -43,6 +48,8 @@ def make_plan(captured: Captured, config: QuantConfig) -> Plan:
         activation = config.resolve("A", path)
         weight = config.resolve("W", path) if row.kind is OpKind.WEIGHTED else None
         has_input = bool(row.inputs) and row.kind is not OpKind.MULTI
+        if weight is not None:
+            _check_groups(path, weight, loose.module, row, config.BACKEND)
         plan.loose[path] = LoosePlan(row, _enabled(activation) if has_input else None, _enabled(weight))
         _note_disabled(plan, path, activation, weight)
     return plan
@@ -112,7 +119,29 @@ class _RegionPlanner:
             if row.name in self.profile.outputs:
                 self.out.outputs[chain_end(node, self.absorbed)] = activation
         if weight is not None and _enabled(weight) is not None:
+            self._check_apart(node, row, weight)
+            if node.op == "call_module":
+                module = self.root.get_submodule(str(node.target))
+                _check_groups(name, weight, module, row, self.config.BACKEND)
             self.out.weights[node] = weight
+
+    def _check_apart(self, node: fx.Node, row: OpRow, weight: WeightConfig) -> None:
+        """Refuses a weight whose format the runtime does not take behind a quantized output."""
+        if format_of(weight) not in self.profile.apart:
+            return
+        for source in self._sources(node, row):
+            while source not in self.out.outputs and self._tensors(source):
+                if source not in self.rows or not keeps_grid(self.rows[source], source, self.root):
+                    break
+                source = self._tensors(source)[0]
+            if source in self.out.outputs:
+                layer = layer_name(self.path, _head(source, self.absorbed))
+                raise BackendError(
+                    f"W.QUANTIZER.TYPE={weight.QUANTIZER.TYPE} at {layer_name(self.path, node)}: its input is the "
+                    f"quantized output of {layer}, and {self.profile.name} fuses the layer into an integer kernel, "
+                    f"which takes no {weight.QUANTIZER.TYPE} weight; set "
+                    f"A.QUANTIZER.DISABLE: true at {layer} too, another W.QUANTIZER.TYPE here, or BACKEND: virtual"
+                )
 
     def _why_float(self, node: fx.Node, row: OpRow, activation: ActivationConfig) -> str:
         """Why this op gets no quantizer; empty where it gets one."""
@@ -174,6 +203,13 @@ class _RegionPlanner:
         return any(True for _ in self.root.get_submodule(str(node.target)).children())
 
 
+def _check_groups(name: str, config: WeightConfig, module: nn.Module, row: OpRow, backend: str) -> None:
+    """Before any work is done; what a weight is that the model computes on the way, only the export sees."""
+    weight = getattr(module, row.weight or "weight", None)
+    if isinstance(weight, Tensor):
+        check_groups(name, config, weight.shape, row.channel_axis, backend)
+
+
 def _head(node: fx.Node, chains: dict[fx.Node, fx.Node]) -> fx.Node:
     while node in chains:
         node = chains[node]
@@ -184,7 +220,7 @@ def _is_skipped(plan: Plan, name: str, config: QuantConfig) -> bool:
     """Whether the user keeps this module in float; it is noted then."""
     is_skipped = LeafPolicy(skip=config.SKIP_TRACE_MODULES).is_skipped(name)
     if is_skipped:
-        plan.floats[name] = "SKIP_TRACE_MODULES keeps it in float"
+        plan.floats[name] = SWITCHED_OFF[1]
     return is_skipped
 
 
@@ -209,7 +245,7 @@ def _note_float(plan: Plan, name: str, row: OpRow | None, op: Any) -> None:
 def _note_disabled(plan: Plan, name: str, activation: TensorConfig | None, weight: TensorConfig | None) -> None:
     given = [config for config in (activation, weight) if config is not None]
     if given and all(config.QUANTIZER.DISABLE for config in given):
-        plan.floats[name] = "QUANTIZER.DISABLE is true in the config"
+        plan.floats[name] = SWITCHED_OFF[0]
 
 
 def _note_costs(plan: Plan, config: QuantConfig, profile: RuntimeProfile) -> None:

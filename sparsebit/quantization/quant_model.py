@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Self
@@ -24,7 +25,7 @@ from sparsebit.errors import CalibrationError, CaptureError, CheckpointError
 from sparsebit.execution.batches import Call, as_call, calls
 from sparsebit.execution.value_store import MIB
 from sparsebit.graph.capture import call_form
-from sparsebit.quantization import checkpoint
+from sparsebit.quantization import checkpoint, saved_activations
 from sparsebit.quantization.algorithms.batchnorm_tuning import (
     MayFold,
     fold_quantized_batchnorm,
@@ -35,11 +36,12 @@ from sparsebit.quantization.error_profiler import profile_errors
 from sparsebit.quantization.export import build_onnx, check_ready, describe
 from sparsebit.quantization.gate import check_parity, check_rules
 from sparsebit.quantization.mermaid import draw
-from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
+from sparsebit.quantization.ops.quant_opr import FunctionalWeightedQuantOpr, WeightedQuantOpr
 from sparsebit.quantization.passes.attach_integer_ops import attach_integer_ops
 from sparsebit.quantization.quant_config import parse_qconfig
 from sparsebit.quantization.quantizers.base import Target
 from sparsebit.quantization.simulation import SimulatedModel, shown
+from sparsebit.quantization.weight_batches import WeightBatches
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +54,22 @@ class QuantModel(SimulatedModel):
     """
 
     _runner: CalibrationRunner | None = None
+    _packs: bool | None = None  # what autograd keeps; None: not asked for
+    _weights: WeightBatches | None = None
 
     # --- running
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs)
+        with saved_activations.packing() if self._packs else contextlib.nullcontext(), self._batched_weights():
+            return super().forward(*args, **kwargs)
+
+    def _batched_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, layers find their weights quantized (on a GPU)."""
+        if self._weights is None or self._weights.model is not self.model:
+            self._weights = WeightBatches(self.model)
+        return self._weights.ready()
 
     def _record(self, call: Any) -> None:
         if self._runner is not None:
@@ -125,6 +141,21 @@ class QuantModel(SimulatedModel):
         """Fix first scales from the batches run so far and switch everything on: ready for a training loop."""
         self.calc_qparams()
         self.set_quant(w_quant=True, a_quant=True)
+        if self._packs is None and any(parameter.is_cuda for parameter in self.parameters()):
+            saved_activations.install(self.model, cheap_modules=False)
+            self._packs = True
+
+    def pack_saved_activations(self, enabled: bool = True) -> None:
+        """Train in less memory than the float model takes; gradients stay the same, bit by bit.
+
+        What normalizations, activation functions and quantizers give is not kept for the backward but computed again
+        there. `False` keeps everything. Without a call, on a GPU, the quantized copies alone are computed again
+        (`init_QAT`). Under `torch.compile` the compiler decides by itself.
+        """
+        saved_activations.remove(self.model)
+        if enabled:
+            saved_activations.install(self.model, cheap_modules=True)
+        self._packs = enabled
 
     @contextlib.contextmanager
     def batchnorm_tuning(self) -> Iterator[None]:
@@ -152,8 +183,10 @@ class QuantModel(SimulatedModel):
 
     def _make_room_for_biases(self) -> None:
         for layer in self.model.modules():
-            if isinstance(layer, WeightedQuantOpr) and layer.bias_rounding is not None:
-                layer.bias_rounding.make_room(layer.op.get_parameter("bias"))
+            if isinstance(layer, (WeightedQuantOpr, FunctionalWeightedQuantOpr)) and layer.bias_rounding is not None:
+                bias = layer.stored_bias()
+                if bias is not None:
+                    layer.bias_rounding.make_room(bias)
 
     # --- looking inside
 
@@ -304,7 +337,8 @@ class QuantModel(SimulatedModel):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        new.__dict__.update({key: copy.deepcopy(value, memo) for key, value in self.__dict__.items()})
+        own = {key: value for key, value in self.__dict__.items() if key != "_weights"}  # made again when needed
+        new.__dict__.update(copy.deepcopy(own, memo))
         return new
 
 

@@ -167,9 +167,29 @@ def test_opset_that_cannot_be_written(sparsebit: Sparsebit, project: Path, opset
 
 def test_names_that_do_not_fit(sparsebit: Sparsebit, project: Path) -> None:
     answer = sparsebit(*COMMAND, "-o", "net.onnx", "--input-names", "a,b")
-    assert answer.code == 1 and "2 input_names (a, b) for 1 tensors: x" in answer.err
+    assert answer.code == 1 and "2 input_names (a, b) for 1 tensors: x; give 1 or fewer" in answer.err
+    assert "calibrating" not in answer.err  # told before any work
     answer = sparsebit(*COMMAND, "-o", "net.onnx", "--input-names", "a,,b")
     assert answer.code == 2 and "write names that differ" in " ".join(answer.err.split())
+
+
+def test_names_follow_forward_whatever_the_data_s_order_is(sparsebit: Sparsebit, project: Path) -> None:
+    """The table has as many rows as the network wants, the image as many as there are samples."""
+    (project / "two.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.head = torch.nn.Linear(4, 3)\n"
+        "    def forward(self, table, image):\n        return self.head(image) + table.sum()\n"
+        "def batches():\n"
+        "    for _ in range(2):\n        yield {'image': torch.randn(3, 4), 'table': torch.randn(5, 2)}\n"
+    )
+    command = ("quantize", "-m", "two:Net", "-d", "two:batches", "--device", "cpu", "-o", "two.onnx", "--dynamic-batch")
+    answer = sparsebit(*command, "--input-names", "rows,pixels", "--no-check")
+    assert answer.code == 0, answer.err
+    assert open_session("two.onnx").input_shapes == {"rows": (5, 2), "pixels": (None, 4)}
+    answer = sparsebit(*command, "--input-names", "image")
+    assert answer.code == 1 and "would be called image; in order they rename table, image" in answer.err
+    sys.modules.pop("two", None)
 
 
 class TestPackages:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sparsebit.deploy import audit as audit_module
@@ -67,6 +69,32 @@ def test_most_frequent_reason_first() -> None:
 )
 def test_reason_of_several(cause: str, told: str) -> None:
     assert told in said(conv(), conv("float", cause), conv("float", cause))
+
+
+DESIGN = "products of two activations stay in float by design"
+OFF = "it was switched off by the config"
+
+
+def on_purpose(cause: str, kind: str = "matrix product") -> LayerRun:
+    return replace(conv("float", cause, kind=kind), on_purpose=True)
+
+
+def test_what_is_in_float_on_purpose_is_no_fault() -> None:
+    layers = [conv(kind="linear layer")] * 12 + [on_purpose(DESIGN)] * 4 + [on_purpose(OFF, "linear layer")]
+    assert said(*layers, ratio=0.7) == (
+        "Faster than float (0.70 of its time): all 12 linear layers run in integers. 4 matrix products stay in float "
+        "by design. 1 linear layer was switched off by the config"
+    )
+
+
+def test_faults_are_counted_without_what_is_on_purpose() -> None:
+    words = said(conv(), conv("float", ADD), on_purpose(OFF, "convolution"), on_purpose(OFF, "convolution"))
+    assert words.startswith("1 of 2 convolutions is not in integers, because its output is read by a float add")
+    assert words.endswith(". 2 convolutions were switched off by the config")
+
+
+def test_everything_in_float_on_purpose() -> None:
+    assert said(on_purpose(DESIGN)) == "No layer runs in integers. 1 matrix product stays in float by design"
 
 
 def test_two_kinds() -> None:

@@ -49,6 +49,19 @@ def test_the_float_twin_has_a_float_table(tmp_path: Path) -> None:
     assert abs(expected - found).max() < 0.05 * abs(expected).max()
 
 
+@pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
+def test_8_bit_floats_are_dequantized_in_front_of_it(backend: str, tmp_path: Path) -> None:
+    """ONNX Runtime's Gather takes none."""
+    if backend == "openvino":
+        pytest.importorskip("openvino")
+    changes = {"W.QUANTIZER.TYPE": "fp8", "A.QUANTIZER": {"DISABLE": True}}
+    qmodel = calibrated(Words(), [IDS], qconfig(changes, backend=backend))
+    qmodel.export_onnx(IDS, tmp_path / "m.onnx", check=[IDS])
+    graph = onnx.load(str(tmp_path / "m.onnx")).graph
+    (lookup,) = [node for node in graph.node if node.op_type == "Gather"]
+    assert lookup.input[0] == "table.weight/dq"
+
+
 def test_a_runtime_that_does_not_run_here_gets_the_standard_form(tmp_path: Path) -> None:
     qmodel = calibrated(Words(), [IDS], qconfig(backend="tensorrt"))
     qmodel.export_onnx(IDS, tmp_path / "m.onnx")

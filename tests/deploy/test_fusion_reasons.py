@@ -13,9 +13,11 @@ np = pytest.importorskip("numpy")
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
+from onnx import helper  # noqa: E402
+
 from sparsebit.deploy.audit import audit  # noqa: E402
 from sparsebit.deploy.audit_record import LayerRun  # noqa: E402
-from sparsebit.deploy.fusion_reasons import ROWS, all_causes  # noqa: E402
+from sparsebit.deploy.fusion_reasons import ROWS  # noqa: E402
 from tests.deploy.tiny_files import Tiny  # noqa: E402
 
 Case = Callable[[], tuple[Tiny, str]]
@@ -38,6 +40,43 @@ def linear(**attributes: Any) -> Tiny:
     return Tiny((2, 64), **attributes)
 
 
+@float_because("it was switched off by the config")
+def switched_off() -> tuple[Tiny, str]:
+    t = Tiny()
+    y = t.node("Conv", ["x", t.float_weight("w", (8, 8, 3, 3))], "conv")
+    t.nodes[-1].metadata_props.add(key="sparsebit.switched_off", value="QUANTIZER.DISABLE is true in the config")
+    return t, y
+
+
+@float_because("products of two activations stay in float by design", "product")
+def attention_product() -> tuple[Tiny, str]:
+    t = Tiny((1, 4, 16))
+    t.backend = "onnxruntime"
+    turned = t.node("Transpose", ["x"], "turn", perm=[0, 2, 1])
+    return t, t.node("MatMul", ["x", turned], "product")
+
+
+@float_because("products of two activations stay in float by design", "product")
+def einsum() -> tuple[Tiny, str]:
+    t = Tiny((4, 16))
+    t.backend = "onnxruntime"
+    return t, t.node("Einsum", ["x", "x"], "product", equation="ij,kj->ik")
+
+
+@float_because("adds that no convolution feeds stay in float by design", "add")
+def add_of_a_transformer() -> tuple[Tiny, str]:
+    t = linear()
+    t.backend = "onnxruntime"
+    return t, t.node("Add", ["x", t.node("Softmax", ["x"], "softmax")], "add")
+
+
+@float_because("it adds tensors in float", "add")
+def add_behind_a_convolution() -> tuple[Tiny, str]:
+    t = Tiny()
+    t.backend = "onnxruntime"
+    return t, t.node("Add", ["x", t.conv(t.quantized("x"))], "add")
+
+
 @float_because("it adds tensors in float", "add")
 def float_add() -> tuple[Tiny, str]:
     t = Tiny()
@@ -55,6 +94,13 @@ def nothing_quantized() -> tuple[Tiny, str]:
 def weight_only_gemm() -> tuple[Tiny, str]:
     t = linear()
     return t, t.node("Gemm", ["x", t.weight("w", (16, 64))], "fc", transB=1)
+
+
+@float_because("its fp8 weight is dequantized to float on every call")
+def float8_weight() -> tuple[Tiny, str]:
+    t = Tiny()
+    w = t.weight("w", (8, 8, 3, 3), dtype=helper.tensor_dtype_to_np_dtype(helper.TensorProto.FLOAT8E4M3FN))
+    return t, t.node("Conv", ["x", w], "conv")
 
 
 @float_because("an input of it is in float")
@@ -124,6 +170,24 @@ def signed_by_unsigned() -> tuple[Tiny, str]:
     t = Tiny()
     y = t.conv(t.quantized("x", 0, np.int8), dtype=np.uint8, zero_point=128)
     return t, t.quantized(y, 0, np.int8)
+
+
+@float_because("its bias is computed while the model runs", "fc")
+def computed_bias_of_a_gemm() -> tuple[Tiny, str]:
+    t = linear()
+    bias = t.node(
+        "ReduceMean", [t.float_weight("rows", (64, 16)), t.constant("axis", np.array([0]))], "bias", keepdims=0
+    )
+    shifted = t.node("Add", [bias, t.node("ReduceMax", ["x"], "largest", keepdims=0)], "shifted")
+    return t, t.node("Gemm", [t.quantized("x"), t.weight("w", (16, 64)), shifted], "fc", transB=1)
+
+
+@float_because("its bias is computed while the model runs")
+def computed_bias_of_a_convolution() -> tuple[Tiny, str]:
+    t = Tiny()
+    bias = t.node("ReduceMean", ["x", t.constant("axes", np.array([0, 2, 3]))], "bias", keepdims=0)
+    y = t.node("Conv", [t.quantized("x"), t.weight("w", (8, 8, 3, 3)), bias], "conv")
+    return t, t.quantized(y)
 
 
 @float_because("its bias is in float", "fc")
@@ -242,8 +306,39 @@ def test_float_for_this_reason(tmp_path: Path, name: str) -> None:
 
 
 def test_every_row_has_its_file() -> None:
-    only_openvino = {row.cause for row in ROWS if row.runtimes == ("openvino",)}
-    assert set(all_causes()) - set(causes.values()) == only_openvino
+    wanted = {row.cause for row in ROWS if "onnxruntime" in row.runtimes}
+    assert wanted - set(causes.values()) == set()
+
+
+def test_every_cause_is_in_the_guide() -> None:
+    guide = (Path(__file__).parents[2] / "docs/guides/why-is-my-int8-model-slow.md").read_text()
+    assert [row.cause for row in ROWS if row.cause not in guide] == []
+
+
+def test_what_is_on_purpose_is_no_fault(tmp_path: Path) -> None:
+    on_purpose = {cause for cause in causes.values() if "by design" in cause or "switched off" in cause}
+    assert on_purpose == {row.cause for row in ROWS if row.on_purpose}
+    for name, (case, layer) in CASES.items():
+        if causes[name] in on_purpose:
+            tiny, output = case()
+            assert layer_of(tiny.save(tmp_path / "tiny.onnx", output), layer).on_purpose
+
+
+def test_a_product_of_a_file_that_quantizes_products_is_a_fault(tmp_path: Path) -> None:
+    tiny, output = attention_product()
+    tiny.backend = "virtual"
+    found = layer_of(tiny.save(tmp_path / "tiny.onnx", output), "product")
+    assert found.cause == "it is not quantized" and not found.on_purpose
+
+
+@pytest.mark.parametrize("backend", ["virtual", "tensorrt"])
+def test_a_float_bias_that_the_backend_writes_so(backend: str, tmp_path: Path) -> None:
+    for case, layer in ((float_bias_of_a_gemm, "fc"), (float_bias_behind_a_matmul, "product")):
+        tiny, output = case()
+        tiny.backend = backend
+        found = layer_of(tiny.save(tmp_path / "tiny.onnx", output), layer)
+        assert found.cause == "its bias is in float" and "int32" not in found.remedy.partition("whose")[0]
+        assert found.remedy.startswith("export with BACKEND: onnxruntime")
 
 
 @pytest.mark.skipif(platform.machine() != "aarch64", reason="x86 runs it in integers")
@@ -253,6 +348,18 @@ def test_openvino_convolution_on_arm(tmp_path: Path) -> None:
     file = t.save(tmp_path / "tiny.onnx", t.quantized(t.conv(t.quantized("x"))))
     found = layer_of(file, "conv", "openvino")
     assert (found.arithmetic, found.cause) == ("float", "OpenVINO has few integer kernels on ARM")
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["bare", "bias"])
+def test_openvino_with_8_bit_floats(tmp_path: Path, bias: bool) -> None:
+    pytest.importorskip("openvino")
+    t = linear()
+    w = t.weight("w", (64, 16), axis=1, dtype=helper.tensor_dtype_to_np_dtype(helper.TensorProto.FLOAT8E4M3FN))
+    output = t.node("MatMul", ["x", w], "product")
+    if bias:
+        output = t.node("Add", [output, t.float_weight("b", (16,))], "bias")
+    found = layer_of(t.save(tmp_path / "tiny.onnx", output), "product", "openvino")
+    assert (found.arithmetic, found.cause) == ("float", "its weight is fp8, which is computed in float")
 
 
 def test_openvino_without_quantization(tmp_path: Path) -> None:

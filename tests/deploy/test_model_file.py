@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +8,7 @@ import onnx_ir as ir
 import pytest
 
 from sparsebit.deploy import model_file
-from sparsebit.deploy.model_file import checked_path, data_files, deaf_to_interrupts, staged, write
+from sparsebit.deploy.model_file import checked_path, data_files, staged, write
 from sparsebit.deploy.sessions import open_session
 from sparsebit.errors import DeploymentError
 
@@ -133,10 +132,3 @@ def test_what_is_no_model_has_no_data(tmp_path: Path) -> None:
     assert data_files(tmp_path / "m.onnx") == set()
     save(scaled(2.0), tmp_path / "m.onnx")
     assert answer(tmp_path / "m.onnx") == 2.0
-
-
-def test_interrupts_wait_until_all_is_in_place() -> None:
-    handler = signal.getsignal(signal.SIGINT)
-    with deaf_to_interrupts():
-        os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is handler

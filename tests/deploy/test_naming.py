@@ -61,6 +61,22 @@ def test_the_model_says_who_made_it_and_for_what(file: Path) -> None:
     assert not any(node.doc_string for node in model.graph.node)
 
 
+def test_what_the_config_switched_off_is_noted(tmp_path: Path) -> None:
+    """A layer by SPECIFIC, and a module with all its layers by SKIP_TRACE_MODULES."""
+    off = [{"conv": ["QUANTIZER.DISABLE", True]}]
+    config = qconfig({"W.SPECIFIC": off, "A.SPECIFIC": off, "SKIP_TRACE_MODULES": ["block"]}, backend="onnxruntime")
+    ids = torch.randint(0, 9, (2, 5))
+    calibrated(Net(), [ids], config).export_onnx(ids, tmp_path / "m.onnx")
+    noted = {
+        node.name: metadata(node)["sparsebit.switched_off"]
+        for node in onnx.load(str(tmp_path / "m.onnx")).graph.node
+        if node.op_type in ("Conv", "MatMul", "Gemm") and metadata(node)
+    }
+    skipped, disabled = "SKIP_TRACE_MODULES keeps it in float", "QUANTIZER.DISABLE is true in the config"
+    assert noted.pop("conv") == disabled
+    assert set(noted) >= {"block.0", "block.2"} and set(noted.values()) == {skipped}
+
+
 def test_the_extra_file_has_every_site_and_is_a_model_too(file: Path) -> None:
     extra = file.with_name("m_extra.onnx")
     onnx.checker.check_model(str(extra), full_check=True)

@@ -22,16 +22,29 @@ class Pooled(nn.Module):
         return self.head(self.pool(self.conv(x).relu()).flatten(1))
 
 
-def test_a_global_average_pool_runs_in_integers(tmp_path: Path) -> None:
-    qmodel = calibrated(Pooled(nn.AdaptiveAvgPool2d(1)), [X], qconfig(backend="onnxruntime"))
-    parity = qmodel.export_onnx(X, tmp_path / "m.onnx", check=[X])
+@pytest.mark.parametrize("dynamic", [None, {"x": {0: "batch"}}], ids=["fixed", "dynamic"])
+@pytest.mark.parametrize(
+    "pool",
+    [
+        nn.AdaptiveAvgPool2d(1),
+        lambda x: x.mean((2, 3), keepdim=True),
+        lambda x: x.mean((2, 3)),
+        lambda x: x.mean((-1, -2)),
+    ],
+    ids=["module", "kept", "dropped", "from_behind"],
+)
+def test_a_global_average_pool_runs_in_integers(
+    pool: Callable[[Tensor], Tensor], dynamic: dict[str, dict[int, str]] | None, tmp_path: Path
+) -> None:
+    qmodel = calibrated(Pooled(pool), [X], qconfig(backend="onnxruntime"))
+    parity = qmodel.export_onnx(X, tmp_path / "m.onnx", dynamic_axes=dynamic, check=[X])
     assert parity is not None and parity.worst.max_difference <= EXACT
     ops = optimized_ops(tmp_path / "m.onnx", tmp_path)
     assert ops["QLinearGlobalAveragePool"] == 1 and ops["QGemm"] == 1 and "ReduceMean" not in ops
 
 
 @pytest.mark.parametrize(
-    "pool", [lambda x: x.mean((2, 3)), lambda x: x.mean(1, keepdim=True).mean((2, 3)), lambda x: x.mean((1, 2))[:, :8]]
+    "pool", [lambda x: x.mean((1, 3)), lambda x: x.mean(1, keepdim=True), lambda x: x.mean((1, 2))[:, :8]]
 )
 def test_other_means_stay_what_they_are(pool: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 1), Mean(pool))

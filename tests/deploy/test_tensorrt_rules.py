@@ -221,6 +221,19 @@ def test_eight_bit_floats(dtype: str) -> None:
     assert violations(t.model(t.node("Conv", [t.quantized("x", 0, kind), w], "conv"))) == []
 
 
+@breaks("both-operands")
+def two_types() -> Any:
+    t = Tiny()
+    w = t.weight("w", (8, 8, 3, 3), dtype=helper.tensor_dtype_to_np_dtype(helper.TensorProto.FLOAT8E4M3FN))
+    return t.model(t.node("Conv", [signed(t, "x"), w], "conv"))
+
+
+def test_eight_bit_floats_need_their_opset() -> None:
+    model = two_types()
+    model.opset_import[0].version = 18
+    assert "opset 18; 8-bit floats need opset 19" in "\n".join(map(str, violations(model)))
+
+
 @pytest.mark.parametrize(
     ("rule", "case"), [pytest.param(rule, case, id=case.__name__) for rule, cases in CASES.items() for case in cases]
 )

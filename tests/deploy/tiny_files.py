@@ -15,6 +15,7 @@ class Tiny:
 
     def __init__(self, shape: tuple[int | str, ...] = (1, 8, 8, 8), *, opset: int = 21) -> None:
         self.rng = np.random.default_rng(0)
+        self.backend = ""
         self.opset = opset
         self.nodes: list[Any] = []
         self.initializers: list[Any] = []
@@ -77,6 +78,8 @@ class Tiny:
         values = [helper.make_empty_tensor_value_info(output) for output in outputs]
         graph = helper.make_graph(self.nodes, "tiny", self.inputs, values, self.initializers)
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", self.opset)], ir_version=10)
+        if self.backend:
+            helper.set_model_props(model, {"sparsebit.backend": self.backend})
         return onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
 
     def save(self, file: Path, *outputs: str) -> Path:

@@ -28,6 +28,12 @@ def test_codes_of_a_format(bits: int, symmetric: bool, ends: tuple[int, int], na
     assert spec.num_levels == spec.qmax - spec.qmin + 1
 
 
+def test_codes_of_8_bit_floats() -> None:
+    spec = TensorSpec(8, True, format="float8")
+    assert (spec.qmin, spec.qmax, spec.num_levels, spec.dtype_name) == (-448, 448, 253, "float8e4m3fn")
+    assert spec != TensorSpec(8, True)
+
+
 def test_a_spec_is_a_value() -> None:
     spec = TensorSpec(8, True, PerChannel(0))
     assert spec == TensorSpec(8, True, PerChannel(0))

@@ -127,7 +127,7 @@ def test_every_layer_computes_what_was_simulated(name: str, bits: int, tmp_path:
     onnx.checker.check_model(str(tmp_path / "m.onnx"), full_check=True)
 
 
-@pytest.mark.parametrize("name", ["convolutions", "linears", "residual"])
+@pytest.mark.parametrize("name", ["convolutions", "computed", "linears", "hugging_face", "residual"])
 def test_onnxruntime_computes_what_was_simulated_bit_by_bit(name: str, tmp_path: Path) -> None:
     make, x = MODELS[name]
     torch.manual_seed(1)
@@ -446,8 +446,14 @@ def test_a_model_with_nothing_to_export(tmp_path: Path) -> None:
         QuantModel(nn.ConvTranspose2d(3, 3, 3), qconfig(backend="onnxruntime")).export_onnx(IMAGES[:, :3], file)
 
 
-def test_openvino_refuses_ragged_groups_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["openvino", "tensorrt"])
+def test_ragged_groups_of_a_computed_weight_are_refused_by_name(backend: str, tmp_path: Path) -> None:
+    class Halved(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight / 2)
+
     changes = {"W.QSCHEME": "per-group-symmetric", "W.QUANTIZER.GROUP_SIZE": 4, "A.QUANTIZER.DISABLE": True}
-    qmodel = calibrated(TwoLayers(), [X], qconfig(changes, backend="openvino"))
-    with pytest.raises(DeploymentError, match=r"first\.weight: 6 numbers in groups of 4, .*that divides 6"):
+    config = qconfig({**changes, "W.QUANTIZER.BIT": 4}, backend=backend)
+    qmodel = calibrated(nn.Sequential(Halved(6, 3)), [X], config)
+    with pytest.raises(DeploymentError, match=r"linear\.weight: 6 numbers in groups of 4, .*that divides 6"):
         qmodel.export_onnx(X, tmp_path / "m.onnx")

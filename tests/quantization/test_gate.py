@@ -14,6 +14,7 @@ from onnx import numpy_helper
 from torch import Tensor, nn
 
 from sparsebit.deploy.parity import Tolerance
+from sparsebit.deploy.sessions import open_session
 from sparsebit.errors import DeploymentError
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.gate import check_parity, check_rules
@@ -29,6 +30,30 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(F.relu(self.second(F.relu(self.first(x)))).mean((2, 3)))
+
+
+class Swish(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(x) * x
+
+
+@pytest.mark.parametrize("axes", [None, {"x": {0: "batch"}}], ids=["fixed", "dynamic"])
+def test_scales_per_channel_that_onnxruntime_fuses_wrongly(
+    axes: dict[str, dict[int, str]] | None, tmp_path: Path
+) -> None:
+    qmodel = calibrated(Swish(), [X], qconfig({"A.QSCHEME": "per-channel-affine"}))
+    file = tmp_path / "m.onnx"
+    with pytest.warns(
+        UserWarning, match=r"m\.onnx does not load.*scale per channel.*session\.disable_quant_qdq=1.*node by"
+    ):
+        parity = qmodel.export_onnx(X, file, dynamic_axes=axes, check=[X])
+    assert parity is not None and parity.worst.max_difference < 1e-5
+    with pytest.raises(DeploymentError, match="disable_quant_qdq"):
+        open_session(file)
+    plain = open_session(file, options={"session.disable_quant_qdq": "1"})
+    (found,) = plain.run({"x": X.numpy()})
+    with torch.no_grad():
+        assert torch.allclose(torch.from_numpy(found), qmodel(X), atol=1e-5)
 
 
 class Made:

@@ -29,7 +29,7 @@ def test_in_step() -> None:
 
 def test_types(tables: ModuleType) -> None:
     rows = tables.types().splitlines()[2:]
-    assert [row.split(" | ")[0] for row in rows] == ["| 1 to 2", "| 3 to 4", "| 5 to 8", "| 9 to 16"]
+    assert [row.split(" | ")[0] for row in rows] == ["| 1 to 2", "| 3 to 4", "| 5 to 8", "| 9 to 16", "| fp8"]
     assert rows[1] == "| 3 to 4 | `int4`, `uint4` | `int8`, `uint8` | 21 |"
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparsebit.numerics.spec import TensorSpec
 from sparsebit.quantization.observers.distortion import Distortion, distortion_of
-from sparsebit.quantization.observers.observer import Observer, Range, over_histograms, register_observer
+from sparsebit.quantization.observers.observer import EVEN_STEPS, Observer, Range, over_histograms, register_observer
 from sparsebit.quantization.observers.statistics import Histogram, Samples
 
 # Steps that the solver tries: in equal ratios, then as many around the best of them, and so on.
@@ -127,6 +127,8 @@ MODELS = {
 @register_observer("aciq")
 class AciqObserver(Observer[Samples | Histogram]):
     """Analytical clipping for the distribution that the options name."""
+
+    FORMATS = EVEN_STEPS
 
     def new_statistic(self) -> Samples | Histogram:
         return Samples() if self.target == "weight" else Histogram()

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from sparsebit.numerics.qparams import qparams_from_range
 from sparsebit.numerics.spec import TensorSpec
 from sparsebit.quantization.observers.distortion import Distortion, distortion_of, slices
-from sparsebit.quantization.observers.observer import Observer, Range, over_histograms, register_observer
+from sparsebit.quantization.observers.observer import EVEN_STEPS, Observer, Range, over_histograms, register_observer
 from sparsebit.quantization.observers.statistics import Histogram, Samples
 
 # Thresholds tried: fractions 1 ... 0.02 of the largest magnitude, in equal ratios.
@@ -94,6 +94,8 @@ def _tail(beyond: Tensor, near: Tensor) -> Tensor:
 @register_observer("kl_histogram")
 class KlHistogramObserver(Observer[Samples | Histogram]):
     """Least Kullback-Leibler divergence among the thresholds that err no more than min-max does."""
+
+    FORMATS = EVEN_STEPS
 
     def new_statistic(self) -> Samples | Histogram:
         return Samples() if self.target == "weight" else Histogram()

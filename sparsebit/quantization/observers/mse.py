@@ -13,7 +13,7 @@ from sparsebit.quantization.observers.distortion import (
     HistogramDistortion,
     distortion_of_weights,
 )
-from sparsebit.quantization.observers.observer import Observer, Range, over_histograms, register_observer
+from sparsebit.quantization.observers.observer import EVEN_STEPS, Observer, Range, over_histograms, register_observer
 from sparsebit.quantization.observers.statistics import Histogram, Samples, extremes
 
 # Fractions of the extremes that are tried first: 1, RATIO, RATIO^2, ... 0.02.
@@ -58,6 +58,8 @@ def _best(powers: Tensor, low: Tensor, high: Tensor, distortion: Distortion) -> 
 @register_observer("mse")
 class MseObserver(Observer[Samples | Histogram]):
     """Least squared error between the values and their quantized selves; for weights, of the output that they make."""
+
+    FORMATS = EVEN_STEPS
 
     def new_statistic(self) -> Samples | Histogram:
         return Samples() if self.target == "weight" else Histogram()

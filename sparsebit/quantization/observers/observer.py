@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar, cast
+from typing import Any, ClassVar, Generic, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from sparsebit.backends import Format
 from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.numerics.spec import PerTensor, TensorSpec, to_rows
 from sparsebit.quantization.observers.statistics import Histogram, Samples, State, Statistic, check_finite
@@ -20,6 +21,8 @@ ObserverClass = TypeVar("ObserverClass", bound="type[Observer[Any]]")
 Target = Literal["weight", "feature"]
 Range = tuple[Tensor, Tensor]
 
+# An observer that weighs the even steps between integers knows nothing of floats.
+EVEN_STEPS: frozenset[Format] = frozenset({"integer"})
 # Histograms of 1024 bins with their running sums take some 40 KB per row.
 ROWS_AT_A_TIME = 512
 
@@ -48,8 +51,11 @@ class Observer(Generic[S]):
     """The range of one tensor, from all that `update` was shown.
 
     A kind of observer says which statistic it needs (`new_statistic`) and what range follows from it (`range_of`).
-    Rows, dtypes, empty batches, merging and state are the same for all of them.
+    Rows, dtypes, empty batches, merging and state are the same for all of them. `FORMATS`: the number formats that it
+    knows a range for.
     """
+
+    FORMATS: ClassVar[frozenset[Format]] = frozenset({"integer", "float8"})
 
     def __init__(self, spec: TensorSpec, options: ObserverOptions | None = None, target: Target = "feature") -> None:
         if target not in ("weight", "feature"):

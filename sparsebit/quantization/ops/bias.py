@@ -24,6 +24,7 @@ class BiasRounding(nn.Module):
         self.name = name
         # In a tuple: both belong to others.
         self.sources = (input_quantizer, weight_quantizer)
+        self.seen: Tensor | None = None  # during calibration, of a layer that gets its bias as an argument
 
     @property
     def is_enable(self) -> bool:
@@ -34,6 +35,8 @@ class BiasRounding(nn.Module):
         return input_scale.to(weight_scale.device) * weight_scale
 
     def forward(self, bias: Tensor) -> Tensor:
+        if self.sources[1].observing:
+            self.seen = bias.detach()
         if not self.is_enable:
             return bias
         scale = self.scale()
@@ -48,8 +51,8 @@ class BiasRounding(nn.Module):
         coarser grid costs it nothing, an overflow everything.
         """
         source, weight = self.sources
-        smallest = bias.detach().abs().float() / (source.qparams()[0].detach() * LARGEST_BIAS)
         scale = weight.qparams()[0].detach()
+        smallest = bias.detach().to(scale.device).abs().float() / (source.qparams()[0].detach() * LARGEST_BIAS)
         smallest = smallest.max() if scale.numel() == 1 else smallest
         if bool((scale < smallest).any()):
             weight._store("scale", torch.maximum(scale, smallest))

@@ -40,7 +40,7 @@ class IntegerKernel(nn.Module):
 
 
 class IntegerLayer(IntegerKernel):
-    """conv or linear: exact sums of codes, the int32 bias, one multiplication, one rounding."""
+    """conv, linear or addmm: exact sums of codes, the int32 bias, one multiplication, one rounding."""
 
     def __init__(self, input_quantizer: Quantizer, weight_quantizer: Quantizer, output: Quantizer | None) -> None:
         super().__init__(input_quantizer, weight_quantizer, *([output] if output is not None else []))
@@ -56,7 +56,7 @@ class IntegerLayer(IntegerKernel):
         """`x`, `weight` and `bias` on their grids; `compute(x, weight)` is the layer without its bias."""
         input_scale, weight_scale, *output = (q.qparams()[0].detach().to(x) for q in self.sources)
         shape = [1] * weight.ndim
-        shape[0] = -1
+        shape[self.sources[1].spec.granularity.axis or 0] = -1
         codes = integer_kernels.codes_from_zero(x, input_scale)
         weight_codes = integer_kernels.codes_from_zero(
             weight, weight_scale.reshape(shape) if weight_scale.ndim else weight_scale

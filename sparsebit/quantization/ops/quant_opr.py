@@ -13,7 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from sparsebit.quantization.ops.bias import BiasRounding
 from sparsebit.quantization.ops.integer_ops import IntegerLayer, IntegerMultiply, with_gradient_of
 from sparsebit.quantization.ops.rows import OpKind, OpRow
-from sparsebit.quantization.ops.table import input_argument, weight_argument
+from sparsebit.quantization.ops.table import bias_argument, input_argument, weight_argument
 from sparsebit.quantization.quantizers.base import Quantizer
 
 
@@ -85,12 +85,14 @@ class WeightedQuantOpr(QuantOpr):
 
     op: nn.Module
     weight_quantizer: Quantizer
+    ready_weight: torch.Tensor | None = None  # quantized for this forward, together with others (`weight_batches`)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         args = self.quantize_input(args, kwargs)
         if not self.weight_quantizer.is_enable:
             return self.op(*args, **kwargs)
-        weight, bias = self.weight_quantizer(self.op.weight), getattr(self.op, "bias", None)
+        weight = self.weight_quantizer(self.op.weight) if self.ready_weight is None else self.ready_weight
+        bias = getattr(self.op, "bias", None)
         if bias is not None and self.bias_rounding is not None:
             bias = self.bias_rounding(bias)
         if self.integer is not None and self.integer.is_active and _is_one_float32(args, kwargs):
@@ -109,19 +111,14 @@ class WeightedQuantOpr(QuantOpr):
         tensors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
         return torch.func.functional_call(op, tensors, args, kwargs)
 
+    def stored_bias(self) -> torch.Tensor | None:
+        return getattr(self.op, "bias", None)
+
     def _in_integers(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
-        """The value of the integer kernel; where someone wants gradients, those of the plain op."""
-        assert self.integer is not None
+        def compute(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+            return self._with(weight, bias, (x,), {})
 
-        def compute(codes: torch.Tensor, weight_codes: torch.Tensor) -> Any:
-            return self._with(weight_codes, None if bias is None else codes.new_zeros(bias.shape), (codes,), {})
-
-        channel_axis = -1 if self.row.name == "linear" else x.ndim - weight.ndim + 1  # an unbatched image has one less
-        with torch.no_grad():
-            exact = self.integer(x, weight, bias, channel_axis, compute)
-        if not torch.is_grad_enabled():
-            return exact
-        return with_gradient_of(self._with(weight, bias, (x,), {}), exact)
+        return _in_integers(self, x, weight, bias, compute)
 
 
 class FunctionalWeightedQuantOpr(QuantOpr):
@@ -134,7 +131,40 @@ class FunctionalWeightedQuantOpr(QuantOpr):
         place = weight_argument(self.row, args, kwargs)
         if place is not None:
             args = _replaced(args, kwargs, place, self.weight_quantizer)
-        return self.compute(*args, **kwargs)
+        if self.integer is None and self.bias_rounding is None:
+            return self.compute(*args, **kwargs)
+        return self._rounded(args, kwargs)
+
+    def stored_bias(self) -> torch.Tensor | None:
+        """The bias as calibration saw it; no input reaches it."""
+        return None if self.bias_rounding is None else self.bias_rounding.seen
+
+    def _rounded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """With an int32 bias and the integer kernel's value, where the tensors have the shapes of a layer's."""
+        places = {
+            "x": input_argument(self.row, args, kwargs, is_module=False),
+            "weight": weight_argument(self.row, args, kwargs),
+            "bias": bias_argument(self.row, args, kwargs),
+        }
+        given = {name: _at(args, kwargs, place) for name, place in places.items()}
+        x, weight, bias = given.values()
+        if weight.ndim < 2 or (bias is not None and bias.shape != weight.shape[self.row.channel_axis :][:1]):
+            return self.compute(*args, **kwargs)
+        if bias is not None and self.bias_rounding is not None:
+            bias = self.bias_rounding(bias)
+
+        def compute(*tensors: torch.Tensor | None) -> Any:
+            positional, named = list(args), dict(kwargs)
+            for place, tensor in zip(places.values(), tensors, strict=True):
+                if isinstance(place, str):
+                    named[place] = tensor
+                elif place is not None:
+                    positional[place] = tensor
+            return self.compute(*positional, **named)
+
+        if self.integer is not None and self.integer.is_active and x.dtype == torch.float32:
+            return _in_integers(self, x, weight, bias, compute)
+        return compute(x, weight, bias)
 
 
 class MultipleInputsQuantOpr(QuantOpr):
@@ -213,6 +243,29 @@ def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str, q
         kwargs[place] = quantizer(kwargs[place])
         return args
     return (*args[:place], quantizer(args[place]), *args[place + 1 :])
+
+
+def _at(args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str | None) -> Any:
+    return None if place is None else kwargs[place] if isinstance(place, str) else args[place]
+
+
+def _in_integers(
+    layer: QuantOpr,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], Any],
+) -> Any:
+    """The value of the integer kernel; where someone wants gradients, those of the plain op."""
+    assert layer.integer is not None
+
+    def sums(codes: torch.Tensor, weight_codes: torch.Tensor) -> Any:
+        return compute(codes, weight_codes, None if bias is None else codes.new_zeros(bias.shape))
+
+    channel_axis = x.ndim - weight.ndim + 1 if layer.row.name == "conv" else -1  # an unbatched image has one less
+    with torch.no_grad():
+        exact = layer.integer(x, weight, bias, channel_axis, sums)
+    return with_gradient_of(compute(x, weight, bias), exact) if torch.is_grad_enabled() else exact
 
 
 def _is_one_float32(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

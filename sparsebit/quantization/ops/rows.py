@@ -37,9 +37,9 @@ class OpKind(Enum):
 @dataclass(frozen=True)
 class OpRow:
     """`inputs`: names of the leading parameters, "" for one that is no quantizable tensor, "*" in front for varargs (a
-    list-valued one counts as several); `weight`: the weight's name, and its place among the function's parameters;
-    `channel_axis`: its output channels. `is_activation`: may be absorbed by the layer in front. `names`: classes and
-    functions of packages that are not imported here.
+    list-valued one counts as several); `weight`, `bias`: their names, and their places among the function's parameters;
+    `channel_axis`: the weight's output channels. `is_activation`: may be absorbed by the layer in front. `names`:
+    classes and functions of packages that are not imported here.
     """
 
     name: str
@@ -50,6 +50,8 @@ class OpRow:
     inputs: tuple[str, ...] = ("input",)
     weight: str | None = None
     weight_position: int = 1
+    bias: str | None = None
+    bias_position: int = 2
     channel_axis: int = 0
     is_activation: bool = False
     reason: str = ""
@@ -78,7 +80,14 @@ def _moving(name: str, modules: Modules, functions: Functions, methods: tuple[st
 
 
 _WEIGHTED = (
-    OpRow("conv", OpKind.WEIGHTED, (nn.Conv1d, nn.Conv2d, nn.Conv3d), (F.conv1d, F.conv2d, F.conv3d), weight="weight"),
+    OpRow(
+        "conv",
+        OpKind.WEIGHTED,
+        (nn.Conv1d, nn.Conv2d, nn.Conv3d),
+        (F.conv1d, F.conv2d, F.conv3d),
+        weight="weight",
+        bias="bias",
+    ),
     OpRow(
         "conv_transpose",
         OpKind.WEIGHTED,
@@ -87,7 +96,7 @@ _WEIGHTED = (
         weight="weight",
         channel_axis=1,
     ),
-    OpRow("linear", OpKind.WEIGHTED, (nn.Linear,), (F.linear,), weight="weight"),
+    OpRow("linear", OpKind.WEIGHTED, (nn.Linear,), (F.linear,), weight="weight", bias="bias"),
     OpRow("embedding", OpKind.WEIGHTED, (nn.Embedding,), (F.embedding,), inputs=(), weight="weight"),
     OpRow(
         "addmm",
@@ -97,6 +106,8 @@ _WEIGHTED = (
         inputs=("", "mat1"),
         weight="mat2",
         weight_position=2,
+        bias="input",
+        bias_position=0,
         channel_axis=1,
     ),
 )

@@ -159,3 +159,12 @@ def weight_argument(row: OpRow, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     if row.weight in kwargs:
         return row.weight
     return row.weight_position if row.weight_position < len(args) else None
+
+
+def bias_argument(row: OpRow, args: Sequence[Any], kwargs: dict[str, Any]) -> int | str | None:
+    """Where a function's bias is in a call; None where it has none."""
+    if row.bias is None:
+        return None
+    place = row.bias if row.bias in kwargs else row.bias_position
+    value = kwargs[place] if isinstance(place, str) else args[place] if place < len(args) else None
+    return None if value is None else place

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from torch import fx
+from torch import fx, nn
 
 from sparsebit.deploy.runtimes import RuntimeProfile
 from sparsebit.graph.capture import Captured, Region
+from sparsebit.graph.values import static_values
 from sparsebit.numerics.spec import PerChannel
 from sparsebit.quantization.ops.bias import BiasRounding
 from sparsebit.quantization.ops.integer_ops import IntegerAdd, IntegerLayer, IntegerMultiply
-from sparsebit.quantization.ops.quant_opr import GatedQuantOpr, QIdentity, QShared, QuantOpr, WeightedQuantOpr
-from sparsebit.quantization.ops.table import input_argument, row_of
+from sparsebit.quantization.ops.quant_opr import (
+    FunctionalWeightedQuantOpr,
+    GatedQuantOpr,
+    QIdentity,
+    QShared,
+    QuantOpr,
+    WeightedQuantOpr,
+)
+from sparsebit.quantization.ops.table import bias_argument, input_argument, row_of
 from sparsebit.quantization.placement import split_site
 from sparsebit.quantization.quantizers.base import Quantizer, is_known
 
-_LAYERS = frozenset({"conv", "linear"})
+_LAYERS = frozenset({"conv", "linear", "addmm"})
 _CLIPS = frozenset({"relu", "relu6", "hardtanh"})  # they commute with rounding on a grid that holds their ends
 
 
@@ -25,11 +33,18 @@ def attach_integer_ops(captured: Captured, profile: RuntimeProfile) -> None:
     is_exact = profile.executes == "onnxruntime"
     calls: dict[WeightedQuantOpr, list[tuple[Quantizer | None, Quantizer | None]]] = {}
     for region in captured.regions.values():
+        constants = _constants(region)
         for node in list(region.graph_module.graph.nodes):
             layer = _module(node, region)
             if isinstance(layer, WeightedQuantOpr):
                 pair = (_input_quantizer(node, layer, region), _output_quantizer(node, region))
                 calls.setdefault(layer, []).append(pair)
+            elif isinstance(layer, FunctionalWeightedQuantOpr):
+                source = _input_quantizer(node, layer, region)
+                if source is not None and _fits(layer, source) and _adds_plainly(node, layer, constants):
+                    output = _output_quantizer(node, region) if is_exact else None
+                    has_bias = bias_argument(layer.row, node.args, node.kwargs) is not None
+                    _attach(layer, source, output, has_bias=has_bias, is_exact=is_exact)
             elif isinstance(layer, GatedQuantOpr) and is_exact:
                 _attach_product(node, layer, region)
             elif is_exact:
@@ -42,13 +57,47 @@ def attach_integer_ops(captured: Captured, profile: RuntimeProfile) -> None:
         source, output = pairs[0]
         if source is None or any(pair[0] is not source for pair in pairs) or not _fits(layer, source):
             continue
-        if getattr(layer.op, "bias", None) is not None:
-            name, _ = split_site(layer.weight_quantizer.name)
-            layer.bias_rounding = BiasRounding(f"{name}.bias", source, layer.weight_quantizer)
-        if is_exact:
-            output = output if all(pair[1] is output for pair in pairs) else None
-            layer.integer = IntegerLayer(source, layer.weight_quantizer, output)
-        layer.train(layer.training)
+        output = output if all(pair[1] is output for pair in pairs) else None
+        _attach(layer, source, output, has_bias=layer.stored_bias() is not None, is_exact=is_exact)
+
+
+def _attach(
+    layer: WeightedQuantOpr | FunctionalWeightedQuantOpr,
+    source: Quantizer,
+    output: Quantizer | None,
+    *,
+    has_bias: bool,
+    is_exact: bool,
+) -> None:
+    if has_bias:
+        name, _ = split_site(layer.weight_quantizer.name)
+        layer.bias_rounding = BiasRounding(f"{name}.bias", source, layer.weight_quantizer)
+    if is_exact:
+        layer.integer = IntegerLayer(source, layer.weight_quantizer, output)
+    layer.train(layer.training)
+
+
+def _constants(region: Region) -> set[fx.Node]:
+    """Values that the file can hold as they are: made of parameters alone, and quantized nowhere on the way."""
+    static, found = static_values(region.graph_module.graph), set()
+    for node in region.graph_module.graph.nodes:
+        if node in static and all(source in found for source in node.all_input_nodes):
+            module = _module(node, region)
+            if not isinstance(module, nn.Module) or not any(isinstance(part, Quantizer) for part in module.modules()):
+                found.add(node)
+    return found
+
+
+def _adds_plainly(node: fx.Node, layer: FunctionalWeightedQuantOpr, constants: set[fx.Node]) -> bool:
+    """Whether the call is `x @ weight + bias` without factors, and a bias, if there is one, is constant.
+
+    A kernel takes its int32 bias from the file, and no QuantizeLinear makes one: a bias that hangs on the input stays
+    float, and with it the layer.
+    """
+    place = bias_argument(layer.row, node.args, node.kwargs)
+    bias = node.kwargs[place] if isinstance(place, str) else None if place is None else node.args[place]
+    factors = (node.kwargs.get(name, 1) for name in ("alpha", "beta"))
+    return (bias is None or bias in constants) and all(factor == 1 for factor in factors)
 
 
 def _attach_add(node: fx.Node, region: Region) -> None:
@@ -87,7 +136,8 @@ def _input_quantizer(node: fx.Node, layer: QuantOpr, region: Region) -> Quantize
     """The quantizer inside the layer, or the one that stands alone right in front of it."""
     if not layer.input_quantizer.fake_fused:
         return layer.input_quantizer
-    place = input_argument(layer.row, node.args, node.kwargs, is_module=True)
+    is_module = not isinstance(layer, FunctionalWeightedQuantOpr)
+    place = input_argument(layer.row, node.args, node.kwargs, is_module=is_module)
     if place is None:
         return None
     return _quantizer_of(node.kwargs[place] if isinstance(place, str) else node.args[place], region)
@@ -106,7 +156,7 @@ def _output_quantizer(node: fx.Node, region: Region) -> Quantizer | None:
     return None
 
 
-def _fits(layer: WeightedQuantOpr, quantizer: Quantizer) -> bool:
+def _fits(layer: WeightedQuantOpr | FunctionalWeightedQuantOpr, quantizer: Quantizer) -> bool:
     """One scale for the input, at most one per output channel for the weight, both of 8 bits or fewer."""
     weight, feature = layer.weight_quantizer.spec, quantizer.spec
     return (
@@ -114,7 +164,8 @@ def _fits(layer: WeightedQuantOpr, quantizer: Quantizer) -> bool:
         and all(is_known(q) for q in (layer.weight_quantizer, quantizer))
         and not layer.weight_quantizer.fake_fused
         and feature.granularity.kind == "tensor"
-        and (weight.granularity.kind == "tensor" or weight.granularity == PerChannel(0))
+        and (weight.granularity.kind == "tensor" or weight.granularity == PerChannel(layer.row.channel_axis))
         and weight.symmetric
+        and weight.format == "integer"
         and max(weight.bits, feature.bits) <= 8
     )

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from sparsebit.backends import Format
 from sparsebit.errors import BackendError, CalibrationError, ConfigError
 from sparsebit.numerics import dispatch
 from sparsebit.numerics.qparams import check_backend, dequantized_range, qparams_from_range
@@ -31,6 +32,7 @@ class Quantizer(nn.Module):
 
     TYPE: ClassVar[str] = "base"
     TARGETS: ClassVar[tuple[Target, ...]] = ("weight", "feature")
+    FORMAT: ClassVar[Format] = "integer"
 
     scale: Tensor
     zero_point: Tensor
@@ -54,6 +56,8 @@ class Quantizer(nn.Module):
         the way is observed like a feature, over many forwards.
         """
         super().__init__()
+        if spec.format != self.FORMAT:
+            spec = spec.replace(format=self.FORMAT, narrow=False)
         self.spec, self.target, self.name, self.backend = spec, target, name, backend
         self.observer_name, self.observer_options = observer, observer_options or ObserverOptions()
         self.options, self.observed_as = options, observed_as or target
@@ -67,7 +71,10 @@ class Quantizer(nn.Module):
     # --- what subclasses change
 
     def make_parameters(self, num_scales: int) -> None:
-        """Create `scale` and `zero_point`, one per scale; a learned one is an `nn.Parameter` from the start."""
+        """Create `scale` and `zero_point`, one per scale; a learned one is an `nn.Parameter` from the start.
+
+        A learned number has shape `(1,)`, not `()`: sharded training (`fully_shard`) refuses scalars.
+        """
         shape = () if num_scales == 1 else (num_scales,)
         self.register_buffer("scale", torch.ones(shape))
         self.register_buffer("zero_point", torch.zeros(shape))
@@ -196,8 +203,8 @@ class Quantizer(nn.Module):
         tensor = getattr(self, name)
         value = value.detach().to(tensor)
         with torch.no_grad():
-            if tensor.shape == value.shape:
-                tensor.copy_(value)
+            if tensor.numel() == value.numel():
+                tensor.copy_(value.reshape(tensor.shape))
             else:
                 tensor.set_(value.clone())
 
@@ -206,7 +213,10 @@ class Quantizer(nn.Module):
         for name in ("scale", "zero_point", "alpha"):
             stored, own = state_dict.get(prefix + name), getattr(self, name, None)
             if isinstance(stored, Tensor) and isinstance(own, Tensor) and stored.shape != own.shape:
-                self._store(name, stored)
+                if stored.numel() == own.numel():  # one number, () or (1,)
+                    state_dict[prefix + name] = stored.reshape(own.shape)
+                else:
+                    self._store(name, stored)
         super()._load_from_state_dict(state_dict, prefix, *args)
         if bool(self.fused) and not self.fake_fused:
             self.set_fake_fused()
@@ -240,6 +250,11 @@ class Quantizer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.TYPE} {self.summary()}"
+
+
+def as_number(param: Tensor) -> Tensor:
+    """A number of its own as `()`, as `qparams` gives it; one per channel or group as it is."""
+    return param.reshape(()) if param.numel() == 1 else param
 
 
 def is_known(quantizer: Quantizer) -> bool:

@@ -7,9 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sparsebit.deploy.audit import audit
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.ops.integer_ops import IntegerAdd
-from sparsebit.quantization.ops.quant_opr import GatedQuantOpr, QShared, WeightedQuantOpr
+from sparsebit.quantization.ops.quant_opr import (
+    FunctionalWeightedQuantOpr,
+    GatedQuantOpr,
+    QShared,
+    WeightedQuantOpr,
+)
 from sparsebit.quantization.quantizers.base import Quantizer, register_quantizer
 from sparsebit.registry import QUANTIZERS
 from tests.deploy.exporting import optimized_ops
@@ -124,3 +130,114 @@ def test_tuned_batch_norms_leave_integer_biases(tmp_path: Path) -> None:
     qmodel.set_quant(w_quant=True, a_quant=True)
     parity = qmodel.export_onnx(X, tmp_path / "m.onnx", check=[X])
     assert parity is not None and parity.worst.max_difference <= 1e-6
+
+
+class Functional(nn.Module):
+    """A convolution, a function with its weight and bias as arguments, a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, 5)
+        self.kernel, self.matrix = nn.Parameter(torch.randn(8, 8, 3, 3)), nn.Parameter(torch.randn(8, 8))
+        self.bias, self.maker = nn.Parameter(torch.randn(8)), nn.Linear(8, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.function(torch.relu(self.stem(x)))))
+
+
+class ComputedKernel(Functional):
+    def function(self, x: Tensor) -> Tensor:
+        kernel = self.kernel / self.kernel.std((1, 2, 3), keepdim=True)
+        return F.conv2d(x, kernel, self.bias * 2, padding=1).mean((2, 3))
+
+
+class NamedMatrix(Functional):
+    def function(self, x: Tensor) -> Tensor:
+        return F.linear(bias=self.bias, weight=torch.tanh(self.matrix), input=x.mean((2, 3)))
+
+
+class TransposedMatrix(Functional):
+    def function(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.mean((2, 3)), self.matrix)
+
+
+class KernelOfTheInput(Functional):
+    def function(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.maker(x.mean((0, 2, 3))).view(8, 8, 1, 1), self.bias).mean((2, 3))
+
+
+class MatrixOfTheInput(Functional):
+    def function(self, x: Tensor) -> Tensor:
+        x = x.mean((2, 3))
+        return F.linear(x, self.maker(x.mean(0)).view(8, 8), self.bias)
+
+
+class WithoutBias(Functional):
+    def function(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.kernel * 2).mean((2, 3))
+
+
+class WithBias(Functional):
+    def function(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.kernel * 2, self.bias).mean((2, 3))
+
+
+class BiasOfTheInput(Functional):
+    def function(self, x: Tensor) -> Tensor:
+        x = x.mean((2, 3))
+        return F.linear(x, self.matrix * 2, self.maker(x.mean(0))[:8])
+
+
+class FactorOfTheBias(Functional):
+    def function(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.mean((2, 3)), self.matrix, beta=0.5)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [ComputedKernel, NamedMatrix, TransposedMatrix, KernelOfTheInput, MatrixOfTheInput, WithoutBias],
+    ids=lambda kind: kind.__name__,
+)
+def test_functions_run_in_integers_and_bit_by_bit(kind: type[Functional], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    qmodel = calibrated(kind(), [X], qconfig(backend="onnxruntime"))
+    parity = qmodel.export_onnx(X, tmp_path / "m.onnx", check=[X])
+    assert parity is not None and parity.is_exact
+    assert set(audit(tmp_path / "m.onnx", repeats=0).counts()) == {"integer"}
+    (layer,) = layers(qmodel, FunctionalWeightedQuantOpr)
+    assert isinstance(layer, FunctionalWeightedQuantOpr) and (layer.bias_rounding is None) == (kind is WithoutBias)
+
+
+@pytest.mark.parametrize("kind", [BiasOfTheInput, FactorOfTheBias], ids=lambda kind: kind.__name__)
+def test_a_bias_that_the_file_cannot_hold_stays_float(kind: type[Functional], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    qmodel = calibrated(kind(), [X], qconfig(backend="onnxruntime"))
+    (layer,) = layers(qmodel, FunctionalWeightedQuantOpr)
+    assert isinstance(layer, FunctionalWeightedQuantOpr) and layer.integer is layer.bias_rounding is None
+    parity = qmodel.export_onnx(X, tmp_path / "m.onnx", check=[X])
+    assert parity is not None and parity.is_exact
+
+
+def test_a_function_s_dead_channel_has_room_for_its_bias() -> None:
+    torch.manual_seed(0)
+    model = WithBias()
+    with torch.no_grad():
+        model.bias.fill_(100.0)
+        model.kernel[0] *= 1e-9
+    qmodel = calibrated(model, [X], qconfig(backend="onnxruntime"))
+    (layer,) = layers(qmodel, FunctionalWeightedQuantOpr)
+    assert isinstance(layer, FunctionalWeightedQuantOpr) and layer.bias_rounding is not None
+    rounded = layer.bias_rounding(model.bias)
+    assert torch.allclose(rounded, model.bias, rtol=1e-5)
+
+
+def test_a_function_s_gradients_are_those_of_the_plain_op() -> None:
+    torch.manual_seed(0)
+    qmodel = calibrated(NamedMatrix(), [X], qconfig(backend="onnxruntime")).eval()
+    with torch.no_grad():
+        exact = qmodel(X)
+    output = qmodel(X)
+    assert torch.allclose(output, exact, rtol=1e-5, atol=1e-6)
+    output.sum().backward()
+    gradients = {name: p.grad for name, p in qmodel.named_parameters() if name.endswith(("matrix", "bias"))}
+    assert all(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients.values())

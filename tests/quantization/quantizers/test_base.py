@@ -259,7 +259,7 @@ class TestRegistration:
         with pytest.raises(ConfigError, match="is no subclass of Quantizer"):
             register_quantizer("thing")(nn.Linear)  # type: ignore[type-var]
 
-    @pytest.mark.parametrize(("kind", "target"), [("dorefa", "feature"), ("pact", "weight")])
+    @pytest.mark.parametrize(("kind", "target"), [("dorefa", "feature"), ("fp8", "feature"), ("pact", "weight")])
     def test_a_quantizer_for_other_tensors_is_refused(self, kind: str, target: str) -> None:
         with pytest.raises(BackendError, match=rf"layer.input: quantizer '{kind}' is for .* not for a {target}"):
             quantizer(kind, target=target)

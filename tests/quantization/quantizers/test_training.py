@@ -14,11 +14,18 @@ from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 from tests.quantization.tiny import qconfig, run, site
 
 COMBINATIONS = [
-    *((weight, feature) for weight in ("uniform", "dorefa", "lsq", "lsq+") for feature in ("uniform",)),
+    *((weight, feature) for weight in ("uniform", "dorefa", "fp8", "lsq", "lsq+") for feature in ("uniform",)),
     *(("uniform", feature) for feature in ("pact", "lsq", "lsq+")),
     ("lsq+", "lsq+"),
 ]
-LEARNED = {"lsq": {"scale"}, "lsq+": {"scale", "zero_point"}, "pact": {"alpha"}, "uniform": set(), "dorefa": set()}
+LEARNED = {
+    "lsq": {"scale"},
+    "lsq+": {"scale", "zero_point"},
+    "pact": {"alpha"},
+    "uniform": set(),
+    "dorefa": set(),
+    "fp8": set(),
+}
 
 
 class Net(nn.Module):
@@ -43,7 +50,13 @@ def data() -> tuple[Tensor, Tensor]:
 def test_training(weight: str, feature: str) -> None:
     x, labels = data()
     config = qconfig(
-        {"W.QUANTIZER.TYPE": weight, "A.QUANTIZER.TYPE": feature, "A.QUANTIZER.PACT": {"ALPHA_VALUE": 2.0}}, bits=4
+        {
+            "W.QUANTIZER.TYPE": weight,
+            "W.QUANTIZER.BIT": 8 if weight == "fp8" else 4,
+            "A.QUANTIZER.TYPE": feature,
+            "A.QUANTIZER.PACT": {"ALPHA_VALUE": 2.0},
+        },
+        bits=4,
     ).replace("W.QSCHEME", "per-channel-affine" if weight == "lsq+" else "per-channel-symmetric")
     qmodel = QuantModel(Net(), config)
     optimizer = torch.optim.Adam(qmodel.parameters(), lr=0.02)  # before calibration, on purpose

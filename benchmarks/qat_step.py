@@ -1,0 +1,177 @@
+"""One whole training step (forward, backward, SGD) of a quantized model beside its float twin, in one run.
+
+    python benchmarks/qat_step.py resnet50 vit_small [--batch 128] [--output results/qat_step.jsonl]
+
+bfloat16 autocast, channels-last, 224 x 224, W4A4 LSQ. Figures are ratios of median step times and of peak memory,
+eager against float eager and compiled against float compiled. `torch_ao` is torch's own QAT, which runs in tf32 only;
+its ratio is to float tf32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks.common import emit
+from sparsebit.quantization import QuantModel, parse_qconfig
+
+CONFIG = """
+BACKEND: virtual
+DEVICE: {device}
+W: {{QSCHEME: per-channel-symmetric, QUANTIZER: {{TYPE: lsq, BIT: 4}}}}
+A: {{QSCHEME: per-tensor-affine, QUANTIZER: {{TYPE: lsq, BIT: 4}}}}
+"""
+
+
+def build(name: str) -> nn.Module:
+    if name == "resnet50":
+        from torchvision.models import resnet50
+
+        return resnet50()
+    from timm import create_model
+
+    return create_model({"vit_small": "vit_small_patch16_224", "vit_tiny": "vit_tiny_patch16_224"}.get(name, name))
+
+
+class Stepper:
+    """A model, its optimizer and one batch that it trains on again and again."""
+
+    def __init__(self, model: nn.Module, batch: int, size: int, device: str, half: bool) -> None:
+        self.model, self.device, self.half = model, device, half
+        generator = torch.Generator(device).manual_seed(0)
+        x = torch.randn(batch, 3, size, size, device=device, generator=generator)
+        self.x = x.contiguous(memory_format=torch.channels_last)
+        self.labels = torch.randint(0, 1000, (batch,), device=device, generator=generator)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+
+    def step(self) -> None:
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.half):
+            loss = F.cross_entropy(self.model(self.x), self.labels)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def quantized(float_model: nn.Module, example: torch.Tensor) -> QuantModel:
+    device = str(example.device.type)
+    qmodel = QuantModel(float_model, parse_qconfig(CONFIG.format(device=device)))
+    qmodel.prepare_calibration(keep_inputs=False)
+    with torch.no_grad():
+        qmodel(example[:16])
+    qmodel.init_QAT()
+    return qmodel.to(memory_format=torch.channels_last).train()
+
+
+def torch_ao(float_model: nn.Module, example: torch.Tensor) -> nn.Module:
+    from torch.ao.quantization import get_default_qat_qconfig_mapping
+    from torch.ao.quantization.quantize_fx import prepare_qat_fx
+
+    model = prepare_qat_fx(float_model.train(), get_default_qat_qconfig_mapping("x86"), (example[:2].cpu(),))
+    return model.to(example.device, memory_format=torch.channels_last).train()
+
+
+def measure(stepper: Stepper, seconds: float) -> tuple[float, float]:
+    """Median step in milliseconds, and the peak memory in MiB of steps that follow a first one."""
+    is_gpu = stepper.device == "cuda"
+    for _ in range(3):
+        stepper.step()
+    if is_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    times: list[float] = []
+    end = time.monotonic() + seconds
+    while time.monotonic() < end or len(times) < 5:
+        start = time.perf_counter()
+        stepper.step()
+        if is_gpu:
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e3)
+    peak = torch.cuda.max_memory_allocated() / 2**20 if is_gpu else 0.0
+    return statistics.median(times), peak
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of measuring, each way")
+    parser.add_argument("--ways", default="", help="only these, with commas between")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.benchmark = True
+    for name in options.models:
+        compare(name, options)
+
+
+def compare(name: str, options: argparse.Namespace) -> None:
+    device = options.device
+
+    def plain() -> nn.Module:
+        torch.manual_seed(0)
+        return build(name)
+
+    def on_device() -> nn.Module:
+        return plain().to(device, memory_format=torch.channels_last).train()
+
+    example = torch.randn(16, 3, options.size, options.size, device=device)
+
+    def packed() -> nn.Module:
+        qmodel = quantized(plain(), example)
+        qmodel.pack_saved_activations(True)
+        return qmodel
+
+    def unpacked() -> nn.Module:
+        qmodel = quantized(plain(), example)
+        qmodel.pack_saved_activations(False)
+        return qmodel
+
+    # way: (how the model is made, in bfloat16, what it is compared with)
+    ways: dict[str, tuple[Callable[[], nn.Module], bool, str]] = {
+        "float_bf16": (on_device, True, ""),
+        "sparsebit_bf16": (lambda: quantized(plain(), example), True, "float_bf16"),
+        "sparsebit_bf16_packed": (packed, True, "float_bf16"),
+        "sparsebit_bf16_unpacked": (unpacked, True, "float_bf16"),
+        "float_bf16_compiled": (lambda: torch.compile(on_device()), True, ""),
+        "sparsebit_bf16_compiled": (lambda: torch.compile(quantized(plain(), example)), True, "float_bf16_compiled"),
+        "float_tf32": (on_device, False, ""),
+        "sparsebit_tf32": (lambda: quantized(plain(), example), False, "float_tf32"),
+        "torch_ao_tf32": (lambda: torch_ao(plain(), example), False, "float_tf32"),
+    }
+    if options.ways:
+        ways = {way: ways[way] for way in options.ways.split(",")}
+    found: dict[str, tuple[float, float]] = {}
+    for way, (make, half, base) in ways.items():
+        record: dict[str, Any] = {"benchmark": "qat_step", "model": name, "batch": options.batch, "way": way}
+        try:
+            stepper = Stepper(make(), options.batch, options.size, device, half)
+            found[way] = measure(stepper, options.seconds)
+        except Exception as error:  # a peer that cannot do it is a result too
+            record["failed"] = f"{type(error).__name__}: {str(error)[:300]}"
+        else:
+            record |= {"step_ms": round(found[way][0], 2), "peak_mib": round(found[way][1])}
+            if base in found:
+                record["time_ratio"] = round(found[way][0] / found[base][0], 3)
+                if found[base][1]:
+                    record["memory_ratio"] = round(found[way][1] / found[base][1], 3)
+        emit(record, options.output)
+        stepper = None
+        torch._dynamo.reset()
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""CIFAR-10, trained with quantization on: ResNet-20, MobileNetV2 or a small ViT, up to the ONNX file.
+
+    python examples/qat_cifar10.py --model resnet20 --epochs 60
+    python examples/qat_cifar10.py --epochs 120 --lr 0.04 --config examples/configs/cifar10_w2a2_lsq.yaml
+    python examples/qat_cifar10.py --model vit --config examples/configs/cifar10_vit_w4a4.yaml --lr 0.005
+
+The student starts as the float model, and learns from the labels and from the float model's answers. Training images
+come from `cifar10/train.npz` in the data folder (all 50,000) or, where that is missing, from `train_10k.npz`. On a GPU
+the step is captured once as a CUDA graph: a small network takes longer to start its kernels than to run them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from common import CONFIGS, arguments, existing, export, finish
+from ptq_cifar10 import accuracy, load_images, load_model
+from rich.progress import track
+from torch import Tensor, nn
+
+from sparsebit.quantization import DistillationLoss, QuantModel, parse_qconfig
+
+
+class TrainingImages:
+    """All images on the device as bytes; batches are shifted by up to four pixels, mirrored and normalised there."""
+
+    def __init__(self, file: Path, normalisation: tuple[tuple[float, ...], tuple[float, ...]], device: str) -> None:
+        archive = np.load(existing(file))
+        self.images = F.pad(torch.from_numpy(archive["images"]).permute(0, 3, 1, 2), (4, 4, 4, 4)).to(device)
+        self.labels = torch.from_numpy(archive["labels"].astype(np.int64)).to(device)
+        mean, std = (torch.tensor(values, device=device).view(3, 1, 1) * 255 for values in normalisation)
+        self.mean, self.std, self.device = mean, std, device
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def epoch(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for chosen in torch.randperm(len(self), device=self.device).split(batch):
+            if len(chosen) == batch:
+                yield self.augmented(chosen), self.labels[chosen]
+
+    def augmented(self, chosen: Tensor) -> Tensor:
+        top, left = torch.randint(0, 9, (2, len(chosen), 1), device=self.device)
+        span = torch.arange(32, device=self.device)
+        rows, columns = (top + span)[:, None, :, None], (left + span)[:, None, None, :]
+        columns = torch.where(torch.rand(len(chosen), 1, 1, 1, device=self.device) < 0.5, columns.flip(3), columns)
+        channels = torch.arange(3, device=self.device)[None, :, None, None]
+        crops = self.images[chosen[:, None, None, None], channels, rows, columns]
+        return (crops.float() - self.mean) / self.std
+
+
+class Step:
+    """Forward and backward of one batch: captured as a CUDA graph on a GPU, plain elsewhere."""
+
+    def __init__(self, qmodel: QuantModel, loss: nn.Module, example: tuple[Tensor, Tensor]) -> None:
+        self.qmodel, self.loss = qmodel, loss
+        self.graph: torch.cuda.CUDAGraph | None = None
+        if example[0].is_cuda:
+            self.images, self.labels = (tensor.clone() for tensor in example)
+            self._capture()
+
+    def __call__(self, images: Tensor, labels: Tensor) -> Tensor:
+        """The loss; gradients are in their places."""
+        if self.graph is None:
+            self.qmodel.zero_grad(set_to_none=False)
+            return self._run(images, labels)
+        self.images.copy_(images)
+        self.labels.copy_(labels)
+        self.graph.replay()
+        return self.value
+
+    def _run(self, images: Tensor, labels: Tensor) -> Tensor:
+        loss = self.loss(self.qmodel(images), images, labels)
+        loss.backward()
+        return loss.detach()
+
+    def _capture(self) -> None:
+        state = {name: tensor.clone() for name, tensor in self.qmodel.state_dict().items()}
+        aside = torch.cuda.Stream()
+        with torch.cuda.stream(aside):
+            for _ in range(3):  # kernels are compiled and chosen here, outside of the graph
+                self.qmodel.zero_grad(set_to_none=True)
+                self._run(self.images, self.labels)
+        torch.cuda.current_stream().wait_stream(aside)
+        self.qmodel.zero_grad(set_to_none=True)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.value = self._run(self.images, self.labels)
+        self.qmodel.load_state_dict(state)  # batch norms had counted what was run on the way
+
+
+def train(
+    qmodel: QuantModel, teacher: nn.Module, images: TrainingImages, *, epochs: int, batch: int, lr: float
+) -> None:
+    groups = qmodel.parameter_groups(lr=lr, scale_lr=lr / 10, weight_decay=1e-4)
+    optimizer = torch.optim.SGD(groups, lr=lr, momentum=0.9, nesterov=True)
+    num_steps = epochs * (len(images) // batch)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / 200) * (1 + math.cos(math.pi * step / num_steps)) / 2
+    )
+    qmodel.train()
+    step = Step(qmodel, DistillationLoss(teacher, temperature=4.0, alpha=0.7), next(images.epoch(batch)))
+    for _ in track(range(epochs), description="training"):
+        for inputs, labels in images.epoch(batch):
+            step(inputs, labels)
+            optimizer.step()
+            schedule.step()
+    qmodel.eval()
+
+
+@contextlib.contextmanager
+def timed() -> Iterator[list[float]]:
+    found: list[float] = []
+    start = time.perf_counter()
+    yield found
+    found.append(time.perf_counter() - start)
+
+
+def main() -> None:
+    parser = arguments(__doc__, limit="images", config=str(CONFIGS / "cifar10_w4a4_lsq.yaml"))
+    parser.add_argument("--model", choices=("resnet20", "mobilenetv2", "vit"), default="resnet20")
+    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--lr", type=float, default=0.02, help="of the weights; step sizes learn at a tenth of it")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+    torch.manual_seed(options.seed)
+    folder = options.data / "cifar10"
+    model, normalisation = load_model(folder, options.model)
+    whole = folder / "train.npz"
+    training = TrainingImages(whole if whole.exists() else folder / "train_10k.npz", normalisation, options.device)
+    if options.limit:
+        training.images, training.labels = training.images[: options.limit], training.labels[: options.limit]
+    images, labels = load_images(folder / "test_5k.npz", normalisation, options.limit)
+
+    config = parse_qconfig(parse_qconfig(options.config).to_dict() | {"DEVICE": options.device})
+    qmodel = QuantModel(model, config)
+    qmodel.prepare_calibration()
+    batch = min(options.batch, len(training))
+    calibration = [inputs for inputs, _ in (next(training.epoch(batch)) for _ in range(4))]
+    with torch.no_grad():
+        for inputs in calibration:
+            qmodel(inputs)
+    qmodel.init_QAT()
+
+    def top1(candidate: nn.Module, device: str = options.device) -> dict[str, float]:
+        return {"top-1 %": accuracy(candidate, images, labels, device)}
+
+    teacher = model.to(options.device)
+    scores = {"float": top1(teacher), "before training": top1(qmodel)}
+    with timed() as seconds:
+        train(qmodel, teacher, training, epochs=options.epochs, batch=batch, lr=options.lr)
+    scores["quantized"] = top1(qmodel)
+    print(f"{options.epochs} epochs of {len(training)} images in {seconds[0]:.0f} s on {options.device}")
+    qmodel.to("cpu")
+    check = [inputs.cpu()[:64] for inputs in calibration[:2]]
+    exported = export(qmodel, options, options.model, example=check[0], free={0: "batch"}, check=check)
+    if exported is not None:
+        scores["file"] = top1(exported.model, "cpu")
+    finish(qmodel, check[0], scores, options, exported)
+
+
+if __name__ == "__main__":
+    main()

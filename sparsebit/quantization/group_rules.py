@@ -1,0 +1,39 @@
+"""Weights in groups that a backend would refuse in a file: told when a model is planned, where shapes are known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sparsebit.backends import BACKENDS
+from sparsebit.config.schema import WeightConfig
+from sparsebit.errors import BackendError
+from sparsebit.numerics.spec import PerGroup
+from sparsebit.quantization.placement import spec_of
+
+
+def check_groups(layer: str, config: WeightConfig, shape: Sequence[int], channel_axis: int, backend: str) -> None:
+    """Refuses groups of bits that `backend` does not read, and a last group that is shorter than the others."""
+    spec, runs = spec_of(config, channel_axis), BACKENDS[backend]
+    if not isinstance(spec.granularity, PerGroup) or config.QUANTIZER.DISABLE:
+        return
+    length, size = shape[spec.granularity.axis], spec.granularity.size
+    if len(shape) == 2 and length <= size:  # one group: a scale per channel, and written so
+        return
+    escape = "a per-channel QSCHEME (W.SPECIFIC sets it for this layer alone), or BACKEND: virtual"
+    if runs.group_bits is not None and spec.bits not in runs.group_bits:
+        allowed = " or ".join(map(str, sorted(runs.group_bits)))
+        raise BackendError(
+            f"W.QUANTIZER.BIT={spec.bits} at {layer}: {backend} reads groups of {allowed}-bit weights only; set "
+            f"{allowed}, {escape}"
+        )
+    if runs.whole_groups and length % size:
+        raise BackendError(
+            f"W.QUANTIZER.GROUP_SIZE={size} at {layer}: {length} inputs are no whole number of groups, and {backend} "
+            f"reads whole groups only; set one that divides {length} ({_divisors(length)}), {escape}"
+        )
+
+
+def _divisors(number: int) -> str:
+    """The largest proper ones: `384, 256, 192`."""
+    found = [size for size in range(number // 2, 1, -1) if number % size == 0]
+    return ", ".join(map(str, found[:3] or [number]))

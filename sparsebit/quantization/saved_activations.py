@@ -1,0 +1,170 @@
+"""What autograd keeps for the backward, made smaller: cheap values are computed again instead of being kept.
+
+A convolution keeps its input for the gradient of its weight. That input is a fake-quantized copy of a tensor which is
+kept anyway, for the gradient of the scale: so the copy need not be. The same holds behind normalizations and activation
+functions, which keep their own inputs. What is kept then is what the heavy ops gave, once; in the backward the same
+kernels run again on the same numbers, so that gradients are equal bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from sparsebit.errors import SparsebitError
+from sparsebit.quantization.ops.quant_opr import QuantOpr
+from sparsebit.quantization.quantizers.base import Quantizer
+
+# They keep their input for the backward, and are a few operations per element.
+CHEAP = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm),
+    *(nn.GELU, nn.SiLU, nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh, nn.ReLU6, nn.LeakyReLU, nn.ReLU),
+)
+CHEAP_ROWS = frozenset({"layer_norm", "group_norm", "gelu", "silu", "hardswish", "hardsigmoid", "hardtanh", "relu6"})
+LARGE = 32 << 20  # bytes; below, starting a kernel again costs more than the memory is worth
+_RECIPE = "_sparsebit_recipe"
+
+
+class Recipe:
+    """How a tensor comes about again: a function and its arguments, of which some have recipes themselves."""
+
+    def __init__(self, function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.function = function
+        # Without their history: a recipe must not keep the autograd graph alive.
+        self.args = tuple(_without_history(arg) for arg in args)
+        self.kwargs = {name: _without_history(arg) for name, arg in kwargs.items()}
+        self.versions = [arg._version for arg in self._tensors()]
+        self.autocast = _autocast_state(next(arg for arg in args if isinstance(arg, Tensor)).device.type)
+        self.num_readers = 0
+        self.value: Tensor | None = None
+        for arg in self.args:
+            if isinstance(arg, Recipe):
+                arg.num_readers += 1
+
+    def _tensors(self) -> list[Tensor]:
+        return [arg for arg in (*self.args, *self.kwargs.values()) if isinstance(arg, Tensor)]
+
+    def read(self) -> Tensor:
+        """The tensor, computed where nobody has done so yet, and let go of after the last expected reader."""
+        self.num_readers -= 1
+        value = self.value if self.value is not None else self._computed()
+        self.value = value if self.num_readers > 0 else None
+        return value
+
+    def _computed(self) -> Tensor:
+        if self.versions != [arg._version for arg in self._tensors()]:
+            raise SparsebitError(
+                f"a tensor that {self.function} was computed from was changed in place before the backward; change a "
+                "copy of it, or switch recomputation off with pack_saved_activations(False)"
+            )
+        args = [arg.read() if isinstance(arg, Recipe) else arg for arg in self.args]
+        with torch.no_grad(), torch.autocast(**self.autocast):
+            return self.function(*args, **self.kwargs)
+
+
+def install(model: nn.Module, *, cheap_modules: bool) -> None:
+    """Give tensors recipes where they come about: all of them, or large ones behind quantizers alone."""
+    remove(model)
+    for module in model.modules():
+        if isinstance(module, Quantizer):
+            module.register_forward_hook(_note_quantized if cheap_modules else _note_large_quantized)
+        elif cheap_modules and _is_cheap(module):
+            module.register_forward_hook(_note_cheap, with_kwargs=True)
+            if type(module) is nn.ReLU:
+                module.forward = _relu_that_keeps_its_input  # type: ignore[method-assign,assignment]
+
+
+def remove(model: nn.Module) -> None:
+    """Everything is kept again."""
+    for module in model.modules():
+        for key, hook in list(module._forward_hooks.items()):
+            if hook in (_note_quantized, _note_large_quantized, _note_cheap):
+                del module._forward_hooks[key]
+                module._forward_hooks_with_kwargs.pop(key, None)
+        if module.__dict__.get("forward") is _relu_that_keeps_its_input:
+            del module.__dict__["forward"]
+
+
+def packing() -> torch.autograd.graph.saved_tensors_hooks:
+    """Inside, autograd keeps the recipe of a tensor that has one, else the tensor."""
+    return torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
+
+
+def _pack(tensor: Tensor) -> Tensor | Recipe:
+    recipe: Recipe | None = getattr(tensor, _RECIPE, None)
+    if recipe is None:
+        return tensor
+    recipe.num_readers += 1
+    return recipe
+
+
+def _unpack(kept: Tensor | Recipe) -> Tensor:
+    return kept.read() if isinstance(kept, Recipe) else kept
+
+
+def _note_quantized(quantizer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    if _is_recorded(output) and output is not args[0]:
+        assert isinstance(quantizer, Quantizer)
+        setattr(output, _RECIPE, Recipe(quantizer.fake_quantize, args, {}))
+
+
+def _note_large_quantized(quantizer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    if isinstance(output, Tensor) and output.nbytes >= LARGE:
+        _note_quantized(quantizer, args, output)
+
+
+def _note_cheap(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    if not _is_recorded(output):
+        return
+    if isinstance(module, nn.ReLU) and getattr(args[0], _RECIPE, None) is None:
+        return  # its input would be kept for its sake alone
+    function = _Normalized(module) if isinstance(module, _BatchNorm) else module.forward
+    setattr(output, _RECIPE, Recipe(function, args, kwargs))
+
+
+def _is_recorded(output: Any) -> bool:
+    return isinstance(output, Tensor) and output.requires_grad and not torch.compiler.is_compiling()
+
+
+def _is_cheap(module: nn.Module) -> bool:
+    if isinstance(module, QuantOpr):
+        return type(module) is QuantOpr and module.weight_quantizer is None and module.row.name in CHEAP_ROWS
+    return type(module) in CHEAP
+
+
+class _Normalized:
+    """A batch norm that leaves the running statistics alone: they have seen this batch."""
+
+    def __init__(self, norm: _BatchNorm) -> None:
+        self.norm = norm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        norm = self.norm
+        if norm.training or norm.running_mean is None:
+            return F.batch_norm(x, None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
+        return F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.0, norm.eps)
+
+
+def _relu_that_keeps_its_input(x: Tensor) -> Tensor:
+    """A relu keeps its output, which nobody else might; the same function written as a threshold keeps its input."""
+    return F.threshold(x, 0.0, 0.0) if getattr(x, _RECIPE, None) is not None else F.relu(x)
+
+
+def _without_history(arg: Any) -> Any:
+    if not isinstance(arg, Tensor):
+        return arg
+    return getattr(arg, _RECIPE, None) or (arg if isinstance(arg, nn.Parameter) else arg.detach())
+
+
+def _autocast_state(device_type: str) -> dict[str, Any]:
+    return {
+        "device_type": device_type,
+        "dtype": torch.get_autocast_dtype(device_type),
+        "enabled": torch.is_autocast_enabled(device_type),
+        "cache_enabled": False,
+    }
