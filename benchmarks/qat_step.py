@@ -3,7 +3,8 @@
     python benchmarks/qat_step.py resnet50 vit_small [--batch 128] [--output results/qat_step.jsonl]
 
 bfloat16 autocast, channels-last, 224 x 224, W4A4 LSQ. Figures are ratios of median step times and of peak memory,
-eager against float eager and compiled against float compiled. `torch_ao` is torch's own QAT, which runs in tf32 only;
+eager against float eager, compiled against float compiled (`opaque`: the operator as one node, not as algebra), and both
+captured as CUDA graphs (`graphed`), where Python's part is nothing. `torch_ao` is torch's own QAT, which runs in tf32 only;
 its ratio is to float tf32.
 """
 
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.common import emit
+from sparsebit.numerics import decomposed
 from sparsebit.quantization import QuantModel, parse_qconfig
 
 CONFIG = """
@@ -52,6 +54,18 @@ class Stepper:
         self.x = x.contiguous(memory_format=torch.channels_last)
         self.labels = torch.randint(0, 1000, (batch,), device=device, generator=generator)
         self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+
+    def capture(self) -> None:
+        """From now on the whole step is one CUDA graph: nothing is started from Python any more."""
+        aside = torch.cuda.Stream()
+        with torch.cuda.stream(aside):
+            for _ in range(3):
+                self.step()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.step()
+        self.step = graph.replay  # type: ignore[method-assign]
 
     def step(self) -> None:
         with torch.autocast(self.device, torch.bfloat16, enabled=self.half):
@@ -137,6 +151,15 @@ def compare(name: str, options: argparse.Namespace) -> None:
         qmodel.pack_saved_activations(False)
         return qmodel
 
+    def opaque() -> nn.Module:
+        from torch._inductor import decomposition
+
+        decomposed.register()
+        for operator in (torch.ops.sparsebit.fake_quantize, torch.ops.sparsebit.fake_quantize_backward):
+            decomposition.decompositions.pop(operator.default, None)
+        decomposition.fast_random_decomps.cache_clear()
+        return torch.compile(quantized(plain(), example))
+
     # way: (how the model is made, in bfloat16, what it is compared with)
     ways: dict[str, tuple[Callable[[], nn.Module], bool, str]] = {
         "float_bf16": (on_device, True, ""),
@@ -145,6 +168,10 @@ def compare(name: str, options: argparse.Namespace) -> None:
         "sparsebit_bf16_unpacked": (unpacked, True, "float_bf16"),
         "float_bf16_compiled": (lambda: torch.compile(on_device()), True, ""),
         "sparsebit_bf16_compiled": (lambda: torch.compile(quantized(plain(), example)), True, "float_bf16_compiled"),
+        "float_bf16_graphed": (on_device, True, ""),
+        "sparsebit_bf16_graphed": (lambda: quantized(plain(), example), True, "float_bf16_graphed"),
+        "sparsebit_bf16_packed_graphed": (packed, True, "float_bf16_graphed"),
+        "sparsebit_bf16_compiled_opaque": (opaque, True, "float_bf16_compiled"),
         "float_tf32": (on_device, False, ""),
         "sparsebit_tf32": (lambda: quantized(plain(), example), False, "float_tf32"),
         "torch_ao_tf32": (lambda: torch_ao(plain(), example), False, "float_tf32"),
@@ -156,6 +183,8 @@ def compare(name: str, options: argparse.Namespace) -> None:
         record: dict[str, Any] = {"benchmark": "qat_step", "model": name, "batch": options.batch, "way": way}
         try:
             stepper = Stepper(make(), options.batch, options.size, device, half)
+            if way.endswith("graphed"):
+                stepper.capture()
             found[way] = measure(stepper, options.seconds)
         except Exception as error:  # a peer that cannot do it is a result too
             record["failed"] = f"{type(error).__name__}: {str(error)[:300]}"

@@ -33,6 +33,7 @@ SUBJECT = (
     "config",
     "images",
 )
+CPUS = {"x86_64": "x86", "aarch64": "Arm"}
 PACKAGES = ("onnxruntime", "openvino", "torch", "onnx", "onnxscript", "nncf")
 
 
@@ -45,7 +46,8 @@ def read(folder: Path) -> list[Record]:
                 continue
             try:
                 record = json.loads(line)
-                latest[tuple(record.get(key) for key in SUBJECT)] = record
+                machine = record.get("hardware", {}).get("machine") if record.get("benchmark") == "deploy" else None
+                latest[(machine, *(record.get(key) for key in SUBJECT))] = record
             except (json.JSONDecodeError, AttributeError) as error:
                 raise SystemExit(f"{file}:{number} is not a JSON object: {error}") from None
     return list(latest.values())
@@ -122,10 +124,11 @@ def zoo(records: list[Record]) -> str:
 def deploy(records: list[Record]) -> str:
     """Every quantized file in one runtime, against the float file of the same model."""
     head = (
-        *("model", "tool", "metric", "CPU time, 1 thread", "wall time, 2 threads", "file size"),
+        *("CPU", "model", "tool", "metric", "CPU time, 1 thread", "wall time, 2 threads", "file size"),
         *("loss", "SQNR", "same answer", "parity", "made in"),
     )
-    return table(head, [_file(record) for record in records if _is_compared(record)], numeric=8)
+    rows = [(CPUS[record["hardware"]["machine"]], *_file(record)) for record in records if _is_compared(record)]
+    return table(head, sorted(rows, key=lambda row: row[0], reverse=True), numeric=8)
 
 
 def zoo_export(records: list[Record]) -> str:

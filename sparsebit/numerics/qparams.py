@@ -120,6 +120,8 @@ def check_backend(spec: TensorSpec, zero_point: Tensor, backend: str, site: str,
 
 
 def _check_range(low: Tensor, high: Tensor) -> None:
+    if torch.compiler.is_compiling():  # a compiled step cannot look at values
+        return
     # One test, hence one device synchronisation, on the good path; NaN fails the comparison too.
     good = (low <= high) & torch.isfinite(low) & torch.isfinite(high)
     if not bool(good.all()):

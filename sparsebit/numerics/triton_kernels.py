@@ -37,7 +37,8 @@ from sparsebit.numerics.triton_programs import (
 # Elements of a tile, warps of a program, and programs that share a reduction; by a sweep on an H200
 # (benchmarks/fake_quant.py).
 FORWARD_TILE, BACKWARD_TILE, NUM_WARPS, NUM_PROGRAMS = 2048, 2048, 4, 132 * 16
-COLUMNS_OF_TILE = 64
+NUM_STAGES = 2  # tiles that a program has in flight
+COLUMNS_OF_TILE = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -57,8 +58,7 @@ class Launch:
         device = tensors[0].get_device()
         # Compiled for aligned memory; a view may begin anywhere.
         is_aligned = not any(tensor.data_ptr() & 15 for tensor in tensors)
-        first, second, third, fourth, *_, last = tensors
-        key = (flags, device, first.dtype, second.dtype, third.dtype, fourth.dtype, last.dtype)
+        key = (flags, device, *[tensor.dtype for tensor in tensors])
         compiled = self.compiled.get(key) if is_aligned else None
         if compiled is None:
             compiled = self.kernel[(self.grid,)](*arguments, num_warps=NUM_WARPS)
@@ -89,7 +89,7 @@ class Tiles:
                 backward_columns,
                 splits * column_tiles,
                 (outer, num_params, column_tiles, row_tiles, splits),
-                (rows, columns),
+                (rows, columns, NUM_STAGES),
             )
             self.sums_shape, self.summed = (splits, num_params), 0
             return
@@ -106,7 +106,7 @@ class Tiles:
         splits = _splits(num_tiles, num_params)
         sizes = (outer, inner, num_params, inner_tiles, num_tiles, splits)
         is_one = num_params == 1
-        constants = (rows, width, triton.next_power_of_2(splits) if is_one else 0)
+        constants = (rows, width, NUM_STAGES, triton.next_power_of_2(splits) if is_one else 0)
         self.backward = Launch(backward_rows, splits * num_params, sizes, constants)
         self.sums_shape, self.summed = (num_params, splits), 1
 

@@ -105,7 +105,7 @@ def backward_rows(
     grad_ptr, x_ptr, scale_ptr, zero_point_ptr, grad_x_ptr, sums_ptr, totals_ptr, counter_ptr,
     qmin, qmax, factor, outer, inner, num_params, inner_tiles, num_tiles, num_splits,
     PACT: tl.constexpr, NEEDS_X: tl.constexpr, NEEDS_SCALE: tl.constexpr, NEEDS_ZERO_POINT: tl.constexpr,
-    ROWS: tl.constexpr, INNER: tl.constexpr, SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """A program has one parameter, and every `num_splits`-th of its tiles.
 
@@ -115,7 +115,7 @@ def backward_rows(
     step, reciprocal, low, high, sign = _grid_of(scale_ptr, zero_point_ptr, param, True, qmin, qmax)
     by_scale = tl.zeros((ROWS, INNER), tl.float32)
     outside = tl.zeros((ROWS, INNER), tl.float32)
-    for tile in range(split, num_tiles, num_splits):
+    for tile in tl.range(split, num_tiles, num_splits, num_stages=STAGES):
         row = (tile // inner_tiles) * ROWS + tl.arange(0, ROWS)
         column = (tile % inner_tiles).to(tl.int64) * INNER + tl.arange(0, INNER)
         offset = (row.to(tl.int64) * num_params + param)[:, None] * inner + column[None, :]
@@ -154,7 +154,7 @@ def backward_columns(
     grad_ptr, x_ptr, scale_ptr, zero_point_ptr, grad_x_ptr, sums_ptr, qmin, qmax, factor,
     num_rows, num_params, column_tiles, row_tiles, num_splits,
     PACT: tl.constexpr, NEEDS_X: tl.constexpr, NEEDS_SCALE: tl.constexpr, NEEDS_ZERO_POINT: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program has some columns, and every `num_splits`-th of their tiles."""
     split = tl.program_id(0) // column_tiles
@@ -163,7 +163,7 @@ def backward_columns(
     step, reciprocal, low, high, sign = _grid_of(scale_ptr, zero_point_ptr, column, is_column, qmin, qmax)
     by_scale = tl.zeros((ROWS, COLUMNS), tl.float32)
     outside = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for tile in range(split, row_tiles, num_splits):
+    for tile in tl.range(split, row_tiles, num_splits, num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS)
         offset = row.to(tl.int64)[:, None] * num_params + column[None, :]
         mask = (row < num_rows)[:, None] & is_column[None, :]
