@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+
+from sparsebit.errors import SparsebitError
+
+# How long ranks wait for a file that rank 0 writes.
+_PATIENCE = timedelta(minutes=30)
+_num_calls: Counter[str] = Counter()
 
 
 def is_distributed() -> bool:
@@ -28,6 +38,55 @@ def is_main_process() -> bool:
 def barrier() -> None:
     if is_distributed():
         dist.barrier()
+
+
+def once(name: str, act: Callable[[], object]) -> None:
+    """Rank 0 acts, and the others wait until it has; alone, it just acts. What fails on rank 0 is an error on all.
+
+    Rank 0 itself waits for nobody: code that calls this on rank 0 only is right too. Ranks meet by `name` and by how
+    often they have used it.
+    """
+    if not is_distributed():
+        act()
+        return
+    _num_calls[name] += 1
+    key = f"sparsebit/{_num_calls[name]}/{name}"
+    store = dist.distributed_c10d._get_default_store()
+    if is_main_process():
+        try:
+            act()
+        except BaseException as error:
+            store.set(key, f"{type(error).__name__}: {error}")
+            raise
+        store.set(key, "done")
+        return
+    store.wait([key], _PATIENCE)
+    told = store.get(key).decode()
+    if told != "done":
+        raise SparsebitError(f"{name}: rank 0 failed, {told}")
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether parameters are spread over the ranks (DTensors)."""
+    return any(_is_spread(parameter) for parameter in module.parameters())
+
+
+@torch.no_grad()
+def gather_shards(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state with every spread tensor whole, on the CPU of rank 0; on the other ranks without them.
+
+    All ranks have to call this where something is spread. Names of one tensor stay names of one tensor.
+    """
+    whole: dict[int, Tensor] = {}
+    for tensor in state.values():
+        if _is_spread(tensor) and id(tensor) not in whole:
+            full = tensor.detach().full_tensor()  # type: ignore[attr-defined]
+            whole[id(tensor)] = full.cpu() if is_main_process() else full.new_empty(0)
+    return {name: whole.get(id(tensor), tensor) for name, tensor in state.items()}
+
+
+def _is_spread(tensor: Tensor) -> bool:
+    return hasattr(tensor, "full_tensor")  # a DTensor, without its import
 
 
 def to_cpu(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

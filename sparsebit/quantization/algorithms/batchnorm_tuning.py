@@ -7,19 +7,27 @@ Quantized weights and activations shift the statistics that batch norms were tra
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 
+import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparsebit.errors import CalibrationError
+from sparsebit.execution.distributed import gather, is_distributed, to_cpu
 from sparsebit.graph.capture import Captured
-from sparsebit.graph.passes.fold_batchnorm import can_fold, fold_into
+from sparsebit.graph.passes.fold_batchnorm import can_fold, fold_factor, fold_into
 from sparsebit.graph.patterns import Match, MatchingNode, module_of
 from sparsebit.graph.rewrite import ReplacePatternBase
+from sparsebit.numerics.qparams import broadcast_to
+from sparsebit.numerics.spec import scale_shape
 from sparsebit.quantization.calibration import calibrate_weight
 from sparsebit.quantization.ops.quant_opr import QuantOpr, WeightedQuantOpr
 from sparsebit.quantization.placement import layer_name
+from sparsebit.quantization.quantizers.base import Quantizer, is_known
+
+log = logging.getLogger(__name__)
 
 # (name of the layer, layer, norm behind it) -> whether the norm works on the layer's output channels.
 MayFold = Callable[[str, nn.Module, _BatchNorm], bool]
@@ -27,7 +35,7 @@ MayFold = Callable[[str, nn.Module, _BatchNorm], bool]
 
 @contextlib.contextmanager
 def restarted_statistics(model: nn.Module) -> Iterator[dict[nn.Module, int]]:
-    """Inside, running statistics start from nothing and become the plain average over the forwards.
+    """Inside, running statistics start from nothing and become the plain average over the forwards of all processes.
 
     A norm that no forward reached, and after an error every norm, gets back what it had. Yields the rank of each norm's
     inputs, to be read afterwards.
@@ -51,6 +59,7 @@ def restarted_statistics(model: nn.Module) -> Iterator[dict[nn.Module, int]]:
     tuned: set[_BatchNorm] = set()
     try:
         yield ranks
+        _merge_across_processes(norms, ranks)
         tuned.update(norm for norm in norms if norm.num_batches_tracked)
         if not tuned:
             raise CalibrationError("no forward was run inside batchnorm_tuning(); run a few batches there")
@@ -61,6 +70,23 @@ def restarted_statistics(model: nn.Module) -> Iterator[dict[nn.Module, int]]:
             norm.momentum = momentum
             if norm not in tuned:
                 norm.load_state_dict(buffers, strict=False)
+
+
+@torch.no_grad()
+def _merge_across_processes(norms: list[_BatchNorm], ranks: dict[nn.Module, int]) -> None:
+    """Every process's averages into every process's norms, each weighted by its number of batches."""
+    if not is_distributed():
+        return
+    own = [(to_cpu(dict(norm.named_buffers())), ranks.get(norm, 0)) for norm in norms]
+    for norm, parts in zip(norms, zip(*gather(own), strict=True), strict=True):
+        counts = [int(buffers["num_batches_tracked"]) for buffers, _ in parts]
+        if not any(counts):
+            continue
+        for name in ("running_mean", "running_var"):
+            weighted = [buffers[name].double() * count for (buffers, _), count in zip(parts, counts, strict=True)]
+            norm.get_buffer(name).copy_(torch.stack(weighted).sum(0) / sum(counts))
+        norm.get_buffer("num_batches_tracked").fill_(sum(counts))
+        ranks[norm] = max(rank for _, rank in parts)
 
 
 def fold_quantized_batchnorm(captured: Captured, may_fold: MayFold) -> list[str]:
@@ -92,8 +118,47 @@ class _FoldQuantized(ReplacePatternBase):
         owners = [p for module in graph_module.modules() for p in module._parameters.values() if p is layer.op.weight]
         if len(match["layer"].users) != 1 or len(calls) != 1 or len(owners) != 1:
             return {}
-        fold_into(layer.op, norm)
-        if not layer.weight_quantizer.fake_fused:
-            calibrate_weight(layer)
+        quantizer = layer.weight_quantizer
+        if quantizer.fake_fused:
+            fold_into(layer.op, norm)
+        else:
+            quantizer.prepare_folding(layer.op.get_parameter("weight"))
+            factor = fold_factor(norm)
+            fold_into(layer.op, norm)
+            if not rescale(quantizer, layer.op.get_parameter("weight"), layer.row.channel_axis, factor):
+                calibrate_weight(layer)
         self.folded.append(name)
         return {"norm": match["layer"]}
+
+
+@torch.no_grad()
+def rescale(quantizer: Quantizer, weight: Tensor, channel_axis: int, factor: Tensor) -> bool:
+    """Move the grid of a weight whose output channels were multiplied by `factor` (out,): the codes stay as they are.
+
+    So what was trained, and what the statistics were taken with, is what runs. Channels with a negative factor have
+    their codes mirrored: of a symmetric grid the lowest, which has no counterpart, becomes the highest, and weights
+    that were clipped at the upper end stay clipped there. False where the grid cannot follow: one scale for all
+    channels, or a quantizer with arithmetic of its own.
+    """
+    spec = quantizer.spec
+    shape = scale_shape(weight.shape, spec.granularity)  # (), (out,), or that of the weight in groups
+    place = channel_axis if len(shape) > 1 else 0
+    if not quantizer.is_calibrated or not is_known(quantizer) or not shape or shape[place] != len(factor):
+        if quantizer.is_calibrated and any(True for _ in quantizer.parameters()):
+            log.warning(
+                "%s: its learned scale cannot take in a factor per channel, and is calibrated anew; "
+                "set W.QSCHEME: per-channel-symmetric to keep what was trained",
+                quantizer.name,
+            )
+        return False
+    scale, zero_point = (number.reshape(shape) for number in quantizer.qparams())
+    factor = factor.to(scale).reshape([-1 if axis == place else 1 for axis in range(len(shape))])
+    scale = torch.where(factor == 0, scale, scale * factor.abs())
+    quantizer._store("scale", scale.flatten())
+    if spec.symmetric:
+        lowest = torch.where(factor < 0, -spec.qmax * scale, float("-inf")).flatten()
+        weight.clamp_(min=broadcast_to(lowest, weight.shape, spec.granularity))
+    else:
+        mirrored = spec.qmin + spec.qmax - zero_point.round()
+        quantizer._store("zero_point", torch.where(factor < 0, mirrored, zero_point).flatten())
+    return True

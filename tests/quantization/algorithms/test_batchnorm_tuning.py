@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from sparsebit.errors import CalibrationError
 from sparsebit.quantization import QuantModel
 from tests.quantization.tiny import Residual, calibrated, qconfig, run, simulated, site
+from tests.quantization.tiny_training import Net, data, ready, train
 
 CONFIG = {"SCHEDULE.BN_TUNING": True, "SCHEDULE.FUSE_BN": True}
 SHAPE = (4, 3, 8, 8)
@@ -160,3 +161,85 @@ class TestFaults:
             run(qmodel, [x, x[:, :2]])
         assert not qmodel.training and torch.equal(qmodel(x), expected)
         assert all(norm.momentum == 0.1 for norm in norms(qmodel))
+
+
+class TestTrainedScales:
+    """The integers of a trained weight are the same after the folding, mirrored where gamma is negative."""
+
+    @staticmethod
+    def codes(qmodel: QuantModel, layer: str) -> Tensor:
+        quantizer, weight = site(qmodel, f"{layer}.weight"), qmodel.model.get_submodule(layer).op.weight
+        with torch.no_grad():
+            scale, zero_point = quantizer.qparams()
+            shape = (-1, *([1] * (weight.ndim - 1)))
+            centred = zero_point.round().reshape(shape) if zero_point.ndim else zero_point.round()
+            step = scale.reshape(shape) if scale.ndim else scale
+            values = (quantizer.transform(weight) / step).round() + centred
+            return values.clamp(quantizer.spec.qmin, quantizer.spec.qmax) - centred
+
+    @pytest.mark.parametrize("scheme", ["per-channel-symmetric", "per-channel-affine"])
+    @pytest.mark.parametrize("way", ["lsq", "lsq+", "dorefa", "fixed"])
+    def test_codes_stay(self, way: str, scheme: str) -> None:
+        qmodel = train(ready(way, {"W.QSCHEME": scheme}))
+        before = {layer: self.codes(qmodel, layer) for layer in ("conv1", "conv2")}
+        signs = {
+            layer: qmodel.model.get_submodule(norm).weight.sign()
+            for layer, norm in (("conv1", "bn1"), ("conv2", "bn2"))
+        }
+        assert (signs["conv1"] < 0).any()
+        with torch.no_grad(), qmodel.batchnorm_tuning():
+            qmodel(data()[0])
+        for layer, codes in before.items():
+            spec = site(qmodel, f"{layer}.weight").spec
+            expected = codes * signs[layer].reshape(-1, 1, 1, 1)
+            if spec.symmetric:
+                expected = expected.clamp(spec.qmin, spec.qmax)
+            assert torch.equal(self.codes(qmodel, layer), expected)
+
+    def test_what_the_model_computes_stays(self) -> None:
+        qmodel, x = train(ready("lsq", bits=8), lr=1e-3), data()[0]
+        with torch.no_grad(), qmodel.batchnorm_tuning():
+            qmodel(x)
+            reference = copy.deepcopy(qmodel).eval()
+        qmodel.set_quant(w_quant=True, a_quant=True)
+        torch.testing.assert_close(qmodel(x), reference(x), rtol=1e-3, atol=1e-4)
+
+    def test_weights_in_groups(self) -> None:
+        model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)).eval()
+        nn.init.uniform_(model[1].weight, -2, 2)
+        changes = {"W.QSCHEME": "per-group-symmetric", "W.QUANTIZER.GROUP_SIZE": 4, "W.QUANTIZER.TYPE": "lsq"}
+        batches = torch.randn(2, 16, 8)
+        qmodel = calibrated(model, batches, qconfig(changes, bits=4))
+        site(qmodel, "0.weight").scale.data.mul_(1.7)  # as if trained
+        with torch.no_grad(), qmodel.batchnorm_tuning():
+            run(qmodel, batches)
+            qmodel.eval()
+            expected = qmodel(batches[0])
+        qmodel.set_quant(w_quant=True, a_quant=True)
+        # A negative factor turns code -8 into 7.
+        assert (qmodel(batches[0]) - expected).abs().mean() < 0.05
+
+    def test_one_scale_for_all_channels_is_calibrated_anew_and_said(self, caplog: pytest.LogCaptureFixture) -> None:
+        qmodel = train(ready("lsq", {"W.QSCHEME": "per-tensor-symmetric"}))
+        with torch.no_grad(), qmodel.batchnorm_tuning():
+            qmodel(data()[0])
+        assert "conv1.weight: its learned scale cannot take in a factor per channel" in caplog.text
+        quantizer, weight = site(qmodel, "conv1.weight"), qmodel.model.conv1.op.weight
+        torch.testing.assert_close(quantizer.scale.squeeze() * 8, weight.abs().max(), rtol=0.2, atol=0)
+
+    def test_loading_says_nothing_of_it(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        qmodel = train(ready("lsq"))
+        with torch.no_grad(), qmodel.batchnorm_tuning():
+            qmodel(data()[0])
+        loaded = QuantModel.load(qmodel.save(tmp_path), Net())
+        assert "anew" not in caplog.text
+        assert torch.equal(site(loaded, "conv1.weight").scale, site(qmodel, "conv1.weight").scale)
+
+    def test_a_channel_of_factor_zero(self) -> None:
+        qmodel = ready("lsq")
+        with torch.no_grad():
+            qmodel.model.bn1.weight[2] = 0
+        with torch.no_grad(), qmodel.batchnorm_tuning():
+            qmodel(data()[0])
+        qmodel.set_quant(w_quant=True, a_quant=True)
+        assert qmodel(data()[0]).isfinite().all() and bool(site(qmodel, "conv1.weight").scale[2] > 1e-6)
