@@ -64,6 +64,7 @@ def _gpu_kernels() -> Kernels:
     except ImportError as error:
         log.warning("fake-quant runs as plain torch on this GPU, several times slower: %s; pip install triton", error)
         return PLAIN
+    register_kernels("cuda", KERNELS)  # from now on without the detour
     return KERNELS
 
 

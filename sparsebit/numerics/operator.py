@@ -114,7 +114,7 @@ class _FakeQuantize(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> Tensor:
         ctx.save_for_backward(x, scale, zero_point)
         ctx.rest = rest
-        return _below_autograd(x, scale, zero_point, *rest)
+        return (_below_autograd if _is_watched(x, scale, zero_point) else _forward)(x, scale, zero_point, *rest)
 
     @staticmethod
     @once_differentiable

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from sparsebit.quantization.distillation import DistillationLoss
+from sparsebit.quantization.freezing import FreezeSchedule
 from sparsebit.quantization.observers import Observer, register_observer
 from sparsebit.quantization.ops.quant_opr import MultipleInputsQuantOpr, QIdentity, QuantOpr
 from sparsebit.quantization.ops.table import QMODULE_MAP, register_qmodule
@@ -11,6 +13,8 @@ from sparsebit.quantization.quantizers import Quantizer, register_quantizer
 
 __all__ = [
     "QMODULE_MAP",
+    "DistillationLoss",
+    "FreezeSchedule",
     "MultipleInputsQuantOpr",
     "Observer",
     "QIdentity",

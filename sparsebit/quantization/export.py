@@ -95,7 +95,7 @@ def export_call(qmodel: SimulatedModel, dummy_data: Any) -> Call:
             forms.insert(0, (tuple(first), last))
         args, kwargs = next((form for form in forms if _binds(signature, *form)), (args, kwargs))
     kwargs = in_order(kwargs, signature)
-    return to_device(args, qmodel.config.DEVICE), to_device(kwargs, qmodel.config.DEVICE)
+    return to_device(args, qmodel.device), to_device(kwargs, qmodel.device)
 
 
 def _binds(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

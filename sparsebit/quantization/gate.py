@@ -108,7 +108,7 @@ def _calls(qmodel: SimulatedModel, session: Session, data: Any, num_samples: int
     size = session.batch_size
     left = num_samples
     model = qmodel._original[0]
-    for args, keywords in calls(data, model, qmodel.config.DEVICE):
+    for args, keywords in calls(data, model, qmodel.device):
         kwargs = in_order(keywords, inspect.signature(model.forward))
         tensors = flat_inputs(args, kwargs)
         given = tensors[0].shape[0] if tensors and tensors[0].ndim else 1

@@ -23,9 +23,10 @@ from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.deploy.sessions import require_runtime
 from sparsebit.errors import CalibrationError, CaptureError, CheckpointError
 from sparsebit.execution.batches import Call, as_call, calls
+from sparsebit.execution.distributed import gather_shards, is_sharded, once
 from sparsebit.execution.value_store import MIB
 from sparsebit.graph.capture import call_form
-from sparsebit.quantization import checkpoint, saved_activations
+from sparsebit.quantization import checkpoint, freezing, saved_activations, sharding
 from sparsebit.quantization.algorithms.batchnorm_tuning import (
     MayFold,
     fold_quantized_batchnorm,
@@ -34,9 +35,12 @@ from sparsebit.quantization.algorithms.batchnorm_tuning import (
 from sparsebit.quantization.calibration import CalibrationRunner
 from sparsebit.quantization.error_profiler import profile_errors
 from sparsebit.quantization.export import build_onnx, check_ready, describe
+from sparsebit.quantization.freezing import Part
 from sparsebit.quantization.gate import check_parity, check_rules
 from sparsebit.quantization.mermaid import draw
 from sparsebit.quantization.ops.quant_opr import FunctionalWeightedQuantOpr, WeightedQuantOpr
+from sparsebit.quantization.ops.recipes import packing
+from sparsebit.quantization.parameter_groups import parameter_groups
 from sparsebit.quantization.passes.attach_integer_ops import attach_integer_ops
 from sparsebit.quantization.quant_config import parse_qconfig
 from sparsebit.quantization.quantizers.base import Target
@@ -56,13 +60,14 @@ class QuantModel(SimulatedModel):
     _runner: CalibrationRunner | None = None
     _packs: bool | None = None  # what autograd keeps; None: not asked for
     _weights: WeightBatches | None = None
+    _holds_statistics = False  # of batch norms
 
     # --- running
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
-        with saved_activations.packing() if self._packs else contextlib.nullcontext(), self._batched_weights():
+        with packing() if self._packs else contextlib.nullcontext(), self._batched_weights():
             return super().forward(*args, **kwargs)
 
     def _batched_weights(self) -> contextlib.AbstractContextManager[None]:
@@ -95,6 +100,7 @@ class QuantModel(SimulatedModel):
         `keep_inputs=False`: do not keep the inputs (32 MiB in memory, the rest on disk) that `calc_qparams(asym=True)`
         would need. `memory_budget`: bytes of activations that `asym` may hold in memory at once.
         """
+        self._require_whole("prepare_calibration")
         for quantizer in self.quantizers():
             quantizer.revive()
         self.set_quant(w_quant=False, a_quant=False)
@@ -137,13 +143,69 @@ class QuantModel(SimulatedModel):
             if not wanted[quantizer.target]:
                 quantizer.disable_quant()
 
-    def init_QAT(self) -> None:
-        """Fix first scales from the batches run so far and switch everything on: ready for a training loop."""
+    def init_QAT(self, *, follow_ranges: bool = False) -> None:
+        """Fix first scales from the batches run so far and switch everything on: ready for a training loop.
+
+        `follow_ranges`: scales that are not learned move with the weights and, by a moving average (EMA_RATIO), with
+        the activations that training shows them, until `freeze("observers")`. By default they stay.
+        """
         self.calc_qparams()
         self.set_quant(w_quant=True, a_quant=True)
-        if self._packs is None and any(parameter.is_cuda for parameter in self.parameters()):
+        for quantizer in self.quantizers():
+            quantizer.follow_range(follow_ranges)
+        if follow_ranges:
+            freezing.chosen(self.model, ("observers",))
+        if self._packs is None and self.device.type == "cuda":
             saved_activations.install(self.model, cheap_modules=False)
-            self._packs = True
+            self._packs = False
+
+    def shard(self, blocks: Iterable[str] = (), **settings: Any) -> None:
+        """Spread the parameters over the ranks with `torch.distributed.fsdp.fully_shard`, after `init_QAT`.
+
+        `blocks`: names of modules of the float model (`layers.0`, ...), each gathered for its own part of the forward
+        only. `settings`: those of `fully_shard`, such as `mesh` and `mp_policy`; learned scales stay float32.
+        """
+        sharding.shard(self, self.model, self._captured, blocks, settings)
+
+    def _require_whole(self, verb: str) -> None:
+        if is_sharded(self):
+            raise CalibrationError(
+                f"{verb}() on parameters that are spread over the ranks; call it before shard(), or save() the model "
+                "on all ranks and go on with QuantModel.load() in one process"
+            )
+
+    def parameter_groups(
+        self, lr: float | None = None, *, scale_lr: float | None = None, weight_decay: float | None = None
+    ) -> list[dict[str, Any]]:
+        """For any optimizer: weights with decay; biases and norms without; learned scales with `scale_lr`, without.
+
+        Every parameter that requires a gradient once. What is None is the optimizer's default; `scale_lr` is `lr` then.
+        """
+        return parameter_groups(self, lr, scale_lr=scale_lr, weight_decay=weight_decay)
+
+    def freeze(self, *parts: Part) -> None:
+        """Hold "observers" (ranges that follow the data), "batchnorm" (statistics) or "scales" (learned) as they are.
+
+        Without names, all that the model has. `train()` does not undo it, `unfreeze` does; like `requires_grad`, it is
+        in no state_dict. `FreezeSchedule` does it after so many iterations.
+        """
+        self._hold(parts, held=True)
+
+    def unfreeze(self, *parts: Part) -> None:
+        """Let go of what `freeze` holds."""
+        self._hold(parts, held=False)
+
+    def _hold(self, parts: tuple[Part, ...], *, held: bool) -> None:
+        for part in freezing.chosen(self.model, parts):
+            if part == "batchnorm":
+                self._holds_statistics = held
+            freezing.HOLD[part](self.model, held)
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        if self._holds_statistics:
+            freezing.hold_statistics(self.model, held=True)
+        return self
 
     def pack_saved_activations(self, enabled: bool = True) -> None:
         """Train in less memory than the float model takes; gradients stay the same, bit by bit.
@@ -161,12 +223,15 @@ class QuantModel(SimulatedModel):
     def batchnorm_tuning(self) -> Iterator[None]:
         """Inside: train mode, quantization on, batch-norm statistics start from nothing; run forwards (under no_grad).
 
-        On leaving: eval mode, batch norms folded into the layers in front of them, quantization off. Set
-        SCHEDULE.BN_TUNING, so that the norms are still there, and calibrate first.
+        On leaving: eval mode, batch norms folded into the layers in front of them, quantization off. For a calibrated
+        model that kept its norms (SCHEDULE.BN_TUNING, or FUSE_BN: false), before or after training: scales per channel
+        take in the norms' factors, so that the integers of the weights stay what they were.
         """
+        self._require_whole("batchnorm_tuning")
         with restarted_statistics(self.model) as ranks:
             try:
                 self.set_quant(w_quant=True, a_quant=True)
+                self._holds_statistics = False
                 self.train()
                 yield
             finally:
@@ -206,7 +271,7 @@ class QuantModel(SimulatedModel):
             isinstance(data, tuple) and any(isinstance(x, Tensor) for x in data)
         )
         batches: Iterable[Any] = [data] if is_batch else data
-        return profile_errors(self, calls(batches, self._original[0], self.config.DEVICE), checker, is_async=is_async)
+        return profile_errors(self, calls(batches, self._original[0], self.device), checker, is_async=is_async)
 
     def dump_mermaid(self, file: str | os.PathLike[str] | None = None) -> str:
         """The graph (every captured one) as a Mermaid diagram; written to `file` where one is given."""
@@ -243,6 +308,7 @@ class QuantModel(SimulatedModel):
         simulation; beyond `tolerance` that is an error which names the first site that differs. Gives what was found.
         An older file of that name stays until the new one is whole and has passed.
         """
+        self._require_whole("export_onnx")
         check_ready(self)
         target = checked_path(name)
         if check is not None:
@@ -277,8 +343,15 @@ class QuantModel(SimulatedModel):
     # --- keeping
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write a self-describing folder (safetensors + JSON)."""
-        return checkpoint.write(folder, self._description(), self.state_dict())
+        """Write a self-describing folder (safetensors + JSON).
+
+        With several processes rank 0 writes, and the others return when it has. Call it on all of them, or on rank 0
+        alone; on all where the parameters are sharded, as they are gathered.
+        """
+        tensors = gather_shards(self.state_dict(keep_vars=True))
+        # By its last name: machines may keep it under different paths.
+        once(f"save({Path(folder).name!r})", lambda: checkpoint.write(folder, self._description(), tensors))
+        return Path(folder)
 
     @classmethod
     def load(

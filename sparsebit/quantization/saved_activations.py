@@ -8,7 +8,6 @@ kernels run again on the same numbers, so that gradients are equal bit by bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from sparsebit.errors import SparsebitError
 from sparsebit.quantization.ops.quant_opr import QuantOpr
+from sparsebit.quantization.ops.recipes import give_recipe, recipe_of
 from sparsebit.quantization.quantizers.base import Quantizer
 
 # They keep their input for the backward, and are a few operations per element.
@@ -27,44 +26,6 @@ CHEAP = (
 )
 CHEAP_ROWS = frozenset({"layer_norm", "group_norm", "gelu", "silu", "hardswish", "hardsigmoid", "hardtanh", "relu6"})
 LARGE = 32 << 20  # bytes; below, starting a kernel again costs more than the memory is worth
-_RECIPE = "_sparsebit_recipe"
-
-
-class Recipe:
-    """How a tensor comes about again: a function and its arguments, of which some have recipes themselves."""
-
-    def __init__(self, function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.function = function
-        # Without their history: a recipe must not keep the autograd graph alive.
-        self.args = tuple(_without_history(arg) for arg in args)
-        self.kwargs = {name: _without_history(arg) for name, arg in kwargs.items()}
-        self.versions = [arg._version for arg in self._tensors()]
-        self.autocast = _autocast_state(next(arg for arg in args if isinstance(arg, Tensor)).device.type)
-        self.num_readers = 0
-        self.value: Tensor | None = None
-        for arg in self.args:
-            if isinstance(arg, Recipe):
-                arg.num_readers += 1
-
-    def _tensors(self) -> list[Tensor]:
-        return [arg for arg in (*self.args, *self.kwargs.values()) if isinstance(arg, Tensor)]
-
-    def read(self) -> Tensor:
-        """The tensor, computed where nobody has done so yet, and let go of after the last expected reader."""
-        self.num_readers -= 1
-        value = self.value if self.value is not None else self._computed()
-        self.value = value if self.num_readers > 0 else None
-        return value
-
-    def _computed(self) -> Tensor:
-        if self.versions != [arg._version for arg in self._tensors()]:
-            raise SparsebitError(
-                f"a tensor that {self.function} was computed from was changed in place before the backward; change a "
-                "copy of it, or switch recomputation off with pack_saved_activations(False)"
-            )
-        args = [arg.read() if isinstance(arg, Recipe) else arg for arg in self.args]
-        with torch.no_grad(), torch.autocast(**self.autocast):
-            return self.function(*args, **self.kwargs)
 
 
 def install(model: nn.Module, *, cheap_modules: bool) -> None:
@@ -90,27 +51,10 @@ def remove(model: nn.Module) -> None:
             del module.__dict__["forward"]
 
 
-def packing() -> torch.autograd.graph.saved_tensors_hooks:
-    """Inside, autograd keeps the recipe of a tensor that has one, else the tensor."""
-    return torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
-
-
-def _pack(tensor: Tensor) -> Tensor | Recipe:
-    recipe: Recipe | None = getattr(tensor, _RECIPE, None)
-    if recipe is None:
-        return tensor
-    recipe.num_readers += 1
-    return recipe
-
-
-def _unpack(kept: Tensor | Recipe) -> Tensor:
-    return kept.read() if isinstance(kept, Recipe) else kept
-
-
 def _note_quantized(quantizer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     if _is_recorded(output) and output is not args[0]:
         assert isinstance(quantizer, Quantizer)
-        setattr(output, _RECIPE, Recipe(quantizer.fake_quantize, args, {}))
+        give_recipe(output, quantizer.fake_quantize, args, read=tuple(quantizer.parameters(recurse=False)))
 
 
 def _note_large_quantized(quantizer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -121,10 +65,10 @@ def _note_large_quantized(quantizer: nn.Module, args: tuple[Any, ...], output: A
 def _note_cheap(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     if not _is_recorded(output):
         return
-    if isinstance(module, nn.ReLU) and getattr(args[0], _RECIPE, None) is None:
+    if isinstance(module, nn.ReLU) and recipe_of(args[0]) is None:
         return  # its input would be kept for its sake alone
     function = _Normalized(module) if isinstance(module, _BatchNorm) else module.forward
-    setattr(output, _RECIPE, Recipe(function, args, kwargs))
+    give_recipe(output, function, args, kwargs, tuple(module.parameters()))
 
 
 def _is_recorded(output: Any) -> bool:
@@ -152,19 +96,4 @@ class _Normalized:
 
 def _relu_that_keeps_its_input(x: Tensor) -> Tensor:
     """A relu keeps its output, which nobody else might; the same function written as a threshold keeps its input."""
-    return F.threshold(x, 0.0, 0.0) if getattr(x, _RECIPE, None) is not None else F.relu(x)
-
-
-def _without_history(arg: Any) -> Any:
-    if not isinstance(arg, Tensor):
-        return arg
-    return getattr(arg, _RECIPE, None) or (arg if isinstance(arg, nn.Parameter) else arg.detach())
-
-
-def _autocast_state(device_type: str) -> dict[str, Any]:
-    return {
-        "device_type": device_type,
-        "dtype": torch.get_autocast_dtype(device_type),
-        "enabled": torch.is_autocast_enabled(device_type),
-        "cache_enabled": False,
-    }
+    return F.threshold(x, 0.0, 0.0) if recipe_of(x) is not None else F.relu(x)

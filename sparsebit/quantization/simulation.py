@@ -157,6 +157,11 @@ class SimulatedModel(nn.Module):
 
     # --- looking inside
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model is now: `DEVICE` says where it began."""
+        return next((parameter.device for parameter in self.parameters()), torch.device(self.config.DEVICE))
+
     def quantizers(self) -> list[Quantizer]:
         return [module for module in self.model.modules() if isinstance(module, Quantizer)]
 

@@ -86,6 +86,7 @@ def _fits(layer: WeightedQuantOpr) -> bool:
         and weight.dtype == torch.float32
         and weight.requires_grad
         and quantizer.is_enable
+        and not quantizer.is_following
         and not quantizer.observing
         and quantizer.spec.symmetric
         and quantizer.spec.granularity == PerChannel(0)

@@ -29,17 +29,23 @@ _NORMS: dict[type, tuple[type[nn.Module], ...]] = {
 }
 
 
+def fold_factor(norm: _BatchNorm) -> torch.Tensor:
+    """What `norm` multiplies each channel by: `g/sqrt(v+eps)`, float64 `(C,)`."""
+    assert norm.running_var is not None
+    # float64: the running variance of dead channels is tiny, and the product is stored for good.
+    variance = norm.running_var.double()
+    gamma = norm.weight.double() if norm.weight is not None else torch.ones_like(variance)
+    return gamma / torch.sqrt(variance + norm.eps)
+
+
 def folded_parameters(layer: nn.Module, norm: _BatchNorm) -> tuple[torch.Tensor, torch.Tensor]:
     """Weight and bias of `layer` with `norm` (its running statistics) multiplied in.
 
     W' = W * g/sqrt(v+eps) along the output channels, b' = (b - m) * g/sqrt(v+eps) + beta.
     """
-    assert isinstance(layer, (_ConvNd, nn.Linear)) and norm.running_mean is not None and norm.running_var is not None
-    # float64: the running variance of dead channels is tiny, and the product is stored for good.
-    mean, variance = norm.running_mean.double(), norm.running_var.double()
-    gamma = norm.weight.double() if norm.weight is not None else torch.ones_like(mean)
+    assert isinstance(layer, (_ConvNd, nn.Linear)) and norm.running_mean is not None
+    factor, mean = fold_factor(norm), norm.running_mean.double()
     beta = norm.bias.double() if norm.bias is not None else torch.zeros_like(mean)
-    factor = gamma / torch.sqrt(variance + norm.eps)
     bias = layer.bias.double() if layer.bias is not None else torch.zeros_like(mean)
     weight = layer.weight.double() * _along_outputs(layer, factor)
     return weight.to(layer.weight.dtype), ((bias - mean) * factor + beta).to(layer.weight.dtype)

@@ -86,13 +86,17 @@ class Observer(Generic[S]):
         self.statistic.update(to_rows(x if x.is_floating_point() else x.float(), self.spec.granularity))
 
     @torch.no_grad()
-    def calc_range(self) -> Range:
-        """`(min, max)` in float32: shape `()` for PerTensor, else one number per row. The range always holds zero."""
+    def calc_range(self, *, check: bool = True) -> Range:
+        """`(min, max)` in float32: shape `()` for PerTensor, else one number per row. The range always holds zero.
+
+        `check`: look whether it is finite, which stalls a device.
+        """
         if self.is_empty:
             raise CalibrationError("nothing was observed: run calibration batches after prepare_calibration()")
         low, high = self.range_of(self.statistic)
         low, high = low.float().clamp(max=0), high.float().clamp(min=0)
-        check_finite(low, high)
+        if check:
+            check_finite(low, high)
         return (low.squeeze(0), high.squeeze(0)) if isinstance(self.spec.granularity, PerTensor) else (low, high)
 
     def reset(self) -> None:

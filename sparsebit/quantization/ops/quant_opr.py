@@ -12,6 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from sparsebit.quantization.ops.bias import BiasRounding
 from sparsebit.quantization.ops.integer_ops import IntegerLayer, IntegerMultiply, with_gradient_of
+from sparsebit.quantization.ops.recipes import packing, recipe_of
 from sparsebit.quantization.ops.rows import OpKind, OpRow
 from sparsebit.quantization.ops.table import bias_argument, input_argument, weight_argument
 from sparsebit.quantization.quantizers.base import Quantizer
@@ -97,7 +98,10 @@ class WeightedQuantOpr(QuantOpr):
             bias = self.bias_rounding(bias)
         if self.integer is not None and self.integer.is_active and _is_one_float32(args, kwargs):
             return self._in_integers(args[0], weight, bias)
-        return self._with(weight, bias, args, kwargs)
+        if not args or recipe_of(args[0]) is None:
+            return self._with(weight, bias, args, kwargs)
+        with packing():  # what the layer keeps of its input is made again
+            return self._with(weight, bias, args, kwargs)
 
     def _with(
         self, weight: torch.Tensor, bias: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -33,6 +33,7 @@ class Quantizer(nn.Module):
     TYPE: ClassVar[str] = "base"
     TARGETS: ClassVar[tuple[Target, ...]] = ("weight", "feature")
     FORMAT: ClassVar[Format] = "integer"
+    ALWAYS_FOLLOWS: ClassVar[bool] = False
 
     scale: Tensor
     zero_point: Tensor
@@ -63,10 +64,13 @@ class Quantizer(nn.Module):
         self.options, self.observed_as = options, observed_as or target
         self.observer: Observer[Any] = self._new_observer()
         self.use_quant = self.fake_fused = self.observing = self.export_onnx = self.was_unseen = False
+        # Whether the grid moves with the data while training, and whether it is held for the time being.
+        self.follows, self.is_held = self.ALWAYS_FOLLOWS, False
         self.make_parameters(num_scales)
-        # Both travel with the state_dict, so that a fresh model is switched as the saved one was.
-        self.register_buffer("calibrated", torch.tensor(False))
-        self.register_buffer("fused", torch.tensor(False))
+        # Both travel with the state_dict, so that a fresh model is as the saved one was. They are 0 or 1 in float:
+        # averages of models (`torch.optim.swa_utils`) subtract and divide every buffer.
+        self.register_buffer("calibrated", torch.tensor(0.0))
+        self.register_buffer("fused", torch.tensor(0.0))
 
     # --- what subclasses change
 
@@ -83,12 +87,17 @@ class Quantizer(nn.Module):
         """What is observed and quantized in the place of `x` (DoReFa: its tanh)."""
         return x
 
+    def prepare_folding(self, weight: Tensor) -> None:
+        """Told before a factor per channel is multiplied into the weight, for good."""
+
     def qparams(self) -> tuple[Tensor, Tensor]:
         """Scale and zero point in force."""
         return self.scale, self.zero_point
 
     def fake_quantize(self, x: Tensor) -> Tensor:
         scale, zero_point = self.qparams()
+        if self.is_following:  # a later forward moves them in place, and the backward of this one wants these
+            scale, zero_point = scale.clone(), zero_point.clone()
         return dispatch.fake_quantize(self.transform(x), scale, zero_point, self.spec, tag=self.name)
 
     # --- forward
@@ -99,11 +108,22 @@ class Quantizer(nn.Module):
             return x
         if self.observing:
             self.update_observer(x)
-        return self.fake_quantize(x) if self.is_enable else x
+        if not self.is_enable:
+            return x
+        if self.is_following:
+            self.follow(x)
+        return self.fake_quantize(x)
 
     @property
     def is_enable(self) -> bool:
         return self.use_quant and not self.fake_fused
+
+    @property
+    def is_following(self) -> bool:
+        """Whether a forward now moves the grid: in training, but not where a backward computes it again."""
+        if not self.follows or self.is_held or not self.training or not torch.is_grad_enabled():
+            return False
+        return torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
 
     @property
     def is_calibrated(self) -> bool:
@@ -133,6 +153,28 @@ class Quantizer(nn.Module):
         self._store("zero_point", zero_point)
         self.calibrated.fill_(True)
 
+    @torch.no_grad()
+    def follow(self, x: Tensor) -> None:
+        """Move the grid to the range that the observer finds in `x`: a weight's at once, an activation's by a moving
+        average with the weight EMA_RATIO of the past.
+
+        Scale and (not rounded) zero point hold the average between steps: nothing else needs to be kept.
+        """
+        self.update_observer(x)
+        if self.observer.is_empty:
+            return
+        low, high = self.observer.calc_range(check=False)
+        self.observer.reset()
+        spec, past = self.spec, 0.0 if self.observed_as == "weight" else self.observer_options.ema_ratio
+        scale, zero_point = qparams_from_range(low, high, spec, check=False)
+        if past:
+            start = (spec.qmin - self.zero_point) * self.scale
+            scale, low = torch.lerp(scale, self.scale, past), torch.lerp(low, start, past)
+            zero_point = zero_point if spec.symmetric else (spec.qmin - low / scale).clamp_(spec.qmin, spec.qmax)
+        has_range = (high > low) & torch.isfinite(high - low)  # of zeros alone, or of NaN, nothing can be learned
+        self._store("scale", torch.where(has_range, scale, self.scale))
+        self._store("zero_point", torch.where(has_range, zero_point, self.zero_point))
+
     def dequantized_range(self) -> tuple[Tensor, Tensor]:
         """The smallest and the largest value that can come out."""
         return dequantized_range(*self.qparams(), self.spec)
@@ -149,6 +191,11 @@ class Quantizer(nn.Module):
 
     def disable_quant(self) -> None:
         self.use_quant = False
+
+    def follow_range(self, wanted: bool = True) -> None:
+        """From now on training moves the grid, or leaves it; one that is learned moves by itself."""
+        is_learned = not {"scale", "zero_point"} <= self._buffers.keys()
+        self.follows = (wanted or self.ALWAYS_FOLLOWS) and not is_learned and not self.fake_fused
 
     def enable_export_onnx(self) -> None:
         """Mark for an exporter. The arithmetic stays the same: what is simulated is what is written."""
@@ -208,7 +255,15 @@ class Quantizer(nn.Module):
             else:
                 tensor.set_(value.clone())
 
+    def get_extra_state(self) -> Tensor:
+        """The switches, so that training goes on in a fresh model as it would have."""
+        return torch.tensor([self.use_quant, self.follows])
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.use_quant, self.follows = (bool(switch) for switch in state)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        state_dict.setdefault(prefix + "_extra_state", self.get_extra_state())  # of an older version: as it is
         # Per-channel features know their number of channels only from data: a checkpoint brings its own shape.
         for name in ("scale", "zero_point", "alpha"):
             stored, own = state_dict.get(prefix + name), getattr(self, name, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from sparsebit.quantization.quantizers.base import Quantizer, Target, register_quantizer
@@ -19,12 +20,21 @@ class DoReFa(Quantizer):
     """
 
     TARGETS: ClassVar[tuple[Target, ...]] = ("weight",)
+    ALWAYS_FOLLOWS: ClassVar[bool] = True
+    is_squashed = False  # whether the layer holds tanh(w) already
 
     def transform(self, x: Tensor) -> Tensor:
-        return x.tanh()
+        return x if self.is_squashed else x.tanh()
 
-    def fake_quantize(self, x: Tensor) -> Tensor:
-        if self.training and x.requires_grad:
-            self.update_observer(x)
-            self.calc_qparams()
-        return super().fake_quantize(x)
+    @torch.no_grad()
+    def prepare_folding(self, weight: Tensor) -> None:
+        """The layer keeps tanh(w) from now on, which a batch norm's factor may multiply: tanh(f·w) is not f·tanh(w)."""
+        weight.copy_(self.transform(weight))
+        self.is_squashed = True
+
+    def get_extra_state(self) -> Tensor:
+        return torch.cat([super().get_extra_state(), torch.tensor([self.is_squashed])])
+
+    def set_extra_state(self, state: Tensor) -> None:
+        super().set_extra_state(state[:2])
+        self.is_squashed = bool(state[2])

@@ -27,7 +27,7 @@ class PACT(Quantizer):
     def make_parameters(self, num_scales: int) -> None:
         start = float(getattr(self.options, "ALPHA_VALUE", 10.0))
         self.alpha = nn.Parameter(torch.full((num_scales,), start))
-        self.register_buffer("is_signed", torch.tensor(self.spec.symmetric))
+        self.register_buffer("is_signed", torch.tensor(float(self.spec.symmetric)))
 
     def calc_qparams_with_minmax(self, min_val: Tensor, max_val: Tensor) -> None:
         """Only the sign of the data is taken over: the threshold is PACT's own."""
@@ -39,7 +39,7 @@ class PACT(Quantizer):
 
     def qparams(self) -> tuple[Tensor, Tensor]:
         alpha = as_number(self.alpha).abs()
-        zero_point = torch.where(self.is_signed, self._middle, self.spec.qmin).to(alpha).expand_as(alpha)
+        zero_point = torch.where(self.is_signed > 0, self._middle, self.spec.qmin).to(alpha).expand_as(alpha)
         return (alpha / (self.spec.qmax - zero_point).clamp_min(1)).clamp_min(SMALLEST_SCALE), zero_point
 
     @property

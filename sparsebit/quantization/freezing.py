@@ -1,0 +1,126 @@
+"""What may stand still while the weights go on training: ranges that follow the data, batch-norm statistics, scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Literal, Protocol, get_args
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from sparsebit.errors import ConfigError
+from sparsebit.quantization.quantizers.base import Quantizer
+
+Part = Literal["observers", "batchnorm", "scales"]
+PARTS: tuple[Part, ...] = get_args(Part)
+
+_ABSENT: dict[Part, str] = {
+    "observers": "no quantizer follows its data; call init_QAT(follow_ranges=True)",
+    "batchnorm": "no batch norm with running statistics is left; set SCHEDULE.BN_TUNING: true, which keeps them",
+    "scales": "no quantizer learns its numbers; set QUANTIZER.TYPE to lsq, lsq+ or pact",
+}
+
+
+class Freezable(Protocol):
+    """What a schedule needs of a model: `QuantModel`'s two verbs."""
+
+    def freeze(self, *parts: Part) -> None: ...
+    def unfreeze(self, *parts: Part) -> None: ...
+
+
+class FreezeSchedule:
+    """Freezes each part of `qmodel` after so many iterations; `step()` is called once per iteration, at its end.
+
+    `observers`: ranges that follow the data; `batchnorm`: running statistics; `scales`: scales, zero points and
+    thresholds that are learned. None: never. Make it behind `init_QAT`.
+
+    >>> schedule = FreezeSchedule(qmodel, batchnorm=2000, scales=3000)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        qmodel: Freezable,
+        *,
+        observers: int | None = None,
+        batchnorm: int | None = None,
+        scales: int | None = None,
+    ) -> None:
+        given: dict[Part, int | None] = {"observers": observers, "batchnorm": batchnorm, "scales": scales}
+        self.qmodel = qmodel
+        self.starts: dict[Part, int] = {part: start for part, start in given.items() if start is not None}
+        for part, start in self.starts.items():
+            if start < 0:
+                raise ConfigError(f"FreezeSchedule({part}={start}): the number of iterations before it; 0 or more")
+        self.num_steps = 0
+        self._frozen: dict[Part, bool] = {}
+        self._apply()
+
+    def step(self) -> None:
+        """One more iteration is done."""
+        self.num_steps += 1
+        self._apply()
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num_steps": self.num_steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes to that iteration; the model's parts are frozen, or not, as they were there."""
+        self.num_steps = int(state["num_steps"])
+        self._frozen = {}
+        self._apply()
+
+    def _apply(self) -> None:
+        for part, start in self.starts.items():
+            frozen = self.num_steps >= start
+            if self._frozen.get(part) is not frozen:
+                (self.qmodel.freeze if frozen else self.qmodel.unfreeze)(part)
+                self._frozen[part] = frozen
+
+
+def chosen(model: nn.Module, parts: tuple[Part, ...]) -> Iterable[Part]:
+    """The parts as given, checked; without any, all that `model` has."""
+    for part in parts:
+        if part not in PARTS:
+            raise ConfigError(f"{part!r} cannot be frozen; allowed: {', '.join(PARTS)}")
+        if not _has(model, part):
+            raise ConfigError(f"{part}: {_ABSENT[part]}")
+    return parts or [part for part in PARTS if _has(model, part)]
+
+
+def hold_ranges(model: nn.Module, held: bool) -> None:
+    for quantizer in _quantizers(model):
+        quantizer.is_held = held
+
+
+def hold_scales(model: nn.Module, held: bool) -> None:
+    for quantizer in _quantizers(model):
+        quantizer.requires_grad_(not held)
+
+
+def hold_statistics(model: nn.Module, held: bool) -> None:
+    """Norms that compute with their running statistics and leave them alone, or what the model's mode says."""
+    for norm in _norms(model):
+        norm.train(model.training and not held)
+
+
+HOLD: dict[Part, Callable[[nn.Module, bool], None]] = {
+    "observers": hold_ranges,
+    "batchnorm": hold_statistics,
+    "scales": hold_scales,
+}
+
+
+def _has(model: nn.Module, part: Part) -> bool:
+    if part == "batchnorm":
+        return bool(_norms(model))
+    if part == "observers":
+        return any(quantizer.follows for quantizer in _quantizers(model))
+    return any(True for quantizer in _quantizers(model) for _ in quantizer.parameters())
+
+
+def _quantizers(model: nn.Module) -> list[Quantizer]:
+    return [module for module in model.modules() if isinstance(module, Quantizer) and not module.fake_fused]
+
+
+def _norms(model: nn.Module) -> list[_BatchNorm]:
+    return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]

@@ -1,0 +1,98 @@
+"""How a tensor comes about again, so that autograd may keep that instead of the tensor (`saved_activations`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.errors import SparsebitError
+
+_RECIPE = "_sparsebit_recipe"
+
+
+class Recipe:
+    """How a tensor comes about again: a function and its arguments, of which some have recipes themselves."""
+
+    def __init__(
+        self, function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], read: tuple[Tensor, ...]
+    ) -> None:
+        """`read`: parameters that the function reads besides."""
+        self.function = function
+        # Without their history: a recipe must not keep the autograd graph alive.
+        self.args = tuple(_without_history(arg) for arg in args)
+        self.kwargs = {name: _without_history(arg) for name, arg in kwargs.items()}
+        self.watched = [arg for arg in (*self.args, *self.kwargs.values(), *read) if isinstance(arg, Tensor)]
+        self.versions = [tensor._version for tensor in self.watched]
+        self.autocast = _autocast_state(next(arg for arg in args if isinstance(arg, Tensor)).device.type)
+        self.num_readers = 0
+        self.value: Tensor | None = None
+        for arg in (*self.args, *self.kwargs.values()):
+            if isinstance(arg, Recipe):
+                arg.num_readers += 1
+
+    def read(self) -> Tensor:
+        """The tensor, computed where nobody has done so yet, and let go of after the last expected reader."""
+        self.num_readers -= 1
+        value = self.value if self.value is not None else self._computed()
+        self.value = value if self.num_readers > 0 else None
+        return value
+
+    def _computed(self) -> Tensor:
+        if self.versions != [tensor._version for tensor in self.watched]:
+            raise SparsebitError(
+                "a tensor that the backward needs again was changed in place (by an optimizer's step before the "
+                "backward?); change a copy of it, or keep everything with pack_saved_activations(False)"
+            )
+        args = [_unpack(arg) for arg in self.args]
+        kwargs = {name: _unpack(arg) for name, arg in self.kwargs.items()}
+        with torch.no_grad(), torch.autocast(**self.autocast):
+            return self.function(*args, **kwargs)
+
+
+def give_recipe(
+    output: Tensor,
+    function: Callable[..., Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    read: tuple[Tensor, ...] = (),
+) -> None:
+    setattr(output, _RECIPE, Recipe(function, args, kwargs or {}, read))
+
+
+def recipe_of(tensor: Any) -> Recipe | None:
+    return getattr(tensor, _RECIPE, None)
+
+
+def packing() -> torch.autograd.graph.saved_tensors_hooks:
+    """Inside, autograd keeps the recipe of a tensor that has one, else the tensor."""
+    return torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
+
+
+def _pack(tensor: Tensor) -> Tensor | Recipe:
+    recipe = recipe_of(tensor)
+    if recipe is None:
+        return tensor
+    recipe.num_readers += 1
+    return recipe
+
+
+def _unpack(kept: Any) -> Any:
+    return kept.read() if isinstance(kept, Recipe) else kept
+
+
+def _without_history(arg: Any) -> Any:
+    if not isinstance(arg, Tensor):
+        return arg
+    return recipe_of(arg) or (arg if isinstance(arg, nn.Parameter) else arg.detach())
+
+
+def _autocast_state(device_type: str) -> dict[str, Any]:
+    return {
+        "device_type": device_type,
+        "dtype": torch.get_autocast_dtype(device_type),
+        "enabled": torch.is_autocast_enabled(device_type),
+        "cache_enabled": False,
+    }

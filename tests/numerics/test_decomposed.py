@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparsebit.numerics import decomposed, gradients, plain
+from sparsebit.numerics.dispatch import fake_quantize
+from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec, num_rows
+
+GRANULARITIES = [PerTensor(), PerChannel(0), PerChannel(1), PerGroup(1, 4), PerGroup(1, 5)]
+
+
+@pytest.mark.parametrize("gradient", ["ste", "lsq", "pact"])
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_algebra_is_plain_torch(granularity: Granularity, gradient: str, dtype: torch.dtype) -> None:
+    spec = TensorSpec(4, False, granularity)
+    x = torch.randn(6, 12).to(dtype)
+    shape = () if granularity.axis is None else (num_rows(x.shape, granularity),)
+    scale, zero_point = torch.rand(shape) * 0.1 - 0.2, torch.randint(2, 12, shape).float()
+    numbers = (granularity.axis, granularity.size, spec.qmin, spec.qmax)
+    found = decomposed.fake_quantize(x, scale, zero_point, *numbers)
+    assert torch.equal(found, plain.fake_quantize(x, scale, zero_point, *numbers))
+    learned = [(True, True, True), (False, True, False)] if gradient != "ste" else []
+    for needs in ((True, False, False), *learned):
+        arguments = (torch.randn_like(x), x, scale, zero_point, *numbers, gradient, *needs)
+        expected = [tensor for tensor in gradients.backward(*arguments) if tensor is not None]
+        for one, other in zip(decomposed.backward(*arguments), expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own, at its import
+def test_inductor_sees_the_algebra_even_if_it_compiled_something_before() -> None:
+    torch._dynamo.reset()
+    torch.compile(lambda x: x.relu() + 1)(torch.randn(4))  # inductor has copied its table by now
+    spec = TensorSpec(4, True)
+
+    def step(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return fake_quantize(x.relu(), scale, torch.zeros(()), spec, gradient="lsq").square().sum()
+
+    x, scale = torch.randn(64, requires_grad=True), torch.tensor(0.1, requires_grad=True)
+    expected = torch.autograd.grad(step(x, scale), (x, scale))
+    compiled = torch.compile(step, fullgraph=True)
+    torch.autograd.grad(compiled(x, scale), (x, scale))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        found = torch.autograd.grad(compiled(x, scale), (x, scale))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert not any("sparsebit" in event.key for event in profile.key_averages())

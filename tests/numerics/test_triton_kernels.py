@@ -1,0 +1,200 @@
+"""The GPU's kernels: in triton's interpreter wherever triton is installed, and for real where there is a GPU.
+
+The interpreter cuts bfloat16 off where a GPU rounds, and has no fused multiply-add: there one unit in the last place of
+bfloat16 is allowed, and division is another one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsebit.numerics import gradients, plain
+from sparsebit.numerics.dispatch import fake_quantize
+from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec, num_rows
+
+MODULES = [f"sparsebit.numerics.{name}" for name in ("triton_programs", "triton_kernels", "row_batch")]
+GRANULARITIES = [PerTensor(), PerChannel(0), PerChannel(1), PerChannel(-1), PerGroup(-1, 4)]
+NO_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[dict[str, ModuleType]]:
+    """The modules anew, with kernels that run in the interpreter; those that others hold stay as they are."""
+    before = {name: sys.modules.pop(name, None) for name in MODULES}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        yield {name.rpartition(".")[2]: importlib.import_module(name) for name in MODULES}
+    for name, module in before.items():
+        sys.modules.pop(name, None)
+        if module is not None:
+            sys.modules[name] = module
+
+
+@pytest.fixture(params=[pytest.param("cpu", marks=NO_TRITON), pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def kernels(device: str, request: pytest.FixtureRequest) -> ModuleType:
+    if device == "cpu":
+        return request.getfixturevalue("interpreted")["triton_kernels"]  # type: ignore[no-any-return]
+    return importlib.import_module("sparsebit.numerics.triton_kernels")
+
+
+def case(
+    x: Tensor, granularity: Granularity, symmetric: bool, device: str
+) -> tuple[Tensor, Tensor, Tensor, tuple[int | None, int, int, int]]:
+    """X on its device with parameters that clip a third of it; one scale is below zero."""
+    spec = TensorSpec(4, symmetric, granularity)
+    count = num_rows(x.shape, granularity)
+    scale = torch.rand(count) * 0.1 + 0.1
+    scale[0] *= -1
+    zero_point = torch.zeros(count) if symmetric else torch.randint(3, 12, (count,)) + 0.3
+    if granularity.axis is None:
+        scale, zero_point = scale[0], zero_point[0]
+    numbers = (granularity.axis, granularity.size, spec.qmin, spec.qmax)
+    return x.to(device), scale.to(device), zero_point.to(device), numbers
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    assert found.stride() == expected.stride() and found.dtype == expected.dtype
+    if found.is_cuda or found.dtype != torch.bfloat16:
+        assert torch.equal(found, expected)
+    else:
+        torch.testing.assert_close(found, expected, rtol=2**-7, atol=0)
+
+
+def images(dtype: torch.dtype = torch.float32, layout: torch.memory_format = torch.contiguous_format) -> Tensor:
+    return torch.randn(2, 4, 3, 8).to(dtype).contiguous(memory_format=layout)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels-last"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_forward_is_that_of_plain_torch(
+    kernels: ModuleType, device: str, granularity: Granularity, layout: torch.memory_format, dtype: torch.dtype
+) -> None:
+    for symmetric in (True, False):
+        x, scale, zero_point, numbers = case(images(dtype, layout), granularity, symmetric, device)
+        found = kernels.fake_quantize(x, scale, zero_point, *numbers)
+        assert_same(found, plain.fake_quantize(x, scale, zero_point, *numbers))
+
+
+@pytest.mark.parametrize("gradient", ["ste", "lsq", "pact"])
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels-last"])
+def test_gradients_are_those_of_plain_torch(
+    kernels: ModuleType, device: str, granularity: Granularity, layout: torch.memory_format, gradient: str
+) -> None:
+    learns = gradient != "ste"
+    for symmetric in (True, False):
+        x, scale, zero_point, numbers = case(images(torch.float32, layout), granularity, symmetric, device)
+        grad = torch.randn_like(x)
+        some = [(True, True, False), (False, True, False), (False, False, True)] if granularity == PerTensor() else []
+        for needs in ((True, learns, learns), *(some if learns else [])):
+            arguments = (grad, x, scale, zero_point, *numbers, gradient, *needs)
+            found, expected = kernels.backward(*arguments), gradients.backward(*arguments)
+            assert [tensor is None for tensor in found] == [not needed for needed in needs]
+            for position, (one, other) in enumerate(zip(found, expected, strict=True)):
+                if one is None:
+                    continue
+                assert one.shape == other.shape and one.dtype == other.dtype
+                if position == 0:
+                    assert_same(one, other)
+                else:
+                    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("granularity", [PerTensor(), PerChannel(1)], ids=str)
+def test_many_tiles_are_summed_and_the_counter_is_left_at_zero(
+    kernels: ModuleType, device: str, granularity: Granularity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "BACKWARD_TILE", 64)
+    monkeypatch.setattr(kernels, "NUM_PROGRAMS", 8)
+    kernels._tiles.cache_clear()
+    try:
+        x, scale, zero_point, numbers = case(torch.randn(4, 6, 10, 10), granularity, True, device)
+        grad = torch.randn_like(x)
+        arguments = (grad, x, scale, zero_point, *numbers, "lsq", True, True, True)
+        runs = [kernels.backward(*arguments) for _ in range(3)]
+        for one, other in zip(runs[0], gradients.backward(*arguments), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        for again in runs[1:]:  # the same bits each time
+            assert all(torch.equal(one, other) for one, other in zip(runs[0], again, strict=True))
+    finally:
+        kernels._tiles.cache_clear()
+
+
+def test_what_cannot_be_tiled_is_right_too(kernels: ModuleType, device: str) -> None:
+    gaps = torch.randn(4, 2, 8, 6)[:, 0].transpose(1, 2)
+    for x, granularity in (
+        (gaps, PerTensor()),
+        (gaps, PerChannel(1)),
+        (torch.randn(4, 10), PerGroup(1, 4)),  # a ragged last group
+        (torch.randn(8, 3), PerGroup(0, 4)),  # groups along the slow axis
+        (torch.randn(4, 6, dtype=torch.float64), PerChannel(0)),
+        (torch.randn(0, 6), PerTensor()),
+    ):
+        x, scale, zero_point, numbers = case(x, granularity, True, device)
+        found = kernels.fake_quantize(x, scale, zero_point, *numbers)
+        assert torch.equal(found, plain.fake_quantize(x, scale, zero_point, *numbers))
+        arguments = (torch.randn_like(x), x, scale, zero_point, *numbers, "lsq", True, True, False)
+        for one, other in zip(kernels.backward(*arguments), gradients.backward(*arguments), strict=True):
+            assert (one is None and other is None) or torch.allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy
+def test_strange_values(kernels: ModuleType, device: str) -> None:
+    x = torch.tensor([torch.inf, -torch.inf, torch.nan, 3e38, -3e38, 1e-40, -0.0, 0.25, 0.75], device=device)
+    one, zero = torch.tensor(0.5, device=device), torch.tensor(0.0, device=device)
+    found = kernels.fake_quantize(x, one, zero, None, 0, -8, 7)
+    torch.testing.assert_close(found, plain.fake_quantize(x, one, zero, None, 0, -8, 7), equal_nan=True, rtol=0, atol=0)
+    assert kernels.fake_quantize(x, one * torch.nan, zero, None, 0, -8, 7).isnan().all()
+    assert kernels.fake_quantize(x, one, zero * torch.nan, None, 0, -8, 7).isnan().all()
+
+
+def test_rows_of_many_weights_at_once(device: str, request: pytest.FixtureRequest) -> None:
+    rows = (
+        request.getfixturevalue("interpreted")["row_batch"]
+        if device == "cpu"
+        else importlib.import_module("sparsebit.numerics.row_batch")
+    )
+    shapes, bits = [(8, 4, 3, 3), (5, 70), (6, 1, 3, 3), (3, 1100)], [4, 8, 2, 4]
+    weights = [torch.randn(shape, device=device) for shape in shapes]
+    weights[0] = weights[0].contiguous(memory_format=torch.channels_last)
+    weights = [weight.requires_grad_() for weight in weights]
+    scales = [(torch.rand(len(w), device=device) * 0.1 + 0.1).requires_grad_() for w in weights]
+    specs = [TensorSpec(width, True, PerChannel(0)) for width in bits]
+    forms = [
+        rows.RowForm(tuple(weight.shape), weight.stride(), spec.qmin, spec.qmax)
+        for weight, spec in zip(weights, specs, strict=True)
+    ]
+    batch = rows.RowBatch(forms, weights[0].device)
+    found = rows.fake_quantize_rows(batch, weights, scales, torch.float32, learns=True)
+    grads = [torch.randn(weight.shape, device=device) for weight in weights]
+    found_grads = torch.autograd.grad(found, [*weights, *scales], grads)
+    for number, (weight, scale, spec) in enumerate(zip(weights, scales, specs, strict=True)):
+        expected = fake_quantize(weight, scale, torch.zeros_like(scale), spec, gradient="lsq")
+        assert_same(found[number], expected)
+        by_weight, by_scale = torch.autograd.grad(expected, [weight, scale], grads[number])
+        assert torch.equal(found_grads[number], by_weight)
+        torch.testing.assert_close(found_grads[len(weights) + number], by_scale, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_division_is_exact_on_many_values() -> None:
+    kernels = importlib.import_module("sparsebit.numerics.triton_kernels")
+    x, zero = torch.randn(1 << 24, device="cuda") * 3, torch.zeros((), device="cuda")
+    for _ in range(8):
+        scale = torch.rand((), device="cuda") * 0.1 + 1e-3
+        numbers = (scale, zero, None, 0, -128, 127)
+        assert torch.equal(kernels.fake_quantize(x, *numbers), plain.fake_quantize(x, *numbers))
