@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import hypothesis
 import pytest
@@ -53,3 +58,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.data)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+KERNEL_MODULES = [f"sparsebit.numerics.{name}" for name in ("triton_programs", "triton_kernels", "row_batch")]
+
+
+@pytest.fixture(scope="module")
+def interpreted_kernels() -> Iterator[dict[str, ModuleType]]:
+    """The GPU's kernels, by module, run by triton's interpreter; modules that others hold stay as they are."""
+    if find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    before = {name: sys.modules.pop(name, None) for name in KERNEL_MODULES}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        yield {name.rpartition(".")[2]: importlib.import_module(name) for name in KERNEL_MODULES}
+    for name, module in before.items():
+        sys.modules.pop(name, None)
+        if module is not None:
+            sys.modules[name] = module

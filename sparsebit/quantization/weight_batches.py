@@ -63,7 +63,7 @@ class WeightBatches:
             layer.ready_weight = weight
 
     def _groups(self) -> Iterator[tuple[bool, list[WeightedQuantOpr]]]:
-        if not _HAS_TRITON or not any(_weight(layer).is_cuda for layer in self.layers[:1]):
+        if not self.layers or not _runs_kernels(_weight(self.layers[0])):
             return
         for kind, learns in ((LSQ, True), (Uniform, False)):
             fitting = [layer for layer in self.layers if type(layer.weight_quantizer) is kind and _fits(layer)]
@@ -77,12 +77,16 @@ def _weight(layer: WeightedQuantOpr) -> Tensor:
     return weight
 
 
+def _runs_kernels(weight: Tensor) -> bool:
+    return weight.is_cuda and _HAS_TRITON
+
+
 def _fits(layer: WeightedQuantOpr) -> bool:
     quantizer: Quantizer = layer.weight_quantizer
     weight = layer.op._parameters.get("weight")  # not one that a parametrization computes
     return (
         type(weight) is nn.Parameter
-        and weight.is_cuda
+        and _runs_kernels(weight)
         and weight.dtype == torch.float32
         and weight.requires_grad
         and quantizer.is_enable

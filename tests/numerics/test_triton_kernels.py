@@ -7,8 +7,6 @@ bfloat16 is allowed, and division is another one.
 from __future__ import annotations
 
 import importlib
-import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -20,22 +18,8 @@ from sparsebit.numerics import gradients, plain
 from sparsebit.numerics.dispatch import fake_quantize
 from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec, num_rows
 
-MODULES = [f"sparsebit.numerics.{name}" for name in ("triton_programs", "triton_kernels", "row_batch")]
 GRANULARITIES = [PerTensor(), PerChannel(0), PerChannel(1), PerChannel(-1), PerGroup(-1, 4)]
 NO_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-
-
-@pytest.fixture(scope="module")
-def interpreted() -> Iterator[dict[str, ModuleType]]:
-    """The modules anew, with kernels that run in the interpreter; those that others hold stay as they are."""
-    before = {name: sys.modules.pop(name, None) for name in MODULES}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        yield {name.rpartition(".")[2]: importlib.import_module(name) for name in MODULES}
-    for name, module in before.items():
-        sys.modules.pop(name, None)
-        if module is not None:
-            sys.modules[name] = module
 
 
 @pytest.fixture(params=[pytest.param("cpu", marks=NO_TRITON), pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -46,7 +30,7 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def kernels(device: str, request: pytest.FixtureRequest) -> ModuleType:
     if device == "cpu":
-        return request.getfixturevalue("interpreted")["triton_kernels"]  # type: ignore[no-any-return]
+        return request.getfixturevalue("interpreted_kernels")["triton_kernels"]  # type: ignore[no-any-return]
     return importlib.import_module("sparsebit.numerics.triton_kernels")
 
 
@@ -164,7 +148,7 @@ def test_strange_values(kernels: ModuleType, device: str) -> None:
 
 def test_rows_of_many_weights_at_once(device: str, request: pytest.FixtureRequest) -> None:
     rows = (
-        request.getfixturevalue("interpreted")["row_batch"]
+        request.getfixturevalue("interpreted_kernels")["row_batch"]
         if device == "cpu"
         else importlib.import_module("sparsebit.numerics.row_batch")
     )

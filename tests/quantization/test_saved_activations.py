@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sparsebit.errors import SparsebitError
+from sparsebit.quantization import QuantModel, parse_qconfig, saved_activations
+from sparsebit.quantization.ops import recipes
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.bn2(self.conv2(y))
+        y += x
+        return self.relu(y)
+
+
+def network() -> nn.Module:
+    """Chains of batch norm and ReLU, a residual, a layer norm, a GELU: everything that is computed again."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), Block(8), Block(8)),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)),
+    )
+
+
+def ready(weights: str = "lsq", activations: str = "lsq") -> QuantModel:
+    config = {
+        "DEVICE": "cpu",
+        "W": {"QUANTIZER": {"TYPE": weights, "BIT": 4}},
+        "A": {"QSCHEME": "per-tensor-affine", "QUANTIZER": {"TYPE": activations, "BIT": 4}},
+    }
+    qmodel = QuantModel(network(), parse_qconfig(config))
+    qmodel.prepare_calibration()
+    qmodel(images())
+    qmodel.init_QAT()
+    return qmodel.train()
+
+
+def images() -> Tensor:
+    return torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def everything(qmodel: QuantModel) -> None:
+    qmodel.pack_saved_activations(True)
+
+
+def quantized_copies(qmodel: QuantModel) -> None:
+    saved_activations.install(qmodel.model, cheap_modules=False)
+
+
+def nothing(qmodel: QuantModel) -> None:
+    qmodel.pack_saved_activations(False)
+
+
+@pytest.fixture(autouse=True)
+def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saved_activations, "LARGE", 0)
+
+
+def gradients(qmodel: QuantModel, *, half: bool = False, times: int = 1) -> dict[str, Tensor | None]:
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        loss = qmodel(images()).float().square().mean()
+    for _ in range(times):
+        qmodel.zero_grad()
+        loss.backward(retain_graph=times > 1)
+    return {name: parameter.grad for name, parameter in qmodel.named_parameters()}
+
+
+def assert_equal(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> None:
+    for name, grad in expected.items():
+        other = found[name]
+        assert (grad is None) == (other is None), name
+        assert grad is None or (other is not None and torch.equal(grad, other)), name
+
+
+@pytest.mark.parametrize("pack", [everything, quantized_copies])
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize(
+    "types", [("lsq", "lsq"), ("lsq+", "lsq+"), ("dorefa", "pact"), ("uniform", "uniform")], ids="/".join
+)
+def test_gradients_and_statistics_are_equal_bit_by_bit(
+    types: tuple[str, str], half: bool, pack: Callable[[QuantModel], None]
+) -> None:
+    plain = ready(*types)
+    packed = copy.deepcopy(plain)
+    nothing(plain)
+    pack(packed)
+    for times in (1, 2):  # the second time from a graph that was kept
+        assert_equal(gradients(packed, half=half, times=times), gradients(plain, half=half, times=times))
+    for (name, one), two in zip(plain.named_buffers(), packed.buffers(), strict=True):
+        assert torch.equal(one, two), name
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], int]:
+    """Bytes of distinct memory that autograd keeps for the backward of a call."""
+    pack = recipes._pack
+
+    def count(call: Callable[[], Any]) -> int:
+        storages: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> None:
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+
+        def counting(tensor: Tensor) -> Any:
+            found = pack(tensor)
+            for each in found.watched if isinstance(found, recipes.Recipe) else [found]:
+                note(each)
+            return found
+
+        monkeypatch.setattr(recipes, "_pack", counting)
+        with torch.autograd.graph.saved_tensors_hooks(counting, recipes._unpack):
+            output = call()
+        del output
+        return sum(storages.values())
+
+    return count
+
+
+def test_less_is_kept_than_by_the_float_model(kept: Callable[[Callable[[], Any]], int]) -> None:
+    x = torch.randn(16, 3, 32, 32)
+    floating = network().train()
+    in_float = kept(lambda: floating(x))
+    amounts = {}
+    for pack in (nothing, quantized_copies, everything):
+        qmodel = ready()
+        pack(qmodel)
+        amounts[pack.__name__] = kept(lambda q=qmodel: q(x)) / in_float
+    assert amounts["nothing"] > 1.3
+    assert amounts["quantized_copies"] < 1.1
+    assert amounts["everything"] < 0.9
+
+
+def test_a_change_before_the_backward_is_refused() -> None:
+    qmodel = ready()
+    everything(qmodel)
+    loss = qmodel(images()).sum()
+    with torch.no_grad():
+        for quantizer in qmodel.quantizers():
+            quantizer.scale.mul_(2)
+    with pytest.raises(SparsebitError, match=r"changed in place .* pack_saved_activations\(False\)"):
+        loss.backward()
+
+
+def test_switched_off_nothing_is_left() -> None:
+    qmodel = ready()
+    everything(qmodel)
+    nothing(qmodel)
+    assert not any(module._forward_hooks for module in qmodel.modules())
+    assert not any("forward" in module.__dict__ for module in qmodel.modules() if isinstance(module, nn.ReLU))
+
+
+def test_the_model_is_the_same_in_eval_mode_saved_and_copied() -> None:
+    qmodel = ready()
+    everything(qmodel)
+    expected = qmodel.eval()(images())
+    assert torch.equal(copy.deepcopy(qmodel)(images()), expected)
+    with torch.no_grad():
+        assert torch.equal(qmodel(images()), expected)

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import contextlib
+import copy
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sparsebit.quantization import QuantModel, parse_qconfig, weight_batches
+from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
+
+
+@pytest.fixture
+def batched(interpreted_kernels: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights on the CPU count as being on a GPU; kernels are interpreted."""
+    monkeypatch.setattr(weight_batches, "_runs_kernels", lambda weight: True)
+
+
+def ready(kind: str) -> QuantModel:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 6, 3, groups=6), nn.Flatten()),
+        *(nn.Linear(96, 5), nn.ReLU(), nn.Linear(5, 4)),
+    )
+    config = {
+        "DEVICE": "cpu",
+        "W": {
+            "QSCHEME": "per-channel-symmetric",
+            "QUANTIZER": {"TYPE": kind, "BIT": 4},
+            "SPECIFIC": [{"7": ["QSCHEME", "per-tensor-symmetric"]}],
+        },
+        "A": {"QUANTIZER": {"TYPE": "lsq", "BIT": 4}},
+    }
+    qmodel = QuantModel(model, parse_qconfig(config))
+    qmodel.prepare_calibration()
+    qmodel(images())
+    qmodel.init_QAT()
+    return qmodel.train()
+
+
+def images() -> Tensor:
+    return torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.usefixtures("batched")
+@pytest.mark.parametrize("kind", ["lsq", "uniform"])
+def test_a_step_is_that_of_the_layers_one_by_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = ready(kind)
+    alone = copy.deepcopy(together)
+    monkeypatch.setattr(alone, "_batched_weights", contextlib.nullcontext)
+    outputs = [qmodel(images()) for qmodel in (together, alone)]
+    assert torch.equal(*outputs)
+    for output in outputs:
+        output.square().sum().backward()
+    for (name, one), two in zip(together.named_parameters(), alone.parameters(), strict=True):
+        assert (one.grad is None) == (two.grad is None), name
+        if one.grad is not None:
+            torch.testing.assert_close(one.grad, two.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.usefixtures("batched")
+def test_layers_hold_their_batched_weights_during_the_forward_alone() -> None:
+    qmodel = ready("lsq")
+    seen: dict[str, bool] = {}
+    layers = {name: layer for name, layer in qmodel.model.named_modules() if isinstance(layer, WeightedQuantOpr)}
+    for name, layer in layers.items():
+        layer.register_forward_pre_hook(lambda layer, _, name=name: seen.update({name: layer.ready_weight is not None}))
+    qmodel(images())
+    assert seen == {"0": True, "3": True, "5": True, "7": False}  # one scale for all channels: by itself
+    assert all(layer.ready_weight is None for layer in layers.values())
+    with torch.no_grad():
+        qmodel(images())
+    assert not any(seen.values())
+
+
+@pytest.mark.usefixtures("batched")
+def test_a_failing_forward_leaves_no_weight_behind() -> None:
+    qmodel = ready("lsq")
+    with pytest.raises(RuntimeError):
+        qmodel(torch.randn(4, 3, 2, 2))
+    assert all(getattr(layer, "ready_weight", None) is None for layer in qmodel.modules())
+
+
+def test_on_a_cpu_layers_quantize_by_themselves() -> None:
+    qmodel = ready("lsq")
+    with qmodel._batched_weights():
+        assert all(getattr(layer, "ready_weight", None) is None for layer in qmodel.modules())
