@@ -13,9 +13,10 @@ programs, in a fixed order: runs repeat bit by bit. What has gaps in memory is c
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import triton
@@ -34,11 +35,19 @@ from sparsebit.numerics.triton_programs import (
     forward_rows,
 )
 
-# Elements of a tile, warps of a program, and programs that share a reduction; by a sweep on an H200
-# (benchmarks/fake_quant.py).
-FORWARD_TILE, BACKWARD_TILE, NUM_WARPS, NUM_PROGRAMS = 2048, 2048, 4, 132 * 16
-NUM_STAGES = 2  # tiles that a program has in flight
-COLUMNS_OF_TILE = 256
+
+class Cut(NamedTuple):
+    """Elements of a tile, and warps of the program that works on it."""
+
+    tile: int
+    warps: int
+
+
+# By a sweep on an H200 (benchmarks/fake_quant.py).
+ROWS_FORWARD, ROWS_BACKWARD, COLUMNS = Cut(1024, 2), Cut(1024, 4), Cut(2048, 4)
+WIDEST = 256  # columns of a tile
+NUM_PROGRAMS = 1 << 15  # that share a reduction
+NUM_STAGES = 1  # tiles that one of them has in flight
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -49,8 +58,10 @@ class Launch:
     times as long as starting it, and a network starts hundreds.
     """
 
-    def __init__(self, kernel: Any, grid: int, sizes: tuple[int, ...], constants: tuple[int, ...]) -> None:
-        self.kernel, self.grid, self.sizes, self.constants = kernel, grid, sizes, constants
+    def __init__(
+        self, kernel: Any, grid: int, sizes: tuple[int, ...], constants: tuple[int, ...], num_warps: int = 4
+    ) -> None:
+        self.kernel, self.grid, self.sizes, self.constants, self.num_warps = kernel, grid, sizes, constants, num_warps
         self.compiled: dict[tuple[Any, ...], Any] = {}
 
     def __call__(self, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], flags: tuple[bool, ...] = ()) -> None:
@@ -61,7 +72,7 @@ class Launch:
         key = (flags, device, *[tensor.dtype for tensor in tensors])
         compiled = self.compiled.get(key) if is_aligned else None
         if compiled is None:
-            compiled = self.kernel[(self.grid,)](*arguments, num_warps=NUM_WARPS)
+            compiled = self.kernel[(self.grid,)](*arguments, num_warps=self.num_warps)
             if is_aligned and not IS_INTERPRETED:
                 self.compiled[key] = compiled
             return
@@ -69,46 +80,57 @@ class Launch:
         compiled.run(self.grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
 
 
+@dataclass(frozen=True)
 class Tiles:
-    """One form of tensor, cut for both kernels; and how the programs' sums become parameters."""
+    """One form of tensor, cut for both kernels; `sums_shape`: of what the backward's programs find, `summed` to go."""
 
-    def __init__(self, outer: int, inner: int, num_params: int) -> None:
-        """`inner` 1 with several parameters: columns."""
-        self.by_columns = inner == 1 and num_params > 1
-        self.num_params = num_params
-        if self.by_columns:
-            columns = min(triton.next_power_of_2(num_params), COLUMNS_OF_TILE)
-            column_tiles = triton.cdiv(num_params, columns)
-            rows = FORWARD_TILE // columns
-            grid = triton.cdiv(outer, rows) * column_tiles
-            self.forward = Launch(forward_columns, grid, (outer, num_params, column_tiles), (rows, columns))
-            rows = BACKWARD_TILE // columns
-            row_tiles = triton.cdiv(outer, rows)
-            splits = _splits(row_tiles, column_tiles)
-            self.backward = Launch(
-                backward_columns,
-                splits * column_tiles,
-                (outer, num_params, column_tiles, row_tiles, splits),
-                (rows, columns, NUM_STAGES),
-            )
-            self.sums_shape, self.summed = (splits, num_params), 0
-            return
-        num_rows = outer * num_params
-        width = min(triton.next_power_of_2(inner), FORWARD_TILE)
-        rows = min(FORWARD_TILE // width, triton.next_power_of_2(num_rows))
-        inner_tiles = triton.cdiv(inner, width)
-        grid = triton.cdiv(num_rows, rows) * inner_tiles
-        self.forward = Launch(forward_rows, grid, (num_rows, inner, num_params, inner_tiles), (rows, width))
-        width = min(triton.next_power_of_2(inner), BACKWARD_TILE)
-        rows = min(BACKWARD_TILE // width, triton.next_power_of_2(outer))
-        inner_tiles = triton.cdiv(inner, width)
-        num_tiles = triton.cdiv(outer, rows) * inner_tiles
-        splits = _splits(num_tiles, num_params)
-        sizes = (outer, inner, num_params, inner_tiles, num_tiles, splits)
-        is_one = num_params == 1
-        constants = (rows, width, NUM_STAGES, triton.next_power_of_2(splits) if is_one else 0)
-        self.backward = Launch(backward_rows, splits * num_params, sizes, constants)
-        self.sums_shape, self.summed = (num_params, splits), 1
+    forward: Launch
+    backward: Launch
+    num_params: int
+    sums_shape: tuple[int, int]
+    summed: int
+    by_columns: bool = False
+    has_gaps: bool = False
+
+
+def _columns(num_rows: int, num_params: int) -> Tiles:
+    """A parameter per column."""
+    tile, warps = COLUMNS
+    width = min(triton.next_power_of_2(num_params), WIDEST)
+    rows, column_tiles = tile // width, triton.cdiv(num_params, width)
+    row_tiles = triton.cdiv(num_rows, rows)
+    splits = _splits(row_tiles, column_tiles)
+    sizes = (num_rows, num_params, column_tiles)
+    return Tiles(
+        Launch(forward_columns, row_tiles * column_tiles, sizes, (rows, width), warps),
+        Launch(
+            *(backward_columns, splits * column_tiles, (*sizes, row_tiles, splits), (rows, width, NUM_STAGES), warps)
+        ),
+        num_params,
+        sums_shape=(splits, num_params),
+        summed=0,
+        by_columns=True,
+    )
+
+
+def _rows(outer: int, inner: int, num_params: int, pitch: int | None = None) -> Tiles:
+    """A parameter per row, `outer` times over. `pitch`: from row to row of x, where there are gaps."""
+
+    def cut(tile: int, num_rows: int) -> tuple[int, int, int, int]:
+        width = min(triton.next_power_of_2(inner), tile)
+        rows, inner_tiles = min(tile // width, triton.next_power_of_2(num_rows)), triton.cdiv(inner, width)
+        return rows, width, inner_tiles, triton.cdiv(num_rows, rows) * inner_tiles
+
+    step = pitch or inner
+    rows, width, inner_tiles, num_tiles = cut(ROWS_FORWARD.tile, outer * num_params)
+    sizes = (outer * num_params, inner, step, num_params, inner_tiles)
+    forward = Launch(forward_rows, num_tiles, sizes, (rows, width), ROWS_FORWARD.warps)
+    rows, width, inner_tiles, num_tiles = cut(ROWS_BACKWARD.tile, outer)
+    splits = _splits(num_tiles, num_params)
+    constants = (rows, width, NUM_STAGES, triton.next_power_of_2(splits) if num_params == 1 else 0)
+    more_sizes = (outer, inner, step, num_params, inner_tiles, num_tiles, splits)
+    backward = Launch(backward_rows, splits * num_params, more_sizes, constants, ROWS_BACKWARD.warps)
+    return Tiles(forward, backward, num_params, (num_params, splits), summed=1, has_gaps=pitch is not None)
 
 
 def _splits(num_tiles: int, num_groups: int) -> int:
@@ -120,12 +142,18 @@ def _splits(num_tiles: int, num_groups: int) -> int:
 def _tiles(
     shape: tuple[int, ...], stride: tuple[int, ...], axis: int | None, group_size: int, num_params: int
 ) -> Tiles | None:
-    """None where a dense tensor has no such form."""
+    """None where a tensor has no such form."""
     num_elements = prod(shape)
     if num_elements == 0:
         return None
+    runs = _runs(shape, stride)
+    if num_params == 1 and len(runs) == 2 and runs[1][0] == 1 and runs[0][0] > runs[1][1]:
+        (pitch, num_rows), (_, inner) = runs
+        return _rows(num_rows, inner, 1, pitch)
+    if len(runs) > 1 or (runs and runs[0][0] != 1):
+        return None
     if num_params == 1:
-        return Tiles(1, num_elements, 1)
+        return _rows(1, num_elements, 1)
     if axis is None:
         return None
     check_num_params(num_params, shape, PerGroup(axis, group_size) if group_size else PerChannel(axis))
@@ -134,19 +162,23 @@ def _tiles(
         is_fastest = axis == len(shape) - 1 and _is_contiguous(shape, stride)
         if not is_fastest or shape[axis] % group_size:
             return None
-        return Tiles(1, group_size, num_params)
-    return Tiles(num_elements // num_params // stride[axis], stride[axis], num_params)
+        return _rows(1, group_size, num_params)
+    inner = stride[axis]
+    outer = num_elements // num_params // inner
+    return _columns(outer, num_params) if inner == 1 else _rows(outer, inner, num_params)
 
 
-@lru_cache(maxsize=4096)
-def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether the elements fill their memory without gaps or overlaps, in any order of dimensions."""
-    expected = 1
-    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
-        if step != expected:
-            return False
-        expected *= size
-    return True
+def _runs(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[tuple[int, int]]:
+    """The tensor in the order of its memory, as few (stride, size) as can be: one for a dense tensor."""
+    runs: list[tuple[int, int]] = []
+    for step, size in sorted(
+        ((step, size) for step, size in zip(stride, shape, strict=True) if size != 1), reverse=True
+    ):
+        if runs and runs[-1][0] == step * size:
+            runs[-1] = (step, runs[-1][1] * size)
+        else:
+            runs.append((step, size))
+    return runs
 
 
 def _is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
@@ -158,26 +190,26 @@ def _is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
-def _dense(x: Tensor) -> Tensor:
-    return x if _is_dense(x.shape, x.stride()) else torch.empty_like(x).copy_(x)
-
-
 def _plan(
     x: Tensor, scale: Tensor, zero_point: Tensor, axis: int | None, group_size: int, qmin: int, qmax: int
-) -> Tiles | None:
+) -> tuple[Tensor, Tiles | None]:
+    """x, copied where its gaps are in the way, and how it is cut."""
     if x.dtype not in DTYPES or qmax > LARGEST_CODE or -qmin > LARGEST_CODE:
-        return None
+        return x, None
     if scale.device != x.device or zero_point.device != x.device or zero_point.numel() != scale.numel():
-        return None
-    return _tiles(x.shape, x.stride(), axis, group_size, scale.numel())
+        return x, None
+    tiles = _tiles(x.shape, x.stride(), axis, group_size, scale.numel())
+    if tiles is None and len(_runs(x.shape, x.stride())) > 1:
+        x = torch.empty_like(x).copy_(x)
+        tiles = _tiles(x.shape, x.stride(), axis, group_size, scale.numel())
+    return x, tiles
 
 
 def fake_quantize(
     x: Tensor, scale: Tensor, zero_point: Tensor, axis: int | None, group_size: int, qmin: int, qmax: int
 ) -> Tensor:
     """As `plain.fake_quantize`."""
-    x = _dense(x)
-    tiles = _plan(x, scale, zero_point, axis, group_size, qmin, qmax)
+    x, tiles = _plan(x, scale, zero_point, axis, group_size, qmin, qmax)
     if tiles is None:
         return PLAIN.forward(x, scale, zero_point, axis, group_size, qmin, qmax)
     y = torch.empty_like(x)
@@ -201,13 +233,13 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """As `gradients.backward`."""
     needs = (needs_x, needs_scale, needs_zero_point)
-    x = _dense(x)
-    tiles = _plan(x, scale, zero_point, axis, group_size, qmin, qmax)
+    x, tiles = _plan(x, scale, zero_point, axis, group_size, qmin, qmax)
     if tiles is None:
         return PLAIN.backward(grad, x, scale, zero_point, axis, group_size, qmin, qmax, gradient, *needs)
-    if grad.stride() != x.stride():
-        grad = torch.empty_like(x, dtype=grad.dtype).copy_(grad)
     grad_x = torch.empty_like(x) if needs_x else None
+    strides = x.stride() if grad_x is None else grad_x.stride()
+    if grad.stride() != strides or (grad_x is None and tiles.has_gaps):
+        grad = torch.empty_like(x, dtype=grad.dtype).copy_(grad)
     numbers = (float(qmin), float(qmax), 1.0 if gradient == "pact" else lsq_factor(x.numel(), scale.numel(), qmax))
     flags = (gradient == "pact", *needs)
     num_learned = needs_scale + needs_zero_point

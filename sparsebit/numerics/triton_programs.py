@@ -70,7 +70,7 @@ def _gradients(grad, x, step, reciprocal, low, high, PACT: tl.constexpr, NEEDS_S
 
 @triton.jit
 def forward_rows(
-    x_ptr, scale_ptr, zero_point_ptr, y_ptr, qmin, qmax, num_rows, inner, num_params, inner_tiles,
+    x_ptr, scale_ptr, zero_point_ptr, y_ptr, qmin, qmax, num_rows, inner, pitch, num_params, inner_tiles,
     ROWS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
@@ -79,7 +79,8 @@ def forward_rows(
     step, reciprocal, low, high, _ = _grid_of(scale_ptr, zero_point_ptr, row % num_params, row < num_rows, qmin, qmax)
     offset = row.to(tl.int64)[:, None] * inner + column[None, :]
     mask = (row < num_rows)[:, None] & (column < inner)[None, :]
-    x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    x_offset = row.to(tl.int64)[:, None] * pitch + column[None, :]
+    x = tl.load(x_ptr + x_offset, mask=mask, other=0.0).to(tl.float32)
     y = _quantized(x, step[:, None], reciprocal[:, None], low[:, None], high[:, None])
     tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -103,7 +104,7 @@ def forward_columns(
 @triton.jit
 def backward_rows(
     grad_ptr, x_ptr, scale_ptr, zero_point_ptr, grad_x_ptr, sums_ptr, totals_ptr, counter_ptr,
-    qmin, qmax, factor, outer, inner, num_params, inner_tiles, num_tiles, num_splits,
+    qmin, qmax, factor, outer, inner, pitch, num_params, inner_tiles, num_tiles, num_splits,
     PACT: tl.constexpr, NEEDS_X: tl.constexpr, NEEDS_SCALE: tl.constexpr, NEEDS_ZERO_POINT: tl.constexpr,
     ROWS: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -118,9 +119,10 @@ def backward_rows(
     for tile in tl.range(split, num_tiles, num_splits, num_stages=STAGES):
         row = (tile // inner_tiles) * ROWS + tl.arange(0, ROWS)
         column = (tile % inner_tiles).to(tl.int64) * INNER + tl.arange(0, INNER)
-        offset = (row.to(tl.int64) * num_params + param)[:, None] * inner + column[None, :]
+        number = (row.to(tl.int64) * num_params + param)[:, None]
+        offset = number * inner + column[None, :]
         mask = (row < outer)[:, None] & (column < inner)[None, :]
-        x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + number * pitch + column[None, :], mask=mask, other=0.0).to(tl.float32)
         grad = tl.load(grad_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         grad_x, more_by_scale, more_outside = _gradients(grad, x, step, reciprocal, low, high, PACT, NEEDS_SCALE)
         if NEEDS_X:

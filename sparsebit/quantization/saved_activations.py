@@ -25,7 +25,7 @@ CHEAP = (
     *(nn.GELU, nn.SiLU, nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh, nn.ReLU6, nn.LeakyReLU, nn.ReLU),
 )
 CHEAP_ROWS = frozenset({"layer_norm", "group_norm", "gelu", "silu", "hardswish", "hardsigmoid", "hardtanh", "relu6"})
-LARGE = 32 << 20  # bytes; below, starting a kernel again costs more than the memory is worth
+LARGE = 16 << 20  # bytes; below, starting a kernel again costs more than the memory is worth
 
 
 def install(model: nn.Module, *, cheap_modules: bool) -> None:

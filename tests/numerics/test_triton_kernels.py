@@ -102,7 +102,7 @@ def test_gradients_are_those_of_plain_torch(
 def test_many_tiles_are_summed_and_the_counter_is_left_at_zero(
     kernels: ModuleType, device: str, granularity: Granularity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "BACKWARD_TILE", 64)
+    monkeypatch.setattr(kernels, "ROWS_BACKWARD", kernels.Cut(64, 1))
     monkeypatch.setattr(kernels, "NUM_PROGRAMS", 8)
     kernels._tiles.cache_clear()
     try:
@@ -116,6 +116,32 @@ def test_many_tiles_are_summed_and_the_counter_is_left_at_zero(
             assert all(torch.equal(one, other) for one, other in zip(runs[0], again, strict=True))
     finally:
         kernels._tiles.cache_clear()
+
+
+@pytest.mark.parametrize("gradient", ["ste", "lsq"])
+def test_rows_with_gaps_between_them_are_not_copied(
+    kernels: ModuleType, device: str, gradient: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The heads of an attention, cut out of one product."""
+    product = torch.randn(2, 5, 3, 4, 6, device=device)
+    heads = product.permute(2, 0, 3, 1, 4)[1]  # (2, 4, 5, 6): runs of 24, then a gap of 48
+    x, scale, zero_point, numbers = case(heads, PerTensor(), True, device)
+    assert not x.is_contiguous() and len(kernels._runs(x.shape, x.stride())) == 2
+    expected = plain.fake_quantize(x, scale, zero_point, *numbers)
+    needs = (True, gradient == "lsq", False)
+    arguments = (torch.randn_like(x), x, scale, zero_point, *numbers, gradient, *needs)
+    expected_grads = gradients.backward(*arguments)
+
+    def refuse(*_: object) -> None:
+        pytest.fail("copied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "copy_", refuse)
+        assert_same(kernels.fake_quantize(x, scale, zero_point, *numbers), expected)
+        found = kernels.backward(*arguments)
+    assert_same(found[0], expected_grads[0])
+    if gradient == "lsq":
+        torch.testing.assert_close(found[1], expected_grads[1], rtol=1e-4, atol=1e-5)
 
 
 def test_what_cannot_be_tiled_is_right_too(kernels: ModuleType, device: str) -> None:

@@ -118,9 +118,15 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], int]:
 
         def counting(tensor: Tensor) -> Any:
             found = pack(tensor)
-            for each in found.watched if isinstance(found, recipes.Recipe) else [found]:
-                note(each)
+            note_all(found.base if isinstance(found, recipes.View) else found)
             return found
+
+        def note_all(found: Any) -> None:
+            if isinstance(found, recipes.Recipe):
+                for each in (*found.watched, *found.args):
+                    note_all(each)
+            elif isinstance(found, Tensor):
+                note(found)
 
         monkeypatch.setattr(recipes, "_pack", counting)
         with torch.autograd.graph.saved_tensors_hooks(counting, recipes._unpack):
@@ -143,6 +149,42 @@ def test_less_is_kept_than_by_the_float_model(kept: Callable[[Callable[[], Any]]
     assert amounts["nothing"] > 1.3
     assert amounts["quantized_copies"] < 1.1
     assert amounts["everything"] < 0.9
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16
+def test_a_linear_layer_keeps_no_matrix_of_its_input(kept: Callable[[Callable[[], Any]], int]) -> None:
+    """With more than two dimensions it keeps a view, and under autocast a copy in half precision."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)).train()
+    config = {
+        "DEVICE": "cpu",
+        "A": {"QUANTIZER": {"TYPE": "lsq", "BIT": 4}},
+        "W": {"QUANTIZER": {"TYPE": "lsq", "BIT": 4}},
+    }
+    qmodel = QuantModel(model, parse_qconfig(config))
+    x = torch.randn(8, 40, 32)
+    qmodel.prepare_calibration()
+    qmodel(x)
+    qmodel.init_QAT()
+    qmodel.train()
+    plain = copy.deepcopy(qmodel)
+    everything(qmodel)
+    for half in (False, True):
+        grads = []
+        for candidate in (plain, qmodel):
+            with torch.autocast("cpu", torch.bfloat16, enabled=half):
+                loss = candidate(x).float().square().sum()
+            candidate.zero_grad()
+            loss.backward()
+            grads.append({name: parameter.grad for name, parameter in candidate.named_parameters()})
+        assert_equal(grads[1], grads[0])
+
+    def autocast(candidate: nn.Module) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return candidate(x)
+
+    in_float, packed = (kept(lambda m=each: autocast(m)) for each in (model, qmodel))
+    assert packed < 0.9 * in_float
 
 
 def test_a_change_before_the_backward_is_refused() -> None:

@@ -12,7 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from sparsebit.quantization.ops.bias import BiasRounding
 from sparsebit.quantization.ops.integer_ops import IntegerLayer, IntegerMultiply, with_gradient_of
-from sparsebit.quantization.ops.recipes import packing, recipe_of
+from sparsebit.quantization.ops.recipes import as_autocast, packing, recipe_of
 from sparsebit.quantization.ops.rows import OpKind, OpRow
 from sparsebit.quantization.ops.table import bias_argument, input_argument, weight_argument
 from sparsebit.quantization.quantizers.base import Quantizer
@@ -48,6 +48,8 @@ class QuantOpr(nn.Module):
 
     def quantize_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The positional arguments with the input quantized; one that came by name is replaced in `kwargs`."""
+        if len(args) == 1 and not kwargs and self.row.inputs:
+            return (self.input_quantizer(args[0]),)
         place = input_argument(self.row, args, kwargs, is_module=isinstance(self.op, nn.Module))
         return args if place is None else _replaced(args, kwargs, place, self.input_quantizer)
 
@@ -100,7 +102,9 @@ class WeightedQuantOpr(QuantOpr):
             return self._in_integers(args[0], weight, bias)
         if not args or recipe_of(args[0]) is None:
             return self._with(weight, bias, args, kwargs)
-        with packing():  # what the layer keeps of its input is made again
+        # What the layer keeps of its input is made again. Autocast would keep a copy of its own: it is made here.
+        args = (as_autocast(args[0]), *args[1:])
+        with packing():
             return self._with(weight, bias, args, kwargs)
 
     def _with(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,21 +67,49 @@ def recipe_of(tensor: Any) -> Recipe | None:
     return getattr(tensor, _RECIPE, None)
 
 
+def as_autocast(x: Tensor) -> Tensor:
+    """A float32 tensor with a recipe in the type that autocast is about to give it, with a recipe too."""
+    device = x.device.type
+    if x.dtype != torch.float32 or not torch.is_autocast_enabled(device):
+        return x
+    dtype = torch.get_autocast_dtype(device)
+    half = x.to(dtype)
+    give_recipe(half, torch.Tensor.to, (x, dtype))
+    return half
+
+
 def packing() -> torch.autograd.graph.saved_tensors_hooks:
     """Inside, autograd keeps the recipe of a tensor that has one, else the tensor."""
     return torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
 
 
-def _pack(tensor: Tensor) -> Tensor | Recipe:
+@dataclass(frozen=True)
+class View:
+    """A view of a tensor with a recipe: a linear layer keeps its input as a matrix, whatever its dimensions were."""
+
+    base: Recipe
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def read(self) -> Tensor:
+        return self.base.read().as_strided(self.size, self.stride, self.offset)
+
+
+def _pack(tensor: Tensor) -> Tensor | Recipe | View:
     recipe = recipe_of(tensor)
+    if recipe is not None:
+        recipe.num_readers += 1
+        return recipe
+    recipe = recipe_of(tensor._base)  # None for one that is no view
     if recipe is None:
         return tensor
     recipe.num_readers += 1
-    return recipe
+    return View(recipe, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
 
 def _unpack(kept: Any) -> Any:
-    return kept.read() if isinstance(kept, Recipe) else kept
+    return kept.read() if isinstance(kept, Recipe | View) else kept
 
 
 def _without_history(arg: Any) -> Any:
