@@ -189,10 +189,13 @@ def compare(name: str, options: argparse.Namespace) -> None:
         except Exception as error:  # a peer that cannot do it is a result too
             record["failed"] = f"{type(error).__name__}: {str(error)[:300]}"
         else:
-            record |= {"step_ms": round(found[way][0], 2), "peak_mib": round(found[way][1])}
+            record["step_ms"] = round(found[way][0], 2)
+            counts_memory = device == "cuda" and not way.endswith("graphed")  # a graph has memory of its own
+            if counts_memory:
+                record["peak_mib"] = round(found[way][1])
             if base in found:
                 record["time_ratio"] = round(found[way][0] / found[base][0], 3)
-                if found[base][1]:
+                if counts_memory:
                     record["memory_ratio"] = round(found[way][1] / found[base][1], 3)
         emit(record, options.output)
         stepper = None

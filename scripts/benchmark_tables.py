@@ -32,6 +32,14 @@ SUBJECT = (
     "bits",
     "config",
     "images",
+    "way",
+    "device",
+    "work",
+    "granularity",
+    "layout",
+    "dtype",
+    "shape",
+    "recipe",
 )
 CPUS = {"x86_64": "x86", "aarch64": "Arm"}
 PACKAGES = ("onnxruntime", "openvino", "torch", "onnx", "onnxscript", "nncf")
@@ -47,10 +55,14 @@ def read(folder: Path) -> list[Record]:
             try:
                 record = json.loads(line)
                 machine = record.get("hardware", {}).get("machine") if record.get("benchmark") == "deploy" else None
-                latest[(machine, *(record.get(key) for key in SUBJECT))] = record
+                latest[(machine, *(_hashable(record.get(key)) for key in SUBJECT))] = record
             except (json.JSONDecodeError, AttributeError) as error:
                 raise SystemExit(f"{file}:{number} is not a JSON object: {error}") from None
     return list(latest.values())
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def accuracy(records: list[Record]) -> str:
@@ -115,6 +127,71 @@ def calibration_search(records: list[Record]) -> str:
     return table(head, rows, numeric=2)
 
 
+def qat_step(records: list[Record]) -> str:
+    head = ("model", "way", "step", "to float", "peak memory", "to float")
+    rows = [
+        (
+            record["model"],
+            record["way"].replace("_", " "),
+            _number(record.get("step_ms"), ".1f", " ms") or f"**fails**: {_code(record['failed'])}",
+            _number(record.get("time_ratio"), ".2f"),
+            _number(record.get("peak_mib"), ",.0f", " MiB"),
+            _number(record.get("memory_ratio"), ".2f"),
+        )
+        for record in records
+    ]
+    return table(head, rows, numeric=4)
+
+
+def fake_quant_gpu(records: list[Record]) -> str:
+    head = ("work", "scales", "layout", "type", "limit", "sparsebit", "torch.compile", "torch's operator")
+    rows = [
+        (
+            record["work"].replace("_", " + ").replace("+ backward + ", "+ backward, "),
+            f"per {record['granularity']}",
+            record["layout"].replace("_", "-"),
+            record["dtype"],
+            _number(record["limit_ms"], ".2f", " ms"),
+            *(
+                _number(next((r[name] for name in names if name in r), None), ".2f")
+                for r in (record["ratio_to_limit"],)
+                for names in (("sparsebit",), ("torch_compile",), ("torch_op", "torch_learnable"))
+            ),
+        )
+        for record in records
+    ]
+    return table(head, rows, numeric=4)
+
+
+def fake_quant_cpu(records: list[Record]) -> str:
+    head = ("tensor", "scales", "forward", "forward + backward, STE", "forward + backward, LSQ")
+    works = ("forward", "forward_backward_ste", "forward_backward_lsq")
+    rows = [
+        (
+            " x ".join(map(str, record["shape"])),
+            f"per {record['granularity']}",
+            *(_number(record["ratio_to_torch_op"][work], ".2f") for work in works),
+        )
+        for record in records
+    ]
+    return table(head, rows, numeric=3)
+
+
+def qat_accuracy(records: list[Record]) -> str:
+    head = ("recipe", "epochs", "float", "before training", "trained", "file", "file size", "time")
+    rows = [
+        (
+            record["recipe"],
+            str(record["epochs"]),
+            *(_number(record["scores"].get(w), ".2f", " %") for w in ("float", "before training", "quantized", "file")),
+            _number(record["file_bytes"] / 1e6, ".2f", " MB"),
+            _number(record["seconds"], ".0f", " s"),
+        )
+        for record in records
+    ]
+    return table(head, rows, numeric=7)
+
+
 def zoo(records: list[Record]) -> str:
     head = ("architecture", "captured", "weighted layers quantized", "SQNR", "untraced modules", "unknown ops")
     total = f"{sum(record['ok'] for record in records)} of {len(records)} architectures are captured.\n\n"
@@ -159,6 +236,10 @@ SECTIONS: dict[str, tuple[Callable[[list[Record]], str], Record]] = {
     "calibration search": (calibration_search, {"benchmark": "calibration", "what": "search"}),
     "deploy onnxruntime": (deploy, {"benchmark": "deploy", "runtime": "onnxruntime"}),
     "deploy openvino": (deploy, {"benchmark": "deploy", "runtime": "openvino"}),
+    "qat step": (qat_step, {"benchmark": "qat_step"}),
+    "qat accuracy": (qat_accuracy, {"benchmark": "qat_accuracy"}),
+    "fake quant gpu": (fake_quant_gpu, {"benchmark": "fake_quant", "device": "cuda"}),
+    "fake quant cpu": (fake_quant_cpu, {"benchmark": "fake_quant", "device": "cpu"}),
     "zoo": (zoo, {"benchmark": "zoo"}),
     "zoo export": (zoo_export, {"benchmark": "zoo_export"}),
 }

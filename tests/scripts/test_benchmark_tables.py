@@ -14,6 +14,7 @@ HARDWARE = {"cpu": "some CPU", "machine": "x86_64", "cores": 2, "gpu": None, "to
 NAMES = (
     *("accuracy", "calibration time", "calibration memory", "calibration search"),
     *("deploy onnxruntime", "deploy openvino", "zoo", "zoo export"),
+    *("qat step", "qat accuracy", "fake quant gpu", "fake quant cpu"),
 )
 ACCURACY = {
     "benchmark": "accuracy",
@@ -145,6 +146,11 @@ class TestDeploy:
         others = [DEPLOY | {"tool": tool} for tool in ("float", "sparsebit-openvino")]
         assert render(tmp_path, DEPLOY, *others).count("| resnet18 |") == 1
 
+    def test_both_kinds_of_cpu_are_kept(self, tmp_path: Path) -> None:
+        arm = {**DEPLOY, "cpu_ratio_1": 0.25, "hardware": {**HARDWARE, "machine": "aarch64"}}
+        page = render(tmp_path, DEPLOY, arm)
+        assert "| x86 | resnet18 | sparsebit |  | 0.38 |" in page and "| Arm | resnet18 | sparsebit |  | 0.25 |" in page
+
     def test_one_table_per_runtime(self, tmp_path: Path) -> None:
         nncf = [DEPLOY | {"tool": "nncf", "runtime": runtime} for runtime in ("onnxruntime", "openvino")]
         page = render(tmp_path, *nncf)
@@ -183,6 +189,48 @@ class TestZooExport:
         page = section(render(tmp_path, alone, both), "zoo export")
         assert "though torch does not export the float model:" in page
         assert "| b | `no symbol` |" in page and "| c | `neither` | no |" in page
+
+
+class TestTraining:
+    def test_step(self, tmp_path: Path) -> None:
+        step = {"benchmark": "qat_step", "model": "resnet50", "batch": 128}
+        page = render(
+            tmp_path,
+            {**step, "way": "float_bf16", "step_ms": 30.29, "peak_mib": 5814},
+            {
+                **step,
+                "way": "sparsebit_bf16",
+                "step_ms": 36.3,
+                "peak_mib": 6249,
+                "time_ratio": 1.2,
+                "memory_ratio": 1.07,
+            },
+            {**step, "way": "torch_ao_bf16", "failed": "RuntimeError: no such type"},
+        )
+        assert "| resnet50 | float bf16 | 30.3 ms |  | 5,814 MiB |  |" in page
+        assert "| resnet50 | sparsebit bf16 | 36.3 ms | 1.20 | 6,249 MiB | 1.07 |" in page
+        assert "**fails**: `RuntimeError: no such type`" in page
+
+    def test_accuracy(self, tmp_path: Path) -> None:
+        scores = {"float": 91.7, "before training": 80.0, "quantized": 91.5, "file": 91.46}
+        record = {"benchmark": "qat_accuracy", "recipe": "w4a4", "epochs": 40, "seconds": 61.4, "file_bytes": 203003}
+        page = render(tmp_path, {**record, "scores": scores})
+        assert "| w4a4 | 40 | 91.70 % | 80.00 % | 91.50 % | 91.46 % | 0.20 MB | 61 s |" in page
+
+    def test_operator(self, tmp_path: Path) -> None:
+        common = {"benchmark": "fake_quant", "granularity": "tensor"}
+        gpu = {"device": "cuda", "work": "forward_backward_lsq", "layout": "channels_last", "dtype": "bfloat16"}
+        ratios = {"sparsebit": 1.04, "torch_compile": 1.06, "torch_learnable": 2.03}
+        ways = {"forward": 0.27, "forward_backward_ste": 0.39, "forward_backward_lsq": 0.68}
+        page = render(
+            tmp_path,
+            {**common, **gpu, "limit_ms": 0.506, "ratio_to_limit": ratios},
+            {**common, "device": "cpu", "shape": [2, 3], "ratio_to_torch_op": ways},
+            {**common, "device": "cpu", "shape": [4, 3], "ratio_to_torch_op": ways},
+        )
+        row = "| forward + backward, lsq | per tensor | channels-last | bfloat16 | 0.51 ms | 1.04 | 1.06 | 2.03 |"
+        assert row in page
+        assert "| 2 x 3 | per tensor | 0.27 | 0.39 | 0.68 |" in page and "| 4 x 3 |" in page
 
 
 def section(page: str, name: str) -> str:
