@@ -21,7 +21,7 @@ from torch import nn
 
 from sparsebit.deploy.audit import audit
 from sparsebit.deploy.audit_record import Audit
-from sparsebit.deploy.parity import Parity
+from sparsebit.deploy.parity import Parity, Tolerance
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.deploy.sessions import open_session
 from sparsebit.errors import DeploymentError
@@ -126,6 +126,7 @@ def export(
     free: Mapping[int, str],
     check: Any,
     sample: Batch | None = None,
+    tolerance: Tolerance | None = None,
 ) -> Exported | None:
     """Write the file, pass the parity gate on `check`, time it against float; None with `--no-export`.
 
@@ -142,6 +143,7 @@ def export(
         input_names=None if isinstance(example, Mapping) else names,
         dynamic_axes=dict.fromkeys(names, free),
         check=check,
+        tolerance=tolerance,
     )
     assert parity is not None
     model = FileModel(target, qmodel.config.BACKEND)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import importlib
 import io
 import sys
@@ -66,6 +67,20 @@ def _efficientnet_lite(name: str, pretrained: bool) -> tuple[nn.Module, Transfor
     return model, timm.data.create_transform(size, interpolation="bicubic", mean=mean, std=std)
 
 
+def augmented(transform: Transform) -> Transform:
+    """What training shows in the place of `transform`: random crops, half of them mirrored, normalised as there.
+
+    Size, mean and deviation are read off a black and a white image, so that preprocessing of any package will do.
+    """
+    from torchvision.transforms import Compose, Normalize, RandomHorizontalFlip, RandomResizedCrop, ToTensor
+
+    black, white = (transform(Image.new("RGB", (64, 64), color)) for color in ("black", "white"))
+    std = 1 / (white - black)[:, 0, 0]
+    size = (black.shape[1], black.shape[2])
+    normalise = Normalize((-black[:, 0, 0] * std).tolist(), std.tolist())
+    return Compose([RandomResizedCrop(size), RandomHorizontalFlip(), ToTensor(), normalise])
+
+
 PACKAGES = {"torchvision": _torchvision, "efficientnet_lite_pytorch": _efficientnet_lite}
 
 
@@ -82,9 +97,10 @@ class LabelledImages(Dataset[tuple[torch.Tensor, int]]):
 
     def __init__(self, folder: Path, transform: Transform) -> None:
         files = sorted(file for file in existing(folder).rglob("*") if file.suffix.lower() in SUFFIXES)
-        classes = {name: index for index, name in enumerate(sorted({file.parent.name for file in files}))}
         flat = all(file.parent == folder for file in files)
-        self.items = [(file, int(file.name.split("_")[0]) if flat else classes[file.parent.name]) for file in files]
+        self.classes = [] if flat else sorted({file.parent.name for file in files})
+        labels = {name: index for index, name in enumerate(self.classes)}
+        self.items = [(file, int(file.name.split("_")[0]) if flat else labels[file.parent.name]) for file in files]
         self.transform = transform
         if not files:
             sys.exit(f"no images in {folder}; wanted: class sub-folders, or names such as 0042_cat.jpg")
@@ -95,6 +111,12 @@ class LabelledImages(Dataset[tuple[torch.Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         file, label = self.items[index]
         return self.transform(Image.open(file).convert("RGB")), label
+
+    def through(self, transform: Transform) -> LabelledImages:
+        """The same images, preprocessed by `transform`."""
+        other = copy.copy(self)
+        other.transform = transform
+        return other
 
 
 def split(dataset: LabelledImages, limit: int | None, batch_size: int) -> tuple[DataLoader[Any], DataLoader[Any]]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import random
-import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +18,8 @@ from tests import torchvision_shim
 ROOT = Path(__file__).resolve().parent.parent
 
 torchvision_shim.install()
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: its own library is made for one or the other
 # Under xdist the workers share the cores. One thread is also the only count at which sums are the same everywhere.
 torch.set_num_threads(1)
 # The same examples on every run: a property that fails in CI fails on the desk too.
@@ -60,19 +60,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-KERNEL_MODULES = [f"sparsebit.numerics.{name}" for name in ("triton_programs", "triton_kernels", "row_batch")]
-
-
-@pytest.fixture(scope="module")
-def interpreted_kernels() -> Iterator[dict[str, ModuleType]]:
-    """The GPU's kernels, by module, run by triton's interpreter; modules that others hold stay as they are."""
+@pytest.fixture(scope="session")
+def interpreted_kernels() -> dict[str, ModuleType]:
+    """The GPU's kernels, by module, run by triton's interpreter."""
     if find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    before = {name: sys.modules.pop(name, None) for name in KERNEL_MODULES}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        yield {name.rpartition(".")[2]: importlib.import_module(name) for name in KERNEL_MODULES}
-    for name, module in before.items():
-        sys.modules.pop(name, None)
-        if module is not None:
-            sys.modules[name] = module
+    if torch.cuda.is_available():
+        pytest.skip("the kernels run on the GPU here")
+    names = ("triton_programs", "triton_kernels", "row_batch")
+    return {name: importlib.import_module(f"sparsebit.numerics.{name}") for name in names}

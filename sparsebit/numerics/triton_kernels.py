@@ -7,8 +7,9 @@ A dense tensor is seen in the order of its memory, as one of two matrices of til
     columns   (rows, num_params), one parameter per column: channels-last activations
 
 Gradients of scale and zero point are summed in two stages, by programs that walk over many tiles and then over the
-programs, in a fixed order: runs repeat bit by bit. What has gaps in memory is copied first. What a tile cannot be
-(float64, groups along a slow axis, 32-bit codes) is `PLAIN`'s.
+programs, in a fixed order: runs repeat bit by bit. Rows with equal gaps between them (the heads of an attention) are
+read where they are, other tensors with gaps are copied first. What a tile cannot be (float64, groups along a slow axis,
+32-bit codes) is `PLAIN`'s.
 """
 
 from __future__ import annotations
@@ -67,17 +68,22 @@ class Launch:
     def __call__(self, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], flags: tuple[bool, ...] = ()) -> None:
         arguments = (*tensors, *numbers, *self.sizes, *flags, *self.constants)
         device = tensors[0].get_device()
+        if device >= 0 and device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self(tensors, numbers, flags)
+            return
         # Compiled for aligned memory; a view may begin anywhere.
         is_aligned = not any(tensor.data_ptr() & 15 for tensor in tensors)
         key = (flags, device, *[tensor.dtype for tensor in tensors])
         compiled = self.compiled.get(key) if is_aligned else None
-        if compiled is None:
-            compiled = self.kernel[(self.grid,)](*arguments, num_warps=self.num_warps)
-            if is_aligned and not IS_INTERPRETED:
-                self.compiled[key] = compiled
+        if compiled is not None:
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            how = (stream, compiled.function, compiled.packed_metadata, None, None, None)
+            compiled.run(self.grid, 1, 1, *how, *arguments)
             return
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        compiled.run(self.grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+        compiled = self.kernel[(self.grid,)](*arguments, num_warps=self.num_warps)
+        if is_aligned and not IS_INTERPRETED:
+            self.compiled[key] = compiled
 
 
 @dataclass(frozen=True)
@@ -199,7 +205,7 @@ def _plan(
     if scale.device != x.device or zero_point.device != x.device or zero_point.numel() != scale.numel():
         return x, None
     tiles = _tiles(x.shape, x.stride(), axis, group_size, scale.numel())
-    if tiles is None and len(_runs(x.shape, x.stride())) > 1:
+    if tiles is None and _runs(x.shape, x.stride()) not in ([], [(1, x.numel())]):
         x = torch.empty_like(x).copy_(x)
         tiles = _tiles(x.shape, x.stride(), axis, group_size, scale.numel())
     return x, tiles
