@@ -28,8 +28,21 @@ from ptq_cifar10 import accuracy, load_images, load_model
 RECIPES: dict[str, dict[str, Any]] = {
     "resnet20_w4a4": {"model": "resnet20", "config": "resnet20_w4a4_lsq.yaml", "epochs": 40, "lr": 0.02},
     "resnet20_w2a2": {"model": "resnet20", "config": "resnet20_w2a2_lsq.yaml", "epochs": 100, "lr": 0.05},
-    "mobilenetv2_w4a4": {"model": "mobilenetv2", "config": "mobilenetv2_w4a4_lsq.yaml", "epochs": 30, "lr": 0.02},
-    "vit_w4a4": {"model": "vit", "config": "vit_w4a4_lsq.yaml", "epochs": 50, "lr": 5e-4, "optimizer": "adamw"},
+    "mobilenetv2_w4a4": {
+        "model": "mobilenetv2",
+        "config": "mobilenetv2_w4a4_lsq.yaml",
+        "epochs": 25,
+        "lr": 0.02,
+        "bf16": True,
+    },
+    "vit_w4a4": {
+        "model": "vit",
+        "config": "vit_w4a4_lsq.yaml",
+        "epochs": 40,
+        "lr": 5e-4,
+        "optimizer": "adamw",
+        "bf16": True,
+    },
 }
 SEED = 0
 
@@ -41,6 +54,7 @@ def train(name: str, folder: Path) -> None:
     command += ["--model", recipe["model"], "--config", str(ROOT / "examples" / "configs" / recipe["config"])]
     command += ["--epochs", str(recipe["epochs"]), "--lr", str(recipe["lr"]), "--seed", str(SEED)]
     command += ["--optimizer", recipe.get("optimizer", "sgd")]
+    command += ["--bf16"] if recipe.get("bf16") else []
     command += ["--data", str(data_folder()), "--save", str(folder / name)]
     start = time.monotonic()
     told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout

@@ -6,7 +6,7 @@
 
 The student starts as the float model, and learns from the labels and from the float model's answers. Training images
 come from `cifar10/train.npz` in the data folder (all 50,000) or, where that is missing, from `train_10k.npz`. On a GPU
-the step is captured once as a CUDA graph: a small network takes longer to start its kernels than to run them.
+a step is a CUDA graph (`CapturedStep`): a small network takes longer to start its kernels than to run them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
-from sparsebit.quantization import DistillationLoss, QuantModel, parse_qconfig
+from sparsebit.quantization import CapturedStep, DistillationLoss, QuantModel, parse_qconfig
 
 
 @dataclass(frozen=True)
@@ -75,46 +75,6 @@ class TrainingImages:
         return (crops.float() - self.mean) / self.std
 
 
-class Step:
-    """Forward and backward of one batch: captured as a CUDA graph on a GPU, plain elsewhere."""
-
-    def __init__(self, qmodel: QuantModel, loss: nn.Module, example: tuple[Tensor, Tensor], *, captured: bool) -> None:
-        self.qmodel, self.loss = qmodel, loss
-        self.graph: torch.cuda.CUDAGraph | None = None
-        if captured and example[0].is_cuda:
-            self.images, self.labels = (tensor.clone() for tensor in example)
-            self._capture()
-
-    def __call__(self, images: Tensor, labels: Tensor) -> Tensor:
-        """The loss; gradients are in their places."""
-        if self.graph is None:
-            self.qmodel.zero_grad(set_to_none=False)
-            return self._run(images, labels)
-        self.images.copy_(images)
-        self.labels.copy_(labels)
-        self.graph.replay()
-        return self.value
-
-    def _run(self, images: Tensor, labels: Tensor) -> Tensor:
-        loss = self.loss(self.qmodel(images), images, labels)
-        loss.backward()
-        return loss.detach()
-
-    def _capture(self) -> None:
-        state = {name: tensor.clone() for name, tensor in self.qmodel.state_dict().items()}
-        aside = torch.cuda.Stream()
-        with torch.cuda.stream(aside):
-            for _ in range(3):  # kernels are compiled and chosen here, outside of the graph
-                self.qmodel.zero_grad(set_to_none=True)
-                self._run(self.images, self.labels)
-        torch.cuda.current_stream().wait_stream(aside)
-        self.qmodel.zero_grad(set_to_none=True)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.value = self._run(self.images, self.labels)
-        self.qmodel.load_state_dict(state)  # batch norms had counted what was run on the way
-
-
 def train(
     qmodel: QuantModel,
     teacher: nn.Module,
@@ -124,21 +84,24 @@ def train(
     batch: int,
     lr: float,
     optimizer_name: str,
-    captured: bool,
+    bf16: bool,
 ) -> None:
     optimizer: torch.optim.Optimizer
+    decay = 0.05 if optimizer_name == "adamw" else 1e-4
+    groups = qmodel.parameter_groups(lr=lr, scale_lr=lr / 10, weight_decay=decay)
+    fused = images.device == "cuda"  # one kernel for all parameters
     if optimizer_name == "adamw":
-        optimizer = torch.optim.AdamW(qmodel.parameter_groups(lr=lr, scale_lr=lr / 10, weight_decay=0.05))
+        optimizer = torch.optim.AdamW(groups, fused=fused)
     else:
-        groups = qmodel.parameter_groups(lr=lr, scale_lr=lr / 10, weight_decay=1e-4)
-        optimizer = torch.optim.SGD(groups, momentum=0.9, nesterov=True)
+        optimizer = torch.optim.SGD(groups, momentum=0.9, nesterov=True, fused=fused)
     num_steps = epochs * (len(images) // batch)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / 200) * (1 + math.cos(math.pi * step / num_steps)) / 2
     )
     qmodel.train()
     loss = DistillationLoss(teacher, temperature=4.0, alpha=0.7)
-    step = Step(qmodel, loss, next(images.epoch(batch)), captured=captured)
+    half = torch.bfloat16 if bf16 else None
+    step = CapturedStep(qmodel, lambda model, inputs, labels: loss(model(inputs), inputs, labels), half=half)
     for _ in track(range(epochs), description="training", console=Console(stderr=True)):
         for inputs, labels in images.epoch(batch):
             step(inputs, labels)
@@ -162,7 +125,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--lr", type=float, help="of the weights; step sizes learn at a tenth of it")
     parser.add_argument("--optimizer", choices=("sgd", "adamw"))
-    parser.add_argument("--no-cuda-graph", action="store_true", help="start every kernel of every step from Python")
+    parser.add_argument("--bf16", action="store_true", help="train in bfloat16, with convolutions in NHWC")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
@@ -194,6 +157,9 @@ def main() -> None:
 
     teacher = model.to(options.device)
     scores = {"float": top1(teacher), "before training": top1(qmodel)}
+    if options.bf16:
+        qmodel.to(memory_format=torch.channels_last)
+        teacher.to(memory_format=torch.channels_last)
     with timed() as seconds:
         train(
             *(qmodel, teacher, training),
@@ -201,7 +167,7 @@ def main() -> None:
             batch=batch,
             lr=options.lr or recipe.lr,
             optimizer_name=options.optimizer or recipe.optimizer,
-            captured=not options.no_cuda_graph,
+            bf16=options.bf16,
         )
     scores["quantized"] = top1(qmodel)
     said = f"{options.epochs} epochs of {len(training)} images in {seconds[0]:.0f} s on {options.device}"

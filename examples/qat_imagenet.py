@@ -322,7 +322,9 @@ def main() -> None:
     trained = training.result.eval()
     if options.tune_batchnorm is None:  # weights have learned to live with frozen statistics: keep these
         options.tune_batchnorm = 100 if options.freeze_batchnorm is None else 0
-    if options.tune_batchnorm:
+    if not options.tune_batchnorm:
+        trained.fold_batchnorm()
+    else:
         fold_norms(trained, itertools.islice(batches.epoch(options.epochs), options.tune_batchnorm))
     scores["trained"] = top1(trained, test, job.device)
 

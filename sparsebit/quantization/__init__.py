@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sparsebit.quantization.captured_step import CapturedStep
 from sparsebit.quantization.distillation import DistillationLoss
 from sparsebit.quantization.freezing import FreezeSchedule
 from sparsebit.quantization.observers import Observer, register_observer
@@ -13,6 +14,7 @@ from sparsebit.quantization.quantizers import Quantizer, register_quantizer
 
 __all__ = [
     "QMODULE_MAP",
+    "CapturedStep",
     "DistillationLoss",
     "FreezeSchedule",
     "MultipleInputsQuantOpr",

@@ -240,6 +240,18 @@ class QuantModel(SimulatedModel):
         # Behind a linear of (N, L, C) a norm's channels are not the layer's.
         self._fold_norms(lambda _, layer, norm: not isinstance(layer, nn.Linear) or ranks.get(norm) == 2)
 
+    def fold_batchnorm(self) -> None:
+        """Batch norms, with the statistics that they have, into the layers in front of them.
+
+        For statistics that were frozen in training; else `batchnorm_tuning` finds better ones first. The integers of
+        the weights stay. Norms behind linear layers stay too: only a forward tells whether their channels are the
+        layer's.
+        """
+        self._require_whole("fold_batchnorm")
+        if not any(quantizer.is_calibrated for quantizer in self.quantizers()):
+            raise CalibrationError("fold_batchnorm() needs a calibrated model; call calc_qparams() first")
+        self._fold_norms(lambda _, layer, norm: not isinstance(layer, nn.Linear))
+
     def _fold_norms(self, may_fold: MayFold) -> None:
         """Batch norms into the quantized layers in front of them; these have biases and outputs of their own then."""
         self._folded_layers += fold_quantized_batchnorm(self._captured, may_fold)

@@ -204,6 +204,20 @@ class TestTrainedScales:
         qmodel.set_quant(w_quant=True, a_quant=True)
         torch.testing.assert_close(qmodel(x), reference(x), rtol=1e-3, atol=1e-4)
 
+    def test_folded_as_they_are(self) -> None:
+        qmodel, x = train(ready("lsq", bits=8), lr=1e-3).eval(), data()[0]
+        expected, before = qmodel(x), {layer: self.codes(qmodel, layer).abs() for layer in ("conv1", "conv2")}
+        qmodel.fold_batchnorm()
+        assert norms(qmodel) == [] and qmodel.is_quantized("weight") and qmodel.is_quantized("feature")
+        torch.testing.assert_close(qmodel(x), expected, rtol=1e-3, atol=1e-4)
+        for layer, codes in before.items():
+            assert (self.codes(qmodel, layer).abs() - codes).abs().max() <= 1  # mirrored, -128 becomes 127
+
+    def test_not_before_calibration(self) -> None:
+        qmodel = QuantModel(Residual(), qconfig(CONFIG))
+        with pytest.raises(CalibrationError, match=r"fold_batchnorm\(\) needs a calibrated model"):
+            qmodel.fold_batchnorm()
+
     def test_weights_in_groups(self) -> None:
         model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)).eval()
         nn.init.uniform_(model[1].weight, -2, 2)

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparsebit.quantization import CapturedStep, QuantModel, parse_qconfig
+
+
+def ready(device: str) -> QuantModel:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU()),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)),
+    )
+    config = {"DEVICE": device, "W": {"QUANTIZER": {"TYPE": "lsq", "BIT": 4}}}
+    qmodel = QuantModel(model, parse_qconfig(config | {"A": {"QUANTIZER": {"TYPE": "lsq", "BIT": 4}}}))
+    qmodel.prepare_calibration()
+    qmodel(batch(device)[0])
+    qmodel.init_QAT()
+    return qmodel.train()
+
+
+def batch(device: str, size: int = 8, seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(size, 3, 12, 12, generator=generator)
+    return images.to(device), torch.randint(0, 4, (size,), generator=generator).to(device)
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("drop", [True, False], ids=["gradients dropped", "gradients kept"])
+def test_training_is_that_of_plain_steps(device: str, drop: bool) -> None:
+    captured = ready(device)
+    plain = copy.deepcopy(captured)
+    optimizers = [torch.optim.SGD(qmodel.parameters(), lr=0.05, momentum=0.9) for qmodel in (captured, plain)]
+    step = CapturedStep(captured, loss_of)
+    for number in range(5):
+        x, y = batch(device, size=8 if number != 3 else 5, seed=number)  # one of another shape
+        found = step(x, y).clone()
+        optimizers[0].step()
+        optimizers[0].zero_grad(set_to_none=drop)
+        optimizers[1].zero_grad()
+        expected = loss_of(plain, x, y)
+        expected.backward()
+        optimizers[1].step()
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-4, atol=1e-5)
+    for (name, one), two in zip(captured.state_dict().items(), plain.state_dict().values(), strict=True):
+        if isinstance(one, Tensor):
+            torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_half_precision() -> None:
+    seen: list[torch.dtype] = []
+
+    def noting(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        seen.append(torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype)
+        return torch.nn.functional.mse_loss(model(x).float(), torch.zeros(len(x), 3))
+
+    model = nn.Linear(4, 3)
+    CapturedStep(model, noting, half=torch.bfloat16)(torch.randn(2, 4), torch.zeros(2))
+    CapturedStep(model, noting)(torch.randn(2, 4), torch.zeros(2))
+    assert seen == [torch.bfloat16, torch.float32]
