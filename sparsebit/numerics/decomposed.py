@@ -76,6 +76,8 @@ def backward(
     codes = values.round()
     judged = values if gradient == "pact" else codes
     inside = (judged >= low) & (judged <= high)
+    if gradient.startswith("relu_"):
+        inside = inside & (values > 0)
     found = []
     if needs_x:
         found.append(torch.where(inside, wide_grad, 0.0).reshape(x.shape).to(x.dtype))

@@ -26,8 +26,8 @@ def fake_quantize(
 ) -> Tensor:
     """The nearest value to each of `x` on the grid of `scale`, `zero_point` and `spec`, in the form and type of `x`.
 
-    `gradient`: "ste" (x only), "lsq" or "pact" (scale and zero point too, where they require it). The magnitude of a
-    scale counts, not its sign.
+    `gradient`: "ste" (x only), "lsq" or "pact" (scale and zero point too, where they require it); "relu_ste" and
+    "relu_lsq" for a grid that begins at zero and so is a ReLU too. The magnitude of a scale counts, not its sign.
     `tag`: the name of the site, which export and errors show.
     """
     granularity = spec.granularity

@@ -11,6 +11,9 @@ The last two are multiplied by 1 / sqrt(N * qmax), LSQ's gradient scale (sec. 2.
 PACT (Choi et al. 2018) clips before it rounds, inside = (qmin <= v + zp <= qmax), and learns from what is clipped:
 dy/dscale = 0 inside, q - zp outside, with no factor.
 
+A grid that begins at zero (zp = qmin = 0) is a ReLU by itself: "relu_ste" and "relu_lsq" are the gradients of both, x
+being what the ReLU would be given: nothing goes to x <= 0.
+
 The magnitude of a scale is what counts (`plain.magnitude`): a scale below zero gets the gradient with its sign turned.
 """
 
@@ -24,8 +27,9 @@ from torch import Tensor
 from sparsebit.numerics.plain import align, aligned_shape, as_blocks, divide, grid, magnitude
 from sparsebit.numerics.spec import pad_groups
 
-Gradient: TypeAlias = Literal["ste", "lsq", "pact"]
+Gradient: TypeAlias = Literal["ste", "lsq", "pact", "relu_ste", "relu_lsq"]
 GRADIENTS: tuple[str, ...] = get_args(Gradient)
+LEARNING = frozenset({"lsq", "pact", "relu_lsq"})  # those that scale and zero point have a part in
 
 # grad where low < self < high, else 0, in one pass: on a CPU two comparisons and a product take eight times as long.
 _where_inside = torch.ops.aten.hardtanh_backward
@@ -57,13 +61,16 @@ def backward(
 
     steps = magnitude(align(scale, x, axis, group_size))
     values = divide(x, steps, axis, group_size)
-    codes = values.round() if needs_scale or gradient == "pact" else values.round_()
+    judges_values = gradient not in ("ste", "lsq")
+    codes = values.round() if needs_scale or judges_values else values.round_()
     low, high, shift = grid(align(zero_point, x, axis, group_size), qmin, qmax)
     if shift is not None:
         as_blocks(codes, axis, group_size).add_(shift)
     # Codes are whole numbers: half a code beyond the ends is the same set, written with strict inequalities.
     judged, ends = codes, (low - 0.5, high + 0.5)
-    if gradient == "pact":
+    if gradient.startswith("relu_"):
+        judged, ends = values, (0.0, qmax - qmin + 0.5)  # the highest code is odd: halfway above it is beyond
+    elif gradient == "pact":
         judged, ends = values, (low - _HAIR, high + _HAIR)
         if shift is not None:
             as_blocks(judged, axis, group_size).add_(shift)
@@ -79,7 +86,7 @@ def backward(
         grad_x = _where_inside.grad_input(grad, judged, *ends, grad_input=torch.empty_like(codes))
     factor = 1.0 if gradient == "pact" else lsq_factor(x.numel(), scale.numel(), qmax)
     if needs_scale:
-        if gradient == "lsq":
+        if gradient != "pact":
             _where_inside.grad_input(values, judged, *ends, grad_input=values)
         codes.clamp_(low, high)
         if shift is not None:

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from sparsebit.errors import SpecError
 from sparsebit.numerics import decomposed, gradients, plain
-from sparsebit.numerics.gradients import GRADIENTS
+from sparsebit.numerics.gradients import GRADIENTS, LEARNING
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class _FakeQuantize(torch.autograd.Function):
         x, scale, zero_point = ctx.saved_tensors
         axis, group_size, qmin, qmax, gradient, _ = ctx.rest
         needs_x, needs_scale, needs_zero_point = ctx.needs_input_grad[:3]
-        learns = gradient != "ste"
+        learns = gradient in LEARNING
         needs = (needs_x, needs_scale and learns, needs_zero_point and learns)
         call = _fake_quantize_backward if _is_watched(grad, x, scale) else _backward
         # The needed gradients only: an operator's list of tensors has no room for None.
@@ -152,7 +152,7 @@ def _needs_grad(x: Tensor, scale: Tensor, zero_point: Tensor, gradient: str, tag
         raise SpecError(f"{tag or 'fake_quantize'}: a tensor of {x.dtype}: only floating-point tensors are quantized")
     if not torch.is_grad_enabled():
         return False
-    return x.requires_grad or (gradient != "ste" and (scale.requires_grad or zero_point.requires_grad))
+    return x.requires_grad or (gradient in LEARNING and (scale.requires_grad or zero_point.requires_grad))
 
 
 def _is_watched(x: Tensor, scale: Tensor, zero_point: Tensor) -> bool:

@@ -247,7 +247,7 @@ def backward(
     if grad.stride() != strides or (grad_x is None and tiles.has_gaps):
         grad = torch.empty_like(x, dtype=grad.dtype).copy_(grad)
     numbers = (float(qmin), float(qmax), 1.0 if gradient == "pact" else lsq_factor(x.numel(), scale.numel(), qmax))
-    flags = (gradient == "pact", *needs)
+    flags = (gradient == "pact", gradient.startswith("relu_"), *needs)
     num_learned = needs_scale + needs_zero_point
     inputs = (grad, x, scale, zero_point, x if grad_x is None else grad_x)
     if tiles.by_columns:

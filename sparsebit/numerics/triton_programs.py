@@ -55,12 +55,16 @@ def _quantized(x, step, reciprocal, low, high):
 
 
 @triton.jit
-def _gradients(grad, x, step, reciprocal, low, high, PACT: tl.constexpr, NEEDS_SCALE: tl.constexpr):
+def _gradients(
+    grad, x, step, reciprocal, low, high, PACT: tl.constexpr, RELU: tl.constexpr, NEEDS_SCALE: tl.constexpr
+):  # fmt: skip
     """What `grad` gives to x and, element by element, to scale and zero point (there still without its step)."""
     values = _divided(x, step, reciprocal, low, high)
     codes = (_clamped(values, low - 1.0, high + 1.0) + _ROUND) - _ROUND
     clipped = _clamped(codes, low, high)
     inside = (values >= low) & (values <= high) if PACT else clipped == codes
+    if RELU:
+        inside = inside & (x > 0)
     grad_x = tl.where(inside, grad, 0.0)
     by_scale = grad_x
     if NEEDS_SCALE:
@@ -105,7 +109,8 @@ def forward_columns(
 def backward_rows(
     grad_ptr, x_ptr, scale_ptr, zero_point_ptr, grad_x_ptr, sums_ptr, totals_ptr, counter_ptr,
     qmin, qmax, factor, outer, inner, pitch, num_params, inner_tiles, num_tiles, num_splits,
-    PACT: tl.constexpr, NEEDS_X: tl.constexpr, NEEDS_SCALE: tl.constexpr, NEEDS_ZERO_POINT: tl.constexpr,
+    PACT: tl.constexpr, RELU: tl.constexpr,
+    NEEDS_X: tl.constexpr, NEEDS_SCALE: tl.constexpr, NEEDS_ZERO_POINT: tl.constexpr,
     ROWS: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """A program has one parameter, and every `num_splits`-th of its tiles.
@@ -124,7 +129,7 @@ def backward_rows(
         mask = (row < outer)[:, None] & (column < inner)[None, :]
         x = tl.load(x_ptr + number * pitch + column[None, :], mask=mask, other=0.0).to(tl.float32)
         grad = tl.load(grad_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        grad_x, more_by_scale, more_outside = _gradients(grad, x, step, reciprocal, low, high, PACT, NEEDS_SCALE)
+        grad_x, more_by_scale, more_outside = _gradients(grad, x, step, reciprocal, low, high, PACT, RELU, NEEDS_SCALE)
         if NEEDS_X:
             tl.store(grad_x_ptr + offset, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
         if NEEDS_SCALE:
@@ -155,7 +160,8 @@ def backward_rows(
 def backward_columns(
     grad_ptr, x_ptr, scale_ptr, zero_point_ptr, grad_x_ptr, sums_ptr, qmin, qmax, factor,
     num_rows, num_params, column_tiles, row_tiles, num_splits,
-    PACT: tl.constexpr, NEEDS_X: tl.constexpr, NEEDS_SCALE: tl.constexpr, NEEDS_ZERO_POINT: tl.constexpr,
+    PACT: tl.constexpr, RELU: tl.constexpr,
+    NEEDS_X: tl.constexpr, NEEDS_SCALE: tl.constexpr, NEEDS_ZERO_POINT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program has some columns, and every `num_splits`-th of their tiles."""
@@ -172,7 +178,7 @@ def backward_columns(
         x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         grad = tl.load(grad_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         grad_x, more_by_scale, more_outside = _gradients(
-            grad, x, step[None, :], reciprocal[None, :], low[None, :], high[None, :], PACT, NEEDS_SCALE
+            grad, x, step[None, :], reciprocal[None, :], low[None, :], high[None, :], PACT, RELU, NEEDS_SCALE
         )
         if NEEDS_X:
             tl.store(grad_x_ptr + offset, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
@@ -221,7 +227,7 @@ def backward_ragged(
         offset = first + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + offset, mask=offset < end, other=0.0)
         grad = tl.load(grad_ptr + offset, mask=offset < end, other=0.0).to(tl.float32)
-        grad_x, more_by_scale, _ = _gradients(grad, x, step, reciprocal, low, high, False, True)
+        grad_x, more_by_scale, _ = _gradients(grad, x, step, reciprocal, low, high, False, False, True)
         tl.store(grad_x_ptr + offset, grad_x, mask=offset < end)
         by_scale += more_by_scale
     sign = tl.where(scale < 0, -1.0, tl.where(scale > 0, 1.0, 0.0))

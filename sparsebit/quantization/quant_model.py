@@ -25,7 +25,7 @@ from sparsebit.errors import CalibrationError, CaptureError, CheckpointError
 from sparsebit.execution.batches import Call, as_call, calls
 from sparsebit.execution.distributed import gather_shards, is_sharded, once
 from sparsebit.execution.value_store import MIB
-from sparsebit.graph.capture import call_form
+from sparsebit.graph.capture import Captured, call_form
 from sparsebit.quantization import checkpoint, freezing, saved_activations, sharding
 from sparsebit.quantization.algorithms.batchnorm_tuning import (
     MayFold,
@@ -42,6 +42,7 @@ from sparsebit.quantization.ops.quant_opr import FunctionalWeightedQuantOpr, Wei
 from sparsebit.quantization.ops.recipes import packing
 from sparsebit.quantization.parameter_groups import parameter_groups
 from sparsebit.quantization.passes.attach_integer_ops import attach_integer_ops
+from sparsebit.quantization.passes.defer_relus import choose, defer_relus
 from sparsebit.quantization.quant_config import parse_qconfig
 from sparsebit.quantization.quantizers.base import Target
 from sparsebit.quantization.simulation import SimulatedModel, shown
@@ -60,6 +61,7 @@ class QuantModel(SimulatedModel):
     _runner: CalibrationRunner | None = None
     _packs: bool | None = None  # what autograd keeps; None: not asked for
     _weights: WeightBatches | None = None
+    _deferred: Captured | None = None  # whose ReLUs are left to quantizers
     _holds_statistics = False  # of batch norms
 
     # --- running
@@ -203,6 +205,11 @@ class QuantModel(SimulatedModel):
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
+        if mode and self.is_quantized("feature"):
+            if self._deferred is not self._captured:
+                defer_relus(self._captured)
+                self._deferred = self._captured
+            choose(self.model)
         if self._holds_statistics:
             freezing.hold_statistics(self.model, held=True)
         return self

@@ -10,7 +10,7 @@ from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor
 GRANULARITIES = [PerTensor(), PerChannel(0), PerChannel(1), PerGroup(1, 4), PerGroup(1, 5)]
 
 
-@pytest.mark.parametrize("gradient", ["ste", "lsq", "pact"])
+@pytest.mark.parametrize("gradient", ["ste", "lsq", "pact", "relu_lsq"])
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_algebra_is_plain_torch(granularity: Granularity, gradient: str, dtype: torch.dtype) -> None:
@@ -18,6 +18,8 @@ def test_the_algebra_is_plain_torch(granularity: Granularity, gradient: str, dty
     x = torch.randn(6, 12).to(dtype)
     shape = () if granularity.axis is None else (num_rows(x.shape, granularity),)
     scale, zero_point = torch.rand(shape) * 0.1 - 0.2, torch.randint(2, 12, shape).float()
+    if gradient.startswith("relu_"):
+        scale, zero_point = scale.abs(), torch.zeros(shape)
     numbers = (granularity.axis, granularity.size, spec.qmin, spec.qmax)
     found = decomposed.fake_quantize(x, scale, zero_point, *numbers)
     assert torch.equal(found, plain.fake_quantize(x, scale, zero_point, *numbers))

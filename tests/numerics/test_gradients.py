@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sparsebit.numerics import gradients
+from sparsebit.numerics.dispatch import fake_quantize
 from sparsebit.numerics.qparams import broadcast_to, qparams_from_range
 from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec, num_rows, to_rows
 
@@ -130,3 +131,17 @@ def test_gradients_take_the_memory_order_of_x() -> None:
     for needs in [(True, False, False), (True, True, True)]:
         grad_x, *_ = backward(grad, x, torch.tensor(0.1), torch.tensor(0.0), TensorSpec(8, True), needs)
         assert grad_x is not None and grad_x.stride() == x.stride()
+
+
+@pytest.mark.parametrize("kind", ["ste", "lsq"])
+def test_a_grid_that_begins_at_zero_is_a_relu(kind: str) -> None:
+    spec, zero = TensorSpec(3, False), torch.tensor(0.0)
+    x = torch.cat([torch.randn(200) * 3, torch.tensor([0.0, -0.0, 7.5, 7.4, -0.2])]).requires_grad_()
+    scale, grad = torch.tensor(1.0, requires_grad=True), torch.randn(205)
+    inputs = (x, scale) if kind == "lsq" else (x,)
+    apart = fake_quantize(x.relu(), scale, zero, spec, gradient=kind)  # type: ignore[arg-type]
+    together = fake_quantize(x, scale, zero, spec, gradient=f"relu_{kind}")  # type: ignore[arg-type]
+    assert torch.equal(apart, together)
+    expected = torch.autograd.grad(apart, inputs, grad)
+    for one, other in zip(torch.autograd.grad(together, inputs, grad), expected, strict=True):
+        assert torch.equal(one, other)

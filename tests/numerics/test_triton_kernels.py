@@ -98,6 +98,20 @@ def test_gradients_are_those_of_plain_torch(
                     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("gradient", ["relu_ste", "relu_lsq"])
+@pytest.mark.parametrize("granularity", [PerTensor(), PerChannel(1), PerChannel(-1)], ids=str)
+def test_gradients_of_a_relu_in_front(
+    kernels: ModuleType, device: str, granularity: Granularity, gradient: str
+) -> None:
+    x, scale, zero_point, (axis, size, _, _) = case(images(), granularity, True, device)
+    needs = (True, gradient == "relu_lsq", False)
+    arguments = (torch.randn_like(x), x, scale, zero_point, axis, size, 0, 15, gradient, *needs)
+    found, expected = kernels.backward(*arguments), gradients.backward(*arguments)
+    assert torch.equal(found[0], expected[0]) and not found[0][x <= 0].any()
+    if found[1] is not None:
+        torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("granularity", [PerTensor(), PerChannel(1)], ids=str)
 def test_many_tiles_are_summed_and_the_counter_is_left_at_zero(
     kernels: ModuleType, device: str, granularity: Granularity, monkeypatch: pytest.MonkeyPatch

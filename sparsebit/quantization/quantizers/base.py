@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from sparsebit.backends import Format
 from sparsebit.errors import BackendError, CalibrationError, ConfigError
 from sparsebit.numerics import dispatch
+from sparsebit.numerics.gradients import Gradient
 from sparsebit.numerics.qparams import check_backend, dequantized_range, qparams_from_range
 from sparsebit.numerics.spec import TensorSpec
 from sparsebit.quantization.observers import Observer, ObserverOptions, build_observer
@@ -66,6 +67,7 @@ class Quantizer(nn.Module):
         self.use_quant = self.fake_fused = self.observing = self.export_onnx = self.was_unseen = False
         # Whether the grid moves with the data while training, and whether it is held for the time being.
         self.follows, self.is_held = self.ALWAYS_FOLLOWS, False
+        self.rectifies = False  # stands for the ReLU in front of it too, in training
         self.make_parameters(num_scales)
         # Both travel with the state_dict, so that a fresh model is as the saved one was. They are 0 or 1 in float:
         # averages of models (`torch.optim.swa_utils`) subtract and divide every buffer.
@@ -98,7 +100,8 @@ class Quantizer(nn.Module):
         scale, zero_point = self.qparams()
         if self.is_following:  # a later forward moves them in place, and the backward of this one wants these
             scale, zero_point = scale.clone(), zero_point.clone()
-        return dispatch.fake_quantize(self.transform(x), scale, zero_point, self.spec, tag=self.name)
+        gradient: Gradient = "relu_ste" if self.is_rectifying else "ste"
+        return dispatch.fake_quantize(self.transform(x), scale, zero_point, self.spec, gradient=gradient, tag=self.name)
 
     # --- forward
 
@@ -117,6 +120,11 @@ class Quantizer(nn.Module):
     @property
     def is_enable(self) -> bool:
         return self.use_quant and not self.fake_fused
+
+    @property
+    def is_rectifying(self) -> bool:
+        """Whether it is given what a ReLU in front of it would be given (`passes.defer_relus`)."""
+        return self.rectifies and self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
     @property
     def is_following(self) -> bool:

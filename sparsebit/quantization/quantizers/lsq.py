@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.numerics import dispatch
+from sparsebit.numerics.gradients import Gradient
 from sparsebit.numerics.qparams import SMALLEST_SCALE
 from sparsebit.quantization.quantizers.base import Quantizer, as_number, register_quantizer
 
@@ -39,7 +40,8 @@ class LSQ(Quantizer):
         zero_point = self.zero_point
         if zero_point.requires_grad:
             zero_point = zero_point.clamp(self.spec.qmin, self.spec.qmax)
-        return dispatch.fake_quantize(x, self.scale, zero_point, self.spec, gradient="lsq", tag=self.name)
+        gradient: Gradient = "relu_lsq" if self.is_rectifying else "lsq"
+        return dispatch.fake_quantize(x, self.scale, zero_point, self.spec, gradient=gradient, tag=self.name)
 
 
 @register_quantizer("lsq+", aliases=("lsq_plus",))

@@ -1,0 +1,87 @@
+"""In training, a ReLU in front of a quantizer whose grid begins at zero is left to the quantizer.
+
+Rounding onto such a grid clips at zero anyway. So forward and backward of the ReLU, a pass over memory each, are saved;
+values and gradients stay the same, bit by bit. In eval mode, in an export and under a compiler the ReLU is there.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from sparsebit.graph.capture import Captured
+from sparsebit.graph.patterns import module_of
+from sparsebit.quantization.ops.quant_opr import QIdentity, QuantOpr
+from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.quantization.quantizers.lsq import LSQ
+from sparsebit.quantization.quantizers.uniform import Uniform
+
+_FUNCTIONS = (F.relu, torch.relu)
+
+
+class DeferredReLU(nn.ReLU):
+    """A ReLU whose only reader is `quantizer`."""
+
+    def __init__(self, quantizer: Quantizer) -> None:
+        super().__init__()
+        self._quantizer = (quantizer,)  # in a tuple: its home is elsewhere
+
+    @property
+    def quantizer(self) -> Quantizer:
+        return self._quantizer[0]
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input if self.quantizer.is_rectifying and self.quantizer.is_enable else F.relu(input)
+
+
+def defer_relus(captured: Captured) -> None:
+    """Replace the ReLUs in question; they defer where `choose` finds that their quantizers can take over."""
+    for region in captured.regions.values():
+        root = region.graph_module
+        for node in list(root.graph.nodes):
+            quantizer = _only_reader(node, root) if _is_relu(node, root) else None
+            if quantizer is None:
+                continue
+            name = f"{node.name}_deferred"
+            root.add_submodule(name, DeferredReLU(quantizer).train(root.training))
+            with root.graph.inserting_before(node):
+                deferred = root.graph.call_module(name, (node.all_input_nodes[0],))
+            deferred.meta = dict(node.meta)
+            node.replace_all_uses_with(deferred)
+            root.graph.erase_node(node)
+        root.recompile()
+
+
+def choose(model: nn.Module) -> None:
+    """Tell quantizers whether they rectify: grids may have changed since the last time."""
+    for module in model.modules():
+        if isinstance(module, DeferredReLU):
+            module.quantizer.rectifies = _begins_at_zero(module.quantizer)
+
+
+def _is_relu(node: fx.Node, root: fx.GraphModule) -> bool:
+    is_function = node.op == "call_function" and node.target in _FUNCTIONS
+    return (is_function or type(module_of(node, root)) is nn.ReLU) and len(node.all_input_nodes) == 1
+
+
+def _only_reader(node: fx.Node, root: fx.GraphModule) -> Quantizer | None:
+    if len(node.users) != 1:
+        return None
+    (reader,) = node.users
+    module = module_of(reader, root)
+    if not isinstance(module, (QuantOpr, QIdentity)) or reader.args[:1] != (node,):
+        return None
+    calls = [other for other in root.graph.nodes if other.op == "call_module" and other.target == reader.target]
+    return module.input_quantizer if len(calls) == 1 else None
+
+
+def _begins_at_zero(quantizer: Quantizer) -> bool:
+    return (
+        type(quantizer) in (LSQ, Uniform)
+        and not quantizer.fake_fused
+        and not quantizer.follows
+        and quantizer.spec.qmin == 0
+        and quantizer.is_calibrated
+        and not bool(quantizer.zero_point.any())
+    )

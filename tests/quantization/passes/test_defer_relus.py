@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparsebit.quantization import QuantModel, parse_qconfig, quant_model
+from sparsebit.quantization.passes.defer_relus import DeferredReLU
+
+
+class Net(nn.Module):
+    """One ReLU module used three times (once behind a residual, for two readers), and one as a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.conv2, self.conv3, self.conv4 = (nn.Conv2d(8, 8, 3, padding=1) for _ in range(3))
+        self.relu, self.hidden, self.fc = nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.bn1(self.conv1(x)))
+        y = self.conv3(self.relu(self.conv2(x)))
+        y = self.relu(x + y)
+        y = F.relu(self.conv4(y)) + y
+        return self.fc(F.relu(self.hidden(y.mean((2, 3)))))
+
+
+def ready(weights: str = "lsq", activations: str = "lsq", scheme: str = "per-tensor-affine") -> QuantModel:
+    torch.manual_seed(0)
+    config = {
+        "DEVICE": "cpu",
+        "W": {"QUANTIZER": {"TYPE": weights, "BIT": 4}},
+        "A": {"QSCHEME": scheme, "QUANTIZER": {"TYPE": activations, "BIT": 4}},
+    }
+    qmodel = QuantModel(Net(), parse_qconfig(config))
+    qmodel.prepare_calibration()
+    qmodel(images())
+    qmodel.init_QAT()
+    return qmodel
+
+
+def images() -> Tensor:
+    return torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def rectifying(qmodel: QuantModel) -> list[str]:
+    found = (module.quantizer for module in qmodel.modules() if isinstance(module, DeferredReLU))
+    return [quantizer.name for quantizer in found if quantizer.rectifies]
+
+
+def step(qmodel: QuantModel) -> tuple[Tensor, dict[str, Tensor | None]]:
+    output = qmodel(images())
+    output.square().sum().backward()
+    return output.detach(), {name: parameter.grad for name, parameter in qmodel.named_parameters()}
+
+
+@pytest.mark.parametrize("types", [("lsq", "lsq"), ("uniform", "uniform")], ids="/".join)
+def test_a_step_is_equal_bit_by_bit(types: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = ready(*types)
+    deferring = copy.deepcopy(plain).train()
+    assert rectifying(deferring) == ["conv3.input", "fc.input"]
+    with monkeypatch.context() as patch:
+        patch.setattr(quant_model, "defer_relus", lambda captured: None)
+        plain.train()
+    (expected, expected_grads), (found, found_grads) = step(plain), step(deferring)
+    assert torch.equal(found, expected)
+    for name, grad in expected_grads.items():
+        other = found_grads[name]
+        assert (grad is None) == (other is None), name
+        assert grad is None or (other is not None and torch.equal(grad, other)), name
+
+
+def test_the_relu_runs_wherever_the_quantizer_does_not_stand_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    qmodel = ready().train()
+    calls = []
+    relu = F.relu
+    monkeypatch.setattr(F, "relu", lambda x, **more: (calls.append(1), relu(x, **more))[1])
+
+    def count() -> int:
+        calls.clear()
+        qmodel(images())
+        return sum(calls)
+
+    in_training = count()
+    qmodel.eval()
+    in_eval = count()
+    assert in_eval == in_training + 2
+    qmodel.train()
+    qmodel.set_quant(w_quant=True, a_quant=False)
+    assert count() == in_eval
+    qmodel.set_quant(w_quant=True, a_quant=True)
+    with torch.no_grad():
+        assert count() == in_eval
+    assert count() == in_training
+
+
+@pytest.mark.parametrize("activations", ["lsq+", "pact"])
+def test_grids_that_may_begin_elsewhere_do_not_rectify(activations: str) -> None:
+    assert rectifying(ready(activations=activations).train()) == []
+
+
+def test_signed_grids_do_not_rectify() -> None:
+    assert rectifying(ready(scheme="per-tensor-symmetric").train()) == []
+
+
+def test_a_grid_that_has_changed_is_seen() -> None:
+    qmodel = ready().train()
+    quantizer = next(quantizer for quantizer in qmodel.quantizers() if quantizer.name == "conv3.input")
+    quantizer.zero_point.fill_(3.0)
+    assert rectifying(qmodel.train()) == ["fc.input"]
+
+
+def test_nothing_else_notices(tmp_path: Path) -> None:
+    qmodel = ready()
+    before, coverage, names = qmodel(images()), str(qmodel.coverage), list(qmodel.state_dict())
+    qmodel.train().eval()
+    assert torch.equal(qmodel(images()), before)
+    assert str(qmodel.coverage) == coverage and list(qmodel.state_dict()) == names
+    qmodel.save(tmp_path / "kept")
+    assert torch.equal(QuantModel.load(tmp_path / "kept", Net())(images()), before)
+    assert torch.equal(copy.deepcopy(qmodel)(images()), before)
+
+
+def test_the_file_has_its_relus(tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    qmodel = ready().train()
+    step(qmodel)
+    qmodel.eval().export_onnx(images(), tmp_path / "model.onnx", check=[images()])
+    nodes = [node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node]
+    assert nodes.count("Relu") == 5
