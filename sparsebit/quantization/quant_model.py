@@ -209,6 +209,8 @@ class QuantModel(SimulatedModel):
             if self._deferred is not self._captured:
                 defer_relus(self._captured)
                 self._deferred = self._captured
+                if self._packs:
+                    saved_activations.install(self.model, cheap_modules=True)
             choose(self.model)
         if self._holds_statistics:
             freezing.hold_statistics(self.model, held=True)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparsebit.quantization.ops.quant_opr import QuantOpr
-from sparsebit.quantization.ops.recipes import give_recipe, recipe_of
+from sparsebit.quantization.ops.recipes import give_recipe, recipe_of, relu
 from sparsebit.quantization.quantizers.base import Quantizer
 
 # They keep their input for the backward, and are a few operations per element.
@@ -37,7 +37,7 @@ def install(model: nn.Module, *, cheap_modules: bool) -> None:
         elif cheap_modules and _is_cheap(module):
             module.register_forward_hook(_note_cheap, with_kwargs=True)
             if type(module) is nn.ReLU:
-                module.forward = _relu_that_keeps_its_input  # type: ignore[method-assign,assignment]
+                module.forward = relu  # type: ignore[method-assign,assignment]
 
 
 def remove(model: nn.Module) -> None:
@@ -47,7 +47,7 @@ def remove(model: nn.Module) -> None:
             if hook in (_note_quantized, _note_large_quantized, _note_cheap):
                 del module._forward_hooks[key]
                 module._forward_hooks_with_kwargs.pop(key, None)
-        if module.__dict__.get("forward") is _relu_that_keeps_its_input:
+        if module.__dict__.get("forward") is relu:
             del module.__dict__["forward"]
 
 
@@ -63,7 +63,7 @@ def _note_large_quantized(quantizer: nn.Module, args: tuple[Any, ...], output: A
 
 
 def _note_cheap(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    if not _is_recorded(output):
+    if not _is_recorded(output) or output is args[0]:  # a ReLU may be left to a quantizer
         return
     if isinstance(module, nn.ReLU) and recipe_of(args[0]) is None:
         return  # its input would be kept for its sake alone
@@ -78,7 +78,7 @@ def _is_recorded(output: Any) -> bool:
 def _is_cheap(module: nn.Module) -> bool:
     if isinstance(module, QuantOpr):
         return type(module) is QuantOpr and module.weight_quantizer is None and module.row.name in CHEAP_ROWS
-    return type(module) in CHEAP
+    return type(module) in CHEAP or isinstance(module, nn.ReLU)
 
 
 class _Normalized:
@@ -92,8 +92,3 @@ class _Normalized:
         if norm.training or norm.running_mean is None:
             return F.batch_norm(x, None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
         return F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.0, norm.eps)
-
-
-def _relu_that_keeps_its_input(x: Tensor) -> Tensor:
-    """A relu keeps its output, which nobody else might; the same function written as a threshold keeps its input."""
-    return F.threshold(x, 0.0, 0.0) if recipe_of(x) is not None else F.relu(x)

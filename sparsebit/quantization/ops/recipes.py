@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsebit.errors import SparsebitError
@@ -76,6 +77,11 @@ def as_autocast(x: Tensor) -> Tensor:
     half = x.to(dtype)
     give_recipe(half, torch.Tensor.to, (x, dtype))
     return half
+
+
+def relu(x: Tensor) -> Tensor:
+    """A relu keeps its output; where its input has a recipe it is written as a threshold, which keeps that."""
+    return F.threshold(x, 0.0, 0.0) if recipe_of(x) is not None else F.relu(x)
 
 
 def packing() -> torch.autograd.graph.saved_tensors_hooks:

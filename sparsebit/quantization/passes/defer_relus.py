@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from sparsebit.graph.capture import Captured
 from sparsebit.graph.patterns import module_of
 from sparsebit.quantization.ops.quant_opr import QIdentity, QuantOpr
+from sparsebit.quantization.ops.recipes import relu
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.quantizers.lsq import LSQ
 from sparsebit.quantization.quantizers.uniform import Uniform
@@ -32,7 +33,7 @@ class DeferredReLU(nn.ReLU):
         return self._quantizer[0]
 
     def forward(self, input: Tensor) -> Tensor:
-        return input if self.quantizer.is_rectifying and self.quantizer.is_enable else F.relu(input)
+        return input if self.quantizer.is_rectifying and self.quantizer.is_enable else relu(input)
 
 
 def defer_relus(captured: Captured) -> None:
@@ -73,15 +74,10 @@ def _only_reader(node: fx.Node, root: fx.GraphModule) -> Quantizer | None:
     if not isinstance(module, (QuantOpr, QIdentity)) or reader.args[:1] != (node,):
         return None
     calls = [other for other in root.graph.nodes if other.op == "call_module" and other.target == reader.target]
-    return module.input_quantizer if len(calls) == 1 else None
+    quantizer = module.input_quantizer
+    return quantizer if len(calls) == 1 and type(quantizer) in (LSQ, Uniform) and quantizer.spec.qmin == 0 else None
 
 
 def _begins_at_zero(quantizer: Quantizer) -> bool:
-    return (
-        type(quantizer) in (LSQ, Uniform)
-        and not quantizer.fake_fused
-        and not quantizer.follows
-        and quantizer.spec.qmin == 0
-        and quantizer.is_calibrated
-        and not bool(quantizer.zero_point.any())
-    )
+    is_fixed = quantizer.is_calibrated and not quantizer.fake_fused and not quantizer.follows
+    return is_fixed and not bool(quantizer.zero_point.any())

@@ -98,6 +98,22 @@ def test_the_relu_runs_wherever_the_quantizer_does_not_stand_for_it(monkeypatch:
     assert count() == in_training
 
 
+def test_packed_before_or_after_it_is_the_same_step() -> None:
+    models = [ready() for _ in range(3)]
+    models[1].pack_saved_activations()
+    for qmodel in models:
+        qmodel.train()
+    models[2].pack_saved_activations()
+    grid = next(q for q in models[1].quantizers() if q.name == "fc.input")
+    assert grid.rectifies
+    steps = [step(qmodel) for qmodel in models]
+    for output, grads in steps[1:]:
+        assert torch.equal(output, steps[0][0])
+        for name, grad in steps[0][1].items():
+            other = grads[name]
+            assert grad is None or (other is not None and torch.equal(grad, other)), name
+
+
 @pytest.mark.parametrize("activations", ["lsq+", "pact"])
 def test_grids_that_may_begin_elsewhere_do_not_rectify(activations: str) -> None:
     assert rectifying(ready(activations=activations).train()) == []
