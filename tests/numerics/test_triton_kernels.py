@@ -222,3 +222,33 @@ def test_division_is_exact_on_many_values() -> None:
         scale = torch.rand((), device="cuda") * 0.1 + 1e-3
         numbers = (scale, zero, None, 0, -128, 127)
         assert torch.equal(kernels.fake_quantize(x, *numbers), plain.fake_quantize(x, *numbers))
+
+
+@pytest.mark.gpu
+def test_no_gradient_is_lost_in_long_channels() -> None:
+    """The first Sparsebit's kernel lost what lay behind 1.3 million elements of a channel."""
+    kernels = importlib.import_module("sparsebit.numerics.triton_kernels")
+    for layout in (torch.contiguous_format, torch.channels_last):
+        x = torch.full((4, 3, 1024, 1024), 100.0, device="cuda").contiguous(memory_format=layout)
+        scale, zero_point = torch.ones(3, device="cuda"), torch.zeros(3, device="cuda")
+        _, grad_scale, _ = kernels.backward(
+            torch.ones_like(x), x, scale, zero_point, 1, 0, 0, 15, "pact", True, True, False
+        )
+        assert grad_scale.tolist() == [15.0 * 4 * 1024 * 1024] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_more_elements_than_fit_into_32_bits() -> None:
+    count = 2**31 + 4097
+    if torch.cuda.get_device_properties(0).total_memory < 40 * 2**30:
+        pytest.skip("needs 40 GiB of GPU memory")
+    x = torch.full((count,), 0.3, dtype=torch.bfloat16, device="cuda").requires_grad_()
+    scale = torch.tensor([0.25], device="cuda", requires_grad=True)
+    y = fake_quantize(x, scale, torch.zeros(1, device="cuda"), TensorSpec(4, True), gradient="lsq")
+    assert bool((y == 0.25).all())
+    y.backward(torch.ones_like(y))
+    assert x.grad is not None and bool((x.grad == 1).all())
+    each = 1.0 - float(x.detach()[0]) / 0.25
+    expected = each * count * (count * 7) ** -0.5
+    assert scale.grad is not None and scale.grad.item() == pytest.approx(expected, rel=1e-3)
