@@ -94,18 +94,24 @@ class _FakeQuantizeRows(torch.autograd.Function):
         # Without x: it is made of the weights again, which are there anyway.
         ctx.save_for_backward(scale, *weights)
         ctx.batch, ctx.learns = batch, learns
+        ctx.set_materialize_grads(False)
         return tuple(batch.views(y))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         batch: RowBatch = ctx.batch
         scale, *weights = ctx.saved_tensors
-        grad, x = batch.flat(grads), batch.flat(weights)
+        known = [w.new_zeros(()).expand_as(w) if g is None else g for g, w in zip(grads, weights, strict=True)]
+        grad, x = batch.flat(known), batch.flat(weights)
         grad_x, grad_scale = torch.empty_like(x), torch.empty_like(scale)
         batch.backward((grad, x, scale, batch.starts, batch.qmins, batch.qmaxs, batch.factors, grad_x, grad_scale), ())
-        by_scale = grad_scale.split([form.num_rows for form in batch.forms]) if ctx.learns else [None] * len(grads)
-        return (None, None, None, *batch.views(grad_x), *by_scale)
+        by_weight: list[Tensor | None] = [*batch.views(grad_x)]
+        by_scale: list[Tensor | None] = [*grad_scale.split([form.num_rows for form in batch.forms])]
+        for number, found in enumerate(grads):  # a layer that the loss does not depend on has no gradient
+            if found is None:
+                by_weight[number] = by_scale[number] = None
+        return (None, None, None, *by_weight, *(by_scale if ctx.learns else [None] * len(grads)))
 
 
 _apply: Callable[..., tuple[Tensor, ...]] = _FakeQuantizeRows.apply

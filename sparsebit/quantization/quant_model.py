@@ -74,8 +74,10 @@ class QuantModel(SimulatedModel):
 
     def _batched_weights(self) -> contextlib.AbstractContextManager[None]:
         """Inside, layers find their weights quantized (on a GPU)."""
-        if self._weights is None or self._weights.model is not self.model:
-            self._weights = WeightBatches(self.model)
+        if self._root is None:
+            return contextlib.nullcontext()
+        if self._weights is None or self._weights.root is not self._root:
+            self._weights = WeightBatches(self._root)
         return self._weights.ready()
 
     def _record(self, call: Any) -> None:

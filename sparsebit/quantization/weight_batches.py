@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from sparsebit.graph.capture import Region
+from sparsebit.graph.patterns import module_of
 from sparsebit.numerics.spec import PerChannel
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 from sparsebit.quantization.quantizers.base import Quantizer
@@ -28,9 +30,13 @@ _HAS_TRITON = find_spec("triton") is not None
 class WeightBatches:
     """Hands every layer that can be batched its quantized weight (`WeightedQuantOpr.ready_weight`) for one forward."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.layers = [m for m in model.modules() if isinstance(m, WeightedQuantOpr) and m.row.name in _ROWS]
+    def __init__(self, root: Region) -> None:
+        """`root`: the graph of the whole model. What opaque code calls stays out: it may run it again in the backward
+        (`torch.utils.checkpoint`), when batches are gone.
+        """
+        self.root = root
+        called = {module_of(node, root.graph_module): None for node in root.graph_module.graph.nodes}
+        self.layers = [m for m in called if isinstance(m, WeightedQuantOpr) and m.row.name in _ROWS]
         self.batches: dict[tuple[Any, ...], RowBatch] = {}
 
     @contextlib.contextmanager

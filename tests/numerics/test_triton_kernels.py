@@ -212,6 +212,9 @@ def test_rows_of_many_weights_at_once(device: str, request: pytest.FixtureReques
         by_weight, by_scale = torch.autograd.grad(expected, [weight, scale], grads[number])
         assert torch.equal(found_grads[number], by_weight)
         torch.testing.assert_close(found_grads[len(weights) + number], by_scale, rtol=1e-4, atol=1e-5)
+    found = rows.fake_quantize_rows(batch, weights, scales, torch.float32, learns=True)
+    some = torch.autograd.grad(found[1].sum(), [*weights, *scales], allow_unused=True)
+    assert [grad is not None for grad in some] == [False, True, False, False] * 2
 
 
 @pytest.mark.gpu

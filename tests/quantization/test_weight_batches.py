@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from sparsebit.quantization import QuantModel, parse_qconfig, weight_batches
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
@@ -73,6 +74,30 @@ def test_layers_hold_their_batched_weights_during_the_forward_alone() -> None:
     with torch.no_grad():
         qmodel(images())
     assert not any(seen.values())
+
+
+class Opaque(nn.Module):
+    """Code that cannot be traced, and that computes a part of itself again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 6, 3), nn.Conv2d(6, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if float(x.sum()) > 1e9:
+            return x
+        return checkpoint(lambda y: self.second(self.first(y).relu()), x, use_reentrant=False).mean((2, 3))
+
+
+@pytest.mark.usefixtures("batched")
+def test_what_opaque_code_computes_again_is_not_batched() -> None:
+    config = {"DEVICE": "cpu", "W": {"QUANTIZER": {"TYPE": "lsq", "BIT": 4}}, "A": {"QUANTIZER": {"DISABLE": True}}}
+    qmodel = QuantModel(Opaque(), parse_qconfig(config))
+    qmodel.prepare_calibration()
+    qmodel(images())
+    qmodel.init_QAT()
+    qmodel.train()(images()).sum().backward()
+    assert all(parameter.grad is not None for parameter in qmodel.parameters())
 
 
 @pytest.mark.usefixtures("batched")
