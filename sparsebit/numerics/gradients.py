@@ -19,6 +19,8 @@ The magnitude of a scale is what counts (`plain.magnitude`): a scale below zero 
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
 from typing import Literal, TypeAlias, get_args
 
 import torch
@@ -33,8 +35,6 @@ LEARNING = frozenset({"lsq", "pact", "relu_lsq"})  # those that scale and zero p
 
 # grad where low < self < high, else 0, in one pass: on a CPU two comparisons and a product take eight times as long.
 _where_inside = torch.ops.aten.hardtanh_backward
-# What a strict inequality leaves out at the ends of PACT's range: less than float32 can tell from them.
-_HAIR = 1e-9
 
 
 def backward(
@@ -71,7 +71,7 @@ def backward(
     if gradient.startswith("relu_"):
         judged, ends = values, (0.0, qmax - qmin + 0.5)  # the highest code is odd: halfway above it is beyond
     elif gradient == "pact":
-        judged, ends = values, (low - _HAIR, high + _HAIR)
+        judged, ends = values, (_beyond(low, -math.inf), _beyond(high, math.inf))
         if shift is not None:
             as_blocks(judged, axis, group_size).add_(shift)
     if grad.dtype != codes.dtype:
@@ -101,6 +101,12 @@ def backward(
         as_blocks(outside, axis, group_size).mul_(steps)
         grad_zero_point = _summed(outside, zero_point, axis, group_size, factor)
     return None if grad_x is None or not needs_x else grad_x.to(x.dtype), grad_scale, grad_zero_point
+
+
+@lru_cache(maxsize=256)
+def _beyond(end: int, direction: float) -> float:
+    """The next number of float32: strictly inside it is up to the end itself."""
+    return torch.nextafter(torch.tensor(float(end)), torch.tensor(direction)).item()
 
 
 def lsq_factor(num_elements: int, num_params: int, qmax: int) -> float:

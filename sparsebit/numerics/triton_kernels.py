@@ -280,9 +280,12 @@ class _Scratch:
     def of(cls, x: Tensor) -> _Scratch:
         device = x.get_device()
         key = (device, torch._C._cuda_getCurrentRawStream(device) if x.is_cuda else 0)
-        if key not in cls._known:
-            cls._known[key] = cls(x.device)
-        return cls._known[key]
+        found = cls._known.get(key)
+        if found is None:
+            found = cls(x.device)
+            if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):  # else it is the graph's own
+                cls._known[key] = found
+        return found
 
 
 KERNELS = Kernels(fake_quantize, backward)

@@ -67,10 +67,13 @@ class CapturedStep:
                 self._run(self.inputs)
         torch.cuda.current_stream().wait_stream(aside)
         self.model.zero_grad(set_to_none=True)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.loss = self._run(self.inputs)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                self.loss = self._run(self.inputs)
+        finally:
+            with torch.no_grad():
+                for buffer, value in buffers.items():
+                    buffer.copy_(value)
         self.grads = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
-        with torch.no_grad():
-            for buffer, value in buffers.items():
-                buffer.copy_(value)
+        self.graph = graph

@@ -26,6 +26,7 @@ from sparsebit.execution.batches import Call, as_call, calls
 from sparsebit.execution.distributed import gather_shards, is_sharded, once
 from sparsebit.execution.value_store import MIB
 from sparsebit.graph.capture import Captured, call_form
+from sparsebit.graph.example import GuardError
 from sparsebit.quantization import checkpoint, freezing, saved_activations, sharding
 from sparsebit.quantization.algorithms.batchnorm_tuning import (
     MayFold,
@@ -79,6 +80,11 @@ class QuantModel(SimulatedModel):
         if self._weights is None or self._weights.root is not self._root:
             self._weights = WeightBatches(self._root)
         return self._weights.ready()
+
+    def _warn_of_source(self, error: GuardError) -> None:
+        super()._warn_of_source(error)
+        if self._weights is not None:  # the model's own code may run a layer again in the backward
+            self._weights.clear()
 
     def _record(self, call: Any) -> None:
         if self._runner is not None:
@@ -159,9 +165,6 @@ class QuantModel(SimulatedModel):
             quantizer.follow_range(follow_ranges)
         if follow_ranges:
             freezing.chosen(self.model, ("observers",))
-        if self._packs is None and self.device.type == "cuda":
-            saved_activations.install(self.model, cheap_modules=False)
-            self._packs = False
 
     def shard(self, blocks: Iterable[str] = (), **settings: Any) -> None:
         """Spread the parameters over the ranks with `torch.distributed.fsdp.fully_shard`, after `init_QAT`.
@@ -214,6 +217,9 @@ class QuantModel(SimulatedModel):
                 if self._packs:
                     saved_activations.install(self.model, cheap_modules=True)
             choose(self.model)
+            if self._packs is None and self.device.type == "cuda":
+                saved_activations.install(self.model, cheap_modules=False)
+                self._packs = False
         if self._holds_statistics:
             freezing.hold_statistics(self.model, held=True)
         return self
@@ -222,8 +228,8 @@ class QuantModel(SimulatedModel):
         """Train in less memory than the float model takes; gradients stay the same, bit by bit.
 
         What normalizations, activation functions and quantizers give is not kept for the backward but computed again
-        there. `False` keeps everything. Without a call, on a GPU, the quantized copies alone are computed again
-        (`init_QAT`). Under `torch.compile` the compiler decides by itself.
+        there. `False` keeps everything. Without a call, on a GPU, large quantized copies alone are computed again.
+        Under `torch.compile` the compiler decides by itself.
         """
         saved_activations.remove(self.model)
         if enabled:
@@ -239,12 +245,16 @@ class QuantModel(SimulatedModel):
         take in the norms' factors, so that the integers of the weights stay what they were.
         """
         self._require_whole("batchnorm_tuning")
+        held = self._holds_statistics
         with restarted_statistics(self.model) as ranks:
             try:
                 self.set_quant(w_quant=True, a_quant=True)
                 self._holds_statistics = False
                 self.train()
                 yield
+            except BaseException:
+                self._holds_statistics = held
+                raise
             finally:
                 self.eval()
                 self.set_quant(w_quant=False, a_quant=False)

@@ -8,6 +8,8 @@ kernels run again on the same numbers, so that gradients are equal bit by bit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from sparsebit.numerics import dispatch
+from sparsebit.numerics.spec import TensorSpec
 from sparsebit.quantization.ops.quant_opr import QuantOpr
 from sparsebit.quantization.ops.recipes import give_recipe, recipe_of, relu
-from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.quantization.quantizers.base import Quantizer, is_known
 
 # They keep their input for the backward, and are a few operations per element.
 CHEAP = (
@@ -36,7 +40,7 @@ def install(model: nn.Module, *, cheap_modules: bool) -> None:
             module.register_forward_hook(_note_quantized if cheap_modules else _note_large_quantized)
         elif cheap_modules and _is_cheap(module):
             module.register_forward_hook(_note_cheap, with_kwargs=True)
-            if type(module) is nn.ReLU:
+            if type(module) is nn.ReLU and not module.inplace:
                 module.forward = relu  # type: ignore[method-assign,assignment]
 
 
@@ -52,9 +56,17 @@ def remove(model: nn.Module) -> None:
 
 
 def _note_quantized(quantizer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    if _is_recorded(output) and output is not args[0]:
-        assert isinstance(quantizer, Quantizer)
-        give_recipe(output, quantizer.fake_quantize, args, read=tuple(quantizer.parameters(recurse=False)))
+    assert isinstance(quantizer, Quantizer)
+    if not _is_recorded(output) or output is args[0] or not _repeats(quantizer):
+        return
+    scale, zero_point = (number.detach() for number in quantizer.operands())
+    give_recipe(output, partial(_requantized, quantizer.spec, quantizer.transform), (args[0], scale, zero_point))
+
+
+def _requantized(
+    spec: TensorSpec, transform: Callable[[Tensor], Tensor], x: Tensor, scale: Tensor, zero_point: Tensor
+) -> Tensor:
+    return dispatch.fake_quantize(transform(x), scale, zero_point, spec)
 
 
 def _note_large_quantized(quantizer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -63,12 +75,15 @@ def _note_large_quantized(quantizer: nn.Module, args: tuple[Any, ...], output: A
 
 
 def _note_cheap(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    if not _is_recorded(output) or output is args[0]:  # a ReLU may be left to a quantizer
+    x = next(iter((*args, *kwargs.values())))
+    if not _is_recorded(output) or output is x:  # a ReLU may be left to a quantizer
         return
-    if isinstance(module, nn.ReLU) and recipe_of(args[0]) is None:
+    if isinstance(module, nn.ReLU) and recipe_of(x) is None:
         return  # its input would be kept for its sake alone
-    function = _Normalized(module) if isinstance(module, _BatchNorm) else module.forward
-    give_recipe(output, function, args, kwargs, tuple(module.parameters()))
+    if not all(_repeats(inner) for inner in module.modules() if isinstance(inner, Quantizer)):
+        return
+    function = _Normalized(module) if isinstance(module, _BatchNorm) else _Called(module)
+    give_recipe(output, function, args, kwargs, (*module.parameters(), *function.buffers))
 
 
 def _is_recorded(output: Any) -> bool:
@@ -78,17 +93,37 @@ def _is_recorded(output: Any) -> bool:
 def _is_cheap(module: nn.Module) -> bool:
     if isinstance(module, QuantOpr):
         return type(module) is QuantOpr and module.weight_quantizer is None and module.row.name in CHEAP_ROWS
-    return type(module) in CHEAP or isinstance(module, nn.ReLU)
+    return (type(module) in CHEAP or isinstance(module, nn.ReLU)) and not getattr(module, "inplace", False)
 
 
 class _Normalized:
     """A batch norm that leaves the running statistics alone: they have seen this batch."""
 
     def __init__(self, norm: _BatchNorm) -> None:
-        self.norm = norm
+        by_batch = norm.training or norm.running_mean is None
+        self.statistics = (None, None) if by_batch else (norm.running_mean, norm.running_var)
+        self.settings: dict[str, Any] = {"weight": norm.weight, "bias": norm.bias, "eps": norm.eps}
+        self.settings |= {"training": by_batch, "momentum": 0.0}
+        self.buffers = [buffer for buffer in self.statistics if buffer is not None]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        norm = self.norm
-        if norm.training or norm.running_mean is None:
-            return F.batch_norm(x, None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
-        return F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.0, norm.eps)
+    def __call__(self, input: Tensor) -> Tensor:
+        return F.batch_norm(input, *self.statistics, **self.settings)
+
+
+class _Called:
+    """A module with the parameters that it has now."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.parameters: dict[str, Tensor] = dict(module.named_parameters())
+        self.buffers = list(module.buffers())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        found: Tensor = torch.func.functional_call(self.module, self.parameters, args, kwargs)
+        return found
+
+
+def _repeats(quantizer: Quantizer) -> bool:
+    """Whether it gives the same again; a user's own may draw at random."""
+    is_ours = is_known(quantizer) and type(quantizer).transform.__module__.startswith("sparsebit.")
+    return is_ours and not quantizer.follows

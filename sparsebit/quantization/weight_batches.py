@@ -47,8 +47,11 @@ class WeightBatches:
                 self._quantize(layers, learns)
             yield
         finally:
-            for layer in self.layers:
-                layer.ready_weight = None
+            self.clear()
+
+    def clear(self) -> None:
+        for layer in self.layers:
+            layer.ready_weight = None
 
     def _quantize(self, layers: list[WeightedQuantOpr], learns: bool) -> None:
         from sparsebit.numerics.row_batch import RowBatch, RowForm, fake_quantize_rows
@@ -91,7 +94,8 @@ def _fits(layer: WeightedQuantOpr) -> bool:
     quantizer: Quantizer = layer.weight_quantizer
     weight = layer.op._parameters.get("weight")  # not one that a parametrization computes
     return (
-        type(weight) is nn.Parameter
+        "forward" not in layer.__dict__  # a user's own, which may run the layer again in the backward
+        and type(weight) is nn.Parameter
         and _runs_kernels(weight)
         and weight.dtype == torch.float32
         and weight.requires_grad

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -214,3 +216,81 @@ def test_the_model_is_the_same_in_eval_mode_saved_and_copied() -> None:
     assert torch.equal(copy.deepcopy(qmodel)(images()), expected)
     with torch.no_grad():
         assert torch.equal(qmodel(images()), expected)
+
+
+class TestWhatMayHappenInBetween:
+    """Forward and backward of a packed model with something between them that a recipe could miss."""
+
+    def check(self, run: Callable[[QuantModel], Tensor], qmodel: QuantModel) -> None:
+        packed = copy.deepcopy(qmodel)
+        nothing(qmodel)
+        everything(packed)
+        grads = []
+        for candidate in (qmodel, packed):
+            candidate.train()
+            run(candidate).backward()
+            grads.append({name: parameter.grad for name, parameter in candidate.named_parameters()})
+        assert_equal(grads[1], grads[0])
+
+    def test_eval_mode(self) -> None:
+        def run(qmodel: QuantModel) -> Tensor:
+            loss = qmodel(images()).square().sum()
+            qmodel.eval()
+            return loss
+
+        self.check(run, ready())
+
+    def test_other_parameters(self) -> None:
+        def run(qmodel: QuantModel) -> Tensor:
+            doubled = {name: parameter * 2 for name, parameter in qmodel.named_parameters()}
+            output: Tensor = torch.func.functional_call(qmodel, doubled, (images(),))
+            return output.square().sum()
+
+        self.check(run, ready())
+
+    def test_a_second_forward_of_ranges_that_follow(self) -> None:
+        def run(qmodel: QuantModel) -> Tensor:
+            first: Tensor = qmodel(images()).square().sum()
+            return first + qmodel(images() * 3).square().sum()
+
+        qmodel = ready("uniform", "uniform")
+        for quantizer in qmodel.quantizers():
+            quantizer.follow_range(True)
+        self.check(run, qmodel)
+
+    def test_a_tensor_that_opaque_code_changes_in_place(self) -> None:
+        class Opaque(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.conv1, self.norm, self.conv2 = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3)
+
+            def forward(self, x: Tensor) -> Tensor:
+                if float(x.sum()) > 1e9:
+                    return x
+                y = self.norm(input=self.conv1(x))
+                y += 1.0
+                return self.conv2(y)  # type: ignore[no-any-return]
+
+        torch.manual_seed(0)
+        config = {"DEVICE": "cpu", "W": {"QUANTIZER": {"TYPE": "lsq", "BIT": 4}}}
+        qmodel = QuantModel(Opaque(), parse_qconfig(config | {"A": {"QUANTIZER": {"TYPE": "lsq", "BIT": 4}}}))
+        qmodel.prepare_calibration()
+        qmodel(images())
+        qmodel.init_QAT()
+        self.check(lambda candidate: candidate(images()).square().sum(), qmodel)
+
+    def test_nothing_stays_alive_without_a_backward(self) -> None:
+        config = {"DEVICE": "cpu", "W": {"QUANTIZER": {"TYPE": "lsq", "BIT": 4}}}
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Sigmoid(), nn.Conv2d(4, 2, 3), nn.Softmax(1))
+        qmodel = QuantModel(model, parse_qconfig(config | {"A": {"QUANTIZER": {"TYPE": "lsq", "BIT": 4}}}))
+        qmodel.prepare_calibration()
+        qmodel(images())
+        qmodel.init_QAT()
+        everything(qmodel)
+        qmodel.train()
+        outputs = []
+        qmodel.model.get_submodule("0").register_forward_hook(lambda *call: outputs.append(weakref.ref(call[-1])))
+        for _ in range(3):
+            qmodel(images())
+        gc.collect()
+        assert len(outputs) == 3 and all(output() is None for output in outputs)

@@ -91,13 +91,24 @@ class Opaque(nn.Module):
 
 @pytest.mark.usefixtures("batched")
 def test_what_opaque_code_computes_again_is_not_batched() -> None:
-    config = {"DEVICE": "cpu", "W": {"QUANTIZER": {"TYPE": "lsq", "BIT": 4}}, "A": {"QUANTIZER": {"DISABLE": True}}}
+    weights = {"QSCHEME": "per-channel-symmetric", "QUANTIZER": {"TYPE": "lsq", "BIT": 4}}
+    config = {"DEVICE": "cpu", "W": weights, "A": {"QUANTIZER": {"DISABLE": True}}}
     qmodel = QuantModel(Opaque(), parse_qconfig(config))
     qmodel.prepare_calibration()
     qmodel(images())
     qmodel.init_QAT()
     qmodel.train()(images()).sum().backward()
     assert all(parameter.grad is not None for parameter in qmodel.parameters())
+
+
+@pytest.mark.usefixtures("batched")
+def test_a_layer_that_is_checkpointed_by_itself_is_not_batched() -> None:
+    qmodel = ready("lsq")
+    layer = qmodel.model.get_submodule("3")
+    own = layer.forward
+    layer.forward = lambda *args: checkpoint(own, *args, use_reentrant=False)  # type: ignore[method-assign]
+    qmodel(images()).square().sum().backward()
+    assert all(parameter.grad is not None for parameter in layer.parameters())
 
 
 @pytest.mark.usefixtures("batched")

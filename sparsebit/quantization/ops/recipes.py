@@ -16,19 +16,28 @@ _RECIPE = "_sparsebit_recipe"
 
 
 class Recipe:
-    """How a tensor comes about again: a function and its arguments, of which some have recipes themselves."""
+    """How a tensor comes about again: a function and its arguments, of which some have recipes themselves.
+
+    Between forward and backward nothing may change that the function reads: what it needs are its arguments, and `read`
+    besides, all of which are watched.
+    """
 
     def __init__(
-        self, function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], read: tuple[Tensor, ...]
+        self,
+        output: Tensor,
+        function: Callable[..., Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        read: tuple[Tensor, ...],
     ) -> None:
-        """`read`: parameters that the function reads besides."""
+        self.version = output._version
         self.function = function
         # Without their history: a recipe must not keep the autograd graph alive.
         self.args = tuple(_without_history(arg) for arg in args)
         self.kwargs = {name: _without_history(arg) for name, arg in kwargs.items()}
         self.watched = [arg for arg in (*self.args, *self.kwargs.values(), *read) if isinstance(arg, Tensor)]
         self.versions = [tensor._version for tensor in self.watched]
-        self.autocast = _autocast_state(next(arg for arg in args if isinstance(arg, Tensor)).device.type)
+        self.autocast = _autocast_state(output.device.type)
         self.num_readers = 0
         self.value: Tensor | None = None
         for arg in (*self.args, *self.kwargs.values()):
@@ -61,11 +70,13 @@ def give_recipe(
     kwargs: dict[str, Any] | None = None,
     read: tuple[Tensor, ...] = (),
 ) -> None:
-    setattr(output, _RECIPE, Recipe(function, args, kwargs or {}, read))
+    setattr(output, _RECIPE, Recipe(output, function, args, kwargs or {}, read))
 
 
 def recipe_of(tensor: Any) -> Recipe | None:
-    return getattr(tensor, _RECIPE, None)
+    """None too for a tensor that was changed in place since."""
+    recipe: Recipe | None = getattr(tensor, _RECIPE, None)
+    return recipe if recipe is not None and recipe.version == tensor._version else None
 
 
 def as_autocast(x: Tensor) -> Tensor:
@@ -109,7 +120,8 @@ def _pack(tensor: Tensor) -> Tensor | Recipe | View:
         return recipe
     recipe = recipe_of(tensor._base)  # None for one that is no view
     if recipe is None:
-        return tensor
+        # An op that keeps its own output would keep itself alive by it.
+        return tensor if tensor.grad_fn is None else tensor.detach()
     recipe.num_readers += 1
     return View(recipe, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 

@@ -22,18 +22,23 @@ _FUNCTIONS = (F.relu, torch.relu)
 
 
 class DeferredReLU(nn.ReLU):
-    """A ReLU whose only reader is `quantizer`."""
+    """A ReLU whose only reader is `reader`'s quantizer."""
 
-    def __init__(self, quantizer: Quantizer) -> None:
+    def __init__(self, reader: QuantOpr | QIdentity) -> None:
         super().__init__()
-        self._quantizer = (quantizer,)  # in a tuple: its home is elsewhere
+        self._parts = (reader, reader.input_quantizer)  # in a tuple: their homes are elsewhere
 
     @property
     def quantizer(self) -> Quantizer:
-        return self._quantizer[0]
+        return self._parts[1]
 
     def forward(self, input: Tensor) -> Tensor:
-        return input if self.quantizer.is_rectifying and self.quantizer.is_enable else relu(input)
+        quantizer = self.quantizer
+        # A reader that is compiled by itself does not see what it is handed.
+        if not quantizer.is_rectifying or self._parts[0]._compiled_call_impl is not None:
+            return relu(input)
+        quantizer.handed = input
+        return input
 
 
 def defer_relus(captured: Captured) -> None:
@@ -41,11 +46,11 @@ def defer_relus(captured: Captured) -> None:
     for region in captured.regions.values():
         root = region.graph_module
         for node in list(root.graph.nodes):
-            quantizer = _only_reader(node, root) if _is_relu(node, root) else None
-            if quantizer is None:
+            reader = _only_reader(node, root) if _is_relu(node, root) else None
+            if reader is None:
                 continue
             name = f"{node.name}_deferred"
-            root.add_submodule(name, DeferredReLU(quantizer).train(root.training))
+            root.add_submodule(name, DeferredReLU(reader).train(root.training))
             with root.graph.inserting_before(node):
                 deferred = root.graph.call_module(name, (node.all_input_nodes[0],))
             deferred.meta = dict(node.meta)
@@ -62,11 +67,13 @@ def choose(model: nn.Module) -> None:
 
 
 def _is_relu(node: fx.Node, root: fx.GraphModule) -> bool:
-    is_function = node.op == "call_function" and node.target in _FUNCTIONS
-    return (is_function or type(module_of(node, root)) is nn.ReLU) and len(node.all_input_nodes) == 1
+    if node.op == "call_function":
+        return node.target in _FUNCTIONS and len(node.all_input_nodes) == 1 and not node.kwargs.get("inplace")
+    module = module_of(node, root)
+    return type(module) is nn.ReLU and not module.inplace and not (module._forward_hooks or module._forward_pre_hooks)
 
 
-def _only_reader(node: fx.Node, root: fx.GraphModule) -> Quantizer | None:
+def _only_reader(node: fx.Node, root: fx.GraphModule) -> QuantOpr | QIdentity | None:
     if len(node.users) != 1:
         return None
     (reader,) = node.users
@@ -75,7 +82,7 @@ def _only_reader(node: fx.Node, root: fx.GraphModule) -> Quantizer | None:
         return None
     calls = [other for other in root.graph.nodes if other.op == "call_module" and other.target == reader.target]
     quantizer = module.input_quantizer
-    return quantizer if len(calls) == 1 and type(quantizer) in (LSQ, Uniform) and quantizer.spec.qmin == 0 else None
+    return module if len(calls) == 1 and type(quantizer) in (LSQ, Uniform) and quantizer.spec.qmin == 0 else None
 
 
 def _begins_at_zero(quantizer: Quantizer) -> bool:

@@ -67,7 +67,8 @@ class Quantizer(nn.Module):
         self.use_quant = self.fake_fused = self.observing = self.export_onnx = self.was_unseen = False
         # Whether the grid moves with the data while training, and whether it is held for the time being.
         self.follows, self.is_held = self.ALWAYS_FOLLOWS, False
-        self.rectifies = False  # stands for the ReLU in front of it too, in training
+        self.rectifies = False  # can stand for a ReLU in front of it too, in training
+        self.handed: Tensor | None = None  # what that ReLU would have been applied to
         self.make_parameters(num_scales)
         # Both travel with the state_dict, so that a fresh model is as the saved one was. They are 0 or 1 in float:
         # averages of models (`torch.optim.swa_utils`) subtract and divide every buffer.
@@ -96,11 +97,15 @@ class Quantizer(nn.Module):
         """Scale and zero point in force."""
         return self.scale, self.zero_point
 
+    def operands(self) -> tuple[Tensor, Tensor]:
+        """Scale and zero point as the operator is given them: it takes a scale by its magnitude."""
+        return self.qparams()
+
     def fake_quantize(self, x: Tensor) -> Tensor:
-        scale, zero_point = self.qparams()
+        scale, zero_point = self.operands()
         if self.is_following:  # a later forward moves them in place, and the backward of this one wants these
             scale, zero_point = scale.clone(), zero_point.clone()
-        gradient: Gradient = "relu_ste" if self.is_rectifying else "ste"
+        gradient: Gradient = "relu_ste" if self.takes_over(x) else "ste"
         return dispatch.fake_quantize(self.transform(x), scale, zero_point, self.spec, gradient=gradient, tag=self.name)
 
     # --- forward
@@ -123,8 +128,14 @@ class Quantizer(nn.Module):
 
     @property
     def is_rectifying(self) -> bool:
-        """Whether it is given what a ReLU in front of it would be given (`passes.defer_relus`)."""
-        return self.rectifies and self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        """Whether a ReLU in front of it may hand its input over (`passes.defer_relus`)."""
+        is_training = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        return self.rectifies and self.is_enable and not self.follows and is_training
+
+    def takes_over(self, x: Tensor) -> bool:
+        """Whether `x` is what a ReLU has handed over: the gradient is the ReLU's too then. It is asked once."""
+        handed, self.handed = self.handed, None
+        return handed is x
 
     @property
     def is_following(self) -> bool:
@@ -255,6 +266,7 @@ class Quantizer(nn.Module):
 
     def _store(self, name: str, value: Tensor) -> None:
         """Write a number of any shape; the tensor object (an optimizer may hold it) stays the same."""
+        self.rectifies = False  # until `choose` has looked at the new grid
         tensor = getattr(self, name)
         value = value.detach().to(tensor)
         with torch.no_grad():
@@ -281,9 +293,12 @@ class Quantizer(nn.Module):
                 else:
                     self._store(name, stored)
         super()._load_from_state_dict(state_dict, prefix, *args)
+        self.rectifies = False
         if bool(self.fused) and not self.fake_fused:
             self.set_fake_fused()
             self.was_unseen = True  # it was planned, and went off in calibration
+        elif self.was_unseen and not bool(self.fused):
+            self.revive()
 
     def describe(self) -> dict[str, Any]:
         """The number format and where it came from, for JSON."""
@@ -322,7 +337,8 @@ def as_number(param: Tensor) -> Tensor:
 
 def is_known(quantizer: Quantizer) -> bool:
     """Whether it rounds with the one operator behind `transform`, as ours do; a user's own may do anything."""
-    return type(quantizer).fake_quantize.__module__.startswith("sparsebit.")
+    kind = type(quantizer)
+    return all(method.__module__.startswith("sparsebit.") for method in (kind.fake_quantize, kind.operands))
 
 
 QuantizerClass = TypeVar("QuantizerClass", bound=type[Quantizer])

@@ -35,13 +35,16 @@ class LSQ(Quantizer):
         scale, zero_point = as_number(self.scale), as_number(self.zero_point)
         return scale.abs().clamp_min(SMALLEST_SCALE), zero_point.clamp(self.spec.qmin, self.spec.qmax)
 
-    def fake_quantize(self, x: Tensor) -> Tensor:
-        # The operator takes a scale by its magnitude: none of the small kernels that `qparams` starts.
+    def operands(self) -> tuple[Tensor, Tensor]:
+        """As they are learned: none of the small kernels that `qparams` starts."""
         zero_point = self.zero_point
-        if zero_point.requires_grad:
+        if self.learns_zero_point and not self.spec.symmetric:
             zero_point = zero_point.clamp(self.spec.qmin, self.spec.qmax)
-        gradient: Gradient = "relu_lsq" if self.is_rectifying else "lsq"
-        return dispatch.fake_quantize(x, self.scale, zero_point, self.spec, gradient=gradient, tag=self.name)
+        return self.scale, zero_point
+
+    def fake_quantize(self, x: Tensor) -> Tensor:
+        gradient: Gradient = "relu_lsq" if self.takes_over(x) else "lsq"
+        return dispatch.fake_quantize(x, *self.operands(), self.spec, gradient=gradient, tag=self.name)
 
 
 @register_quantizer("lsq+", aliases=("lsq_plus",))

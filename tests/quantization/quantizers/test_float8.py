@@ -13,7 +13,7 @@ from sparsebit.quantization.quantizers.base import Quantizer, build_quantizer
 from tests.quantization.tiny import Residual, calibrated, qconfig, simulated, site
 
 WEIGHTS_ONLY = {"W.QUANTIZER.TYPE": "fp8", "A.QUANTIZER": {"DISABLE": True}}
-X = torch.randn(4, 6)
+X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 
 
 def float8(weight: torch.Tensor, granularity: PerTensor | PerChannel) -> Quantizer:
