@@ -9,13 +9,11 @@ data, and all get the same scales; only then `prepare` wraps it.
 
 from __future__ import annotations
 
-import argparse
-
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from qat_digits import CONFIG, accuracy, told
+from qat_digits import CONFIG, accuracy, arguments, told
 from torch.utils.data import DataLoader, TensorDataset
 
 from sparsebit.cli.digits import load_digits, train
@@ -23,13 +21,7 @@ from sparsebit.quantization import QuantModel, parse_qconfig
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=8, help="of training at 2 bits (%(default)s)")
-    parser.add_argument("--float-epochs", type=int, default=6, help="of training in float before (%(default)s)")
-    parser.add_argument("--lr", type=float, default=4e-3)
-    parser.add_argument("--save", default="digits-w2a2", metavar="DIR", help="the folder to write (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="a record on stdout")
-    options = parser.parse_args()
+    options = arguments(__doc__)
 
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     digits = load_digits()

@@ -1,7 +1,8 @@
-"""What the examples of training loops share: a config for 2 bits, and scores on scikit-learn's digits."""
+"""What the examples of training loops share: their options, a config for 2 bits, scores on scikit-learn's digits."""
 
 from __future__ import annotations
 
+import argparse
 import json
 
 import torch
@@ -15,6 +16,16 @@ DEVICE: cpu
 W: {QSCHEME: per-channel-symmetric, QUANTIZER: {TYPE: lsq, BIT: 2}, OBSERVER: {TYPE: MSE}}
 A: {QSCHEME: per-tensor-affine, QUANTIZER: {TYPE: lsq, BIT: 2}, OBSERVER: {TYPE: MSE}}
 """
+
+
+def arguments(description: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=8, help="of training at 2 bits (%(default)s)")
+    parser.add_argument("--float-epochs", type=int, default=6, help="of training in float before (%(default)s)")
+    parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--save", default="digits-w2a2", metavar="DIR", help="the folder to write (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="a record on stdout")
+    return parser.parse_args()
 
 
 @torch.no_grad()

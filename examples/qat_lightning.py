@@ -9,7 +9,6 @@ rank runs its own part of the data, and all get the same scales.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import lightning
 import torch
 import torch.nn.functional as F
-from qat_digits import CONFIG, accuracy, told
+from qat_digits import CONFIG, accuracy, arguments, told
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -50,13 +49,7 @@ class QuantizedClassifier(lightning.LightningModule):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=8, help="of training at 2 bits (%(default)s)")
-    parser.add_argument("--float-epochs", type=int, default=6, help="of training in float before (%(default)s)")
-    parser.add_argument("--lr", type=float, default=4e-3)
-    parser.add_argument("--save", default="digits-w2a2", metavar="DIR", help="the folder to write (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="a record on stdout")
-    options = parser.parse_args()
+    options = arguments(__doc__)
 
     digits = load_digits()
     model = train(digits, epochs=options.float_epochs, seed=0)

@@ -60,7 +60,7 @@ class QuantModel(SimulatedModel):
     """
 
     _runner: CalibrationRunner | None = None
-    _packs: bool | None = None  # what autograd keeps; None: not asked for
+    _packs: bool | None = None  # whether a whole forward is packed; None: nobody has decided yet
     _weights: WeightBatches | None = None
     _deferred: Captured | None = None  # whose ReLUs are left to quantizers
     _holds_statistics = False  # of batch norms

@@ -26,7 +26,7 @@ from sparsebit.quantization.quantizers.base import Quantizer, is_known
 # They keep their input for the backward, and are a few operations per element.
 CHEAP = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm),
-    *(nn.GELU, nn.SiLU, nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh, nn.ReLU6, nn.LeakyReLU, nn.ReLU),
+    *(nn.GELU, nn.SiLU, nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh, nn.ReLU6, nn.LeakyReLU),
 )
 CHEAP_ROWS = frozenset({"layer_norm", "group_norm", "gelu", "silu", "hardswish", "hardsigmoid", "hardtanh", "relu6"})
 LARGE = 16 << 20  # bytes; below, starting a kernel again costs more than the memory is worth
