@@ -2,7 +2,7 @@
 
     python benchmarks/qat_step.py resnet50 vit_small [--batch 128] [--output results/qat_step.jsonl]
 
-bfloat16 autocast, channels-last, 224 x 224, W4A4 LSQ. Figures are ratios of median step times and of peak memory,
+bfloat16 autocast, channels-last, 224 x 224, W4A4 LSQ as in the examples' configs. Figures are ratios of median step times and of peak memory,
 eager against float eager, compiled against float compiled (`opaque`: the operator as one node, not as algebra), and
 both captured as CUDA graphs (`graphed`), where Python's part is nothing. `torch_ao` is torch's own QAT, which runs in
 tf32 only; its ratio is to float tf32.
@@ -22,16 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.common import emit
+from benchmarks.common import ROOT, emit
 from sparsebit.numerics import decomposed
 from sparsebit.quantization import QuantModel, parse_qconfig
 
-CONFIG = """
-BACKEND: virtual
-DEVICE: {device}
-W: {{QSCHEME: per-channel-symmetric, QUANTIZER: {{TYPE: lsq, BIT: 4}}}}
-A: {{QSCHEME: per-tensor-affine, QUANTIZER: {{TYPE: lsq, BIT: 4}}}}
-"""
+def recipe(name: str) -> Path:
+    """The examples' config for models of this kind."""
+    return ROOT / "examples" / "configs" / ("deit_w4a4_lsq.yaml" if "vit" in name else "imagenet_w4a4_lsq.yaml")
 
 
 def build(name: str) -> nn.Module:
@@ -75,9 +72,9 @@ class Stepper:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def quantized(float_model: nn.Module, example: torch.Tensor) -> QuantModel:
-    device = str(example.device.type)
-    qmodel = QuantModel(float_model, parse_qconfig(CONFIG.format(device=device)))
+def quantized(name: str, float_model: nn.Module, example: torch.Tensor) -> QuantModel:
+    config = parse_qconfig(recipe(name)).to_dict() | {"DEVICE": example.device.type}
+    qmodel = QuantModel(float_model, parse_qconfig(config))
     qmodel.prepare_calibration(keep_inputs=False)
     with torch.no_grad():
         qmodel(example[:16])
@@ -142,12 +139,12 @@ def compare(name: str, options: argparse.Namespace) -> None:
     example = torch.randn(16, 3, options.size, options.size, device=device)
 
     def packed() -> nn.Module:
-        qmodel = quantized(plain(), example)
+        qmodel = quantized(name, plain(), example)
         qmodel.pack_saved_activations(True)
         return qmodel
 
     def unpacked() -> nn.Module:
-        qmodel = quantized(plain(), example)
+        qmodel = quantized(name, plain(), example)
         qmodel.pack_saved_activations(False)
         return qmodel
 
@@ -158,22 +155,22 @@ def compare(name: str, options: argparse.Namespace) -> None:
         for operator in (torch.ops.sparsebit.fake_quantize, torch.ops.sparsebit.fake_quantize_backward):
             decomposition.decompositions.pop(operator.default, None)
         decomposition.fast_random_decomps.cache_clear()
-        return torch.compile(quantized(plain(), example))
+        return torch.compile(quantized(name, plain(), example))
 
     # way: (how the model is made, in bfloat16, what it is compared with)
     ways: dict[str, tuple[Callable[[], nn.Module], bool, str]] = {
         "float_bf16": (on_device, True, ""),
-        "sparsebit_bf16": (lambda: quantized(plain(), example), True, "float_bf16"),
+        "sparsebit_bf16": (lambda: quantized(name, plain(), example), True, "float_bf16"),
         "sparsebit_bf16_packed": (packed, True, "float_bf16"),
         "sparsebit_bf16_unpacked": (unpacked, True, "float_bf16"),
         "float_bf16_compiled": (lambda: torch.compile(on_device()), True, ""),
-        "sparsebit_bf16_compiled": (lambda: torch.compile(quantized(plain(), example)), True, "float_bf16_compiled"),
+        "sparsebit_bf16_compiled": (lambda: torch.compile(quantized(name, plain(), example)), True, "float_bf16_compiled"),
         "float_bf16_graphed": (on_device, True, ""),
-        "sparsebit_bf16_graphed": (lambda: quantized(plain(), example), True, "float_bf16_graphed"),
+        "sparsebit_bf16_graphed": (lambda: quantized(name, plain(), example), True, "float_bf16_graphed"),
         "sparsebit_bf16_packed_graphed": (packed, True, "float_bf16_graphed"),
         "sparsebit_bf16_compiled_opaque": (opaque, True, "float_bf16_compiled"),
         "float_tf32": (on_device, False, ""),
-        "sparsebit_tf32": (lambda: quantized(plain(), example), False, "float_tf32"),
+        "sparsebit_tf32": (lambda: quantized(name, plain(), example), False, "float_tf32"),
         "torch_ao_tf32": (lambda: torch_ao(plain(), example), False, "float_tf32"),
     }
     if options.ways:

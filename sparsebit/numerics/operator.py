@@ -47,7 +47,6 @@ _LIBRARY.define(
 OPERATOR: Callable[..., Tensor] = torch.ops.sparsebit.fake_quantize.default
 _fake_quantize_backward = torch.ops.sparsebit.fake_quantize_backward.default
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
-_NO_GRADS = (None,) * 6
 
 
 def fake_quantize(
@@ -69,13 +68,13 @@ def fake_quantize(
     if _is_watched(x, scale, zero_point):
         return OPERATOR(x, scale, zero_point, axis, group_size, qmin, qmax, gradient, tag)
     if _needs_grad(x, scale, zero_point, gradient, tag):
-        return _record(x, scale, zero_point, axis, group_size, qmin, qmax, gradient, tag)
+        return _record(x, scale, zero_point, (axis, group_size, qmin, qmax, gradient, tag))
     with torch._C._AutoDispatchBelowAutograd():
         return _forward(x, scale, zero_point, axis, group_size, qmin, qmax, gradient, tag)
 
 
 def _kernels(x: Tensor) -> Kernels:
-    return KERNELS.get(x.device.type, PLAIN) if KERNELS else PLAIN
+    return KERNELS.get("cuda" if x.is_cuda else x.device.type, PLAIN) if KERNELS else PLAIN
 
 
 def _forward(
@@ -110,33 +109,52 @@ def _fake_backward(grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, *
 
 
 class _FakeQuantize(torch.autograd.Function):
+    """Where nobody watches. `rest` is one argument: autograd looks at each."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, rest: tuple[Any, ...]) -> Tensor:
         ctx.save_for_backward(x, scale, zero_point)
         ctx.rest = rest
-        return (_below_autograd if _is_watched(x, scale, zero_point) else _forward)(x, scale, zero_point, *rest)
+        return _forward(x, scale, zero_point, *rest)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, scale, zero_point = ctx.saved_tensors
-        axis, group_size, qmin, qmax, gradient, _ = ctx.rest
-        needs_x, needs_scale, needs_zero_point = ctx.needs_input_grad[:3]
-        learns = gradient in LEARNING
-        needs = (needs_x, needs_scale and learns, needs_zero_point and learns)
-        call = _fake_quantize_backward if _is_watched(grad, x, scale) else _backward
-        # The needed gradients only: an operator's list of tensors has no room for None.
-        grads = iter(call(grad, x, scale, zero_point, axis, group_size, qmin, qmax, gradient, *needs))
-        return (*(next(grads) if needed else None for needed in needs), *_NO_GRADS)
+        return (_gradients_once if torch.is_grad_enabled() else _gradients)(ctx, grad)
 
 
-_record: Callable[..., Tensor] = _FakeQuantize.apply
+class _WatchedFakeQuantize(_FakeQuantize):
+    """The operator is called again, below autograd, for whoever wants to see it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, rest: tuple[Any, ...]) -> Tensor:
+        ctx.save_for_backward(x, scale, zero_point)
+        ctx.rest = rest
+        return _below_autograd(x, scale, zero_point, *rest)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, scale, zero_point = ctx.saved_tensors
+    axis, group_size, qmin, qmax, gradient, _ = ctx.rest
+    needs = ctx.needs_input_grad[:3]
+    if gradient not in LEARNING:
+        needs = (needs[0], False, False)
+    if not _is_watched(grad, x, scale):
+        return (*_kernels(x).backward(grad, x, scale, zero_point, axis, group_size, qmin, qmax, gradient, *needs), None)
+    # The needed gradients only: an operator's list of tensors has no room for None.
+    found = iter(_fake_quantize_backward(grad, x, scale, zero_point, axis, group_size, qmin, qmax, gradient, *needs))
+    return (*(next(found) if needed else None for needed in needs), None)
+
+
+_gradients_once = once_differentiable(_gradients)
+# Without the detour through Python that `Function.apply` makes for functorch's sake: those are who watches.
+_record: Callable[..., Tensor] = super(torch.autograd.Function, _FakeQuantize).apply
+_record_watched: Callable[..., Tensor] = _WatchedFakeQuantize.apply
 
 
 def _autograd(x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> Tensor:
-    if _needs_grad(x, scale, zero_point, *rest[-2:]):
-        return _record(x, scale, zero_point, *rest)
-    return _below_autograd(x, scale, zero_point, *rest)
+    if not _needs_grad(x, scale, zero_point, *rest[-2:]):
+        return _below_autograd(x, scale, zero_point, *rest)
+    return (_record_watched if _is_watched(x, scale, zero_point) else _record)(x, scale, zero_point, rest)
 
 
 def _below_autograd(x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> Tensor:

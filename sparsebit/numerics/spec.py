@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
@@ -66,8 +66,10 @@ Granularity: TypeAlias = PerTensor | PerChannel | PerGroup
 class TensorSpec:
     """A number format: `bits` wide, integers around zero (`symmetric`) or from zero on (affine, with a zero point).
 
-    `narrow`: a symmetric grid without its lowest code, as many below zero as above. `format`: "float8" holds numbers of
-    float8_e4m3fn (4 bits of exponent, 3 of mantissa) in the place of integers.
+    `qmin`, `qmax`: the lowest and the highest code, -2^(bits-1) and 2^(bits-1) - 1, or 0 and 2^bits - 1; one symmetric
+    bit is [-1, 0]; of float8 the lowest and the highest number. `narrow`: a symmetric grid without its lowest code, as
+    many below zero as above. `format`: "float8" holds numbers of float8_e4m3fn (4 bits of exponent, 3 of mantissa) in
+    the place of integers.
 
     >>> spec = TensorSpec(4, symmetric=True, granularity=PerChannel(0))
     >>> spec.qmin, spec.qmax, spec.dtype_name
@@ -81,6 +83,8 @@ class TensorSpec:
     granularity: Granularity = PerTensor()
     narrow: bool = False
     format: Format = "integer"
+    qmin: int = field(init=False, repr=False, compare=False)
+    qmax: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check_int("TensorSpec.bits", self.bits)
@@ -106,20 +110,17 @@ class TensorSpec:
                 f"TensorSpec.format={self.format!r} with {self.bits} bits, symmetric={self.symmetric}, "
                 f"narrow={self.narrow}, {self.granularity}: {rules.advice}"
             )
+        qmin, qmax = self._ends()
+        object.__setattr__(self, "qmin", qmin)  # read at every forward: fields, not properties
+        object.__setattr__(self, "qmax", qmax)
 
-    @property
-    def qmin(self) -> int:
-        """The lowest code: -2^(bits-1), one more when narrow, or 0 when affine; of float8 the lowest number."""
+    def _ends(self) -> tuple[int, int]:
         if self.format == "float8":
-            return -LARGEST_FLOAT8
-        return -(1 << self.bits - 1) + self.narrow if self.symmetric else 0
-
-    @property
-    def qmax(self) -> int:
-        """The highest code: 2^(bits-1) - 1, or 2^bits - 1 when affine. One symmetric bit is [-1, 0]."""
-        if self.format == "float8":
-            return LARGEST_FLOAT8
-        return (1 << self.bits - 1) - 1 if self.symmetric else (1 << self.bits) - 1
+            return -LARGEST_FLOAT8, LARGEST_FLOAT8
+        if not self.symmetric:
+            return 0, (1 << self.bits) - 1
+        half = 1 << self.bits - 1
+        return -half + self.narrow, half - 1
 
     @property
     def num_levels(self) -> int:

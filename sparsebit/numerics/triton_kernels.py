@@ -15,8 +15,9 @@ read where they are, other tensors with gaps are copied first. What a tile canno
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from math import prod
+from operator import or_
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -63,37 +64,41 @@ class Launch:
         self, kernel: Any, grid: int, sizes: tuple[int, ...], constants: tuple[int, ...], num_warps: int = 4
     ) -> None:
         self.kernel, self.grid, self.sizes, self.constants, self.num_warps = kernel, grid, sizes, constants, num_warps
-        self.compiled: dict[tuple[Any, ...], Any] = {}
+        self.ready: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
 
     def __call__(self, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], flags: tuple[bool, ...] = ()) -> None:
-        arguments = (*tensors, *numbers, *self.sizes, *flags, *self.constants)
         device = tensors[0].get_device()
-        if device >= 0 and device != torch.cuda.current_device():
+        if device >= 0 and device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 self(tensors, numbers, flags)
             return
-        # Compiled for aligned memory; a view may begin anywhere.
-        is_aligned = not any(tensor.data_ptr() & 15 for tensor in tensors)
         key = (flags, device, *[tensor.dtype for tensor in tensors])
-        compiled = self.compiled.get(key) if is_aligned else None
-        if compiled is not None:
+        ready = self.ready.get(key)
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        # Compiled for aligned memory; a view may begin anywhere.
+        is_aligned = not reduce(or_, addresses) & 15
+        if ready is not None and is_aligned:
+            run, function, metadata = ready
             stream = torch._C._cuda_getCurrentRawStream(device)
-            how = (stream, compiled.function, compiled.packed_metadata, None, None, None)
-            compiled.run(self.grid, 1, 1, *how, *arguments)
+            how = (stream, function, metadata, None, None, None)
+            run(self.grid, 1, 1, *how, *addresses, *numbers, *self.sizes, *flags, *self.constants)
             return
+        arguments = (*tensors, *numbers, *self.sizes, *flags, *self.constants)
         compiled = self.kernel[(self.grid,)](*arguments, num_warps=self.num_warps)
         if is_aligned and not IS_INTERPRETED:
-            self.compiled[key] = compiled
+            self.ready[key] = (compiled.run, compiled.function, compiled.packed_metadata)
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """One form of tensor, cut for both kernels; `sums_shape`: of what the backward's programs find."""
+    """One form of tensor, cut for both kernels.
+
+    `sums_shape`: of what the backward's programs find for each of several parameters; one they add up themselves.
+    """
 
     forward: Launch
     backward: Launch
-    num_params: int
-    sums_shape: tuple[int, int]
+    sums_shape: tuple[int, int] | None
     by_columns: bool = False
     has_gaps: bool = False
 
@@ -111,7 +116,6 @@ def _columns(num_rows: int, num_params: int) -> Tiles:
         Launch(
             *(backward_columns, splits * column_tiles, (*sizes, row_tiles, splits), (rows, width, NUM_STAGES), warps)
         ),
-        num_params,
         sums_shape=(splits, num_params),
         by_columns=True,
     )
@@ -134,7 +138,8 @@ def _rows(outer: int, inner: int, num_params: int, pitch: int | None = None) -> 
     constants = (rows, width, NUM_STAGES, triton.next_power_of_2(splits) if num_params == 1 else 0)
     more_sizes = (outer, inner, step, num_params, inner_tiles, num_tiles, splits)
     backward = Launch(backward_rows, splits * num_params, more_sizes, constants, ROWS_BACKWARD.warps)
-    return Tiles(forward, backward, num_params, (num_params, splits), has_gaps=pitch is not None)
+    sums_shape = None if num_params == 1 else (num_params, splits)
+    return Tiles(forward, backward, sums_shape, has_gaps=pitch is not None)
 
 
 def _splits(num_tiles: int, num_groups: int) -> int:
@@ -236,33 +241,37 @@ def backward(
     needs_zero_point: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """As `gradients.backward`."""
-    needs = (needs_x, needs_scale, needs_zero_point)
     x, tiles = _plan(x, scale, zero_point, axis, group_size, qmin, qmax)
     if tiles is None:
-        return PLAIN.backward(grad, x, scale, zero_point, axis, group_size, qmin, qmax, gradient, *needs)
+        rest = (axis, group_size, qmin, qmax, gradient, needs_x, needs_scale, needs_zero_point)
+        return PLAIN.backward(grad, x, scale, zero_point, *rest)
     grad_x = torch.empty_like(x) if needs_x else None
     strides = x.stride() if grad_x is None else grad_x.stride()
     if grad.stride() != strides or (grad_x is None and tiles.has_gaps):
         grad = torch.empty_like(x, dtype=grad.dtype).copy_(grad)
     numbers = (float(qmin), float(qmax), 1.0 if gradient == "pact" else lsq_factor(x.numel(), scale.numel(), qmax))
-    flags = (gradient == "pact", gradient.startswith("relu_"), *needs)
-    num_learned = needs_scale + needs_zero_point
+    flags = (gradient == "pact", gradient.startswith("relu_"), needs_x, needs_scale, needs_zero_point)
     inputs = (grad, x, scale, zero_point, x if grad_x is None else grad_x)
-    if tiles.by_columns:
-        totals = x.new_empty((num_learned, *tiles.sums_shape), dtype=torch.float32)
-        tiles.backward((*inputs, totals), numbers, flags)
-        totals = totals.sum(1) if num_learned else totals
-    elif tiles.num_params == 1:
+    shape = tiles.sums_shape
+    if shape is None:  # one parameter: its sums are added up by the last program
+        grad_scale = torch.empty_like(scale) if needs_scale else None
+        grad_zero_point = torch.empty_like(zero_point) if needs_zero_point else None
+        totals = (x if grad_scale is None else grad_scale, x if grad_zero_point is None else grad_zero_point)
         scratch = _Scratch.of(x)
-        totals = x.new_empty(num_learned, dtype=torch.float32)
-        tiles.backward((*inputs, scratch.sums, totals, scratch.counter), numbers, flags)
-    else:
-        totals = x.new_empty((num_learned, *tiles.sums_shape), dtype=torch.float32)
-        tiles.backward((*inputs, totals, totals, totals), numbers, flags)
-        totals = totals.sum(2) if tiles.sums_shape[1] > 1 and num_learned else totals
-    grad_scale = totals[0].reshape(scale.shape).to(scale.dtype) if needs_scale else None
-    grad_zero_point = totals[-1].reshape(zero_point.shape).to(zero_point.dtype) if needs_zero_point else None
-    return grad_x, grad_scale, grad_zero_point
+        tiles.backward((*inputs, *scratch.sums, *totals, scratch.counter), numbers, flags)
+        return grad_x, grad_scale, grad_zero_point
+    by_scale = x.new_empty(shape, dtype=torch.float32) if needs_scale else None
+    by_zero_point = x.new_empty(shape, dtype=torch.float32) if needs_zero_point else None
+    sums = (x if by_scale is None else by_scale, x if by_zero_point is None else by_zero_point)
+    tiles.backward((*inputs, *sums) if tiles.by_columns else (*inputs, *sums, x, x, x), numbers, flags)
+    return grad_x, _total(by_scale, scale, tiles), _total(by_zero_point, zero_point, tiles)
+
+
+def _total(sums: Tensor | None, param: Tensor, tiles: Tiles) -> Tensor | None:
+    """What the programs found, one parameter at a time, as a gradient of `param`."""
+    if sums is None:
+        return None
+    return sums.sum(0 if tiles.by_columns else 1).reshape(param.shape).to(param.dtype)
 
 
 class _Scratch:
@@ -271,7 +280,7 @@ class _Scratch:
     _known: ClassVar[dict[tuple[int, int], _Scratch]] = {}
 
     def __init__(self, device: torch.device) -> None:
-        self.sums = torch.empty(2 * NUM_PROGRAMS, device=device)
+        self.sums = (torch.empty(NUM_PROGRAMS, device=device), torch.empty(NUM_PROGRAMS, device=device))
         self.counter = torch.zeros(1, dtype=torch.int32, device=device)
 
     @classmethod

@@ -107,7 +107,8 @@ def forward_columns(
 
 @triton.jit
 def backward_rows(
-    grad_ptr, x_ptr, scale_ptr, zero_point_ptr, grad_x_ptr, sums_ptr, totals_ptr, counter_ptr,
+    grad_ptr, x_ptr, scale_ptr, zero_point_ptr, grad_x_ptr,
+    by_scale_ptr, by_zero_point_ptr, grad_scale_ptr, grad_zero_point_ptr, counter_ptr,
     qmin, qmax, factor, outer, inner, pitch, num_params, inner_tiles, num_tiles, num_splits,
     PACT: tl.constexpr, RELU: tl.constexpr,
     NEEDS_X: tl.constexpr, NEEDS_SCALE: tl.constexpr, NEEDS_ZERO_POINT: tl.constexpr,
@@ -136,29 +137,27 @@ def backward_rows(
             by_scale += more_by_scale
         if NEEDS_ZERO_POINT:
             outside += more_outside
-    place = sums_ptr + tl.program_id(0)
-    second = tl.num_programs(0) if NEEDS_SCALE else 0
     if NEEDS_SCALE:
-        tl.store(place, tl.sum(tl.sum(by_scale, axis=1), axis=0) * (sign * factor))
+        tl.store(by_scale_ptr + tl.program_id(0), tl.sum(tl.sum(by_scale, axis=1), axis=0) * (sign * factor))
     if NEEDS_ZERO_POINT:
-        tl.store(place + second, tl.sum(tl.sum(outside, axis=1), axis=0) * (step * factor))
+        tl.store(by_zero_point_ptr + tl.program_id(0), tl.sum(tl.sum(outside, axis=1), axis=0) * (step * factor))
     if SPLITS > 0 and (NEEDS_SCALE or NEEDS_ZERO_POINT):
         tl.debug_barrier()
         num_done = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
         if num_done == num_splits - 1:
             each = tl.arange(0, SPLITS)
             if NEEDS_SCALE:
-                found = tl.load(sums_ptr + each, mask=each < num_splits, other=0.0, cache_modifier=".cg")
-                tl.store(totals_ptr, tl.sum(found, axis=0))
+                found = tl.load(by_scale_ptr + each, mask=each < num_splits, other=0.0, cache_modifier=".cg")
+                tl.store(grad_scale_ptr, tl.sum(found, axis=0))
             if NEEDS_ZERO_POINT:
-                found = tl.load(sums_ptr + second + each, mask=each < num_splits, other=0.0, cache_modifier=".cg")
-                tl.store(totals_ptr + (1 if NEEDS_SCALE else 0), tl.sum(found, axis=0))
+                found = tl.load(by_zero_point_ptr + each, mask=each < num_splits, other=0.0, cache_modifier=".cg")
+                tl.store(grad_zero_point_ptr, tl.sum(found, axis=0))
             tl.store(counter_ptr, 0)
 
 
 @triton.jit
 def backward_columns(
-    grad_ptr, x_ptr, scale_ptr, zero_point_ptr, grad_x_ptr, sums_ptr, qmin, qmax, factor,
+    grad_ptr, x_ptr, scale_ptr, zero_point_ptr, grad_x_ptr, by_scale_ptr, by_zero_point_ptr, qmin, qmax, factor,
     num_rows, num_params, column_tiles, row_tiles, num_splits,
     PACT: tl.constexpr, RELU: tl.constexpr,
     NEEDS_X: tl.constexpr, NEEDS_SCALE: tl.constexpr, NEEDS_ZERO_POINT: tl.constexpr,
@@ -186,12 +185,11 @@ def backward_columns(
             by_scale += more_by_scale
         if NEEDS_ZERO_POINT:
             outside += more_outside
-    place = sums_ptr + split * num_params + column
+    place = split * num_params + column
     if NEEDS_SCALE:
-        tl.store(place, tl.sum(by_scale, axis=0) * (sign * factor), mask=is_column)
+        tl.store(by_scale_ptr + place, tl.sum(by_scale, axis=0) * (sign * factor), mask=is_column)
     if NEEDS_ZERO_POINT:
-        place += num_splits * num_params if NEEDS_SCALE else 0
-        tl.store(place, tl.sum(outside, axis=0) * (step * factor), mask=is_column)
+        tl.store(by_zero_point_ptr + place, tl.sum(outside, axis=0) * (step * factor), mask=is_column)
 
 
 @triton.jit

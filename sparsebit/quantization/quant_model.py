@@ -44,6 +44,7 @@ from sparsebit.quantization.ops.recipes import packing
 from sparsebit.quantization.parameter_groups import parameter_groups
 from sparsebit.quantization.passes.attach_integer_ops import attach_integer_ops
 from sparsebit.quantization.passes.defer_relus import choose, defer_relus
+from sparsebit.quantization.passes.join_selects import join_selects
 from sparsebit.quantization.quant_config import parse_qconfig
 from sparsebit.quantization.quantizers.base import Target
 from sparsebit.quantization.simulation import SimulatedModel, shown
@@ -62,7 +63,7 @@ class QuantModel(SimulatedModel):
     _runner: CalibrationRunner | None = None
     _packs: bool | None = None  # whether a whole forward is packed; None: nobody has decided yet
     _weights: WeightBatches | None = None
-    _deferred: Captured | None = None  # whose ReLUs are left to quantizers
+    _rewritten: Captured | None = None  # whose graph is rewritten for training
     _holds_statistics = False  # of batch norms
 
     # --- running
@@ -211,9 +212,10 @@ class QuantModel(SimulatedModel):
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
         if mode and self.is_quantized("feature"):
-            if self._deferred is not self._captured:
+            if self._rewritten is not self._captured:
                 defer_relus(self._captured)
-                self._deferred = self._captured
+                join_selects(self._captured)
+                self._rewritten = self._captured
                 if self._packs:
                     saved_activations.install(self.model, cheap_modules=True)
             choose(self.model)

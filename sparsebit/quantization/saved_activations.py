@@ -9,7 +9,6 @@ kernels run again on the same numbers, so that gradients are equal bit by bit.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from sparsebit.numerics import dispatch
 from sparsebit.numerics.spec import TensorSpec
 from sparsebit.quantization.ops.quant_opr import QuantOpr
 from sparsebit.quantization.ops.recipes import give_recipe, recipe_of, relu
-from sparsebit.quantization.quantizers.base import Quantizer, is_known
+from sparsebit.quantization.quantizers.base import Quantizer, repeats
 
 # They keep their input for the backward, and are a few operations per element.
 CHEAP = (
@@ -37,7 +36,7 @@ def install(model: nn.Module, *, cheap_modules: bool) -> None:
     remove(model)
     for module in model.modules():
         if isinstance(module, Quantizer):
-            module.register_forward_hook(_note_quantized if cheap_modules else _note_large_quantized)
+            module.noted = _note_quantized if cheap_modules else _note_large_quantized
         elif cheap_modules and _is_cheap(module):
             module.register_forward_hook(_note_cheap, with_kwargs=True)
             if type(module) is nn.ReLU and not module.inplace:
@@ -47,31 +46,34 @@ def install(model: nn.Module, *, cheap_modules: bool) -> None:
 def remove(model: nn.Module) -> None:
     """Everything is kept again."""
     for module in model.modules():
+        if isinstance(module, Quantizer):
+            module.noted = None
         for key, hook in list(module._forward_hooks.items()):
-            if hook in (_note_quantized, _note_large_quantized, _note_cheap):
+            if hook is _note_cheap:
                 del module._forward_hooks[key]
                 module._forward_hooks_with_kwargs.pop(key, None)
         if module.__dict__.get("forward") is relu:
             del module.__dict__["forward"]
 
 
-def _note_quantized(quantizer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    assert isinstance(quantizer, Quantizer)
-    if not _is_recorded(output) or output is args[0] or not _repeats(quantizer):
+def _note_quantized(quantizer: Quantizer, x: Tensor, output: Tensor) -> None:
+    if output is x or not _is_recorded(output) or not repeats(quantizer):
         return
-    scale, zero_point = (number.detach() for number in quantizer.operands())
-    give_recipe(output, partial(_requantized, quantizer.spec, quantizer.transform), (args[0], scale, zero_point))
+    function = _Requantized(quantizer.spec, quantizer.transform)
+    give_recipe(output, function, (x, *quantizer.operands()), autocasts=False)
 
 
-def _requantized(
-    spec: TensorSpec, transform: Callable[[Tensor], Tensor], x: Tensor, scale: Tensor, zero_point: Tensor
-) -> Tensor:
-    return dispatch.fake_quantize(transform(x), scale, zero_point, spec)
+class _Requantized:
+    def __init__(self, spec: TensorSpec, transform: Callable[[Tensor], Tensor]) -> None:
+        self.spec, self.transform = spec, transform
+
+    def __call__(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+        return dispatch.fake_quantize(self.transform(x), scale, zero_point, self.spec)
 
 
-def _note_large_quantized(quantizer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    if isinstance(output, Tensor) and output.nbytes >= LARGE:
-        _note_quantized(quantizer, args, output)
+def _note_large_quantized(quantizer: Quantizer, x: Tensor, output: Tensor) -> None:
+    if not torch.compiler.is_compiling() and output.nbytes >= LARGE:
+        _note_quantized(quantizer, x, output)
 
 
 def _note_cheap(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -80,7 +82,7 @@ def _note_cheap(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         return
     if isinstance(module, nn.ReLU) and recipe_of(x) is None:
         return  # its input would be kept for its sake alone
-    if not all(_repeats(inner) for inner in module.modules() if isinstance(inner, Quantizer)):
+    if not all(repeats(inner) for inner in module.modules() if isinstance(inner, Quantizer)):
         return
     function = _Normalized(module) if isinstance(module, _BatchNorm) else _Called(module)
     give_recipe(output, function, args, kwargs, (*module.parameters(), *function.buffers))
@@ -121,9 +123,3 @@ class _Called:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         found: Tensor = torch.func.functional_call(self.module, self.parameters, args, kwargs)
         return found
-
-
-def _repeats(quantizer: Quantizer) -> bool:
-    """Whether it gives the same again; a user's own may draw at random."""
-    is_ours = is_known(quantizer) and type(quantizer).transform.__module__.startswith("sparsebit.")
-    return is_ours and not quantizer.follows

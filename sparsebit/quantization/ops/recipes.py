@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparsebit.errors import SparsebitError
 
 _RECIPE = "_sparsebit_recipe"
+_NOTHING = contextlib.nullcontext()
 
 
 class Recipe:
@@ -29,20 +31,24 @@ class Recipe:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         read: tuple[Tensor, ...],
+        *,
+        autocasts: bool,
     ) -> None:
+        self.num_readers = 0
+        self.value: Tensor | None = None
         self.version = output._version
         self.function = function
         # Without their history: a recipe must not keep the autograd graph alive.
-        self.args = tuple(_without_history(arg) for arg in args)
+        self.args = [_without_history(arg) for arg in args]
         self.kwargs = {name: _without_history(arg) for name, arg in kwargs.items()}
-        self.watched = [arg for arg in (*self.args, *self.kwargs.values(), *read) if isinstance(arg, Tensor)]
-        self.versions = [tensor._version for tensor in self.watched]
-        self.autocast = _autocast_state(output.device.type)
-        self.num_readers = 0
-        self.value: Tensor | None = None
+        self.watched: list[Tensor] = list(read)
         for arg in (*self.args, *self.kwargs.values()):
             if isinstance(arg, Recipe):
                 arg.num_readers += 1
+            elif isinstance(arg, Tensor):
+                self.watched.append(arg)
+        self.versions = [tensor._version for tensor in self.watched]
+        self.autocast = _autocast_state(output.device.type) if autocasts else None
 
     def read(self) -> Tensor:
         """The tensor, computed where nobody has done so yet, and let go of after the last expected reader."""
@@ -59,7 +65,7 @@ class Recipe:
             )
         args = [_unpack(arg) for arg in self.args]
         kwargs = {name: _unpack(arg) for name, arg in self.kwargs.items()}
-        with torch.no_grad(), torch.autocast(**self.autocast):
+        with torch.no_grad(), _NOTHING if self.autocast is None else torch.autocast(**self.autocast):
             return self.function(*args, **kwargs)
 
 
@@ -69,8 +75,11 @@ def give_recipe(
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None = None,
     read: tuple[Tensor, ...] = (),
+    *,
+    autocasts: bool = True,
 ) -> None:
-    setattr(output, _RECIPE, Recipe(output, function, args, kwargs or {}, read))
+    """`autocasts`: whether the function's types depend on autocast; `read`: what it reads besides its arguments."""
+    setattr(output, _RECIPE, Recipe(output, function, args, kwargs or {}, read, autocasts=autocasts))
 
 
 def recipe_of(tensor: Any) -> Recipe | None:
@@ -86,7 +95,7 @@ def as_autocast(x: Tensor) -> Tensor:
         return x
     dtype = torch.get_autocast_dtype(device)
     half = x.to(dtype)
-    give_recipe(half, torch.Tensor.to, (x, dtype))
+    give_recipe(half, torch.Tensor.to, (x, dtype), autocasts=False)
     return half
 
 
@@ -133,7 +142,7 @@ def _unpack(kept: Any) -> Any:
 def _without_history(arg: Any) -> Any:
     if not isinstance(arg, Tensor):
         return arg
-    return recipe_of(arg) or (arg if isinstance(arg, nn.Parameter) else arg.detach())
+    return recipe_of(arg) or (arg if arg.grad_fn is None else arg.detach())
 
 
 def _autocast_state(device_type: str) -> dict[str, Any]:

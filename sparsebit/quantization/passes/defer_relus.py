@@ -37,7 +37,7 @@ class DeferredReLU(nn.ReLU):
         # A reader that is compiled by itself does not see what it is handed.
         if not quantizer.is_rectifying or self._parts[0]._compiled_call_impl is not None:
             return relu(input)
-        quantizer.handed = input
+        quantizer.handed[:] = (input,)
         return input
 
 

@@ -7,6 +7,7 @@ It is enabled when it is switched on and not logically off for good (`fake_fused
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -35,6 +36,8 @@ class Quantizer(nn.Module):
     TARGETS: ClassVar[tuple[Target, ...]] = ("weight", "feature")
     FORMAT: ClassVar[Format] = "integer"
     ALWAYS_FOLLOWS: ClassVar[bool] = False
+    # Told what a forward was given and gave; a hook that costs nothing where there is none.
+    noted: Callable[[Quantizer, Tensor, Tensor], None] | None = None
 
     scale: Tensor
     zero_point: Tensor
@@ -68,7 +71,7 @@ class Quantizer(nn.Module):
         # Whether the grid moves with the data while training, and whether it is held for the time being.
         self.follows, self.is_held = self.ALWAYS_FOLLOWS, False
         self.rectifies = False  # can stand for a ReLU in front of it too, in training
-        self.handed: Tensor | None = None  # what that ReLU would have been applied to
+        self.handed: list[Tensor] = []  # what that ReLU would have been applied to
         self.make_parameters(num_scales)
         # Both travel with the state_dict, so that a fresh model is as the saved one was. They are 0 or 1 in float:
         # averages of models (`torch.optim.swa_utils`) subtract and divide every buffer.
@@ -103,7 +106,9 @@ class Quantizer(nn.Module):
 
     def fake_quantize(self, x: Tensor) -> Tensor:
         scale, zero_point = self.operands()
-        if self.is_following:  # a later forward moves them in place, and the backward of this one wants these
+        if (
+            self.follows and self.is_following
+        ):  # a later forward moves them in place, and the backward of this one wants these
             scale, zero_point = scale.clone(), zero_point.clone()
         gradient: Gradient = "relu_ste" if self.takes_over(x) else "ste"
         return dispatch.fake_quantize(self.transform(x), scale, zero_point, self.spec, gradient=gradient, tag=self.name)
@@ -118,9 +123,12 @@ class Quantizer(nn.Module):
             self.update_observer(x)
         if not self.is_enable:
             return x
-        if self.is_following:
+        if self.follows and self.is_following:
             self.follow(x)
-        return self.fake_quantize(x)
+        quantized = self.fake_quantize(x)
+        if self.noted is not None:
+            self.noted(self, x, quantized)
+        return quantized
 
     @property
     def is_enable(self) -> bool:
@@ -134,8 +142,7 @@ class Quantizer(nn.Module):
 
     def takes_over(self, x: Tensor) -> bool:
         """Whether `x` is what a ReLU has handed over: the gradient is the ReLU's too then. It is asked once."""
-        handed, self.handed = self.handed, None
-        return handed is x
+        return bool(self.handed) and self.handed.pop() is x
 
     @property
     def is_following(self) -> bool:
@@ -337,8 +344,19 @@ def as_number(param: Tensor) -> Tensor:
 
 def is_known(quantizer: Quantizer) -> bool:
     """Whether it rounds with the one operator behind `transform`, as ours do; a user's own may do anything."""
-    kind = type(quantizer)
-    return all(method.__module__.startswith("sparsebit.") for method in (kind.fake_quantize, kind.operands))
+    kind: Any = type(quantizer)
+    return _are_ours(kind, ("fake_quantize", "operands"))
+
+
+def repeats(quantizer: Quantizer) -> bool:
+    """Whether it gives the same for the same again; a user's own may draw at random, and ranges may follow the data."""
+    kind: Any = type(quantizer)
+    return not quantizer.follows and _are_ours(kind, ("fake_quantize", "operands", "transform"))
+
+
+@lru_cache(maxsize=256)
+def _are_ours(kind: Any, methods: tuple[str, ...]) -> bool:
+    return all(getattr(kind, method).__module__.startswith("sparsebit.") for method in methods)
 
 
 QuantizerClass = TypeVar("QuantizerClass", bound=type[Quantizer])

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparsebit.quantization import QuantModel, parse_qconfig, quant_model
+from sparsebit.quantization.passes.join_selects import parts
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).reshape(x.shape[0], x.shape[1], 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        x = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
+        return self.proj(x).select(1, 0)  # one select alone stays
+
+
+def ready() -> QuantModel:
+    torch.manual_seed(0)
+    learned = {"QUANTIZER": {"TYPE": "lsq", "BIT": 8}}
+    config = {"DEVICE": "cpu", "W": learned, "A": learned}
+    qmodel = QuantModel(Attention(), parse_qconfig(config))
+    qmodel.prepare_calibration()
+    qmodel(tokens())
+    qmodel.init_QAT()
+    return qmodel
+
+
+def tokens() -> Tensor:
+    return torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1))
+
+
+def gradients(qmodel: QuantModel) -> tuple[Tensor, dict[str, Tensor | None]]:
+    output = qmodel.train()(tokens())
+    output.square().sum().backward()
+    return output.detach(), {name: parameter.grad for name, parameter in qmodel.named_parameters()}
+
+
+def targets(qmodel: QuantModel) -> list[object]:
+    assert isinstance(qmodel.model, torch.fx.GraphModule)
+    return [node.target for node in qmodel.model.graph.nodes]
+
+
+def test_values_and_gradients_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined = ready()
+    output, found = gradients(joined)
+    assert targets(joined).count(parts) == 1 and targets(joined).count("select") == 1
+
+    monkeypatch.setattr(quant_model, "join_selects", lambda captured: None)
+    plain = ready()
+    expected_output, expected = gradients(plain)
+    assert targets(plain).count("select") == 4
+    assert torch.equal(output, expected_output)
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad, rtol=0, atol=0, msg=name)
+
+
+def test_the_file_has_the_selects(tmp_path: Path) -> None:
+    qmodel = ready()
+    gradients(qmodel)
+    qmodel.eval()
+    parity = qmodel.export_onnx(tokens(), tmp_path / "a.onnx", ["x"], check=[tokens()])
+    assert parity is not None
+    kinds = {node.op_type for node in onnx.load(tmp_path / "a.onnx").graph.node}
+    assert not any("Sequence" in kind or kind == "Split" for kind in kinds), kinds
+
+
+def test_compiled_graph_is_whole() -> None:
+    qmodel = ready().train()
+    expected = qmodel(tokens())
+    compiled = torch.compile(qmodel, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(tokens()), expected)
