@@ -2,10 +2,10 @@
 
     python benchmarks/qat_step.py resnet50 vit_small [--batch 128] [--output results/qat_step.jsonl]
 
-bfloat16 autocast, channels-last, 224 x 224, W4A4 LSQ as in the examples' configs. Figures are ratios of median step times and of peak memory,
-eager against float eager, compiled against float compiled (`opaque`: the operator as one node, not as algebra), and
-both captured as CUDA graphs (`graphed`), where Python's part is nothing. `torch_ao` is torch's own QAT, which runs in
-tf32 only; its ratio is to float tf32.
+bfloat16 autocast, channels-last, 224 x 224, W4A4 LSQ as in the examples' configs. Figures are ratios of median step
+times and of peak memory, eager against float eager, compiled against float compiled (`opaque`: the operator as one
+node, not as algebra), and both captured as CUDA graphs (`graphed`), where Python's part is nothing. `torch_ao` is
+torch's own QAT, which runs in tf32 only; its ratio is to float tf32.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import nn
 from benchmarks.common import ROOT, emit
 from sparsebit.numerics import decomposed
 from sparsebit.quantization import QuantModel, parse_qconfig
+
 
 def recipe(name: str) -> Path:
     """The examples' config for models of this kind."""
@@ -164,7 +165,11 @@ def compare(name: str, options: argparse.Namespace) -> None:
         "sparsebit_bf16_packed": (packed, True, "float_bf16"),
         "sparsebit_bf16_unpacked": (unpacked, True, "float_bf16"),
         "float_bf16_compiled": (lambda: torch.compile(on_device()), True, ""),
-        "sparsebit_bf16_compiled": (lambda: torch.compile(quantized(name, plain(), example)), True, "float_bf16_compiled"),
+        "sparsebit_bf16_compiled": (
+            lambda: torch.compile(quantized(name, plain(), example)),
+            True,
+            "float_bf16_compiled",
+        ),
         "float_bf16_graphed": (on_device, True, ""),
         "sparsebit_bf16_graphed": (lambda: quantized(name, plain(), example), True, "float_bf16_graphed"),
         "sparsebit_bf16_packed_graphed": (packed, True, "float_bf16_graphed"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,14 +20,19 @@ from torch.autograd.function import once_differentiable
 from sparsebit.errors import SpecError
 from sparsebit.numerics import decomposed, gradients, plain
 from sparsebit.numerics.gradients import GRADIENTS, LEARNING
+from sparsebit.numerics.spec import TensorSpec
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """One device's implementation: `forward` as `plain.fake_quantize`, `backward` as `gradients.backward`."""
+    """One device's implementation: `forward` as `plain.fake_quantize`, `backward` as `gradients.backward`.
+
+    `casts`: the forward takes one more argument, the type of the result.
+    """
 
     forward: Callable[..., Tensor]
     backward: Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]
+    casts: bool = False
 
 
 PLAIN = Kernels(plain.fake_quantize, gradients.backward)
@@ -65,7 +70,7 @@ def fake_quantize(
     The way through torch's dispatcher and back into Python, twice, costs as much as the arithmetic on a small tensor.
     Where nobody watches, the same functions are called without that detour.
     """
-    if _is_watched(x, scale, zero_point):
+    if is_watched(x, scale, zero_point):
         return OPERATOR(x, scale, zero_point, axis, group_size, qmin, qmax, gradient, tag)
     if _needs_grad(x, scale, zero_point, gradient, tag):
         return _record(x, scale, zero_point, (axis, group_size, qmin, qmax, gradient, tag))
@@ -108,6 +113,32 @@ def _fake_backward(grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, *
     return [torch.empty_like(t) for t, needed in zip((x, scale, zero_point), rest[-3:], strict=True) if needed]
 
 
+Grid: TypeAlias = tuple[int | None, int, int, int]  # axis, group size, qmin, qmax
+
+
+def grid_of(spec: TensorSpec) -> Grid:
+    return spec.granularity.axis, spec.granularity.size, spec.qmin, spec.qmax
+
+
+def quantized(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
+    """Below autograd: `x` on its grid, in another type."""
+    kernels = _kernels(x)
+    if dtype == x.dtype:
+        return kernels.forward(x, scale, zero_point, *grid)
+    if kernels.casts:
+        return kernels.forward(x, scale, zero_point, *grid, dtype)
+    return kernels.forward(x, scale, zero_point, *grid).to(dtype)
+
+
+def gradients_of(
+    grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, gradient: str, needs: tuple[bool, ...]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Below autograd: what `grad` gives to x, scale and zero point, where it is needed and learned."""
+    if gradient not in LEARNING:
+        needs = (needs[0], False, False)
+    return _kernels(x).backward(grad, x, scale, zero_point, *grid, gradient, *needs)
+
+
 class _FakeQuantize(torch.autograd.Function):
     """Where nobody watches. `rest` is one argument: autograd looks at each."""
 
@@ -134,14 +165,14 @@ class _WatchedFakeQuantize(_FakeQuantize):
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, scale, zero_point = ctx.saved_tensors
-    axis, group_size, qmin, qmax, gradient, _ = ctx.rest
+    *grid, gradient, _ = ctx.rest
     needs = ctx.needs_input_grad[:3]
+    if not is_watched(grad, x, scale):
+        return (*gradients_of(grad, x, scale, zero_point, tuple(grid), gradient, needs), None)
     if gradient not in LEARNING:
         needs = (needs[0], False, False)
-    if not _is_watched(grad, x, scale):
-        return (*_kernels(x).backward(grad, x, scale, zero_point, axis, group_size, qmin, qmax, gradient, *needs), None)
     # The needed gradients only: an operator's list of tensors has no room for None.
-    found = iter(_fake_quantize_backward(grad, x, scale, zero_point, axis, group_size, qmin, qmax, gradient, *needs))
+    found = iter(_fake_quantize_backward(grad, x, scale, zero_point, *grid, gradient, *needs))
     return (*(next(found) if needed else None for needed in needs), None)
 
 
@@ -154,12 +185,12 @@ _record_watched: Callable[..., Tensor] = _WatchedFakeQuantize.apply
 def _autograd(x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> Tensor:
     if not _needs_grad(x, scale, zero_point, *rest[-2:]):
         return _below_autograd(x, scale, zero_point, *rest)
-    return (_record_watched if _is_watched(x, scale, zero_point) else _record)(x, scale, zero_point, rest)
+    return (_record_watched if is_watched(x, scale, zero_point) else _record)(x, scale, zero_point, rest)
 
 
 def _below_autograd(x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> Tensor:
     with torch._C._AutoDispatchBelowAutograd():
-        return (OPERATOR if _is_watched(x, scale, zero_point) else _forward)(x, scale, zero_point, *rest)
+        return (OPERATOR if is_watched(x, scale, zero_point) else _forward)(x, scale, zero_point, *rest)
 
 
 def _needs_grad(x: Tensor, scale: Tensor, zero_point: Tensor, gradient: str, tag: str) -> bool:
@@ -173,7 +204,7 @@ def _needs_grad(x: Tensor, scale: Tensor, zero_point: Tensor, gradient: str, tag
     return x.requires_grad or (gradient in LEARNING and (scale.requires_grad or zero_point.requires_grad))
 
 
-def _is_watched(x: Tensor, scale: Tensor, zero_point: Tensor) -> bool:
+def is_watched(x: Tensor, scale: Tensor, zero_point: Tensor) -> bool:
     """Whether a compiler, mode, transform, tracer or tensor subclass stands in between and has to see the operator."""
     return bool(
         torch.compiler.is_compiling()

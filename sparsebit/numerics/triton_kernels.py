@@ -215,13 +215,20 @@ def _plan(
 
 
 def fake_quantize(
-    x: Tensor, scale: Tensor, zero_point: Tensor, axis: int | None, group_size: int, qmin: int, qmax: int
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    axis: int | None,
+    group_size: int,
+    qmin: int,
+    qmax: int,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """As `plain.fake_quantize`."""
+    """As `plain.fake_quantize`, in `dtype` where one is given."""
     x, tiles = _plan(x, scale, zero_point, axis, group_size, qmin, qmax)
     if tiles is None:
-        return PLAIN.forward(x, scale, zero_point, axis, group_size, qmin, qmax)
-    y = torch.empty_like(x)
+        return PLAIN.forward(x, scale, zero_point, axis, group_size, qmin, qmax).to(dtype or x.dtype)
+    y = torch.empty_like(x, dtype=dtype)
     tiles.forward((x, scale, zero_point, y), (float(qmin), float(qmax)))
     return y
 
@@ -295,4 +302,4 @@ class _Scratch:
         return found
 
 
-KERNELS = Kernels(fake_quantize, backward)
+KERNELS = Kernels(fake_quantize, backward, casts=True)

@@ -217,11 +217,10 @@ class QuantModel(SimulatedModel):
                 join_selects(self._captured)
                 self._rewritten = self._captured
                 if self._packs:
-                    saved_activations.install(self.model, cheap_modules=True)
+                    saved_activations.install(self.model)
             choose(self.model)
             if self._packs is None and self.device.type == "cuda":
-                saved_activations.install(self.model, cheap_modules=False)
-                self._packs = False
+                saved_activations.recompute(self.model, above=saved_activations.LARGE)
         if self._holds_statistics:
             freezing.hold_statistics(self.model, held=True)
         return self
@@ -235,7 +234,7 @@ class QuantModel(SimulatedModel):
         """
         saved_activations.remove(self.model)
         if enabled:
-            saved_activations.install(self.model, cheap_modules=True)
+            saved_activations.install(self.model)
         self._packs = enabled
 
     @contextlib.contextmanager

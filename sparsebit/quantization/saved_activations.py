@@ -8,6 +8,7 @@ kernels run again on the same numbers, so that gradients are equal bit by bit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparsebit.numerics import dispatch
 from sparsebit.numerics.spec import TensorSpec
-from sparsebit.quantization.ops.quant_opr import QuantOpr
+from sparsebit.quantization.ops.quant_opr import QuantOpr, WeightedQuantOpr
 from sparsebit.quantization.ops.recipes import give_recipe, recipe_of, relu
 from sparsebit.quantization.quantizers.base import Quantizer, repeats
 
@@ -31,13 +32,21 @@ CHEAP_ROWS = frozenset({"layer_norm", "group_norm", "gelu", "silu", "hardswish",
 LARGE = 16 << 20  # bytes; below, starting a kernel again costs more than the memory is worth
 
 
-def install(model: nn.Module, *, cheap_modules: bool) -> None:
-    """Give tensors recipes where they come about: all of them, or large ones behind quantizers alone."""
+def recompute(model: nn.Module, *, above: float) -> None:
+    """Layers compute quantized inputs of `above` bytes and more again."""
+    for module in model.modules():
+        if isinstance(module, WeightedQuantOpr):
+            module.kept_below = above
+
+
+def install(model: nn.Module) -> None:
+    """Give tensors recipes where they come about."""
     remove(model)
+    recompute(model, above=0)
     for module in model.modules():
         if isinstance(module, Quantizer):
-            module.noted = _note_quantized if cheap_modules else _note_large_quantized
-        elif cheap_modules and _is_cheap(module):
+            module.noted = _note_quantized
+        elif _is_cheap(module):
             module.register_forward_hook(_note_cheap, with_kwargs=True)
             if type(module) is nn.ReLU and not module.inplace:
                 module.forward = relu  # type: ignore[method-assign,assignment]
@@ -45,6 +54,7 @@ def install(model: nn.Module, *, cheap_modules: bool) -> None:
 
 def remove(model: nn.Module) -> None:
     """Everything is kept again."""
+    recompute(model, above=math.inf)
     for module in model.modules():
         if isinstance(module, Quantizer):
             module.noted = None
@@ -69,11 +79,6 @@ class _Requantized:
 
     def __call__(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
         return dispatch.fake_quantize(self.transform(x), scale, zero_point, self.spec)
-
-
-def _note_large_quantized(quantizer: Quantizer, x: Tensor, output: Tensor) -> None:
-    if not torch.compiler.is_compiling() and output.nbytes >= LARGE:
-        _note_quantized(quantizer, x, output)
 
 
 def _note_cheap(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

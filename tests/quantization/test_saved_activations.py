@@ -60,16 +60,11 @@ def everything(qmodel: QuantModel) -> None:
 
 
 def quantized_copies(qmodel: QuantModel) -> None:
-    saved_activations.install(qmodel.model, cheap_modules=False)
+    saved_activations.recompute(qmodel.model, above=0)
 
 
 def nothing(qmodel: QuantModel) -> None:
     qmodel.pack_saved_activations(False)
-
-
-@pytest.fixture(autouse=True)
-def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved_activations, "LARGE", 0)
 
 
 def gradients(qmodel: QuantModel, *, half: bool = False, times: int = 1) -> dict[str, Tensor | None]:

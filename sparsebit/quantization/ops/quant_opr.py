@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -12,7 +13,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from sparsebit.quantization.ops.bias import BiasRounding
 from sparsebit.quantization.ops.integer_ops import IntegerLayer, IntegerMultiply, with_gradient_of
-from sparsebit.quantization.ops.recipes import as_autocast, packing, recipe_of
+from sparsebit.quantization.ops.quantized_layer import quantized_layer
+from sparsebit.quantization.ops.recipes import as_autocast, recipe_of
 from sparsebit.quantization.ops.rows import OpKind, OpRow
 from sparsebit.quantization.ops.table import bias_argument, input_argument, weight_argument
 from sparsebit.quantization.quantizers.base import Quantizer
@@ -89,23 +91,26 @@ class WeightedQuantOpr(QuantOpr):
     op: nn.Module
     weight_quantizer: Quantizer
     ready_weight: torch.Tensor | None = None  # quantized for this forward, together with others (`weight_batches`)
+    kept_below = math.inf  # bytes of the quantized input that are kept for the backward rather than computed again
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        args = self.quantize_input(args, kwargs)
         if not self.weight_quantizer.is_enable:
-            return self.op(*args, **kwargs)
+            return self.op(*self.quantize_input(args, kwargs), **kwargs)
         weight = self.weight_quantizer(self.op.weight) if self.ready_weight is None else self.ready_weight
         bias = getattr(self.op, "bias", None)
         if bias is not None and self.bias_rounding is not None:
             bias = self.bias_rounding(bias)
-        if self.integer is not None and self.integer.is_active and _is_one_float32(args, kwargs):
+        runs_in_integers = self.integer is not None and self.integer.is_active
+        if len(args) == 1 and not kwargs and not runs_in_integers and _is_plain(self.op):
+            found = quantized_layer(self.op, self.input_quantizer, args[0], weight, bias, kept_below=self.kept_below)
+            if found is not None:
+                return found
+        args = self.quantize_input(args, kwargs)
+        if runs_in_integers and _is_one_float32(args, kwargs):
             return self._in_integers(args[0], weight, bias)
-        if not args or recipe_of(args[0]) is None:
-            return self._with(weight, bias, args, kwargs)
-        # What the layer keeps of its input is made again. Autocast would keep a copy of its own: it is made here.
-        args = (as_autocast(args[0]), *args[1:])
-        with packing():
-            return self._with(weight, bias, args, kwargs)
+        if args and recipe_of(args[0]) is not None:
+            args = (as_autocast(args[0]), *args[1:])  # autocast would keep a copy of its own
+        return self._with(weight, bias, args, kwargs)
 
     def _with(
         self, weight: torch.Tensor, bias: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -65,6 +65,8 @@ class Recipe:
             )
         args = [_unpack(arg) for arg in self.args]
         kwargs = {name: _unpack(arg) for name, arg in self.kwargs.items()}
+        if self.autocast is None and not torch.is_grad_enabled():  # as in nearly every backward
+            return self.function(*args, **kwargs)
         with torch.no_grad(), _NOTHING if self.autocast is None else torch.autocast(**self.autocast):
             return self.function(*args, **kwargs)
 
@@ -106,7 +108,7 @@ def relu(x: Tensor) -> Tensor:
 
 def packing() -> torch.autograd.graph.saved_tensors_hooks:
     """Inside, autograd keeps the recipe of a tensor that has one, else the tensor."""
-    return torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
+    return _PACKING
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,9 @@ def _pack(tensor: Tensor) -> Tensor | Recipe | View:
 
 def _unpack(kept: Any) -> Any:
     return kept.read() if isinstance(kept, Recipe | View) else kept
+
+
+_PACKING = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
 
 
 def _without_history(arg: Any) -> Any:

@@ -36,6 +36,7 @@ class Quantizer(nn.Module):
     TARGETS: ClassVar[tuple[Target, ...]] = ("weight", "feature")
     FORMAT: ClassVar[Format] = "integer"
     ALWAYS_FOLLOWS: ClassVar[bool] = False
+    GRADIENT: ClassVar[Gradient] = "ste"
     # Told what a forward was given and gave; a hook that costs nothing where there is none.
     noted: Callable[[Quantizer, Tensor, Tensor], None] | None = None
 
@@ -106,12 +107,23 @@ class Quantizer(nn.Module):
 
     def fake_quantize(self, x: Tensor) -> Tensor:
         scale, zero_point = self.operands()
-        if (
-            self.follows and self.is_following
-        ):  # a later forward moves them in place, and the backward of this one wants these
+        if self.is_following:  # a later forward moves them in place, and the backward of this one wants these
             scale, zero_point = scale.clone(), zero_point.clone()
-        gradient: Gradient = "relu_ste" if self.takes_over(x) else "ste"
+        gradient = self.gradient_for(x)
         return dispatch.fake_quantize(self.transform(x), scale, zero_point, self.spec, gradient=gradient, tag=self.name)
+
+    @property
+    def is_operator_alone(self) -> bool:
+        """Whether a forward, now, is the operator on `operands()` and nothing else, so that others may call that."""
+        return (
+            self.is_enable
+            and not self.observing
+            and not self.follows
+            and self.spec.format == "integer"
+            and not (self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks)
+            and "forward" not in self.__dict__
+            and _is_plain(_kind(self))
+        )
 
     # --- forward
 
@@ -140,9 +152,11 @@ class Quantizer(nn.Module):
         is_training = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         return self.rectifies and self.is_enable and not self.follows and is_training
 
-    def takes_over(self, x: Tensor) -> bool:
-        """Whether `x` is what a ReLU has handed over: the gradient is the ReLU's too then. It is asked once."""
-        return bool(self.handed) and self.handed.pop() is x
+    def gradient_for(self, x: Tensor) -> Gradient:
+        """The ReLU's too where `x` is what one has handed over. It is asked once."""
+        if not self.handed or self.handed.pop() is not x:
+            return self.GRADIENT
+        return "relu_lsq" if self.GRADIENT == "lsq" else "relu_ste"
 
     @property
     def is_following(self) -> bool:
@@ -344,19 +358,27 @@ def as_number(param: Tensor) -> Tensor:
 
 def is_known(quantizer: Quantizer) -> bool:
     """Whether it rounds with the one operator behind `transform`, as ours do; a user's own may do anything."""
-    kind: Any = type(quantizer)
-    return _are_ours(kind, ("fake_quantize", "operands"))
+    return _are_ours(_kind(quantizer), ("fake_quantize", "operands"))
 
 
 def repeats(quantizer: Quantizer) -> bool:
     """Whether it gives the same for the same again; a user's own may draw at random, and ranges may follow the data."""
-    kind: Any = type(quantizer)
-    return not quantizer.follows and _are_ours(kind, ("fake_quantize", "operands", "transform"))
+    return not quantizer.follows and _are_ours(_kind(quantizer), ("fake_quantize", "operands", "transform"))
+
+
+def _kind(quantizer: Quantizer) -> Any:
+    return type(quantizer)
 
 
 @lru_cache(maxsize=256)
 def _are_ours(kind: Any, methods: tuple[str, ...]) -> bool:
     return all(getattr(kind, method).__module__.startswith("sparsebit.") for method in methods)
+
+
+@lru_cache(maxsize=256)
+def _is_plain(kind: Any) -> bool:
+    same = ("forward", "fake_quantize", "transform", "gradient_for", "__call__")
+    return all(getattr(kind, method) is getattr(Quantizer, method) for method in same)
 
 
 QuantizerClass = TypeVar("QuantizerClass", bound=type[Quantizer])

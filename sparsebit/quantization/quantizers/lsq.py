@@ -7,7 +7,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from sparsebit.numerics import dispatch
 from sparsebit.numerics.gradients import Gradient
 from sparsebit.numerics.qparams import SMALLEST_SCALE
 from sparsebit.quantization.quantizers.base import Quantizer, as_number, register_quantizer
@@ -21,6 +20,7 @@ class LSQ(Quantizer):
     zero can come back.
     """
 
+    GRADIENT: ClassVar[Gradient] = "lsq"
     learns_zero_point: ClassVar[bool] = False
 
     def make_parameters(self, num_scales: int) -> None:
@@ -41,10 +41,6 @@ class LSQ(Quantizer):
         if self.learns_zero_point and not self.spec.symmetric:
             zero_point = zero_point.clamp(self.spec.qmin, self.spec.qmax)
         return self.scale, zero_point
-
-    def fake_quantize(self, x: Tensor) -> Tensor:
-        gradient: Gradient = "relu_lsq" if self.takes_over(x) else "lsq"
-        return dispatch.fake_quantize(x, *self.operands(), self.spec, gradient=gradient, tag=self.name)
 
 
 @register_quantizer("lsq+", aliases=("lsq_plus",))

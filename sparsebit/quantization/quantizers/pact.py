@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from sparsebit.numerics import dispatch
+from sparsebit.numerics.gradients import Gradient
 from sparsebit.numerics.qparams import SMALLEST_SCALE, check_backend
 from sparsebit.quantization.quantizers.base import Quantizer, Target, as_number, register_quantizer
 
@@ -21,6 +21,7 @@ class PACT(Quantizer):
     """
 
     TARGETS: ClassVar[tuple[Target, ...]] = ("feature",)
+    GRADIENT: ClassVar[Gradient] = "pact"
     alpha: Tensor
     is_signed: Tensor
 
@@ -54,7 +55,3 @@ class PACT(Quantizer):
     @property
     def zero_point(self) -> Tensor:  # type: ignore[override]
         return self.qparams()[1].detach()
-
-    def fake_quantize(self, x: Tensor) -> Tensor:
-        scale, zero_point = self.qparams()
-        return dispatch.fake_quantize(x, scale, zero_point, self.spec, gradient="pact", tag=self.name)
