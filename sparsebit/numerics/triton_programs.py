@@ -91,18 +91,21 @@ def forward_rows(
 
 @triton.jit
 def forward_columns(
-    x_ptr, scale_ptr, zero_point_ptr, y_ptr, qmin, qmax, num_rows, num_params, column_tiles,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x_ptr, scale_ptr, zero_point_ptr, y_ptr, qmin, qmax, num_rows, num_params, column_tiles, row_tiles, num_splits,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0)
-    column = (tile % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
-    row = (tile // column_tiles) * ROWS + tl.arange(0, ROWS)
-    step, reciprocal, low, high, _ = _grid_of(scale_ptr, zero_point_ptr, column, column < num_params, qmin, qmax)
-    offset = row.to(tl.int64)[:, None] * num_params + column[None, :]
-    mask = (row < num_rows)[:, None] & (column < num_params)[None, :]
-    x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    y = _quantized(x, step[None, :], reciprocal[None, :], low[None, :], high[None, :])
-    tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=mask)
+    """A program has some columns, and every `num_splits`-th of their tiles."""
+    split = tl.program_id(0) // column_tiles
+    column = (tl.program_id(0) % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    is_column = column < num_params
+    step, reciprocal, low, high, _ = _grid_of(scale_ptr, zero_point_ptr, column, is_column, qmin, qmax)
+    for tile in tl.range(split, row_tiles, num_splits, num_stages=STAGES):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        offset = row.to(tl.int64)[:, None] * num_params + column[None, :]
+        mask = (row < num_rows)[:, None] & is_column[None, :]
+        x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        y = _quantized(x, step[None, :], reciprocal[None, :], low[None, :], high[None, :])
+        tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -45,6 +45,7 @@ from sparsebit.quantization.parameter_groups import parameter_groups
 from sparsebit.quantization.passes.attach_integer_ops import attach_integer_ops
 from sparsebit.quantization.passes.defer_relus import choose, defer_relus
 from sparsebit.quantization.passes.join_selects import join_selects
+from sparsebit.quantization.passes.wrap_cheap_functions import wrap_cheap_functions
 from sparsebit.quantization.quant_config import parse_qconfig
 from sparsebit.quantization.quantizers.base import Target
 from sparsebit.quantization.simulation import SimulatedModel, shown
@@ -217,7 +218,7 @@ class QuantModel(SimulatedModel):
                 join_selects(self._captured)
                 self._rewritten = self._captured
                 if self._packs:
-                    saved_activations.install(self.model)
+                    self._install_packing()
             choose(self.model)
             if self._packs is None and self.device.type == "cuda":
                 saved_activations.recompute(self.model, above=saved_activations.LARGE)
@@ -234,8 +235,12 @@ class QuantModel(SimulatedModel):
         """
         saved_activations.remove(self.model)
         if enabled:
-            saved_activations.install(self.model)
+            self._install_packing()
         self._packs = enabled
+
+    def _install_packing(self) -> None:
+        wrap_cheap_functions(self._captured)
+        saved_activations.install(self.model)
 
     @contextlib.contextmanager
     def batchnorm_tuning(self) -> Iterator[None]:

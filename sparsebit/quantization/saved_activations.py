@@ -21,6 +21,7 @@ from sparsebit.numerics import dispatch
 from sparsebit.numerics.spec import TensorSpec
 from sparsebit.quantization.ops.quant_opr import QuantOpr, WeightedQuantOpr
 from sparsebit.quantization.ops.recipes import give_recipe, recipe_of, relu
+from sparsebit.quantization.passes.wrap_cheap_functions import CheapFunction
 from sparsebit.quantization.quantizers.base import Quantizer, repeats
 
 # They keep their input for the backward, and are a few operations per element.
@@ -98,6 +99,8 @@ def _is_recorded(output: Any) -> bool:
 
 
 def _is_cheap(module: nn.Module) -> bool:
+    if isinstance(module, CheapFunction):
+        return True
     if isinstance(module, QuantOpr):
         return type(module) is QuantOpr and module.weight_quantizer is None and module.row.name in CHEAP_ROWS
     return (type(module) in CHEAP or isinstance(module, nn.ReLU)) and not getattr(module, "inplace", False)
@@ -126,5 +129,7 @@ class _Called:
         self.buffers = list(module.buffers())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        if not self.parameters:
+            return self.module(*args, **kwargs)  # type: ignore[no-any-return]
         found: Tensor = torch.func.functional_call(self.module, self.parameters, args, kwargs)
         return found

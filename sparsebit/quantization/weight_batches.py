@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from sparsebit.execution.distributed import is_distributed
 from sparsebit.graph.capture import Region
 from sparsebit.graph.patterns import module_of
 from sparsebit.numerics.spec import PerChannel
@@ -21,7 +22,8 @@ from sparsebit.quantization.quantizers.uniform import Uniform
 if TYPE_CHECKING:
     from sparsebit.numerics.row_batch import RowBatch
 
-# Gradients of a batch are ready together: few layers, so that other processes can begin to send them.
+LARGEST_BATCH = 32 << 20  # elements: a batch lies in memory once more
+# Gradients of a batch are ready together: with other processes few layers, so that they can begin to be sent.
 LAYERS_PER_BATCH = 16
 _ROWS = frozenset({"conv", "linear"})
 _HAS_TRITON = find_spec("triton") is not None
@@ -75,9 +77,21 @@ class WeightBatches:
         if not self.layers or not _runs_kernels(_weight(self.layers[0])):
             return
         for kind, learns in ((LSQ, True), (Uniform, False)):
-            fitting = [layer for layer in self.layers if type(layer.weight_quantizer) is kind and _fits(layer)]
-            for first in range(0, len(fitting), LAYERS_PER_BATCH):
-                yield learns, fitting[first : first + LAYERS_PER_BATCH]
+            most = LAYERS_PER_BATCH if is_distributed() else len(self.layers)
+            batch: list[WeightedQuantOpr] = []
+            size = 0
+            for layer in self.layers:
+                quantizer = layer.weight_quantizer
+                if type(quantizer) is not kind or not _fits(layer, quantizer):
+                    continue
+                numel = _weight(layer).numel()
+                if batch and (len(batch) == most or size + numel > LARGEST_BATCH):
+                    yield learns, batch
+                    batch, size = [], 0
+                batch.append(layer)
+                size += numel
+            if batch:
+                yield learns, batch
 
 
 def _weight(layer: WeightedQuantOpr) -> Tensor:
@@ -90,8 +104,7 @@ def _runs_kernels(weight: Tensor) -> bool:
     return weight.is_cuda and _HAS_TRITON
 
 
-def _fits(layer: WeightedQuantOpr) -> bool:
-    quantizer: Quantizer = layer.weight_quantizer
+def _fits(layer: WeightedQuantOpr, quantizer: Quantizer) -> bool:
     weight = layer.op._parameters.get("weight")  # not one that a parametrization computes
     return (
         "forward" not in layer.__dict__  # a user's own, which may run the layer again in the backward

@@ -112,15 +112,23 @@ def test_gradients_of_a_relu_in_front(
         torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels-last"])
 @pytest.mark.parametrize("granularity", [PerTensor(), PerChannel(1)], ids=str)
-def test_many_tiles_are_summed_and_the_counter_is_left_at_zero(
-    kernels: ModuleType, device: str, granularity: Granularity, monkeypatch: pytest.MonkeyPatch
+def test_many_tiles_for_a_program_and_the_counter_is_left_at_zero(
+    kernels: ModuleType,
+    device: str,
+    granularity: Granularity,
+    layout: torch.memory_format,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kernels, "ROWS_BACKWARD", kernels.Cut(64, 1))
-    monkeypatch.setattr(kernels, "NUM_PROGRAMS", 8)
+    small = kernels.Cut(64, 1, programs=8)
+    monkeypatch.setattr(kernels, "WHOLE", kernels.Cuts(small, small, small, small))
     kernels._tiles.cache_clear()
     try:
-        x, scale, zero_point, numbers = case(torch.randn(4, 6, 10, 10), granularity, True, device)
+        images = torch.randn(4, 6, 10, 10).contiguous(memory_format=layout)
+        x, scale, zero_point, numbers = case(images, granularity, True, device)
+        y = kernels.fake_quantize(x, scale, zero_point, *numbers)
+        assert torch.equal(y, plain.fake_quantize(x, scale, zero_point, *numbers))
         grad = torch.randn_like(x)
         arguments = (grad, x, scale, zero_point, *numbers, "lsq", True, True, True)
         runs = [kernels.backward(*arguments) for _ in range(3)]

@@ -185,6 +185,44 @@ def test_a_linear_layer_keeps_no_matrix_of_its_input(kept: Callable[[Callable[[]
     assert packed < 0.9 * in_float
 
 
+def test_functions_without_a_quantizer_are_computed_again(kept: Callable[[Callable[[], Any]], int]) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(32))
+            self.fc1, self.fc2 = nn.Linear(32, 64), nn.Linear(64, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = nn.functional.layer_norm(x, (32,), weight=self.scale)
+            return self.fc2(nn.functional.gelu(self.fc1(x)))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    config = {
+        "DEVICE": "cpu",
+        "W": {"QUANTIZER": {"TYPE": "lsq", "BIT": 4}},
+        "A": {
+            "QUANTIZER": {"TYPE": "lsq", "BIT": 4},
+            "SPECIFIC": [{"layer_norm*": ["QUANTIZER.DISABLE", True], "gelu*": ["QUANTIZER.DISABLE", True]}],
+        },
+    }
+    qmodel = QuantModel(Net(), parse_qconfig(config))
+    x = torch.randn(8, 40, 32, requires_grad=True)
+    qmodel.prepare_calibration()
+    qmodel(x)
+    qmodel.init_QAT()
+    qmodel.train()
+    plain = copy.deepcopy(qmodel)
+    nothing(plain)
+    everything(qmodel)
+    assert kept(lambda: qmodel(x)) < 0.5 * kept(lambda: plain(x))
+    grads = []
+    for candidate in (plain, qmodel):
+        candidate(x).square().sum().backward()
+        grads.append({name: parameter.grad for name, parameter in candidate.named_parameters()})
+    assert_equal(grads[1], grads[0])
+    assert torch.equal(qmodel.eval()(x), plain.eval()(x))
+
+
 def test_a_change_before_the_backward_is_refused() -> None:
     qmodel = ready()
     everything(qmodel)

@@ -46,12 +46,17 @@ def images() -> Tensor:
 
 
 @pytest.mark.usefixtures("batched")
+@pytest.mark.parametrize(("largest", "num_batches"), [(1 << 20, 1), (300, 2)], ids=["one batch", "two batches"])
 @pytest.mark.parametrize("kind", ["lsq", "uniform"])
-def test_a_step_is_that_of_the_layers_one_by_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_that_of_the_layers_one_by_one(
+    kind: str, largest: int, num_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_batches, "LARGEST_BATCH", largest)
     together = ready(kind)
     alone = copy.deepcopy(together)
     monkeypatch.setattr(alone, "_batched_weights", contextlib.nullcontext)
     outputs = [qmodel(images()) for qmodel in (together, alone)]
+    assert together._weights is not None and len(together._weights.batches) == num_batches
     assert torch.equal(*outputs)
     for output in outputs:
         output.square().sum().backward()

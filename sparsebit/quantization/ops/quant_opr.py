@@ -94,15 +94,17 @@ class WeightedQuantOpr(QuantOpr):
     kept_below = math.inf  # bytes of the quantized input that are kept for the backward rather than computed again
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.weight_quantizer.is_enable:
-            return self.op(*self.quantize_input(args, kwargs), **kwargs)
-        weight = self.weight_quantizer(self.op.weight) if self.ready_weight is None else self.ready_weight
-        bias = getattr(self.op, "bias", None)
+        modules: dict[str, Any] = self._modules  # `self.op` and its like take longer than a kernel's launch
+        op, input_quantizer, weight_quantizer = modules["op"], modules["input_quantizer"], modules["weight_quantizer"]
+        if not weight_quantizer.is_enable:
+            return op(*self.quantize_input(args, kwargs), **kwargs)
+        weight = weight_quantizer(op.weight) if self.ready_weight is None else self.ready_weight
+        bias = getattr(op, "bias", None)
         if bias is not None and self.bias_rounding is not None:
             bias = self.bias_rounding(bias)
         runs_in_integers = self.integer is not None and self.integer.is_active
-        if len(args) == 1 and not kwargs and not runs_in_integers and _is_plain(self.op):
-            found = quantized_layer(self.op, self.input_quantizer, args[0], weight, bias, kept_below=self.kept_below)
+        if len(args) == 1 and not kwargs and not runs_in_integers and _is_plain(op):
+            found = quantized_layer(op, input_quantizer, args[0], weight, bias, kept_below=self.kept_below)
             if found is not None:
                 return found
         args = self.quantize_input(args, kwargs)
@@ -287,7 +289,7 @@ def _is_one_float32(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _is_plain(module: nn.Module) -> bool:
     """A layer of torch itself that nobody watches: hooks run only where the module is called."""
-    return type(module).__module__.startswith("torch.nn.") and not (module._forward_hooks or module._forward_pre_hooks)
+    return not (module._forward_hooks or module._forward_pre_hooks) and type(module).__module__.startswith("torch.nn.")
 
 
 def _unparametrized(module: nn.Module) -> nn.Module:

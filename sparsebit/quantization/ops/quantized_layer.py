@@ -18,6 +18,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from sparsebit.numerics import operator
 from sparsebit.numerics.operator import Grid
+from sparsebit.quantization.ops.recipes import autocast_dtype
 from sparsebit.quantization.quantizers.base import Quantizer
 
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -111,9 +112,10 @@ def quantized_layer(
     layer = _arithmetic(op, x)
     if layer is None or not quantizer.is_operator_alone:
         return None
-    dtype, device = x.dtype, x.device.type
-    if dtype != torch.float64 and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    dtype: torch.dtype = x.dtype
+    half = autocast_dtype(x.device.type)
+    if half is not None and dtype != torch.float64:
+        dtype = half
     elif weight.dtype != dtype:
         return None
     scale, zero_point = quantizer.operands()

@@ -92,13 +92,19 @@ def recipe_of(tensor: Any) -> Recipe | None:
 
 def as_autocast(x: Tensor) -> Tensor:
     """A float32 tensor with a recipe in the type that autocast is about to give it, with a recipe too."""
-    device = x.device.type
-    if x.dtype != torch.float32 or not torch.is_autocast_enabled(device):
+    dtype = autocast_dtype(x.device.type)
+    if x.dtype != torch.float32 or dtype is None:
         return x
-    dtype = torch.get_autocast_dtype(device)
     half = x.to(dtype)
     give_recipe(half, torch.Tensor.to, (x, dtype), autocasts=False)
     return half
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The type that autocast gives to a layer's tensors, where it is on."""
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
 
 
 def relu(x: Tensor) -> Tensor:

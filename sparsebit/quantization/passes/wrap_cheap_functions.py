@@ -1,0 +1,45 @@
+"""Functions that are computed again rather than kept (`saved_activations`) as modules, which can be hooked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sparsebit.graph.capture import Captured
+
+# They keep their input for the backward, and are a few operations per element.
+_CHEAP = (
+    *(F.layer_norm, torch.layer_norm, F.group_norm, torch.group_norm, F.gelu, F.silu, F.hardswish, F.hardsigmoid),
+    *(F.hardtanh, F.relu6, F.leaky_relu),
+)
+
+
+class CheapFunction(nn.Module):
+    """A function of the model's own code that nothing quantizes."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        return self.function.__name__
+
+
+def wrap_cheap_functions(captured: Captured) -> None:
+    for region in captured.regions.values():
+        root = region.graph_module
+        for node in list(root.graph.nodes):
+            is_cheap = node.op == "call_function" and node.target in _CHEAP
+            if not is_cheap or node.kwargs.get("inplace"):
+                continue
+            name = f"{node.name}_function"
+            root.add_submodule(name, CheapFunction(node.target).train(root.training))
+            node.op, node.target = "call_module", name
+        root.recompile()
