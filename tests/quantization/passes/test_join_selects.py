@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsebit.quantization import QuantModel, parse_qconfig, quant_model
+from sparsebit.quantization import QuantModel, parse_qconfig, training
 from sparsebit.quantization.passes.join_selects import parts
 
 
@@ -54,7 +54,7 @@ def test_values_and_gradients_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     output, found = gradients(joined)
     assert targets(joined).count(parts) == 1 and targets(joined).count("select") == 1
 
-    monkeypatch.setattr(quant_model, "join_selects", lambda captured: None)
+    monkeypatch.setattr(training, "join_selects", lambda captured: None)
     plain = ready()
     expected_output, expected = gradients(plain)
     assert targets(plain).count("select") == 4
