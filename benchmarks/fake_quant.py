@@ -30,12 +30,11 @@ BUSY_CYCLES = 2_000_000  # about a millisecond
 CPU_SHAPES = ((32, 64, 56, 56), (256, 256, 3, 3), (197, 1536))
 
 
-def gpu_times(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median milliseconds of each, interleaved; None of what cannot run."""
+def gpu_times(what: str, calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Median milliseconds of each, interleaved."""
     found: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        for _ in range(3):
-            call()
+    for name, call in calls.items():
+        _warm_up(f"{what}/{name}", call)
     for _ in range(rounds):
         for name, call in calls.items():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -47,6 +46,15 @@ def gpu_times(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, flo
             torch.cuda.synchronize()
             found[name].append(start.elapsed_time(end))
     return {name: statistics.median(values) for name, values in found.items()}
+
+
+def _warm_up(what: str, call: Callable[[], Any]) -> None:
+    try:
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize()
+    except Exception as error:  # a GPU does not recover from most: the next run has to leave it out
+        raise SystemExit(f"--without {what}: it failed with {str(error)[:500]}") from error
 
 
 def cpu_times(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
@@ -127,7 +135,7 @@ class Case:
         return calls
 
 
-def on_gpu(rounds: int, output: Path | None) -> None:
+def on_gpu(rounds: int, output: Path | None, without: list[str]) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for layout in ("contiguous", "channels_last"):
             for granularity in (PerTensor(), PerChannel(1)):
@@ -141,9 +149,11 @@ def on_gpu(rounds: int, output: Path | None) -> None:
                     "forward_backward_lsq": (5, case.both_ways(learned=True)),
                 }
                 for work, (moves, calls) in works.items():
+                    what = f"{work}/{granularity.kind}"
+                    calls = {name: call for name, call in calls.items() if f"{what}/{name}" not in without}
                     source = case.x.detach()
                     copied = torch.empty_like(source)
-                    found = gpu_times({"copy": lambda s=source, c=copied: c.copy_(s), **calls}, rounds)
+                    found = gpu_times(what, {"copy": lambda s=source, c=copied: c.copy_(s), **calls}, rounds)
                     limit = found.pop("copy") / 2 * moves
                     emit(
                         {
@@ -189,8 +199,14 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--output", type=Path)
+    parser.add_argument(
+        "--without", action="append", default=[], metavar="WORK/GRANULARITY/WAY", help="that fails here"
+    )
     options = parser.parse_args()
-    (on_gpu if options.device == "cuda" else on_cpu)(options.rounds, options.output)
+    if options.device == "cuda":
+        on_gpu(options.rounds, options.output, options.without)
+    else:
+        on_cpu(options.rounds, options.output)
 
 
 if __name__ == "__main__":
