@@ -80,6 +80,7 @@ class Case:
         self.scale = torch.rand(size, device=device, generator=generator) * 0.1 + 0.2
         self.zero_point = torch.zeros_like(self.scale)
         self.ends = (self.spec.qmin, self.spec.qmax)
+        torch._dynamo.reset()  # else sizes that differ from the last case's become symbols
         self.compiled = torch.compile(self._algebra) if device == "cuda" else None
 
     def own(self, x: Tensor, scale: Tensor, gradient: Any) -> Tensor:

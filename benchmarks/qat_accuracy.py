@@ -77,6 +77,8 @@ def score_file(name: str, folder: Path, output: Path | None) -> None:
     axes = {"input": {0: "batch"}}
     parity = qmodel.export_onnx(images[:2], file, ["input"], dynamic_axes=axes, check=[images[:64]])
     assert parity is not None
+    # Training evaluates in TF32 or bfloat16; a file computes in float32, as this does.
+    record["scores"]["in float32"] = round(accuracy(qmodel, images, labels, "cpu"), 2)
     record["scores"]["file"] = round(accuracy(FileModel(file, qmodel.config.BACKEND), images, labels, "cpu"), 2)
     record["file_bytes"] = file.stat().st_size
     record["parity"] = parity.to_dict()

@@ -123,6 +123,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
+    torch.compiler.config.force_disable_caches = True  # they do not tell the opaque form from the other
     for name in options.models:
         compare(name, options)
 

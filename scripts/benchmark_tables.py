@@ -178,18 +178,19 @@ def fake_quant_cpu(records: list[Record]) -> str:
 
 
 def qat_accuracy(records: list[Record]) -> str:
-    head = ("recipe", "epochs", "float", "before training", "trained", "file", "file size", "time")
+    head = ("recipe", "epochs", "float", "before training", "trained", "in float32", "file", "file size", "time")
+    scores = ("float", "before training", "quantized", "in float32", "file")
     rows = [
         (
             record["recipe"],
             str(record["epochs"]),
-            *(_number(record["scores"].get(w), ".2f", " %") for w in ("float", "before training", "quantized", "file")),
+            *(_number(record["scores"].get(name), ".2f", " %") for name in scores),
             _number(record["file_bytes"] / 1e6, ".2f", " MB"),
             _number(record["seconds"], ".0f", " s"),
         )
         for record in records
     ]
-    return table(head, rows, numeric=7)
+    return table(head, rows, numeric=8)
 
 
 def zoo(records: list[Record]) -> str:

@@ -8,6 +8,7 @@ those of `plain`; a compiler that divides by a reciprocal may round a number tha
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,10 @@ from sparsebit.numerics.spec import pad_groups
 
 @lru_cache(maxsize=1)
 def register() -> None:
-    """Hand the algebra to inductor; called when something is compiled, because inductor is slow to import."""
+    """Hand the algebra to inductor; called when something is compiled, because inductor is slow to import.
+
+    torch's cache of compiled graphs on disk does not see this table: whoever changes the algebra renames the operator.
+    """
     from torch._inductor import decomposition
 
     decomposition.register_decomposition([torch.ops.sparsebit.fake_quantize.default])(fake_quantize)
@@ -81,7 +85,7 @@ def backward(
     found = []
     if needs_x:
         found.append(torch.where(inside, wide_grad, 0.0).reshape(x.shape).to(x.dtype))
-    factor = 1.0 if gradient == "pact" else lsq_factor(x.numel(), scale.numel(), qmax)
+    factor = 1.0 if gradient == "pact" else _factor(x.numel(), scale.numel(), qmax)
     if needs_scale:
         clipped = torch.minimum(torch.maximum(codes, low), high)
         terms = torch.where(inside, torch.zeros_like(codes) if gradient == "pact" else codes - values, clipped)
@@ -91,6 +95,13 @@ def backward(
         terms = torch.where(inside, 0.0, -wide_grad) * step
         found.append((_summed(terms, x, zero_point, axis, group_size) * factor).to(zero_point.dtype))
     return found
+
+
+def _factor(num_elements: int | torch.SymInt, num_params: int, qmax: int) -> Any:
+    """`lsq_factor`, in symbols where the size is one: the compiled graph serves batches of every size."""
+    if isinstance(num_elements, torch.SymInt):
+        return torch.sym_float(num_elements * max(qmax, 1) // num_params) ** -0.5
+    return lsq_factor(num_elements, num_params, qmax)
 
 
 def _is_ragged(x: Tensor, axis: int | None, group_size: int) -> bool:

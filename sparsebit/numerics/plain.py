@@ -87,9 +87,14 @@ def grid(zero_point: Tensor, qmin: int, qmax: int) -> tuple[int, int, Tensor | N
     return qmin, qmax, zero_point.round()
 
 
-@lru_cache(maxsize=4096)
 def aligned_shape(shape: tuple[int, ...], axis: int | None, group_size: int, num_params: int) -> tuple[int, ...]:
     """The shape in which parameters meet the blocks of a tensor of this shape: each dimension inside a row is 1."""
+    if torch.compiler.is_compiling():  # sizes may be symbols, which are no keys
+        return _aligned_shape(shape, axis, group_size, num_params)
+    return _known_aligned_shape(shape, axis, group_size, num_params)
+
+
+def _aligned_shape(shape: tuple[int, ...], axis: int | None, group_size: int, num_params: int) -> tuple[int, ...]:
     if num_params == 1:
         return ()
     granularity = PerTensor() if axis is None else PerGroup(axis, group_size) if group_size else PerChannel(axis)
@@ -99,3 +104,6 @@ def aligned_shape(shape: tuple[int, ...], axis: int | None, group_size: int, num
     if not group_size:
         return tuple(size if dim == axis else 1 for dim, size in enumerate(shape))
     return (*shape[:axis], shape[axis] // group_size, 1, *shape[axis + 1 :])
+
+
+_known_aligned_shape = lru_cache(maxsize=4096)(_aligned_shape)

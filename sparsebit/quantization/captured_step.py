@@ -44,7 +44,10 @@ class CapturedStep:
         for one, other in zip(self.inputs, batch, strict=True):
             one.copy_(other)
         self.graph.replay()
-        for parameter, grad in self.grads:  # an optimizer may have let go of them
+        for (
+            parameter,
+            grad,
+        ) in self.grads:  # an optimizer may have let go of them; a batch run as usual may have left more
             parameter.grad = grad
         return self.loss
 
@@ -75,5 +78,5 @@ class CapturedStep:
             with torch.no_grad():
                 for buffer, value in buffers.items():
                     buffer.copy_(value)
-        self.grads = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
+        self.grads = [(parameter, parameter.grad) for parameter in self.model.parameters()]
         self.graph = graph

@@ -93,8 +93,14 @@ def hold_ranges(model: nn.Module, held: bool) -> None:
 
 
 def hold_scales(model: nn.Module, held: bool) -> None:
+    """Those that were learning; what somebody else has frozen stays so."""
     for quantizer in _quantizers(model):
-        quantizer.requires_grad_(not held)
+        learning = {name for name, parameter in quantizer.named_parameters() if parameter.requires_grad}
+        quantizer.held_parameters |= learning if held else set()
+        for name in quantizer.held_parameters:
+            quantizer.get_parameter(name).requires_grad_(not held)
+        if not held:
+            quantizer.held_parameters.clear()
 
 
 def hold_statistics(model: nn.Module, held: bool) -> None:

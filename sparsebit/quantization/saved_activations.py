@@ -86,6 +86,8 @@ def _note_cheap(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     x = next(iter((*args, *kwargs.values())))
     if not _is_recorded(output) or output is x:  # a ReLU may be left to a quantizer
         return
+    if len(module._forward_hooks) > 1 or module._forward_pre_hooks:  # somebody else's, which may change what it gives
+        return
     if isinstance(module, nn.ReLU) and recipe_of(x) is None:
         return  # its input would be kept for its sake alone
     if not all(repeats(inner) for inner in module.modules() if isinstance(inner, Quantizer)):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -50,3 +52,33 @@ def test_inductor_sees_the_algebra_even_if_it_compiled_something_before() -> Non
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     assert not any("sparsebit" in event.key for event in profile.key_averages())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("granularity", [PerTensor(), PerChannel(1), PerGroup(1, 4)], ids=str)
+def test_one_compiled_graph_serves_batches_of_every_size(granularity: Granularity) -> None:
+    torch._dynamo.reset()
+    spec = TensorSpec(4, True, granularity)
+    num_scales = {"tensor": 1, "channel": 8, "group": 2}[granularity.kind]  # of a row
+
+    def step(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        if granularity.kind == "group":  # as many scales as groups
+            scale = scale.expand(x.shape[0], num_scales).reshape(-1)
+        return fake_quantize(x, scale, torch.zeros_like(scale), spec, gradient="lsq").square().sum()
+
+    from torch._inductor.compile_fx import compile_fx  # slow to import
+
+    graphs = []
+
+    def counting(graph: torch.fx.GraphModule, example: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return compile_fx(graph, example)
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counting)
+    for size in (4, 6, 7):
+        x, scale = torch.randn(size, 8, requires_grad=True), torch.full((num_scales,), 0.1, requires_grad=True)
+        found, expected = (torch.autograd.grad(run(x, scale), (x, scale)) for run in (compiled, step))
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert len(graphs) == 1

@@ -67,3 +67,23 @@ def test_half_precision() -> None:
     CapturedStep(model, noting, half=torch.bfloat16)(torch.randn(2, 4), torch.zeros(2))
     CapturedStep(model, noting)(torch.randn(2, 4), torch.zeros(2))
     assert seen == [torch.bfloat16, torch.float32]
+
+
+@pytest.mark.gpu
+def test_no_gradient_is_left_by_a_batch_that_is_run_as_usual() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.always, self.sometimes = nn.Linear(4, 3), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.always(x)
+            return y + self.sometimes(x) if len(x) == 5 else y
+
+    model = Net().cuda()
+    step = CapturedStep(model, lambda model, x: model(x).square().mean())
+    for size in (8, 5):
+        step(torch.randn(size, 4, device="cuda"))
+    assert model.sometimes.weight.grad is not None
+    step(torch.randn(8, 4, device="cuda"))
+    assert model.sometimes.weight.grad is None and model.always.weight.grad is not None

@@ -87,6 +87,18 @@ class TestScales:
         qmodel.unfreeze("scales")
         assert learned(changed(qmodel))
 
+    def test_what_somebody_else_has_frozen_stays_so(self) -> None:
+        qmodel = ready()
+        names = [name for name, _ in qmodel.named_parameters() if name.endswith("scale")]
+        qmodel.get_parameter(names[0]).requires_grad_(False)
+        schedule = FreezeSchedule(qmodel, scales=1)
+        assert not qmodel.get_parameter(names[0]).requires_grad
+        schedule.step()
+        qmodel.freeze("scales")  # a second time
+        assert not any(qmodel.get_parameter(name).requires_grad for name in names)
+        qmodel.unfreeze("scales")
+        assert [name for name in names if not qmodel.get_parameter(name).requires_grad] == names[:1]
+
     def test_quantizers_that_are_off_for_good_stay_so(self) -> None:
         qmodel = ready()
         off = next(quantizer for quantizer in qmodel.quantizers() if not quantizer.fake_fused)

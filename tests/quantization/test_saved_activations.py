@@ -281,6 +281,15 @@ class TestWhatMayHappenInBetween:
 
         self.check(run, ready())
 
+    def test_a_hook_that_changes_what_a_norm_gives(self) -> None:
+        def run(qmodel: QuantModel) -> Tensor:
+            return qmodel(images()).square().sum()  # type: ignore[no-any-return]
+
+        qmodel = ready()
+        norms = [module for module in qmodel.modules() if isinstance(module, nn.BatchNorm2d)]
+        norms[0].register_forward_hook(lambda module, args, output: output * 2)
+        self.check(run, qmodel)
+
     def test_a_second_forward_of_ranges_that_follow(self) -> None:
         def run(qmodel: QuantModel) -> Tensor:
             first: Tensor = qmodel(images()).square().sum()

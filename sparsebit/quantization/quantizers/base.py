@@ -71,6 +71,7 @@ class Quantizer(nn.Module):
         self.use_quant = self.fake_fused = self.observing = self.export_onnx = self.was_unseen = False
         # Whether the grid moves with the data while training, and whether it is held for the time being.
         self.follows, self.is_held = self.ALWAYS_FOLLOWS, False
+        self.held_parameters: set[str] = set()  # that learn when they are let go of
         self.rectifies = False  # can stand for a ReLU in front of it too, in training
         self.handed: list[Tensor] = []  # what that ReLU would have been applied to
         self.make_parameters(num_scales)

@@ -37,6 +37,8 @@ class LSQ(Quantizer):
 
     def operands(self) -> tuple[Tensor, Tensor]:
         """As they are learned: none of the small kernels that `qparams` starts."""
+        if self.spec.symmetric and torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+            return self.scale, torch.zeros_like(self.scale)  # which a compiler leaves out
         zero_point = self.zero_point
         if self.learns_zero_point and not self.spec.symmetric:
             zero_point = zero_point.clamp(self.spec.qmin, self.spec.qmax)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsebit.quantization import QuantModel, parse_qconfig, quant_model
+from sparsebit.quantization import QuantModel, parse_qconfig, training
 from sparsebit.quantization.passes.defer_relus import DeferredReLU
 
 
@@ -64,7 +64,7 @@ def test_a_step_is_equal_bit_by_bit(types: tuple[str, str], monkeypatch: pytest.
     deferring = copy.deepcopy(plain).train()
     assert rectifying(deferring) == ["conv3.input", "fc.input"]
     with monkeypatch.context() as patch:
-        patch.setattr(quant_model, "defer_relus", lambda captured: None)
+        patch.setattr(training, "defer_relus", lambda captured: None)
         plain.train()
     (expected, expected_grads), (found, found_grads) = step(plain), step(deferring)
     assert torch.equal(found, expected)
