@@ -1,7 +1,7 @@
-"""Writes the tables of docs/benchmarks.md out of benchmarks/results/*.jsonl: no figure is typed by hand.
+"""Writes the tables of docs/benchmarks.md and of guides out of benchmarks/results/*.jsonl: no figure is typed by hand.
 
-`python scripts/benchmark_tables.py` writes the page; with `--check` it writes nothing and fails where the page is out
-of step.
+`python scripts/benchmark_tables.py` writes the pages; with `--check` it writes nothing and fails where one is out of
+step.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from marked_sections import table, update
 
 ROOT = Path(__file__).resolve().parent.parent
 Record = dict[str, Any]
+Sections = dict[str, tuple[Callable[[list[Record]], str], Record]]
 
 # What a record is about: of several with the same, the last one counts.
 SUBJECT = (
@@ -143,6 +144,24 @@ def qat_step(records: list[Record]) -> str:
     return table(head, rows, numeric=4)
 
 
+def qat_summary(records: list[Record]) -> str:
+    """Ratios to the float model alone, one line for each model."""
+    head = ("model", "eager", "CUDA graph", "compiled", "memory", "memory, packed")
+    found = {(record["model"], record["way"]): record for record in records}
+    columns = (
+        *(("", "time_ratio"), ("_graphed", "time_ratio"), ("_compiled", "time_ratio")),
+        *(("", "memory_ratio"), ("_packed", "memory_ratio")),
+    )
+    rows = [
+        (
+            model,
+            *(_number(found.get((model, f"sparsebit_bf16{way}"), {}).get(figure), ".2f") for way, figure in columns),
+        )
+        for model in dict.fromkeys(record["model"] for record in records)
+    ]
+    return table(head, rows, numeric=5)
+
+
 def fake_quant_gpu(records: list[Record]) -> str:
     head = ("work", "scales", "layout", "type", "limit", "sparsebit", "torch.compile", "torch's operator")
     rows = [
@@ -230,7 +249,7 @@ def zoo_export(records: list[Record]) -> str:
     return "\n\n".join(lines)
 
 
-SECTIONS: dict[str, tuple[Callable[[list[Record]], str], Record]] = {
+SECTIONS: Sections = {
     "accuracy": (accuracy, {"benchmark": "accuracy"}),
     "calibration time": (calibration_time, {"benchmark": "calibration", "what": "time"}),
     "calibration memory": (calibration_memory, {"benchmark": "calibration", "what": "memory"}),
@@ -246,10 +265,16 @@ SECTIONS: dict[str, tuple[Callable[[list[Record]], str], Record]] = {
 }
 
 
-def render(records: list[Record]) -> dict[str, str]:
-    """Every section of the page: a table and where it was measured, or that nothing was."""
+GUIDE: Sections = {
+    "qat summary": (qat_summary, {"benchmark": "qat_step"}),
+    "qat accuracy": SECTIONS["qat accuracy"],
+}
+
+
+def render(records: list[Record], wanted_sections: Sections = SECTIONS) -> dict[str, str]:
+    """Every section of a page: a table and where it was measured, or that nothing was."""
     sections = {}
-    for name, (write, wanted) in SECTIONS.items():
+    for name, (write, wanted) in wanted_sections.items():
         chosen = [record for record in records if wanted.items() <= record.items()]
         sections[name] = f"{write(chosen)}\n\n{_provenance(chosen)}" if chosen else "*Not measured yet.*"
     return sections
@@ -302,6 +327,7 @@ def _parity(largest: float | None) -> str:
 
 def _provenance(records: Iterable[Record]) -> str:
     """When and on what the figures were measured, and where the files were made; once where all are alike."""
+    records = list(records)
     measured: dict[str, set[str]] = {}
     made: dict[str, set[str]] = {}
     for record in records:
@@ -309,6 +335,8 @@ def _provenance(records: Iterable[Record]) -> str:
         if "made" in record:
             made.setdefault(_maker(record["made"]), set()).add(record["made"]["date"])
     lines = [f"*Measured {_when(dates)} on {machine}.*" for machine, dates in measured.items()]
+    trained = {(_machine(record["trained_on"]), record["date"]) for record in records if "trained_on" in record}
+    lines += [f"*Trained {date} on {machine}.*" for machine, date in sorted(trained)]
     lines += [f"*Files made {_when(dates)} on {machine}.*" for machine, dates in made.items()]
     return "\n".join(lines)
 
@@ -356,8 +384,11 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "benchmarks.md")
+    parser.add_argument("--guide", type=Path, default=ROOT / "docs" / "guides" / "qat.md")
     options = parser.parse_args()
-    return update(options.page, render(read(options.results)), check=options.check)
+    records = read(options.results)
+    pages = ((options.page, SECTIONS), (options.guide, GUIDE))
+    return max(update(page, render(records, sections), check=options.check) for page, sections in pages)
 
 
 if __name__ == "__main__":

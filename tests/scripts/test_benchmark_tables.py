@@ -16,6 +16,7 @@ NAMES = (
     *("deploy onnxruntime", "deploy openvino", "zoo", "zoo export"),
     *("qat step", "qat accuracy", "fake quant gpu", "fake quant cpu"),
 )
+GUIDE_NAMES = ("qat summary", "qat accuracy")
 ACCURACY = {
     "benchmark": "accuracy",
     "task": "resnet20",
@@ -62,14 +63,15 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def render(folder: Path, *records: dict[str, Any]) -> str:
-    """The page that the script makes of `records`."""
-    page = folder / "page.md"
-    page.write_text("\n".join(f"# {name}\n<!-- begin: {name} -->\nold\n<!-- end: {name} -->" for name in NAMES))
+    """The pages that the script makes of `records`."""
+    page, guide = folder / "page.md", folder / "guide.md"
+    for file, names in ((page, NAMES), (guide, GUIDE_NAMES)):
+        file.write_text("\n".join(f"# {name}\n<!-- begin: {name} -->\nold\n<!-- end: {name} -->" for name in names))
     lines = [json.dumps({"date": "2030-01-02", "hardware": HARDWARE, **record}) for record in records]
     (folder / "some.jsonl").write_text("\n".join(lines) + "\n")
-    done = run("--results", folder, "--page", page)
+    done = run("--results", folder, "--page", page, "--guide", guide)
     assert done.returncode == 0, done.stderr
-    return page.read_text()
+    return page.read_text() + guide.read_text()
 
 
 def test_page_of_the_project_is_in_step() -> None:
@@ -210,12 +212,14 @@ class TestTraining:
         assert "| resnet50 | float bf16 | 30.3 ms |  | 5,814 MiB |  |" in page
         assert "| resnet50 | sparsebit bf16 | 36.3 ms | 1.20 | 6,249 MiB | 1.07 |" in page
         assert "**fails**: `RuntimeError: no such type`" in page
+        assert "| resnet50 | 1.20 |  |  | 1.07 |  |" in section(page, "qat summary")
 
     def test_accuracy(self, tmp_path: Path) -> None:
-        scores = {"float": 91.7, "before training": 80.0, "quantized": 91.5, "file": 91.46}
+        scores = {"float": 91.7, "before training": 80.0, "quantized": 91.5, "in float32": 91.44, "file": 91.46}
         record = {"benchmark": "qat_accuracy", "recipe": "w4a4", "epochs": 40, "seconds": 61.4, "file_bytes": 203003}
-        page = render(tmp_path, {**record, "scores": scores})
-        assert "| w4a4 | 40 | 91.70 % | 80.00 % | 91.50 % | 91.46 % | 0.20 MB | 61 s |" in page
+        page = render(tmp_path, {**record, "scores": scores, "trained_on": HARDWARE | {"gpu": "some GPU"}})
+        assert page.count("| w4a4 | 40 | 91.70 % | 80.00 % | 91.50 % | 91.44 % | 91.46 % | 0.20 MB | 61 s |") == 2
+        assert "*Trained 2030-01-02 on some GPU, torch 2.13.0.*" in page
 
     def test_operator(self, tmp_path: Path) -> None:
         common = {"benchmark": "fake_quant", "granularity": "tensor"}
@@ -243,15 +247,16 @@ def test_last_line_about_the_same_counts(tmp_path: Path) -> None:
 
 
 def test_nothing_measured(tmp_path: Path) -> None:
-    assert render(tmp_path).count("*Not measured yet.*") == len(NAMES)
+    assert render(tmp_path).count("*Not measured yet.*") == len(NAMES) + len(GUIDE_NAMES)
 
 
 def test_check_tells_and_writes_nothing(tmp_path: Path) -> None:
     render(tmp_path, ACCURACY)
     page = tmp_path / "page.md"
-    assert run("--check", "--results", tmp_path, "--page", page).returncode == 0
+    pages = ("--page", page, "--guide", tmp_path / "guide.md")
+    assert run("--check", "--results", tmp_path, *pages).returncode == 0
     page.write_text(page.read_text().replace("90.75", "99.99"))
-    done = run("--check", "--results", tmp_path, "--page", page)
+    done = run("--check", "--results", tmp_path, *pages)
     assert done.returncode == 1 and "out of step: run python scripts/benchmark_tables.py" in done.stderr
     assert "99.99" in page.read_text()
 
@@ -264,5 +269,5 @@ def test_damaged_line_is_named(tmp_path: Path) -> None:
 
 def test_page_without_a_section_is_named(tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text("<!-- begin: zoo -->\n<!-- end: zoo -->\n")
-    done = run("--results", tmp_path, "--page", tmp_path / "page.md")
+    done = run("--results", tmp_path, "--page", tmp_path / "page.md", "--guide", tmp_path / "guide.md")
     assert done.returncode != 0 and "the page marks ['zoo']" in done.stderr
