@@ -174,6 +174,12 @@ def compare(name: str, options: argparse.Namespace) -> None:
         "float_bf16_graphed": (on_device, True, ""),
         "sparsebit_bf16_graphed": (lambda: quantized(name, plain(), example), True, "float_bf16_graphed"),
         "sparsebit_bf16_packed_graphed": (packed, True, "float_bf16_graphed"),
+        "float_bf16_compiled_graphed": (lambda: torch.compile(on_device()), True, ""),
+        "sparsebit_bf16_compiled_graphed": (
+            lambda: torch.compile(quantized(name, plain(), example)),
+            True,
+            "float_bf16_compiled_graphed",
+        ),
         "sparsebit_bf16_compiled_opaque": (opaque, True, "float_bf16_compiled"),
         "float_tf32": (on_device, False, ""),
         "sparsebit_tf32": (lambda: quantized(name, plain(), example), False, "float_tf32"),
