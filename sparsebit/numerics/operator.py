@@ -120,23 +120,25 @@ def grid_of(spec: TensorSpec) -> Grid:
     return spec.granularity.axis, spec.granularity.size, spec.qmin, spec.qmax
 
 
-def quantized(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
-    """Below autograd: `x` on its grid, in another type."""
+def quantized(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, dtype: torch.dtype, tag: str) -> Tensor:
+    """Below autograd: `x` on its grid, in the type `dtype`."""
     kernels = _kernels(x)
-    if dtype == x.dtype:
-        return kernels.forward(x, scale, zero_point, *grid)
-    if kernels.casts:
-        return kernels.forward(x, scale, zero_point, *grid, dtype)
-    return kernels.forward(x, scale, zero_point, *grid).to(dtype)
+    if dtype == x.dtype or not kernels.casts or is_watched(x, scale, zero_point):
+        return _below_autograd(x, scale, zero_point, *grid, "ste", tag).to(dtype)
+    return kernels.forward(x, scale, zero_point, *grid, dtype)
 
 
 def gradients_of(
     grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, gradient: str, needs: tuple[bool, ...]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Tensor | None, ...]:
     """Below autograd: what `grad` gives to x, scale and zero point, where it is needed and learned."""
     if gradient not in LEARNING:
         needs = (needs[0], False, False)
-    return _kernels(x).backward(grad, x, scale, zero_point, *grid, gradient, *needs)
+    if not is_watched(grad, x, scale):
+        return _kernels(x).backward(grad, x, scale, zero_point, *grid, gradient, *needs)
+    # The needed gradients only: an operator's list of tensors has no room for None.
+    found = iter(_fake_quantize_backward(grad, x, scale, zero_point, *grid, gradient, *needs))
+    return tuple(next(found) if needed else None for needed in needs)
 
 
 class _FakeQuantize(torch.autograd.Function):
@@ -166,14 +168,7 @@ class _WatchedFakeQuantize(_FakeQuantize):
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, scale, zero_point = ctx.saved_tensors
     *grid, gradient, _ = ctx.rest
-    needs = ctx.needs_input_grad[:3]
-    if not is_watched(grad, x, scale):
-        return (*gradients_of(grad, x, scale, zero_point, tuple(grid), gradient, needs), None)
-    if gradient not in LEARNING:
-        needs = (needs[0], False, False)
-    # The needed gradients only: an operator's list of tensors has no room for None.
-    found = iter(_fake_quantize_backward(grad, x, scale, zero_point, *grid, gradient, *needs))
-    return (*(next(found) if needed else None for needed in needs), None)
+    return (*gradients_of(grad, x, scale, zero_point, tuple(grid), gradient, ctx.needs_input_grad[:3]), None)
 
 
 _gradients_once = once_differentiable(_gradients)

@@ -241,6 +241,7 @@ def fake_quantize(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """As `plain.fake_quantize`, in `dtype` where one is given."""
+    scale, zero_point = scale.contiguous(), zero_point.contiguous()
     x, tiles = _plan(x, scale, zero_point, axis, group_size, qmin, qmax)
     if tiles is None:
         return PLAIN.forward(x, scale, zero_point, axis, group_size, qmin, qmax).to(dtype or x.dtype)
@@ -264,6 +265,7 @@ def backward(
     needs_zero_point: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """As `gradients.backward`."""
+    scale, zero_point = scale.contiguous(), zero_point.contiguous()
     x, tiles = _plan(x, scale, zero_point, axis, group_size, qmin, qmax)
     if tiles is None:
         rest = (axis, group_size, qmin, qmax, gradient, needs_x, needs_scale, needs_zero_point)

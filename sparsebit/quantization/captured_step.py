@@ -44,10 +44,8 @@ class CapturedStep:
         for one, other in zip(self.inputs, batch, strict=True):
             one.copy_(other)
         self.graph.replay()
-        for (
-            parameter,
-            grad,
-        ) in self.grads:  # an optimizer may have let go of them; a batch run as usual may have left more
+        # An optimizer may have let go of some; a batch run as usual may have left more.
+        for parameter, grad in self.grads:
             parameter.grad = grad
         return self.loss
 

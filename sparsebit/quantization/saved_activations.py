@@ -19,17 +19,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparsebit.numerics import dispatch
 from sparsebit.numerics.spec import TensorSpec
+from sparsebit.quantization.ops.cheap import CHEAP_MODULES, CHEAP_ROWS
 from sparsebit.quantization.ops.quant_opr import QuantOpr, WeightedQuantOpr
 from sparsebit.quantization.ops.recipes import give_recipe, recipe_of, relu
 from sparsebit.quantization.passes.wrap_cheap_functions import CheapFunction
-from sparsebit.quantization.quantizers.base import Quantizer, repeats
+from sparsebit.quantization.quantizers.base import Quantizer, is_hooked, repeats
 
-# They keep their input for the backward, and are a few operations per element.
-CHEAP = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm),
-    *(nn.GELU, nn.SiLU, nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh, nn.ReLU6, nn.LeakyReLU),
-)
-CHEAP_ROWS = frozenset({"layer_norm", "group_norm", "gelu", "silu", "hardswish", "hardsigmoid", "hardtanh", "relu6"})
 LARGE = 16 << 20  # bytes; below, starting a kernel again costs more than the memory is worth
 
 
@@ -86,7 +81,8 @@ def _note_cheap(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     x = next(iter((*args, *kwargs.values())))
     if not _is_recorded(output) or output is x:  # a ReLU may be left to a quantizer
         return
-    if len(module._forward_hooks) > 1 or module._forward_pre_hooks:  # somebody else's, which may change what it gives
+    # Somebody else's hooks may change what it gives, or count how often it is called.
+    if len(module._forward_hooks) > 1 or module._forward_pre_hooks or any(map(is_hooked, module.children())):
         return
     if isinstance(module, nn.ReLU) and recipe_of(x) is None:
         return  # its input would be kept for its sake alone
@@ -105,7 +101,7 @@ def _is_cheap(module: nn.Module) -> bool:
         return True
     if isinstance(module, QuantOpr):
         return type(module) is QuantOpr and module.weight_quantizer is None and module.row.name in CHEAP_ROWS
-    return (type(module) in CHEAP or isinstance(module, nn.ReLU)) and not getattr(module, "inplace", False)
+    return (type(module) in CHEAP_MODULES or isinstance(module, nn.ReLU)) and not getattr(module, "inplace", False)
 
 
 class _Normalized:

@@ -112,9 +112,7 @@ def _fits(layer: WeightedQuantOpr, quantizer: Quantizer) -> bool:
         and _runs_kernels(weight)
         and weight.dtype == torch.float32
         and weight.requires_grad
-        and quantizer.is_enable
-        and not quantizer.is_following
-        and not quantizer.observing
+        and quantizer.is_operator_alone
         and quantizer.spec.symmetric
         and quantizer.spec.granularity == PerChannel(0)
         and quantizer.scale.numel() == weight.shape[0] > 1

@@ -263,3 +263,14 @@ def test_more_elements_than_fit_into_32_bits() -> None:
     each = 1.0 - float(x.detach()[0]) / 0.25
     expected = each * count * (count * 7) ** -0.5
     assert scale.grad is not None and scale.grad.item() == pytest.approx(expected, rel=1e-3)
+
+
+def test_numbers_that_are_expanded_are_read_one_by_one(kernels: ModuleType, device: str) -> None:
+    x, scale, zero_point, numbers = case(torch.randn(4, 6, 5, 5), PerChannel(1), False, device)
+    one = zero_point[:1].expand_as(zero_point)
+    found = kernels.fake_quantize(x, scale, one, *numbers)
+    assert torch.equal(found, plain.fake_quantize(x, scale, one.contiguous(), *numbers))
+    arguments = (torch.randn_like(x), x, scale, one, *numbers, "lsq", True, True, False)
+    for mine, other in zip(kernels.backward(*arguments), gradients.backward(*arguments), strict=True):
+        if mine is not None:
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)

@@ -116,11 +116,13 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], int]:
 
         def counting(tensor: Tensor) -> Any:
             found = pack(tensor)
-            note_all(found.base if isinstance(found, recipes.View) else found)
+            note_all(found)
             return found
 
         def note_all(found: Any) -> None:
-            if isinstance(found, recipes.Recipe):
+            if isinstance(found, recipes.View | recipes.Kept):
+                note_all(found.base if isinstance(found, recipes.View) else found.tensor)
+            elif isinstance(found, recipes.Recipe):
                 for each in (*found.watched, *found.args):
                     note_all(each)
             elif isinstance(found, Tensor):
@@ -231,6 +233,16 @@ def test_a_change_before_the_backward_is_refused() -> None:
         for quantizer in qmodel.quantizers():
             quantizer.scale.mul_(2)
     with pytest.raises(SparsebitError, match=r"changed in place .* pack_saved_activations\(False\)"):
+        loss.backward()
+
+
+def test_a_changed_input_is_refused() -> None:
+    qmodel = ready()
+    everything(qmodel)
+    x = images()
+    loss = qmodel(x).sum()
+    x.zero_()
+    with pytest.raises(SparsebitError, match="changed in place"):
         loss.backward()
 
 

@@ -128,3 +128,13 @@ def test_on_a_cpu_layers_quantize_by_themselves() -> None:
     qmodel = ready("lsq")
     with qmodel._batched_weights():
         assert all(getattr(layer, "ready_weight", None) is None for layer in qmodel.modules())
+
+
+@pytest.mark.usefixtures("batched")
+def test_a_hook_on_a_weight_quantizer_is_called() -> None:
+    qmodel = ready("lsq")
+    calls = []
+    layer = next(module for module in qmodel.modules() if isinstance(module, WeightedQuantOpr))
+    layer.weight_quantizer.register_forward_hook(lambda *call: calls.append(call))
+    qmodel(images())
+    assert len(calls) == 1

@@ -17,7 +17,7 @@ from sparsebit.quantization.ops.quantized_layer import quantized_layer
 from sparsebit.quantization.ops.recipes import as_autocast, recipe_of
 from sparsebit.quantization.ops.rows import OpKind, OpRow
 from sparsebit.quantization.ops.table import bias_argument, input_argument, weight_argument
-from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.quantization.quantizers.base import Quantizer, is_hooked
 
 
 class QuantOpr(nn.Module):
@@ -289,7 +289,8 @@ def _is_one_float32(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _is_plain(module: nn.Module) -> bool:
     """A layer of torch itself that nobody watches: hooks run only where the module is called."""
-    return not (module._forward_hooks or module._forward_pre_hooks) and type(module).__module__.startswith("torch.nn.")
+    is_torchs_own = type(module).__module__.startswith("torch.nn.") and "forward" not in module.__dict__
+    return is_torchs_own and not is_hooked(module)
 
 
 def _unparametrized(module: nn.Module) -> nn.Module:

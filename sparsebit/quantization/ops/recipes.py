@@ -15,6 +15,10 @@ from sparsebit.errors import SparsebitError
 
 _RECIPE = "_sparsebit_recipe"
 _NOTHING = contextlib.nullcontext()
+_CHANGED = (
+    "a tensor that the backward needs again was changed in place (by an optimizer's step before the backward?); "
+    "change a copy of it, or keep everything with pack_saved_activations(False)"
+)
 
 
 class Recipe:
@@ -59,10 +63,7 @@ class Recipe:
 
     def _computed(self) -> Tensor:
         if self.versions != [tensor._version for tensor in self.watched]:
-            raise SparsebitError(
-                "a tensor that the backward needs again was changed in place (by an optimizer's step before the "
-                "backward?); change a copy of it, or keep everything with pack_saved_activations(False)"
-            )
+            raise SparsebitError(_CHANGED)
         args = [_unpack(arg) for arg in self.args]
         kwargs = {name: _unpack(arg) for name, arg in self.kwargs.items()}
         if self.autocast is None and not torch.is_grad_enabled():  # as in nearly every backward
@@ -130,7 +131,20 @@ class View:
         return self.base.read().as_strided(self.size, self.stride, self.offset)
 
 
-def _pack(tensor: Tensor) -> Tensor | Recipe | View:
+@dataclass(frozen=True)
+class Kept:
+    """A tensor itself; torch does not watch what it is given by hooks."""
+
+    tensor: Tensor
+    version: int
+
+    def read(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise SparsebitError(_CHANGED)
+        return self.tensor
+
+
+def _pack(tensor: Tensor) -> Recipe | View | Kept:
     recipe = recipe_of(tensor)
     if recipe is not None:
         recipe.num_readers += 1
@@ -138,13 +152,13 @@ def _pack(tensor: Tensor) -> Tensor | Recipe | View:
     recipe = recipe_of(tensor._base)  # None for one that is no view
     if recipe is None:
         # An op that keeps its own output would keep itself alive by it.
-        return tensor if tensor.grad_fn is None else tensor.detach()
+        return Kept(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
     recipe.num_readers += 1
     return View(recipe, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
 
 def _unpack(kept: Any) -> Any:
-    return kept.read() if isinstance(kept, Recipe | View) else kept
+    return kept.read() if isinstance(kept, Recipe | View | Kept) else kept
 
 
 _PACKING = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)

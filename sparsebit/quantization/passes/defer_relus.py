@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.nn.modules.module import _global_forward_pre_hooks
 
 from sparsebit.graph.capture import Captured
 from sparsebit.graph.patterns import module_of
@@ -33,11 +34,18 @@ class DeferredReLU(nn.ReLU):
         return self._parts[1]
 
     def forward(self, input: Tensor) -> Tensor:
-        quantizer = self.quantizer
-        # A reader that is compiled by itself does not see what it is handed.
-        if not quantizer.is_rectifying or self._parts[0]._compiled_call_impl is not None:
+        reader, quantizer = self._parts
+        # A reader that is compiled by itself does not see what it is handed; a hook in front of it may change that.
+        if (
+            not quantizer.is_rectifying
+            or reader._compiled_call_impl is not None
+            or reader._forward_pre_hooks
+            or quantizer._forward_pre_hooks
+            or _global_forward_pre_hooks
+        ):
+            quantizer.hand_over(False)
             return relu(input)
-        quantizer.handed[:] = (input,)
+        quantizer.hand_over()
         return input
 
 

@@ -8,34 +8,54 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from sparsebit.graph.aliasing import Families, may_alias, overwritten
 from sparsebit.graph.capture import Captured
 
 
-def parts(x: Tensor, dim: int) -> tuple[Tensor, ...]:
-    if torch.compiler.is_exporting():
-        return tuple(x.select(dim, index) for index in range(x.shape[dim]))
-    return x.unbind(dim)
+def parts(x: Tensor, dim: int, indices: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """`x.select(dim, index)` for each of them."""
+    if torch.compiler.is_exporting() or x.shape[dim] != len(indices):  # a few out of many stay as they are
+        return tuple(x.select(dim, index) for index in indices)
+    whole = x.unbind(dim)
+    return tuple(whole[index] for index in indices)
 
 
 def join_selects(captured: Captured) -> None:
     for region in captured.regions.values():
         root = region.graph_module
-        groups: dict[tuple[Any, ...], list[fx.Node]] = defaultdict(list)
+        written = _written(root)
+        groups: dict[tuple[fx.Node, int], dict[int, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
         for node in root.graph.nodes:
             if node.op == "call_method" and node.target == "select" and len(node.args) == 3 and not node.kwargs:
                 source, dim, index = node.args
-                if isinstance(dim, int) and isinstance(index, int):
-                    groups[source, dim].append(node)
+                if isinstance(source, fx.Node) and isinstance(dim, int) and isinstance(index, int):
+                    groups[source, dim][index].append(node)
         for (source, dim), selects in groups.items():
-            if len(selects) < 2:
-                continue
-            with root.graph.inserting_before(selects[0]):
-                joined = root.graph.call_function(parts, (source, dim))
-            for node in selects:
-                node.op, node.target, node.args = "call_function", operator.getitem, (joined, node.args[2])
+            nodes = [node for same in selects.values() for node in same]
+            if len(selects) > 1 and written.isdisjoint(nodes):
+                _join(root.graph, source, dim, selects, before=nodes[0])
         root.recompile()
+
+
+def _join(graph: fx.Graph, source: fx.Node, dim: int, selects: dict[int, list[fx.Node]], *, before: fx.Node) -> None:
+    with graph.inserting_before(before):
+        joined = graph.call_function(parts, (source, dim, tuple(selects)))
+    for place, same in enumerate(selects.values()):
+        for node in same:
+            node.op, node.target, node.args = "call_function", operator.getitem, (joined, place)
+
+
+def _written(root: fx.GraphModule) -> set[fx.Node]:
+    """Nodes whose memory something writes into: what `unbind` gives may not be written into."""
+    families = Families()
+    sources = set()
+    for node in root.graph.nodes:
+        for other in may_alias(node, root):
+            families.join(node, other)
+        if (source := overwritten(node, root)) is not None:
+            sources.add(source)
+    return {member for source in sources for member in families.of(source)}

@@ -5,17 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import nn
 
 from sparsebit.graph.capture import Captured
-
-# They keep their input for the backward, and are a few operations per element.
-_CHEAP = (
-    *(F.layer_norm, torch.layer_norm, F.group_norm, torch.group_norm, F.gelu, F.silu, F.hardswish, F.hardsigmoid),
-    *(F.hardtanh, F.relu6, F.leaky_relu),
-)
+from sparsebit.quantization.ops.cheap import CHEAP_FUNCTIONS
 
 
 class CheapFunction(nn.Module):
@@ -36,7 +29,7 @@ def wrap_cheap_functions(captured: Captured) -> None:
     for region in captured.regions.values():
         root = region.graph_module
         for node in list(root.graph.nodes):
-            is_cheap = node.op == "call_function" and node.target in _CHEAP
+            is_cheap = node.op == "call_function" and node.target in CHEAP_FUNCTIONS
             if not is_cheap or node.kwargs.get("inplace"):
                 continue
             name = f"{node.name}_function"

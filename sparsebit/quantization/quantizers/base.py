@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from sparsebit.backends import Format
 from sparsebit.errors import BackendError, CalibrationError, ConfigError
@@ -73,7 +74,7 @@ class Quantizer(nn.Module):
         self.follows, self.is_held = self.ALWAYS_FOLLOWS, False
         self.held_parameters: set[str] = set()  # that learn when they are let go of
         self.rectifies = False  # can stand for a ReLU in front of it too, in training
-        self.handed: list[Tensor] = []  # what that ReLU would have been applied to
+        self.was_handed = False  # what that ReLU would have been applied to
         self.make_parameters(num_scales)
         # Both travel with the state_dict, so that a fresh model is as the saved one was. They are 0 or 1 in float:
         # averages of models (`torch.optim.swa_utils`) subtract and divide every buffer.
@@ -110,7 +111,7 @@ class Quantizer(nn.Module):
         scale, zero_point = self.operands()
         if self.is_following:  # a later forward moves them in place, and the backward of this one wants these
             scale, zero_point = scale.clone(), zero_point.clone()
-        gradient = self.gradient_for(x)
+        gradient = self.next_gradient()
         return dispatch.fake_quantize(self.transform(x), scale, zero_point, self.spec, gradient=gradient, tag=self.name)
 
     @property
@@ -121,9 +122,9 @@ class Quantizer(nn.Module):
             and not self.observing
             and not self.follows
             and self.spec.format == "integer"
-            and not (self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks)
-            and "forward" not in self.__dict__
-            and _is_plain(_kind(self))
+            and not is_hooked(self)
+            and _ROUNDING.isdisjoint(self.__dict__)
+            and _rounds_as_base(_kind(self))
         )
 
     # --- forward
@@ -153,10 +154,16 @@ class Quantizer(nn.Module):
         is_training = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         return self.rectifies and self.is_enable and not self.follows and is_training
 
-    def gradient_for(self, x: Tensor) -> Gradient:
-        """The ReLU's too where `x` is what one has handed over. It is asked once."""
-        if not self.handed or self.handed.pop() is not x:
+    def hand_over(self, is_handed: bool = True) -> None:
+        """Told by a ReLU in front that the next forward is given what the ReLU was, or what it gave."""
+        if self.was_handed is not is_handed:
+            self.__dict__["was_handed"] = is_handed  # at every forward: without what `nn.Module` does for an attribute
+
+    def next_gradient(self) -> Gradient:
+        """Of the forward that follows: the ReLU's too, where one has handed its input over."""
+        if not self.was_handed:
             return self.GRADIENT
+        self.hand_over(False)
         return "relu_lsq" if self.GRADIENT == "lsq" else "relu_ste"
 
     @property
@@ -364,7 +371,7 @@ def is_known(quantizer: Quantizer) -> bool:
 
 def repeats(quantizer: Quantizer) -> bool:
     """Whether it gives the same for the same again; a user's own may draw at random, and ranges may follow the data."""
-    return not quantizer.follows and _are_ours(_kind(quantizer), ("fake_quantize", "operands", "transform"))
+    return not quantizer.follows and _are_ours(_kind(quantizer), ("fake_quantize", "operands", "qparams", "transform"))
 
 
 def _kind(quantizer: Quantizer) -> Any:
@@ -376,10 +383,20 @@ def _are_ours(kind: Any, methods: tuple[str, ...]) -> bool:
     return all(getattr(kind, method).__module__.startswith("sparsebit.") for method in methods)
 
 
+# The methods that make a forward.
+_ROUNDING = frozenset({"forward", "fake_quantize", "transform", "next_gradient", "operands"})
+
+
 @lru_cache(maxsize=256)
-def _is_plain(kind: Any) -> bool:
-    same = ("forward", "fake_quantize", "transform", "gradient_for", "__call__")
+def _rounds_as_base(kind: Any) -> bool:
+    same = (*(_ROUNDING - {"operands"}), "__call__")
     return all(getattr(kind, method) is getattr(Quantizer, method) for method in same)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a call of the module runs more than its forward."""
+    own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(own) or bool(_has_any_global_hook())
 
 
 QuantizerClass = TypeVar("QuantizerClass", bound=type[Quantizer])

@@ -2,13 +2,17 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from sparsebit.errors import SpecError
+from sparsebit.numerics.spec import PerChannel
 from sparsebit.quantization import QuantModel, parse_qconfig
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
+from sparsebit.quantization.ops.quantized_layer import quantized_layer
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
@@ -17,6 +21,7 @@ LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "conv": (nn.Conv2d(4, 6, 3, stride=2, padding=1), (2, 4, 8, 8)),
     "depthwise": (nn.Conv2d(4, 8, 3, dilation=2, groups=4, bias=False), (2, 4, 9, 9)),
     "conv1d": (nn.Conv1d(4, 6, 3, padding=2), (2, 4, 9)),
+    "transposed": (nn.ConvTranspose2d(4, 6, 3, stride=2, output_padding=1), (2, 4, 8, 8)),
 }
 
 
@@ -102,9 +107,8 @@ def test_what_has_no_gradient(frozen: str, layer: str) -> None:
         (nn.Conv2d(4, 6, 3, padding="same"), (2, 4, 8, 8)),
         (nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"), (2, 4, 8, 8)),
         (nn.Conv2d(4, 6, 3), (4, 8, 8)),
-        (nn.ConvTranspose2d(4, 6, 3), (2, 4, 8, 8)),
     ],
-    ids=["same", "reflect", "no batch", "transposed"],
+    ids=["same", "reflect", "no batch"],
 )
 def test_what_is_left_to_two_nodes(layer: nn.Module, shape: tuple[int, ...]) -> None:
     qmodel = ready(layer, shape, "lsq", "cpu")
@@ -114,14 +118,93 @@ def test_what_is_left_to_two_nodes(layer: nn.Module, shape: tuple[int, ...]) -> 
     assert layer_of(qmodel).input_quantizer.scale.grad is not None
 
 
-def test_a_quantizer_of_ones_own_is_called() -> None:
+@pytest.mark.parametrize("method", ["forward", "fake_quantize", "transform"])
+def test_a_method_of_ones_own_is_called(method: str) -> None:
     qmodel = ready(*LAYERS["linear"], "lsq", "cpu")
     quantizer = layer_of(qmodel).input_quantizer
-    calls = []
-    forward = quantizer.forward
-    quantizer.forward = lambda x: calls.append(x) or forward(x)  # type: ignore[method-assign,func-returns-value]
+    calls: list[Tensor] = []
+    original = getattr(quantizer, method)
+
+    def own(x: Tensor) -> Any:
+        calls.append(x)
+        return original(x)
+
+    setattr(quantizer, method, own)
     qmodel(inputs((5, 12), "cpu"))
     assert len(calls) == 1
+
+
+def test_hooks_on_all_modules_see_the_quantizer() -> None:
+    qmodel = ready(*LAYERS["linear"], "lsq", "cpu")
+    seen = []
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, *call: seen.append(module))
+    try:
+        qmodel(inputs((5, 12), "cpu"))
+    finally:
+        handle.remove()
+    assert layer_of(qmodel).input_quantizer in seen
+
+
+def test_hooks_and_a_forward_of_the_layer_are_called() -> None:
+    layer = nn.Linear(12, 6)
+    calls: list[str] = []
+    layer.register_full_backward_hook(lambda *call: calls.append("backward"))
+    qmodel = ready(layer, (5, 12), "lsq", "cpu")
+    qmodel(inputs((5, 12), "cpu").requires_grad_()).sum().backward()
+    assert calls == ["backward"]
+    op = layer_of(qmodel).op
+    op._backward_hooks.clear()
+    forward = op.forward
+    op.forward = lambda x: calls.append("forward") or forward(x)  # type: ignore[func-returns-value,assignment]
+    qmodel(inputs((5, 12), "cpu"))
+    assert calls == ["backward", "forward"]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_output_may_be_changed_in_place(layer: str) -> None:
+    qmodel = ready(*LAYERS[layer], "lsq", "cpu")
+    x = inputs(LAYERS[layer][1], "cpu")
+    y = qmodel(x)
+    assert "_QuantizedLayer" in type(y.grad_fn).__name__
+    y.add_(1).square().sum().backward()
+    found = {name: parameter.grad for name, parameter in qmodel.named_parameters()}
+    qmodel.zero_grad()
+    (qmodel(x) + 1).square().sum().backward()
+    assert_equal(found, {name: parameter.grad for name, parameter in qmodel.named_parameters()})
+
+
+def test_nothing_more_is_kept_where_the_input_has_no_gradient() -> None:
+    """The next batch may be copied into the memory of this one."""
+    qmodel = ready(*LAYERS["conv"], "uniform", "cpu")
+    x = inputs(LAYERS["conv"][1], "cpu")
+    loss = qmodel(x).square().sum()
+    x.zero_()
+    loss.backward()
+
+
+def test_a_frozen_linear_layer_keeps_no_copy() -> None:
+    qmodel = ready(nn.Linear(256, 4), (64, 256), "lsq", "cpu")
+    layer_of(qmodel).op.weight.requires_grad_(False)
+    layer_of(qmodel).weight_quantizer.requires_grad_(False)
+    assert kept_shapes(qmodel, torch.randn(64, 256)).count((64, 256)) == 1
+
+
+def test_errors_name_the_site() -> None:
+    qmodel = ready(*LAYERS["conv"], "lsq", "cpu")
+    quantizer = layer_of(qmodel).input_quantizer
+    quantizer.scale = nn.Parameter(torch.ones(5))
+    quantizer.spec = quantizer.spec.replace(granularity=PerChannel(1))
+    with pytest.raises(SpecError, match=r"0\.input: 5 scales"):
+        qmodel(inputs(LAYERS["conv"][1], "cpu"))
+
+
+@pytest.mark.parametrize(("x", "half"), [(torch.bfloat16, torch.float16), (torch.float64, torch.bfloat16)], ids=str)
+def test_mixed_types_are_left_to_two_nodes(x: torch.dtype, half: torch.dtype) -> None:
+    qmodel = ready(*LAYERS["linear"], "lsq", "cpu")
+    with torch.autocast("cpu", half):
+        layer = layer_of(qmodel)
+        assert quantized_layer(layer.op, layer.input_quantizer, inputs((5, 12), "cpu").to(x), layer.op.weight,
+                               layer.op.bias, kept_below=0) is None  # fmt: skip
 
 
 def test_a_change_before_the_backward_is_refused() -> None:
@@ -133,18 +216,29 @@ def test_a_change_before_the_backward_is_refused() -> None:
         loss.backward()
 
 
-def test_it_is_differentiable_once() -> None:
-    qmodel = ready(*LAYERS["linear"], "lsq", "cpu")
-    x = inputs((5, 12), "cpu").requires_grad_()
-    (grad,) = torch.autograd.grad(qmodel(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+@pytest.mark.parametrize("layer", ["linear", "conv"])
+def test_second_derivatives_are_those_of_two_nodes(layer: str) -> None:
+    fused = ready(*LAYERS[layer], "lsq", "cpu")
+    x = inputs(LAYERS[layer][1], "cpu").requires_grad_()
+    found = []
+    for qmodel in (fused, in_two_nodes(fused)):
+        bias = layer_of(qmodel).op.bias
+        (grad,) = torch.autograd.grad(qmodel(x).exp().sum(), bias, create_graph=True)
+        found += torch.autograd.grad(grad.sum(), bias)
+        (grad,) = torch.autograd.grad(qmodel(x).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.sum().backward()
+    torch.testing.assert_close(found[0], found[1])
 
 
 @pytest.mark.parametrize(("kept_below", "num_kept"), [(0.0, 1), (math.inf, 2)])
 def test_the_quantized_copy_is_not_kept(kept_below: float, num_kept: int) -> None:
     qmodel = ready(nn.Linear(256, 4), (64, 256), "lsq", "cpu")
     layer_of(qmodel).kept_below = kept_below
+    assert kept_shapes(qmodel, torch.randn(64, 256)).count((64, 256)) == num_kept
+
+
+def kept_shapes(qmodel: QuantModel, x: Tensor) -> list[tuple[int, ...]]:
     kept: list[tuple[int, ...]] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -152,5 +246,5 @@ def test_the_quantized_copy_is_not_kept(kept_below: float, num_kept: int) -> Non
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        qmodel(torch.randn(64, 256, requires_grad=True))
-    assert kept.count((64, 256)) == num_kept
+        qmodel(x)
+    return kept

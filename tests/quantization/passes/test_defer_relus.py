@@ -149,3 +149,34 @@ def test_the_file_has_its_relus(tmp_path: Path) -> None:
     qmodel.eval().export_onnx(images(), tmp_path / "model.onnx", check=[images()])
     nodes = [node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node]
     assert nodes.count("Relu") == 5
+
+
+@pytest.mark.parametrize("kind", ["full backward hook", "pre-hook"])
+def test_hooks_on_the_reader(kind: str) -> None:
+    qmodel = ready()
+    plain = copy.deepcopy(qmodel)
+    for candidate in (qmodel, plain):
+        reader = candidate.model.get_submodule("conv3")
+        if kind == "pre-hook":
+            reader.register_forward_pre_hook(lambda module, args: (args[0] + 0.25,))
+        else:
+            reader.register_full_backward_hook(lambda *call: None)
+    qmodel.train()
+    plain.train()
+    for module in plain.modules():
+        if isinstance(module, DeferredReLU):
+            module.quantizer.rectifies = False
+    (expected, expected_grads), (found, found_grads) = step(plain), step(qmodel)
+    assert torch.equal(found, expected)
+    for name, grad in expected_grads.items():
+        assert torch.equal(found_grads[name], grad), name  # type: ignore[arg-type]
+
+
+def test_a_forward_that_fails_leaves_nothing_behind() -> None:
+    qmodel = ready().train()
+    handle = qmodel.model.get_submodule("conv3").register_forward_hook(lambda *call: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        qmodel(images())
+    handle.remove()
+    copied = copy.deepcopy(qmodel)
+    assert torch.equal(copied(images()), qmodel(images()))

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
@@ -78,3 +80,48 @@ def test_compiled_graph_is_whole() -> None:
     expected = qmodel(tokens())
     compiled = torch.compile(qmodel, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(tokens()), expected)
+
+
+class Writes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        first, second = y.select(1, 0), y.select(1, 1)
+        first.neg_()
+        return y.sum(1) + second  # type: ignore[no-any-return]
+
+
+class Few(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        return y.select(1, 0) * y.select(1, 1) + y.select(1, 0)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("model", "size"), [(Writes(), 2), (Few(), 2), (Few(), 64)], ids=["written", "all", "few"])
+def test_what_is_written_into_and_few_of_many(model: nn.Module, size: int) -> None:
+    learned = {"QUANTIZER": {"TYPE": "lsq", "BIT": 8}}
+    qmodel = QuantModel(model, parse_qconfig({"DEVICE": "cpu", "W": learned, "A": learned}))
+    x = torch.randn(3, size, 4)
+    qmodel.prepare_calibration()
+    qmodel(x)
+    qmodel.init_QAT()
+    expected = qmodel(x)
+    output = qmodel.train()(x)
+    torch.testing.assert_close(output, expected)
+    output.sum().backward()
+    names = [type(node).__name__ for node in walk(output.grad_fn)]
+    assert ("UnbindBackward0" in names) == (size == 2 and isinstance(model, Few))
+
+
+def walk(node: Any) -> Iterator[Any]:
+    yield node
+    for following, _ in node.next_functions:
+        if following is not None:
+            yield from walk(following)
