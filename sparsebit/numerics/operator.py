@@ -122,10 +122,16 @@ def grid_of(spec: TensorSpec) -> Grid:
 
 def quantized(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, dtype: torch.dtype, tag: str) -> Tensor:
     """Below autograd: `x` on its grid, in the type `dtype`."""
-    kernels = _kernels(x)
-    if dtype == x.dtype or not kernels.casts or is_watched(x, scale, zero_point):
+    if is_watched(x, scale, zero_point):
         return _below_autograd(x, scale, zero_point, *grid, "ste", tag).to(dtype)
-    return kernels.forward(x, scale, zero_point, *grid, dtype)
+    kernels = _kernels(x)
+    try:
+        if dtype != x.dtype and kernels.casts:
+            return kernels.forward(x, scale, zero_point, *grid, dtype)
+        y = kernels.forward(x, scale, zero_point, *grid)
+    except SpecError as error:
+        raise SpecError(f"{tag}: {error}") from None
+    return y if dtype == x.dtype else y.to(dtype)
 
 
 def gradients_of(

@@ -31,7 +31,7 @@ class _Linear:
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         y = F.linear(x, weight, bias)
         # Not a view (of a matrix): what a node of one's own gives as a view may not be changed in place.
-        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+        return torch.unsafe_chunk(y, 1)[0] if y._is_view() else y
 
     def reads_input(self, needs_weight: bool) -> bool:
         """Whether the backward does."""
