@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import random
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +34,14 @@ def seed() -> int:
     random.seed(0)
     torch.manual_seed(0)
     return 0
+
+
+@pytest.fixture(autouse=True)
+def _onednn() -> Iterator[None]:
+    """A product in bfloat16 that a CPU cannot do makes torch switch oneDNN off, for all tests that follow."""
+    was_enabled = torch._C._get_mkldnn_enabled()
+    yield
+    torch._C._set_mkldnn_enabled(was_enabled)
 
 
 @pytest.fixture(scope="session")
