@@ -94,7 +94,7 @@ class WeightedQuantOpr(QuantOpr):
     kept_below = math.inf  # bytes of the quantized input that are kept for the backward rather than computed again
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        modules: dict[str, Any] = self._modules  # `self.op` and its like take longer than a kernel's launch
+        modules: dict[str, Any] = self._modules  # at every step: without the way through `__getattr__`
         op, input_quantizer, weight_quantizer = modules["op"], modules["input_quantizer"], modules["weight_quantizer"]
         if not weight_quantizer.is_enable:
             return op(*self.quantize_input(args, kwargs), **kwargs)
