@@ -53,7 +53,7 @@ class WeightBatches:
 
     def clear(self) -> None:
         for layer in self.layers:
-            layer.ready_weight = None
+            layer.hand_weight(None)
 
     def _quantize(self, layers: list[WeightedQuantOpr], learns: bool) -> None:
         from sparsebit.numerics.row_batch import RowBatch, RowForm, fake_quantize_rows
@@ -71,7 +71,7 @@ class WeightBatches:
         scales = [quantizer.scale for quantizer in quantizers]
         quantized = fake_quantize_rows(self.batches[forms, device], weights, scales, dtype, learns=learns)
         for layer, weight in zip(layers, quantized, strict=True):
-            layer.ready_weight = weight
+            layer.hand_weight(weight)
 
     def _groups(self) -> Iterator[tuple[bool, list[WeightedQuantOpr]]]:
         if not self.layers or not _runs_kernels(_weight(self.layers[0])):

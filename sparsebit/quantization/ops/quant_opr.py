@@ -114,6 +114,10 @@ class WeightedQuantOpr(QuantOpr):
             args = (as_autocast(args[0]), *args[1:])  # autocast would keep a copy of its own
         return self._with(weight, bias, args, kwargs)
 
+    def hand_weight(self, weight: torch.Tensor | None) -> None:
+        """The quantized weight for this forward; None: the layer quantizes its own."""
+        self.__dict__["ready_weight"] = weight  # at every step: without what `nn.Module` does for an attribute
+
     def _with(
         self, weight: torch.Tensor, bias: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
