@@ -12,7 +12,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor, fx
 
-from sparsebit.graph.aliasing import Families, may_alias, overwritten
+from sparsebit.graph.aliasing import written_later
 from sparsebit.graph.capture import Captured
 
 
@@ -27,7 +27,7 @@ def parts(x: Tensor, dim: int, indices: tuple[int, ...]) -> tuple[Tensor, ...]:
 def join_selects(captured: Captured) -> None:
     for region in captured.regions.values():
         root = region.graph_module
-        written = _written(root)
+        written = written_later(root)  # what `unbind` gives may not be written into
         groups: dict[tuple[fx.Node, int], dict[int, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
         for node in root.graph.nodes:
             if node.op == "call_method" and node.target == "select" and len(node.args) == 3 and not node.kwargs:
@@ -47,15 +47,3 @@ def _join(graph: fx.Graph, source: fx.Node, dim: int, selects: dict[int, list[fx
     for place, same in enumerate(selects.values()):
         for node in same:
             node.op, node.target, node.args = "call_function", operator.getitem, (joined, place)
-
-
-def _written(root: fx.GraphModule) -> set[fx.Node]:
-    """Nodes whose memory something writes into: what `unbind` gives may not be written into."""
-    families = Families()
-    sources = set()
-    for node in root.graph.nodes:
-        for other in may_alias(node, root):
-            families.join(node, other)
-        if (source := overwritten(node, root)) is not None:
-            sources.add(source)
-    return {member for source in sources for member in families.of(source)}
