@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 LossOf = Callable[..., Tensor]
 
@@ -18,9 +20,10 @@ class CapturedStep:
     ...     loss = step(x, y)  # gradients are in their places, those of this batch alone
     ...     optimizer.step()
 
-    `loss_of(model, *batch)` gives the loss, and is run by Python only for the capture: what it prints or counts happens
-    once. `half`: autocast to that type. A batch of another shape (the last one of an epoch) is not captured but run as
-    usual, and so is everything on a CPU. The loss that is returned is overwritten by the next call.
+    `loss_of(model, *batch)` gives the loss of a batch of tensors, or of dicts and lists of them. Python runs it for the
+    capture only: what it prints or counts happens once. `half`: autocast to that type. A batch of another shape (the
+    last one of an epoch) is not captured but run as usual, and so is everything on a CPU. Gradients are those of the
+    last batch alone, nothing accumulates. The loss that is returned is overwritten by the next call.
 
     Capture after `init_QAT`, and anew after anything that changes what is run: `freeze`, `set_quant`, folding.
     """
@@ -31,17 +34,17 @@ class CapturedStep:
         self.model, self.loss_of, self.half = model, loss_of, half
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    def __call__(self, *batch: Tensor) -> Tensor:
-        if self.graph is None and all(tensor.is_cuda for tensor in batch):
+    def __call__(self, *batch: Any) -> Tensor:
+        if self.graph is None and all(tensor.is_cuda for tensor in _tensors(batch)):
             self._capture(batch)
-        if self.graph is None or any(
-            one.shape != other.shape or one.dtype != other.dtype for one, other in zip(batch, self.inputs, strict=True)
-        ):
-            for parameter in self.model.parameters():  # in place: the graph writes into these gradients
-                if parameter.grad is not None:
+        if self.graph is None or _form(batch) != _form(self.inputs):
+            for parameter in self.model.parameters():
+                if not parameter.requires_grad:  # frozen since: an optimizer leaves it alone
+                    parameter.grad = None
+                elif parameter.grad is not None:  # in place: the graph writes into it
                     parameter.grad.zero_()
             return self._run(batch)
-        for one, other in zip(self.inputs, batch, strict=True):
+        for one, other in zip(_tensors(self.inputs), _tensors(batch), strict=True):
             one.copy_(other)
         self.graph.replay()
         # An optimizer may have let go of some; a batch run as usual may have left more.
@@ -49,15 +52,15 @@ class CapturedStep:
             parameter.grad = grad
         return self.loss
 
-    def _run(self, batch: tuple[Tensor, ...]) -> Tensor:
-        device = batch[0].device.type
+    def _run(self, batch: tuple[Any, ...]) -> Tensor:
+        device = next(tensor.device.type for tensor in _tensors(batch))
         with torch.autocast(device, self.half, enabled=self.half is not None, cache_enabled=False):
             loss = self.loss_of(self.model, *batch)
         loss.backward()
         return loss.detach()
 
-    def _capture(self, batch: tuple[Tensor, ...]) -> None:
-        self.inputs = tuple(tensor.clone() for tensor in batch)
+    def _capture(self, batch: tuple[Any, ...]) -> None:
+        self.inputs = pytree.tree_map_only(Tensor, torch.clone, batch)
         # Batch norms and the like count what is run on the way: it is undone.
         buffers = {buffer: buffer.clone() for buffer in self.model.buffers()}
         aside = torch.cuda.Stream()
@@ -78,3 +81,13 @@ class CapturedStep:
                     buffer.copy_(value)
         self.grads = [(parameter, parameter.grad) for parameter in self.model.parameters()]
         self.graph = graph
+
+
+def _tensors(batch: tuple[Any, ...]) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+
+
+def _form(batch: tuple[Any, ...]) -> Any:
+    """What must be the same for a graph to serve: shapes and types of tensors, and all the rest."""
+    leaves, structure = pytree.tree_flatten(batch)
+    return [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure

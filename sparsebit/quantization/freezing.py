@@ -98,7 +98,9 @@ def hold_scales(model: nn.Module, held: bool) -> None:
         learning = {name for name, parameter in quantizer.named_parameters() if parameter.requires_grad}
         quantizer.held_parameters |= learning if held else set()
         for name in quantizer.held_parameters:
-            quantizer.get_parameter(name).requires_grad_(not held)
+            parameter = quantizer.get_parameter(name)
+            parameter.requires_grad_(not held)
+            parameter.grad = None  # or an optimizer would go on with its momentum
         if not held:
             quantizer.held_parameters.clear()
 

@@ -19,12 +19,12 @@ from sparsebit.deploy.parity import Parity, Tolerance
 from sparsebit.deploy.ports import DynamicAxes
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.deploy.sessions import require_runtime
-from sparsebit.errors import CalibrationError, CaptureError, CheckpointError
+from sparsebit.errors import CalibrationError, CaptureError, CheckpointError, ConfigError
 from sparsebit.execution.batches import Call, as_call, calls
 from sparsebit.execution.distributed import gather_shards, once
 from sparsebit.execution.value_store import MIB
 from sparsebit.graph.capture import call_form
-from sparsebit.quantization import checkpoint, freezing
+from sparsebit.quantization import checkpoint
 from sparsebit.quantization.calibration import CalibrationRunner
 from sparsebit.quantization.error_profiler import profile_errors
 from sparsebit.quantization.export import build_onnx, check_ready, describe
@@ -49,8 +49,13 @@ class QuantModel(TrainableModel):
     # --- calibrating
 
     def _record(self, call: Any) -> None:
-        if self._runner is not None:
-            self._runner.record(call)
+        if self._runner is None:
+            return
+        if self.training and not self._runner.num_batches:
+            log.warning(
+                "calibrating in train mode: dropout and the statistics of batches are in what is seen; call eval()"
+            )
+        self._runner.record(call)
 
     def _capture_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert self._root is not None
@@ -108,12 +113,16 @@ class QuantModel(TrainableModel):
         `follow_ranges`: scales that are not learned move with the weights and, by a moving average (EMA_RATIO), with
         the activations that training shows them, until `freeze("observers")`. By default they stay.
         """
+        if follow_ranges and all(quantizer.learns_numbers or quantizer.fake_fused for quantizer in self.quantizers()):
+            raise ConfigError(
+                "init_QAT(follow_ranges=True): every quantizer learns its numbers, none would follow its data; leave "
+                "it out, or set QUANTIZER.TYPE: uniform"
+            )
         self.calc_qparams()
+        self.eval()
         self.set_quant(w_quant=True, a_quant=True)
         for quantizer in self.quantizers():
             quantizer.follow_range(follow_ranges)
-        if follow_ranges:
-            freezing.chosen(self.model, ("observers",))
 
     # --- looking inside
 

@@ -87,3 +87,24 @@ def test_no_gradient_is_left_by_a_batch_that_is_run_as_usual() -> None:
     assert model.sometimes.weight.grad is not None
     step(torch.randn(8, 4, device="cuda"))
     assert model.sometimes.weight.grad is None and model.always.weight.grad is not None
+
+
+def test_batches_may_be_dicts() -> None:
+    model = nn.Linear(4, 3)
+    step = CapturedStep(model, lambda model, batch: model(batch["x"]).square().mean())
+    assert step({"x": torch.randn(2, 4)}).ndim == 0 and model.weight.grad is not None
+
+
+def test_what_is_frozen_stands_still_whatever_the_optimizer_remembers() -> None:
+    qmodel = ready("cpu")
+    optimizer = torch.optim.AdamW(qmodel.parameters(), lr=0.05)
+    step = CapturedStep(qmodel, loss_of)
+    for number in range(3):
+        step(*batch("cpu", size=8, seed=number))
+        optimizer.step()
+    qmodel.freeze("scales")
+    scales = {name: p.detach().clone() for name, p in qmodel.named_parameters() if name.endswith("scale")}
+    for number in range(2):
+        step(*batch("cpu", size=8, seed=number))
+        optimizer.step()
+    assert scales and all(torch.equal(qmodel.get_parameter(name), value) for name, value in scales.items())

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from sparsebit.quantization import FreezeSchedule, QuantModel
+from sparsebit.quantization import FreezeSchedule, QuantModel, parse_qconfig
 from tests.quantization.tiny import qconfig
 from tests.quantization.tiny_training import WAYS, Net, assert_same, data, ready, train
 
@@ -129,3 +131,50 @@ class TestAverages:
         x, _ = data(8)
         parity = averaged.module.eval().export_onnx(x, tmp_path / "average.onnx", check=[x])
         assert parity is not None
+
+
+CONFIG = {
+    "DEVICE": "cpu",
+    "W": {"QUANTIZER": {"TYPE": "lsq", "BIT": 4}},
+    "A": {"QSCHEME": "per-tensor-affine", "QUANTIZER": {"TYPE": "lsq", "BIT": 4}},
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("W.QUANTIZER.BIT", 2, r"0\.weight: saved as \(uniform, int4, .*config makes it \(uniform, int2"),
+        ("A.QSCHEME", "per-tensor-symmetric", r"0\.input: saved as \(uniform, uint4.*makes it \(uniform, int4"),
+        ("W.QSCHEME", "per-tensor-symmetric", r"0\.weight: saved as .*PerChannel.*makes it .*PerTensor"),
+        ("W.QUANTIZER.TYPE", "dorefa", r"0\.weight: saved as \(uniform, .*makes it \(dorefa"),
+    ],
+)
+def test_a_state_of_another_config_is_refused(key: str, value: object, said: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    saved = QuantModel(model, parse_qconfig(CONFIG))
+    saved.prepare_calibration()
+    saved(torch.randn(16, 4))
+    saved.init_QAT()
+    config = copy.deepcopy(CONFIG)
+    *path, last = key.split(".")
+    section: Any = config
+    for part in path:
+        section = section[part]
+    section[last] = value
+    with pytest.raises(RuntimeError, match=said):
+        QuantModel(model, parse_qconfig(config)).load_state_dict(saved.state_dict())
+
+
+def test_calibrated_numbers_may_go_on_learning() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    uniform = copy.deepcopy(CONFIG)
+    for part in ("W", "A"):
+        uniform[part]["QUANTIZER"]["TYPE"] = "uniform"  # type: ignore[index]
+    saved = QuantModel(model, parse_qconfig(uniform))
+    saved.prepare_calibration()
+    saved(torch.randn(16, 4))
+    saved.init_QAT()
+    learning = QuantModel(model, parse_qconfig(CONFIG))
+    learning.load_state_dict(saved.state_dict())
+    x = torch.randn(16, 4)
+    assert torch.equal(learning.eval()(x), saved.eval()(x))

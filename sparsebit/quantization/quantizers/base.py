@@ -6,6 +6,7 @@ It is enabled when it is switched on and not logically off for good (`fake_fused
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, TypeVar
@@ -242,8 +243,11 @@ class Quantizer(nn.Module):
 
     def follow_range(self, wanted: bool = True) -> None:
         """From now on training moves the grid, or leaves it; one that is learned moves by itself."""
-        is_learned = not {"scale", "zero_point"} <= self._buffers.keys()
-        self.follows = (wanted or self.ALWAYS_FOLLOWS) and not is_learned and not self.fake_fused
+        self.follows = (wanted or self.ALWAYS_FOLLOWS) and not self.learns_numbers and not self.fake_fused
+
+    @property
+    def learns_numbers(self) -> bool:
+        return not {"scale", "zero_point"} <= self._buffers.keys()
 
     def enable_export_onnx(self) -> None:
         """Mark for an exporter. The arithmetic stays the same: what is simulated is what is written."""
@@ -305,14 +309,35 @@ class Quantizer(nn.Module):
                 tensor.set_(value.clone())
 
     def get_extra_state(self) -> Tensor:
-        """The switches, so that training goes on in a fresh model as it would have."""
-        return torch.tensor([self.use_quant, self.follows])
+        """The switches, so that training goes on in a fresh model as it would have, and the format of the numbers."""
+        flags = self.flags()
+        return torch.tensor([len(flags), *flags, *json.dumps(self._format()).encode()], dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
-        self.use_quant, self.follows = (bool(switch) for switch in state)
+        flags, _ = _read_extra_state(state)
+        self.set_flags(flags)
+
+    def flags(self) -> list[bool]:
+        return [self.use_quant, self.follows]
+
+    def set_flags(self, flags: list[bool]) -> None:
+        self.use_quant, self.follows = flags[:2]
+
+    def _format(self) -> list[str]:
+        """What the saved numbers mean. Uniform and learned step sizes are the same numbers."""
+        kind = "uniform" if self.TYPE in ("uniform", "lsq", "lsq+") else self.TYPE
+        return [kind, self.spec.dtype_name, repr(self.spec.granularity), "narrow" if self.spec.narrow else "full"]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        state_dict.setdefault(prefix + "_extra_state", self.get_extra_state())  # of an older version: as it is
+        state = state_dict.setdefault(prefix + "_extra_state", self.get_extra_state())  # of an older version: as it is
+        saved = _read_extra_state(state)[1]
+        if saved is not None and saved != self._format() and not bool(state_dict.get(prefix + "fused", False)):
+            then, now = (", ".join(form) for form in (saved, self._format()))
+            args[-1].append(
+                f"{self.name}: saved as ({then}), but this model's config makes it ({now}); use the config that the "
+                "state was saved with, as QuantModel.load() does"
+            )
+            return
         # Per-channel features know their number of channels only from data: a checkpoint brings its own shape.
         for name in ("scale", "zero_point", "alpha"):
             stored, own = state_dict.get(prefix + name), getattr(self, name, None)
@@ -357,6 +382,15 @@ class Quantizer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.TYPE} {self.summary()}"
+
+
+def _read_extra_state(state: Tensor) -> tuple[list[bool], list[str] | None]:
+    """The switches, and the format that was saved; None of an older version."""
+    values = state.tolist()
+    if state.dtype == torch.bool:
+        return values, None
+    num_flags = values[0]
+    return [bool(flag) for flag in values[1 : 1 + num_flags]], json.loads(bytes(values[1 + num_flags :]))
 
 
 def as_number(param: Tensor) -> Tensor:

@@ -32,9 +32,9 @@ class DoReFa(Quantizer):
         weight.copy_(self.transform(weight))
         self.is_squashed = True
 
-    def get_extra_state(self) -> Tensor:
-        return torch.cat([super().get_extra_state(), torch.tensor([self.is_squashed])])
+    def flags(self) -> list[bool]:
+        return [*super().flags(), self.is_squashed]
 
-    def set_extra_state(self, state: Tensor) -> None:
-        super().set_extra_state(state[:2])
-        self.is_squashed = bool(state[2])
+    def set_flags(self, flags: list[bool]) -> None:
+        super().set_flags(flags)
+        self.is_squashed = flags[2]
