@@ -48,7 +48,7 @@ class Cut(NamedTuple):
 
 
 class Cuts(NamedTuple):
-    """The best on an H200 with 2^28 elements, within 5% of a copy (`benchmarks/kernel_cuts.py`)."""
+    """The best of a sweep on an H200 with 2^28 elements; `benchmarks/kernel_cuts.py` is for other GPUs."""
 
     rows_forward: Cut
     rows_backward: Cut

@@ -95,14 +95,15 @@ def hold_ranges(model: nn.Module, held: bool) -> None:
 def hold_scales(model: nn.Module, held: bool) -> None:
     """Those that were learning; what somebody else has frozen stays so."""
     for quantizer in _quantizers(model):
-        learning = {name for name, parameter in quantizer.named_parameters() if parameter.requires_grad}
-        quantizer.held_parameters |= learning if held else set()
-        for name in quantizer.held_parameters:
+        names = quantizer.held_parameters
+        if held:
+            names |= {name for name, parameter in quantizer.named_parameters() if parameter.requires_grad}
+        for name in names:
             parameter = quantizer.get_parameter(name)
             parameter.requires_grad_(not held)
             parameter.grad = None  # or an optimizer would go on with its momentum
         if not held:
-            quantizer.held_parameters.clear()
+            names.clear()
 
 
 def hold_statistics(model: nn.Module, held: bool) -> None:
