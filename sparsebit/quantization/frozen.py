@@ -14,7 +14,8 @@ from sparsebit.numerics import float8
 from sparsebit.numerics.operator import OPERATOR
 from sparsebit.quantization.ops.bias import INT32, BiasRounding
 from sparsebit.quantization.ops.quant_opr import QShared, WeightedQuantOpr
-from sparsebit.quantization.quantizers.base import Quantizer, is_known
+from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.quantization.quantizers.recognition import is_known
 
 
 class FrozenSite(nn.Module):

@@ -23,7 +23,8 @@ from sparsebit.quantization.ops.cheap import CHEAP_MODULES, CHEAP_ROWS
 from sparsebit.quantization.ops.quant_opr import QuantOpr, WeightedQuantOpr
 from sparsebit.quantization.ops.recipes import give_recipe, recipe_of, relu
 from sparsebit.quantization.passes.wrap_cheap_functions import CheapFunction
-from sparsebit.quantization.quantizers.base import Quantizer, is_hooked, repeats
+from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.quantization.quantizers.recognition import is_hooked, repeats
 
 LARGE = 16 << 20  # bytes; below, starting a kernel again costs more than the memory is worth
 

@@ -30,7 +30,7 @@ from sparsebit.quantization.passes.attach_integer_ops import attach_integer_ops
 from sparsebit.quantization.passes.attach_quantizers import attach_quantizers
 from sparsebit.quantization.placement import Plan
 from sparsebit.quantization.plan import make_plan
-from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.quantization.quantizers.base import Quantizer, Target
 from sparsebit.records import Coverage
 
 log = logging.getLogger(__name__)
@@ -161,6 +161,20 @@ class SimulatedModel(nn.Module):
     def device(self) -> torch.device:
         """Where the model is now: `DEVICE` says where it began."""
         return next((parameter.device for parameter in self.parameters()), torch.device(self.config.DEVICE))
+
+    def set_quant(self, w_quant: bool = False, a_quant: bool = False) -> None:
+        """Switch weight and activation quantization on or off."""
+        wanted = {"weight": w_quant, "feature": a_quant}
+        quantizers = sorted(self.quantizers(), key=lambda q: q.is_calibrated)  # one that refuses does so first
+        for quantizer in quantizers:
+            if wanted[quantizer.target]:
+                quantizer.enable_quant()
+        for quantizer in quantizers:
+            if not wanted[quantizer.target]:
+                quantizer.disable_quant()
+
+    def is_quantized(self, target: Target) -> bool:
+        return any(q.is_enable for q in self.quantizers() if q.target == target)
 
     def quantizers(self) -> list[Quantizer]:
         return [module for module in self.model.modules() if isinstance(module, Quantizer)]

@@ -29,7 +29,6 @@ from sparsebit.quantization.passes.attach_integer_ops import attach_integer_ops
 from sparsebit.quantization.passes.defer_relus import choose, defer_relus
 from sparsebit.quantization.passes.join_selects import join_selects
 from sparsebit.quantization.passes.wrap_cheap_functions import wrap_cheap_functions
-from sparsebit.quantization.quantizers.base import Target
 from sparsebit.quantization.simulation import SimulatedModel
 from sparsebit.quantization.weight_batches import WeightBatches
 
@@ -80,20 +79,6 @@ class TrainableModel(SimulatedModel):
         return self
 
     # --- switches
-
-    def set_quant(self, w_quant: bool = False, a_quant: bool = False) -> None:
-        """Switch weight and activation quantization on or off."""
-        wanted = {"weight": w_quant, "feature": a_quant}
-        quantizers = sorted(self.quantizers(), key=lambda q: q.is_calibrated)  # one that refuses does so first
-        for quantizer in quantizers:
-            if wanted[quantizer.target]:
-                quantizer.enable_quant()
-        for quantizer in quantizers:
-            if not wanted[quantizer.target]:
-                quantizer.disable_quant()
-
-    def is_quantized(self, target: Target) -> bool:
-        return any(q.is_enable for q in self.quantizers() if q.target == target)
 
     def freeze(self, *parts: Part) -> None:
         """Hold "observers" (ranges that follow the data), "batchnorm" (statistics) or "scales" (learned) as they are.

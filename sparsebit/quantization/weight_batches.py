@@ -17,6 +17,7 @@ from sparsebit.numerics.spec import PerChannel
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.quantizers.lsq import LSQ
+from sparsebit.quantization.quantizers.recognition import is_operator_alone
 from sparsebit.quantization.quantizers.uniform import Uniform
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def _fits(layer: WeightedQuantOpr, quantizer: Quantizer) -> bool:
         and _runs_kernels(weight)
         and weight.dtype == torch.float32
         and weight.requires_grad
-        and quantizer.is_operator_alone
+        and is_operator_alone(quantizer)
         and quantizer.spec.symmetric
         and quantizer.spec.granularity == PerChannel(0)
         and quantizer.scale.numel() == weight.shape[0] > 1

@@ -25,7 +25,8 @@ from sparsebit.numerics.spec import scale_shape
 from sparsebit.quantization.calibration import calibrate_weight
 from sparsebit.quantization.ops.quant_opr import QuantOpr, WeightedQuantOpr
 from sparsebit.quantization.placement import layer_name
-from sparsebit.quantization.quantizers.base import Quantizer, is_known
+from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.quantization.quantizers.recognition import is_known
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,8 @@ from sparsebit.quantization.ops.quantized_layer import quantized_layer
 from sparsebit.quantization.ops.recipes import as_autocast, recipe_of
 from sparsebit.quantization.ops.rows import OpKind, OpRow
 from sparsebit.quantization.ops.table import bias_argument, input_argument, weight_argument
-from sparsebit.quantization.quantizers.base import Quantizer, is_hooked
+from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.quantization.quantizers.recognition import is_hooked
 
 
 class QuantOpr(nn.Module):

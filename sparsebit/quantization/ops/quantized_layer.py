@@ -20,6 +20,7 @@ from sparsebit.numerics.gradients import LEARNING, Gradient
 from sparsebit.numerics.operator import Grid
 from sparsebit.quantization.ops.recipes import autocast_dtype
 from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.quantization.quantizers.recognition import is_operator_alone
 
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 _convolution_backward = torch.ops.aten.convolution_backward.default
@@ -135,7 +136,7 @@ def quantized_layer(
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return None
     layer = _arithmetic(op, x)
-    if layer is None or not quantizer.is_operator_alone:
+    if layer is None or not is_operator_alone(quantizer):
         return None
     scale, zero_point = quantizer.operands()
     learns = quantizer.GRADIENT in LEARNING and (scale.requires_grad or zero_point.requires_grad)

@@ -20,7 +20,8 @@ from sparsebit.quantization.ops.quant_opr import (
 )
 from sparsebit.quantization.ops.table import bias_argument, input_argument, row_of
 from sparsebit.quantization.placement import split_site
-from sparsebit.quantization.quantizers.base import Quantizer, is_known
+from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.quantization.quantizers.recognition import is_known
 
 _LAYERS = frozenset({"conv", "linear", "addmm"})
 _CLIPS = frozenset({"relu", "relu6", "hardtanh"})  # they commute with rounding on a grid that holds their ends

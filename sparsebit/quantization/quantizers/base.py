@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from sparsebit.backends import Format
 from sparsebit.errors import BackendError, CalibrationError, ConfigError
@@ -39,6 +37,7 @@ class Quantizer(nn.Module):
     FORMAT: ClassVar[Format] = "integer"
     ALWAYS_FOLLOWS: ClassVar[bool] = False
     GRADIENT: ClassVar[Gradient] = "ste"
+    NUMBERS: ClassVar[str] = "uniform"  # whose numbers a state_dict has: calibrated and learned step sizes are the same
     # Told what a forward was given and gave; a hook that costs nothing where there is none.
     noted: Callable[[Quantizer, Tensor, Tensor], None] | None = None
 
@@ -114,19 +113,6 @@ class Quantizer(nn.Module):
             scale, zero_point = scale.clone(), zero_point.clone()
         gradient = self.next_gradient()
         return dispatch.fake_quantize(self.transform(x), scale, zero_point, self.spec, gradient=gradient, tag=self.name)
-
-    @property
-    def is_operator_alone(self) -> bool:
-        """Whether a forward, now, is the operator on `operands()` and nothing else, so that others may call that."""
-        return (
-            self.is_enable
-            and not self.observing
-            and not self.follows
-            and self.spec.format == "integer"
-            and not is_hooked(self)
-            and _ROUNDING.isdisjoint(self.__dict__)
-            and _rounds_as_base(_kind(self))
-        )
 
     # --- forward
 
@@ -324,9 +310,13 @@ class Quantizer(nn.Module):
         self.use_quant, self.follows = flags[:2]
 
     def _format(self) -> list[str]:
-        """What the saved numbers mean. Uniform and learned step sizes are the same numbers."""
-        kind = "uniform" if self.TYPE in ("uniform", "lsq", "lsq+") else self.TYPE
-        return [kind, self.spec.dtype_name, repr(self.spec.granularity), "narrow" if self.spec.narrow else "full"]
+        """What the saved numbers mean."""
+        return [
+            self.NUMBERS,
+            self.spec.dtype_name,
+            repr(self.spec.granularity),
+            "narrow" if self.spec.narrow else "full",
+        ]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         state = state_dict.setdefault(prefix + "_extra_state", self.get_extra_state())  # of an older version: as it is
@@ -396,41 +386,6 @@ def _read_extra_state(state: Tensor) -> tuple[list[bool], list[str] | None]:
 def as_number(param: Tensor) -> Tensor:
     """A number of its own as `()`, as `qparams` gives it; one per channel or group as it is."""
     return param.reshape(()) if param.numel() == 1 else param
-
-
-def is_known(quantizer: Quantizer) -> bool:
-    """Whether it rounds with the one operator behind `transform`, as ours do; a user's own may do anything."""
-    return _are_ours(_kind(quantizer), ("fake_quantize", "operands"))
-
-
-def repeats(quantizer: Quantizer) -> bool:
-    """Whether it gives the same for the same again; a user's own may draw at random, and ranges may follow the data."""
-    return not quantizer.follows and _are_ours(_kind(quantizer), ("fake_quantize", "operands", "qparams", "transform"))
-
-
-def _kind(quantizer: Quantizer) -> Any:
-    return type(quantizer)
-
-
-@lru_cache(maxsize=256)
-def _are_ours(kind: Any, methods: tuple[str, ...]) -> bool:
-    return all(getattr(kind, method).__module__.startswith("sparsebit.") for method in methods)
-
-
-# The methods that make a forward.
-_ROUNDING = frozenset({"forward", "fake_quantize", "transform", "next_gradient", "operands"})
-
-
-@lru_cache(maxsize=256)
-def _rounds_as_base(kind: Any) -> bool:
-    same = (*(_ROUNDING - {"operands"}), "__call__")
-    return all(getattr(kind, method) is getattr(Quantizer, method) for method in same)
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Whether a call of the module runs more than its forward."""
-    own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(own) or bool(_has_any_global_hook())
 
 
 QuantizerClass = TypeVar("QuantizerClass", bound=type[Quantizer])

@@ -21,6 +21,7 @@ class DoReFa(Quantizer):
 
     TARGETS: ClassVar[tuple[Target, ...]] = ("weight",)
     ALWAYS_FOLLOWS: ClassVar[bool] = True
+    NUMBERS: ClassVar[str] = "dorefa"
     is_squashed = False  # whether the layer holds tanh(w) already
 
     def transform(self, x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ class PACT(Quantizer):
 
     TARGETS: ClassVar[tuple[Target, ...]] = ("feature",)
     GRADIENT: ClassVar[Gradient] = "pact"
+    NUMBERS: ClassVar[str] = "pact"
     alpha: Tensor
     is_signed: Tensor
 

@@ -1,0 +1,58 @@
+"""What others may rely on in a quantizer: a user's own may do anything, and hooks may change what it gives."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from sparsebit.quantization.quantizers.base import Quantizer
+
+# The methods that make a forward.
+_ROUNDING = frozenset({"forward", "fake_quantize", "transform", "next_gradient", "operands"})
+
+
+def is_known(quantizer: Quantizer) -> bool:
+    """Whether it rounds with the one operator behind `transform`, as ours do."""
+    return _are_ours(_kind(quantizer), ("fake_quantize", "operands"))
+
+
+def repeats(quantizer: Quantizer) -> bool:
+    """Whether it gives the same for the same again: it draws nothing at random, and its range follows no data."""
+    return not quantizer.follows and _are_ours(_kind(quantizer), ("fake_quantize", "operands", "qparams", "transform"))
+
+
+def is_operator_alone(quantizer: Quantizer) -> bool:
+    """Whether a forward, now, is the operator on `operands()` and nothing else, so that others may call that."""
+    return (
+        quantizer.is_enable
+        and not quantizer.observing
+        and not quantizer.follows
+        and quantizer.spec.format == "integer"
+        and not is_hooked(quantizer)
+        and _ROUNDING.isdisjoint(quantizer.__dict__)
+        and _rounds_as_base(_kind(quantizer))
+    )
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a call of the module runs more than its forward."""
+    own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(own) or bool(_has_any_global_hook())
+
+
+def _kind(quantizer: Quantizer) -> Any:
+    return type(quantizer)
+
+
+@lru_cache(maxsize=256)
+def _are_ours(kind: Any, methods: tuple[str, ...]) -> bool:
+    return all(getattr(kind, method).__module__.startswith("sparsebit.") for method in methods)
+
+
+@lru_cache(maxsize=256)
+def _rounds_as_base(kind: Any) -> bool:
+    same = (*(_ROUNDING - {"operands"}), "__call__")
+    return all(getattr(kind, method) is getattr(Quantizer, method) for method in same)
