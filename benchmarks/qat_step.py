@@ -4,8 +4,9 @@
 
 bfloat16 autocast, channels-last, 224 x 224, W4A4 LSQ as in the examples' configs. Figures are ratios of median step
 times and of peak memory, eager against float eager, compiled against float compiled (`opaque`: the operator as one
-node, not as algebra), and both captured as CUDA graphs (`graphed`), where Python's part is nothing. `torch_ao` is
-torch's own QAT, which runs in tf32 only; its ratio is to float tf32.
+node, not as algebra; `same_options`: float with the options of `qmodel.compile`), and both captured as CUDA graphs
+(`graphed`), where Python's part is nothing. `in_a_row`: the time of a step where the next one does not wait for its
+end, as in a training loop. `torch_ao` is torch's own QAT, which runs in tf32 only; its ratio is to float tf32.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ from torch import nn
 from benchmarks.common import ROOT, emit
 from sparsebit.numerics import decomposed
 from sparsebit.quantization import QuantModel, parse_qconfig
+from sparsebit.quantization.training import COMPILER_OPTIONS
 
 
 def recipe(name: str) -> Path:
@@ -91,8 +93,15 @@ def torch_ao(float_model: nn.Module, example: torch.Tensor) -> nn.Module:
     return model.to(example.device, memory_format=torch.channels_last).train()
 
 
-def measure(stepper: Stepper, seconds: float) -> tuple[float, float]:
-    """Median step in milliseconds, and the peak memory in MiB of steps that follow a first one."""
+class Measured(NamedTuple):
+    """Median step in milliseconds; the mean of steps in a row; the peak memory in MiB of steps that follow a first."""
+
+    step: float
+    in_a_row: float
+    peak: float
+
+
+def measure(stepper: Stepper, seconds: float) -> Measured:
     is_gpu = stepper.device == "cuda"
     for _ in range(3):
         stepper.step()
@@ -107,8 +116,14 @@ def measure(stepper: Stepper, seconds: float) -> tuple[float, float]:
         if is_gpu:
             torch.cuda.synchronize()
         times.append((time.perf_counter() - start) * 1e3)
+    start = time.perf_counter()
+    for _ in times:
+        stepper.step()
+    if is_gpu:
+        torch.cuda.synchronize()
+    in_a_row = (time.perf_counter() - start) * 1e3 / len(times)
     peak = torch.cuda.max_memory_allocated() / 2**20 if is_gpu else 0.0
-    return statistics.median(times), peak
+    return Measured(statistics.median(times), in_a_row, peak)
 
 
 def main() -> None:
@@ -157,61 +172,80 @@ def compare(name: str, options: argparse.Namespace) -> None:
         for operator in (torch.ops.sparsebit.fake_quantize, torch.ops.sparsebit.fake_quantize_backward):
             decomposition.decompositions.pop(operator.default, None)
         decomposition.fast_random_decomps.cache_clear()
-        return torch.compile(quantized(name, plain(), example))
+        return compiled()
 
-    # way: (how the model is made, in bfloat16, what it is compared with)
+    def compiled() -> nn.Module:
+        qmodel = quantized(name, plain(), example)
+        qmodel.compile()
+        return qmodel
+
+    def float_compiled(**settings: Any) -> nn.Module:
+        return torch.compile(on_device(), **settings)  # type: ignore[return-value]
+
+    def eager() -> nn.Module:
+        return quantized(name, plain(), example)
+
+    # way: (how the model is made, in bfloat16, what it is compared with); a graph is captured of the way in front of it
     ways: dict[str, tuple[Callable[[], nn.Module], bool, str]] = {
+        "float_bf16_compiled": (float_compiled, True, ""),
+        "float_bf16_compiled_graphed": (float_compiled, True, ""),
+        "sparsebit_bf16_compiled": (compiled, True, "float_bf16_compiled"),
+        "sparsebit_bf16_compiled_graphed": (compiled, True, "float_bf16_compiled_graphed"),
         "float_bf16": (on_device, True, ""),
-        "sparsebit_bf16": (lambda: quantized(name, plain(), example), True, "float_bf16"),
+        "float_bf16_graphed": (on_device, True, ""),
+        "sparsebit_bf16": (eager, True, "float_bf16"),
+        "sparsebit_bf16_graphed": (eager, True, "float_bf16_graphed"),
         "sparsebit_bf16_packed": (packed, True, "float_bf16"),
+        "sparsebit_bf16_packed_graphed": (packed, True, "float_bf16_graphed"),
         "sparsebit_bf16_unpacked": (unpacked, True, "float_bf16"),
-        "float_bf16_compiled": (lambda: torch.compile(on_device()), True, ""),
-        "sparsebit_bf16_compiled": (
-            lambda: torch.compile(quantized(name, plain(), example)),
+        "float_tf32": (on_device, False, ""),
+        "sparsebit_tf32": (eager, False, "float_tf32"),
+        "torch_ao_tf32": (lambda: torch_ao(plain(), example), False, "float_tf32"),
+        "float_bf16_compiled_same_options": (
+            lambda: float_compiled(options=COMPILER_OPTIONS),
             True,
             "float_bf16_compiled",
         ),
-        "float_bf16_graphed": (on_device, True, ""),
-        "sparsebit_bf16_graphed": (lambda: quantized(name, plain(), example), True, "float_bf16_graphed"),
-        "sparsebit_bf16_packed_graphed": (packed, True, "float_bf16_graphed"),
-        "float_bf16_compiled_graphed": (lambda: torch.compile(on_device()), True, ""),
-        "sparsebit_bf16_compiled_graphed": (
-            lambda: torch.compile(quantized(name, plain(), example)),
-            True,
-            "float_bf16_compiled_graphed",
-        ),
         "sparsebit_bf16_compiled_opaque": (opaque, True, "float_bf16_compiled"),
-        "float_tf32": (on_device, False, ""),
-        "sparsebit_tf32": (lambda: quantized(name, plain(), example), False, "float_tf32"),
-        "torch_ao_tf32": (lambda: torch_ao(plain(), example), False, "float_tf32"),
     }
     if options.ways:
         ways = {way: ways[way] for way in options.ways.split(",")}
-    found: dict[str, tuple[float, float]] = {}
+    found: dict[str, Measured] = {}
+    stepper: Stepper | None = None
     for way, (make, half, base) in ways.items():
         record: dict[str, Any] = {"benchmark": "qat_step", "model": name, "batch": options.batch, "way": way}
+        is_graphed = way.endswith("_graphed")
         try:
-            stepper = Stepper(make(), options.batch, options.size, device, half)
-            if way.endswith("graphed"):
+            if not is_graphed or stepper is None:
+                stepper = None
+                forget(device)
+                stepper = Stepper(make(), options.batch, options.size, device, half)
+            if is_graphed:
                 stepper.capture()
-            found[way] = measure(stepper, options.seconds)
+            found[way] = measured = measure(stepper, options.seconds)
         except Exception as error:  # a peer that cannot do it is a result too
             record["failed"] = f"{type(error).__name__}: {str(error)[:300]}"
+            stepper = None
         else:
-            record["step_ms"] = round(found[way][0], 2)
-            counts_memory = device == "cuda" and not way.endswith("graphed")  # a graph has memory of its own
+            record |= {"step_ms": round(measured.step, 2), "in_a_row_ms": round(measured.in_a_row, 2)}
+            counts_memory = device == "cuda" and not is_graphed  # a graph has memory of its own
             if counts_memory:
-                record["peak_mib"] = round(found[way][1])
+                record["peak_mib"] = round(measured.peak)
             if base in found:
-                record["time_ratio"] = round(found[way][0] / found[base][0], 3)
+                record["time_ratio"] = round(measured.step / found[base].step, 3)
+                record["in_a_row_ratio"] = round(measured.in_a_row / found[base].in_a_row, 3)
                 if counts_memory:
-                    record["memory_ratio"] = round(found[way][1] / found[base][1], 3)
+                    record["memory_ratio"] = round(measured.peak / found[base].peak, 3)
         emit(record, options.output)
-        stepper = None
-        torch._dynamo.reset()
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
+    forget(device)
+
+
+def forget(device: str) -> None:
+    """What an earlier way has left."""
+    torch._dynamo.reset()
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -50,8 +50,10 @@ def fake_quantize(
         wide = pad_groups(x, axis, group_size)
         return fake_quantize(wide, scale, zero_point, axis, group_size, qmin, qmax).narrow(axis, 0, x.shape[axis])
     values, step, low, high = _on_grid(x, scale, zero_point, axis, group_size, qmin, qmax)
-    y = torch.minimum(torch.maximum(values.round(), low), high) * step
-    return y.reshape(x.shape).to(x.dtype)
+    codes = values.round()
+    # Comparisons let NaN through by themselves; minimum and maximum would test for it.
+    clipped = torch.where(codes < low, low, torch.where(codes > high, high, codes))
+    return (clipped * step).reshape(x.shape).to(x.dtype)
 
 
 def backward(
@@ -87,13 +89,13 @@ def backward(
         found.append(torch.where(inside, wide_grad, 0.0).reshape(x.shape).to(x.dtype))
     factor = 1.0 if gradient == "pact" else _factor(x.numel(), scale.numel(), qmax)
     if needs_scale:
-        clipped = torch.minimum(torch.maximum(codes, low), high)
-        terms = torch.where(inside, torch.zeros_like(codes) if gradient == "pact" else codes - values, clipped)
+        end = torch.where(judged < high, low, high)
+        terms = torch.where(inside, torch.zeros_like(codes) if gradient == "pact" else codes - values, end)
         total = _summed(terms * wide_grad, x, scale, axis, group_size)
         found.append((total * factor * scale.sign()).to(scale.dtype))
     if needs_zero_point:
-        terms = torch.where(inside, 0.0, -wide_grad) * step
-        found.append((_summed(terms, x, zero_point, axis, group_size) * factor).to(zero_point.dtype))
+        outside = _summed(torch.where(inside, 0.0, wide_grad), x, zero_point, axis, group_size)
+        found.append((outside * -(factor * step.reshape(zero_point.shape))).to(zero_point.dtype))
     return found
 
 
@@ -114,13 +116,24 @@ def _on_grid(
     """The values in steps, the step, and the ends of the grid counted from zero."""
     step = align(scale, x, axis, group_size).abs().clamp_min(SMALLEST_SCALE)
     shift = align(zero_point, x, axis, group_size).round()
-    return as_blocks(x.to(step.dtype), axis, group_size) / step, step, qmin - shift, qmax - shift
+    return as_blocks(x.to(step.dtype), axis, group_size) * step.reciprocal(), step, qmin - shift, qmax - shift
 
 
 def _summed(terms: Tensor, x: Tensor, param: Tensor, axis: int | None, group_size: int) -> Tensor:
     if param.numel() == 1:
-        # In the order of memory: a compiler that walks a channels-last tensor channel by channel is many times slower.
-        strides = terms.stride()
-        order = sorted(range(terms.ndim), key=lambda dim: -strides[dim])
-        return terms.permute(order).reshape(-1).sum().reshape(param.shape)
+        return _whole_sum(terms).reshape(param.shape)
     return terms.sum_to_size(aligned_shape(x.shape, axis, group_size, param.numel())).reshape(param.shape)
+
+
+def _whole_sum(terms: Tensor) -> Tensor:
+    """In two steps, of which the first has the form of the norm's in front, so that a compiler makes one pass of both.
+
+    A batch norm's backward sums up all but the channels, a layer norm's the last dimension.
+    """
+    if terms.ndim == 4 and terms.stride(1) == 1:
+        return terms.sum((0, 2, 3)).sum()
+    if terms.ndim in (2, 3) and terms.stride(-1) == 1:
+        return terms.sum(-1).sum()
+    # In the order of memory: a compiler that walks a tensor in another is many times slower.
+    strides = terms.stride()
+    return terms.permute(sorted(range(terms.ndim), key=lambda dim: -strides[dim])).reshape(-1).sum()

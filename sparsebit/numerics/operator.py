@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from sparsebit.errors import SpecError
 from sparsebit.numerics import decomposed, gradients, plain
 from sparsebit.numerics.gradients import GRADIENTS, LEARNING
+from sparsebit.numerics.reference import compute_dtype
 from sparsebit.numerics.spec import TensorSpec
 
 
@@ -145,6 +146,30 @@ def gradients_of(
     # The needed gradients only: an operator's list of tensors has no room for None.
     found = iter(_fake_quantize_backward(grad, x, scale, zero_point, *grid, gradient, *needs))
     return tuple(next(found) if needed else None for needed in needs)
+
+
+def slopes(
+    x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, gradient: str, needs: tuple[bool, bool], tag: str
+) -> tuple[Tensor, list[Tensor]]:
+    """`x` on the grid of one scale, and how fast each number moves with scale and zero point, as far as is needed.
+
+    Without LSQ's factor, and below autograd; in the type of `x`.
+    """
+    wide = x.to(compute_dtype(x.dtype))
+    y = fake_quantize(wide, scale, zero_point, *grid, "ste", tag)
+    step = plain.magnitude(plain.align(scale, x, None, 0))
+
+    def where_inside(values: Tensor) -> Tensor:
+        found = gradients_of(values, wide, scale, zero_point, grid, gradient, (True, False, False))[0]
+        assert found is not None
+        return found
+
+    found = []
+    if needs[0]:
+        found.append((y - where_inside(y if gradient == "pact" else wide)) * (scale.sign() / step))
+    if needs[1]:
+        found.append((where_inside(torch.ones_like(wide)) - 1.0) * step)
+    return y.to(x.dtype), [slope.to(x.dtype) for slope in found]
 
 
 class _FakeQuantize(torch.autograd.Function):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -63,8 +64,20 @@ class RowBatch:
         self.num_rows, self.numel = len(sizes), sum(sizes)
         self.offsets = [0, *accumulate(form.numel for form in forms)]
         self.row_offsets = [0, *accumulate(form.num_rows for form in forms)]
-        self.forward = Launch(forward_ragged, self.num_rows, (), (BLOCK,))
-        self.backward = Launch(backward_ragged, self.num_rows, (), (BLOCK,))
+        self._forward = Launch(forward_ragged, self.num_rows, (), (BLOCK,))
+        self._backward = Launch(backward_ragged, self.num_rows, (), (BLOCK,))
+
+    def quantized(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """`x` and `scale`: those of all weights, one behind the other."""
+        y = torch.empty(self.numel, dtype=dtype, device=x.device)
+        self._forward((x, scale, self.starts, self.qmins, self.qmaxs, y), ())
+        return y
+
+    def gradients(self, grad: Tensor, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        by_x, by_scale = torch.empty_like(x), torch.empty_like(scale)
+        grids = (self.starts, self.qmins, self.qmaxs, self.factors)
+        self._backward((grad, x, scale, *grids, by_x, by_scale), ())
+        return by_x, by_scale
 
     def flat(self, tensors: Sequence[Tensor]) -> Tensor:
         """Tensors of these forms as one, in the order of their memory."""
@@ -89,8 +102,7 @@ class _FakeQuantizeRows(torch.autograd.Function):
     def forward(ctx: Any, batch: RowBatch, dtype: torch.dtype, learns: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         weights, scales = tensors[: len(batch.forms)], tensors[len(batch.forms) :]
         x, scale = batch.flat(weights), torch.cat(scales)
-        y = torch.empty(batch.numel, dtype=dtype, device=x.device)
-        batch.forward((x, scale, batch.starts, batch.qmins, batch.qmaxs, y), ())
+        y = batch.quantized(x, scale, dtype)
         # Without x: it is made of the weights again, which are there anyway.
         ctx.save_for_backward(scale, *weights)
         ctx.batch, ctx.learns = batch, learns
@@ -103,9 +115,7 @@ class _FakeQuantizeRows(torch.autograd.Function):
         batch: RowBatch = ctx.batch
         scale, *weights = ctx.saved_tensors
         known = [w.new_zeros(()).expand_as(w) if g is None else g for g, w in zip(grads, weights, strict=True)]
-        grad, x = batch.flat(known), batch.flat(weights)
-        grad_x, grad_scale = torch.empty_like(x), torch.empty_like(scale)
-        batch.backward((grad, x, scale, batch.starts, batch.qmins, batch.qmaxs, batch.factors, grad_x, grad_scale), ())
+        grad_x, grad_scale = batch.gradients(batch.flat(known), batch.flat(weights), scale)
         by_weight: list[Tensor | None] = [*batch.views(grad_x)]
         by_scale: list[Tensor | None] = [*grad_scale.split([form.num_rows for form in batch.forms])]
         for number, found in enumerate(grads):  # a layer that the loss does not depend on has no gradient
@@ -122,3 +132,69 @@ def fake_quantize_rows(
 ) -> tuple[Tensor, ...]:
     """Each weight on its grid, in `dtype`; `learns`: gradients go to the scales too (LSQ)."""
     return _apply(batch, dtype, learns, *weights, *scales)
+
+
+# --- the same in a compiled graph, where laying out and taking apart are the compiler's
+
+_LIBRARY: Any = torch.library.Library("sparsebit", "FRAGMENT")
+_FORMS = "int[] rows, int[] sizes, int[] qmins, int[] qmaxs"
+_LIBRARY.define(
+    f"fake_quantize_ragged(Tensor x, Tensor scale, {_FORMS}, ScalarType dtype) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.define(
+    f"fake_quantize_ragged_backward(Tensor grad, Tensor x, Tensor scale, {_FORMS}) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+@lru_cache(maxsize=64)
+def _batch(forms: tuple[tuple[int, ...], ...], device: torch.device) -> RowBatch:
+    return RowBatch([RowForm((rows, size), (size, 1), *ends) for rows, size, *ends in zip(*forms, strict=True)], device)
+
+
+def _forward_ragged(x: Tensor, scale: Tensor, *rest: Any) -> Tensor:
+    *forms, dtype = rest
+    return _batch(tuple(map(tuple, forms)), x.device).quantized(x, scale, dtype)
+
+
+def _backward_ragged(grad: Tensor, x: Tensor, scale: Tensor, *forms: Any) -> tuple[Tensor, Tensor]:
+    return _batch(tuple(map(tuple, forms)), x.device).gradients(grad.contiguous(), x, scale)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, scale, *ctx.forms, _ = inputs
+    ctx.save_for_backward(x, scale)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    found = torch.ops.sparsebit.fake_quantize_ragged_backward(grad, *ctx.saved_tensors, *ctx.forms)
+    return (*found, *[None] * (len(ctx.forms) + 1))
+
+
+_LIBRARY.impl("fake_quantize_ragged", _forward_ragged, "CompositeExplicitAutograd")
+_LIBRARY.impl("fake_quantize_ragged_backward", _backward_ragged, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "sparsebit::fake_quantize_ragged", lambda x, *rest: torch.empty_like(x, dtype=rest[-1]), lib=_LIBRARY
+)
+torch.library.register_fake(
+    "sparsebit::fake_quantize_ragged_backward",
+    lambda grad, x, scale, *forms: (torch.empty_like(x), torch.empty_like(scale)),
+    lib=_LIBRARY,
+)
+torch.library.register_autograd("sparsebit::fake_quantize_ragged", _gradients, setup_context=_keep, lib=_LIBRARY)
+
+
+def fake_quantize_rows_in_graph(
+    forms: Sequence[RowForm], weights: Sequence[Tensor], scales: Sequence[Tensor], dtype: torch.dtype
+) -> list[Tensor]:
+    """As `fake_quantize_rows`, for a compiler to look at."""
+    orders = [sorted(range(len(form.stride)), key=lambda dim, form=form: -form.stride[dim]) for form in forms]  # type: ignore[misc]
+    x = torch.cat([weight.permute(order).reshape(-1) for weight, order in zip(weights, orders, strict=True)])
+    columns = zip(*((form.num_rows, form.row_size, form.qmin, form.qmax) for form in forms), strict=True)
+    y = torch.ops.sparsebit.fake_quantize_ragged(x, torch.cat(list(scales)), *map(list, columns), dtype)
+    quantized = []
+    for form, order, piece in zip(forms, orders, y.split([form.numel for form in forms]), strict=True):
+        ordered = piece.view([form.shape[dim] for dim in order])
+        quantized.append(ordered.permute([order.index(dim) for dim in range(len(order))]))
+    return quantized

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from sparsebit.graph.capture import Region
 from sparsebit.graph.patterns import module_of
 from sparsebit.numerics.spec import PerChannel
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
+from sparsebit.quantization.ops.recipes import autocast_dtype
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.quantizers.lsq import LSQ
 from sparsebit.quantization.quantizers.recognition import is_operator_alone
@@ -46,18 +47,21 @@ class WeightBatches:
     def ready(self) -> Iterator[None]:
         """Inside, weights are quantized; a layer that cannot be batched does so itself."""
         try:
-            for learns, layers in self._groups():
-                self._quantize(layers, learns)
+            self.quantize()
             yield
         finally:
             self.clear()
+
+    def quantize(self) -> None:
+        for learns, layers in self._groups():
+            self._quantize(layers, learns)
 
     def clear(self) -> None:
         for layer in self.layers:
             layer.hand_weight(None)
 
     def _quantize(self, layers: list[WeightedQuantOpr], learns: bool) -> None:
-        from sparsebit.numerics.row_batch import RowBatch, RowForm, fake_quantize_rows
+        from sparsebit.numerics.row_batch import RowBatch, RowForm, fake_quantize_rows, fake_quantize_rows_in_graph
 
         weights = [_weight(layer) for layer in layers]
         quantizers = [layer.weight_quantizer for layer in layers]
@@ -66,17 +70,21 @@ class WeightBatches:
             for weight, quantizer in zip(weights, quantizers, strict=True)
         )
         device = weights[0].device
-        if (forms, device) not in self.batches:
-            self.batches[forms, device] = RowBatch(forms, device)
-        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else torch.float32
+        dtype = autocast_dtype(device.type) or torch.float32
         scales = [quantizer.scale for quantizer in quantizers]
-        quantized = fake_quantize_rows(self.batches[forms, device], weights, scales, dtype, learns=learns)
+        if torch.compiler.is_compiling():
+            quantized: Sequence[Tensor] = fake_quantize_rows_in_graph(forms, weights, scales, dtype)
+        else:
+            if (forms, device) not in self.batches:
+                self.batches[forms, device] = RowBatch(forms, device)
+            quantized = fake_quantize_rows(self.batches[forms, device], weights, scales, dtype, learns=learns)
         for layer, weight in zip(layers, quantized, strict=True):
             layer.hand_weight(weight)
 
-    def _groups(self) -> Iterator[tuple[bool, list[WeightedQuantOpr]]]:
+    def _groups(self) -> list[tuple[bool, list[WeightedQuantOpr]]]:
+        groups: list[tuple[bool, list[WeightedQuantOpr]]] = []
         if not self.layers or not _runs_kernels(_weight(self.layers[0])):
-            return
+            return groups
         for kind, learns in ((LSQ, True), (Uniform, False)):
             most = LAYERS_PER_BATCH if is_distributed() else len(self.layers)
             batch: list[WeightedQuantOpr] = []
@@ -87,12 +95,13 @@ class WeightBatches:
                     continue
                 numel = _weight(layer).numel()
                 if batch and (len(batch) == most or size + numel > LARGEST_BATCH):
-                    yield learns, batch
+                    groups.append((learns, batch))
                     batch, size = [], 0
                 batch.append(layer)
                 size += numel
             if batch:
-                yield learns, batch
+                groups.append((learns, batch))
+        return groups
 
 
 def _weight(layer: WeightedQuantOpr) -> Tensor:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sparsebit.quantization import DistillationLoss, QuantModel
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
+from sparsebit.quantization.training import COMPILER_OPTIONS
 from tests.quantization.tiny import qconfig, run
 from tests.quantization.tiny_training import WAYS, Net, data, numbers, ready, train
 
@@ -98,6 +99,36 @@ def test_inductor() -> None:
     x, labels = data()
     torch.testing.assert_close(step(compiled, x, labels), step(plain, x, labels))
     assert_alike(qmodel, plain, 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own modules
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("mode", [None, "max-autotune-no-cudagraphs"])
+def test_compiled_in_place(mode: str | None) -> None:
+    from torch._inductor import config
+
+    qmodel = ready("lsq")
+    plain = copy.deepcopy(qmodel)
+    seen = []
+
+    def watch(graph: torch.fx.Graph) -> None:
+        seen.append({name: getattr(config, name) for name in ("max_autotune", *COMPILER_OPTIONS)})
+
+    qmodel.compile(fullgraph=True, mode=mode, options={"joint_custom_pre_pass": watch})
+    x, labels = data()
+    torch.testing.assert_close(step(qmodel, x, labels), step(plain, x, labels))
+    assert_alike(qmodel, plain, 1e-4)
+    assert seen == [{"max_autotune": mode is not None, **COMPILER_OPTIONS}]
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_compiled_in_place_by_another_compiler() -> None:
+    qmodel = ready("lsq")
+    plain, (x, labels) = copy.deepcopy(qmodel), data()
+    qmodel.compile(backend="aot_eager")
+    torch.testing.assert_close(step(qmodel, x, labels), step(plain, x, labels))
+    assert_alike(qmodel, plain)
 
 
 @pytest.mark.parametrize("way", WAYS)

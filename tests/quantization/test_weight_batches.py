@@ -67,6 +67,37 @@ def test_a_step_is_that_of_the_layers_one_by_one(
 
 
 @pytest.mark.usefixtures("batched")
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("kind", ["lsq", "uniform"])
+def test_a_compiled_step_batches_them_too(kind: str, channels_last: bool) -> None:
+    torch._dynamo.reset()
+    qmodel = ready(kind)
+    qmodel.to(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def watching(graph: torch.fx.GraphModule, example: list[Tensor]) -> object:
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, example)
+
+    found = []
+    for call in (qmodel, torch.compile(qmodel, backend=watching, fullgraph=True)):
+        qmodel.zero_grad()
+        output = call(images())
+        output.square().sum().backward()
+        found.append([output.detach(), *(p.grad.clone() for p in qmodel.parameters() if p.grad is not None)])
+    for eager, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-6)
+    (graph,) = graphs
+    assert sum("fake_quantize_ragged" in str(node.target) for node in graph.graph.nodes) == 1
+    assert all(getattr(layer, "ready_weight", None) is None for layer in qmodel.modules())
+    layer = next(module for module in qmodel.modules() if isinstance(module, WeightedQuantOpr))
+    layer.weight_quantizer.disable_quant()
+    with torch.no_grad():
+        expected = qmodel(images())
+    torch.testing.assert_close(call(images()).detach(), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.usefixtures("batched")
 def test_layers_hold_their_batched_weights_during_the_forward_alone() -> None:
     qmodel = ready("lsq")
     seen: dict[str, bool] = {}

@@ -12,6 +12,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils.parametrize import is_parametrized
 
 from sparsebit.quantization.ops.bias import BiasRounding
+from sparsebit.quantization.ops.first_layer import first_layer
 from sparsebit.quantization.ops.integer_ops import IntegerLayer, IntegerMultiply, with_gradient_of
 from sparsebit.quantization.ops.quantized_layer import quantized_layer
 from sparsebit.quantization.ops.recipes import as_autocast, recipe_of
@@ -105,7 +106,9 @@ class WeightedQuantOpr(QuantOpr):
             bias = self.bias_rounding(bias)
         runs_in_integers = self.integer is not None and self.integer.is_active
         if len(args) == 1 and not kwargs and not runs_in_integers and _is_plain(op):
-            found = quantized_layer(op, input_quantizer, args[0], weight, bias, kept_below=self.kept_below)
+            found = first_layer(op, input_quantizer, args[0], weight, bias)
+            if found is None:
+                found = quantized_layer(op, input_quantizer, args[0], weight, bias, kept_below=self.kept_below)
             if found is not None:
                 return found
         args = self.quantize_input(args, kwargs)
@@ -117,7 +120,10 @@ class WeightedQuantOpr(QuantOpr):
 
     def hand_weight(self, weight: torch.Tensor | None) -> None:
         """The quantized weight for this forward; None: the layer quantizes its own."""
-        self.__dict__["ready_weight"] = weight  # at every step: without what `nn.Module` does for an attribute
+        if torch.compiler.is_compiling():
+            self.ready_weight = weight
+        else:
+            self.__dict__["ready_weight"] = weight  # at every step: without what `nn.Module` does for an attribute
 
     def _with(
         self, weight: torch.Tensor, bias: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from sparsebit.numerics.compilation import is_exporting
 from sparsebit.numerics.gradients import Gradient
 from sparsebit.numerics.qparams import SMALLEST_SCALE
 from sparsebit.quantization.quantizers.base import Quantizer, as_number, register_quantizer
@@ -37,7 +38,7 @@ class LSQ(Quantizer):
 
     def operands(self) -> tuple[Tensor, Tensor]:
         """As they are learned: none of the small kernels that `qparams` starts."""
-        if self.spec.symmetric and torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+        if self.spec.symmetric and torch.compiler.is_dynamo_compiling() and not is_exporting():
             return self.scale, torch.zeros_like(self.scale)  # which a compiler leaves out
         zero_point = self.zero_point
         if self.learns_zero_point and not self.spec.symmetric:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -33,7 +34,7 @@ def is_operator_alone(quantizer: Quantizer) -> bool:
         and quantizer.spec.format == "integer"
         and not is_hooked(quantizer)
         and _ROUNDING.isdisjoint(quantizer.__dict__)
-        and _rounds_as_base(_kind(quantizer))
+        and (_rounds_as_base if torch.compiler.is_compiling() else _known_to_round_as_base)(_kind(quantizer))
     )
 
 
@@ -52,7 +53,9 @@ def _are_ours(kind: Any, methods: tuple[str, ...]) -> bool:
     return all(getattr(kind, method).__module__.startswith("sparsebit.") for method in methods)
 
 
-@lru_cache(maxsize=256)
 def _rounds_as_base(kind: Any) -> bool:
     same = (*(_ROUNDING - {"operands"}), "__call__")
     return all(getattr(kind, method) is getattr(Quantizer, method) for method in same)
+
+
+_known_to_round_as_base = lru_cache(maxsize=256)(_rounds_as_base)  # a compiler does not look into caches
