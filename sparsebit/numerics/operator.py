@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from sparsebit.errors import SpecError
 from sparsebit.numerics import decomposed, gradients, plain
+from sparsebit.numerics.compilation import is_exporting
 from sparsebit.numerics.gradients import GRADIENTS, LEARNING
 from sparsebit.numerics.reference import compute_dtype
 from sparsebit.numerics.spec import TensorSpec
@@ -105,7 +106,7 @@ def _backward(grad: Tensor, x: Tensor, *rest: Any) -> list[Tensor]:
 
 
 def _fake_forward(x: Tensor, *rest: Any) -> Tensor:
-    if not torch.compiler.is_exporting():
+    if not is_exporting():
         decomposed.register()
     return torch.empty_like(x)
 

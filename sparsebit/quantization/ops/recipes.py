@@ -101,9 +101,13 @@ def as_autocast(x: Tensor) -> Tensor:
     return half
 
 
+# Asked once: a compiler cannot look into the question.
+_WITH_AUTOCAST = frozenset(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")))
+
+
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """The type that autocast gives to a layer's tensors, where it is on."""
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+    if device_type not in _WITH_AUTOCAST or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 
-import torch
 from torch import Tensor, fx
 
 from sparsebit.graph.aliasing import written_later
 from sparsebit.graph.capture import Captured
+from sparsebit.numerics.compilation import is_exporting
 
 
 def parts(x: Tensor, dim: int, indices: tuple[int, ...]) -> tuple[Tensor, ...]:
     """`x.select(dim, index)` for each of them."""
-    if torch.compiler.is_exporting() or x.shape[dim] != len(indices):  # a few out of many stay as they are
+    if is_exporting() or x.shape[dim] != len(indices):  # a few out of many stay as they are
         return tuple(x.select(dim, index) for index in indices)
     whole = x.unbind(dim)
     return tuple(whole[index] for index in indices)

@@ -33,7 +33,7 @@ def is_operator_alone(quantizer: Quantizer) -> bool:
         and not quantizer.follows
         and quantizer.spec.format == "integer"
         and not is_hooked(quantizer)
-        and _ROUNDING.isdisjoint(quantizer.__dict__)
+        and not any(method in quantizer.__dict__ for method in _ROUNDING)
         and (_rounds_as_base if torch.compiler.is_compiling() else _known_to_round_as_base)(_kind(quantizer))
     )
 

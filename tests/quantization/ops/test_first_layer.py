@@ -51,11 +51,15 @@ def step(qmodel: QuantModel, images: Tensor, *, half: bool = False, call: nn.Mod
     with torch.autocast(images.device.type, torch.bfloat16, enabled=half):
         output = (qmodel if call is None else call)(images)
     output.float().sin().sum().backward()
-    grads = {name: parameter.grad.clone() for name, parameter in qmodel.named_parameters() if parameter.grad is not None}
+    grads = {
+        name: parameter.grad.clone() for name, parameter in qmodel.named_parameters() if parameter.grad is not None
+    }
     return {"output": output.detach().float(), **grads}
 
 
-def stepped_plainly(qmodel: QuantModel, images: Tensor, monkeypatch: pytest.MonkeyPatch, *, half: bool = False) -> Found:
+def stepped_plainly(
+    qmodel: QuantModel, images: Tensor, monkeypatch: pytest.MonkeyPatch, *, half: bool = False
+) -> Found:
     with monkeypatch.context() as patch:
         patch.setattr(quant_opr, "first_layer", lambda *call: None)
         return step(qmodel, images, half=half)
