@@ -10,9 +10,6 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from sparsebit.quantization.quantizers.base import Quantizer
 
-# The methods that make a forward.
-_ROUNDING = frozenset({"forward", "fake_quantize", "transform", "next_gradient", "operands"})
-
 
 def is_known(quantizer: Quantizer) -> bool:
     """Whether it rounds with the one operator behind `transform`, as ours do."""
@@ -26,15 +23,7 @@ def repeats(quantizer: Quantizer) -> bool:
 
 def is_operator_alone(quantizer: Quantizer) -> bool:
     """Whether a forward, now, is the operator on `operands()` and nothing else, so that others may call that."""
-    return (
-        quantizer.is_enable
-        and not quantizer.observing
-        and not quantizer.follows
-        and quantizer.spec.format == "integer"
-        and not is_hooked(quantizer)
-        and _ROUNDING.isdisjoint(quantizer.__dict__)
-        and _rounds_as_base(_kind(quantizer))
-    )
+    return bool(quantizer.shortcut) and "forward" not in quantizer.__dict__ and not is_hooked(quantizer)
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -50,9 +39,3 @@ def _kind(quantizer: Quantizer) -> Any:
 @lru_cache(maxsize=256)
 def _are_ours(kind: Any, methods: tuple[str, ...]) -> bool:
     return all(getattr(kind, method).__module__.startswith("sparsebit.") for method in methods)
-
-
-@lru_cache(maxsize=256)
-def _rounds_as_base(kind: Any) -> bool:
-    same = (*(_ROUNDING - {"operands"}), "__call__")
-    return all(getattr(kind, method) is getattr(Quantizer, method) for method in same)
