@@ -21,6 +21,14 @@ from sparsebit.quantization.ops.table import bias_argument, input_argument, weig
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.quantizers.recognition import is_hooked
 
+# Layers whose arithmetic is known by their class.
+_LAYERS = frozenset(
+    kind
+    for home in (torch.nn.modules.conv, torch.nn.modules.linear)
+    for kind in vars(home).values()
+    if isinstance(kind, type) and issubclass(kind, nn.Linear | _ConvNd)
+)
+
 
 class QuantOpr(nn.Module):
     """`op` (a module, a function or a method's name) on its quantized input and, if it has one, its quantized weight.
@@ -41,6 +49,7 @@ class QuantOpr(nn.Module):
         super().__init__()
         self.op = op
         self.row = row
+        self.has_input = bool(row.inputs)
         self.input_quantizer = input_quantizer
         self.weight_quantizer = weight_quantizer
         # There where the runtime executes the layer in integers.
@@ -52,16 +61,20 @@ class QuantOpr(nn.Module):
 
     def quantize_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The positional arguments with the input quantized; one that came by name is replaced in `kwargs`."""
-        if len(args) == 1 and not kwargs and self.row.inputs:
-            return (self.input_quantizer(args[0]),)
-        place = input_argument(self.row, args, kwargs, is_module=isinstance(self.op, nn.Module))
-        return args if place is None else _replaced(args, kwargs, place, self.input_quantizer)
+        input_quantizer: Any = self._modules["input_quantizer"]
+        if len(args) == 1 and not kwargs and self.has_input:
+            return (input_quantizer(args[0]),)
+        place = input_argument(self.row, args, kwargs, is_module="op" in self._modules)
+        return args if place is None else _replaced(args, kwargs, place, input_quantizer)
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         """The op itself on quantized values."""
-        if isinstance(self.op, str):
-            return getattr(args[0], self.op)(*args[1:], **kwargs)
-        return self.op(*args, **kwargs)
+        op: Any = self._modules.get("op")
+        if op is None:  # no module
+            op = self.op
+        if isinstance(op, str):
+            return getattr(args[0], op)(*args[1:], **kwargs)
+        return op(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -92,8 +105,13 @@ class WeightedQuantOpr(QuantOpr):
 
     op: nn.Module
     weight_quantizer: Quantizer
-    ready_weight: torch.Tensor | None = None  # quantized for this forward, together with others (`weight_batches`)
-    kept_below = math.inf  # bytes of the quantized input that are kept for the backward rather than computed again
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Quantized for this forward, together with others (`weight_batches`).
+        self.ready_weight: torch.Tensor | None = None
+        # Bytes of the quantized input that are kept for the backward rather than computed again.
+        self.kept_below = math.inf
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         modules: dict[str, Any] = self._modules  # at every step: without the way through `__getattr__`
@@ -116,7 +134,7 @@ class WeightedQuantOpr(QuantOpr):
             return self._in_integers(args[0], weight, bias)
         if args and recipe_of(args[0]) is not None:
             args = (as_autocast(args[0]), *args[1:])  # autocast would keep a copy of its own
-        return self._with(weight, bias, args, kwargs)
+        return _with(op, weight, bias, args, kwargs)
 
     def hand_weight(self, weight: torch.Tensor | None) -> None:
         """The quantized weight for this forward; None: the layer quantizes its own."""
@@ -125,24 +143,12 @@ class WeightedQuantOpr(QuantOpr):
         else:
             self.__dict__["ready_weight"] = weight  # at every step: without what `nn.Module` does for an attribute
 
-    def _with(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if len(args) == 1 and _is_plain(self.op):
-            if isinstance(self.op, nn.Linear):
-                return nn.functional.linear(args[0], weight, bias)
-            if isinstance(self.op, _ConvNd) and not isinstance(self.op, _ConvTransposeNd):
-                return self.op._conv_forward(args[0], weight, bias)  # honours padding_mode
-        op = _unparametrized(self.op) if is_parametrized(self.op, "weight") else self.op
-        tensors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
-        return torch.func.functional_call(op, tensors, args, kwargs)
-
     def stored_bias(self) -> torch.Tensor | None:
         return getattr(self.op, "bias", None)
 
     def _in_integers(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
         def compute(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
-            return self._with(weight, bias, (x,), {})
+            return _with(self.op, weight, bias, (x,), {})
 
         return _in_integers(self, x, weight, bias, compute)
 
@@ -235,7 +241,8 @@ class QIdentity(nn.Module):
         self.input_quantizer = input_quantizer
 
     def forward(self, x: Any) -> Any:
-        return self.input_quantizer(x)
+        quantizer: Any = self._modules["input_quantizer"]
+        return quantizer(x)
 
     def __repr__(self) -> str:
         return f"QIdentity({self.input_quantizer.summary()})"
@@ -300,8 +307,21 @@ def _is_one_float32(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _is_plain(module: nn.Module) -> bool:
     """A layer of torch itself that nobody watches: hooks run only where the module is called."""
-    is_torchs_own = type(module).__module__.startswith("torch.nn.") and "forward" not in module.__dict__
-    return is_torchs_own and not is_hooked(module)
+    return type(module) in _LAYERS and "forward" not in module.__dict__ and not is_hooked(module)
+
+
+def _with(
+    op: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The layer with this weight and this bias in the place of its own."""
+    if len(args) == 1 and _is_plain(op):
+        if isinstance(op, nn.Linear):
+            return nn.functional.linear(args[0], weight, bias)
+        if isinstance(op, _ConvNd) and not isinstance(op, _ConvTransposeNd):
+            return op._conv_forward(args[0], weight, bias)  # honours padding_mode
+    op = _unparametrized(op) if is_parametrized(op, "weight") else op
+    tensors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+    return torch.func.functional_call(op, tensors, args, kwargs)
 
 
 def _unparametrized(module: nn.Module) -> nn.Module:

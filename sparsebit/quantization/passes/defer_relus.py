@@ -34,6 +34,8 @@ class DeferredReLU(nn.ReLU):
         return self._parts[1]
 
     def forward(self, input: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():  # which would look at all of the below again before every call
+            return relu(input)
         reader, quantizer = self._parts
         # A reader that is compiled by itself does not see what it is handed; a hook in front of it may change that.
         if (

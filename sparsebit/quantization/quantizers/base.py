@@ -1,28 +1,37 @@
 """The life of one fake-quantized tensor: observe, fix scale and zero point, switch on and off.
 
 A quantizer is built from a `TensorSpec` and keeps its numbers as buffers (or parameters, where they are learned).
-It is enabled when it is switched on and not logically off for good (`fake_fused`).
+It is enabled when it is switched on and not logically off for good (`fake_fused`). What a forward does is decided when
+one of its switches is set, not at every forward (`shortcut`).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, TypeVar
+from functools import lru_cache
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from sparsebit.backends import Format
 from sparsebit.errors import BackendError, CalibrationError, ConfigError
-from sparsebit.numerics import dispatch
+from sparsebit.numerics import dispatch, operator
 from sparsebit.numerics.gradients import Gradient
+from sparsebit.numerics.operator import Grid
 from sparsebit.numerics.qparams import check_backend, dequantized_range, qparams_from_range
 from sparsebit.numerics.spec import TensorSpec
 from sparsebit.quantization.observers import Observer, ObserverOptions, build_observer
 from sparsebit.registry import QUANTIZERS
 
 Target = Literal["weight", "feature"]
+
+# What the operator is given besides its tensors: the grid, the gradient and the site's name. Nothing: it is not called.
+Shortcut: TypeAlias = tuple[Grid, Gradient, str] | tuple[()]
+# What an instance may have in the place of its class's.
+_REPLACEABLE = frozenset({"fake_quantize", "transform", "next_gradient", "operands", "GRADIENT"})
+_SWITCHES = frozenset({"use_quant", "fake_fused", "observing", "follows", "spec", "name"}) | _REPLACEABLE
 
 
 class Quantizer(nn.Module):
@@ -38,8 +47,10 @@ class Quantizer(nn.Module):
     ALWAYS_FOLLOWS: ClassVar[bool] = False
     GRADIENT: ClassVar[Gradient] = "ste"
     NUMBERS: ClassVar[str] = "uniform"  # whose numbers a state_dict has: calibrated and learned step sizes are the same
-    # Told what a forward was given and gave; a hook that costs nothing where there is none.
-    noted: Callable[[Quantizer, Tensor, Tensor], None] | None = None
+    use_quant = fake_fused = observing = follows = False
+    # A forward that is the operator on `operands()` and nothing else, or nothing at all; None: it does more than that.
+    # One attribute for all switches: before every call, a compiled model looks at each attribute that it was built on.
+    shortcut: Shortcut | None = None
 
     scale: Tensor
     zero_point: Tensor
@@ -75,6 +86,8 @@ class Quantizer(nn.Module):
         self.held_parameters: set[str] = set()  # that learn when they are let go of
         self.rectifies = False  # can stand for a ReLU in front of it too, in training
         self.was_handed = False  # what that ReLU would have been applied to
+        # Told what a forward was given and gave; a hook that costs nothing where there is none.
+        self.noted: Callable[[Quantizer, Tensor, Tensor], None] | None = None
         self.make_parameters(num_scales)
         # Both travel with the state_dict, so that a fresh model is as the saved one was. They are 0 or 1 in float:
         # averages of models (`torch.optim.swa_utils`) subtract and divide every buffer.
@@ -101,7 +114,7 @@ class Quantizer(nn.Module):
 
     def qparams(self) -> tuple[Tensor, Tensor]:
         """Scale and zero point in force."""
-        return self.scale, self.zero_point
+        return buffer(self, "scale"), buffer(self, "zero_point")
 
     def operands(self) -> tuple[Tensor, Tensor]:
         """Scale and zero point as the operator is given them: it takes a scale by its magnitude."""
@@ -120,16 +133,43 @@ class Quantizer(nn.Module):
         """`x` unchanged while off; sizes, indices and masks always pass."""
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
-        if self.observing:
-            self.update_observer(x)
-        if not self.is_enable:
+        shortcut = self.shortcut
+        if shortcut is None:
+            if self.observing:
+                self.update_observer(x)
+            if not self.is_enable:
+                return x
+            if self.follows and self.is_following:
+                self.follow(x)
+            quantized = self.fake_quantize(x)
+        elif not shortcut:
             return x
-        if self.follows and self.is_following:
-            self.follow(x)
-        quantized = self.fake_quantize(x)
+        else:
+            grid, gradient, tag = shortcut
+            if self.was_handed:
+                gradient = self.next_gradient()
+            scale, zero_point = self.operands()
+            quantized = operator.fake_quantize(x, scale, zero_point, *grid, gradient, tag)
         if self.noted is not None:
             self.noted(self, x, quantized)
         return quantized
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in _SWITCHES:
+            self._decide()
+
+    def _decide(self) -> None:
+        """Told of every switch that is set: writes down what follows from all of them."""
+        self.__dict__["shortcut"] = self._shortcut()
+
+    def _shortcut(self) -> Shortcut | None:
+        kind: Any = type(self)
+        if self.observing or self.follows or not (_rounds_as_base(kind) and _REPLACEABLE.isdisjoint(self.__dict__)):
+            return None
+        if not self.is_enable:
+            return ()
+        return (operator.grid_of(self.spec), self.GRADIENT, self.name) if self.spec.format == "integer" else None
 
     @property
     def is_enable(self) -> bool:
@@ -138,8 +178,7 @@ class Quantizer(nn.Module):
     @property
     def is_rectifying(self) -> bool:
         """Whether a ReLU in front of it may hand its input over (`passes.defer_relus`)."""
-        is_training = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        return self.rectifies and self.is_enable and not self.follows and is_training
+        return self.rectifies and self.is_enable and not self.follows and self.training and torch.is_grad_enabled()
 
     def hand_over(self, is_handed: bool = True) -> None:
         """Told by a ReLU in front that the next forward is given what the ReLU was, or what it gave."""
@@ -381,6 +420,19 @@ def _read_extra_state(state: Tensor) -> tuple[list[bool], list[str] | None]:
         return values, None
     num_flags = values[0]
     return [bool(flag) for flag in values[1 : 1 + num_flags]], json.loads(bytes(values[1 + num_flags :]))
+
+
+@lru_cache(maxsize=256)
+def _rounds_as_base(kind: Any) -> bool:
+    same = ("forward", "fake_quantize", "transform", "next_gradient", "is_enable", "__call__")
+    return all(getattr(kind, method) is getattr(Quantizer, method) for method in same)
+
+
+def buffer(quantizer: Quantizer, name: str) -> Tensor:
+    """A number that is a buffer as a rule: at every forward, without the way through `nn.Module.__getattr__`."""
+    buffers: dict[str, Any] = quantizer._buffers
+    number: Tensor = buffers[name] if name in buffers else getattr(quantizer, name)
+    return number
 
 
 def as_number(param: Tensor) -> Tensor:

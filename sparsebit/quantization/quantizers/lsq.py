@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from sparsebit.numerics.compilation import is_exporting
 from sparsebit.numerics.gradients import Gradient
 from sparsebit.numerics.qparams import SMALLEST_SCALE
-from sparsebit.quantization.quantizers.base import Quantizer, as_number, register_quantizer
+from sparsebit.quantization.quantizers.base import Quantizer, as_number, buffer, register_quantizer
 
 
 @register_quantizer("lsq")
@@ -23,6 +23,7 @@ class LSQ(Quantizer):
 
     GRADIENT: ClassVar[Gradient] = "lsq"
     learns_zero_point: ClassVar[bool] = False
+    zero_point_is: Literal["zero", "calibrated", "learned"]
 
     def make_parameters(self, num_scales: int) -> None:
         super().make_parameters(num_scales)
@@ -38,12 +39,17 @@ class LSQ(Quantizer):
 
     def operands(self) -> tuple[Tensor, Tensor]:
         """As they are learned: none of the small kernels that `qparams` starts."""
-        if self.spec.symmetric and torch.compiler.is_dynamo_compiling() and not is_exporting():
-            return self.scale, torch.zeros_like(self.scale)  # which a compiler leaves out
-        zero_point = self.zero_point
-        if self.learns_zero_point and not self.spec.symmetric:
-            zero_point = zero_point.clamp(self.spec.qmin, self.spec.qmax)
-        return self.scale, zero_point
+        scale, kind = self.scale, self.zero_point_is
+        if kind == "learned":
+            return scale, self.zero_point.clamp(self.spec.qmin, self.spec.qmax)
+        if kind == "zero" and torch.compiler.is_dynamo_compiling() and not is_exporting():
+            return scale, torch.zeros_like(scale)  # which a compiler leaves out
+        return scale, buffer(self, "zero_point")
+
+    def _decide(self) -> None:
+        super()._decide()
+        learned = "learned" if self.learns_zero_point else "calibrated"
+        self.__dict__["zero_point_is"] = "zero" if self.spec.symmetric else learned
 
 
 @register_quantizer("lsq+", aliases=("lsq_plus",))

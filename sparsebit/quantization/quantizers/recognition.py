@@ -5,14 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from sparsebit.quantization.quantizers.base import Quantizer
-
-# The methods that make a forward.
-_ROUNDING = frozenset({"forward", "fake_quantize", "transform", "next_gradient", "operands"})
 
 
 def is_known(quantizer: Quantizer) -> bool:
@@ -27,15 +23,7 @@ def repeats(quantizer: Quantizer) -> bool:
 
 def is_operator_alone(quantizer: Quantizer) -> bool:
     """Whether a forward, now, is the operator on `operands()` and nothing else, so that others may call that."""
-    return (
-        quantizer.is_enable
-        and not quantizer.observing
-        and not quantizer.follows
-        and quantizer.spec.format == "integer"
-        and not is_hooked(quantizer)
-        and not any(method in quantizer.__dict__ for method in _ROUNDING)
-        and (_rounds_as_base if torch.compiler.is_compiling() else _known_to_round_as_base)(_kind(quantizer))
-    )
+    return bool(quantizer.shortcut) and "forward" not in quantizer.__dict__ and not is_hooked(quantizer)
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -51,11 +39,3 @@ def _kind(quantizer: Quantizer) -> Any:
 @lru_cache(maxsize=256)
 def _are_ours(kind: Any, methods: tuple[str, ...]) -> bool:
     return all(getattr(kind, method).__module__.startswith("sparsebit.") for method in methods)
-
-
-def _rounds_as_base(kind: Any) -> bool:
-    same = (*(_ROUNDING - {"operands"}), "__call__")
-    return all(getattr(kind, method) is getattr(Quantizer, method) for method in same)
-
-
-_known_to_round_as_base = lru_cache(maxsize=256)(_rounds_as_base)  # a compiler does not look into caches
