@@ -129,28 +129,30 @@ def calibration_search(records: list[Record]) -> str:
 
 
 def qat_step(records: list[Record]) -> str:
-    head = ("model", "way", "step", "to float", "peak memory", "to float")
+    head = ("model", "way", "step", "to float", "in a row", "to float", "peak memory", "to float")
     rows = [
         (
             record["model"],
             record["way"].replace("_", " "),
             _number(record.get("step_ms"), ".1f", " ms") or f"**fails**: {_code(record['failed'])}",
             _number(record.get("time_ratio"), ".2f"),
+            _number(record.get("in_a_row_ms"), ".1f", " ms"),
+            _number(record.get("in_a_row_ratio"), ".2f"),
             _number(record.get("peak_mib"), ",.0f", " MiB"),
             _number(record.get("memory_ratio"), ".2f"),
         )
         for record in records
     ]
-    return table(head, rows, numeric=4)
+    return table(head, rows, numeric=6)
 
 
 def qat_summary(records: list[Record]) -> str:
     """Ratios to the float model alone, one line for each model."""
-    head = ("model", "eager", "CUDA graph", "compiled", "memory", "memory, packed")
+    head = ("model", "eager", "as a CUDA graph", "compiled", "compiled, as a CUDA graph", "memory", "memory, packed")
     found = {(record["model"], record["way"]): record for record in records}
     columns = (
-        *(("", "time_ratio"), ("_graphed", "time_ratio"), ("_compiled", "time_ratio")),
-        *(("", "memory_ratio"), ("_packed", "memory_ratio")),
+        *((way, "time_ratio") for way in ("", "_graphed", "_compiled", "_compiled_graphed")),
+        *((way, "memory_ratio") for way in ("", "_packed")),
     )
     rows = [
         (
@@ -159,7 +161,7 @@ def qat_summary(records: list[Record]) -> str:
         )
         for model in dict.fromkeys(record["model"] for record in records)
     ]
-    return table(head, rows, numeric=5)
+    return table(head, rows, numeric=6)
 
 
 def fake_quant_gpu(records: list[Record]) -> str:

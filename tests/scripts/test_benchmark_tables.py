@@ -198,21 +198,23 @@ class TestTraining:
         step = {"benchmark": "qat_step", "model": "resnet50", "batch": 128}
         page = render(
             tmp_path,
-            {**step, "way": "float_bf16", "step_ms": 30.29, "peak_mib": 5814},
+            {**step, "way": "float_bf16", "step_ms": 30.29, "in_a_row_ms": 29.0, "peak_mib": 5814},
             {
                 **step,
                 "way": "sparsebit_bf16",
                 "step_ms": 36.3,
+                "in_a_row_ms": 34.8,
                 "peak_mib": 6249,
-                "time_ratio": 1.2,
+                "time_ratio": 1.198,
+                "in_a_row_ratio": 1.25,
                 "memory_ratio": 1.07,
             },
             {**step, "way": "torch_ao_bf16", "failed": "RuntimeError: no such type"},
         )
-        assert "| resnet50 | float bf16 | 30.3 ms |  | 5,814 MiB |  |" in page
-        assert "| resnet50 | sparsebit bf16 | 36.3 ms | 1.20 | 6,249 MiB | 1.07 |" in page
+        assert "| resnet50 | float bf16 | 30.3 ms |  | 29.0 ms |  | 5,814 MiB |  |" in page
+        assert "| resnet50 | sparsebit bf16 | 36.3 ms | 1.20 | 34.8 ms | 1.25 | 6,249 MiB | 1.07 |" in page
         assert "**fails**: `RuntimeError: no such type`" in page
-        assert "| resnet50 | 1.20 |  |  | 1.07 |  |" in section(page, "qat summary")
+        assert "| resnet50 | 1.20 |  |  |  | 1.07 |  |" in section(page, "qat summary")
 
     def test_accuracy(self, tmp_path: Path) -> None:
         scores = {"float": 91.7, "before training": 80.0, "quantized": 91.5, "in float32": 91.44, "file": 91.46}
