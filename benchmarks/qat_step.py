@@ -176,7 +176,7 @@ def compare(name: str, options: argparse.Namespace) -> None:
 
     def compiled() -> nn.Module:
         qmodel = quantized(name, plain(), example)
-        qmodel.compile()
+        qmodel.compile(fullgraph=True)
         return qmodel
 
     def float_compiled(**settings: Any) -> nn.Module:
