@@ -26,7 +26,7 @@ from torch import nn
 from benchmarks.common import ROOT, emit
 from sparsebit.numerics import decomposed
 from sparsebit.quantization import QuantModel, parse_qconfig
-from sparsebit.quantization.training import COMPILER_OPTIONS
+from sparsebit.quantization.training import compiler_options
 
 
 def recipe(name: str) -> Path:
@@ -202,7 +202,7 @@ def compare(name: str, options: argparse.Namespace) -> None:
         "sparsebit_tf32": (eager, False, "float_tf32"),
         "torch_ao_tf32": (lambda: torch_ao(plain(), example), False, "float_tf32"),
         "float_bf16_compiled_same_options": (
-            lambda: float_compiled(options=COMPILER_OPTIONS),
+            lambda: float_compiled(options=compiler_options()),
             True,
             "float_bf16_compiled",
         ),
@@ -245,6 +245,7 @@ def forget(device: str) -> None:
     torch._dynamo.reset()
     gc.collect()
     if device == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()  # of the streams that graphs were captured on
         torch.cuda.empty_cache()
 
 

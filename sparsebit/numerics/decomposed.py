@@ -18,6 +18,8 @@ from sparsebit.numerics.plain import align, aligned_shape, as_blocks
 from sparsebit.numerics.qparams import SMALLEST_SCALE
 from sparsebit.numerics.spec import pad_groups
 
+ROW = 256  # elements and more for a first sum
+
 
 @lru_cache(maxsize=1)
 def register() -> None:
@@ -91,11 +93,12 @@ def backward(
     if needs_scale:
         end = torch.where(judged < high, low, high)
         terms = torch.where(inside, torch.zeros_like(codes) if gradient == "pact" else codes - values, end)
-        total = _summed(terms * wide_grad, x, scale, axis, group_size)
-        found.append((total * factor * scale.sign()).to(scale.dtype))
+        total = _summed(terms * wide_grad, x, scale, axis, group_size, factor * scale.sign())
+        found.append(total.to(scale.dtype))
     if needs_zero_point:
-        outside = _summed(torch.where(inside, 0.0, wide_grad), x, zero_point, axis, group_size)
-        found.append((outside * -(factor * step.reshape(zero_point.shape))).to(zero_point.dtype))
+        outside = torch.where(inside, 0.0, wide_grad)
+        total = _summed(outside, x, zero_point, axis, group_size, -factor * step.reshape(zero_point.shape))
+        found.append(total.to(zero_point.dtype))
     return found
 
 
@@ -119,21 +122,33 @@ def _on_grid(
     return as_blocks(x.to(step.dtype), axis, group_size) * step.reciprocal(), step, qmin - shift, qmax - shift
 
 
-def _summed(terms: Tensor, x: Tensor, param: Tensor, axis: int | None, group_size: int) -> Tensor:
+def _summed(terms: Tensor, x: Tensor, param: Tensor, axis: int | None, group_size: int, factor: Tensor) -> Tensor:
+    """The terms of each parameter, added up and multiplied with `factor`, which has the parameters' shape."""
     if param.numel() == 1:
-        return _whole_sum(terms).reshape(param.shape)
-    return terms.sum_to_size(aligned_shape(x.shape, axis, group_size, param.numel())).reshape(param.shape)
+        # The factor comes first, so that nothing is left to do behind the last sum (`sums.JoinSums`).
+        return (_first_sums(terms) * factor.reshape(())).sum().reshape(param.shape)
+    total = terms.sum_to_size(aligned_shape(x.shape, axis, group_size, param.numel()))
+    return total.reshape(param.shape) * factor
 
 
-def _whole_sum(terms: Tensor) -> Tensor:
-    """In two steps, of which the first has the form of the norm's in front, so that a compiler makes one pass of both.
+def _first_sums(terms: Tensor) -> Tensor:
+    """A vector of the first of two sums; that has the form of the norm's in front, so that a compiler makes one pass.
 
-    A batch norm's backward sums up all but the channels, a layer norm's the last dimension.
+    A batch norm's backward adds up all but the channels, a layer norm's the last dimension. Else it goes in the order
+    of memory: a compiler that walks a tensor in another is many times slower.
     """
-    if terms.ndim == 4 and terms.stride(1) == 1:
-        return terms.sum((0, 2, 3)).sum()
-    if terms.ndim in (2, 3) and terms.stride(-1) == 1:
-        return terms.sum(-1).sum()
-    # In the order of memory: a compiler that walks a tensor in another is many times slower.
+    if terms.ndim == 4 and terms.stride(1) == 1 and terms.shape[1] > 1:
+        return terms.sum((0, 2, 3))
     strides = terms.stride()
-    return terms.permute(sorted(range(terms.ndim), key=lambda dim: -strides[dim])).reshape(-1).sum()
+    order = sorted(range(terms.ndim), key=lambda dim: -strides[dim])
+    size, dims = 1, []
+    while order and size < ROW:
+        dims.append(order.pop())
+        size = size * terms.shape[dims[-1]]
+    if len(dims) == 1 and isinstance(size, int) and size > ROW and size & (size - 1):
+        # Kernels take rows of a power of two: others would be filled up with nothing.
+        even = size & -size
+        if even >= ROW // 2:
+            terms = terms.unflatten(dims[0], (size // even, even))
+            return terms.sum(dims[0] + 1).flatten()
+    return terms.sum(dims).flatten() if dims else terms.reshape(-1)

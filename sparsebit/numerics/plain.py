@@ -89,9 +89,12 @@ def grid(zero_point: Tensor, qmin: int, qmax: int) -> tuple[int, int, Tensor | N
 
 def aligned_shape(shape: tuple[int, ...], axis: int | None, group_size: int, num_params: int) -> tuple[int, ...]:
     """The shape in which parameters meet the blocks of a tensor of this shape: each dimension inside a row is 1."""
-    if torch.compiler.is_compiling():  # sizes may be symbols, which are no keys
+    if torch.compiler.is_compiling():  # which does not look into caches
         return _aligned_shape(shape, axis, group_size, num_params)
-    return _known_aligned_shape(shape, axis, group_size, num_params)
+    try:
+        return _known_aligned_shape(shape, axis, group_size, num_params)
+    except TypeError:  # a compiler's sizes may be symbols, which are no keys
+        return _aligned_shape(shape, axis, group_size, num_params)
 
 
 def _aligned_shape(shape: tuple[int, ...], axis: int | None, group_size: int, num_params: int) -> tuple[int, ...]:

@@ -233,3 +233,15 @@ def backward_ragged(
         by_scale += more_by_scale
     sign = tl.where(scale < 0, -1.0, tl.where(scale > 0, 1.0, 0.0))
     tl.store(grad_scale_ptr + row, tl.sum(by_scale, axis=0) * (sign * tl.load(factor_ptr + row)))
+
+
+@triton.jit
+def sum_ragged(x_ptr, start_ptr, y_ptr, BLOCK: tl.constexpr):
+    """The sum of each row."""
+    row = tl.program_id(0)
+    start, end = tl.load(start_ptr + row), tl.load(start_ptr + row + 1)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(start, end, BLOCK):
+        offset = first + tl.arange(0, BLOCK)
+        total += tl.load(x_ptr + offset, mask=offset < end, other=0.0)
+    tl.store(y_ptr + row, tl.sum(total, axis=0))

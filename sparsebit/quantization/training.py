@@ -33,14 +33,6 @@ from sparsebit.quantization.passes.wrap_cheap_functions import wrap_cheap_functi
 from sparsebit.quantization.simulation import SimulatedModel
 from sparsebit.quantization.weight_batches import WeightBatches
 
-# For inductor: values that are cheap to compute stand in every kernel that reads them, rather than being written to
-# memory as soon as they depend on five tensors. A normalization with a quantizer behind it does.
-COMPILER_OPTIONS = {
-    "realize_reads_threshold": 12,
-    "realize_acc_reads_threshold": 16,
-    "realize_opcount_threshold": 200,
-}
-
 
 class TrainableModel(SimulatedModel):
     """What `QuantModel` does between `init_QAT` and the export."""
@@ -66,7 +58,7 @@ class TrainableModel(SimulatedModel):
         `torch.compile(qmodel)` gives the same values.
         """
         if not args and kwargs.get("backend", "inductor") == "inductor":
-            kwargs["options"] = COMPILER_OPTIONS | _mode_options(kwargs) | (kwargs.get("options") or {})
+            kwargs["options"] = compiler_options() | _mode_options(kwargs) | (kwargs.get("options") or {})
         super().compile(*args, **kwargs)
 
     def _compiled_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -227,6 +219,20 @@ class TrainableModel(SimulatedModel):
                 bias = layer.stored_bias()
                 if bias is not None:
                     layer.bias_rounding.make_room(bias)
+
+
+def compiler_options() -> dict[str, Any]:
+    """For inductor, with a quantized model."""
+    from sparsebit.numerics.sums import JoinSums
+
+    return {
+        # Values that are cheap to compute stand in every kernel that reads them, rather than being written to memory as
+        # soon as they depend on five tensors. A normalization with a quantizer behind it does.
+        "realize_reads_threshold": 12,
+        "realize_acc_reads_threshold": 16,
+        "realize_opcount_threshold": 200,
+        "post_grad_custom_post_pass": JoinSums(),
+    }
 
 
 def _mode_options(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from sparsebit.execution.distributed import is_distributed
 from sparsebit.graph.capture import Region
 from sparsebit.graph.patterns import module_of
+from sparsebit.numerics.dispatch import HAS_TRITON
 from sparsebit.numerics.spec import PerChannel
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 from sparsebit.quantization.ops.recipes import autocast_dtype
@@ -28,7 +28,6 @@ LARGEST_BATCH = 32 << 20  # elements: a batch lies in memory once more
 # Gradients of a batch are ready together: with other processes few layers, so that they can begin to be sent.
 LAYERS_PER_BATCH = 16
 _ROWS = frozenset({"conv", "linear"})
-_HAS_TRITON = find_spec("triton") is not None
 
 
 class WeightBatches:
@@ -42,6 +41,7 @@ class WeightBatches:
         called = {module_of(node, root.graph_module): None for node in root.graph_module.graph.nodes}
         self.layers = [m for m in called if isinstance(m, WeightedQuantOpr) and m.row.name in _ROWS]
         self.batches: dict[tuple[Any, ...], RowBatch] = {}
+        self._served: list[WeightedQuantOpr] = []
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
@@ -53,12 +53,15 @@ class WeightBatches:
             self.clear()
 
     def quantize(self) -> None:
+        """For one forward; `clear` is to follow it."""
         for learns, layers in self._groups():
             self._quantize(layers, learns)
+            self._served += layers
 
     def clear(self) -> None:
-        for layer in self.layers:
+        for layer in self._served:
             layer.hand_weight(None)
+        self._served = []
 
     def _quantize(self, layers: list[WeightedQuantOpr], learns: bool) -> None:
         from sparsebit.numerics.row_batch import RowBatch, RowForm, fake_quantize_rows, fake_quantize_rows_in_graph
@@ -111,7 +114,7 @@ def _weight(layer: WeightedQuantOpr) -> Tensor:
 
 
 def _runs_kernels(weight: Tensor) -> bool:
-    return weight.is_cuda and _HAS_TRITON
+    return weight.is_cuda and HAS_TRITON
 
 
 def _fits(layer: WeightedQuantOpr, quantizer: Quantizer) -> bool:
