@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import torch
@@ -154,23 +153,6 @@ class Quantizer(nn.Module):
             self.noted(self, x, quantized)
         return quantized
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if name in _SWITCHES:
-            self._decide()
-
-    def _decide(self) -> None:
-        """Told of every switch that is set: writes down what follows from all of them."""
-        self.__dict__["shortcut"] = self._shortcut()
-
-    def _shortcut(self) -> Shortcut | None:
-        kind: Any = type(self)
-        if self.observing or self.follows or not (_rounds_as_base(kind) and _REPLACEABLE.isdisjoint(self.__dict__)):
-            return None
-        if not self.is_enable:
-            return ()
-        return (operator.grid_of(self.spec), self.GRADIENT, self.name) if self.spec.format == "integer" else None
-
     @property
     def is_enable(self) -> bool:
         return self.use_quant and not self.fake_fused
@@ -255,6 +237,23 @@ class Quantizer(nn.Module):
 
     # --- switches
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in _SWITCHES:
+            self._decide()
+
+    def _decide(self) -> None:
+        """Told of every switch that is set: writes down what follows from all of them."""
+        self.__dict__["shortcut"] = self._shortcut()
+
+    def _shortcut(self) -> Shortcut | None:
+        has_its_own = not _REPLACEABLE.isdisjoint(self.__dict__) or not _rounds_as_base(type(self))
+        if self.observing or self.follows or has_its_own:
+            return None
+        if not self.is_enable:
+            return ()
+        return (operator.grid_of(self.spec), self.GRADIENT, self.name) if self.spec.format == "integer" else None
+
     def enable_quant(self) -> None:
         if not self.is_calibrated and not self.fake_fused:
             raise CalibrationError(
@@ -324,7 +323,8 @@ class Quantizer(nn.Module):
 
     def _store(self, name: str, value: Tensor) -> None:
         """Write a number of any shape; the tensor object (an optimizer may hold it) stays the same."""
-        self.rectifies = False  # until `choose` has looked at the new grid
+        if self.rectifies:
+            self.rectifies = False  # until `choose` has looked at the new grid
         tensor = getattr(self, name)
         value = value.detach().to(tensor)
         with torch.no_grad():
@@ -422,8 +422,7 @@ def _read_extra_state(state: Tensor) -> tuple[list[bool], list[str] | None]:
     return [bool(flag) for flag in values[1 : 1 + num_flags]], json.loads(bytes(values[1 + num_flags :]))
 
 
-@lru_cache(maxsize=256)
-def _rounds_as_base(kind: Any) -> bool:
+def _rounds_as_base(kind: type[Quantizer]) -> bool:
     same = ("forward", "fake_quantize", "transform", "next_gradient", "is_enable", "__call__")
     return all(getattr(kind, method) is getattr(Quantizer, method) for method in same)
 
