@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,10 +12,10 @@ from sparsebit.quantization.ops.first_layer import FREE_CHANNELS, first_layer
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-LAYERS = {
-    "stem": nn.Conv2d(3, 8, 7, stride=2, padding=3, bias=False),
-    "reflecting": nn.Conv2d(2, 6, 3, padding="same", padding_mode="reflect"),
-    "patches": nn.Conv2d(3, 8, (4, 2), stride=(4, 2)),
+LAYERS: dict[str, Callable[[], nn.Conv2d]] = {
+    "stem": lambda: nn.Conv2d(3, 8, 7, stride=2, padding=3, bias=False),
+    "reflecting": lambda: nn.Conv2d(2, 6, 3, padding="same", padding_mode="reflect"),
+    "patches": lambda: nn.Conv2d(3, 8, (4, 2), stride=(4, 2)),
 }
 Found = dict[str, Tensor]
 
@@ -25,7 +25,7 @@ def free_channels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FREE_CHANNELS, "cpu", 8)
 
 
-def ready(layer: nn.Conv2d, kind: str = "lsq", device: str = "cpu", bits: int = 4) -> tuple[QuantModel, Tensor]:
+def ready(name: str, kind: str = "lsq", device: str = "cpu", bits: int = 4) -> tuple[QuantModel, Tensor]:
     """With images that reach beyond the grid on both sides."""
     config = {
         "DEVICE": device,
@@ -33,8 +33,9 @@ def ready(layer: nn.Conv2d, kind: str = "lsq", device: str = "cpu", bits: int = 
         "A": {"QSCHEME": "per-tensor-affine", "QUANTIZER": {"TYPE": kind, "BIT": bits}},
     }
     torch.manual_seed(0)
-    images = torch.randn(4, layer.in_channels, 16, 16, device=device)
-    qmodel = QuantModel(nn.Sequential(copy.deepcopy(layer)), parse_qconfig(config))
+    layer = LAYERS[name]()
+    images = torch.randn(4, layer.in_channels, 16, 16).to(device)
+    qmodel = QuantModel(nn.Sequential(layer), parse_qconfig(config))
     qmodel.prepare_calibration()
     qmodel(images / 1.5)
     qmodel.init_QAT()
@@ -69,7 +70,7 @@ def assert_close(found: Found, expected: Found, *, half: bool = False) -> None:
     """In half precision the sum over all images has an error of a few percent, whichever way it is taken."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        tolerance = 1e-5 if not half else 0.15 if "input_quantizer" in name else 1e-2
+        tolerance = 1e-4 if not half else 0.15 if "input_quantizer" in name else 1e-2
         assert (found[name] - value).norm() <= tolerance * value.norm(), name
 
 
@@ -85,7 +86,7 @@ def test_values_and_gradients_are_those_of_the_layer(
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     monkeypatch.setitem(FREE_CHANNELS, "cuda", 9)
     monkeypatch.setitem(FREE_CHANNELS, "cpu", 9)
-    qmodel, images = ready(LAYERS[name], kind, device)
+    qmodel, images = ready(name, kind, device)
     if kind == "pact":
         images = images * 10  # its threshold is not found by calibration
     layer = layer_of(qmodel)
@@ -98,7 +99,7 @@ def test_values_and_gradients_are_those_of_the_layer(
 
 @pytest.mark.usefixtures("free_channels")
 def test_a_scale_below_zero_and_images_without_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    qmodel, images = ready(LAYERS["stem"])
+    qmodel, images = ready("stem")
     with torch.no_grad():
         layer_of(qmodel).input_quantizer.scale.neg_()
         images[0, 0, 0, 0] = torch.inf
@@ -111,7 +112,7 @@ def test_a_scale_below_zero_and_images_without_bounds(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("name", LAYERS)
 def test_compiled_for_batches_of_every_size(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
-    qmodel, images = ready(LAYERS[name])
+    qmodel, images = ready(name)
     graphs: list[torch.fx.GraphModule] = []
 
     def counting(graph: torch.fx.GraphModule, example: list[Tensor]) -> object:
@@ -127,7 +128,7 @@ def test_compiled_for_batches_of_every_size(name: str, monkeypatch: pytest.Monke
 
 @pytest.mark.usefixtures("free_channels")
 def test_where_nothing_is_gained() -> None:
-    qmodel, images = ready(LAYERS["stem"])
+    qmodel, images = ready("stem")
     layer = layer_of(qmodel)
 
     def found(x: Tensor, op: nn.Module = layer.op) -> Tensor | None:
@@ -145,7 +146,7 @@ def test_where_nothing_is_gained() -> None:
 
 
 def test_a_hook_on_the_quantizer_is_called() -> None:
-    qmodel, images = ready(LAYERS["patches"])
+    qmodel, images = ready("patches")
     calls: list[Tensor] = []
     layer_of(qmodel).input_quantizer.register_forward_hook(lambda module, args, output: calls.append(output))
     qmodel(images)
@@ -153,6 +154,6 @@ def test_a_hook_on_the_quantizer_is_called() -> None:
 
 
 def test_patches_that_do_not_fill_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    qmodel, images = ready(LAYERS["patches"])
+    qmodel, images = ready("patches")
     images = images[:, :, :15]
     assert torch.equal(step(qmodel, images)["output"], stepped_plainly(qmodel, images, monkeypatch)["output"])
