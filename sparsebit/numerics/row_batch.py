@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from sparsebit.numerics.compilation import made_aside
 from sparsebit.numerics.gradients import lsq_factor
 from sparsebit.numerics.triton_kernels import Launch
 from sparsebit.numerics.triton_programs import backward_ragged, forward_ragged
@@ -150,7 +151,8 @@ _LIBRARY.define(
 
 @lru_cache(maxsize=64)
 def _batch(forms: tuple[tuple[int, ...], ...], device: torch.device) -> RowBatch:
-    return RowBatch([RowForm((rows, size), (size, 1), *ends) for rows, size, *ends in zip(*forms, strict=True)], device)
+    rows = [RowForm((rows, size), (size, 1), *ends) for rows, size, *ends in zip(*forms, strict=True)]
+    return made_aside(lambda: RowBatch(rows, device))
 
 
 def _forward_ragged(x: Tensor, scale: Tensor, *rest: Any) -> Tensor:

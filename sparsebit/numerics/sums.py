@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.pattern_matcher import stable_topological_sort
 
+from sparsebit.numerics.compilation import made_aside
 from sparsebit.numerics.dispatch import HAS_TRITON
 
 _LIBRARY: Any = torch.library.Library("sparsebit", "FRAGMENT")
@@ -25,7 +26,8 @@ def _rows(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Any]:
     from sparsebit.numerics.triton_kernels import Launch
     from sparsebit.numerics.triton_programs import sum_ragged
 
-    return torch.tensor([0, *accumulate(sizes)], device=device), Launch(sum_ragged, len(sizes), (), (1024,))
+    starts = made_aside(lambda: torch.tensor([0, *accumulate(sizes)], device=device))
+    return starts, Launch(sum_ragged, len(sizes), (), (1024,))
 
 
 def _sum_each(vectors: list[Tensor]) -> Tensor:
