@@ -202,7 +202,7 @@ def compare(name: str, options: argparse.Namespace) -> None:
         "sparsebit_tf32": (eager, False, "float_tf32"),
         "torch_ao_tf32": (lambda: torch_ao(plain(), example), False, "float_tf32"),
         "float_bf16_compiled_same_options": (
-            lambda: float_compiled(options=compiler_options()),
+            lambda: float_compiled(options=compiler_options(device)),
             True,
             "float_bf16_compiled",
         ),

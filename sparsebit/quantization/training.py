@@ -58,7 +58,8 @@ class TrainableModel(SimulatedModel):
         `torch.compile(qmodel)` gives the same values.
         """
         if not args and kwargs.get("backend", "inductor") == "inductor":
-            kwargs["options"] = compiler_options() | _mode_options(kwargs) | (kwargs.get("options") or {})
+            ours = compiler_options(self.device.type)
+            kwargs["options"] = ours | _mode_options(kwargs) | (kwargs.get("options") or {})
         super().compile(*args, **kwargs)
 
     def _compiled_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -221,18 +222,16 @@ class TrainableModel(SimulatedModel):
                     layer.bias_rounding.make_room(bias)
 
 
-def compiler_options() -> dict[str, Any]:
+# Values that are cheap to compute stand in every kernel that reads them, rather than being written to memory as soon as
+# they depend on five tensors. A normalization with a quantizer behind it does.
+_FEWER_BYTES = {"realize_reads_threshold": 12, "realize_acc_reads_threshold": 16, "realize_opcount_threshold": 200}
+
+
+def compiler_options(device_type: str) -> dict[str, Any]:
     """For inductor, with a quantized model."""
     from sparsebit.numerics.sums import JoinSums
 
-    return {
-        # Values that are cheap to compute stand in every kernel that reads them, rather than being written to memory as
-        # soon as they depend on five tensors. A normalization with a quantizer behind it does.
-        "realize_reads_threshold": 12,
-        "realize_acc_reads_threshold": 16,
-        "realize_opcount_threshold": 200,
-        "post_grad_custom_post_pass": JoinSums(),
-    }
+    return {"post_grad_custom_post_pass": JoinSums()} | (_FEWER_BYTES if device_type == "cuda" else {})
 
 
 def _mode_options(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,9 @@ def first_layer(op: nn.Module, quantizer: Quantizer, x: Any, weight: Tensor, bia
         return None
     scale, zero_point = quantizer.operands()
     learned = [number for number in (scale, zero_point) if number.requires_grad]
-    if quantizer.GRADIENT not in LEARNING or not learned or x.ndim != 4 or scale.numel() != 1:
+    if quantizer.GRADIENT not in LEARNING or not learned or scale.numel() != 1:
+        return None
+    if x.ndim != 4 or x.dtype == torch.float64:
         return None
     if _is_of_patches(op, x):
         return _of_patches(op, quantizer(x), weight, bias)

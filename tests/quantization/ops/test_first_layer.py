@@ -139,6 +139,7 @@ def test_where_nothing_is_gained() -> None:
     assert found(torch.randn(2, 5, 16, 16), nn.Conv2d(5, 4, 3)) is None  # twice five channels are more than eight
     assert found(torch.randn(2, 4, 16, 16), nn.Conv2d(4, 4, 3, groups=2)) is None
     assert found(images[0]) is None
+    assert found(images.double()) is None
     with torch.no_grad():
         assert found(images) is None
     layer.input_quantizer.scale.requires_grad_(False)
