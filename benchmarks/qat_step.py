@@ -6,7 +6,8 @@ bfloat16 autocast, channels-last, 224 x 224, W4A4 LSQ as in the examples' config
 times and of peak memory, eager against float eager, compiled against float compiled (`opaque`: the operator as one
 node, not as algebra; `same_options`: float with the options of `qmodel.compile`), and both captured as CUDA graphs
 (`graphed`), where Python's part is nothing. `in_a_row`: the time of a step where the next one does not wait for its
-end, as in a training loop. `torch_ao` is torch's own QAT, which runs in tf32 only; its ratio is to float tf32.
+end, as in a training loop. `start_us`: what the host takes to start a kernel. `torch_ao` is torch's own QAT, which
+runs in tf32 only; its ratio is to float tf32.
 """
 
 from __future__ import annotations
@@ -212,8 +213,10 @@ def compare(name: str, options: argparse.Namespace) -> None:
         ways = {way: ways[way] for way in options.ways.split(",")}
     found: dict[str, Measured] = {}
     stepper: Stepper | None = None
+    start = start_us(device)
     for way, (make, half, base) in ways.items():
         record: dict[str, Any] = {"benchmark": "qat_step", "model": name, "batch": options.batch, "way": way}
+        record |= {"start_us": start} if start is not None else {}
         is_graphed = way.endswith("_graphed")
         try:
             if not is_graphed or stepper is None:
@@ -238,6 +241,20 @@ def compare(name: str, options: argparse.Namespace) -> None:
                     record["memory_ratio"] = round(measured.peak / found[base].peak, 3)
         emit(record, options.output)
     forget(device)
+
+
+def start_us(device: str) -> float | None:
+    """How long the host takes to start one small kernel from Python: what is no graph is bound by it."""
+    if device != "cuda":
+        return None
+    number, times = torch.zeros((), device=device), []
+    for _ in range(20):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(200):
+            number.add_(1.0)
+        times.append((time.perf_counter() - start) * 1e6 / 200)
+    return round(statistics.median(times), 2)
 
 
 def forget(device: str) -> None:

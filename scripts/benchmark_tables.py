@@ -143,7 +143,9 @@ def qat_step(records: list[Record]) -> str:
         )
         for record in records
     ]
-    return table(head, rows, numeric=6)
+    starts = sorted({record["start_us"] for record in records if "start_us" in record})
+    told = f"\n\n*Starting a kernel took the host {starts[0]:.1f} to {starts[-1]:.1f} us.*" if starts else ""
+    return table(head, rows, numeric=6) + told
 
 
 def qat_summary(records: list[Record]) -> str:

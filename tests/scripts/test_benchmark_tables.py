@@ -202,6 +202,7 @@ class TestTraining:
             {
                 **step,
                 "way": "sparsebit_bf16",
+                "start_us": 6.31,
                 "step_ms": 36.3,
                 "in_a_row_ms": 34.8,
                 "peak_mib": 6249,
@@ -214,6 +215,7 @@ class TestTraining:
         assert "| resnet50 | float bf16 | 30.3 ms |  | 29.0 ms |  | 5,814 MiB |  |" in page
         assert "| resnet50 | sparsebit bf16 | 36.3 ms | 1.20 | 34.8 ms | 1.25 | 6,249 MiB | 1.07 |" in page
         assert "**fails**: `RuntimeError: no such type`" in page
+        assert "*Starting a kernel took the host 6.3 to 6.3 us.*" in page
         assert "| resnet50 | 1.20 |  |  |  | 1.07 |  |" in section(page, "qat summary")
 
     def test_accuracy(self, tmp_path: Path) -> None:
