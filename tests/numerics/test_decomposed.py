@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from sparsebit.numerics import decomposed, gradients, plain
 from sparsebit.numerics.dispatch import fake_quantize
@@ -82,3 +83,29 @@ def test_one_compiled_graph_serves_batches_of_every_size(granularity: Granularit
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     assert len(graphs) == 1
+
+
+def heads() -> Tensor:
+    """Queries of an attention: a part of a larger tensor, heads before tokens."""
+    return torch.randn(2, 5, 3, 4, 64).permute(2, 0, 3, 1, 4)[1]
+
+
+@pytest.mark.parametrize(
+    ("terms", "num_sums"),
+    [
+        (torch.randn(4, 6, 8, 8).contiguous(memory_format=torch.channels_last), 6),  # a batch norm's: the channels
+        (torch.randn(4, 6, 16, 16), 24),
+        (torch.randn(2, 5, 384), 10),  # a layer norm's: the rows
+        (torch.randn(2, 5, 1536), 30),  # three times 512
+        (torch.randn(2, 5, 2048), 10),
+        (torch.randn(2, 1500), 2),
+        (heads(), 10),
+        (torch.randn(3, 4), 1),
+        (torch.randn(()), 1),
+    ],
+    ids=lambda value: "x".join(map(str, value.shape)) if isinstance(value, Tensor) else "",
+)
+def test_first_sums_have_the_form_of_the_memory(terms: Tensor, num_sums: int) -> None:
+    found = decomposed._first_sums(terms)
+    assert found.shape == (num_sums,)
+    torch.testing.assert_close(found.sum(), terms.sum(), rtol=1e-4, atol=1e-3)
