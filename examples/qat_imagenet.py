@@ -175,7 +175,11 @@ class Training:
             qmodel, **{part: int(share * steps) for part, share in starts.items() if share is not None}
         )
         if options.compile:
-            self.student, teacher = torch.compile(self.student), torch.compile(teacher)
+            teacher = torch.compile(teacher)
+            if job.size > 1:
+                self.student = torch.compile(self.student)
+            else:
+                qmodel.compile()
         distillation = DistillationLoss(teacher, options.temperature, options.distill)
         self.loss = distillation if options.distill else lambda output, _, labels: F.cross_entropy(output, labels)
 
@@ -265,7 +269,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
     parser.add_argument("--channels-last", action="store_true", help="convolutions in NHWC")
-    parser.add_argument("--compile", action="store_true", help="torch.compile for student and teacher")
+    parser.add_argument("--compile", action="store_true", help="both student and teacher")
     parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="written after every epoch (MODEL-qat.pt)")
     parser.add_argument("--resume", action="store_true", help="go on behind the checkpoint, if there is one")
     parser.add_argument("--seed", type=int, default=0)
