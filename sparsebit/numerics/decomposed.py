@@ -8,7 +8,6 @@ those of `plain`; a compiler that divides by a reciprocal may round a number tha
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,7 +89,7 @@ def backward(
     found = []
     if needs_x:
         found.append(torch.where(inside, wide_grad, 0.0).reshape(x.shape).to(x.dtype))
-    factor = 1.0 if gradient == "pact" else _factor(x.numel(), scale.numel(), qmax)
+    factor = 1.0 if gradient == "pact" else lsq_factor(x.numel(), scale.numel(), qmax)
     if needs_scale:
         end = torch.where(judged < high, low, high)
         terms = torch.where(inside, torch.zeros_like(codes) if gradient == "pact" else codes - values, end)
@@ -101,13 +100,6 @@ def backward(
         total = _summed(outside, x, zero_point, axis, group_size, -factor * step.reshape(zero_point.shape))
         found.append(total.to(zero_point.dtype))
     return found
-
-
-def _factor(num_elements: int | torch.SymInt, num_params: int, qmax: int) -> Any:
-    """`lsq_factor`, in symbols where the size is one: the compiled graph serves batches of every size."""
-    if isinstance(num_elements, torch.SymInt):
-        return torch.sym_float(num_elements * max(qmax, 1) // num_params) ** -0.5
-    return lsq_factor(num_elements, num_params, qmax)
 
 
 def _is_ragged(x: Tensor, axis: int | None, group_size: int) -> bool:

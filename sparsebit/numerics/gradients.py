@@ -110,8 +110,12 @@ def _beyond(end: int, direction: float) -> float:
 
 
 def lsq_factor(num_elements: int, num_params: int, qmax: int) -> float:
-    """1 / sqrt(N * qmax). One symmetric bit has qmax 0: it counts as 1. So does the size of an empty tensor."""
-    return float((max(num_elements, 1) / num_params * max(qmax, 1)) ** -0.5)
+    """1 / sqrt(N * qmax). One symmetric bit has qmax 0: it counts as 1. So does the size of an empty tensor.
+
+    In whole numbers up to the root: a compiler's sizes may be symbols, and one graph serves batches of every size.
+    """
+    factor: float = (max(num_elements // num_params, 1) * max(qmax, 1)) ** -0.5
+    return factor
 
 
 def _summed(terms: Tensor, param: Tensor, axis: int | None, group_size: int, factor: float) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from sparsebit.numerics import operator
 from sparsebit.numerics.compilation import is_exporting
-from sparsebit.numerics.gradients import LEARNING
+from sparsebit.numerics.gradients import LEARNING, lsq_factor
 from sparsebit.quantization.ops.recipes import autocast_dtype
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.quantizers.recognition import is_operator_alone
@@ -68,8 +68,7 @@ def _with_slopes(op: nn.Conv2d, quantizer: Quantizer, x: Tensor, weight: Tensor,
     needs = (numbers[0].requires_grad, numbers[1].requires_grad)
     with torch.no_grad():
         quantized, slopes = operator.slopes(x, *numbers, operator.grid_of(spec), gradient, needs, quantizer.name)
-    # LSQ's factor, written so that a compiler's sizes may be symbols.
-    factor = 1.0 if gradient == "pact" else (max(x.numel(), 1) * max(spec.qmax, 1)) ** -0.5
+    factor = 1.0 if gradient == "pact" else lsq_factor(x.numel(), 1, spec.qmax)
     nothings = [((n - n.detach()) * factor).reshape(()) for n, needed in zip(numbers, needs, strict=True) if needed]
     still = weight.detach().float()
     weights = [weight, *((still * nothing).to(weight.dtype) for nothing in nothings)]
