@@ -22,6 +22,7 @@ from sparsebit.quantization.algorithms.batchnorm_tuning import (
     fold_quantized_batchnorm,
     restarted_statistics,
 )
+from sparsebit.quantization.compiling import with_options
 from sparsebit.quantization.freezing import Part
 from sparsebit.quantization.ops.quant_opr import FunctionalWeightedQuantOpr, WeightedQuantOpr
 from sparsebit.quantization.ops.recipes import packing
@@ -58,8 +59,7 @@ class TrainableModel(SimulatedModel):
         `torch.compile(qmodel)` gives the same values.
         """
         if not args and kwargs.get("backend", "inductor") == "inductor":
-            ours = compiler_options(self.device.type)
-            kwargs["options"] = ours | _mode_options(kwargs) | (kwargs.get("options") or {})
+            kwargs = with_options(kwargs, self.device.type)
         super().compile(*args, **kwargs)
 
     def _compiled_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -220,25 +220,3 @@ class TrainableModel(SimulatedModel):
                 bias = layer.stored_bias()
                 if bias is not None:
                     layer.bias_rounding.make_room(bias)
-
-
-# Values that are cheap to compute stand in every kernel that reads them, rather than being written to memory as soon as
-# they depend on five tensors. A normalization with a quantizer behind it does.
-_FEWER_BYTES = {"realize_reads_threshold": 12, "realize_acc_reads_threshold": 16, "realize_opcount_threshold": 200}
-
-
-def compiler_options(device_type: str) -> dict[str, Any]:
-    """For inductor, with a quantized model."""
-    from sparsebit.numerics.sums import JoinSums
-
-    return {"post_grad_custom_post_pass": JoinSums()} | (_FEWER_BYTES if device_type == "cuda" else {})
-
-
-def _mode_options(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What a mode stands for, in the place of its name: torch takes either a mode or options."""
-    mode = kwargs.pop("mode", None)
-    if mode is None or mode == "default":
-        return {}
-    from torch._inductor import list_mode_options
-
-    return list_mode_options(mode, kwargs.get("dynamic"))

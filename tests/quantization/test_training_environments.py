@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sparsebit.quantization import DistillationLoss, QuantModel
+from sparsebit.quantization.compiling import compiler_options
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
-from sparsebit.quantization.training import compiler_options
 from tests.quantization.tiny import qconfig, run
 from tests.quantization.tiny_training import WAYS, Net, data, numbers, ready, train
 
