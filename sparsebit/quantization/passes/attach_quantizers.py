@@ -29,7 +29,8 @@ from sparsebit.quantization.ops.quant_opr import (
 from sparsebit.quantization.ops.rows import OpKind, OpRow
 from sparsebit.quantization.ops.table import keeps_grid, row_of
 from sparsebit.quantization.placement import Plan, RegionPlan, feature_axis, layer_name, spec_of
-from sparsebit.quantization.quantizers.base import Quantizer, Target, build_quantizer
+from sparsebit.quantization.quantizers.base import Quantizer, Target
+from sparsebit.quantization.quantizers.registration import build_quantizer
 
 
 def attach_quantizers(captured: Captured, plan: Plan, backend: str) -> None:

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from sparsebit.backends import Format
-from sparsebit.errors import BackendError, CalibrationError, ConfigError
+from sparsebit.errors import CalibrationError
 from sparsebit.numerics import dispatch, operator
 from sparsebit.numerics.gradients import Gradient
 from sparsebit.numerics.operator import Grid
 from sparsebit.numerics.qparams import check_backend, dequantized_range, qparams_from_range
 from sparsebit.numerics.spec import TensorSpec
 from sparsebit.quantization.observers import Observer, ObserverOptions, build_observer
-from sparsebit.registry import QUANTIZERS
 
 Target = Literal["weight", "feature"]
 
@@ -437,39 +436,3 @@ def buffer(quantizer: Quantizer, name: str) -> Tensor:
 def as_number(param: Tensor) -> Tensor:
     """A number of its own as `()`, as `qparams` gives it; one per channel or group as it is."""
     return param.reshape(()) if param.numel() == 1 else param
-
-
-QuantizerClass = TypeVar("QuantizerClass", bound=type[Quantizer])
-
-
-def register_quantizer(
-    name: str, *, aliases: tuple[str, ...] = (), replace: bool = False
-) -> Callable[[QuantizerClass], QuantizerClass]:
-    """File a `Quantizer` subclass under `name`, the `QUANTIZER.TYPE` of configs.
-
-    >>> @register_quantizer("stochastic")
-    ... class Stochastic(Quantizer):
-    ...     def transform(self, x):
-    ...         return x + (torch.rand_like(x) - 0.5) * self.scale if self.training else x
-    """
-
-    def file(kind: QuantizerClass) -> QuantizerClass:
-        if not (isinstance(kind, type) and issubclass(kind, Quantizer)):
-            raise ConfigError(f"quantizer {name!r}: {kind!r} is no subclass of Quantizer")
-        kind.TYPE = name.lower()
-        QUANTIZERS.register(name, aliases=aliases, replace=replace)(kind)
-        return kind
-
-    return file
-
-
-def build_quantizer(kind: str, spec: TensorSpec, target: Target, **settings: Any) -> Quantizer:
-    """The registered quantizer `kind` for one tensor; a kind that is not made for this target is refused."""
-    quantizer_class = QUANTIZERS.get(kind)
-    assert isinstance(quantizer_class, type) and issubclass(quantizer_class, Quantizer)
-    if target not in quantizer_class.TARGETS:
-        raise BackendError(
-            f"{settings.get('name', '')}: quantizer {kind!r} is for {' and '.join(quantizer_class.TARGETS)} tensors, "
-            f"not for a {target}; set another QUANTIZER.TYPE there"
-        )
-    return quantizer_class(spec, target, **settings)

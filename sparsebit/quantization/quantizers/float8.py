@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from sparsebit.backends import Format
-from sparsebit.quantization.quantizers.base import Quantizer, Target, register_quantizer
+from sparsebit.quantization.quantizers.base import Quantizer, Target
+from sparsebit.quantization.quantizers.registration import register_quantizer
 
 
 @register_quantizer("fp8")

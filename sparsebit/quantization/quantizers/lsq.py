@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from sparsebit.numerics.compilation import is_exporting
 from sparsebit.numerics.gradients import Gradient
 from sparsebit.numerics.qparams import SMALLEST_SCALE
-from sparsebit.quantization.quantizers.base import Quantizer, as_number, buffer, register_quantizer
+from sparsebit.quantization.quantizers.base import Quantizer, as_number, buffer
+from sparsebit.quantization.quantizers.registration import register_quantizer
 
 
 @register_quantizer("lsq")

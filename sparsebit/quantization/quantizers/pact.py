@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from sparsebit.numerics.gradients import Gradient
 from sparsebit.numerics.qparams import SMALLEST_SCALE, check_backend
-from sparsebit.quantization.quantizers.base import Quantizer, Target, as_number, register_quantizer
+from sparsebit.quantization.quantizers.base import Quantizer, Target, as_number
+from sparsebit.quantization.quantizers.registration import register_quantizer
 
 
 @register_quantizer("pact")

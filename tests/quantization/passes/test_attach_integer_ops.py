@@ -16,7 +16,8 @@ from sparsebit.quantization.ops.quant_opr import (
     QShared,
     WeightedQuantOpr,
 )
-from sparsebit.quantization.quantizers.base import Quantizer, register_quantizer
+from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.quantization.quantizers.registration import register_quantizer
 from sparsebit.registry import QUANTIZERS
 from tests.deploy.exporting import optimized_ops
 from tests.quantization.tiny import calibrated, qconfig, site, sites

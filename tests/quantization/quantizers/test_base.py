@@ -11,7 +11,7 @@ from sparsebit.errors import BackendError, CalibrationError, ConfigError, SpecEr
 from sparsebit.numerics import reference
 from sparsebit.numerics.spec import PerChannel, PerGroup, PerTensor, TensorSpec
 from sparsebit.quantization import Quantizer, parse_qconfig, register_quantizer
-from sparsebit.quantization.quantizers.base import build_quantizer
+from sparsebit.quantization.quantizers.registration import build_quantizer
 from sparsebit.registry import QUANTIZERS
 from tests.quantization.tiny import calibrated, qconfig, simulated, site
 

@@ -3,7 +3,8 @@ from __future__ import annotations
 import torch
 
 from sparsebit.numerics.spec import PerChannel, TensorSpec
-from sparsebit.quantization.quantizers.base import Quantizer, build_quantizer
+from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.quantization.quantizers.registration import build_quantizer
 from tests.quantization.tiny import simulated
 
 

@@ -9,7 +9,8 @@ from torch import nn
 from sparsebit.errors import BackendError, ConfigError, SpecError
 from sparsebit.numerics.spec import PerChannel, PerTensor, TensorSpec
 from sparsebit.quantization import QuantModel
-from sparsebit.quantization.quantizers.base import Quantizer, build_quantizer
+from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.quantization.quantizers.registration import build_quantizer
 from tests.quantization.tiny import Residual, calibrated, qconfig, simulated, site
 
 WEIGHTS_ONLY = {"W.QUANTIZER.TYPE": "fp8", "A.QUANTIZER": {"DISABLE": True}}

@@ -11,7 +11,8 @@ from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.numerics.qparams import qparams_from_range
 from sparsebit.numerics.spec import PerChannel, PerTensor, TensorSpec
 from sparsebit.quantization.observers import ObserverOptions
-from sparsebit.quantization.quantizers.base import Quantizer, Target, build_quantizer
+from sparsebit.quantization.quantizers.base import Quantizer, Target
+from sparsebit.quantization.quantizers.registration import build_quantizer
 from tests.quantization.tiny_training import data, numbers, ready, train
 
 AFFINE, SYMMETRIC = TensorSpec(8, False, PerTensor()), TensorSpec(8, True, PerTensor())

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from sparsebit.numerics.spec import PerChannel, PerTensor, TensorSpec
-from sparsebit.quantization.quantizers.base import Quantizer, build_quantizer
+from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.quantization.quantizers.registration import build_quantizer
 from tests.quantization.tiny import simulated
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from sparsebit.numerics.spec import PerChannel, PerTensor, TensorSpec
-from sparsebit.quantization.quantizers.base import Quantizer, build_quantizer
+from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.quantization.quantizers.registration import build_quantizer
 from tests.quantization.tiny import qconfig, simulated
 
 X = torch.linspace(-15, 15, 301)
