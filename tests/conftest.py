@@ -76,5 +76,5 @@ def interpreted_kernels() -> dict[str, ModuleType]:
         pytest.skip("triton is not installed")
     if torch.cuda.is_available():
         pytest.skip("the kernels run on the GPU here")
-    names = ("triton_programs", "triton_kernels", "row_batch")
+    names = ("triton_programs", "triton_kernels", "triton_parts", "row_batch")
     return {name: importlib.import_module(f"sparsebit.numerics.{name}") for name in names}

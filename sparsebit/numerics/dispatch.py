@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor
@@ -18,9 +17,8 @@ from sparsebit.numerics.operator import KERNELS, PLAIN, Kernels
 from sparsebit.numerics.spec import TensorSpec
 
 log = logging.getLogger(__name__)
-HAS_TRITON = find_spec("triton") is not None
 
-__all__ = ["HAS_TRITON", "PLAIN", "Kernels", "fake_quantize", "register_kernels"]
+__all__ = ["PLAIN", "Kernels", "fake_quantize", "register_kernels"]
 
 
 def fake_quantize(

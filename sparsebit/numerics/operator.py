@@ -19,22 +19,26 @@ from torch.autograd.function import once_differentiable
 
 from sparsebit.errors import SpecError
 from sparsebit.numerics import decomposed, gradients, plain
-from sparsebit.numerics.compilation import is_exporting
+from sparsebit.numerics.activations import ACTIVATIONS
+from sparsebit.numerics.compilation import KERNEL_DTYPES, is_exporting
 from sparsebit.numerics.gradients import GRADIENTS, LEARNING
 from sparsebit.numerics.reference import compute_dtype
 from sparsebit.numerics.spec import TensorSpec
+
+Found: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]  # gradients of x, scale and zero point
 
 
 @dataclass(frozen=True)
 class Kernels:
     """One device's implementation: `forward` as `plain.fake_quantize`, `backward` as `gradients.backward`.
 
-    `casts`: the forward takes one more argument, the type of the result.
+    `fuses`: they do more in the same pass. The forward takes the type of the result and the name of an activation
+    function in front (`activations`), the backward that name and the tensor that the gradient of x is written to.
     """
 
     forward: Callable[..., Tensor]
-    backward: Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]
-    casts: bool = False
+    backward: Callable[..., Found]
+    fuses: bool = False
 
 
 PLAIN = Kernels(plain.fake_quantize, gradients.backward)
@@ -122,14 +126,26 @@ def grid_of(spec: TensorSpec) -> Grid:
     return spec.granularity.axis, spec.granularity.size, spec.qmin, spec.qmax
 
 
-def quantized(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, dtype: torch.dtype, tag: str) -> Tensor:
-    """Below autograd: `x` on its grid, in the type `dtype`."""
-    if is_watched(x, scale, zero_point):
-        return _below_autograd(x, scale, zero_point, *grid, "ste", tag).to(dtype)
+def quantized(
+    x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, dtype: torch.dtype, tag: str, activation: str = ""
+) -> Tensor:
+    """Below autograd: `x`, or the activation function of that name of it, on its grid, in the type `dtype`."""
+    if not is_watched(x, scale, zero_point):
+        return quantized_unwatched(x, scale, zero_point, grid, dtype, tag, activation)
+    value = ACTIVATIONS[activation].value(x) if activation else x
+    return _below_autograd(value, scale, zero_point, *grid, "ste", tag).to(dtype)
+
+
+def quantized_unwatched(
+    x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, dtype: torch.dtype, tag: str, activation: str = ""
+) -> Tensor:
+    """`quantized` for whoever knows that nobody watches."""
     kernels = _kernels(x)
+    if activation and not kernels.fuses:
+        x, activation = ACTIVATIONS[activation].value(x), ""
     try:
-        if dtype != x.dtype and kernels.casts:
-            return kernels.forward(x, scale, zero_point, *grid, dtype)
+        if activation or (dtype != x.dtype and kernels.fuses):
+            return kernels.forward(x, scale, zero_point, *grid, dtype, activation)
         y = kernels.forward(x, scale, zero_point, *grid)
     except SpecError as error:
         raise SpecError(f"{tag}: {error}") from None
@@ -137,16 +153,82 @@ def quantized(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, dtype: t
 
 
 def gradients_of(
-    grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, gradient: str, needs: tuple[bool, ...]
+    grad: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    grid: Grid,
+    gradient: str,
+    needs: tuple[bool, ...],
+    activation: str = "",
+    out: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Below autograd: what `grad` gives to x, scale and zero point, where it is needed and learned."""
-    if gradient not in LEARNING:
-        needs = (needs[0], False, False)
+    """Below autograd: what `grad` gives to x, scale and zero point, where it is needed and learned.
+
+    `activation`: as in `quantized`. `out`: where the gradient of x goes; in the form of x.
+    """
     if not is_watched(grad, x, scale):
-        return _kernels(x).backward(grad, x, scale, zero_point, *grid, gradient, *needs)
+        return gradients_unwatched(grad, x, scale, zero_point, grid, gradient, needs, activation, out)
+    rest = (*grid, gradient, *_learned(gradient, needs))
+    return around(_as_operator, grad, x, scale, zero_point, rest, activation, out)
+
+
+def gradients_unwatched(
+    grad: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    grid: Grid,
+    gradient: str,
+    needs: tuple[bool, ...],
+    activation: str = "",
+    out: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
+    """`gradients_of` for whoever knows that nobody watches."""
+    rest = (*grid, gradient, *_learned(gradient, needs))
+    kernels = _kernels(x)
+    if not activation and out is None:
+        return kernels.backward(grad, x, scale, zero_point, *rest)
+    if kernels.fuses:
+        return kernels.backward(grad, x, scale, zero_point, *rest, activation, out)
+    return around(kernels.backward, grad, x, scale, zero_point, rest, activation, out)
+
+
+def _learned(gradient: str, needs: tuple[bool, ...]) -> tuple[bool, ...]:
+    return needs if gradient in LEARNING else (needs[0], False, False)
+
+
+def fuses(x: Tensor) -> bool:
+    """Whether the kernels for such a tensor do more in the same pass."""
+    return _kernels(x).fuses and x.dtype in KERNEL_DTYPES
+
+
+def around(
+    backward: Callable[..., Found],
+    grad: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    rest: tuple[Any, ...],
+    activation: str,
+    out: Tensor | None,
+) -> Found:
+    """A backward that does nothing else, with what `Kernels.fuses` names in passes of its own."""
+    value = ACTIVATIONS[activation].value(x) if activation else x
+    grad_x, by_scale, by_zero_point = backward(grad, value, scale, zero_point, *rest)
+    if grad_x is not None and activation:
+        grad_x = ACTIVATIONS[activation].gradient(grad_x, x)
+    if grad_x is not None and out is not None:
+        grad_x = out.copy_(grad_x)
+    return grad_x, by_scale, by_zero_point
+
+
+def _as_operator(*arguments: Any) -> Found:
+    needs = arguments[-3:]
     # The needed gradients only: an operator's list of tensors has no room for None.
-    found = iter(_fake_quantize_backward(grad, x, scale, zero_point, *grid, gradient, *needs))
-    return tuple(next(found) if needed else None for needed in needs)
+    found = iter(_fake_quantize_backward(*arguments))
+    by_x, by_scale, by_zero_point = (next(found) if needed else None for needed in needs)
+    return by_x, by_scale, by_zero_point
 
 
 def slopes(

@@ -14,8 +14,9 @@ from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.pattern_matcher import stable_topological_sort
 
-from sparsebit.numerics.compilation import made_aside
-from sparsebit.numerics.dispatch import HAS_TRITON
+from sparsebit.numerics.compilation import made_aside, shows_kernels
+
+SHORT = 1 << 15  # elements: at most what the programs of a kernel have found
 
 _LIBRARY: Any = torch.library.Library("sparsebit", "FRAGMENT")
 _LIBRARY.define("sum_each(Tensor[] vectors) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
@@ -31,7 +32,7 @@ def _rows(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Any]:
 
 
 def _sum_each(vectors: list[Tensor]) -> Tensor:
-    if not (vectors[0].is_cuda and HAS_TRITON):
+    if not shows_kernels(vectors[0]):
         return torch.stack([vector.sum() for vector in vectors])
     x = torch.cat(vectors)
     y = torch.empty(len(vectors), dtype=x.dtype, device=x.device)
@@ -45,10 +46,10 @@ torch.library.register_fake("sparsebit::sum_each", lambda vectors: vectors[0].ne
 
 
 class JoinSums(CustomGraphPass):
-    """Sums of vectors that are sums themselves become one node."""
+    """Sums of vectors that are short, or sums themselves, become one node."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        sums = [node for node in graph.nodes if _is_last_sum(node)]
+        sums = _independent(graph)
         for device in {_value(node).device for node in sums}:
             alike = [node for node in sums if _value(node).device == device]
             if len(alike) > 1:
@@ -57,6 +58,19 @@ class JoinSums(CustomGraphPass):
 
     def uuid(self) -> Any:
         return get_hash_for_files((__file__,))
+
+
+def _independent(graph: fx.Graph) -> list[fx.Node]:
+    """Those that depend on none of the others."""
+    found: list[fx.Node] = []
+    behind: set[fx.Node] = set()
+    for node in graph.nodes:
+        if not behind.isdisjoint(node.all_input_nodes):
+            behind.add(node)
+        elif _is_last_sum(node):
+            found.append(node)
+            behind.add(node)
+    return found
 
 
 def _join(graph: fx.Graph, sums: list[fx.Node]) -> None:
@@ -78,7 +92,9 @@ def _is_last_sum(node: fx.Node) -> bool:
     (vector,) = node.args
     assert isinstance(vector, fx.Node)
     value = vector.meta.get("val")
-    return isinstance(value, Tensor) and value.ndim == 1 and value.dtype == torch.float32 and _is_sum(vector)
+    if not isinstance(value, Tensor) or value.ndim != 1 or value.dtype != torch.float32:
+        return False
+    return _is_sum(vector) or (isinstance(value.shape[0], int) and value.shape[0] <= SHORT)
 
 
 def _is_sum(node: fx.Node) -> bool:

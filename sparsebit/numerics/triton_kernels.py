@@ -14,7 +14,7 @@ read where they are, other tensors with gaps are copied first. What a tile canno
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from math import prod
 from operator import or_
@@ -24,8 +24,10 @@ import torch
 import triton
 from torch import Tensor
 
+from sparsebit.numerics.activations import ACTIVATIONS
+from sparsebit.numerics.compilation import KERNEL_DTYPES
 from sparsebit.numerics.gradients import lsq_factor
-from sparsebit.numerics.operator import PLAIN, Kernels
+from sparsebit.numerics.operator import PLAIN, Kernels, around
 from sparsebit.numerics.qparams import check_num_params
 from sparsebit.numerics.spec import PerChannel, PerGroup
 from sparsebit.numerics.triton_programs import (
@@ -39,12 +41,16 @@ from sparsebit.numerics.triton_programs import (
 
 
 class Cut(NamedTuple):
-    """Elements of a tile, warps of the program that works on it, programs at most, and tiles that one has in flight."""
+    """Elements of a tile, warps of the program that works on it, programs at most, and tiles that one has in flight.
+
+    `fewest`: programs up to which it does not matter how few tiles each of them has (`TILES_EACH` else).
+    """
 
     tile: int
     warps: int
     programs: int = 1 << 15
     stages: int = 1
+    fewest: int = 1 << 15
 
 
 class Cuts(NamedTuple):
@@ -57,11 +63,20 @@ class Cuts(NamedTuple):
 
 
 UNLIMITED = 1 << 30
-WHOLE = Cuts(Cut(1024, 4), Cut(2048, 4), Cut(2048, 8, UNLIMITED), Cut(4096, 4))  # float32
-HALF = Cuts(Cut(1024, 2), Cut(2048, 4, stages=2), Cut(4096, 4, 1 << 13), Cut(4096, 4, 1 << 13, stages=3))
-MOST_SUMS = max(WHOLE.rows_backward.programs, HALF.rows_backward.programs)
+TILES_EACH = 16
+WHOLE = Cuts(  # float32
+    Cut(1024, 4), Cut(2048, 4, 1 << 13, stages=2, fewest=1 << 12), Cut(2048, 8, UNLIMITED), Cut(4096, 4)
+)
+HALF = Cuts(
+    Cut(1024, 2),
+    Cut(2048, 4, 1 << 13, stages=2, fewest=1 << 10),
+    Cut(2048, 4, 1 << 14, stages=3),
+    Cut(4096, 4, 1 << 13, stages=3),
+)
+# With an activation function in front, which is arithmetic.
+ACTIVATED = Cuts(Cut(2048, 2), Cut(2048, 4, 1 << 13, stages=3, fewest=1 << 11), *HALF[2:])
+MOST_SUMS = 1 << 15
 WIDEST = 256  # columns of a tile
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Launch:
@@ -77,7 +92,7 @@ class Launch:
         self.kernel, self.grid, self.sizes, self.constants, self.num_warps = kernel, grid, sizes, constants, num_warps
         self.ready: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
 
-    def __call__(self, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], flags: tuple[bool, ...] = ()) -> None:
+    def __call__(self, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], flags: tuple[int, ...] = ()) -> None:
         device = tensors[0].get_device()
         if device >= 0 and device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
@@ -99,19 +114,26 @@ class Launch:
         if is_aligned and not IS_INTERPRETED:
             self.ready[key] = (compiled.run, compiled.function, compiled.packed_metadata)
 
+    def in_graph(self, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], flags: tuple[int, ...] = ()) -> None:
+        """The call for a compiler to look at: it starts the kernel as it does its own."""
+        arguments = (*tensors, *numbers, *self.sizes, *flags, *self.constants)
+        torch.library.wrap_triton(self.kernel)[(self.grid,)](*arguments, num_warps=self.num_warps)
+
 
 @dataclass(frozen=True)
 class Tiles:
     """One form of tensor, cut for both kernels.
 
-    `sums_shape`: of what the backward's programs find for each of several parameters; one they add up themselves.
+    `backward_into`: the gradient has the gaps that x has. `sums_shape`: of what the backward's programs find for each
+    of several parameters; one they add up themselves. `dense_stride`: of a copy of x, where x has gaps.
     """
 
     forward: Launch
     backward: Launch
+    backward_into: Launch
     sums_shape: tuple[int, int] | None
     by_columns: bool = False
-    has_gaps: bool = False
+    dense_stride: tuple[int, ...] | None = None
 
 
 def _columns(cuts: Cuts, num_rows: int, num_params: int) -> Tiles:
@@ -127,7 +149,7 @@ def _columns(cuts: Cuts, num_rows: int, num_params: int) -> Tiles:
 
     backward, splits = launch(backward_columns, cuts.columns_backward)
     forward, _ = launch(forward_columns, cuts.columns_forward)
-    return Tiles(forward, backward, sums_shape=(splits, num_params), by_columns=True)
+    return Tiles(forward, backward, backward, sums_shape=(splits, num_params), by_columns=True)
 
 
 def _rows(cuts: Cuts, outer: int, inner: int, num_params: int, pitch: int | None = None) -> Tiles:
@@ -146,15 +168,20 @@ def _rows(cuts: Cuts, outer: int, inner: int, num_params: int, pitch: int | None
     rows, width, inner_tiles, num_tiles = tiled(cut, outer)
     splits = _splits(num_tiles, num_params, cut)
     constants = (rows, width, cut.stages, triton.next_power_of_2(splits) if num_params == 1 else 0)
-    more_sizes = (outer, inner, step, num_params, inner_tiles, num_tiles, splits)
-    backward = Launch(backward_rows, splits * num_params, more_sizes, constants, cut.warps)
+    more_sizes = (num_params, inner_tiles, num_tiles, splits)
+
+    def launch(grad_x_pitch: int) -> Launch:
+        sizes = (outer, inner, step, grad_x_pitch, *more_sizes)
+        return Launch(backward_rows, splits * num_params, sizes, constants, cut.warps)
+
     sums_shape = None if num_params == 1 else (num_params, splits)
-    return Tiles(forward, backward, sums_shape, has_gaps=pitch is not None)
+    return Tiles(forward, launch(inner), launch(step), sums_shape)
 
 
 def _splits(num_tiles: int, num_groups: int, cut: Cut) -> int:
     """Programs for each of `num_groups` columns or reductions over `num_tiles`."""
-    return max(1, min(num_tiles, cut.programs // num_groups))
+    wanted = max(cut.fewest // num_groups, num_tiles // TILES_EACH)
+    return max(1, min(num_tiles, cut.programs // num_groups, wanted))
 
 
 @lru_cache(maxsize=4096)
@@ -165,16 +192,18 @@ def _tiles(
     axis: int | None,
     group_size: int,
     num_params: int,
+    is_activated: bool,
 ) -> Tiles | None:
     """None where a tensor has no such form."""
-    cuts = WHOLE if itemsize == 4 else HALF
+    cuts = ACTIVATED if is_activated else WHOLE if itemsize == 4 else HALF
     num_elements = prod(shape)
     if num_elements == 0:
         return None
     runs = _runs(shape, stride)
     if num_params == 1 and len(runs) == 2 and runs[1][0] == 1 and runs[0][0] > runs[1][1]:
         (pitch, num_rows), (_, inner) = runs
-        return _rows(cuts, num_rows, inner, 1, pitch)
+        copy = torch.empty_like(torch.empty_strided(shape, stride, device="meta"))
+        return replace(_rows(cuts, num_rows, inner, 1, pitch), dense_stride=copy.stride())
     if len(runs) > 1 or (runs and runs[0][0] != 1):
         return None
     if num_params == 1:
@@ -216,17 +245,25 @@ def _is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def _plan(
-    x: Tensor, scale: Tensor, zero_point: Tensor, axis: int | None, group_size: int, qmin: int, qmax: int
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    axis: int | None,
+    group_size: int,
+    qmin: int,
+    qmax: int,
+    activation: str,
 ) -> tuple[Tensor, Tiles | None]:
     """x, copied where its gaps are in the way, and how it is cut."""
-    if x.dtype not in DTYPES or qmax > LARGEST_CODE or -qmin > LARGEST_CODE:
+    if x.dtype not in KERNEL_DTYPES or qmax > LARGEST_CODE or -qmin > LARGEST_CODE:
         return x, None
     if scale.device != x.device or zero_point.device != x.device or zero_point.numel() != scale.numel():
         return x, None
-    tiles = _tiles(x.itemsize, x.shape, x.stride(), axis, group_size, scale.numel())
+    rest = (axis, group_size, scale.numel(), activation != "")
+    tiles = _tiles(x.itemsize, x.shape, x.stride(), *rest)
     if tiles is None and _runs(x.shape, x.stride()) not in ([], [(1, x.numel())]):
         x = torch.empty_like(x).copy_(x)
-        tiles = _tiles(x.itemsize, x.shape, x.stride(), axis, group_size, scale.numel())
+        tiles = _tiles(x.itemsize, x.shape, x.stride(), *rest)
     return x, tiles
 
 
@@ -239,15 +276,23 @@ def fake_quantize(
     qmin: int,
     qmax: int,
     dtype: torch.dtype | None = None,
+    activation: str = "",
 ) -> Tensor:
-    """As `plain.fake_quantize`, in `dtype` where one is given."""
+    """As `plain.fake_quantize`, in `dtype` where one is given, of an activation function of `x`."""
     scale, zero_point = scale.contiguous(), zero_point.contiguous()
-    x, tiles = _plan(x, scale, zero_point, axis, group_size, qmin, qmax)
+    x, tiles = _plan(x, scale, zero_point, axis, group_size, qmin, qmax, activation)
+    if activation and (tiles is None or tiles.by_columns):
+        x, activation = ACTIVATIONS[activation].value(x), ""
     if tiles is None:
         return PLAIN.forward(x, scale, zero_point, axis, group_size, qmin, qmax).to(dtype or x.dtype)
     y = torch.empty_like(x, dtype=dtype)
-    tiles.forward((x, scale, zero_point, y), (float(qmin), float(qmax)))
+    flags = () if tiles.by_columns else (_number(activation),)
+    tiles.forward((x, scale, zero_point, y), (float(qmin), float(qmax)), flags)
     return y
+
+
+def _number(activation: str) -> int:
+    return ACTIVATIONS[activation].number if activation else 0
 
 
 def backward(
@@ -263,19 +308,27 @@ def backward(
     needs_x: bool,
     needs_scale: bool,
     needs_zero_point: bool,
+    activation: str = "",
+    out: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """As `gradients.backward`."""
+    """As `gradients.backward`, of an activation function of `x`; the gradient of x is written to `out` if there is one.
+
+    That has the form of `x`, gaps and all.
+    """
     scale, zero_point = scale.contiguous(), zero_point.contiguous()
-    x, tiles = _plan(x, scale, zero_point, axis, group_size, qmin, qmax)
-    if tiles is None:
+    given = x
+    x, tiles = _plan(x, scale, zero_point, axis, group_size, qmin, qmax, activation)
+    has_other_form = out is not None and (x is not given or out.stride() != x.stride())
+    if tiles is None or has_other_form or (activation and tiles.by_columns):
         rest = (axis, group_size, qmin, qmax, gradient, needs_x, needs_scale, needs_zero_point)
-        return PLAIN.backward(grad, x, scale, zero_point, *rest)
-    grad_x = torch.empty_like(x) if needs_x else None
-    strides = x.stride() if grad_x is None else grad_x.stride()
-    if grad.stride() != strides or (grad_x is None and tiles.has_gaps):
+        return around(PLAIN.backward if tiles is None else backward, grad, x, scale, zero_point, rest, activation, out)
+    grad_x = out if out is not None else torch.empty_like(x) if needs_x else None
+    if grad.stride() != (tiles.dense_stride or x.stride()):
         grad = torch.empty_like(x, dtype=grad.dtype).copy_(grad)
     numbers = (float(qmin), float(qmax), 1.0 if gradient == "pact" else lsq_factor(x.numel(), scale.numel(), qmax))
-    flags = (gradient == "pact", gradient.startswith("relu_"), needs_x, needs_scale, needs_zero_point)
+    kind = (gradient == "pact", gradient.startswith("relu_"))
+    flags = (*kind, *(() if tiles.by_columns else (_number(activation),)), needs_x, needs_scale, needs_zero_point)
+    launch = tiles.backward if out is None else tiles.backward_into
     inputs = (grad, x, scale, zero_point, x if grad_x is None else grad_x)
     shape = tiles.sums_shape
     if shape is None:  # one parameter: its sums are added up by the last program
@@ -283,12 +336,12 @@ def backward(
         grad_zero_point = torch.empty_like(zero_point) if needs_zero_point else None
         totals = (x if grad_scale is None else grad_scale, x if grad_zero_point is None else grad_zero_point)
         scratch = _Scratch.of(x)
-        tiles.backward((*inputs, *scratch.sums, *totals, scratch.counter), numbers, flags)
+        launch((*inputs, *scratch.sums, *totals, scratch.counter), numbers, flags)
         return grad_x, grad_scale, grad_zero_point
     by_scale = x.new_empty(shape, dtype=torch.float32) if needs_scale else None
     by_zero_point = x.new_empty(shape, dtype=torch.float32) if needs_zero_point else None
     sums = (x if by_scale is None else by_scale, x if by_zero_point is None else by_zero_point)
-    tiles.backward((*inputs, *sums) if tiles.by_columns else (*inputs, *sums, x, x, x), numbers, flags)
+    launch((*inputs, *sums) if tiles.by_columns else (*inputs, *sums, x, x, x), numbers, flags)
     return grad_x, _total(by_scale, scale, tiles), _total(by_zero_point, zero_point, tiles)
 
 
@@ -297,6 +350,48 @@ def _total(sums: Tensor | None, param: Tensor, tiles: Tiles) -> Tensor | None:
     if sums is None:
         return None
     return sums.sum(0 if tiles.by_columns else 1).reshape(param.shape).to(param.dtype)
+
+
+def fake_quantize_in_graph(
+    x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, activation: str
+) -> Tensor:
+    """As `fake_quantize`, with one scale for a dense `x` and a function in front, for a compiler to look at.
+
+    Its sizes may be symbols.
+    """
+    cut = ACTIVATED.rows_forward
+    size, y = x.numel(), torch.empty_like(x)
+    tiles = -(-size // cut.tile)
+    launch = Launch(forward_rows, tiles, (1, size, size, 1, tiles), (1, cut.tile), cut.warps)
+    launch.in_graph((x, scale, zero_point, y), (float(qmin), float(qmax)), (_number(activation),))
+    return y
+
+
+def backward_in_graph(
+    grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, needs: list[bool], activation: str
+) -> list[Tensor]:
+    """The gradients that are needed. Sums of programs are left to the compiler, which has those of other scales too."""
+    cut = ACTIVATED.rows_backward
+    size = x.numel()
+    if grad.stride() != x.stride():
+        grad = torch.empty_like(x, dtype=grad.dtype).copy_(grad)
+    tiles = -(-size // cut.tile)
+    splits = _splits(tiles, 1, cut)
+    sizes = (1, size, size, size, 1, tiles, tiles, splits)
+    launch = Launch(backward_rows, splits, sizes, (1, cut.tile, cut.stages, 0), cut.warps)
+    outputs = [torch.empty_like(x), *(x.new_empty(splits, dtype=torch.float32) for _ in range(2))]
+    written = [output if needed else x for output, needed in zip(outputs, needs, strict=True)]
+    factor = lsq_factor(size, 1, qmax)
+    is_known = isinstance(factor, float)  # else a symbol, which a kernel does not take
+    numbers = (float(qmin), float(qmax), factor if is_known else 1.0)
+    flags = (False, False, _number(activation), *needs)
+    launch.in_graph((grad, x, scale, zero_point, *written, x, x, x), numbers, flags)
+    found = [outputs[0]] if needs[0] else []
+    for sums, param, needed in zip(outputs[1:], (scale, zero_point), needs[1:], strict=True):
+        if needed:
+            total = (sums if is_known else sums * factor).sum()
+            found.append(total.reshape(param.shape).to(param.dtype))
+    return found
 
 
 class _Scratch:
@@ -320,4 +415,4 @@ class _Scratch:
         return found
 
 
-KERNELS = Kernels(fake_quantize, backward, casts=True)
+KERNELS = Kernels(fake_quantize, backward, fuses=True)

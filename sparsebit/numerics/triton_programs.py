@@ -18,7 +18,6 @@ _SMALLEST = tl.constexpr(SMALLEST_SCALE)
 # The interpreter has no fused multiply-add: it divides.
 IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
 _HAS_FMA = tl.constexpr(not IS_INTERPRETED)
-_NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -27,15 +26,16 @@ def _grid_of(scale_ptr, zero_point_ptr, index, mask, qmin, qmax):
     scale = tl.load(scale_ptr + index, mask=mask, other=1.0).to(tl.float32)
     zero_point = tl.load(zero_point_ptr + index, mask=mask, other=0.0).to(tl.float32)
     zero_point = (zero_point + _ROUND) - _ROUND
-    step = tl.maximum(tl.abs(scale), _SMALLEST, propagate_nan=_NAN)
+    step = tl.maximum(tl.abs(scale), _SMALLEST, propagate_nan=tl.PropagateNan.ALL)
     step += zero_point - zero_point  # NaN in either shows in the result
+    qmin, qmax = tl.cast(qmin, tl.float32), tl.cast(qmax, tl.float32)  # a compiler's numbers have 64 bits
     sign = tl.where(scale < 0, -1.0, tl.where(scale > 0, 1.0, 0.0))
     return step, tl.div_rn(1.0, step), qmin - zero_point, qmax - zero_point, sign
 
 
 @triton.jit
 def _clamped(x, low, high):
-    return tl.minimum(tl.maximum(x, low, propagate_nan=_NAN), high, propagate_nan=_NAN)
+    return tl.minimum(tl.maximum(x, low, propagate_nan=tl.PropagateNan.ALL), high, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -46,6 +46,33 @@ def _divided(x, step, reciprocal, low, high):
         return tl.fma(tl.fma(-near, step, x), reciprocal, near)
     else:
         return tl.div_rn(x, step)
+
+
+@triton.jit
+def _activated(x, ACTIVATION: tl.constexpr):
+    """An activation function of x and its derivative; the numbers are those of `activations`.
+
+    GELU: the normal distribution as in Abramowitz and Stegun, 26.2.17, to 7.5e-8. It takes a third of the instructions
+    of an error function, and memory does not wait for them.
+    """
+    if ACTIVATION == 1:
+        density = 0.3989422804014327 * tl.exp2(x * x * -0.7213475204444817)
+        t = 1.0 / (1.0 + 0.2316419 * tl.abs(x))
+        series = t * (0.31938153 + t * (-0.356563782 + t * (1.781477937 + t * (-1.821255978 + t * 1.330274429))))
+        tail = density * series
+        portion = tl.where(x < 0, tail, 1.0 - tail)
+        return x * portion, portion + x * density
+    elif ACTIVATION == 2:
+        square = x * x
+        tanh = 1.0 - 2.0 / (tl.exp(1.5957691216057308 * (x + 0.044715 * square * x)) + 1.0)
+        half, portion = 0.5 * x, 0.5 * (1.0 + tanh)
+        steepness = 0.7978845608028654 * (1.0 + 0.134145 * square)
+        return x * portion, portion + half * (1.0 - tanh * tanh) * steepness
+    elif ACTIVATION == 3:
+        portion = 1.0 / (1.0 + tl.exp(-x))
+        return x * portion, portion * (1.0 + x * (1.0 - portion))
+    else:
+        return x, x
 
 
 @triton.jit
@@ -75,7 +102,7 @@ def _gradients(
 @triton.jit
 def forward_rows(
     x_ptr, scale_ptr, zero_point_ptr, y_ptr, qmin, qmax, num_rows, inner, pitch, num_params, inner_tiles,
-    ROWS: tl.constexpr, INNER: tl.constexpr,
+    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     row = (tile // inner_tiles) * ROWS + tl.arange(0, ROWS)
@@ -85,6 +112,8 @@ def forward_rows(
     mask = (row < num_rows)[:, None] & (column < inner)[None, :]
     x_offset = row.to(tl.int64)[:, None] * pitch + column[None, :]
     x = tl.load(x_ptr + x_offset, mask=mask, other=0.0).to(tl.float32)
+    if ACTIVATION:
+        x = _activated(x, ACTIVATION)[0].to(x_ptr.dtype.element_ty).to(tl.float32)
     y = _quantized(x, step[:, None], reciprocal[:, None], low[:, None], high[:, None])
     tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -112,8 +141,8 @@ def forward_columns(
 def backward_rows(
     grad_ptr, x_ptr, scale_ptr, zero_point_ptr, grad_x_ptr,
     by_scale_ptr, by_zero_point_ptr, grad_scale_ptr, grad_zero_point_ptr, counter_ptr,
-    qmin, qmax, factor, outer, inner, pitch, num_params, inner_tiles, num_tiles, num_splits,
-    PACT: tl.constexpr, RELU: tl.constexpr,
+    qmin, qmax, factor, outer, inner, pitch, grad_x_pitch, num_params, inner_tiles, num_tiles, num_splits,
+    PACT: tl.constexpr, RELU: tl.constexpr, ACTIVATION: tl.constexpr,
     NEEDS_X: tl.constexpr, NEEDS_SCALE: tl.constexpr, NEEDS_ZERO_POINT: tl.constexpr,
     ROWS: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -123,18 +152,25 @@ def backward_rows(
     """
     param, split = tl.program_id(0) // num_splits, tl.program_id(0) % num_splits
     step, reciprocal, low, high, sign = _grid_of(scale_ptr, zero_point_ptr, param, True, qmin, qmax)
+    factor = tl.cast(factor, tl.float32)
     by_scale = tl.zeros((ROWS, INNER), tl.float32)
     outside = tl.zeros((ROWS, INNER), tl.float32)
     for tile in tl.range(split, num_tiles, num_splits, num_stages=STAGES):
         row = (tile // inner_tiles) * ROWS + tl.arange(0, ROWS)
         column = (tile % inner_tiles).to(tl.int64) * INNER + tl.arange(0, INNER)
         number = (row.to(tl.int64) * num_params + param)[:, None]
-        offset = number * inner + column[None, :]
         mask = (row < outer)[:, None] & (column < inner)[None, :]
         x = tl.load(x_ptr + number * pitch + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        grad = tl.load(grad_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + number * inner + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        slope = x
+        if ACTIVATION:
+            x, slope = _activated(x, ACTIVATION)
+            x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
         grad_x, more_by_scale, more_outside = _gradients(grad, x, step, reciprocal, low, high, PACT, RELU, NEEDS_SCALE)
         if NEEDS_X:
+            if ACTIVATION:
+                grad_x *= slope
+            offset = number * grad_x_pitch + column[None, :]
             tl.store(grad_x_ptr + offset, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
         if NEEDS_SCALE:
             by_scale += more_by_scale
@@ -143,7 +179,10 @@ def backward_rows(
     if NEEDS_SCALE:
         tl.store(by_scale_ptr + tl.program_id(0), tl.sum(tl.sum(by_scale, axis=1), axis=0) * (sign * factor))
     if NEEDS_ZERO_POINT:
-        tl.store(by_zero_point_ptr + tl.program_id(0), tl.sum(tl.sum(outside, axis=1), axis=0) * (step * factor))
+        tl.store(
+            by_zero_point_ptr + tl.program_id(0),
+            tl.sum(tl.sum(outside, axis=1), axis=0) * (step * factor),
+        )
     if SPLITS > 0 and (NEEDS_SCALE or NEEDS_ZERO_POINT):
         tl.debug_barrier()
         num_done = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
@@ -171,6 +210,7 @@ def backward_columns(
     column = (tl.program_id(0) % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < num_params
     step, reciprocal, low, high, sign = _grid_of(scale_ptr, zero_point_ptr, column, is_column, qmin, qmax)
+    factor = tl.cast(factor, tl.float32)
     by_scale = tl.zeros((ROWS, COLUMNS), tl.float32)
     outside = tl.zeros((ROWS, COLUMNS), tl.float32)
     for tile in tl.range(split, row_tiles, num_splits, num_stages=STAGES):
@@ -196,6 +236,79 @@ def backward_columns(
 
 
 @triton.jit
+def _one_of(part, first, second, third):
+    """One of three pointers."""
+    found = first
+    if part == 1:
+        found = second
+    elif part == 2:
+        found = third
+    return found
+
+
+@triton.jit
+def forward_parts(
+    x_ptr, y0_ptr, y1_ptr, y2_ptr,
+    scale0_ptr, scale1_ptr, scale2_ptr, zero_point0_ptr, zero_point1_ptr, zero_point2_ptr,
+    qmin, qmax, num_rows, inner, inner_tiles,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """Rows of x are `PARTS` long pieces of `inner`; each kind of piece has its own grid, and a tensor for itself."""
+    part, tile = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS
+    y_ptr = _one_of(part, y0_ptr, y1_ptr, y2_ptr)
+    scale_ptr = _one_of(part, scale0_ptr, scale1_ptr, scale2_ptr)
+    zero_point_ptr = _one_of(part, zero_point0_ptr, zero_point1_ptr, zero_point2_ptr)
+    step, reciprocal, low, high, _ = _grid_of(scale_ptr, zero_point_ptr, 0, True, qmin, qmax)
+    row = ((tile // inner_tiles) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = ((tile % inner_tiles).to(tl.int64) * INNER + tl.arange(0, INNER))[None, :]
+    mask = (row < num_rows) & (column < inner)
+    x = tl.load(x_ptr + (row * PARTS + part) * inner + column, mask=mask, other=0.0).to(tl.float32)
+    y = _quantized(x, step, reciprocal, low, high)
+    tl.store(y_ptr + row * inner + column, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def backward_parts(
+    grad0_ptr, grad1_ptr, grad2_ptr, x_ptr,
+    scale0_ptr, scale1_ptr, scale2_ptr, zero_point0_ptr, zero_point1_ptr, zero_point2_ptr,
+    grad_x_ptr, by_scale_ptr, by_zero_point_ptr,
+    qmin, qmax, factor, num_rows, inner, inner_tiles, num_tiles, num_splits,
+    NEEDS_X: tl.constexpr, NEEDS_SCALE: tl.constexpr, NEEDS_ZERO_POINT: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program has one kind of piece, and every `num_splits`-th of its tiles."""
+    part, split = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS
+    grad_ptr = _one_of(part, grad0_ptr, grad1_ptr, grad2_ptr)
+    scale_ptr = _one_of(part, scale0_ptr, scale1_ptr, scale2_ptr)
+    zero_point_ptr = _one_of(part, zero_point0_ptr, zero_point1_ptr, zero_point2_ptr)
+    step, reciprocal, low, high, sign = _grid_of(scale_ptr, zero_point_ptr, 0, True, qmin, qmax)
+    factor = tl.cast(factor, tl.float32)
+    by_scale = tl.zeros((ROWS, INNER), tl.float32)
+    outside = tl.zeros((ROWS, INNER), tl.float32)
+    for tile in tl.range(split, num_tiles, num_splits, num_stages=STAGES):
+        row = ((tile // inner_tiles) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        column = ((tile % inner_tiles).to(tl.int64) * INNER + tl.arange(0, INNER))[None, :]
+        mask = (row < num_rows) & (column < inner)
+        place = (row * PARTS + part) * inner + column
+        x = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + row * inner + column, mask=mask, other=0.0).to(tl.float32)
+        grad_x, more_by_scale, more_outside = _gradients(
+            grad, x, step, reciprocal, low, high, False, False, NEEDS_SCALE
+        )
+        if NEEDS_X:
+            tl.store(grad_x_ptr + place, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
+        if NEEDS_SCALE:
+            by_scale += more_by_scale
+        if NEEDS_ZERO_POINT:
+            outside += more_outside
+    place = part * num_splits + split
+    if NEEDS_SCALE:
+        tl.store(by_scale_ptr + place, tl.sum(tl.sum(by_scale, axis=1), axis=0) * (sign * factor))
+    if NEEDS_ZERO_POINT:
+        tl.store(by_zero_point_ptr + place, tl.sum(tl.sum(outside, axis=1), axis=0) * (step * factor))
+
+
+@triton.jit
 def forward_ragged(
     x_ptr, scale_ptr, start_ptr, qmin_ptr, qmax_ptr, y_ptr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -203,7 +316,7 @@ def forward_ragged(
     row = tl.program_id(0)
     start, end = tl.load(start_ptr + row), tl.load(start_ptr + row + 1)
     low, high = tl.load(qmin_ptr + row), tl.load(qmax_ptr + row)
-    step = tl.maximum(tl.abs(tl.load(scale_ptr + row)), _SMALLEST, propagate_nan=_NAN)
+    step = tl.maximum(tl.abs(tl.load(scale_ptr + row)), _SMALLEST, propagate_nan=tl.PropagateNan.ALL)
     reciprocal = tl.div_rn(1.0, step)
     for first in range(start, end, BLOCK):
         offset = first + tl.arange(0, BLOCK)
@@ -221,7 +334,7 @@ def backward_ragged(
     start, end = tl.load(start_ptr + row), tl.load(start_ptr + row + 1)
     low, high = tl.load(qmin_ptr + row), tl.load(qmax_ptr + row)
     scale = tl.load(scale_ptr + row)
-    step = tl.maximum(tl.abs(scale), _SMALLEST, propagate_nan=_NAN)
+    step = tl.maximum(tl.abs(scale), _SMALLEST, propagate_nan=tl.PropagateNan.ALL)
     reciprocal = tl.div_rn(1.0, step)
     by_scale = tl.zeros((BLOCK,), tl.float32)
     for first in range(start, end, BLOCK):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sparsebit.execution.distributed import is_distributed
 from sparsebit.graph.capture import Region
 from sparsebit.graph.patterns import module_of
-from sparsebit.numerics.dispatch import HAS_TRITON
+from sparsebit.numerics.compilation import shows_kernels
 from sparsebit.numerics.spec import PerChannel
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 from sparsebit.quantization.ops.recipes import autocast_dtype
@@ -114,7 +114,7 @@ def _weight(layer: WeightedQuantOpr) -> Tensor:
 
 
 def _runs_kernels(weight: Tensor) -> bool:
-    return weight.is_cuda and HAS_TRITON
+    return shows_kernels(weight)
 
 
 def _fits(layer: WeightedQuantOpr, quantizer: Quantizer) -> bool:

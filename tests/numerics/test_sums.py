@@ -36,8 +36,9 @@ def several(x: Tensor, y: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
     early = first.reshape(1)
     second = y.sum((0, 2)).flatten().sum()
     whole = y.sum()  # of a tensor of three dimensions
-    alone = factor.sum()  # of no sum
-    return early, second, whole, alone
+    short = factor.sum()
+    long = torch.arange(sums.SHORT + 1.0).sum()  # of no sum
+    return early, second, whole, short, long
 
 
 def test_last_sums_become_one_node() -> None:
@@ -49,7 +50,7 @@ def test_last_sums_become_one_node() -> None:
     graph.recompile()
     targets = [node.target for node in graph.graph.nodes]
     assert targets.count(torch.ops.sparsebit.sum_each.default) == 1
-    assert targets.count(torch.ops.aten.sum.default) == 2
+    assert targets.count(torch.ops.aten.sum.default) == 2  # whole, long
     for found, value in zip(graph(*inputs), expected, strict=True):
         torch.testing.assert_close(found, value)
 
@@ -58,6 +59,20 @@ def test_one_alone_stays() -> None:
     graph = make_fx(lambda x: x.sum(1).sum())(torch.randn(4, 5))
     JoinSums()(graph.graph)
     assert torch.ops.aten.sum.default in [node.target for node in graph.graph.nodes]
+
+
+def test_a_sum_that_another_depends_on() -> None:
+    def both(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        first = x.sum(1).sum()
+        return first, (x * first).sum(1).sum(), x.square().sum(1).sum()
+
+    x = torch.randn(4, 5)
+    graph = make_fx(both)(x)
+    JoinSums()(graph.graph)
+    graph.recompile()
+    assert [node.target for node in graph.graph.nodes].count(torch.ops.aten.sum.default) == 1
+    for found, value in zip(graph(x), both(x), strict=True):
+        torch.testing.assert_close(found, value)
 
 
 def test_it_can_be_a_key() -> None:

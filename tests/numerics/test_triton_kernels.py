@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 
 from sparsebit.numerics import gradients, plain
+from sparsebit.numerics.activations import ACTIVATIONS
 from sparsebit.numerics.dispatch import fake_quantize
+from sparsebit.numerics.operator import around
+from sparsebit.numerics.parts import form_of
 from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec, num_rows
 
 GRANULARITIES = [PerTensor(), PerChannel(0), PerChannel(1), PerChannel(-1), PerGroup(-1, 4)]
@@ -223,6 +226,101 @@ def test_rows_of_many_weights_at_once(device: str, request: pytest.FixtureReques
     found = rows.fake_quantize_rows(batch, weights, scales, torch.float32, learns=True)
     some = torch.autograd.grad(found[1].sum(), [*weights, *scales], allow_unused=True)
     assert [grad is not None for grad in some] == [False, True, False, False] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_an_activation_function_in_front(kernels: ModuleType, device: str, activation: str, dtype: torch.dtype) -> None:
+    """The function is torch's to the last bits: a number in the middle between two codes may go to the other one."""
+    function = ACTIVATIONS[activation]
+    values = torch.cat([torch.linspace(-8, 8, 900), torch.randn(300) * 1e-3, torch.zeros(8)]).reshape(2, 604).to(dtype)
+    x, scale, zero_point, numbers = case(values, PerTensor(), False, device)
+    found = kernels.fake_quantize(x, scale, zero_point, *numbers, torch.float32, activation)
+    expected = plain.fake_quantize(function.value(x).float(), scale, zero_point, *numbers)
+    is_cut_off = device == "cpu" and dtype == torch.bfloat16
+    assert found.dtype == torch.float32 and (found != expected).float().mean() < (0.1 if is_cut_off else 0.005)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1.01 * float(scale.abs()))
+
+    grad = torch.randn_like(x)
+    rest = (*numbers, "lsq", True, True, True)
+    grads = kernels.backward(grad, x, scale, zero_point, *rest, activation)
+    expected_grads = around(gradients.backward, grad, x, scale, zero_point, rest, activation, None)
+    tolerance = 2e-6 if dtype == torch.float32 else 2e-2
+    close = torch.isclose(grads[0], expected_grads[0], rtol=tolerance, atol=tolerance)
+    assert grads[0].dtype == dtype and (~close).float().mean() < (0.1 if is_cut_off else 0.005)  # at an end
+    for one, other in zip(grads[1:], expected_grads[1:], strict=True):
+        torch.testing.assert_close(one, other, rtol=0.1 if is_cut_off else 0.02, atol=0.1 if is_cut_off else 0.02)
+
+
+def test_gelu_to_seven_digits(kernels: ModuleType, device: str) -> None:
+    """Seen through a grid that is finer than float32 there."""
+    x = torch.linspace(-6, 6, 4001, device=device)
+    scale, zero = torch.tensor(2.0**-17, device=device), torch.tensor(0.0, device=device)
+    found = kernels.fake_quantize(x, scale, zero, None, 0, -(2**19), 2**20, None, "gelu")
+    exact = 0.5 * x.double() * (1 + torch.erf(x.double() / 2**0.5))
+    assert float((found.double() - exact).abs().max()) < 2.0**-17
+
+
+@pytest.mark.parametrize("activation", ["", "silu"])
+def test_what_has_no_tiles_for_it_is_right_too(kernels: ModuleType, device: str, activation: str) -> None:
+    """Channels-last with a scale for each channel, and tensors with gaps, into a place with the same gaps."""
+    for x, granularity in (
+        (images(layout=torch.channels_last), PerChannel(1)),
+        (torch.randn(4, 2, 8, 6)[:, 0].transpose(1, 2), PerTensor()),
+        (torch.randn(4, 10), PerGroup(1, 4)),
+        (torch.randn(6, 3, 8)[:, 1], PerTensor()),
+    ):
+        x, scale, zero_point, numbers = case(x, granularity, False, device)
+        found = kernels.fake_quantize(x, scale, zero_point, *numbers, None, activation)
+        value = ACTIVATIONS[activation].value(x) if activation else x
+        torch.testing.assert_close(found, plain.fake_quantize(value, scale, zero_point, *numbers), rtol=1e-5, atol=1e-5)
+        grad, rest = torch.randn_like(x), (*numbers, "lsq", True, True, True)
+        expected = around(gradients.backward, grad, x, scale, zero_point, rest, activation, None)
+        out = torch.full_like(x, torch.nan)
+        grads = kernels.backward(grad, x, scale, zero_point, *rest, activation, out)
+        assert grads[0] is out
+        for one, other in zip(grads, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_gradient_goes_to_its_place_between_others(kernels: ModuleType, device: str) -> None:
+    whole, places = torch.randn(6, 3, 40, device=device), torch.full((6, 3, 40), 7.0, device=device)
+    x, scale, zero_point, numbers = case(whole[:, 1], PerTensor(), True, device)
+    rest = (*numbers, "lsq", True, True, False)
+    grad = torch.randn(6, 40, device=device)
+    found = kernels.backward(grad, x, scale, zero_point, *rest, "", places[:, 1])
+    expected = gradients.backward(grad, x, scale, zero_point, *rest)
+    assert torch.equal(places[:, 1], expected[0]) and bool((places[:, ::2] == 7.0).all())
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_parts", [2, 3])
+@pytest.mark.parametrize("learns", [(True, True), (True, False), (False, False)], ids=["both", "scale", "none"])
+def test_parts_of_one_tensor(
+    device: str, num_parts: int, learns: tuple[bool, bool], request: pytest.FixtureRequest
+) -> None:
+    if device == "cpu":
+        request.getfixturevalue("interpreted_kernels")
+    kernels = importlib.import_module("sparsebit.numerics.triton_parts")
+    x = torch.randn(2, 5, num_parts, 4, 6, device=device).permute(2, 0, 3, 1, 4)
+    pieces, form = x.unbind(0), form_of(x, 0)
+    assert form == (10, 24)
+    scales = [torch.tensor([sign * 0.2], device=device) for sign in (1.0, -1.0, 1.1)[:num_parts]]
+    zero_points = [torch.tensor([float(place)], device=device) for place in range(num_parts)]
+    found = kernels.forward(x, pieces, form, scales, zero_points, -8, 7)
+    grads = [torch.randn_like(piece) for piece in found]
+    grads[0] = grads[0].contiguous()  # in another order than the piece
+    grad_x, *sums = kernels.backward(grads, x, pieces, form, scales, zero_points, -8, 7, (True, *learns))
+    for place, piece in enumerate(pieces):
+        numbers = (scales[place], zero_points[place], None, 0, -8, 7)
+        assert torch.equal(found[place], plain.fake_quantize(piece, *numbers))
+        expected = gradients.backward(grads[place], piece, *numbers, "lsq", True, *learns)
+        assert torch.equal(grad_x[place], expected[0])
+        for total, other in zip(sums, expected[1:], strict=True):
+            assert (total is None) == (other is None)
+            if total is not None:
+                torch.testing.assert_close(total[place].sum().reshape(1), other, rtol=1e-4, atol=1e-5)
+    assert grad_x.stride() == x.stride()
 
 
 @pytest.mark.gpu

@@ -1,0 +1,23 @@
+"""How a tensor lies in memory."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether there are no gaps in it, whatever the order of its dimensions.
+
+    Sizes may be a compiler's symbols, which are compared but not sorted.
+    """
+    left = [(step, size) for step, size in zip(x.stride(), x.shape, strict=True) if size != 1]
+    expected = 1
+    while left:
+        place = -1
+        for index, (step, _) in enumerate(left):
+            if step == expected:
+                place = index
+        if place < 0:
+            return False
+        expected = expected * left.pop(place)[1]
+    return True
