@@ -10,9 +10,11 @@ _FEWER_BYTES = {"realize_reads_threshold": 12, "realize_acc_reads_threshold": 16
 
 
 def compiler_options(device_type: str) -> dict[str, Any]:
-    from sparsebit.numerics.sums import JoinSums  # inductor is slow to import
+    from sparsebit.numerics.joining import JoinQuantizers  # inductor is slow to import
+    from sparsebit.numerics.sums import JoinSums
 
-    return {"post_grad_custom_post_pass": JoinSums()} | (_FEWER_BYTES if device_type == "cuda" else {})
+    passes = {"pre_grad_custom_pass": JoinQuantizers(), "post_grad_custom_post_pass": JoinSums()}
+    return passes | (_FEWER_BYTES if device_type == "cuda" else {})
 
 
 def with_options(settings: dict[str, Any], device_type: str) -> dict[str, Any]:

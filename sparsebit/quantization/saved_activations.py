@@ -19,10 +19,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparsebit.numerics import dispatch
 from sparsebit.numerics.spec import TensorSpec
-from sparsebit.quantization.ops.cheap import CHEAP_MODULES, CHEAP_ROWS
+from sparsebit.quantization.ops.cheap import CHEAP_MODULES, CHEAP_ROWS, CheapFunction
 from sparsebit.quantization.ops.quant_opr import QuantOpr, WeightedQuantOpr
 from sparsebit.quantization.ops.recipes import give_recipe, recipe_of, relu
-from sparsebit.quantization.passes.wrap_cheap_functions import CheapFunction
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.quantizers.recognition import is_hooked, repeats
 
@@ -44,7 +43,7 @@ def install(model: nn.Module) -> None:
         if isinstance(module, Quantizer):
             module.noted = _note_quantized
         elif _is_cheap(module):
-            module.register_forward_hook(_note_cheap, with_kwargs=True)
+            module.register_forward_hook(note_cheap, with_kwargs=True)
             if type(module) is nn.ReLU and not module.inplace:
                 module.forward = relu  # type: ignore[method-assign,assignment]
 
@@ -56,7 +55,7 @@ def remove(model: nn.Module) -> None:
         if isinstance(module, Quantizer):
             module.noted = None
         for key, hook in list(module._forward_hooks.items()):
-            if hook is _note_cheap:
+            if hook is note_cheap:
                 del module._forward_hooks[key]
                 module._forward_hooks_with_kwargs.pop(key, None)
         if module.__dict__.get("forward") is relu:
@@ -78,7 +77,7 @@ class _Requantized:
         return dispatch.fake_quantize(self.transform(x), scale, zero_point, self.spec)
 
 
-def _note_cheap(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+def note_cheap(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     x = next(iter((*args, *kwargs.values())))
     if not _is_recorded(output) or output is x:  # a ReLU may be left to a quantizer
         return

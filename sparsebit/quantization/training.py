@@ -28,6 +28,7 @@ from sparsebit.quantization.ops.quant_opr import FunctionalWeightedQuantOpr, Wei
 from sparsebit.quantization.ops.recipes import packing
 from sparsebit.quantization.parameter_groups import parameter_groups
 from sparsebit.quantization.passes.attach_integer_ops import attach_integer_ops
+from sparsebit.quantization.passes.defer_activations import defer_activations
 from sparsebit.quantization.passes.defer_relus import choose, defer_relus
 from sparsebit.quantization.passes.join_selects import join_selects
 from sparsebit.quantization.passes.wrap_cheap_functions import wrap_cheap_functions
@@ -95,6 +96,7 @@ class TrainableModel(SimulatedModel):
         if mode and self.is_quantized("feature"):
             if self._rewritten is not self._captured:
                 defer_relus(self._captured)
+                defer_activations(self._captured)
                 join_selects(self._captured)
                 self._rewritten = self._captured
                 if self._packs:

@@ -24,3 +24,17 @@ _CHEAP: dict[str, tuple[type[nn.Module], tuple[Callable[..., Any], ...]]] = {
 CHEAP_ROWS = frozenset(_CHEAP)
 CHEAP_FUNCTIONS = frozenset(function for _, functions in _CHEAP.values() for function in functions)
 CHEAP_MODULES = frozenset({module for module, _ in _CHEAP.values()} | {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d})
+
+
+class CheapFunction(nn.Module):
+    """A function of the model's own code that nothing quantizes."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        return self.function.__name__

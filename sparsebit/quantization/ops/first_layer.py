@@ -64,7 +64,7 @@ def _of_patches(op: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -
 
 def _with_slopes(op: nn.Conv2d, quantizer: Quantizer, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """As channels of their own, with weights of zero which have the gradients of scale and zero point."""
-    numbers, spec, gradient = quantizer.operands(), quantizer.spec, quantizer.next_gradient()
+    numbers, spec, (gradient, _) = quantizer.operands(), quantizer.spec, quantizer.take_over(x)
     needs = (numbers[0].requires_grad, numbers[1].requires_grad)
     with torch.no_grad():
         quantized, slopes = operator.slopes(x, *numbers, operator.grid_of(spec), gradient, needs, quantizer.name)

@@ -2,7 +2,8 @@
 
 Two nodes would keep two tensors for the backward: the quantizer its input, for the gradient of the scale, and the layer
 the quantized copy of it, for that of the weight. One node can compute the copy again, which is one pass over memory,
-and half of what it takes to start two nodes from Python. Values and gradients are those of the two.
+and half of what it takes to start two nodes from Python. Values and gradients are those of the two. An activation
+function in front of the quantizer can be part of the node too: what it gave is not kept then either.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from sparsebit.numerics import operator
+from sparsebit.numerics.activations import ACTIVATIONS
 from sparsebit.numerics.gradients import LEARNING, Gradient
 from sparsebit.numerics.operator import Grid
 from sparsebit.quantization.ops.recipes import autocast_dtype
@@ -69,10 +71,14 @@ class _Conv(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What a call needs besides its tensors. `kept_below`: bytes; a larger quantized copy is computed again."""
+    """What a call needs besides its tensors.
+
+    `activation`: in front of the quantizer. `kept_below`: bytes; a larger quantized copy is computed again.
+    """
 
     grid: Grid
     gradient: Gradient
+    activation: str
     dtype: torch.dtype
     layer: _Linear | _Conv
     kept_below: float
@@ -84,7 +90,8 @@ class _QuantizedLayer(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan
     ) -> Tensor:
-        quantized = operator.quantized(x, scale, zero_point, plan.grid, plan.dtype, plan.tag)
+        how = (plan.grid, plan.dtype, plan.tag, plan.activation)
+        quantized = operator.quantized_unwatched(x, scale, zero_point, *how)
         is_kept = quantized.nbytes < plan.kept_below and plan.layer.reads_input(ctx.needs_input_grad[3])
         ctx.save_for_backward(x, scale, zero_point, weight, quantized if is_kept else None)
         ctx.plan = plan
@@ -99,13 +106,17 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, scale, zero_point, weight, quantized = ctx.saved_tensors
     plan: _Plan = ctx.plan
     *needs, needs_weight, needs_bias, _ = ctx.needs_input_grad
+    is_watched = operator.is_watched(grad, x, scale)
     if quantized is None and plan.layer.reads_input(needs_weight):
-        quantized = operator.quantized(x, scale, zero_point, plan.grid, plan.dtype, plan.tag)
+        compute = operator.quantized if is_watched else operator.quantized_unwatched
+        quantized = compute(x, scale, zero_point, plan.grid, plan.dtype, plan.tag, plan.activation)
     wanted = (any(needs), needs_weight, needs_bias)
     by_input, by_weight, by_bias = plan.layer.backward(grad, quantized, weight, wanted)
     found: tuple[Tensor | None, ...] = (None, None, None)
     if by_input is not None:
-        found = operator.gradients_of(by_input, x, scale, zero_point, plan.grid, plan.gradient, tuple(needs))
+        differentiate = operator.gradients_of if is_watched else operator.gradients_unwatched
+        how = (plan.grid, plan.gradient, tuple(needs), plan.activation)
+        found = differentiate(by_input, x, scale, zero_point, *how)
     return (*found, by_weight, by_bias, None)
 
 
@@ -113,7 +124,8 @@ def _gradients_with_history(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]
     """For derivatives of derivatives: those of the two nodes, as far as they have any."""
     x, scale, zero_point, weight, _ = ctx.saved_tensors
     plan: _Plan = ctx.plan
-    quantized = operator.fake_quantize(x, scale, zero_point, *plan.grid, plan.gradient, plan.tag).to(plan.dtype)
+    value = ACTIVATIONS[plan.activation].value(x) if plan.activation else x
+    quantized = operator.fake_quantize(value, scale, zero_point, *plan.grid, plan.gradient, plan.tag).to(plan.dtype)
     needs = ctx.needs_input_grad[:5]
     # Whatever its value, a bias is added.
     bias = (
@@ -149,7 +161,8 @@ def quantized_layer(
         weight, bias = weight.to(dtype), bias if bias is None else bias.to(dtype)
     elif half is not None or weight.dtype != dtype or (bias is not None and bias.dtype != dtype):
         return None  # two nodes convert it, or refuse it
-    plan = _Plan(operator.grid_of(quantizer.spec), quantizer.next_gradient(), dtype, layer, kept_below, quantizer.name)
+    assert quantizer.shortcut
+    plan = _Plan(quantizer.shortcut[0], *quantizer.take_over(x), dtype, layer, kept_below, quantizer.name)
     return _apply(x, scale, zero_point, weight, bias, plan)
 
 

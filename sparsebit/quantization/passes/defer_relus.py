@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.nn.modules.module import _global_forward_pre_hooks
 
 from sparsebit.graph.capture import Captured
 from sparsebit.graph.patterns import module_of
@@ -17,6 +16,7 @@ from sparsebit.quantization.ops.quant_opr import QIdentity, QuantOpr
 from sparsebit.quantization.ops.recipes import relu
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.quantizers.lsq import LSQ
+from sparsebit.quantization.quantizers.recognition import is_hooked, is_replica
 from sparsebit.quantization.quantizers.uniform import Uniform
 
 _FUNCTIONS = (F.relu, torch.relu)
@@ -41,13 +41,12 @@ class DeferredReLU(nn.ReLU):
         if (
             not quantizer.is_rectifying
             or reader._compiled_call_impl is not None
-            or reader._forward_pre_hooks
-            or quantizer._forward_pre_hooks
-            or _global_forward_pre_hooks
+            or is_hooked(reader)
+            or is_hooked(quantizer)
+            or is_replica(self)
         ):
-            quantizer.hand_over(False)
             return relu(input)
-        quantizer.hand_over()
+        quantizer.hand_over("relu", input)
         return input
 
 
@@ -84,15 +83,23 @@ def _is_relu(node: fx.Node, root: fx.GraphModule) -> bool:
 
 
 def _only_reader(node: fx.Node, root: fx.GraphModule) -> QuantOpr | QIdentity | None:
+    module = only_reader(node, root)
+    if not isinstance(module, (QuantOpr, QIdentity)):
+        return None
+    quantizer = module.input_quantizer
+    return module if type(quantizer) in (LSQ, Uniform) and quantizer.spec.qmin == 0 else None
+
+
+def only_reader(node: fx.Node, root: fx.GraphModule) -> nn.Module | None:
+    """The module that alone reads `node`, as its first argument, and is called nowhere else."""
     if len(node.users) != 1:
         return None
     (reader,) = node.users
     module = module_of(reader, root)
-    if not isinstance(module, (QuantOpr, QIdentity)) or reader.args[:1] != (node,):
+    if module is None or reader.args[:1] != (node,):
         return None
     calls = [other for other in root.graph.nodes if other.op == "call_module" and other.target == reader.target]
-    quantizer = module.input_quantizer
-    return module if len(calls) == 1 and type(quantizer) in (LSQ, Uniform) and quantizer.spec.qmin == 0 else None
+    return module if len(calls) == 1 else None
 
 
 def _begins_at_zero(quantizer: Quantizer) -> bool:

@@ -1,7 +1,8 @@
 """In training, the parts that several selects take from one tensor (q, k and v of an attention) are taken at once.
 
 The backward of a select fills a tensor of the whole's size with zeros, and all of those are added up; that of `unbind`
-stacks the parts. An export has the selects.
+stacks the parts. Where a quantizer stands behind each part, the node knows it (`QuantizedParts`), and may quantize all
+of them at once. An export has the selects.
 """
 
 from __future__ import annotations
@@ -9,19 +10,13 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 
-from torch import Tensor, fx
+from torch import fx
 
 from sparsebit.graph.aliasing import written_later
 from sparsebit.graph.capture import Captured
-from sparsebit.numerics.compilation import is_exporting
-
-
-def parts(x: Tensor, dim: int, indices: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """`x.select(dim, index)` for each of them."""
-    if is_exporting() or x.shape[dim] != len(indices):  # a few out of many stay as they are
-        return tuple(x.select(dim, index) for index in indices)
-    whole = x.unbind(dim)
-    return tuple(whole[index] for index in indices)
+from sparsebit.quantization.ops.quant_opr import QIdentity
+from sparsebit.quantization.ops.quantized_parts import QuantizedParts, parts
+from sparsebit.quantization.passes.defer_relus import only_reader
 
 
 def join_selects(captured: Captured) -> None:
@@ -37,13 +32,29 @@ def join_selects(captured: Captured) -> None:
         for (source, dim), selects in groups.items():
             nodes = [node for same in selects.values() for node in same]
             if len(selects) > 1 and written.isdisjoint(nodes):
-                _join(root.graph, source, dim, selects, before=nodes[0])
+                joined = _join(root.graph, source, dim, selects, before=nodes[0])
+                _show_quantizers(joined, source, dim, tuple(selects), root)
         root.recompile()
 
 
-def _join(graph: fx.Graph, source: fx.Node, dim: int, selects: dict[int, list[fx.Node]], *, before: fx.Node) -> None:
+def _join(graph: fx.Graph, source: fx.Node, dim: int, selects: dict[int, list[fx.Node]], *, before: fx.Node) -> fx.Node:
     with graph.inserting_before(before):
         joined = graph.call_function(parts, (source, dim, tuple(selects)))
     for place, same in enumerate(selects.values()):
         for node in same:
             node.op, node.target, node.args = "call_function", operator.getitem, (joined, place)
+    return joined
+
+
+def _show_quantizers(
+    joined: fx.Node, source: fx.Node, dim: int, indices: tuple[int, ...], root: fx.GraphModule
+) -> None:
+    """Where quantizers alone read the parts, these are taken by a module that knows them."""
+    behind = {item.args[1]: only_reader(item, root) for item in joined.users}
+    readers = [behind.get(place) for place in range(len(indices))]
+    known = [reader for reader in readers if isinstance(reader, QIdentity)]
+    if len(known) != len(joined.users) or len(known) != len(indices):
+        return
+    name = f"{joined.name}_quantized"
+    root.add_submodule(name, QuantizedParts(dim, indices, known).train(root.training))
+    joined.op, joined.target, joined.args = "call_module", name, (source,)

@@ -2,27 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from torch import nn
-
 from sparsebit.graph.capture import Captured
-from sparsebit.quantization.ops.cheap import CHEAP_FUNCTIONS
-
-
-class CheapFunction(nn.Module):
-    """A function of the model's own code that nothing quantizes."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
-
-    def extra_repr(self) -> str:
-        return self.function.__name__
+from sparsebit.quantization.ops.cheap import CHEAP_FUNCTIONS, CheapFunction
 
 
 def wrap_cheap_functions(captured: Captured) -> None:

@@ -8,6 +8,7 @@ one of its switches is set, not at every forward (`shortcut`).
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from sparsebit.backends import Format
 from sparsebit.errors import CalibrationError
 from sparsebit.numerics import dispatch, operator
+from sparsebit.numerics.activations import ACTIVATIONS
 from sparsebit.numerics.gradients import Gradient
 from sparsebit.numerics.operator import Grid
 from sparsebit.numerics.qparams import check_backend, dequantized_range, qparams_from_range
@@ -27,8 +29,9 @@ Target = Literal["weight", "feature"]
 
 # What the operator is given besides its tensors: the grid, the gradient and the site's name. Nothing: it is not called.
 Shortcut: TypeAlias = tuple[Grid, Gradient, str] | tuple[()]
+NOTHING = "nothing"  # is left to do
 # What an instance may have in the place of its class's.
-_REPLACEABLE = frozenset({"fake_quantize", "transform", "next_gradient", "operands", "GRADIENT"})
+_REPLACEABLE = frozenset({"fake_quantize", "transform", "take_over", "operands", "GRADIENT"})
 _SWITCHES = frozenset({"use_quant", "fake_fused", "observing", "follows", "spec", "name"}) | _REPLACEABLE
 
 
@@ -83,7 +86,7 @@ class Quantizer(nn.Module):
         self.follows, self.is_held = self.ALWAYS_FOLLOWS, False
         self.held_parameters: set[str] = set()  # that learn when they are let go of
         self.rectifies = False  # can stand for a ReLU in front of it too, in training
-        self.was_handed = False  # what that ReLU would have been applied to
+        self.handed: tuple[str, weakref.ref[Tensor]] | None = None  # what is left to the next forward (`hand_over`)
         # Told what a forward was given and gave; a hook that costs nothing where there is none.
         self.noted: Callable[[Quantizer, Tensor, Tensor], None] | None = None
         self.make_parameters(num_scales)
@@ -122,8 +125,8 @@ class Quantizer(nn.Module):
         scale, zero_point = self.operands()
         if self.is_following:  # a later forward moves them in place, and the backward of this one wants these
             scale, zero_point = scale.clone(), zero_point.clone()
-        gradient = self.next_gradient()
-        return dispatch.fake_quantize(self.transform(x), scale, zero_point, self.spec, gradient=gradient, tag=self.name)
+        how: dict[str, Any] = {"gradient": self.GRADIENT, "tag": self.name}
+        return dispatch.fake_quantize(self.transform(x), scale, zero_point, self.spec, **how)
 
     # --- forward
 
@@ -131,6 +134,12 @@ class Quantizer(nn.Module):
         """`x` unchanged while off; sizes, indices and masks always pass."""
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
+        learning = self.GRADIENT
+        if self.handed is not None:
+            learning, first = self.take_over(x)
+            if first == NOTHING:
+                return x
+            x = ACTIVATIONS[first].value(x) if first else x
         shortcut = self.shortcut
         if shortcut is None:
             if self.observing:
@@ -143,11 +152,9 @@ class Quantizer(nn.Module):
         elif not shortcut:
             return x
         else:
-            grid, gradient, tag = shortcut
-            if self.was_handed:
-                gradient = self.next_gradient()
+            grid, _, tag = shortcut
             scale, zero_point = self.operands()
-            quantized = operator.fake_quantize(x, scale, zero_point, *grid, gradient, tag)
+            quantized = operator.fake_quantize(x, scale, zero_point, *grid, learning, tag)
         if self.noted is not None:
             self.noted(self, x, quantized)
         return quantized
@@ -159,19 +166,28 @@ class Quantizer(nn.Module):
     @property
     def is_rectifying(self) -> bool:
         """Whether a ReLU in front of it may hand its input over (`passes.defer_relus`)."""
-        return self.rectifies and self.is_enable and not self.follows and self.training and torch.is_grad_enabled()
+        return self.rectifies and bool(self.shortcut) and self.training and torch.is_grad_enabled()
 
-    def hand_over(self, is_handed: bool = True) -> None:
-        """Told by a ReLU in front that the next forward is given what the ReLU was, or what it gave."""
-        if self.was_handed is not is_handed:
-            self.__dict__["was_handed"] = is_handed  # at every forward: without what `nn.Module` does for an attribute
+    def hand_over(self, what: str, x: Tensor) -> None:
+        """Told by what stands in front that it has left `x` as it was, for this quantizer to do `what` besides.
 
-    def next_gradient(self) -> Gradient:
-        """Of the forward that follows: the ReLU's too, where one has handed its input over."""
-        if not self.was_handed:
-            return self.GRADIENT
-        self.hand_over(False)
-        return "relu_lsq" if self.GRADIENT == "lsq" else "relu_ste"
+        That is an activation function (of `ACTIVATIONS`, or "relu"), or `NOTHING`: the values are quantized already. It
+        holds for the very tensor: where another one arrives, an exception or another way through the model was between.
+        """
+        self.__dict__["handed"] = (what, weakref.ref(x))  # at every forward: without what `nn.Module` does for it
+
+    def take_over(self, x: Tensor) -> tuple[Gradient, str]:
+        """The gradient of a forward of `x`, and what it begins with; a ReLU is in the gradient alone."""
+        handed = self.handed
+        if handed is None or torch.compiler.is_compiling():
+            return self.GRADIENT, ""
+        self.__dict__["handed"] = None
+        what, tensor = handed
+        if tensor() is not x:
+            return self.GRADIENT, ""
+        if what == "relu":
+            return "relu_lsq" if self.GRADIENT == "lsq" else "relu_ste", ""
+        return self.GRADIENT, what
 
     @property
     def is_following(self) -> bool:
@@ -341,6 +357,9 @@ class Quantizer(nn.Module):
         flags, _ = _read_extra_state(state)
         self.set_flags(flags)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"handed": None}
+
     def flags(self) -> list[bool]:
         return [self.use_quant, self.follows]
 
@@ -422,7 +441,7 @@ def _read_extra_state(state: Tensor) -> tuple[list[bool], list[str] | None]:
 
 
 def _rounds_as_base(kind: type[Quantizer]) -> bool:
-    same = ("forward", "fake_quantize", "transform", "next_gradient", "is_enable", "__call__")
+    same = ("forward", "fake_quantize", "transform", "take_over", "is_enable", "__call__")
     return all(getattr(kind, method) is getattr(Quantizer, method) for method in same)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -26,10 +27,18 @@ def is_operator_alone(quantizer: Quantizer) -> bool:
     return bool(quantizer.shortcut) and "forward" not in quantizer.__dict__ and not is_hooked(quantizer)
 
 
-def is_hooked(module: nn.Module) -> bool:
-    """Whether a call of the module runs more than its forward."""
-    own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+def is_hooked(module: nn.Module, besides: Callable[..., Any] | None = None) -> bool:
+    """Whether a call of the module runs more than its forward and the hook `besides`."""
+    forward_hooks = module._forward_hooks
+    if forward_hooks and any(hook is not besides for hook in forward_hooks.values()):
+        return True
+    own = module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     return bool(own) or bool(_has_any_global_hook())
+
+
+def is_replica(module: nn.Module) -> bool:
+    """Whether it is `nn.DataParallel`'s copy, whose references to other modules are to those of the original."""
+    return "_is_replica" in module.__dict__
 
 
 def _kind(quantizer: Quantizer) -> Any:

@@ -67,10 +67,10 @@ def stepped_plainly(
 
 
 def assert_close(found: Found, expected: Found, *, half: bool = False) -> None:
-    """In half precision the sum over all images has an error of a few percent, whichever way it is taken."""
+    """In half precision sums over all images have errors of a few percent, whichever way they are taken."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        tolerance = 1e-4 if not half else 0.15 if "input_quantizer" in name else 1e-2
+        tolerance = 1e-4 if not half else 0.15 if "input_quantizer" in name else 3e-2
         assert (found[name] - value).norm() <= tolerance * value.norm(), name
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsebit.quantization import QuantModel, parse_qconfig, training
-from sparsebit.quantization.passes.join_selects import parts
+from sparsebit.quantization.ops.quantized_parts import QuantizedParts
 
 
 class Attention(nn.Module):
@@ -54,7 +54,8 @@ def targets(qmodel: QuantModel) -> list[object]:
 def test_values_and_gradients_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     joined = ready()
     output, found = gradients(joined)
-    assert targets(joined).count(parts) == 1 and targets(joined).count("select") == 1
+    assert targets(joined).count("select") == 1
+    assert [type(module) for module in joined.modules()].count(QuantizedParts) == 1
 
     monkeypatch.setattr(training, "join_selects", lambda captured: None)
     plain = ready()
