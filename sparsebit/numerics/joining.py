@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import operator as python_operator
-from pathlib import Path
+import operator
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ class JoinQuantizers(CustomGraphPass):
 
     def uuid(self) -> Any:
         rooms = (activated, activations, parts)
-        return get_hash_for_files((__file__, *(str(Path(str(room.__file__))) for room in rooms)))
+        return get_hash_for_files((__file__, *(str(room.__file__) for room in rooms)))
 
 
 def _join_activation(graph: fx.Graph, node: fx.Node) -> None:
@@ -85,7 +84,7 @@ def _join_parts(graph: fx.Graph, whole: fx.Node) -> None:
         joined = graph.call_function(torch.ops.sparsebit.fake_quantize_parts.default, arguments)
         joined.meta["example_value"] = [node.meta["example_value"] for node in quantizers]
         for place, node in enumerate(quantizers):
-            part = graph.call_function(python_operator.getitem, (joined, place))
+            part = graph.call_function(operator.getitem, (joined, place))
             part.meta = dict(node.meta)
             node.replace_all_uses_with(part)
     items = [node.args[0] for node in quantizers]
@@ -100,7 +99,7 @@ def _quantizers_of(whole: fx.Node) -> list[fx.Node] | None:
     num_parts = len(value) if isinstance(value, tuple | list) else 0
     found: dict[int, fx.Node] = {}
     for item in whole.users:
-        if item.target is not python_operator.getitem or len(item.users) != 1:
+        if item.target is not operator.getitem or len(item.users) != 1:
             return None
         (reader,) = item.users
         if reader.target is not OPERATOR or reader.args[0] is not item:
