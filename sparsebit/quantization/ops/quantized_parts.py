@@ -13,7 +13,8 @@ from sparsebit.numerics.compilation import is_exporting
 from sparsebit.numerics.gradients import LEARNING
 from sparsebit.numerics.parts import Parts, fake_quantize_parts, form_of
 from sparsebit.quantization.ops.quant_opr import QIdentity
-from sparsebit.quantization.quantizers.base import NOTHING, Quantizer
+from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.quantization.quantizers.handing_over import NOTHING
 from sparsebit.quantization.quantizers.recognition import is_hooked, is_operator_alone, is_replica
 
 

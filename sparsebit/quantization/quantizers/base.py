@@ -8,12 +8,11 @@ one of its switches is set, not at every forward (`shortcut`).
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparsebit.backends import Format
 from sparsebit.errors import CalibrationError
@@ -24,18 +23,18 @@ from sparsebit.numerics.operator import Grid
 from sparsebit.numerics.qparams import check_backend, dequantized_range, qparams_from_range
 from sparsebit.numerics.spec import TensorSpec
 from sparsebit.quantization.observers import Observer, ObserverOptions, build_observer
+from sparsebit.quantization.quantizers.handing_over import NOTHING, TakesOver
 
 Target = Literal["weight", "feature"]
 
 # What the operator is given besides its tensors: the grid, the gradient and the site's name. Nothing: it is not called.
 Shortcut: TypeAlias = tuple[Grid, Gradient, str] | tuple[()]
-NOTHING = "nothing"  # is left to do
 # What an instance may have in the place of its class's.
 _REPLACEABLE = frozenset({"fake_quantize", "transform", "take_over", "operands", "GRADIENT"})
 _SWITCHES = frozenset({"use_quant", "fake_fused", "observing", "follows", "spec", "name"}) | _REPLACEABLE
 
 
-class Quantizer(nn.Module):
+class Quantizer(TakesOver):
     """Base of all quantizers, and by itself the uniform one.
 
     Subclasses change how numbers become quantized (`transform`, `fake_quantize`) or learned (`make_parameters`,
@@ -85,8 +84,8 @@ class Quantizer(nn.Module):
         # Whether the grid moves with the data while training, and whether it is held for the time being.
         self.follows, self.is_held = self.ALWAYS_FOLLOWS, False
         self.held_parameters: set[str] = set()  # that learn when they are let go of
+        self.handed = None
         self.rectifies = False  # can stand for a ReLU in front of it too, in training
-        self.handed: tuple[str, weakref.ref[Tensor]] | None = None  # what is left to the next forward (`hand_over`)
         # Told what a forward was given and gave; a hook that costs nothing where there is none.
         self.noted: Callable[[Quantizer, Tensor, Tensor], None] | None = None
         self.make_parameters(num_scales)
@@ -134,9 +133,9 @@ class Quantizer(nn.Module):
         """`x` unchanged while off; sizes, indices and masks always pass."""
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
-        learning = self.GRADIENT
+        taken: Gradient | None = None
         if self.handed is not None:
-            learning, first = self.take_over(x)
+            taken, first = self.take_over(x)
             if first == NOTHING:
                 return x
             x = ACTIVATIONS[first].value(x) if first else x
@@ -152,9 +151,9 @@ class Quantizer(nn.Module):
         elif not shortcut:
             return x
         else:
-            grid, _, tag = shortcut
+            grid, gradient, tag = shortcut
             scale, zero_point = self.operands()
-            quantized = operator.fake_quantize(x, scale, zero_point, *grid, learning, tag)
+            quantized = operator.fake_quantize(x, scale, zero_point, *grid, taken or gradient, tag)
         if self.noted is not None:
             self.noted(self, x, quantized)
         return quantized
@@ -167,27 +166,6 @@ class Quantizer(nn.Module):
     def is_rectifying(self) -> bool:
         """Whether a ReLU in front of it may hand its input over (`passes.defer_relus`)."""
         return self.rectifies and bool(self.shortcut) and self.training and torch.is_grad_enabled()
-
-    def hand_over(self, what: str, x: Tensor) -> None:
-        """Told by what stands in front that it has left `x` as it was, for this quantizer to do `what` besides.
-
-        That is an activation function (of `ACTIVATIONS`, or "relu"), or `NOTHING`: the values are quantized already. It
-        holds for the very tensor: where another one arrives, an exception or another way through the model was between.
-        """
-        self.__dict__["handed"] = (what, weakref.ref(x))  # at every forward: without what `nn.Module` does for it
-
-    def take_over(self, x: Tensor) -> tuple[Gradient, str]:
-        """The gradient of a forward of `x`, and what it begins with; a ReLU is in the gradient alone."""
-        handed = self.handed
-        if handed is None or torch.compiler.is_compiling():
-            return self.GRADIENT, ""
-        self.__dict__["handed"] = None
-        what, tensor = handed
-        if tensor() is not x:
-            return self.GRADIENT, ""
-        if what == "relu":
-            return "relu_lsq" if self.GRADIENT == "lsq" else "relu_ste", ""
-        return self.GRADIENT, what
 
     @property
     def is_following(self) -> bool:
@@ -356,9 +334,6 @@ class Quantizer(nn.Module):
     def set_extra_state(self, state: Tensor) -> None:
         flags, _ = _read_extra_state(state)
         self.set_flags(flags)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"handed": None}
 
     def flags(self) -> list[bool]:
         return [self.use_quant, self.follows]
