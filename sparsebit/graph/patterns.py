@@ -125,6 +125,18 @@ def module_of(node: fx.Node, root: fx.GraphModule) -> nn.Module | None:
     return root.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
+def only_reader(node: fx.Node, root: fx.GraphModule) -> nn.Module | None:
+    """The module that alone reads `node`, as its first argument, and is called nowhere else."""
+    if len(node.users) != 1:
+        return None
+    (reader,) = node.users
+    module = module_of(reader, root)
+    if module is None or reader.args[:1] != (node,):
+        return None
+    calls = [other for other in root.graph.nodes if other.op == "call_module" and other.target == reader.target]
+    return module if len(calls) == 1 else None
+
+
 def is_type(node: fx.Node, types: tuple[OpType, ...], root: fx.GraphModule) -> bool:
     """Whether a node is one of `types`: a module class (exact or subclass), a function, a method's name."""
     if not types:

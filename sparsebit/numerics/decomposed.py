@@ -18,7 +18,6 @@ from sparsebit.numerics.qparams import SMALLEST_SCALE
 from sparsebit.numerics.spec import pad_groups
 
 ROW = 256  # elements and more for a first sum
-WIDEST_NORM = 1024  # a longer row has none in front of it, but an activation function
 
 
 @lru_cache(maxsize=1)
@@ -138,10 +137,4 @@ def _first_sums(terms: Tensor) -> Tensor:
     while order and size < ROW:
         dims.append(order.pop())
         size = size * terms.shape[dims[-1]]
-    if len(dims) == 1 and isinstance(size, int) and size > WIDEST_NORM:
-        # Kernels take rows of a power of two: others would be filled up with nothing.
-        even = size & -size
-        if ROW <= even < size:
-            terms = terms.unflatten(dims[0], (size // even, even))
-            return terms.sum(dims[0] + 1).flatten()
     return terms.sum(dims).flatten() if dims else terms.reshape(-1)

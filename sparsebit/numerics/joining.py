@@ -43,7 +43,7 @@ def _join_activation(graph: fx.Graph, node: fx.Node) -> None:
         return
     function = chain[-1]
     name = name_of(function.target, function.args[1:], function.kwargs)
-    if name is None or not _can_be_joined(function.all_input_nodes[0], [scale]):
+    if name is None or not _can_be_joined(function.all_input_nodes[0], [scale, zero_point]):
         return
     with graph.inserting_before(node):
         arguments = (function.all_input_nodes[0], scale, zero_point, qmin, qmax, gradient, name, tag)
@@ -72,10 +72,10 @@ def _join_parts(graph: fx.Graph, whole: fx.Node) -> None:
         return
     scales, zero_points = ([node.args[place] for node in quantizers] for place in (1, 2))
     grids = {node.args[3:8] for node in quantizers}  # axis, group size, ends, gradient
-    if len(grids) != 1 or not _can_be_joined(source, scales) or form_of(source.meta["example_value"], dim) is None:
+    if len(grids) != 1 or not _can_be_joined(source, [*scales, *zero_points]):
         return
     ((_, _, qmin, qmax, gradient),) = grids
-    if gradient not in ("ste", "lsq"):
+    if gradient not in ("ste", "lsq") or form_of(source.meta["example_value"], dim) is None:
         return
     order = list(graph.nodes)
     with graph.inserting_before(max(quantizers, key=order.index)):
@@ -109,12 +109,12 @@ def _quantizers_of(whole: fx.Node) -> list[fx.Node] | None:
     return [found[place] for place in range(num_parts)] if is_whole else None
 
 
-def _can_be_joined(source: fx.Node, scales: list[Any]) -> bool:
-    values = [node.meta.get("example_value") for node in (source, *scales)]
+def _can_be_joined(source: fx.Node, params: list[Any]) -> bool:
+    values = [node.meta.get("example_value") for node in (source, *params)]
     if not all(isinstance(value, Tensor) for value in values):
         return False
     x, *numbers = values
-    if any(number.numel() != 1 for number in numbers) or _is_written(source):
+    if any(number.numel() != 1 or number.device != x.device for number in numbers) or _is_written(source):
         return False
     return shows_kernels(x) and any(value.requires_grad for value in values)
 

@@ -33,7 +33,7 @@ class Kernels:
     """One device's implementation: `forward` as `plain.fake_quantize`, `backward` as `gradients.backward`.
 
     `fuses`: they do more in the same pass. The forward takes the type of the result and the name of an activation
-    function in front (`activations`), the backward that name and the tensor that the gradient of x is written to.
+    function in front (`activations`), the backward that name.
     """
 
     forward: Callable[..., Tensor]
@@ -127,19 +127,23 @@ def grid_of(spec: TensorSpec) -> Grid:
 
 
 def quantized(
-    x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, dtype: torch.dtype, tag: str, activation: str = ""
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    grid: Grid,
+    dtype: torch.dtype,
+    tag: str,
+    activation: str = "",
+    *,
+    watched: bool | None = None,
 ) -> Tensor:
-    """Below autograd: `x`, or the activation function of that name of it, on its grid, in the type `dtype`."""
-    if not is_watched(x, scale, zero_point):
-        return quantized_unwatched(x, scale, zero_point, grid, dtype, tag, activation)
-    value = ACTIVATIONS[activation].value(x) if activation else x
-    return _below_autograd(value, scale, zero_point, *grid, "ste", tag).to(dtype)
+    """Below autograd: `x`, or the activation function of that name of it, on its grid, in the type `dtype`.
 
-
-def quantized_unwatched(
-    x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, dtype: torch.dtype, tag: str, activation: str = ""
-) -> Tensor:
-    """`quantized` for whoever knows that nobody watches."""
+    `watched`: what `is_watched` says, for whoever has asked it.
+    """
+    if is_watched(x, scale, zero_point) if watched is None else watched:
+        value = ACTIVATIONS[activation].value(x) if activation else x
+        return _below_autograd(value, scale, zero_point, *grid, "ste", tag).to(dtype)
     kernels = _kernels(x)
     if activation and not kernels.fuses:
         x, activation = ACTIVATIONS[activation].value(x), ""
@@ -161,41 +165,19 @@ def gradients_of(
     gradient: str,
     needs: tuple[bool, ...],
     activation: str = "",
-    out: Tensor | None = None,
-) -> tuple[Tensor | None, ...]:
-    """Below autograd: what `grad` gives to x, scale and zero point, where it is needed and learned.
-
-    `activation`: as in `quantized`. `out`: where the gradient of x goes; in the form of x.
-    """
-    if not is_watched(grad, x, scale):
-        return gradients_unwatched(grad, x, scale, zero_point, grid, gradient, needs, activation, out)
-    rest = (*grid, gradient, *_learned(gradient, needs))
-    return around(_as_operator, grad, x, scale, zero_point, rest, activation, out)
-
-
-def gradients_unwatched(
-    grad: Tensor,
-    x: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    grid: Grid,
-    gradient: str,
-    needs: tuple[bool, ...],
-    activation: str = "",
-    out: Tensor | None = None,
-) -> tuple[Tensor | None, ...]:
-    """`gradients_of` for whoever knows that nobody watches."""
-    rest = (*grid, gradient, *_learned(gradient, needs))
+    *,
+    watched: bool | None = None,
+) -> Found:
+    """Below autograd: what `grad` gives to x, scale and zero point, where it is needed and learned; as `quantized`."""
+    if gradient not in LEARNING:
+        needs = (needs[0], False, False)
+    rest = (*grid, gradient, *needs)
+    if is_watched(grad, x, scale) if watched is None else watched:
+        return around(_as_operator, grad, x, scale, zero_point, rest, activation)
     kernels = _kernels(x)
-    if not activation and out is None:
-        return kernels.backward(grad, x, scale, zero_point, *rest)
     if kernels.fuses:
-        return kernels.backward(grad, x, scale, zero_point, *rest, activation, out)
-    return around(kernels.backward, grad, x, scale, zero_point, rest, activation, out)
-
-
-def _learned(gradient: str, needs: tuple[bool, ...]) -> tuple[bool, ...]:
-    return needs if gradient in LEARNING else (needs[0], False, False)
+        return kernels.backward(grad, x, scale, zero_point, *rest, activation)
+    return around(kernels.backward, grad, x, scale, zero_point, rest, activation)
 
 
 def fuses(x: Tensor) -> bool:
@@ -211,16 +193,13 @@ def around(
     zero_point: Tensor,
     rest: tuple[Any, ...],
     activation: str,
-    out: Tensor | None,
 ) -> Found:
-    """A backward that does nothing else, with what `Kernels.fuses` names in passes of its own."""
-    value = ACTIVATIONS[activation].value(x) if activation else x
-    grad_x, by_scale, by_zero_point = backward(grad, value, scale, zero_point, *rest)
-    if grad_x is not None and activation:
-        grad_x = ACTIVATIONS[activation].gradient(grad_x, x)
-    if grad_x is not None and out is not None:
-        grad_x = out.copy_(grad_x)
-    return grad_x, by_scale, by_zero_point
+    """A backward of fake-quant alone, with that of an activation function in front in a pass of its own."""
+    if not activation:
+        return backward(grad, x, scale, zero_point, *rest)
+    function = ACTIVATIONS[activation]
+    grad_x, by_scale, by_zero_point = backward(grad, function.value(x), scale, zero_point, *rest)
+    return None if grad_x is None else function.gradient(grad_x, x), by_scale, by_zero_point
 
 
 def _as_operator(*arguments: Any) -> Found:

@@ -18,7 +18,7 @@ from sparsebit.numerics.compilation import show_kernels
 from sparsebit.numerics.gradients import LEARNING
 from sparsebit.numerics.memory import is_dense
 
-Found: TypeAlias = list[Tensor | None]  # gradients of x, of the scales, of the zero points
+Gradients: TypeAlias = list[Tensor | None]  # of x, of the scales, of the zero points
 
 
 class Parts(NamedTuple):
@@ -108,7 +108,7 @@ def _backward(
     needs: Sequence[bool],
     *,
     in_graph: bool = False,
-) -> Found:
+) -> Gradients:
     """`needs`: of x, each scale, each zero point."""
     dim, qmin, qmax, gradient, _ = parts
     pieces, form = x.unbind(dim), form_of(x, dim)
@@ -123,18 +123,17 @@ def _backward(
         for learned, total, params in zip((by_scale, by_zero_point), sums, (scales, zero_points), strict=True):
             found += _totals(total, learned, params, in_graph=in_graph)
         return found
-    grad_x = torch.empty_like(x) if needs_x else None
-    places = [None] * len(grads) if grad_x is None else grad_x.unbind(dim)
-    grid = (None, 0, qmin, qmax)
-    each = zip(grads, pieces, scales, zero_points, by_scale, by_zero_point, places, strict=True)
+    each = zip(grads, pieces, scales, zero_points, by_scale, by_zero_point, strict=True)
     by_part = [
-        operator.gradients_of(grad, piece, s, z, grid, gradient, (needs_x, *learned), out=place)
-        for grad, piece, s, z, *learned, place in each
+        operator.gradients_of(grad, piece, s, z, (None, 0, qmin, qmax), gradient, (needs_x, *learned))
+        for grad, piece, s, z, *learned in each
     ]
-    return [grad_x, *(found[1] for found in by_part), *(found[2] for found in by_part)]
+    by_x, *by_numbers = (list(found) for found in zip(*by_part, strict=True))
+    grad_x = torch.empty_like(x).copy_(torch.stack(by_x, dim)) if needs_x else None
+    return [grad_x, *by_numbers[0], *by_numbers[1]]
 
 
-def _totals(sums: Tensor | None, needs: Sequence[bool], params: Sequence[Tensor], *, in_graph: bool) -> Found:
+def _totals(sums: Tensor | None, needs: Sequence[bool], params: Sequence[Tensor], *, in_graph: bool) -> Gradients:
     """A row of sums for each parameter, added up; in a graph one by one, so that all of a model's are found there."""
     if sums is None:
         return [None] * len(params)
@@ -147,7 +146,7 @@ def _halves(both: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
     return both[: len(both) // 2], both[len(both) // 2 :]
 
 
-# --- the same for a compiled graph (`joined`): on a GPU a compiler sees the kernels, elsewhere nothing
+# --- the same for a compiled graph (`joining`): on a GPU a compiler sees the kernels, elsewhere nothing
 
 _LIBRARY: Any = torch.library.Library("sparsebit", "FRAGMENT")
 _ARGUMENTS = "Tensor x, Tensor[] scales, Tensor[] zero_points, int dim, int qmin, int qmax, str gradient, str tags"

@@ -14,7 +14,7 @@ read where they are, other tensors with gaps are copied first. What a tile canno
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, reduce
 from math import prod
 from operator import or_
@@ -27,6 +27,7 @@ from torch import Tensor
 from sparsebit.numerics.activations import ACTIVATIONS
 from sparsebit.numerics.compilation import KERNEL_DTYPES
 from sparsebit.numerics.gradients import lsq_factor
+from sparsebit.numerics.memory import is_dense
 from sparsebit.numerics.operator import PLAIN, Kernels, around
 from sparsebit.numerics.qparams import check_num_params
 from sparsebit.numerics.spec import PerChannel, PerGroup
@@ -75,7 +76,7 @@ HALF = Cuts(
 )
 # With an activation function in front, which is arithmetic.
 ACTIVATED = Cuts(Cut(2048, 2), Cut(2048, 4, 1 << 13, stages=3, fewest=1 << 11), *HALF[2:])
-MOST_SUMS = 1 << 15
+MOST_SUMS = 1 << 15  # programs, of any cut
 WIDEST = 256  # columns of a tile
 
 
@@ -124,16 +125,14 @@ class Launch:
 class Tiles:
     """One form of tensor, cut for both kernels.
 
-    `backward_into`: the gradient has the gaps that x has. `sums_shape`: of what the backward's programs find for each
-    of several parameters; one they add up themselves. `dense_stride`: of a copy of x, where x has gaps.
+    `sums_shape`: of what the backward's programs find for each of several parameters; one they add up themselves.
     """
 
     forward: Launch
     backward: Launch
-    backward_into: Launch
     sums_shape: tuple[int, int] | None
     by_columns: bool = False
-    dense_stride: tuple[int, ...] | None = None
+    has_gaps: bool = False
 
 
 def _columns(cuts: Cuts, num_rows: int, num_params: int) -> Tiles:
@@ -143,13 +142,13 @@ def _columns(cuts: Cuts, num_rows: int, num_params: int) -> Tiles:
         width = min(triton.next_power_of_2(num_params), WIDEST)
         rows, column_tiles = cut.tile // width, triton.cdiv(num_params, width)
         row_tiles = triton.cdiv(num_rows, rows)
-        splits = _splits(row_tiles, column_tiles, cut)
+        splits = num_splits(row_tiles, column_tiles, cut)
         sizes = (num_rows, num_params, column_tiles, row_tiles, splits)
         return Launch(kernel, splits * column_tiles, sizes, (rows, width, cut.stages), cut.warps), splits
 
     backward, splits = launch(backward_columns, cuts.columns_backward)
     forward, _ = launch(forward_columns, cuts.columns_forward)
-    return Tiles(forward, backward, backward, sums_shape=(splits, num_params), by_columns=True)
+    return Tiles(forward, backward, sums_shape=(splits, num_params), by_columns=True)
 
 
 def _rows(cuts: Cuts, outer: int, inner: int, num_params: int, pitch: int | None = None) -> Tiles:
@@ -166,19 +165,15 @@ def _rows(cuts: Cuts, outer: int, inner: int, num_params: int, pitch: int | None
     forward = Launch(forward_rows, num_tiles, sizes, (rows, width), cuts.rows_forward.warps)
     cut = cuts.rows_backward
     rows, width, inner_tiles, num_tiles = tiled(cut, outer)
-    splits = _splits(num_tiles, num_params, cut)
+    splits = num_splits(num_tiles, num_params, cut)
     constants = (rows, width, cut.stages, triton.next_power_of_2(splits) if num_params == 1 else 0)
-    more_sizes = (num_params, inner_tiles, num_tiles, splits)
-
-    def launch(grad_x_pitch: int) -> Launch:
-        sizes = (outer, inner, step, grad_x_pitch, *more_sizes)
-        return Launch(backward_rows, splits * num_params, sizes, constants, cut.warps)
-
+    more_sizes = (outer, inner, step, num_params, inner_tiles, num_tiles, splits)
+    backward = Launch(backward_rows, splits * num_params, more_sizes, constants, cut.warps)
     sums_shape = None if num_params == 1 else (num_params, splits)
-    return Tiles(forward, launch(inner), launch(step), sums_shape)
+    return Tiles(forward, backward, sums_shape, has_gaps=pitch is not None)
 
 
-def _splits(num_tiles: int, num_groups: int, cut: Cut) -> int:
+def num_splits(num_tiles: int, num_groups: int, cut: Cut) -> int:
     """Programs for each of `num_groups` columns or reductions over `num_tiles`."""
     wanted = max(cut.fewest // num_groups, num_tiles // TILES_EACH)
     return max(1, min(num_tiles, cut.programs // num_groups, wanted))
@@ -202,8 +197,7 @@ def _tiles(
     runs = _runs(shape, stride)
     if num_params == 1 and len(runs) == 2 and runs[1][0] == 1 and runs[0][0] > runs[1][1]:
         (pitch, num_rows), (_, inner) = runs
-        copy = torch.empty_like(torch.empty_strided(shape, stride, device="meta"))
-        return replace(_rows(cuts, num_rows, inner, 1, pitch), dense_stride=copy.stride())
+        return _rows(cuts, num_rows, inner, 1, pitch)
     if len(runs) > 1 or (runs and runs[0][0] != 1):
         return None
     if num_params == 1:
@@ -261,7 +255,7 @@ def _plan(
         return x, None
     rest = (axis, group_size, scale.numel(), activation != "")
     tiles = _tiles(x.itemsize, x.shape, x.stride(), *rest)
-    if tiles is None and _runs(x.shape, x.stride()) not in ([], [(1, x.numel())]):
+    if tiles is None and not is_dense(x):
         x = torch.empty_like(x).copy_(x)
         tiles = _tiles(x.itemsize, x.shape, x.stride(), *rest)
     return x, tiles
@@ -309,26 +303,20 @@ def backward(
     needs_scale: bool,
     needs_zero_point: bool,
     activation: str = "",
-    out: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """As `gradients.backward`, of an activation function of `x`; the gradient of x is written to `out` if there is one.
-
-    That has the form of `x`, gaps and all.
-    """
+    """As `gradients.backward`, of an activation function of `x`."""
     scale, zero_point = scale.contiguous(), zero_point.contiguous()
-    given = x
     x, tiles = _plan(x, scale, zero_point, axis, group_size, qmin, qmax, activation)
-    has_other_form = out is not None and (x is not given or out.stride() != x.stride())
-    if tiles is None or has_other_form or (activation and tiles.by_columns):
+    if tiles is None or (activation and tiles.by_columns):
         rest = (axis, group_size, qmin, qmax, gradient, needs_x, needs_scale, needs_zero_point)
-        return around(PLAIN.backward if tiles is None else backward, grad, x, scale, zero_point, rest, activation, out)
-    grad_x = out if out is not None else torch.empty_like(x) if needs_x else None
-    if grad.stride() != (tiles.dense_stride or x.stride()):
+        return around(PLAIN.backward if tiles is None else backward, grad, x, scale, zero_point, rest, activation)
+    grad_x = torch.empty_like(x) if needs_x else None
+    strides = x.stride() if grad_x is None else grad_x.stride()
+    if grad.stride() != strides or (grad_x is None and tiles.has_gaps):
         grad = torch.empty_like(x, dtype=grad.dtype).copy_(grad)
     numbers = (float(qmin), float(qmax), 1.0 if gradient == "pact" else lsq_factor(x.numel(), scale.numel(), qmax))
     kind = (gradient == "pact", gradient.startswith("relu_"))
     flags = (*kind, *(() if tiles.by_columns else (_number(activation),)), needs_x, needs_scale, needs_zero_point)
-    launch = tiles.backward if out is None else tiles.backward_into
     inputs = (grad, x, scale, zero_point, x if grad_x is None else grad_x)
     shape = tiles.sums_shape
     if shape is None:  # one parameter: its sums are added up by the last program
@@ -336,12 +324,12 @@ def backward(
         grad_zero_point = torch.empty_like(zero_point) if needs_zero_point else None
         totals = (x if grad_scale is None else grad_scale, x if grad_zero_point is None else grad_zero_point)
         scratch = _Scratch.of(x)
-        launch((*inputs, *scratch.sums, *totals, scratch.counter), numbers, flags)
+        tiles.backward((*inputs, *scratch.sums, *totals, scratch.counter), numbers, flags)
         return grad_x, grad_scale, grad_zero_point
     by_scale = x.new_empty(shape, dtype=torch.float32) if needs_scale else None
     by_zero_point = x.new_empty(shape, dtype=torch.float32) if needs_zero_point else None
     sums = (x if by_scale is None else by_scale, x if by_zero_point is None else by_zero_point)
-    launch((*inputs, *sums) if tiles.by_columns else (*inputs, *sums, x, x, x), numbers, flags)
+    tiles.backward((*inputs, *sums) if tiles.by_columns else (*inputs, *sums, x, x, x), numbers, flags)
     return grad_x, _total(by_scale, scale, tiles), _total(by_zero_point, zero_point, tiles)
 
 
@@ -350,6 +338,17 @@ def _total(sums: Tensor | None, param: Tensor, tiles: Tiles) -> Tensor | None:
     if sums is None:
         return None
     return sums.sum(0 if tiles.by_columns else 1).reshape(param.shape).to(param.dtype)
+
+
+def factors(size: int, qmax: int) -> tuple[float, float | None]:
+    """LSQ's factor as a kernel takes it, and what its sums are still to be multiplied with: it takes no symbols."""
+    factor = lsq_factor(size, 1, qmax)
+    return (factor, None) if isinstance(factor, float) else (1.0, factor)
+
+
+def ceil_div(size: int, by: int) -> int:
+    """Of symbols too."""
+    return -(-size // by)
 
 
 def fake_quantize_in_graph(
@@ -361,7 +360,7 @@ def fake_quantize_in_graph(
     """
     cut = ACTIVATED.rows_forward
     size, y = x.numel(), torch.empty_like(x)
-    tiles = -(-size // cut.tile)
+    tiles = ceil_div(size, cut.tile)
     launch = Launch(forward_rows, tiles, (1, size, size, 1, tiles), (1, cut.tile), cut.warps)
     launch.in_graph((x, scale, zero_point, y), (float(qmin), float(qmax)), (_number(activation),))
     return y
@@ -375,21 +374,20 @@ def backward_in_graph(
     size = x.numel()
     if grad.stride() != x.stride():
         grad = torch.empty_like(x, dtype=grad.dtype).copy_(grad)
-    tiles = -(-size // cut.tile)
-    splits = _splits(tiles, 1, cut)
-    sizes = (1, size, size, size, 1, tiles, tiles, splits)
+    tiles = ceil_div(size, cut.tile)
+    splits = num_splits(tiles, 1, cut)
+    sizes = (1, size, size, 1, tiles, tiles, splits)
     launch = Launch(backward_rows, splits, sizes, (1, cut.tile, cut.stages, 0), cut.warps)
     outputs = [torch.empty_like(x), *(x.new_empty(splits, dtype=torch.float32) for _ in range(2))]
     written = [output if needed else x for output, needed in zip(outputs, needs, strict=True)]
-    factor = lsq_factor(size, 1, qmax)
-    is_known = isinstance(factor, float)  # else a symbol, which a kernel does not take
-    numbers = (float(qmin), float(qmax), factor if is_known else 1.0)
+    inside, outside = factors(size, qmax)
+    numbers = (float(qmin), float(qmax), inside)
     flags = (False, False, _number(activation), *needs)
     launch.in_graph((grad, x, scale, zero_point, *written, x, x, x), numbers, flags)
     found = [outputs[0]] if needs[0] else []
     for sums, param, needed in zip(outputs[1:], (scale, zero_point), needs[1:], strict=True):
         if needed:
-            total = (sums if is_known else sums * factor).sum()
+            total = (sums if outside is None else sums * outside).sum()
             found.append(total.reshape(param.shape).to(param.dtype))
     return found
 

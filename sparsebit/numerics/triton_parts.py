@@ -10,8 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from sparsebit.numerics.gradients import lsq_factor
-from sparsebit.numerics.triton_kernels import Cut, Launch
+from sparsebit.numerics.triton_kernels import Cut, Launch, ceil_div, factors, num_splits
 from sparsebit.numerics.triton_programs import backward_parts, forward_parts
 
 MOST_PARTS = 3
@@ -21,7 +20,7 @@ BACKWARD = Cut(2048, 4, 1 << 12, stages=3)
 
 def forward_launch(num_parts: int, num_rows: int, inner: int) -> Launch:
     rows, width, inner_tiles = _tiled(FORWARD, inner)
-    num_tiles = _ceil(num_rows, rows) * inner_tiles
+    num_tiles = ceil_div(num_rows, rows) * inner_tiles
     sizes = (num_rows, inner, inner_tiles)
     return Launch(forward_parts, num_tiles * num_parts, sizes, (num_parts, rows, width), FORWARD.warps)
 
@@ -29,8 +28,8 @@ def forward_launch(num_parts: int, num_rows: int, inner: int) -> Launch:
 def backward_launch(num_parts: int, num_rows: int, inner: int) -> tuple[Launch, int]:
     """With the number of sums for each part."""
     rows, width, inner_tiles = _tiled(BACKWARD, inner)
-    num_tiles = _ceil(num_rows, rows) * inner_tiles
-    splits = max(1, min(num_tiles, BACKWARD.programs // num_parts))
+    num_tiles = ceil_div(num_rows, rows) * inner_tiles
+    splits = num_splits(num_tiles, num_parts, BACKWARD)
     sizes = (num_rows, inner, inner_tiles, num_tiles, splits)
     constants = (num_parts, rows, width, BACKWARD.stages)
     return Launch(backward_parts, splits * num_parts, sizes, constants, BACKWARD.warps), splits
@@ -44,11 +43,7 @@ _known_backward = lru_cache(maxsize=1024)(backward_launch)
 def _tiled(cut: Cut, inner: int) -> tuple[int, int, int]:
     """Rows and columns of a tile, and how many lie beside each other."""
     width = min(triton.next_power_of_2(inner), cut.tile)
-    return cut.tile // width, width, _ceil(inner, width)
-
-
-def _ceil(size: int, by: int) -> int:
-    return -(-size // by)
+    return cut.tile // width, width, ceil_div(inner, width)
 
 
 def forward(
@@ -90,11 +85,10 @@ def backward(
     sums = [x.new_empty((len(dense), splits), dtype=torch.float32) if needed else None for needed in needs[1:]]
     outputs = [x if tensor is None else tensor for tensor in (grad_x, *sums)]
     tensors = (*_three(dense), x, *_three(scales), *_three(zero_points), *outputs)
-    factor = lsq_factor(form[0] * form[1], 1, qmax)
-    is_known = isinstance(factor, float)  # else a symbol, which a kernel does not take
-    numbers = (float(qmin), float(qmax), factor if is_known else 1.0)
+    inside, outside = factors(form[0] * form[1], qmax)
+    numbers = (float(qmin), float(qmax), inside)
     (launch.in_graph if in_graph else launch)(tensors, numbers, needs)
-    by_scale, by_zero_point = (found if found is None or is_known else found * factor for found in sums)
+    by_scale, by_zero_point = (found if found is None or outside is None else found * outside for found in sums)
     return grad_x, by_scale, by_zero_point
 
 

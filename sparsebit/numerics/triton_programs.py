@@ -141,7 +141,7 @@ def forward_columns(
 def backward_rows(
     grad_ptr, x_ptr, scale_ptr, zero_point_ptr, grad_x_ptr,
     by_scale_ptr, by_zero_point_ptr, grad_scale_ptr, grad_zero_point_ptr, counter_ptr,
-    qmin, qmax, factor, outer, inner, pitch, grad_x_pitch, num_params, inner_tiles, num_tiles, num_splits,
+    qmin, qmax, factor, outer, inner, pitch, num_params, inner_tiles, num_tiles, num_splits,
     PACT: tl.constexpr, RELU: tl.constexpr, ACTIVATION: tl.constexpr,
     NEEDS_X: tl.constexpr, NEEDS_SCALE: tl.constexpr, NEEDS_ZERO_POINT: tl.constexpr,
     ROWS: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
@@ -159,9 +159,10 @@ def backward_rows(
         row = (tile // inner_tiles) * ROWS + tl.arange(0, ROWS)
         column = (tile % inner_tiles).to(tl.int64) * INNER + tl.arange(0, INNER)
         number = (row.to(tl.int64) * num_params + param)[:, None]
+        offset = number * inner + column[None, :]
         mask = (row < outer)[:, None] & (column < inner)[None, :]
         x = tl.load(x_ptr + number * pitch + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        grad = tl.load(grad_ptr + number * inner + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         slope = x
         if ACTIVATION:
             x, slope = _activated(x, ACTIVATION)
@@ -170,7 +171,6 @@ def backward_rows(
         if NEEDS_X:
             if ACTIVATION:
                 grad_x *= slope
-            offset = number * grad_x_pitch + column[None, :]
             tl.store(grad_x_ptr + offset, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
         if NEEDS_SCALE:
             by_scale += more_by_scale

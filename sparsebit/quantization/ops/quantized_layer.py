@@ -91,7 +91,7 @@ class _QuantizedLayer(torch.autograd.Function):
         ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan
     ) -> Tensor:
         how = (plan.grid, plan.dtype, plan.tag, plan.activation)
-        quantized = operator.quantized_unwatched(x, scale, zero_point, *how)
+        quantized = operator.quantized(x, scale, zero_point, *how, watched=False)
         is_kept = quantized.nbytes < plan.kept_below and plan.layer.reads_input(ctx.needs_input_grad[3])
         ctx.save_for_backward(x, scale, zero_point, weight, quantized if is_kept else None)
         ctx.plan = plan
@@ -106,17 +106,16 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, scale, zero_point, weight, quantized = ctx.saved_tensors
     plan: _Plan = ctx.plan
     *needs, needs_weight, needs_bias, _ = ctx.needs_input_grad
-    is_watched = operator.is_watched(grad, x, scale)
+    watched = operator.is_watched(grad, x, scale)
     if quantized is None and plan.layer.reads_input(needs_weight):
-        compute = operator.quantized if is_watched else operator.quantized_unwatched
-        quantized = compute(x, scale, zero_point, plan.grid, plan.dtype, plan.tag, plan.activation)
+        recipe = (plan.grid, plan.dtype, plan.tag, plan.activation)
+        quantized = operator.quantized(x, scale, zero_point, *recipe, watched=watched)
     wanted = (any(needs), needs_weight, needs_bias)
     by_input, by_weight, by_bias = plan.layer.backward(grad, quantized, weight, wanted)
     found: tuple[Tensor | None, ...] = (None, None, None)
     if by_input is not None:
-        differentiate = operator.gradients_of if is_watched else operator.gradients_unwatched
         how = (plan.grid, plan.gradient, tuple(needs), plan.activation)
-        found = differentiate(by_input, x, scale, zero_point, *how)
+        found = operator.gradients_of(by_input, x, scale, zero_point, *how, watched=watched)
     return (*found, by_weight, by_bias, None)
 
 

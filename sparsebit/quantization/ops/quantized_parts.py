@@ -57,7 +57,8 @@ class QuantizedParts(nn.Module):
         scales, zero_points = zip(*(quantizer.operands() for quantizer in quantizers), strict=True)
         numbers = (*scales, *zero_points)
         learned = quantizers[0].GRADIENT in LEARNING and any(number.requires_grad for number in numbers)
-        if not (x.requires_grad or learned) or any(number.numel() != 1 for number in numbers):
+        are_single = all(number.numel() == 1 and number.device == x.device for number in numbers)
+        if not are_single or not (x.requires_grad or learned):
             return None
         if any(operator.is_watched(x, *both) for both in zip(scales, zero_points, strict=True)):
             return None

@@ -14,12 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from sparsebit.graph.capture import Captured
-from sparsebit.graph.patterns import module_of
+from sparsebit.graph.patterns import module_of, only_reader
 from sparsebit.numerics import operator
 from sparsebit.numerics.activations import name_of
 from sparsebit.quantization.ops.cheap import CheapFunction
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
-from sparsebit.quantization.passes.defer_relus import only_reader
 from sparsebit.quantization.quantizers.recognition import is_hooked, is_operator_alone, is_replica
 from sparsebit.quantization.saved_activations import note_cheap
 

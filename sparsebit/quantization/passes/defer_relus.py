@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from sparsebit.graph.capture import Captured
-from sparsebit.graph.patterns import module_of
+from sparsebit.graph.patterns import module_of, only_reader
 from sparsebit.quantization.ops.quant_opr import QIdentity, QuantOpr
 from sparsebit.quantization.ops.recipes import relu
 from sparsebit.quantization.quantizers.base import Quantizer
@@ -88,18 +88,6 @@ def _only_reader(node: fx.Node, root: fx.GraphModule) -> QuantOpr | QIdentity | 
         return None
     quantizer = module.input_quantizer
     return module if type(quantizer) in (LSQ, Uniform) and quantizer.spec.qmin == 0 else None
-
-
-def only_reader(node: fx.Node, root: fx.GraphModule) -> nn.Module | None:
-    """The module that alone reads `node`, as its first argument, and is called nowhere else."""
-    if len(node.users) != 1:
-        return None
-    (reader,) = node.users
-    module = module_of(reader, root)
-    if module is None or reader.args[:1] != (node,):
-        return None
-    calls = [other for other in root.graph.nodes if other.op == "call_module" and other.target == reader.target]
-    return module if len(calls) == 1 else None
 
 
 def _begins_at_zero(quantizer: Quantizer) -> bool:

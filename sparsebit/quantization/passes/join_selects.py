@@ -14,9 +14,9 @@ from torch import fx
 
 from sparsebit.graph.aliasing import written_later
 from sparsebit.graph.capture import Captured
+from sparsebit.graph.patterns import only_reader
 from sparsebit.quantization.ops.quant_opr import QIdentity
 from sparsebit.quantization.ops.quantized_parts import QuantizedParts, parts
-from sparsebit.quantization.passes.defer_relus import only_reader
 
 
 def join_selects(captured: Captured) -> None:
