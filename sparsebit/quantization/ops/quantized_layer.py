@@ -84,14 +84,17 @@ class _Plan(NamedTuple):
     kept_below: float
     tag: str
 
+    @property
+    def rounding(self) -> tuple[Grid, torch.dtype, str, str]:
+        return self.grid, self.dtype, self.tag, self.activation
+
 
 class _QuantizedLayer(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan
     ) -> Tensor:
-        how = (plan.grid, plan.dtype, plan.tag, plan.activation)
-        quantized = operator.quantized(x, scale, zero_point, *how, watched=False)
+        quantized = operator.quantized(x, scale, zero_point, *plan.rounding, watched=False)
         is_kept = quantized.nbytes < plan.kept_below and plan.layer.reads_input(ctx.needs_input_grad[3])
         ctx.save_for_backward(x, scale, zero_point, weight, quantized if is_kept else None)
         ctx.plan = plan
@@ -108,8 +111,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     *needs, needs_weight, needs_bias, _ = ctx.needs_input_grad
     watched = operator.is_watched(grad, x, scale)
     if quantized is None and plan.layer.reads_input(needs_weight):
-        recipe = (plan.grid, plan.dtype, plan.tag, plan.activation)
-        quantized = operator.quantized(x, scale, zero_point, *recipe, watched=watched)
+        quantized = operator.quantized(x, scale, zero_point, *plan.rounding, watched=watched)
     wanted = (any(needs), needs_weight, needs_bias)
     by_input, by_weight, by_bias = plan.layer.backward(grad, quantized, weight, wanted)
     found: tuple[Tensor | None, ...] = (None, None, None)
