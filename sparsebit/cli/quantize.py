@@ -63,7 +63,7 @@ def quantize(
         from sparsebit.cli.data import DataOptions
         from sparsebit.cli.exporting import FileOptions, check_names, checked_file, export
         from sparsebit.cli.size import weight_size
-        from sparsebit.cli.writing import checked_target, replacing_folder
+        from sparsebit.cli.writing import checked_target
 
         written = FileOptions(opset, dynamic_batch, input_names, output_names, extra_info, no_check)
         if where.file is None and written.given():
@@ -80,8 +80,7 @@ def quantize(
         sqnr = subject.trial.sqnr_db(done.qmodel, qconfig.DEVICE)
         coverage, weight = done.qmodel.coverage, weight_size(done.qmodel)
         if folder is not None:  # first: it is of use even if the file then fails
-            with replacing_folder(folder) as beside:
-                done.qmodel.save(beside)
+            done.qmodel.save(folder)
         exported = None
         if file is not None:
             out.remark(f"writing {where.file}" + ("" if no_check else " and running it beside the simulation"))

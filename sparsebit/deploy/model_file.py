@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparsebit.errors import DeploymentError
+from sparsebit.folders import flush, staging_folder
 from sparsebit.interrupts import deaf_to_interrupts
 
 if TYPE_CHECKING:
@@ -38,12 +37,13 @@ def checked_path(name: str | os.PathLike[str]) -> Path:
 def staged(target: Path) -> Iterator[Path]:
     """A path in a hidden folder beside `target` to write to; what lies there at the end takes the target's place.
 
-    After an exception (or a kill) the target is as it was.
+    After an exception (or a kill) the target is as it was; what a killed run has left is removed by the next.
     """
     target = target.resolve()  # what a link points to is replaced, not the link
-    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
+    with staging_folder(target) as folder:
         yield folder / target.name
+        for path in folder.iterdir():
+            flush(path)
         with deaf_to_interrupts():
             stale = data_files(target) if target.exists() else set()
             fresh = [path for path in folder.iterdir() if path.name != target.name]
@@ -52,9 +52,7 @@ def staged(target: Path) -> Iterator[Path]:
             os.replace(folder / target.name, target)
             for path in stale - {target.parent / path.name for path in fresh}:
                 path.unlink(missing_ok=True)
-    finally:
-        with deaf_to_interrupts():
-            shutil.rmtree(folder, ignore_errors=True)
+            flush(target.parent)
 
 
 def write(model: ir.Model, path: Path, *, largest_single_file: int = LARGEST_SINGLE_FILE) -> None:

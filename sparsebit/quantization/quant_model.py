@@ -19,7 +19,7 @@ from sparsebit.deploy.parity import Parity, Tolerance
 from sparsebit.deploy.ports import DynamicAxes
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.deploy.sessions import require_runtime
-from sparsebit.errors import CalibrationError, CaptureError, CheckpointError, ConfigError
+from sparsebit.errors import CalibrationError, CaptureError, CheckpointError, ConfigError, SparsebitError
 from sparsebit.execution.batches import Call, as_call, calls
 from sparsebit.execution.distributed import gather_shards, once
 from sparsebit.execution.value_store import MIB
@@ -211,7 +211,8 @@ class QuantModel(TrainableModel):
     # --- keeping
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write a self-describing folder (safetensors + JSON).
+        """Write a self-describing folder (safetensors + JSON), as a whole: a process that reads it meanwhile, or finds
+        it after a kill, sees the older saving or this one.
 
         With several processes rank 0 writes, and the others return when it has. Call it on all of them, or on rank 0
         alone; on all where the parameters are sharded, as they are gathered.
@@ -238,11 +239,13 @@ class QuantModel(TrainableModel):
         )
         try:
             return cls._revived(model, description, example, tensors)
-        except RuntimeError as error:
+        except SparsebitError:
+            raise
+        except Exception as error:  # whatever torch and the model's own code raise when the tensors do not fit
             raise CheckpointError(
                 f"{folder} was saved from another model than the {type(model).__name__} given, or needs the "
                 f"example_inputs that it was built with:\n{error}"
-            ) from None
+            ) from error
 
     def _description(self) -> dict[str, Any]:
         """What makes this model again, besides the float model and the tensors; goes to JSON."""

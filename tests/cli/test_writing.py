@@ -8,64 +8,17 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
-import sparsebit
-from sparsebit.cli.writing import OWN_FILES, checked_target, replace_text, replacing_folder
+from sparsebit.cli.writing import checked_target, replace_text
 from sparsebit.deploy.model_file import staged
 from sparsebit.errors import CheckpointError
 
 
 def old_result(folder: Path) -> Path:
     folder.mkdir()
-    for name in OWN_FILES:
+    for name in ("model.safetensors", "sparsebit.json"):
         (folder / name).write_text("old")
     return folder
-
-
-def test_own_files_are_what_is_saved(tmp_path: Path) -> None:
-    qmodel = sparsebit.quantize(nn.Linear(4, 4).eval(), torch.randn(4, 4), "virtual")
-    assert set(os.listdir(qmodel.save(tmp_path / "saved"))) == OWN_FILES
-
-
-class TestReplacingFolder:
-    def test_makes_a_new_one_with_the_folders_above(self, tmp_path: Path) -> None:
-        target = tmp_path / "a" / "b"
-        with replacing_folder(target) as folder:
-            (folder / "file").write_text("new")
-            assert not target.exists()
-        assert (target / "file").read_text() == "new" and os.listdir(target.parent) == ["b"]
-
-    def test_replaces_an_old_one_whole(self, tmp_path: Path) -> None:
-        target = old_result(tmp_path / "saved")
-        with replacing_folder(target) as folder:
-            (folder / "file").write_text("new")
-        assert os.listdir(target) == ["file"] and os.listdir(tmp_path) == ["saved"]
-
-    @pytest.mark.parametrize("fault", [KeyboardInterrupt, OSError], ids=["Ctrl-C", "disk full"])
-    def test_fault_leaves_the_old_one_and_nothing_else(self, tmp_path: Path, fault: type[BaseException]) -> None:
-        target = old_result(tmp_path / "saved")
-        with pytest.raises(fault), replacing_folder(target) as folder:  # noqa: PT012
-            (folder / "model.safetensors").write_text("half")
-            raise fault
-        assert set(os.listdir(target)) == OWN_FILES and os.listdir(tmp_path) == ["saved"]
-        assert (target / "model.safetensors").read_text() == "old"
-
-    def test_fault_of_the_swap_puts_the_old_one_back(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        target = old_result(tmp_path / "saved")
-        rename, calls = os.rename, []
-
-        def second_fails(source: Path, place: Path) -> None:
-            calls.append(place)
-            if len(calls) == 2:
-                raise OSError
-            rename(source, place)
-
-        monkeypatch.setattr(os, "rename", second_fails)
-        with pytest.raises(OSError), replacing_folder(target):  # noqa: PT011
-            pass
-        assert set(os.listdir(target)) == OWN_FILES and os.listdir(tmp_path) == ["saved"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

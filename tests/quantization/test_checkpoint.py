@@ -1,8 +1,15 @@
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
+import random
 import shutil
+import signal
+import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from sparsebit.errors import CheckpointError
+from sparsebit.errors import CheckpointError, SparsebitError
+from sparsebit.folders import exchange
 from sparsebit.quantization import QuantModel, checkpoint
 from tests.quantization.tiny import Opaque, Residual, TwoLayers, calibrated, qconfig, run, site, sites
 
@@ -206,9 +214,9 @@ class TestFaults:
             ('{"format": "other"}', "is not a sparsebit checkpoint"),
             (
                 '{"format": "sparsebit-quantized", "version": 99}',
-                "has format version 99; this sparsebit reads version 1",
+                "has format version 99; this sparsebit reads versions 1 and 2",
             ),
-            ('{"format": "sparsebit-quantized", "version": 1}', "is damaged .*config.* missing"),
+            ('{"format": "sparsebit-quantized", "version": 1}', "is damaged .*config: field required"),
         ],
     )
     def test_a_foreign_or_damaged_manifest(self, folder: Path, text: str, message: str) -> None:
@@ -295,3 +303,234 @@ def test_device_may_be_chosen_anew(tmp_path: Path) -> None:
     qmodel.config = qmodel.config.replace("DEVICE", "cuda:7")  # as if it had been saved there
     loaded = QuantModel.load(qmodel.save(tmp_path), TwoLayers(), device="cpu")
     assert loaded.config.DEVICE == "cpu"
+
+
+class TestOnDisk:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        return calibrated(TwoLayers(), [torch.randn(4, 6)]).save(tmp_path / "saved")
+
+    def test_files_and_folders_have_the_rights_of_new_ones(self, folder: Path) -> None:
+        (folder.parent / "file").touch()
+        (folder.parent / "folder").mkdir()
+        expected = stat.S_IMODE((folder.parent / "file").stat().st_mode)
+        assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {expected}
+        assert folder.stat().st_mode == (folder.parent / "folder").stat().st_mode
+
+    def test_a_folder_keeps_its_rights(self, folder: Path) -> None:
+        folder.chmod(0o750)
+        calibrated(TwoLayers(), [torch.randn(4, 6)]).save(folder)
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o750
+
+    def test_all_is_flushed_before_it_is_seen(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        steps: list[str] = []
+        monkeypatch.setattr(checkpoint, "flush", lambda path: steps.append(path.name))
+        monkeypatch.setattr(checkpoint, "exchange", lambda *paths: steps.append("exchange") or exchange(*paths))
+        qmodel = calibrated(TwoLayers(), [torch.randn(4, 6)])
+        qmodel.save(tmp_path / "saved")
+        steps.clear()
+        qmodel.save(tmp_path / "saved")
+        assert steps[:2] == ["model.safetensors", "sparsebit.json"]
+        assert steps[2].startswith(".saved.") and steps[3:] == ["exchange", tmp_path.name]
+
+    @pytest.mark.parametrize("where", ["header", "data", "end"])
+    def test_a_flipped_bit_names_the_file(self, folder: Path, where: str) -> None:
+        file = folder / "model.safetensors"
+        data = bytearray(file.read_bytes())
+        data[{"header": 200, "data": -100, "end": -1}[where]] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged .*checksum differs"):
+            QuantModel.load(folder, TwoLayers())
+
+    def test_a_changed_manifest_is_an_error(self, folder: Path) -> None:
+        file = folder / "sparsebit.json"
+        file.write_text(file.read_text().replace('"weight": true', '"weight": false'))
+        with pytest.raises(CheckpointError, match=r"sparsebit\.json is damaged .*checksum differs"):
+            QuantModel.load(folder, TwoLayers())
+
+    def test_a_manifest_laid_out_anew_is_whole(self, folder: Path) -> None:
+        file = folder / "sparsebit.json"
+        file.write_text(json.dumps(json.loads(file.read_text())))
+        QuantModel.load(folder, TwoLayers())
+
+    def test_a_folder_of_version_1_is_read(self, tmp_path: Path) -> None:
+        qmodel, x = calibrated(TwoLayers(), [torch.randn(4, 6)]), torch.randn(4, 6)
+        loaded = QuantModel.load(as_version_1(qmodel.save(tmp_path / "saved")), TwoLayers())
+        assert torch.equal(loaded(x), qmodel(x))
+
+    def test_a_link_to_a_folder_stays_one(self, folder: Path) -> None:
+        link = folder.parent / "link"
+        link.symlink_to(folder, target_is_directory=True)
+        calibrated(TwoLayers(), [torch.randn(4, 6)]).save(link)
+        assert link.is_symlink() and sorted(os.listdir(folder)) == ["model.safetensors", "sparsebit.json"]
+
+    def test_a_full_disk(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full(*_: object, **__: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        qmodel = calibrated(TwoLayers(), [torch.randn(4, 6)])
+        monkeypatch.setattr(Path, "write_text", full)
+        with pytest.raises(CheckpointError, match=r"saved cannot be written .*No space left.* before is unchanged"):
+            qmodel.save(folder)
+        assert os.listdir(folder.parent) == ["saved"]
+        QuantModel.load(folder, TwoLayers())
+
+    @pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="POSIX")
+    def test_a_limit_of_the_size_of_files(self, tmp_path: Path) -> None:
+        """The tensors are written by safetensors, which has its own errors."""
+        import resource
+
+        qmodel = calibrated(TwoLayers(), [torch.randn(4, 6)])
+        limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        try:
+            with pytest.raises(CheckpointError, match="cannot be written"):
+                qmodel.save(tmp_path / "saved")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, handler)
+        assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX")
+@pytest.mark.parametrize("others", [False, True], ids=["folders change places", "file by file"])
+def test_a_saving_is_never_seen_in_halves(tmp_path: Path, others: bool) -> None:
+    """Real processes: killed at any moment, killed at every step, and reading beside two that write."""
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    if others:
+        (folder / "notes.txt").write_text("mine")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.quantization.saving_processes", str(folder)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_file_by_file_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that stands in the folder still does when the folder has changed."""
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        qmodel, x = calibrated(TwoLayers(), [torch.randn(4, 6)]), torch.randn(4, 6)
+        qmodel.save(".")
+        assert sorted(os.listdir()) == ["model.safetensors", "sparsebit.json"]
+        assert torch.equal(QuantModel.load(".", TwoLayers())(x), qmodel(x))
+
+
+@pytest.mark.parametrize("fault", [None, OSError(errno.ENOSPC, "full")], ids=["well", "full disk"])
+def test_file_by_file_where_folders_cannot_change_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: OSError | None
+) -> None:
+    """As on a mount point: not in one step, and not by renaming from beside it."""
+    old, new, x = *(calibrated(TwoLayers(), [torch.randn(4, 6)]) for _ in range(2)), torch.randn(4, 6)
+    folder = old.save(tmp_path / "saved")
+    replace = os.replace
+
+    def inside_only(source: Path, target: Path) -> None:
+        if source.parent != target.parent:
+            raise OSError(errno.EXDEV, "another file system")
+        if fault is not None:
+            raise fault
+        replace(source, target)
+
+    monkeypatch.setattr(checkpoint, "exchange", lambda *_: False)
+    monkeypatch.setattr(os, "replace", inside_only)
+    with pytest.raises(CheckpointError, match="full") if fault else contextlib.nullcontext():
+        new.save(folder)
+    assert sorted(os.listdir(folder)) == ["model.safetensors", "sparsebit.json"]
+    assert os.listdir(tmp_path) == ["saved"]
+    assert torch.equal(QuantModel.load(folder, TwoLayers())(x), (old if fault else new)(x))
+
+
+def test_what_killed_runs_have_left_is_no_obstacle(tmp_path: Path) -> None:
+    qmodel = calibrated(TwoLayers(), [torch.randn(4, 6)])
+    folder = qmodel.save(tmp_path / "saved")
+    for parent in (tmp_path, folder):
+        (parent / ".saved.sparsebit-0123456789abcdef").mkdir()
+        (parent / ".saved.sparsebit-0123456789abcdef" / "model.safetensors").write_text("half")
+    (folder / ".model.safetensors.0123456789abcdef").write_text("half")
+    assert checkpoint.foreign_files(folder) == []
+    qmodel.save(folder)
+    assert sorted(os.listdir(folder)) == ["model.safetensors", "sparsebit.json"] and os.listdir(tmp_path) == ["saved"]
+
+
+class TestDamage:
+    """Whatever is done to the files: a CheckpointError, or the same model."""
+
+    def test_files(self, tmp_path: Path) -> None:
+        whole = calibrated(TwoLayers(), [torch.randn(4, 6)]).save(tmp_path / "whole")
+        expected = checkpoint.read(whole)
+        draw = random.Random(0)
+        for _ in range(300):
+            folder = shutil.copytree(whole, tmp_path / "damaged", dirs_exist_ok=True)
+            damage(folder / draw.choice(["sparsebit.json", "model.safetensors"]), draw)
+            with contextlib.suppress(CheckpointError):
+                description, tensors = checkpoint.read(folder)
+                assert description == expected[0]
+                assert all(torch.equal(tensors[name], tensor) for name, tensor in expected[1].items())
+
+    def test_files_without_checksums(self, tmp_path: Path) -> None:
+        """Another model may come of it, as nothing tells; but nothing else is raised."""
+        whole = as_version_1(calibrated(TwoLayers(), [torch.randn(4, 6)]).save(tmp_path / "whole"))
+        draw = random.Random(1)
+        for _ in range(150):
+            folder = shutil.copytree(whole, tmp_path / "damaged", dirs_exist_ok=True)
+            damage(folder / draw.choice(["sparsebit.json", "sparsebit.json", "model.safetensors"]), draw)
+            with contextlib.suppress(SparsebitError):
+                QuantModel.load(folder, TwoLayers())
+
+    @pytest.mark.parametrize(
+        "state",
+        [
+            torch.tensor([], dtype=torch.uint8),
+            torch.tensor(3.0),
+            torch.tensor([2, 1], dtype=torch.uint8),
+            torch.tensor([2, 1, 0, 200, 7], dtype=torch.uint8),
+            torch.tensor([2, 1, 0, *b"{}"], dtype=torch.uint8),
+            torch.tensor([0, *b"[]"], dtype=torch.uint8),
+            torch.tensor([2, 1, 0, *b"[1]"], dtype=torch.int64),
+            torch.tensor([True]),
+            torch.tensor([[0.5]]),
+            "text",
+        ],
+        ids=str,
+    )
+    def test_the_state_of_a_quantizer(self, state: Any) -> None:
+        qmodel = calibrated(TwoLayers(), [torch.randn(4, 6)])
+        found = qmodel.state_dict()
+        found[next(name for name in found if name.endswith("_extra_state"))] = state
+        with pytest.raises(CheckpointError, match="state of a quantizer"):
+            qmodel.load_state_dict(found)
+
+
+def as_version_1(folder: Path) -> Path:
+    manifest = json.loads((folder / "sparsebit.json").read_text())
+    del manifest["checksum"], manifest["files"]
+    (folder / "sparsebit.json").write_text(json.dumps({**manifest, "version": 1}))
+    return folder
+
+
+def damage(file: Path, draw: random.Random) -> None:
+    """Cut it off, change some bytes, or (JSON) put another value in some place."""
+    data = bytearray(file.read_bytes())
+    how = draw.choice(["cut", "flip", "replace"] if file.suffix == ".json" else ["cut", "flip"])
+    if how == "cut":
+        del data[draw.randrange(len(data)) :]
+    elif how == "flip":
+        for _ in range(draw.choice([1, 1, 5])):
+            data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    else:
+        value = json.loads(data)
+        place, nests = value, [value]
+        while nests:
+            place = draw.choice(nests)
+            nests = [item for item in (place.values() if isinstance(place, dict) else place) if item]
+            nests = [item for item in nests if isinstance(item, (dict, list))] if draw.random() < 0.7 else []
+        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+        place[draw.choice(keys)] = draw.choice([None, -1, 2**70, 0.5, "x", [], {}, [1], {"tensor": [-3]}, True])
+        data = bytearray(json.dumps(value).encode())
+    file.write_bytes(data)

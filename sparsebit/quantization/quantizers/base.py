@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsebit.backends import Format
-from sparsebit.errors import CalibrationError
+from sparsebit.errors import CalibrationError, CheckpointError
 from sparsebit.numerics import dispatch, operator
 from sparsebit.numerics.activations import ACTIVATIONS
 from sparsebit.numerics.gradients import Gradient
@@ -31,6 +31,7 @@ Target = Literal["weight", "feature"]
 Shortcut: TypeAlias = tuple[Grid, Gradient, str] | tuple[()]
 # What an instance may have in the place of its class's.
 _REPLACEABLE = frozenset({"fake_quantize", "transform", "take_over", "operands", "GRADIENT"})
+_NUM_FLAGS = 2  # of `flags`; subclasses have more
 _SWITCHES = frozenset({"use_quant", "fake_fused", "observing", "follows", "spec", "name"}) | _REPLACEABLE
 
 
@@ -408,11 +409,17 @@ class Quantizer(TakesOver):
 
 def _read_extra_state(state: Tensor) -> tuple[list[bool], list[str] | None]:
     """The switches, and the format that was saved; None of an older version."""
-    values = state.tolist()
-    if state.dtype == torch.bool:
-        return values, None
-    num_flags = values[0]
-    return [bool(flag) for flag in values[1 : 1 + num_flags]], json.loads(bytes(values[1 + num_flags :]))
+    try:
+        values = state.tolist()
+        if state.dtype == torch.bool and len(values) >= _NUM_FLAGS:
+            return values, None
+        num_flags = values[0]
+        flags, form = [bool(flag) for flag in values[1 : 1 + num_flags]], json.loads(bytes(values[1 + num_flags :]))
+        if len(flags) >= _NUM_FLAGS and isinstance(form, list) and all(isinstance(word, str) for word in form):
+            return flags, form
+    except (AttributeError, IndexError, TypeError, ValueError):
+        pass
+    raise CheckpointError("the state of a quantizer (_extra_state) is damaged; save the model again")
 
 
 def _rounds_as_base(kind: type[Quantizer]) -> bool:

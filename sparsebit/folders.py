@@ -1,0 +1,133 @@
+"""Hidden folders beside a target, in which a result is completed before it takes the target's place.
+
+A folder in use is locked (`flock`). The system releases the lock when its process ends, even by SIGKILL, so the next
+run recognises the folders of killed runs and removes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import re
+import secrets
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from sparsebit.interrupts import deaf_to_interrupts
+
+_MARK = ".sparsebit-"
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+
+
+@contextlib.contextmanager
+def staging_folder(target: Path, *, inside: bool = False) -> Iterator[Path]:
+    """An empty hidden folder beside `target` (or `inside` it), which is removed when the block ends.
+
+    Beside: on the same file system as a rule, so that a rename is one step. Those of killed runs are removed first.
+    Folders above that did not exist are made, and removed again where nothing was put into them.
+    """
+    parent = target if inside else target.parent
+    above = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+    parent.mkdir(parents=True, exist_ok=True)
+    remove_abandoned(target, parent)
+    folder, lock = _made(parent, f".{target.name}{_MARK}")
+    try:
+        yield folder
+    finally:
+        with deaf_to_interrupts():
+            shutil.rmtree(folder, ignore_errors=True)
+            if lock is not None:
+                os.close(lock)
+            for one in above:
+                with contextlib.suppress(OSError):  # not empty: the result is in it
+                    one.rmdir()
+
+
+def remove_abandoned(target: Path, parent: Path) -> None:
+    """Remove the staging folders for `target` in `parent` whose process has ended."""
+    pattern = re.compile(re.escape(f".{target.name}{_MARK}") + r"[0-9a-f]{16}")
+    with contextlib.suppress(OSError):
+        for name in os.listdir(parent):
+            if pattern.fullmatch(name):
+                lock = _locked(parent / name)
+                if lock is not None:
+                    shutil.rmtree(parent / name, ignore_errors=True)
+                    os.close(lock)
+
+
+def is_staging_folder(name: str) -> bool:
+    """Whether a file name is one that `staging_folder` gives."""
+    return re.fullmatch(rf"\..*{re.escape(_MARK)}[0-9a-f]{{16}}", name) is not None
+
+
+def exchange(first: Path, second: Path) -> bool:
+    """Swap what two names stand for, in one step; False, and nothing is changed, where the system cannot."""
+    rename = _renameat2()
+    if rename is None:
+        return False
+    return bool(rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Only one process at a time runs the block for this folder; without effect where the file system has no locks."""
+    lock = _locked(folder, wait=True)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def flush(path: Path) -> None:
+    """Have a file, or the names in a folder, written to the disk."""
+    if os.name != "posix" and path.is_dir():
+        return
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _made(parent: Path, prefix: str) -> tuple[Path, int | None]:
+    """A new folder and its lock; None where there are no locks."""
+    for _ in range(100):
+        folder = parent / f"{prefix}{secrets.token_hex(8)}"
+        folder.mkdir()
+        lock = _locked(folder)
+        if folder.is_dir():  # else another run took it for abandoned, in the moment before it was locked
+            return folder, lock
+        if lock is not None:
+            os.close(lock)
+    raise OSError(f"{parent}: folders made there vanish at once")
+
+
+def _locked(folder: Path, *, wait: bool = False) -> int | None:
+    """An open descriptor that holds the folder's lock; None where another process has it or there are no locks."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return None
+    try:
+        number = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        os.close(number)
+        return None
+    return number
+
+
+@functools.cache
+def _renameat2() -> Callable[..., Any] | None:
+    if sys.platform != "linux":
+        return None
+    return getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)

@@ -1,0 +1,108 @@
+"""`sparsebit.json`, the manifest of a saved model: how it is written, and what is checked before it is believed.
+
+It holds a checksum of itself and of the file of tensors. A manifest of version 1 has none; its parts are checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from sparsebit.errors import CheckpointError
+
+NAME = "sparsebit.json"
+FORMAT = "sparsebit-quantized"
+VERSION = 2
+_READABLE = (1, 2)
+
+
+class _Switches(BaseModel):
+    weight: bool
+    feature: bool
+
+
+class _Site(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    bits: int
+
+
+class _File(BaseModel):
+    bytes: int
+    sha256: str
+
+
+class _Manifest(BaseModel):
+    """What loading reads."""
+
+    model_config = ConfigDict(strict=True)
+    key: str
+    config: dict[str, Any]
+    example: dict[str, Any] | None
+    switches: _Switches
+    sites: dict[str, _Site]
+    aliases: dict[str, str]
+    folded_layers: list[str]
+    files: dict[str, _File] = {}
+
+
+def written(description: Mapping[str, Any], key: str, aliases: Mapping[str, str], files: Mapping[str, Any]) -> str:
+    """The manifest as text. `files`: of each file beside it, its `bytes` and `sha256`."""
+    from sparsebit import __version__
+
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "sparsebit": __version__,
+        "torch": str(torch.__version__),
+        "key": key,
+        **description,
+        "aliases": aliases,
+        "files": files,
+    }
+    return json.dumps({**manifest, "checksum": _checksum(manifest)}, indent=2) + "\n"
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The manifest, checked."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        if path.exists():
+            raise CheckpointError(f"{path} cannot be read ({error.strerror})") from None
+        raise CheckpointError(f"{path.parent} holds no {NAME}; give a folder that QuantModel.save() wrote") from None
+    try:
+        manifest = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, str(error)) from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is not a sparsebit checkpoint; give a folder that QuantModel.save() wrote")
+    version = manifest.get("version")
+    if version not in _READABLE:
+        raise CheckpointError(
+            f"{path} has format version {version}; this sparsebit reads versions {' and '.join(map(str, _READABLE))}"
+        )
+    checksum = manifest.pop("checksum", None)
+    if (checksum is not None or version != 1) and checksum != _checksum(manifest):
+        raise _damaged(path, "it is not what was saved: its checksum differs")
+    try:
+        _Manifest.model_validate(manifest)
+    except ValidationError as error:
+        faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg'].lower()}" for fault in error.errors()[:3]]
+        raise _damaged(path, "; ".join(faults)) from None
+    return manifest
+
+
+def _damaged(path: Path, how: str) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged ({how}); save the model again, or take the file from a copy")
+
+
+def _checksum(manifest: Mapping[str, Any]) -> str:
+    """Of the values, not of how they are laid out: a manifest that a tool has indented anew is still whole."""
+    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

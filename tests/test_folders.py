@@ -1,0 +1,90 @@
+"""Folders in which results are made: gone afterwards, and those of killed runs at the next run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparsebit import folders
+from sparsebit.folders import exchange, is_staging_folder, locked, staging_folder
+
+
+class TestStagingFolder:
+    def test_is_made_beside_with_the_folders_above_and_goes(self, tmp_path: Path) -> None:
+        with staging_folder(tmp_path / "a" / "b") as folder:
+            assert os.listdir(tmp_path / "a") == [folder.name] and is_staging_folder(folder.name)
+            (folder / "file").write_text("")
+        assert os.listdir(tmp_path) == []
+
+    def test_what_was_moved_out_of_it_stays(self, tmp_path: Path) -> None:
+        with staging_folder(tmp_path / "a" / "b") as folder:
+            os.rename(folder, tmp_path / "a" / "b")
+        assert os.listdir(tmp_path / "a") == ["b"]
+
+    def test_inside(self, tmp_path: Path) -> None:
+        with staging_folder(tmp_path, inside=True) as folder:
+            assert folder.parent == tmp_path
+
+    @pytest.mark.parametrize("fault", [KeyboardInterrupt, OSError], ids=["Ctrl-C", "disk full"])
+    def test_goes_after_a_fault(self, tmp_path: Path, fault: type[BaseException]) -> None:
+        with pytest.raises(fault), staging_folder(tmp_path / "saved"):
+            raise fault
+        assert os.listdir(tmp_path) == []
+
+    def test_those_in_use_stay(self, tmp_path: Path) -> None:
+        with staging_folder(tmp_path / "saved") as first, staging_folder(tmp_path / "saved"):
+            assert first.is_dir()
+
+    def test_those_of_killed_runs_go(self, tmp_path: Path) -> None:
+        code = "import os; from pathlib import Path; from sparsebit.folders import staging_folder; "
+        code += f"kept = staging_folder(Path({str(tmp_path / 'saved')!r})); kept.__enter__(); os.kill(os.getpid(), 9)"
+        subprocess.run([sys.executable, "-c", code], check=False, cwd=Path(__file__).parents[1])
+        (left,) = os.listdir(tmp_path)
+        with staging_folder(tmp_path / "other"):
+            assert left in os.listdir(tmp_path)  # of another target
+        with staging_folder(tmp_path / "saved"):
+            assert left not in os.listdir(tmp_path)
+
+    def test_what_only_looks_alike_stays(self, tmp_path: Path) -> None:
+        names = [".saved.sparsebit-mine", ".saved.backup", "saved.sparsebit-0123456789abcdef"]
+        for name in names:
+            (tmp_path / name).mkdir()
+        with staging_folder(tmp_path / "saved"):
+            pass
+        assert sorted(os.listdir(tmp_path)) == sorted(names)
+
+    def test_where_there_are_no_locks_nothing_is_taken_for_abandoned(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(folders, "_locked", lambda *_, **__: None)
+        with staging_folder(tmp_path / "saved") as first, staging_folder(tmp_path / "saved"):
+            assert first.is_dir()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="renameat2")
+class TestExchange:
+    def test_two_folders(self, tmp_path: Path) -> None:
+        for name in ("a", "b"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / name).touch()
+        assert exchange(tmp_path / "a", tmp_path / "b")
+        assert os.listdir(tmp_path / "a") == ["b"] and os.listdir(tmp_path / "b") == ["a"]
+
+    def test_one_that_is_missing(self, tmp_path: Path) -> None:
+        (tmp_path / "a").mkdir()
+        assert not exchange(tmp_path / "a", tmp_path / "b")
+        assert os.listdir(tmp_path) == ["a"]
+
+    def test_a_system_without_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(folders, "_renameat2", lambda: None)
+        assert not exchange(tmp_path, tmp_path)
+
+
+def test_a_lock_is_free_again_afterwards(tmp_path: Path) -> None:
+    for _ in range(2):
+        with locked(tmp_path):
+            assert folders._locked(tmp_path) is None
