@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from sparsebit.cli.loading import load_model
 from sparsebit.cli.options import Arguments
-from sparsebit.quantization import QuantModel
+from sparsebit.quantization import QuantModel, checkpoint
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Sparsebit
@@ -159,12 +159,12 @@ def test_interrupt_while_saving(
         assert sparsebit(*COMMAND).code == 0
         old = {file.name: file.read_bytes() for file in (project / "saved").iterdir()}
 
-    def half(self: QuantModel, folder: Path) -> None:
-        (Path(folder) / "model.safetensors").write_bytes(b"half")
+    def half(tensors: object, file: Path, metadata: object) -> None:
+        file.write_bytes(b"half")
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(QuantModel, "save", half)
+        patch.setattr(checkpoint, "serialize_file", half)
         answer = sparsebit(*COMMAND, "--config", "virtual")
     assert answer.code == 130
     assert [name for name in os.listdir(project) if name.startswith(".")] == []
