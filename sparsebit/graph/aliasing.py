@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch.nn.functional as F
 from torch import fx, nn
 
+from sparsebit.graph.hidden_writes import function_may_write, module_may_write
 from sparsebit.graph.patterns import module_of
 
 # What an in-place operator does, out of place.
@@ -73,6 +75,22 @@ def overwritten(node: fx.Node, root: fx.GraphModule) -> fx.Node | None:
     return source if isinstance(source, fx.Node) and _writes(node, root) else None
 
 
+def written_by(node: fx.Node, root: fx.GraphModule) -> list[fx.Node]:
+    """The values that the node may write into: the overwritten one, or those that code outside the graph is given."""
+    known = overwritten(node, root)
+    if node.op == "call_module":
+        module = module_of(node, root)
+        assert module is not None
+        is_hidden = not type(module).__module__.startswith("torch.nn.") and module_may_write(module)
+    else:
+        is_hidden = node.op == "call_function" and _is_users(node.target) and function_may_write(node.target)
+    return node.all_input_nodes if is_hidden else [] if known is None else [known]
+
+
+def _is_users(function: Any) -> bool:
+    return isinstance(function, FunctionType) and function.__module__.partition(".")[0] not in ("torch", "sparsebit")
+
+
 def _writes(node: fx.Node, root: fx.GraphModule) -> bool:
     if node.op == "call_module":
         module = module_of(node, root)
@@ -101,10 +119,10 @@ def is_inplace_call(node: fx.Node) -> bool:
 
 def written_later(graph_module: fx.GraphModule) -> set[fx.Node]:
     """Nodes whose value, or what it is a view of, some node overwrites: to be kept as they are, not as copies."""
-    families, sources = Families(), []
+    families = Families()
+    sources: list[fx.Node] = []
     for node in graph_module.graph.nodes:
         for other in may_alias(node, graph_module):
             families.join(node, other)
-        if (source := overwritten(node, graph_module)) is not None:
-            sources.append(source)
+        sources += written_by(node, graph_module)
     return {member for source in sources for member in families.of(source)}

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from torch import fx, nn
 
-from sparsebit.graph.aliasing import overwritten
+from sparsebit.graph.aliasing import written_by
 from sparsebit.graph.example import guard
 from sparsebit.graph.graph_module import CapturedGraph
 from sparsebit.graph.patterns import JointChecker, Match, MatchingNode, SubgraphMatcher
@@ -77,7 +77,7 @@ def sweep(graph_module: fx.GraphModule) -> None:
 
     def is_impure(node: fx.Node) -> bool:
         is_fixed = node.op in ("placeholder", "output") or node.target is guard
-        return is_fixed or overwritten(node, graph_module) is not None
+        return is_fixed or bool(written_by(node, graph_module))
 
     graph_module.graph.eliminate_dead_code(is_impure_node=is_impure)
     graph_module.delete_all_unused_submodules()
@@ -92,6 +92,15 @@ def insert_module_after(graph_module: fx.GraphModule, node: fx.Node, name: str, 
     graph_module.add_submodule(name, module)
     with graph_module.graph.inserting_after(_last_of_block(node)):
         return graph_module.graph.call_module(name, (node,))
+
+
+def insert_module_before(
+    graph_module: fx.GraphModule, reader: fx.Node, source: fx.Node, name: str, module: nn.Module
+) -> fx.Node:
+    """Call `module`, filed under `name`, on `source`'s value, right in front of `reader`. Uses are not rewired."""
+    graph_module.add_submodule(name, module)
+    with graph_module.graph.inserting_before(reader):
+        return graph_module.graph.call_module(name, (source,))
 
 
 def _last_of_block(node: fx.Node) -> fx.Node:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from sparsebit.errors import CalibrationError
 from sparsebit.execution.distributed import gather, is_distributed, to_cpu
@@ -34,6 +35,8 @@ class CalibrationRunner:
         self.memory_budget = memory_budget
         self.inputs = SharedData(device_bytes=0, host_bytes=min(_INPUT_BYTES, memory_budget)) if keep_inputs else None
         self.num_batches = 0
+        self._given: Any = None  # the inputs of a forward that has begun
+        self._handle: RemovableHandle | None = None
         self.layers = [
             m for m in model.modules() if isinstance(m, WeightedQuantOpr) and not m.weight_quantizer.fake_fused
         ]
@@ -46,13 +49,21 @@ class CalibrationRunner:
         for quantizer in self.features:
             quantizer.observer.reset()
             quantizer.observing = True
+        if self.inputs is not None:
+            self._handle = self.model.register_forward_pre_hook(self._copy_inputs, with_kwargs=True)
+
+    def _copy_inputs(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the forward, which may write into its inputs; so may the caller, for the next batch."""
+        self._given = pytree.tree_map_only(
+            torch.Tensor, torch.clone, kwargs if self.root is not None else (args, kwargs)
+        )
 
     def record(self, call: Any | None) -> None:
-        """Note one forward's inputs: by name for a graph, (args, kwargs) for an opaque model; None: not repeatable."""
+        """A forward is done; None: it cannot be repeated from its inputs."""
         self.num_batches += 1
         if self.inputs is not None and call is not None:
-            # Copies: the caller may fill the same buffers again for the next batch.
-            self.inputs.put(len(self.inputs), pytree.tree_map_only(torch.Tensor, torch.clone, call))
+            self.inputs.put(len(self.inputs), self._given)
+        self._given = None
 
     def check(self, *, asym: bool) -> None:
         """Refuse what cannot be calibrated, before anything is touched."""
@@ -70,11 +81,18 @@ class CalibrationRunner:
         for quantizer in self.features:
             quantizer.observing = False
             quantizer.observer.reset()
+        self._stop_copying()
         if self.inputs is not None:
             self.inputs.clear()
 
+    def _stop_copying(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
     def calc_qparams(self, *, asym: bool, w_quant: bool, a_quant: bool) -> list[str]:
         """Fill every quantizer; gives the names of those that never saw a float tensor (they are off from now on)."""
+        self._stop_copying()
         for layer in track(self.layers, "weights"):
             calibrate_weight(layer)
         seen = self._calibrate_in_order(w_quant, a_quant) if asym else self._calibrate_features(self.features)
@@ -149,7 +167,8 @@ class CalibrationRunner:
     def _run_model(self) -> Iterator[Any]:
         assert self.inputs is not None
         for index in range(len(self.inputs)):
-            args, kwargs = self.inputs.get(index)
+            # A copy: the model may write into its inputs, which are needed once more.
+            args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, self.inputs.get(index))
             yield self.model(*args, **kwargs)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from sparsebit.execution.batches import Call
 from sparsebit.execution.value_store import SharedData
+from sparsebit.graph.nested import map_nested
 from sparsebit.quantization.ops.quant_opr import QIdentity, QuantOpr
 from sparsebit.quantization.placement import split_site
 from sparsebit.quantization.progress import track
@@ -78,7 +79,7 @@ def _profile_together(
 
     def keep(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
         name = names[module]
-        store.put((name, visits[name]), output)
+        store.put((name, visits[name]), map_nested(Tensor, torch.clone, output))  # which others may write into
         visits[name] += 1
 
     def compare(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
@@ -92,7 +93,8 @@ def _profile_together(
         _switch(model, on)
         visits.update(dict.fromkeys(layers, 0))
         with _hooked(layers.values(), hook):
-            model(*args, **kwargs)
+            given, named = map_nested(Tensor, torch.clone, (args, kwargs))  # a model may write into its inputs
+            model(*given, **named)
 
 
 @contextlib.contextmanager

@@ -137,8 +137,9 @@ def _run(qmodel: SimulatedModel, call: Call, *, quantized: bool = True) -> list[
     try:
         for quantizer in switched:
             quantizer.use_quant = False
+        args, kwargs = map_nested(Tensor, torch.clone, call)  # a model may write into its inputs
         with evaluating(qmodel):
-            return [_array(tensor) for tensor in flat_outputs(qmodel(*call[0], **call[1]))]
+            return [_array(tensor) for tensor in flat_outputs(qmodel(*args, **kwargs))]
     finally:
         for quantizer in switched:
             quantizer.use_quant = True

@@ -10,6 +10,7 @@ from sparsebit.config.rules import format_of
 from sparsebit.config.schema import ActivationConfig, QuantConfig, TensorConfig, WeightConfig
 from sparsebit.deploy.runtimes import PROFILES, RuntimeProfile
 from sparsebit.errors import BackendError
+from sparsebit.graph.aliasing import overwritten
 from sparsebit.graph.capture import Captured, Region
 from sparsebit.graph.tracer import LeafPolicy
 from sparsebit.graph.values import python_values, static_values, tensor_inputs
@@ -17,6 +18,7 @@ from sparsebit.quantization.group_rules import check_groups
 from sparsebit.quantization.ops.rows import OpKind, OpRow
 from sparsebit.quantization.ops.table import input_argument, keeps_grid, row_of, row_of_module, tensor_arguments
 from sparsebit.quantization.passes.disable_unnecessary_quant import absorbed_by, chain_end
+from sparsebit.quantization.passes.writes import IN_PLACE
 from sparsebit.quantization.placement import LoosePlan, Plan, RegionPlan, layer_name
 
 # Why a layer is in float, where the user wanted it so; files carry it.
@@ -44,6 +46,9 @@ def make_plan(captured: Captured, config: QuantConfig) -> Plan:
         plan.layers.append(path)
         if not _wants(row, profile) or row.name in profile.conv_fed:
             plan.floats[path] = f"{profile.name} runs {row.name} in float"
+            continue
+        if getattr(loose.module, "inplace", False) is True:
+            plan.floats[path] = IN_PLACE
             continue
         activation = config.resolve("A", path)
         weight = config.resolve("W", path) if row.kind is OpKind.WEIGHTED else None
@@ -111,10 +116,13 @@ class _RegionPlanner:
         weight = self.config.resolve("W", name) if row.kind is OpKind.WEIGHTED else None
         _note_disabled(self.plan, name, activation, weight)
         if _enabled(activation) is not None:
-            sources = self._sources(node, row)
+            written = overwritten(node, self.root)
+            sources = [source for source in self._sources(node, row) if source is not written]
             if sources:
                 self.out.inputs[node] = dict.fromkeys(sources, activation)
-            if row.name in self.profile.gates:
+            elif written is not None:
+                self.plan.floats[name] = IN_PLACE
+            if row.name in self.profile.gates and written is None:
                 self.out.gates[node] = activation
             if row.name in self.profile.outputs:
                 self.out.outputs[chain_end(node, self.absorbed)] = activation

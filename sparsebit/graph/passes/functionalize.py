@@ -21,7 +21,8 @@ from sparsebit.graph.values import python_values
 def functionalize(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Rewrite in place: later readers of an overwritten value read the op's result; `inplace` flags are cleared.
 
-    A write stays a write where somebody may see it by another way: through a view, or in a buffer.
+    A write stays a write where somebody may see it by another way: through a view, in a buffer, or in the caller's own
+    tensor.
     """
     graph = graph_module.graph
     order = {node: index for index, node in enumerate(graph.nodes)}
@@ -60,7 +61,8 @@ def with_item(value: Any, key: Any, item: Any) -> Any:
 def _is_seen(family: set[fx.Node], source: fx.Node, node: fx.Node, order: dict[fx.Node, int]) -> bool:
     """Whether a write by `node` into `source` shows in another value that is read later, or outlives the call."""
     later = (user for other in family - {source} for user in other.users if order[user] > order[node])
-    return any(member.op == "get_attr" for member in family) or any(True for _ in later)
+    outlives = any(member.op in ("get_attr", "placeholder") for member in family)  # a buffer, or the caller's tensor
+    return outlives or any(True for _ in later)
 
 
 def _has_plain_form(node: fx.Node, root: fx.GraphModule) -> bool:

@@ -1,7 +1,8 @@
 """A plan becomes modules: ops get wrapped, shared tensors get one quantizer.
 
 One tensor with one config has one quantizer. It sits inside the op when that op alone reads the tensor, else in a
-`QIdentity` node of its own.
+`QIdentity` node of its own. Where the tensor's memory is written in place later, each reader behind the write has its
+quantizer where it reads: a quantizer makes a copy, which no write reaches.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import fx, nn
 from sparsebit.config.schema import ActivationConfig, TensorConfig, WeightConfig
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.graph.capture import Captured, Region
-from sparsebit.graph.rewrite import insert_module_after
+from sparsebit.graph.rewrite import insert_module_after, insert_module_before
 from sparsebit.numerics.spec import PerTensor, TensorSpec, num_rows
 from sparsebit.quantization.observers import ObserverOptions
 from sparsebit.quantization.ops.quant_opr import (
@@ -28,6 +29,7 @@ from sparsebit.quantization.ops.quant_opr import (
 )
 from sparsebit.quantization.ops.rows import OpKind, OpRow
 from sparsebit.quantization.ops.table import keeps_grid, row_of
+from sparsebit.quantization.passes.writes import Writes
 from sparsebit.quantization.placement import Plan, RegionPlan, feature_axis, layer_name, spec_of
 from sparsebit.quantization.quantizers.base import Quantizer, Target
 from sparsebit.quantization.quantizers.registration import build_quantizer
@@ -48,10 +50,11 @@ def attach_quantizers(captured: Captured, plan: Plan, backend: str) -> None:
 
 @dataclass
 class _Group:
-    """One tensor (`source`) under one config, and everyone who reads it so."""
+    """One tensor (`source`) under one config, and everyone who reads it so; `num_writes` into it were before."""
 
     source: fx.Node
     config: ActivationConfig
+    num_writes: int = 0
     consumers: list[fx.Node] = field(default_factory=list)
     is_output: bool = False
 
@@ -66,6 +69,7 @@ class _RegionAttacher:
         self.outputs: dict[fx.Node, tuple[Quantizer, ActivationConfig]] = {}  # the first one, of each quantized output
         self.before: dict[fx.Node, fx.Node] = {}  # quantizing node -> the node whose output it quantizes
         self.homes = _homes(self.root, region.source)
+        self.writes = Writes(self.root)
 
     def attach(self) -> None:
         inside: dict[fx.Node, ActivationConfig] = {}
@@ -85,16 +89,18 @@ class _RegionAttacher:
 
     def _groups(self) -> list[_Group]:
         """Outputs first: who wants such a tensor in another format reads it quantized, as it would in the runtime."""
-        groups: dict[tuple[fx.Node, TensorSpec, ActivationConfig], _Group] = {}
+        groups: dict[tuple[Any, ...], _Group] = {}
 
-        def group_of(source: fx.Node, config: ActivationConfig) -> _Group:
-            return groups.setdefault(_group_key(source, config), _Group(source, config))
+        def group_of(source: fx.Node, config: ActivationConfig, num_writes: int) -> _Group:
+            key = (*_group_key(source, config), num_writes)
+            return groups.setdefault(key, _Group(source, config, num_writes))
 
         for node, config in self.plan.outputs.items():
-            group_of(node, config).is_output = True
+            if not self.writes.any_after(node):
+                group_of(node, config, 0).is_output = True
         for consumer, sources in self.plan.inputs.items():
             for source, config in sources.items():
-                group_of(source, config).consumers.append(consumer)
+                group_of(source, config, self.writes.num_before(consumer, source)).consumers.append(consumer)
         return list(groups.values())
 
     def _owner(self, group: _Group) -> Quantizer | None:
@@ -103,7 +109,7 @@ class _RegionAttacher:
         while node not in self.outputs:
             row = self.rows.get(node)
             sources = node.all_input_nodes
-            if row is None or not keeps_grid(row, node, self.root) or not sources:
+            if row is None or self.writes.any_after(node) or not keeps_grid(row, node, self.root) or not sources:
                 return None
             node = self.before.get(sources[0], sources[0])
         quantizer, config = self.outputs[node]
@@ -140,7 +146,11 @@ class _RegionAttacher:
         readers = list(before.users) if group.is_output else group.consumers
         name = self._free_name(site.removeprefix(f"{self.path}.").replace(".", "_"))
         quantizer = self.maker.feature(site, group.config)
-        node = insert_module_after(self.root, before, name, QIdentity(quantizer))
+        if group.num_writes:
+            first = self.writes.first(group.consumers)
+            node = insert_module_before(self.root, first, before, name, QIdentity(quantizer))
+        else:
+            node = insert_module_after(self.root, before, name, QIdentity(quantizer))
         for reader in readers:
             reader.replace_input_with(before, node)
         if group.is_output:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import pytest
@@ -232,7 +231,7 @@ def test_a_module_that_must_write_in_one_call_is_right_in_all() -> None:
     check(graph_module, model)
 
 
-def test_the_callers_tensor_is_left_alone() -> None:
+def test_the_caller_sees_what_is_written_into_its_tensor() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         x += 1
         return self.linear(x)
@@ -240,5 +239,4 @@ def test_the_callers_tensor_is_left_alone() -> None:
     _, graph_module = rewritten(forward)
     x = X.clone()
     graph_module(x)
-    assert torch.equal(x, X)
-    assert [n.target for n in graph_module.graph.nodes if n.op == "call_function"] == [operator.add]
+    assert torch.equal(x, X + 1)

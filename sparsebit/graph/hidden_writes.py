@@ -1,0 +1,56 @@
+"""Whether Python code that is not in the graph may write into the tensors that it is given. In doubt: it may."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from functools import lru_cache
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+from sparsebit.graph.graph_module import CapturedGraph
+
+
+def module_may_write(module: nn.Module) -> bool:
+    """Whether a call of the module, which runs code of its own, may write into its arguments."""
+    return any(
+        getattr(part, "inplace", False) is True
+        or _class_may_write(type(part.source if isinstance(part, CapturedGraph) else part))
+        for part in module.modules()
+    )
+
+
+def function_may_write(function: FunctionType) -> bool:
+    """Whether a call of a function of the user's own may write into its arguments."""
+    return _may_write(function)
+
+
+@lru_cache(maxsize=4096)
+def _class_may_write(kind: type[nn.Module]) -> bool:
+    own = (base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("torch", "sparsebit", "builtins"))
+    return any(_may_write(member) for base in own for member in vars(base).values() if isinstance(member, FunctionType))
+
+
+def _may_write(function: FunctionType) -> bool:
+    if function.__name__ == "__init__":
+        return False
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return True
+    return any(_is_write(node) for node in ast.walk(tree))
+
+
+def _is_write(node: Any) -> bool:
+    if isinstance(node, ast.AugAssign):
+        return True
+    if isinstance(node, ast.Assign):
+        return any(isinstance(target, ast.Subscript) for target in node.targets)
+    if not isinstance(node, ast.Call):
+        return False
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    by_name = name.endswith("_") and not name.endswith("__")
+    return by_name or any(keyword.arg in ("out", "inplace") for keyword in node.keywords)

@@ -1,0 +1,48 @@
+"""When memory is written in a graph: what a quantizer, which makes a copy, must not stand in front of."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from torch import fx
+
+from sparsebit.graph.aliasing import Families, may_alias, written_by
+
+IN_PLACE = "writes in place into memory that is read elsewhere: its input stays in float, its result is quantized"
+
+
+class Writes:
+    """The in-place writes of a graph as it is now, by the values whose memory they change."""
+
+    def __init__(self, root: fx.GraphModule) -> None:
+        self._order = {node: index for index, node in enumerate(root.graph.nodes)}
+        self._families = Families()
+        self._sources: list[tuple[int, fx.Node]] = []
+        for node, index in self._order.items():
+            for other in may_alias(node, root):
+                self._families.join(node, other)
+            self._sources += [(index, source) for source in written_by(node, root)]
+        self._places: dict[fx.Node, list[int]] = {}
+
+    def num_before(self, reader: fx.Node, source: fx.Node) -> int:
+        """How often the memory of `source` is written between its definition and `reader`.
+
+        Readers with the same number see the same values.
+        """
+        places = self._written_at(source)
+        return bisect_left(places, self._order[reader]) - bisect_left(places, self._order[source] + 1)
+
+    def any_after(self, source: fx.Node) -> bool:
+        """Whether the memory of `source` is written after its definition."""
+        places = self._written_at(source)
+        return bool(places) and places[-1] > self._order[source]
+
+    def first(self, readers: list[fx.Node]) -> fx.Node:
+        """The reader that runs first."""
+        return min(readers, key=self._order.__getitem__)
+
+    def _written_at(self, source: fx.Node) -> list[int]:
+        if source not in self._places:
+            family = self._families.of(source)
+            self._places[source] = [index for index, other in self._sources if other in family]
+        return self._places[source]

@@ -1,0 +1,64 @@
+"""Code outside the graph that may write into its arguments."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sparsebit.graph.hidden_writes import function_may_write, module_may_write
+
+
+class Item(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x[0] = 1
+        return x
+
+
+class Assigned(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1
+        return x
+
+
+class Method(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.halve(x)
+
+    def halve(self, x: Tensor) -> Tensor:
+        return x.div_(2)
+
+
+class Out(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.add(x, x, out=x)
+
+
+class Harmless(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+        nn.init.zeros_(self.fc.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        return y + x
+
+
+@pytest.mark.parametrize("kind", [Item, Assigned, Method, Out])
+def test_code_that_writes_is_found(kind: type[nn.Module]) -> None:
+    assert module_may_write(kind()) and module_may_write(nn.Sequential(nn.Identity(), kind()))
+
+
+def test_code_that_only_computes_writes_nothing() -> None:
+    assert not module_may_write(Harmless())
+
+
+def test_a_module_that_works_in_place_writes() -> None:
+    assert module_may_write(nn.Sequential(Harmless(), nn.ReLU(inplace=True)))
+
+
+def test_a_function_whose_source_is_not_known_may_write() -> None:
+    made: dict[str, object] = {}
+    exec("def double(x):\n    return x * 2\n", made)
+    assert function_may_write(made["double"])  # type: ignore[arg-type]
