@@ -8,9 +8,9 @@ original Python code stays a second, always valid way to run it.
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +18,11 @@ import torch
 from torch import fx, nn
 
 from sparsebit.errors import CaptureError
+from sparsebit.graph.copying import copy_model
 from sparsebit.graph.example import UNKNOWN, Example, GuardError
 from sparsebit.graph.failures import Untraced, describe_failure, forward_line, reraise_own_fault
 from sparsebit.graph.graph_module import CapturedGraph
+from sparsebit.graph.outcome import cloned, undisturbed_randomness
 from sparsebit.graph.passes.decompose import decompose
 from sparsebit.graph.tracer import LeafPolicy, LeafTracer
 
@@ -96,13 +98,17 @@ class Loose:
 
 @dataclass
 class Captured:
-    """`model` runs like the original; `regions` and `loose`, by path in the original model, are what passes work on."""
+    """`model` runs like the original; `regions` and `loose`, by path in the original model, are what passes work on.
+
+    `untraced`: modules that run their own code; `untouched`: those that stay as they are, with the reason.
+    """
 
     model: nn.Module
     regions: dict[str, Region] = field(default_factory=dict)
     loose: dict[str, Loose] = field(default_factory=dict)
     untraced: dict[str, Untraced] = field(default_factory=dict)
     eval_branches: dict[str, str] = field(default_factory=dict)
+    untouched: Mapping[str, str] = field(default_factory=dict)
 
 
 def capture(
@@ -117,23 +123,18 @@ def capture(
     `example` (args, kwargs) tells which optional arguments are used, everywhere in the model; `form` does so for the
     model's own `forward` alone. Without either, optional arguments are taken as not given.
     """
-    try:
-        copied = copy.deepcopy(_uncompiled(model))
-    except Exception as error:
-        raise CaptureError(
-            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and the original is never "
-            "changed; make copy.deepcopy(model) work: no locks, open files or tensors with a gradient history in it"
-        ) from error
-    for module in list(copied.modules()):
-        for name, child in module.named_children():
-            if _uncompiled(child) is not child:
-                module._modules[name] = _uncompiled(child)
-    copied = decompose(copied)
-    observed = _Observed(copied, *example) if example is not None else None
-    explorer = _Explorer(policy or LeafPolicy(), observed, form)
-    explorer.captured.model = explorer.explore(copied, "", is_root=True)
-    _mark_shared(explorer.captured)
-    return explorer.captured
+    with undisturbed_randomness():
+        copied = copy_model(_uncompiled(model))
+        for module in list(copied.modules()):
+            for name, child in module.named_children():
+                if _uncompiled(child) is not child:
+                    module._modules[name] = _uncompiled(child)
+        copied = decompose(copied)
+        observed = _Observed(copied, *example) if example is not None else None
+        explorer = _Explorer(policy or LeafPolicy(), observed, form)
+        explorer.captured.model = explorer.explore(copied, "", is_root=True)
+        _mark_shared(explorer.captured)
+        return explorer.captured
 
 
 def call_form(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallForm:
@@ -156,16 +157,21 @@ class _Explorer:
 
     def __init__(self, policy: LeafPolicy, observed: _Observed | None, root_form: CallForm | None) -> None:
         self.policy, self.observed, self.root_form = policy, observed, root_form
-        self.captured = Captured(nn.Module())
+        self.captured = Captured(nn.Module(), untouched=policy.untouched)
         self.done: dict[int, nn.Module] = {}
 
     def explore(self, module: nn.Module, path: str, is_root: bool = False) -> nn.Module:
         """What stands at `path` from now on. Modules registered in two places are explored once."""
+        if path in self.policy.untouched:
+            return module
         if id(module) not in self.done:
             constants = self._constants(module, is_root)
-            if constants is None or not _has_forward(module):
+            reason = self.policy.own_code.get(path)
+            if constants is None or reason is not None or not has_forward(module):
                 self.done[id(module)] = module
-                if _has_forward(module):
+                if reason is not None:
+                    self.captured.untraced[path] = Untraced(path, type(module).__name__, reason, forward_line(module))
+                elif has_forward(module):
                     self.captured.untraced[path] = self._ambiguous(module, path)
                 self._enter(module, path)
             else:
@@ -241,13 +247,14 @@ class _Observed:
         self.example = Example()
         self.forms: dict[int, CallForm | None] = {}
         self.inputs: dict[int, dict[str, Any]] = {}
-        callable_modules = [module for module in model.modules() if _has_forward(module)]
+        callable_modules = [module for module in model.modules() if has_forward(module)]
         handles = [module.register_forward_pre_hook(self._note, with_kwargs=True) for module in callable_modules]
         modes = {module: module.training for module in model.modules()}
         buffers = [(module, dict(module._buffers)) for module in model.modules()]
         values = {buffer: buffer.clone() for buffer in model.buffers()}
         try:
             model.eval()
+            args, kwargs = cloned((args, kwargs))  # the model may write into its inputs
             with torch.no_grad():
                 model(*args, **kwargs)
         except Exception as error:
@@ -301,7 +308,7 @@ def _signature(module: nn.Module) -> inspect.Signature:
     return inspect.signature(module.forward)
 
 
-def _has_forward(module: nn.Module) -> bool:
+def has_forward(module: nn.Module) -> bool:
     has_none = isinstance(module, (nn.ModuleList, nn.ModuleDict, torch.jit.ScriptModule))
     return not has_none and type(module).forward is not nn.Module.forward
 

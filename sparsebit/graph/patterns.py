@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 from torch import fx, nn
 
@@ -137,13 +137,21 @@ def only_reader(node: fx.Node, root: fx.GraphModule) -> nn.Module | None:
     return module if len(calls) == 1 else None
 
 
+M = TypeVar("M", bound=nn.Module)
+
+
+def is_itself(module: nn.Module | None, kind: type[M]) -> TypeGuard[M]:
+    """Whether the module's real type is `kind`; a wrapped layer answers `isinstance` as the layer inside it does."""
+    return issubclass(type(module), kind)
+
+
 def is_type(node: fx.Node, types: tuple[OpType, ...], root: fx.GraphModule) -> bool:
     """Whether a node is one of `types`: a module class (exact or subclass), a function, a method's name."""
     if not types:
         return True
     if node.op == "call_module":
         classes = tuple(kind for kind in types if isinstance(kind, type))
-        return isinstance(module_of(node, root), classes)
+        return issubclass(type(module_of(node, root)), classes)  # a wrapped layer answers `isinstance` as its op
     if node.op == "call_function":
         return any(kind is node.target for kind in types)
     return node.op == "call_method" and node.target in [kind for kind in types if isinstance(kind, str)]

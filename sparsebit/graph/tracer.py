@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import glob
 import inspect
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from sparsebit.graph.example import (
     undisturbed,
     value_of,
 )
-from sparsebit.graph.failures import Untraced, describe_failure, reraise_own_fault, user_line
+from sparsebit.graph.failures import Untraced, describe_failure, forward_line, reraise_own_fault, user_line
 from sparsebit.graph.patched_torch import traced_factories, unfused_attention
 from sparsebit.graph.questions import asks_for_sizes, depends_on_input, is_part_of_input, is_write_into
 from sparsebit.graph.values import python_values
@@ -72,13 +73,35 @@ _COMPOSITES: tuple[type[nn.Module], ...] = (
 
 @dataclass(frozen=True)
 class LeafPolicy:
-    """Leaves: modules of `torch.nn` except containers and composites, `skip` globs, and the classes in `extra`."""
+    """Leaves: modules of `torch.nn` except containers and composites, `skip` globs, and the classes in `extra`.
+
+    By path, with the reason: `own_code`, modules that are not traced but run their own code, with their layers seen
+    one by one; `untouched`, modules that stay as they are, with everything inside.
+    """
 
     skip: tuple[str, ...] = ()
     extra: tuple[type[nn.Module], ...] = ()
+    own_code: Mapping[str, str] = field(default_factory=dict)
+    untouched: Mapping[str, str] = field(default_factory=dict)
+
+    def cut(self, path: str, reason: str) -> LeafPolicy:
+        """The same policy with one more module that runs its own code or, where it does already, stays untouched."""
+        if path in self.own_code:
+            return dataclasses.replace(self, untouched={**self.untouched, path: reason})
+        return dataclasses.replace(self, own_code={**self.own_code, path: reason})
+
+    def below(self, path: str, module: nn.Module) -> LeafPolicy:
+        """The same policy for `module`, which stands at `path`, taken by itself."""
+        names = {f"{path}.{name}" if path and name else path or name: name for name, _ in module.named_modules()}
+        own_code, untouched = (
+            {names[full]: reason for full, reason in reasons.items() if full in names}
+            for reasons in (self.own_code, self.untouched)
+        )
+        skipped = (name for full, name in names.items() if self.is_skipped(full))
+        return LeafPolicy(tuple(map(glob.escape, skipped)), self.extra, own_code, untouched)
 
     def is_skipped(self, path: str) -> bool:
-        return any(fnmatch.fnmatchcase(path, pattern) for pattern in self.skip)
+        return path in self.untouched or any(fnmatch.fnmatchcase(path, pattern) for pattern in self.skip)
 
     def is_leaf(self, module: nn.Module, path: str) -> bool:
         if self.is_skipped(path) or (self.extra and type(module) in self.extra):
@@ -240,6 +263,9 @@ class LeafTracer(fx.Tracer):
         if self.is_evaluating:
             return forward(*args, **kwargs)
         path = self._installed_path(m)
+        reason = self.policy.own_code.get(self.full_path(path))
+        if reason is not None:
+            self.untraced[path] = Untraced(self.full_path(path), type(m).__name__, reason, forward_line(m))
         if path in self.untraced:
             return self.create_proxy("call_module", path, args, kwargs)
         last = next(iter(reversed(self.graph.nodes)), None)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparsebit.errors import ConfigError
+from sparsebit.graph.patterns import is_itself
 from sparsebit.quantization.quantizers.base import Quantizer
 
 Part = Literal["observers", "batchnorm", "scales"]
@@ -132,4 +133,4 @@ def _quantizers(model: nn.Module) -> list[Quantizer]:
 
 
 def _norms(model: nn.Module) -> list[_BatchNorm]:
-    return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+    return [m for m in model.modules() if is_itself(m, _BatchNorm) and m.running_mean is not None]

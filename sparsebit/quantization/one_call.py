@@ -21,13 +21,19 @@ from sparsebit.quantization.quant_model import QuantModel
 
 
 def quantize(
-    model: nn.Module, batches: Iterable[Any], config: Source | QuantConfig = "onnxruntime", *, asym: bool = False
+    model: nn.Module,
+    batches: Iterable[Any],
+    config: Source | QuantConfig = "onnxruntime",
+    *,
+    asym: bool = False,
+    verify: bool = True,
 ) -> QuantModel:
     """A calibrated `QuantModel` with quantization on, in eval mode; `model` is left as it was.
 
     `batches`: an iterable of tensors, tuples of positional arguments or mappings of keyword arguments (a DataLoader of
     `(images, labels)` will do). `config`: a config in any form that `parse_qconfig` reads, or a backend's name (8 bits
-    as that runtime wants them). `asym`: calibrate each layer on quantized predecessors.
+    as that runtime wants them). `asym`: calibrate each layer on quantized predecessors. `verify`: compare the copy with
+    the model's own code on the first batch, before anything is quantized; what differs runs its own code.
 
     >>> model = nn.Sequential(nn.Linear(4, 2), nn.ReLU())
     >>> qmodel = quantize(model, [torch.randn(8, 4)], "onnxruntime")
@@ -46,7 +52,7 @@ def quantize(
     first = next(stream, None)
     if first is None:
         raise CalibrationError("no calibration batches were given; a few dozen samples are enough to start with")
-    qmodel = QuantModel(model, qconfig, example_inputs=first)
+    qmodel = QuantModel(model, qconfig, example_inputs=first, verify="calibration" if verify else False)
     qmodel.prepare_calibration(keep_inputs=asym)
     with torch.no_grad():
         for args, kwargs in track(calls(itertools.chain([first], stream), model, qconfig.DEVICE), "calibration"):

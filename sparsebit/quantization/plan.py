@@ -32,12 +32,12 @@ C = TypeVar("C", bound=TensorConfig)
 def make_plan(captured: Captured, config: QuantConfig) -> Plan:
     """Place quantizers. `virtual`: every known op quantizes its inputs. A runtime: what its profile lists."""
     profile = PROFILES[config.BACKEND]
-    plan = Plan()
+    plan = Plan(floats=dict(captured.untouched))
     _note_costs(plan, config, profile)
     for path, region in captured.regions.items():
         plan.regions[path] = _RegionPlanner(path, region, captured, config, profile, plan).make()
     for path, loose in captured.loose.items():
-        if _is_skipped(plan, path, config):
+        if path in captured.untouched or _is_skipped(plan, path, config):
             continue
         row = row_of_module(loose.module)
         if row is None or row.kind not in _QUANTIZABLE:
@@ -70,6 +70,7 @@ class _RegionPlanner:
         self.root = region.graph_module
         self.graph = self.root.graph
         self.opaque = captured.untraced
+        self.untouched = captured.untouched
         self.python = python_values(self.graph)
         self.rows = {node: row for node in self.graph.nodes if (row := self._row(node)) is not None}
         keeps_chains = config.SCHEDULE.DISABLE_UNNECESSARY_QUANT
@@ -100,7 +101,7 @@ class _RegionPlanner:
         return all(self.config.resolve(kind, name).QUANTIZER.DISABLE for kind in kinds)
 
     def _place(self, node: fx.Node, row: OpRow | None, name: str) -> None:
-        if node.op == "call_module" and _is_skipped(self.plan, name, self.config):
+        if node.op == "call_module" and (name in self.untouched or _is_skipped(self.plan, name, self.config)):
             return
         if row is None or row.kind not in _QUANTIZABLE:
             if name not in self.opaque:

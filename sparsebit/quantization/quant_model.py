@@ -46,6 +46,11 @@ class QuantModel(TrainableModel):
 
     _runner: CalibrationRunner | None = None
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._proof_is_due and self._runner is not None:
+            return self._verified((args, kwargs), "the first calibration batch", super().forward)
+        return super().forward(*args, **kwargs)
+
     # --- calibrating
 
     def _record(self, call: Any) -> None:
@@ -66,8 +71,14 @@ class QuantModel(TrainableModel):
                 f"calibrated for {shown(self.call_form or {})}; build the QuantModel with example_inputs of this form"
             )
         super()._capture_again(args, kwargs)
+
+    def _rebuild(self, example: Call | None) -> None:
+        runner, training = self._runner, self.training
+        super()._rebuild(example)
         if runner is not None:
+            runner.finish()
             self.prepare_calibration(keep_inputs=runner.inputs is not None, memory_budget=runner.memory_budget)
+            self.train(training)
 
     def prepare_calibration(self, *, keep_inputs: bool = True, memory_budget: int = 1024 * MIB) -> None:
         """From now on forwards gather statistics, with quantization off, in eval mode.
@@ -83,6 +94,7 @@ class QuantModel(TrainableModel):
         root = self._root.graph_module if self._root is not None else None
         self._runner = CalibrationRunner(self.model, root, keep_inputs=keep_inputs, memory_budget=memory_budget)
         self._runner.prepare()
+        self._proof_is_due = bool(self._verifies)
 
     def calc_qparams(self, asym: bool = False, w_quant: bool = False, a_quant: bool = False) -> None:
         """Scales and zero points from what was gathered.
@@ -254,6 +266,8 @@ class QuantModel(TrainableModel):
             "example": checkpoint.encode(self._example),
             "switches": {"weight": self.is_quantized("weight"), "feature": self.is_quantized("feature")},
             "folded_layers": self._folded_layers,
+            "own_code": dict(self._policy.own_code),
+            "untouched": dict(self._policy.untouched),
             "sites": {q.name: q.describe() for q in self.quantizers() if not q.fake_fused},
         }
 
@@ -265,7 +279,9 @@ class QuantModel(TrainableModel):
         nn.Module.__init__(qmodel)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the user was warned when the model was built first
-            qmodel._set_up(model, parse_qconfig(description["config"]), example)
+            config = parse_qconfig(description["config"])
+            cuts = {name: description.get(name, {}) for name in ("own_code", "untouched")}
+            qmodel._set_up(model, config, example, cls._leaf_policy(config, **cuts))
         qmodel._fold_norms(lambda name, *_: name in description["folded_layers"])
         for quantizer in qmodel.quantizers():
             quantizer.set_bit(description["sites"].get(quantizer.name, {}).get("bits", quantizer.spec.bits))
@@ -283,6 +299,8 @@ class QuantModel(TrainableModel):
         memo[id(self)] = new
         own = {key: value for key, value in self.__dict__.items() if key != "_weights"}  # made again when needed
         new.__dict__.update(copy.deepcopy(own, memo))
+        if self._weights_now() == self._built_weights:
+            new._built_weights = new._weights_now()
         return new
 
 

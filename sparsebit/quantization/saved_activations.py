@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from sparsebit.graph.patterns import is_itself
 from sparsebit.numerics import dispatch
 from sparsebit.numerics.spec import TensorSpec
 from sparsebit.quantization.ops.cheap import CHEAP_MODULES, CHEAP_ROWS, CheapFunction
@@ -84,11 +85,11 @@ def note_cheap(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     # Somebody else's hooks may change what it gives, or count how often it is called.
     if len(module._forward_hooks) > 1 or module._forward_pre_hooks or any(map(is_hooked, module.children())):
         return
-    if isinstance(module, nn.ReLU) and recipe_of(x) is None:
+    if is_itself(module, nn.ReLU) and recipe_of(x) is None:
         return  # its input would be kept for its sake alone
     if not all(repeats(inner) for inner in module.modules() if isinstance(inner, Quantizer)):
         return
-    function = _Normalized(module) if isinstance(module, _BatchNorm) else _Called(module)
+    function = _Normalized(module) if is_itself(module, _BatchNorm) else _Called(module)
     give_recipe(output, function, args, kwargs, (*module.parameters(), *function.buffers))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -56,21 +57,32 @@ class SimulatedModel(nn.Module):
 
     # --- building
 
-    def _set_up(self, model: nn.Module, config: QuantConfig, example: Call | None) -> None:
+    def _set_up(
+        self,
+        model: nn.Module,
+        config: QuantConfig,
+        example: Call | None,
+        policy: LeafPolicy | None = None,
+        form: CallForm | None = None,
+    ) -> None:
         self.config = config
         # In a tuple: the original is kept for a capture anew if a call shows another form, and is not our module.
         self._original = (model,)
-        self._build(example)
+        self._policy = policy or self._leaf_policy(config)
+        self._build(example, form)
 
-    def _build(self, example: Call | None) -> None:
+    @staticmethod
+    def _leaf_policy(config: QuantConfig, **cuts: Mapping[str, str]) -> LeafPolicy:
+        return LeafPolicy(config.SKIP_TRACE_MODULES, registered_module_types(), **cuts)
+
+    def _build(self, example: Call | None, form: CallForm | None = None) -> None:
         """Capture, plan, attach. Of an example on the meta device the shapes are known: zeros stand for the values."""
         (model,) = self._original
         device = next((p.device for p in model.parameters()), torch.device(self.config.DEVICE))
         example = pytree.tree_map_only(
             Tensor, lambda x: torch.zeros_like(x, device=device) if x.is_meta else x.to(device), example
         )
-        policy = LeafPolicy(skip=self.config.SKIP_TRACE_MODULES, extra=registered_module_types())
-        captured = capture(model, policy, example=example)
+        captured = capture(model, self._policy, example=example, form=form)
         for region in captured.regions.values():
             _prepare(region, fold=self._folds_batchnorm())
         plan = make_plan(captured, self.config)
@@ -148,12 +160,16 @@ class SimulatedModel(nn.Module):
     def _capture_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Capture anew for a call of another form than the captured one."""
         assert self._root is not None
-        form, training = call_form(self._root.source, args, kwargs), self.training
+        form = call_form(self._root.source, args, kwargs)
         log.info("captured again for a call that gives %s", shown(form))
-        self._build((args, kwargs))
-        self.train(training)
+        self._rebuild((args, kwargs))
         if self._root is not None and self._root.bind(args, kwargs) is None:
             raise CaptureError(f"a call that gives {shown(form)} cannot be captured; see coverage")
+
+    def _rebuild(self, example: Call | None) -> None:
+        training = self.training
+        self._build(example)
+        self.train(training)
 
     # --- looking inside
 
@@ -183,6 +199,11 @@ class SimulatedModel(nn.Module):
     def coverage(self) -> Coverage:
         """What is quantized, what is float and why."""
         return describe_coverage(self.model, self._captured, self._plan)
+
+    @property
+    def _source(self) -> nn.Module:
+        """The copy's own Python code, with the copy's layers."""
+        return self._root.source if self._root is not None else self.model
 
 
 def _prepare(region: Region, fold: bool) -> None:

@@ -32,11 +32,11 @@ from sparsebit.quantization.passes.defer_activations import defer_activations
 from sparsebit.quantization.passes.defer_relus import choose, defer_relus
 from sparsebit.quantization.passes.join_selects import join_selects
 from sparsebit.quantization.passes.wrap_cheap_functions import wrap_cheap_functions
-from sparsebit.quantization.simulation import SimulatedModel
+from sparsebit.quantization.verified import VerifiedModel
 from sparsebit.quantization.weight_batches import WeightBatches
 
 
-class TrainableModel(SimulatedModel):
+class TrainableModel(VerifiedModel):
     """What `QuantModel` does between `init_QAT` and the export."""
 
     _packs: bool | None = None  # whether a whole forward is packed; None: nobody has decided yet

@@ -62,16 +62,67 @@ def fold_into(layer: nn.Module, norm: _BatchNorm) -> None:
         for name, value in neutral.items():
             if getattr(norm, name) is not None:
                 getattr(norm, name).fill_(value)
+    norm.__class__ = _FOLDED[type(norm)]
+
+
+class Folded:
+    """A norm whose numbers are in the layer in front of it. In train mode too: neutral ones would normalize there."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return input
+
+
+class FoldedBatchNorm1d(Folded, nn.BatchNorm1d):
+    """Gives its input."""
+
+
+class FoldedBatchNorm2d(Folded, nn.BatchNorm2d):
+    """Gives its input."""
+
+
+class FoldedBatchNorm3d(Folded, nn.BatchNorm3d):
+    """Gives its input."""
+
+
+class FoldedSyncBatchNorm(Folded, nn.SyncBatchNorm):
+    """Gives its input."""
+
+
+_FOLDED: dict[type, type] = {
+    nn.BatchNorm1d: FoldedBatchNorm1d,
+    nn.BatchNorm2d: FoldedBatchNorm2d,
+    nn.BatchNorm3d: FoldedBatchNorm3d,
+    nn.SyncBatchNorm: FoldedSyncBatchNorm,
+}
 
 
 def can_fold(layer: nn.Module | None, norm: nn.Module | None) -> bool:
     """Whether `norm` after `layer` scales the layer's output channels, by numbers that are known."""
     if type(norm) not in _NORMS.get(type(layer), ()) or not isinstance(norm, _BatchNorm) or norm.running_mean is None:
         return False
+    assert layer is not None
+    if is_intercepted(layer) or is_intercepted(norm):
+        return False
     # A weight that is computed at every call (weight norm, pruning) would undo the folding.
     if not isinstance(layer, (_ConvNd, nn.Linear)) or layer._parameters.get("weight") is None:
         return False
     return (layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels) == norm.num_features
+
+
+def is_intercepted(module: nn.Module) -> bool:
+    """Whether a user's code runs around the module's forward: hooks, or a forward that was put onto the instance."""
+    registries = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    hooks = (hook for registry in registries for hook in registry.values())
+    return "forward" in module.__dict__ or any(not _is_own(hook) for hook in hooks)
+
+
+def _is_own(hook: object) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("sparsebit.")
 
 
 class FoldBatchNorm(ReplacePatternBase):

@@ -18,7 +18,7 @@ from sparsebit.errors import CalibrationError
 from sparsebit.execution.distributed import gather, is_distributed, to_cpu
 from sparsebit.graph.capture import Captured
 from sparsebit.graph.passes.fold_batchnorm import can_fold, fold_factor, fold_into
-from sparsebit.graph.patterns import Match, MatchingNode, module_of
+from sparsebit.graph.patterns import Match, MatchingNode, is_itself, module_of
 from sparsebit.graph.rewrite import ReplacePatternBase
 from sparsebit.numerics.qparams import broadcast_to
 from sparsebit.numerics.spec import scale_shape
@@ -41,7 +41,7 @@ def restarted_statistics(model: nn.Module) -> Iterator[dict[nn.Module, int]]:
     A norm that no forward reached, and after an error every norm, gets back what it had. Yields the rank of each norm's
     inputs, to be read afterwards.
     """
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+    norms = [m for m in model.modules() if is_itself(m, _BatchNorm) and m.running_mean is not None]
     if not norms:
         raise CalibrationError(
             "batchnorm_tuning(): no batch norm with running statistics is left in the model; "

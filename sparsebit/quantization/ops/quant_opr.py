@@ -33,11 +33,17 @@ _LAYERS = frozenset(
 class QuantOpr(nn.Module):
     """`op` (a module, a function or a method's name) on its quantized input and, if it has one, its quantized weight.
 
-    Attributes that it lacks itself (`weight`, `bias`, `stride`…) are its op's. Subclass to register an op of your own
-    (`register_qmodule`).
+    Attributes that it lacks itself (`weight`, `bias`, `stride`…) are its op's, and code that asks
+    `isinstance(layer, nn.Linear)` gets the op's answer. Subclass to register an op of your own (`register_qmodule`).
     """
 
     KIND: ClassVar[OpKind] = OpKind.UNARY
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """What `isinstance` asks besides the real type, which `type()` gives."""
+        op = self.__dict__.get("_modules", {}).get("op")
+        return type(self) if op is None else type(op)
 
     def __init__(
         self,

@@ -1,0 +1,156 @@
+"""A copy of a model that shares nothing with it that a forward or a training step could change.
+
+`copy.deepcopy` alone is not enough: it keeps functions as they are, so that a `forward` or a hook that was put onto an
+instance goes on calling the layers of the original, and it refuses tensors with a gradient history.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparsebit.errors import CaptureError
+
+_CONTAINERS = (list, tuple, set, frozenset, dict)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def copy_model(model: nn.Module, *, share_parameters: bool = False) -> nn.Module:
+    """A deep copy. Functions on instances (a patched `forward`, hooks) call the copy's layers, not the original's.
+
+    `share_parameters`: the copy reads the very same parameters, and has buffers and other state of its own: cheap, and
+    enough to run a forward without a trace in the original.
+    """
+    memo: dict[int, Any] = {}
+    if share_parameters:
+        memo.update({id(parameter): parameter for parameter in model.parameters()})
+    for tensor in _computed_tensors(model):
+        memo[id(tensor)] = tensor.detach().clone()
+    try:
+        copied = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise CaptureError(
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and the original is never "
+            "changed; make copy.deepcopy(model) work: no locks, open files or generators in it"
+        ) from error
+    _Rebinder(model, memo).rebind(copied)
+    if not share_parameters:
+        for original, twin in zip(model.parameters(), copied.parameters(), strict=True):
+            for hook in (getattr(original, "_backward_hooks", None) or {}).values():
+                twin.register_hook(hook)
+    return copied
+
+
+def _computed_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Tensors with a gradient history that a module keeps as an attribute: what an old `weight_norm` computes, say."""
+    for module in model.modules():
+        for value in _leaves(module.__dict__):
+            if isinstance(value, torch.Tensor) and not value.is_leaf:
+                yield value
+
+
+def _leaves(value: Any, depth: int = 4) -> Iterator[Any]:
+    """What plain containers hold, a few levels down."""
+    if isinstance(value, _CONTAINERS) and depth:
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(item, depth - 1)
+    else:
+        yield value
+
+
+class _Rebinder:
+    """Makes functions that refer to parts of the original refer to the copy's."""
+
+    def __init__(self, model: nn.Module, memo: dict[int, Any]) -> None:
+        tensors = (*model.parameters(), *model.buffers())
+        self.twins = {id(part): memo[id(part)] for part in (*model.modules(), *tensors) if id(part) in memo}
+        self.done: dict[int, Any] = {}
+
+    def rebind(self, copied: nn.Module) -> None:
+        for module in copied.modules():
+            for name, value in list(module.__dict__.items()):
+                if name in _HOOKS:
+                    for key, hook in list(value.items()):
+                        value[key] = self._twin(hook)
+                elif not name.startswith("_") or isinstance(value, types.FunctionType):
+                    twin = self._twin(value)
+                    if twin is not value:
+                        module.__dict__[name] = twin
+
+    def _twin(self, value: Any, depth: int = 4) -> Any:
+        """`value` with every part of the original in it replaced; the same object where there is none."""
+        if id(value) in self.twins:
+            return self.twins[id(value)]
+        if isinstance(value, types.FunctionType):
+            if id(value) not in self.done:
+                self.done[id(value)] = value  # a function may refer to itself
+                self.done[id(value)] = self._function(value)
+            return self.done[id(value)]
+        if isinstance(value, types.MethodType):  # its owner was copied with the model
+            function = self._twin(value.__func__)
+            return value if function is value.__func__ else types.MethodType(function, value.__self__)
+        if type(value) is functools.partial:  # so were its arguments
+            function = self._twin(value.func)
+            return value if function is value.func else functools.partial(function, *value.args, **value.keywords)
+        if type(value) not in _CONTAINERS or not depth:
+            return value
+        if isinstance(value, dict):
+            pairs = {key: self._twin(item, depth - 1) for key, item in value.items()}
+            return pairs if any(pairs[key] is not value[key] for key in pairs) else value
+        items = [self._twin(item, depth - 1) for item in value]
+        return type(value)(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
+
+    def _function(self, function: types.FunctionType) -> types.FunctionType:
+        cells = tuple(self._cell(cell) for cell in function.__closure__ or ())
+        defaults = self._twin(function.__defaults__)
+        keywords = self._twin(function.__kwdefaults__)
+        names = self._twin({name: function.__globals__.get(name) for name in _global_names(function.__code__)})
+        overridden = {name: item for name, item in names.items() if item is not function.__globals__.get(name)}
+        is_same = defaults is function.__defaults__ and keywords is function.__kwdefaults__ and not overridden
+        if is_same and all(a is b for a, b in zip(cells, function.__closure__ or (), strict=True)):
+            return function
+        namespace = _Overridden(function.__globals__, overridden) if overridden else function.__globals__
+        twin = types.FunctionType(function.__code__, namespace, function.__name__, defaults, cells or None)
+        twin.__kwdefaults__ = keywords
+        twin.__dict__.update(function.__dict__)
+        twin.__doc__, twin.__module__, twin.__qualname__ = (
+            function.__doc__,
+            function.__module__,
+            function.__qualname__,
+        )
+        twin.__annotations__ = function.__annotations__
+        return twin
+
+    def _cell(self, cell: types.CellType) -> types.CellType:
+        try:
+            content = cell.cell_contents
+        except ValueError:  # not filled yet
+            return cell
+        twin = self._twin(content)
+        return cell if twin is content else types.CellType(twin)
+
+
+class _Overridden(dict[str, Any]):
+    """A function's globals with some names replaced; all others are read from the real ones at the time of use."""
+
+    def __init__(self, real: Mapping[str, Any], overridden: Mapping[str, Any]) -> None:
+        super().__init__(overridden)
+        self["__builtins__"] = real["__builtins__"]
+        self.real = real
+
+    def __missing__(self, name: str) -> Any:
+        return self.real[name]
+
+
+def _global_names(code: types.CodeType) -> set[str]:
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _global_names(constant)
+    return names

@@ -1,0 +1,139 @@
+"""Is a copy the same function as the model it was made from? Asked with real data; a difference is traced to a module.
+
+The truth is the model's own code. It runs on a copy that shares the parameters, so that nothing of the user's model
+changes: neither buffers, nor other state, nor the random numbers that come next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.graph.copying import copy_model
+from sparsebit.graph.nested import map_nested
+from sparsebit.graph.outcome import (
+    Buffers,
+    Call,
+    Notes,
+    Outcome,
+    Randomness,
+    buffers_of,
+    cloned,
+    outcome_of,
+    undisturbed_randomness,
+)
+
+# Gives a stand-in for the module at a path of the model, made for such a call, to be compared with the module itself,
+# and the stand-in's buffers.
+Part = tuple[nn.Module, Buffers]
+BuildPart = Callable[[str, nn.Module, Call], Part]
+_CALLS_LOOKED_AT = 2  # of a module that a forward calls several times
+
+
+class Reference:
+    """The model's own code in one mode, on one device."""
+
+    def __init__(self, model: nn.Module, device: torch.device, *, training: bool) -> None:
+        self.model, self.device, self.training = model, device, training
+
+    def outcome(self, call: Call, randomness: Randomness | None = None) -> Outcome:
+        """What the model does with `call`, whose tensors it may write into."""
+        module = self.fresh()
+        with undisturbed_randomness(randomness):
+            return outcome_of(module, call, buffers_of(module))
+
+    def fresh(self) -> nn.Module:
+        """The model in the state that it has now; what it does to its state is not seen in the original."""
+        parameters = self.model.parameters()
+        is_here = all(parameter.device == self.device for parameter in parameters)
+        module = copy_model(self.model, share_parameters=is_here)
+        if not is_here:
+            module.to(self.device)
+        return module.train(self.training)
+
+    def repeats(self, call: Call, expected: Outcome, randomness: Randomness) -> bool:
+        """Whether the model itself does the same again."""
+        return self.outcome(call, randomness).difference(expected) is None
+
+    def smallest_differing(
+        self, call: Call, paths: Collection[str], build: BuildPart, randomness: Randomness
+    ) -> dict[str, str]:
+        """The innermost modules among `paths` whose stand-in does something else, and what: path -> difference."""
+        module = self.fresh()
+        watch = _Watch(self.model, build)
+        with contextlib.ExitStack() as stack, undisturbed_randomness(randomness):
+            for path in paths:
+                stack.enter_context(watch.on(path, module.get_submodule(path)))
+            module(*call[0], **call[1])
+        found = watch.found
+        return {path: why for path, why in found.items() if not any(_is_below(other, path) for other in found)}
+
+
+class _Watch:
+    """Compares modules with their stand-ins while the model's own code calls them."""
+
+    def __init__(self, model: nn.Module, build: BuildPart) -> None:
+        self.model, self.build = model, build
+        self.found: dict[str, str] = {}
+        self.parts: dict[str, Part] = {}
+
+    @contextlib.contextmanager
+    def on(self, path: str, module: nn.Module) -> Iterator[None]:
+        started: list[tuple[Notes, Call, Randomness]] = []
+        num_calls = 0
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            call = (args, kwargs)
+            started.append((Notes(call, buffers_of(module)), cloned(call), Randomness.now()))
+
+        def after(_: nn.Module, __: Any, ___: Any, output: Any) -> None:
+            nonlocal num_calls
+            (notes, call, randomness), num_calls = started.pop(), num_calls + 1
+            if num_calls <= _CALLS_LOOKED_AT and path not in self.found:
+                with undisturbed_randomness(randomness):
+                    difference = self._difference(path, call, notes.outcome(output))
+                if difference is not None:
+                    self.found[path] = difference
+
+        handles = (
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+            module.register_forward_hook(after, with_kwargs=True),
+        )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _difference(self, path: str, call: Call, expected: Outcome) -> str | None:
+        try:
+            if path not in self.parts:
+                self.parts[path] = self.build(path, self.model.get_submodule(path), cloned(call))
+            return outcome_of(self.parts[path][0], call, self.parts[path][1]).difference(expected)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+
+def _is_below(path: str, other: str) -> bool:
+    return path != other and (not other or path.startswith(f"{other}."))
+
+
+def in_double(call: Call) -> Call:
+    """The call with float64 tensors in place of narrower ones."""
+    result: Call = map_nested(Tensor, lambda x: x.double() if x.is_floating_point() else x, call)
+    return result
+
+
+@contextlib.contextmanager
+def modes_kept(*roots: nn.Module) -> Iterator[None]:
+    """Whatever happens inside to the modules' `training` flags is undone."""
+    modes = {module: module.training for root in roots for module in root.modules()}
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training

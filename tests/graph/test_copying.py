@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sparsebit.graph.copying import copy_model
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(()))
+        self.log: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        self.log.append(len(self.log))
+        return self.fc(x)
+
+
+def with_closure(net: Net) -> None:
+    def forward(x: Tensor) -> Tensor:
+        return net.fc(x) * 2
+
+    net.forward = forward  # type: ignore[method-assign]
+
+
+def with_default(net: Net) -> None:
+    def forward(x: Tensor, layer: nn.Module = net.fc) -> Tensor:
+        return layer(x) * 2
+
+    net.forward = forward  # type: ignore[method-assign]
+
+
+def with_method(net: Net) -> None:
+    net.forward = types.MethodType(lambda self, x: self.fc(x) * 2, net)  # type: ignore[method-assign]
+
+
+def with_partial(net: Net) -> None:
+    net.forward = functools.partial(lambda layers, x: layers["fc"](x) * 2, {"fc": net.fc})  # type: ignore[method-assign]
+
+
+def with_partial_of_a_closure(net: Net) -> None:
+    net.forward = functools.partial(lambda factor, x: net.fc(x) * factor, 2)  # type: ignore[method-assign]
+
+
+def with_nested_closure(net: Net) -> None:
+    layers = [net.fc]
+
+    def inner(x: Tensor) -> Tensor:
+        return layers[0](x) * 2
+
+    net.forward = lambda x: inner(x)  # type: ignore[method-assign]
+
+
+def with_a_name(net: Net) -> None:
+    scope = {"net": net, "factor": 1}
+    exec("def forward(x):\n    return (lambda y: net.fc(y) * factor)(x)", scope)
+    net.forward = scope["forward"]  # type: ignore[assignment, method-assign]
+    scope["factor"] = 2  # other names are read when they are used
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        with_closure,
+        with_default,
+        with_method,
+        with_partial,
+        with_partial_of_a_closure,
+        with_nested_closure,
+        with_a_name,
+    ],
+)
+def test_a_patched_forward_calls_the_layers_of_the_copy(patch: Callable[[Net], None]) -> None:
+    net, x = Net(), torch.randn(2, 4)
+    patch(net)
+    copied = copy_model(net)
+    torch.testing.assert_close(copied(x), net(x), rtol=0, atol=0)
+    before = net(x)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    assert not copied(x).any()
+    torch.testing.assert_close(net(x), before, rtol=0, atol=0)
+
+
+def test_a_hook_reads_the_copy_and_writes_where_it_wrote() -> None:
+    net, features = Net(), []
+
+    def hook(_: nn.Module, __: object, output: Tensor) -> Tensor:
+        features.append(output)
+        return output + net.fc.bias
+
+    net.fc.register_forward_hook(hook)
+    copied = copy_model(net)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    assert not copied(torch.ones(1, 4)).any() and len(features) == 1
+
+
+def test_gradient_hooks_of_parameters_are_kept() -> None:
+    net = Net()
+    net.fc.weight.register_hook(lambda gradient: gradient * 0)
+    copied = copy_model(net)
+    copied(torch.ones(1, 4)).sum().backward()
+    assert not copied.fc.weight.grad.any() and net.fc.weight.grad is None  # type: ignore[union-attr]
+
+
+def test_computed_weights_are_copied() -> None:
+    net = Net()
+    with pytest.warns(FutureWarning):
+        torch.nn.utils.weight_norm(net.fc)
+    x = torch.randn(2, 4)
+    expected = net(x)
+    copied = copy_model(net)
+    torch.testing.assert_close(copied(x), expected, rtol=0, atol=0)
+    copied(x).sum().backward()
+    assert net.fc.weight_v.grad is None  # type: ignore[union-attr]
+
+
+def test_shared_parameters_and_separate_state() -> None:
+    net = Net()
+    shadow = copy_model(net, share_parameters=True)
+    assert shadow.fc.weight is net.fc.weight
+    shadow(torch.ones(1, 4))
+    assert float(net.seen) == 0 and net.log == [] and shadow.log == [0]  # type: ignore[arg-type]

@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import sparsebit
+from sparsebit.quantization import QuantModel
+from tests.quantization.tiny import calibrated, qconfig
+
+
+def factor(x: Any) -> int:
+    """2 where the code runs, 1 where it is traced: a difference that no tracer can see."""
+    return 1 if isinstance(x, fx.Proxy) else 2
+
+
+class Block(nn.Module):
+    """Its graph computes something else than its code, for a reason that `kind` names."""
+
+    def __init__(self, kind: str = "value") -> None:
+        super().__init__()
+        self.fc, self.kind = nn.Linear(8, 8), kind
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        if self.kind == "value":
+            return y * factor(x)
+        if self.kind == "dtype":
+            return y.to(torch.float64 if factor(x) == 2 else torch.float32)
+        if self.kind == "shape":
+            return y[: factor(x)]
+        if self.kind == "input":
+            x.mul_(factor(x))
+            return y
+        self.seen.add_(factor(x))
+        return y
+
+
+KINDS = ("value", "dtype", "shape", "input", "buffer")
+
+
+class Net(nn.Module):
+    def __init__(self, kind: str = "value") -> None:
+        super().__init__()
+        self.a, self.block = nn.Linear(8, 8), nn.Sequential(Block(kind), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x) + self.a(x).mean()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("occasion", ["example", "calibration", "one call"])
+def test_a_module_whose_graph_differs_runs_its_own_code(kind: str, occasion: str) -> None:
+    model, x = Net(kind).eval(), torch.randn(4, 8)
+    config = qconfig(bits=16)
+    if occasion == "one call":
+        qmodel = sparsebit.quantize(model, [x.clone()], config)
+    else:
+        qmodel = QuantModel(model, config, **({"example_inputs": x} if occasion == "example" else {}))
+        qmodel.prepare_calibration()
+        with torch.no_grad():
+            torch.testing.assert_close(qmodel(x.clone()), model(x.clone()), rtol=0, atol=1e-6)
+        qmodel.calc_qparams()
+        qmodel.set_quant(w_quant=True, a_quant=True)
+    given, expected_given = x.clone(), x.clone()
+    torch.testing.assert_close(qmodel(given), model(expected_given), rtol=0, atol=1e-3)
+    torch.testing.assert_close(given, expected_given, rtol=0, atol=0)
+    (opaque,) = qmodel.coverage.opaque
+    assert opaque.path == "block.0" and opaque.quantized_inside == ("block.0.fc",)
+    assert "computes something else than its code" in opaque.reason and "test_verified.py" in opaque.line
+
+
+def test_what_was_found_is_saved(tmp_path: Path) -> None:
+    model, x = Net().eval(), torch.randn(4, 8)
+    qmodel = calibrated(model, [x])
+    loaded = QuantModel.load(qmodel.save(tmp_path / "q"), Net())
+    torch.testing.assert_close(loaded(x), qmodel(x), rtol=0, atol=0)
+    assert loaded.coverage.opaque == qmodel.coverage.opaque
+    assert copy.deepcopy(qmodel).coverage == qmodel.coverage
+
+
+def test_verification_can_be_left_out_and_is_told() -> None:
+    model, x = Net().eval(), torch.randn(4, 8)
+    qmodel = QuantModel(model, qconfig(), example_inputs=x, verify=False)
+    assert not torch.allclose(qmodel(x), model(x))
+    assert "verify=False" in qmodel.coverage.notes[-1]
+    assert not calibrated(model, [x]).coverage.notes
+
+
+def test_code_that_sees_wrapped_layers_by_their_type_is_left_untouched() -> None:
+    class Picky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x) if type(layer) is nn.Linear else x
+            return x if x.sum() > 1e9 else x + 1
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.picky = nn.Linear(8, 8), Picky()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.picky(self.a(x))
+
+    model, x = Outer().eval(), torch.randn(4, 8)
+    qmodel = calibrated(model, [x], qconfig(bits=16))
+    torch.testing.assert_close(qmodel(x), model(x), rtol=0, atol=1e-3)
+    assert any(layer.name == "picky" and "something else" in layer.reason for layer in qmodel.coverage.float_layers)
+
+
+def test_own_code_asks_isinstance_of_wrapped_layers() -> None:
+    class Asking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(8, 8), nn.ReLU(), nn.BatchNorm1d(8)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x) if isinstance(layer, (nn.Linear, nn.BatchNorm1d, nn.ReLU)) else x * 0
+            return x if x.sum() > 1e9 else x + 1
+
+    model, x = Asking().eval(), torch.randn(4, 8)
+    qmodel = calibrated(model, [x], qconfig(bits=16), verify=False)
+    torch.testing.assert_close(qmodel(x), model(x), rtol=0, atol=1e-3)
+    assert qmodel.coverage.num_weighted_quantized == 1
+
+
+def test_the_users_model_and_the_random_numbers_are_left_alone() -> None:
+    class Stateful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.log = nn.Linear(8, 8), [0]
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen += 1
+            self.log.append(1)
+            return self.fc(x) + random.random() * 0
+
+    model, x = Stateful().eval(), torch.randn(4, 8)
+    torch.manual_seed(0)
+    random.seed(0)
+    qmodel = QuantModel(model, qconfig(), example_inputs=x)
+    assert (float(model.seen), model.log) == (0, [0])  # type: ignore[arg-type]
+    expected = torch.rand(1, generator=torch.Generator().manual_seed(0)), random.Random(0).random()
+    assert (float(torch.rand(1)), random.random()) == (float(expected[0]), expected[1])
+    qmodel.prepare_calibration()
+    with torch.no_grad():
+        qmodel(x)
+    assert (float(model.seen), model.log) == (0, [0])  # type: ignore[arg-type]
+
+
+def test_a_model_that_differs_from_itself_is_told_and_not_cut() -> None:
+    class Clock(nn.Module):
+        calls = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            Clock.calls += 1
+            return self.fc(x) + Clock.calls
+
+    qmodel = QuantModel(Clock().eval(), qconfig(), example_inputs=torch.randn(2, 8))
+    assert "gives another result for the same" in qmodel.coverage.notes[-1]
+
+
+def test_rounding_that_a_model_amplifies_is_no_difference() -> None:
+    class Chaotic(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4)
+            self.norm.running_mean.uniform_(-1, 1)  # type: ignore[union-attr]
+            self.norm.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sin(self.norm(self.conv(x)) * 1e5)
+
+    qmodel = QuantModel(Chaotic().eval(), qconfig({"SCHEDULE.FUSE_BN": True}), example_inputs=torch.randn(2, 4, 9))
+    assert not qmodel.coverage.opaque and not qmodel.coverage.notes
+
+
+@pytest.mark.parametrize("change", ["training", "loading", "half"])
+def test_other_weights_than_the_originals_are_not_compared(change: str) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval(), torch.randn(4, 8)
+    qmodel = QuantModel(model, qconfig())
+    if change == "half":
+        qmodel, x = qmodel.double(), x.double()
+    elif change == "loading":
+        qmodel.load_state_dict({name: value.clone() for name, value in qmodel.state_dict().items()})
+    else:
+        with torch.no_grad():
+            for parameter in qmodel.parameters():
+                parameter.add_(1)
+    qmodel.prepare_calibration()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        qmodel(x)
+    assert not qmodel.coverage.opaque
+
+
+@pytest.mark.parametrize("kind", ["pre", "post"])
+@pytest.mark.parametrize("place", ["conv", "norm"])
+def test_folding_leaves_hooked_layers_alone(kind: str, place: str) -> None:
+    class Folding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
+            self.norm.running_mean.uniform_(-1, 1)  # type: ignore[union-attr]
+            self.norm.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.conv(x))
+
+    model, x = Folding().eval(), torch.randn(2, 3, 4, 4)
+    if kind == "pre":
+        model.get_submodule(place).register_forward_pre_hook(lambda _, args: args[0] * 2)
+    else:
+        model.get_submodule(place).register_forward_hook(lambda _, __, output: output * 2)
+    qmodel = QuantModel(model, qconfig({"SCHEDULE.FUSE_BN": True}), verify=False)
+    torch.testing.assert_close(qmodel(x), model(x))
+    assert not QuantModel(model, qconfig({"SCHEDULE.FUSE_BN": True}), example_inputs=x).coverage.opaque
+
+
+def test_a_folded_norm_gives_its_input_in_train_mode_too() -> None:
+    class Guarded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.shape[0] == 2:
+                return self.norm(self.conv(x))
+            return self.norm(self.conv(x)) + 0
+
+    model = Guarded().eval()
+    qmodel = QuantModel(model, qconfig({"SCHEDULE.FUSE_BN": True}), example_inputs=torch.randn(2, 3, 4, 4)).train()
+    x = torch.randn(5, 3, 4, 4) * 3 + 1  # fails the guard: the model's own code runs
+    torch.testing.assert_close(qmodel(x), model(x))
