@@ -23,6 +23,11 @@ from sparsebit.deploy.timing import Latency, interleaved
 from sparsebit.deploy.verdict import verdict
 from sparsebit.errors import DeploymentError
 
+_NUM_NAMES = 3
+_KEEP_FLOAT = (
+    "what the file keeps in float is not computed in float; export it again with BACKEND: onnxruntime, which keeps it "
+    "so, or open the session with session.disable_quant_qdq=1, which runs everything in float"
+)
 _TWO_GIGABYTES = 2**31 - 2**20
 _SATURATION = (
     "this CPU has no VNNI: sums of uint8 x int8 products may clip at 16 bits, which costs accuracy; compare the file's "
@@ -79,7 +84,8 @@ def _layers(graph: Graph, execution: Execution, runtime: str) -> tuple[LayerRun,
     for node in filter(lambda node: is_layer(graph, node), graph.nodes):
         kernel = execution.kernels[label(node)]
         run = LayerRun(
-            label(node), node.op_type, kind(node.op_type), is_heavy(node.op_type), kernel.arithmetic, kernel.op
+            *(label(node), node.op_type, kind(node.op_type), is_heavy(node.op_type), kernel.arithmetic, kernel.op),
+            rounds_weight=kernel.rounds_weight,
         )
         if kernel.arithmetic == "unknown":
             run = replace(run, cause="it was not found in the runtime's graph")
@@ -170,8 +176,18 @@ def _warnings(graph: Graph, layers: tuple[LayerRun, ...]) -> Iterator[str]:
         yield _SATURATION
     if is_arm() and any(layer.heavy and layer.arithmetic == "integer" for layer in layers):
         yield "this is an ARM processor: what is fused and how fast it is differs from x86; audit where you deploy"
+    if rounded := [layer.name for layer in layers if layer.rounds_weight]:
+        yield (
+            f"the runtime rounds the float weights of {_some(rounded)} to int8 by itself, with one scale for all "
+            f"channels: {_KEEP_FLOAT}"
+        )
     if any(item.HasField("g") for node in graph.nodes for item in node.attribute):
         yield "layers inside If, Loop and Scan are not looked into"
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _NUM_NAMES} more" if len(names) > _NUM_NAMES else ""
+    return ", ".join(names[:_NUM_NAMES]) + more
 
 
 def _with_types(model: Any) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsebit.deploy.audit_record import Arithmetic, Execution, Kernel
-from sparsebit.deploy.fusion_site import is_heavy, is_layer, label
+from sparsebit.deploy.fusion_site import Site, is_heavy, is_layer, label
 from sparsebit.deploy.qdq_graph import DEQUANTIZE, MOVES, QUANTIZE, Graph
 from sparsebit.deploy.sessions import Session, open_session
 
@@ -49,9 +49,12 @@ def executed(
     kernels: dict[str, Kernel] = {}
     for node in filter(lambda node: is_layer(graph, node), graph.nodes):
         found = finder.find(node)
-        kernels[label(node)] = (
-            Kernel("", "unknown") if found is None else Kernel(found.op_type, _arithmetic(optimized, found))
-        )
+        if found is None:
+            kernels[label(node)] = Kernel("", "unknown")
+            continue
+        arithmetic = _arithmetic(optimized, found)
+        rounds = Site(graph, node).has_float_weight and (arithmetic != "float" or _has_rounded_weight(optimized, found))
+        kernels[label(node)] = Kernel(found.op_type, arithmetic, rounds)
     left = Counter(node.op_type for node in optimized.nodes if node.op_type in _CONVERSIONS)
     return Execution(kernels, dict(left)), session
 
@@ -63,6 +66,10 @@ def _arithmetic(optimized: Graph, node: Any) -> Arithmetic:
     if node.op_type.startswith("QLinear") or node.op_type in _INTEGER:
         return "integer"
     return "integer" if node.input and _is_byte(optimized, node.input[0]) else "float"
+
+
+def _has_rounded_weight(optimized: Graph, node: Any) -> bool:
+    return len(node.input) > 1 and optimized.dequantized(node.input[1]) is not None
 
 
 def _is_byte(optimized: Graph, name: str) -> bool:

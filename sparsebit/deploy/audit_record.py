@@ -13,10 +13,14 @@ Arithmetic = Literal["integer", "weight-only", "float", "unknown"]
 
 @dataclass(frozen=True)
 class Kernel:
-    """What the runtime executes for a layer: the name of its own op, and on which numbers."""
+    """What the runtime executes for a layer: the name of its own op, and on which numbers.
+
+    `rounds_weight`: the weight is float in the file, and the runtime makes integers of it by itself.
+    """
 
     op: str
     arithmetic: Arithmetic
+    rounds_weight: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class LayerRun:
 
     A layer in float has a `cause` (the same words for all layers of its group), a `detail` of its own and a `remedy`.
     `on_purpose`: it is no fault that it is; the profile leaves it so by design, or the config switched it off.
+    `rounds_weight`: the file keeps its weight in float, and the runtime rounds it to int8 all the same.
     """
 
     name: str
@@ -45,6 +50,7 @@ class LayerRun:
     detail: str = ""
     remedy: str = ""
     on_purpose: bool = False
+    rounds_weight: bool = False
 
 
 @dataclass(frozen=True)

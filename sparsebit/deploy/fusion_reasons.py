@@ -131,7 +131,7 @@ def _float_input(site: Site) -> str | None:
 
 
 def _float_weight(site: Site) -> str | None:
-    return _holds(site.has_weight and site.weight is None)
+    return _holds(site.has_float_weight)
 
 
 def _flattened(site: Site) -> str | None:

@@ -94,6 +94,11 @@ class Site:
         """Whether the second operand is constant (an attention product has none)."""
         return self.heavy and len(self.operands) > 1 and self.graph.is_weight(self.operands[1])
 
+    @property
+    def has_float_weight(self) -> bool:
+        """Whether the file stores the layer's weight in float."""
+        return self.has_weight and self.weight is None
+
     @cached_property
     def bias_add(self) -> Any:
         """The Add of a constant right behind a MatMul, which ONNX Runtime joins to it; None if there is none."""

@@ -13,8 +13,9 @@ from typing import Any
 from sparsebit.errors import DeploymentError, MissingExtraError
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
-# What an export notes: of the model its backend, of a node that the config keeps in float the key that says so.
-BACKEND_KEY, OFF_KEY = "sparsebit.backend", "sparsebit.switched_off"
+# What an export notes: of the model its backend, of a node that the config keeps in float the key that says so, and of
+# every layer whose weight is float that it is.
+BACKEND_KEY, OFF_KEY, FLOAT_KEY = "sparsebit.backend", "sparsebit.switched_off", "sparsebit.float"
 # Ops that only move elements: a scale in front of one is a scale behind it.
 MOVES = frozenset({"Identity", "Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze"})
 

@@ -10,6 +10,7 @@ import torch
 
 from sparsebit.backends import BACKENDS
 from sparsebit.deploy.embedding_layout import lay_out_embeddings
+from sparsebit.deploy.float_layers import keep_floats
 from sparsebit.deploy.linear_layout import lay_out_linears
 from sparsebit.deploy.naming import describe_sites, tidy
 from sparsebit.deploy.number_types import FLOAT8
@@ -73,6 +74,8 @@ def build_onnx(
     lay_out_pads(model)
     if profile.executes is not None:
         lay_out_embeddings(model)
+    if profile.executes == "onnxruntime":
+        keep_floats(model)
     off = {layer: reason for layer, reason in qmodel._plan.floats.items() if reason in SWITCHED_OFF}
     tidy(model, {"backend": qmodel.config.BACKEND}, off)
     return model, sites

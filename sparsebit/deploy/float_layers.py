@@ -1,0 +1,137 @@
+"""Layers that stay float in ONNX Runtime too.
+
+ONNX Runtime's WeightBiasQuantization rounds the float weight of a Conv, ConvTranspose or Gemm to int8, with one scale
+for all channels, where the layer reads a DequantizeLinear and its output runs into a QuantizeLinear. Releases before
+1.22 do not even look at the output. It leaves alone a layer whose input has a scale per channel. So such a layer gets a
+DequantizeLinear of its own, with the one scale repeated for every channel: the same numbers, at the same cost.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sparsebit.deploy.qdq_graph import DEQUANTIZE, FLOAT_KEY, MOVES, QUANTIZE
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+_LAYERS = frozenset({"Conv", "ConvTranspose", "Gemm"})
+# What keeps the values of its input: the runtime moves a DequantizeLinear through them, up to the layer.
+_TRAVELS = MOVES | {"MaxPool", "Slice"}
+
+
+def keep_floats(model: ir.Model) -> None:
+    """Give every layer with a float weight an input that ONNX Runtime does not take for quantized, in place."""
+    dequantized: dict[tuple[ir.Value, ir.Value], ir.Value] = {}
+    for layer in list(model.graph):
+        if layer.op_type not in _LAYERS or _is_quantized(layer.inputs[1]):
+            continue
+        layer.metadata_props[FLOAT_KEY] = layer.op_type
+        x = layer.inputs[0]
+        source = _dequantize_of(x)
+        if source is None or x is None:
+            continue
+        scale = source.inputs[1]
+        assert scale is not None
+        if (x, scale) not in dequantized:
+            dequantized[x, scale] = _apart(model, x, source)
+        layer.replace_input_with(0, dequantized[x, scale])
+        if not source.outputs[0].uses() and not source.outputs[0].is_graph_output():
+            model.graph.remove(source, safe=True)
+
+
+def _is_quantized(weight: ir.Value | None) -> bool:
+    node = weight.producer() if weight is not None else None
+    while node is not None and node.op_type in (*MOVES, "Cast"):
+        value = node.inputs[0]
+        node = value.producer() if value is not None else None
+    return node is not None and node.op_type == DEQUANTIZE
+
+
+def _dequantize_of(x: ir.Value | None) -> ir.Node | None:
+    """The DequantizeLinear of one scale behind which `x` is still on its grid."""
+    node = x.producer() if x is not None else None
+    while node is not None and node.op_type in _TRAVELS and len(node.outputs) == 1:
+        value = node.inputs[0]
+        node = value.producer() if value is not None else None
+    if node is None or node.op_type != DEQUANTIZE:
+        return None
+    scale = node.inputs[1].const_value if node.inputs[1] is not None else None
+    return node if scale is not None and scale.size == 1 else None
+
+
+def _apart(model: ir.Model, x: ir.Value, source: ir.Node) -> ir.Value:
+    """The numbers of `x`, dequantized apart; what was moved behind its DequantizeLinear is put into integers again."""
+    import onnx_ir as ir
+
+    axis = next((dim for dim in (1, *range(len(x.shape or ()))) if _size(x, dim) > 1), None)
+    if axis is None:  # nothing to repeat a scale along: an op that changes no number keeps the runtime away
+        return _add(model, x, "Max", [x, _lowest(model)], f"{x.name}/float", x, {})
+    codes, *grid = (value for value in source.inputs if value is not None)
+    name, note = f"{source.name}/float", dict(source.metadata_props)
+    if x is not source.outputs[0]:
+        name, kind = f"{source.name}/{x.name}", codes.dtype
+        assert kind is not None
+        codes = _add(model, x, QUANTIZE, [x, *grid], f"{name}/q", x, note)
+        codes.type = ir.TensorType(kind)
+        name = f"{name}/dq"
+    grid = [_repeated(model, value, _size(x, axis)) for value in grid]
+    return _add(model, codes, DEQUANTIZE, [codes, *grid], name, x, note, {"axis": axis})
+
+
+def _add(
+    model: ir.Model,
+    behind: ir.Value,
+    op_type: str,
+    inputs: list[ir.Value],
+    name: str,
+    like: ir.Value,
+    metadata: dict[str, str],
+    attributes: dict[str, int] | None = None,
+) -> ir.Value:
+    import onnx_ir as ir
+
+    node = ir.node(op_type, inputs, attributes, name=name, metadata_props=metadata)
+    value = node.outputs[0]
+    value.name, value.shape, value.type = name, like.shape, like.type
+    producer = behind.producer()
+    if producer is None:
+        model.graph.insert_before(model.graph[0], node)
+    else:
+        model.graph.insert_after(producer, node)
+    return value
+
+
+def _repeated(model: ir.Model, value: ir.Value, size: int) -> ir.Value:
+    import numpy
+    import onnx_ir as ir
+
+    name = f"{value.name}/{size}"
+    if name not in model.graph.initializers:
+        assert value.const_value is not None
+        array = numpy.repeat(value.const_value.numpy().reshape(-1), size)
+        tensor = ir.Tensor(array, dtype=value.const_value.dtype, name=name)
+        made = ir.Value(name=name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape([size]))
+        model.graph.register_initializer(made)
+    return model.graph.initializers[name]
+
+
+def _lowest(model: ir.Model) -> ir.Value:
+    """The lowest float, stored once."""
+    import numpy
+    import onnx_ir as ir
+
+    name = "sparsebit/lowest"
+    if name not in model.graph.initializers:
+        tensor = ir.Tensor(numpy.array(numpy.finfo(numpy.float32).min), name=name)
+        value = ir.Value(name=name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape([]))
+        model.graph.register_initializer(value)
+    return model.graph.initializers[name]
+
+
+def _size(x: ir.Value, axis: int) -> int:
+    """0 where it is free or not known."""
+    if x.shape is None or axis >= len(x.shape):
+        return 0
+    size = x.shape[axis]
+    return size if isinstance(size, int) else 0
