@@ -1,6 +1,6 @@
 """Every architecture of `zoo.py`, quantized for ONNX Runtime: exported, loaded, run, compared with its simulation.
 
-    python benchmarks/zoo_export.py [--only GLOB] [--jobs N] [--json FILE]
+    python benchmarks/zoo_export.py [--only GLOB] [--json FILE]
 
 Prints one JSON line per architecture: whether torch exports the float model, whether the quantized one exports, loads
 in ONNX Runtime and passes the parity gate, the gate's figures, the time of the export and the sizes of both files.
@@ -8,33 +8,24 @@ in ONNX Runtime and passes the parity gate, the gate's figures, the time of the 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import fnmatch
 import io
-import sys
 import tempfile
 import time
 import traceback
-import warnings
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import emit
-from zoo import ZOO, _spread, torchvision_shim
+from zoo import spread
+from zoo_models import ZOO
+from zoo_runner import run_zoo
 
 BACKEND = "onnxruntime"
 
 
-def examine(name: str, threads: int) -> dict[str, Any]:
+def examine(name: str) -> dict[str, Any]:
     """One architecture's record; a failure is a result here."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(threads)
-    torchvision_shim.install()
     record: dict[str, Any] = {"model": name, "backend": BACKEND, "float_exports": True, "ok": False}
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -51,7 +42,7 @@ def _export(name: str, folder: Path, record: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
     model, batch = ZOO[name]()
     model.eval()
-    _spread(model)
+    spread(model)
     try:
         record["float_bytes"] = _export_float(model, batch, folder / "float.onnx")
     except Exception as error:
@@ -81,24 +72,5 @@ def _export_float(model: torch.nn.Module, batch: Any, file: Path) -> int:
     return file.stat().st_size
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="*", help="glob on the names")
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--json", type=Path, help="append the lines to this file")
-    options = parser.parse_args()
-    names = [name for name in ZOO if fnmatch.fnmatch(name, options.only)]
-    threads = max(1, torch.get_num_threads() // options.jobs)
-    failed = 0
-    # Processes of their own: what the exporter leaves behind in memory goes with them.
-    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        for future in as_completed([pool.submit(partial(examine, threads=threads), name) for name in names]):
-            record = future.result()
-            failed += not record["ok"]
-            emit({"benchmark": "zoo_export", **record}, options.json)
-    print(f"{failed} of {len(names)} failed", file=sys.stderr)
-    sys.exit(1 if failed else 0)
-
-
 if __name__ == "__main__":
-    main()
+    run_zoo("zoo_export", examine, __doc__)
