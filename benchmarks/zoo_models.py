@@ -9,7 +9,6 @@ import torch
 import zoo_transformers
 from torch import nn
 
-
 Build = Callable[[], tuple[nn.Module, Any]]
 
 TIMM = {

@@ -33,8 +33,30 @@ class OpaqueModule:
 
 
 @dataclass(frozen=True)
+class ParameterRecord:
+    """One parameter of the model: `format` is what it is read as (`int8`, `float32`), `reason` why it is float.
+
+    `float_bytes`: as the model has it; `bytes`: packed into its format, with its scales.
+    """
+
+    name: str
+    num_elements: int
+    format: str
+    float_bytes: int
+    bytes: int
+    reason: str = ""
+
+    @property
+    def is_quantized(self) -> bool:
+        return not self.reason
+
+
+@dataclass(frozen=True)
 class Coverage:
-    """What is quantized, what is float and why. `notes`: things true of the capture that a user may not expect."""
+    """What is quantized, what is float and why. `notes`: things true of the capture that a user may not expect.
+
+    `parameters`: every one that the model has, biases and norms too; what a fold removed is not there any more.
+    """
 
     quantized: tuple[QuantizedLayer, ...] = ()
     float_layers: tuple[FloatLayer, ...] = ()
@@ -42,6 +64,7 @@ class Coverage:
     notes: tuple[str, ...] = ()
     num_weighted: int = 0
     num_weighted_quantized: int = 0
+    parameters: tuple[ParameterRecord, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -49,12 +72,55 @@ class Coverage:
         """Share of the conv, linear and embedding layers whose weight is quantized."""
         return self.num_weighted_quantized / self.num_weighted if self.num_weighted else 0.0
 
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.num_elements for parameter in self.parameters)
+
+    @property
+    def parameter_fraction(self) -> float:
+        """Share of all parameters (numbers, not tensors) that are quantized."""
+        quantized = sum(parameter.num_elements for parameter in self.parameters if parameter.is_quantized)
+        return quantized / self.num_parameters if self.num_parameters else 0.0
+
+    @property
+    def weights(self) -> str:
+        """The totals in a line."""
+        share, before = 100 * self.parameter_fraction, sum(parameter.float_bytes for parameter in self.parameters)
+        sizes = f"{_bytes(before)} in float, {_bytes(sum(parameter.bytes for parameter in self.parameters))} quantized"
+        return f"{share:.1f} % of {self.num_parameters:,} parameters quantized, {100 - share:.1f} % float; {sizes}"
+
+    def sizeable_floats(self, above: float = 0.01) -> list[str]:
+        """What holds more than `above` of all parameters in float, by reason: the share, the names, the reason.
+
+        Names that differ in numbers alone are one: `layers.*.experts.down_proj`.
+        """
+        by_reason: dict[str, list[ParameterRecord]] = {}
+        for parameter in self.parameters:
+            if not parameter.is_quantized:
+                by_reason.setdefault(parameter.reason, []).append(parameter)
+        shares = {
+            reason: sum(p.num_elements for p in group) / max(self.num_parameters, 1)
+            for reason, group in by_reason.items()
+        }
+        return [
+            f"{100 * shares[reason]:.1f} % of parameters: {_names(by_reason[reason])}: {reason}"
+            for reason in sorted(by_reason, key=lambda reason: -shares[reason])
+            if shares[reason] > above
+        ]
+
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"weighted_fraction": self.weighted_fraction}
+        return asdict(self) | {
+            "weighted_fraction": self.weighted_fraction,
+            "num_parameters": self.num_parameters,
+            "parameter_fraction": self.parameter_fraction,
+        }
 
     def __str__(self) -> str:
         weighted = f"{self.num_weighted_quantized} of {self.num_weighted} weighted layers quantized"
         lines = [f"{weighted}, {len(self.quantized)} layers in all"]
+        if self.parameters:
+            lines.append(f"  weights  {self.weights}")
+            lines += [f"  float    {line}" for line in self.sizeable_floats()]
         lines += [f"  float    {layer.name}: {layer.reason}" for layer in self.float_layers]
         for module in self.opaque:
             lines.append(f"  untraced {module.path or '(model)'} [{module.module_type}]: {module.reason}")
@@ -72,3 +138,24 @@ class LayerError:
     layer: str
     error: float
     sqnr_db: float
+
+
+def _names(parameters: list[ParameterRecord]) -> str:
+    """The three largest, and how many more there are."""
+    sizes: dict[str, int] = {}
+    alone: dict[str, str] = {}
+    for parameter in parameters:
+        pattern = ".".join("*" if part.isdigit() else part for part in parameter.name.split("."))
+        alone[pattern] = pattern if pattern in alone else parameter.name
+        sizes[pattern] = sizes.get(pattern, 0) + parameter.num_elements
+    largest = sorted(sizes, key=lambda pattern: -sizes[pattern])
+    rest = f" and {len(largest) - 3} more" if len(largest) > 3 else ""
+    return ", ".join(alone[pattern] for pattern in largest[:3]) + rest
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if number < 1000:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1000
+    return f"{number:.1f} GB"

@@ -105,6 +105,8 @@ def quantize(
             "calibrated": f"{done.num_samples} samples in {done.seconds:.1f} s",
             "output": f"SQNR {decibel(sqnr)} against float, on the first {subject.trial.num_samples} samples",
             "weights": f"{before} -> {after} packed, {weight.ratio:.1f}x smaller",
+            "parameters": f"{100 * coverage.parameter_fraction:.1f} % of {coverage.num_parameters:,} quantized",
+            **({"in float": "\n".join(floats)} if (floats := coverage.sizeable_floats()) else {}),
             **_left_out(coverage),
             **({} if where.folder is None else {"saved": str(where.folder)}),
             **({} if exported is None else exported.facts()),

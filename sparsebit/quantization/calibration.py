@@ -19,6 +19,7 @@ from sparsebit.errors import CalibrationError
 from sparsebit.execution.distributed import gather, is_distributed, to_cpu
 from sparsebit.execution.value_store import MIB, SharedData
 from sparsebit.execution.visitor import GraphVisitor
+from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 from sparsebit.quantization.progress import track
 from sparsebit.quantization.quantizers.base import Quantizer
@@ -38,7 +39,9 @@ class CalibrationRunner:
         self._given: Any = None  # the inputs of a forward that has begun
         self._handle: RemovableHandle | None = None
         self.layers = [
-            m for m in model.modules() if isinstance(m, WeightedQuantOpr) and not m.weight_quantizer.fake_fused
+            m
+            for m in model.modules()
+            if isinstance(m, WeightedQuantOpr | QuantizedParameter) and not m.weight_quantizer.fake_fused
         ]
         # Quantizers that learn their range from forwards: all but those of weights that layers own.
         owned = {id(layer.weight_quantizer) for layer in self.layers}
@@ -172,10 +175,14 @@ class CalibrationRunner:
             yield self.model(*args, **kwargs)
 
 
-def calibrate_weight(layer: WeightedQuantOpr) -> None:
+def calibrate_weight(layer: WeightedQuantOpr | QuantizedParameter) -> None:
     """Scale and zero point of the weight that the layer has now."""
+    if isinstance(layer, QuantizedParameter):
+        weight = layer.parameter
+    else:
+        weight = getattr(layer.op, layer.row.weight or "weight")
     layer.weight_quantizer.observer.reset()
-    layer.weight_quantizer.update_observer(getattr(layer.op, layer.row.weight or "weight"))
+    layer.weight_quantizer.update_observer(weight)
     layer.weight_quantizer.calc_qparams()
 
 

@@ -1,24 +1,33 @@
-"""The captured, quantized model -> what is quantized, what is float, and why."""
+"""The captured, quantized model -> what is quantized, what is float, and why; of every parameter too."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 from torch import nn
 
 from sparsebit.graph.capture import Captured
+from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
 from sparsebit.quantization.ops.quant_opr import QIdentity, QuantOpr
 from sparsebit.quantization.ops.rows import OpKind
 from sparsebit.quantization.ops.table import row_of_module, row_of_name
+from sparsebit.quantization.parameter_sites import OwnedParameter, owned_parameters, quantizers_of_parameters
 from sparsebit.quantization.placement import Plan, split_site
+from sparsebit.quantization.plan import COMPLEX, SWITCHED_OFF
 from sparsebit.quantization.quantizers.base import Quantizer
-from sparsebit.records import Coverage, FloatLayer, OpaqueModule, QuantizedLayer
+from sparsebit.records import Coverage, FloatLayer, OpaqueModule, ParameterRecord, QuantizedLayer
+
+VECTOR = "biases, norms and other vectors stay float"
+TABLE = "no matrix product reads it: tables and factors of values stay float"
 
 
 def describe_coverage(model: nn.Module, captured: Captured, plan: Plan) -> Coverage:
     """Read off the model as it is now (quantizers switched off for good do not count)."""
     layers: dict[str, QuantizedLayer] = {}
     unseen: dict[str, str] = {}
+    own_code: Counter[str] = Counter()
     for module in model.modules():
-        if not isinstance(module, (QuantOpr, QIdentity)):
+        if not isinstance(module, (QuantOpr, QIdentity, QuantizedParameter)):
             continue
         for quantizer in (child for child in module.children() if isinstance(child, Quantizer)):
             if not quantizer.fake_fused:
@@ -26,7 +35,15 @@ def describe_coverage(model: nn.Module, captured: Captured, plan: Plan) -> Cover
             elif quantizer.was_unseen:
                 layer, _ = split_site(quantizer.name)
                 unseen.setdefault(layer, f"{quantizer.name} never saw a float tensor during calibration")
-    floats = {name: reason for name, reason in {**unseen, **plan.floats}.items() if name not in layers}
+        if isinstance(module, QuantizedParameter) and not module.weight_quantizer.fake_fused:
+            own_code[type(module.owner).__name__] += 1
+    parameters = _parameters(model, {**unseen, **plan.floats})
+    names = {parameter.name for parameter in parameters}
+    floats = {
+        name: reason
+        for name, reason in {**unseen, **plan.floats}.items()
+        if name not in layers and name not in names  # of parameters, those that matter are told by their share
+    }
     weighted = _weighted(model)
     return Coverage(
         tuple(layers.values()),
@@ -42,16 +59,24 @@ def describe_coverage(model: nn.Module, captured: Captured, plan: Plan) -> Cover
                 for path, line in captured.eval_branches.items()
             ),
             *(reason for name, reason in unseen.items() if name in layers),
+            *(
+                f"{kind} reads {count} quantized weights in its own code: its activations stay float"
+                for kind, count in own_code.items()
+            ),
             *plan.warnings,
         ),
         num_weighted=len(weighted),
         num_weighted_quantized=sum(weighted),
+        parameters=parameters,
     )
 
 
 def _add_site(layers: dict[str, QuantizedLayer], module: nn.Module, quantizer: Quantizer) -> None:
-    name, role = split_site(quantizer.name)
-    op = module._get_name() if isinstance(module, QuantOpr) else "QIdentity"
+    if isinstance(module, QuantizedParameter):
+        name, role, op = module.layer, f"weight.{module.parameter_name}", type(module.owner).__name__
+    else:
+        name, role = split_site(quantizer.name)
+        op = module._get_name() if isinstance(module, QuantOpr) else "QIdentity"
     known = layers.get(name)
     sites = {**(known.sites if known else {}), role: quantizer.spec.dtype_name}
     layers[name] = QuantizedLayer(name, known.op if known and known.op != "QIdentity" else op, sites)
@@ -61,17 +86,56 @@ def _weighted(model: nn.Module) -> list[bool]:
     """For each layer with a quantizable weight: is it quantized?"""
     found: list[bool] = []
     inside: set[int] = set()
+    owners: dict[int, bool] = {}
     for module in model.modules():
         if isinstance(module, QuantOpr):
             inside.update(id(child) for child in module.children())
             if module.weight_quantizer is not None:
                 found.append(not module.weight_quantizer.fake_fused)
+        elif isinstance(module, QuantizedParameter):
+            is_quantized = not module.weight_quantizer.fake_fused
+            owners[id(module.owner)] = owners.get(id(module.owner), True) and is_quantized
         elif id(module) not in inside:
             row = row_of_module(module)
-            if row is not None and row.kind is OpKind.WEIGHTED:
-                found.append(False)
-    return found
+            if row is not None and (row.kind is OpKind.WEIGHTED or row.name == "recurrent"):
+                owners.setdefault(id(module), False) if row.name == "recurrent" else found.append(False)
+    return [*found, *owners.values()]
+
+
+def _parameters(model: nn.Module, floats: dict[str, str]) -> tuple[ParameterRecord, ...]:
+    quantizers = quantizers_of_parameters(model)
+    return tuple(_record(owned, quantizers.get(id(owned.parameter)), floats) for owned in owned_parameters(model))
+
+
+def _record(owned: OwnedParameter, quantizer: Quantizer | None, floats: dict[str, str]) -> ParameterRecord:
+    parameter = owned.parameter
+    size, before = parameter.numel(), parameter.numel() * parameter.element_size()
+    if quantizer is None or quantizer.fake_fused:
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        return ParameterRecord(owned.full_name, size, dtype, before, before, _why_float(owned, quantizer, floats))
+    num_scales = quantizer.scale.numel()
+    num_codes = size + (0 if quantizer.spec.symmetric else num_scales)
+    packed = -(-num_codes * quantizer.spec.bits // 8) + 4 * num_scales
+    return ParameterRecord(owned.full_name, size, quantizer.spec.dtype_name, before, packed)
+
+
+def _why_float(owned: OwnedParameter, quantizer: Quantizer | None, floats: dict[str, str]) -> str:
+    """The reason that the plan has for the parameter, its layer, or a module around it; else that of its kind."""
+    if owned.full_name in floats:
+        return floats[owned.full_name]
+    is_matrix = sum(size > 1 for size in owned.parameter.shape) >= 2
+    if is_matrix or quantizer is not None:
+        path = owned.path
+        while path:  # the nearest module around it that is float as a whole
+            if path in floats and not floats[path].startswith("absorbed by"):
+                return floats[path]
+            path = path.rpartition(".")[0]
+    if quantizer is not None:
+        return SWITCHED_OFF[0]
+    if owned.parameter.is_complex():
+        return COMPLEX
+    return TABLE if is_matrix else VECTOR
 
 
 def _below(path: str, layers: dict[str, QuantizedLayer]) -> tuple[str, ...]:
-    return tuple(name for name in layers if not path or name.startswith(f"{path}."))
+    return tuple(name for name in layers if not path or name == path or name.startswith(f"{path}."))

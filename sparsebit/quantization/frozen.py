@@ -13,6 +13,7 @@ from sparsebit.errors import DeploymentError
 from sparsebit.numerics import float8
 from sparsebit.numerics.operator import OPERATOR
 from sparsebit.quantization.ops.bias import INT32, BiasRounding
+from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
 from sparsebit.quantization.ops.quant_opr import QShared, WeightedQuantOpr
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.quantizers.recognition import is_known
@@ -116,7 +117,7 @@ def _is_swapped(parent: nn.Module, child: nn.Module) -> bool:
 
 
 def _is_own_weight(parent: nn.Module, quantizer: Quantizer) -> bool:
-    return isinstance(parent, WeightedQuantOpr) and quantizer is parent.weight_quantizer
+    return isinstance(parent, WeightedQuantOpr | QuantizedParameter) and quantizer is parent.weight_quantizer
 
 
 @torch.no_grad()
@@ -129,7 +130,7 @@ def _frozen_site(parent: nn.Module, child: nn.Module) -> FrozenSite:
         return _site(child.name, child.input_quantizer)
     assert isinstance(child, Quantizer)
     if _is_own_weight(parent, child):
-        weight = parent.get_submodule("op").weight
+        weight = parent.parameter if isinstance(parent, QuantizedParameter) else parent.get_submodule("op").weight
         assert isinstance(weight, Tensor)
         return _frozen_weight(child, weight)
     return _site(child.name, child, transform=child.transform)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any, Literal, TypeVar
 
 from torch import Tensor, fx, nn
@@ -24,6 +25,8 @@ from sparsebit.quantization.placement import LoosePlan, Plan, RegionPlan, layer_
 # Why a layer is in float, where the user wanted it so; files carry it.
 SWITCHED_OFF = ("QUANTIZER.DISABLE is true in the config", "SKIP_TRACE_MODULES keeps it in float")
 _INTEGER_PATH = frozenset({"batch_norm", "add", "cat", "max_pool", "avg_pool", "upsample"})
+COMPLEX = "it computes with complex numbers, which have no integer format"
+PRODUCTS = frozenset({"matmul", "bmm", "baddbmm"})
 _ENDS_FOR_ADDS = frozenset({"add", "cat", "flatten", "permute", "reshape"})
 _QUANTIZABLE = (OpKind.WEIGHTED, OpKind.UNARY, OpKind.MULTI)
 C = TypeVar("C", bound=TensorConfig)
@@ -44,6 +47,9 @@ def make_plan(captured: Captured, config: QuantConfig) -> Plan:
             _note_float(plan, path, row, type(loose.module))
             continue
         plan.layers.append(path)
+        if _is_complex(loose.module):
+            plan.floats[path] = COMPLEX
+            continue
         if not _wants(row, profile) or row.name in profile.conv_fed:
             plan.floats[path] = f"{profile.name} runs {row.name} in float"
             continue
@@ -154,6 +160,8 @@ class _RegionPlanner:
 
     def _why_float(self, node: fx.Node, row: OpRow, activation: ActivationConfig) -> str:
         """Why this op gets no quantizer; empty where it gets one."""
+        if node.op == "call_module" and _is_complex(self.root.get_submodule(str(node.target))):
+            return COMPLEX
         if node in self.absorbed:
             return f"absorbed by {layer_name(self.path, self.absorbed[node])}"
         if not _wants(row, self.profile):
@@ -197,10 +205,22 @@ class _RegionPlanner:
         values: list[Any]
         if row.kind is OpKind.MULTI:
             values = list(tensor_arguments(row, node.args, node.kwargs).values())
+            if row.name in PRODUCTS:
+                values = [value for value in values if not self._is_stack(value)]
         else:
             place = input_argument(row, node.args, node.kwargs, is_module=node.op == "call_module")
             values = [node.kwargs[place] if isinstance(place, str) else node.args[place]] if place is not None else []
         return list(dict.fromkeys(source for value in values for source in tensor_inputs(value, self.python)))
+
+    def _is_stack(self, value: Any) -> bool:
+        """Whether an operand is a parameter of stacked matrices: a weight, with a quantizer of its own."""
+        while isinstance(value, fx.Node) and value.op != "get_attr":
+            row = self.rows.get(value)
+            if row is None or row.kind is not OpKind.TRANSPARENT or not value.all_input_nodes:
+                return False
+            value = value.all_input_nodes[0]
+        found = attrgetter(str(value.target))(self.root) if isinstance(value, fx.Node) else None
+        return isinstance(found, nn.Parameter) and sum(size > 1 for size in found.shape) > 2
 
     def _row(self, node: fx.Node) -> OpRow | None:
         return None if node in self.python or self._is_entered(node) else row_of(node, self.root)
@@ -231,6 +251,11 @@ def _is_skipped(plan: Plan, name: str, config: QuantConfig) -> bool:
     if is_skipped:
         plan.floats[name] = SWITCHED_OFF[1]
     return is_skipped
+
+
+def _is_complex(module: nn.Module) -> bool:
+    """Whether the layer computes with complex numbers."""
+    return any(parameter.is_complex() for parameter in module.parameters(recurse=False))
 
 
 def _wants(row: OpRow, profile: RuntimeProfile) -> bool:

@@ -28,6 +28,7 @@ from sparsebit.graph.tracer import LeafPolicy
 from sparsebit.quantization.coverage import describe_coverage
 from sparsebit.quantization.ops.table import registered_module_types
 from sparsebit.quantization.passes.attach_integer_ops import attach_integer_ops
+from sparsebit.quantization.passes.attach_parameter_quantizers import attach_parameter_quantizers
 from sparsebit.quantization.passes.attach_quantizers import attach_quantizers
 from sparsebit.quantization.placement import Plan
 from sparsebit.quantization.plan import make_plan
@@ -87,6 +88,7 @@ class SimulatedModel(nn.Module):
             _prepare(region, fold=self._folds_batchnorm())
         plan = make_plan(captured, self.config)
         attach_quantizers(captured, plan, self.config.BACKEND)
+        attach_parameter_quantizers(captured, plan, self.config, example)
         attach_integer_ops(captured, PROFILES[self.config.BACKEND])
         self._captured = captured
         self._plan = dataclasses.replace(plan, regions={}, loose={})  # they have become modules
@@ -112,7 +114,8 @@ class SimulatedModel(nn.Module):
         )
         for message in (*map(str, self.config.unmatched_globs(plan.layers)), *skips, *plan.warnings):
             warnings.warn(message, stacklevel=5)
-        log.info("captured: %s", str(self.coverage).splitlines()[0])
+        coverage = self.coverage
+        log.info("captured: %s; %s", str(coverage).splitlines()[0], coverage.weights)
 
     @property
     def _root(self) -> Region | None:

@@ -268,6 +268,11 @@ class _Maker:
         )
 
 
+def weight_quantizer(site: str, config: WeightConfig, spec: TensorSpec, num_scales: int) -> Quantizer:
+    """The quantizer of a weight that the runtime reads as float numbers: any format will do."""
+    return _Maker("virtual")._build(site, config, spec, "weight", num_scales)
+
+
 def _off(site: str, target: Target) -> Quantizer:
     quantizer = build_quantizer("uniform", TensorSpec(8, True, PerTensor()), target, name=site)
     quantizer.set_fake_fused()

@@ -1,0 +1,133 @@
+"""A parameter that code reads quantized: `self.weight` of a module gives the rounded values, wherever it is read.
+
+For parameters that no op of the graph owns: the stacked weights of a mixture of experts, the gates of an LSTM. Their
+module keeps its own code, and gets a class of its own (as `torch.nn.utils.parametrize` does it) in which reading the
+attribute goes through a quantizer. The parameter itself stays registered under its own name: optimizers, `state_dict`
+and `load_state_dict` see the float master weight.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.quantization.quantizers.base import Quantizer
+
+# The child of a module that holds what its parameters are read through.
+CHILD = "quantized_parameters"
+
+
+class QuantizedParameter(nn.Module):
+    """The quantizer of one parameter. In a graph it is a node behind the read of that parameter."""
+
+    def __init__(self, owner: nn.Module, name: str, layer: str, weight_quantizer: Quantizer) -> None:
+        """`layer`: the owner's path in the model."""
+        super().__init__()
+        self._owner = (owner,)  # in a tuple: its home is elsewhere
+        self.parameter_name, self.layer = name, layer
+        self.weight_quantizer = weight_quantizer
+        self.train(owner.training)
+
+    @property
+    def owner(self) -> nn.Module:
+        return self._owner[0]
+
+    @property
+    def parameter(self) -> Tensor:
+        """The float master weight."""
+        parameter = self.owner._parameters[self.parameter_name]
+        assert parameter is not None
+        return parameter
+
+    def forward(self, x: Tensor) -> Any:
+        return self.weight_quantizer(x)
+
+    def __repr__(self) -> str:
+        return f"QuantizedParameter({self.parameter_name}: {self.weight_quantizer.summary()})"
+
+
+def read_quantized(owner: nn.Module, parameters: dict[str, QuantizedParameter]) -> None:
+    """From now on `owner`'s parameters of these names are read through their quantizers, by any code."""
+    owner._modules[CHILD] = nn.ModuleDict(parameters)
+    owner.__dict__["_reads"] = _Reads()
+    owner.__class__ = _reading_class(type(owner), tuple(parameters))
+
+
+class _Reads(threading.local):
+    """What one thread has read in the forward that it is in; None outside of a forward."""
+
+    values: dict[str, Any] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Reads:
+        return _Reads()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Reads, ()
+
+
+@functools.lru_cache(maxsize=512)
+def _reading_class(kind: Any, names: tuple[str, ...]) -> type[nn.Module]:
+    """`kind` with `names` read through quantizers, and with each quantized once per forward."""
+
+    @functools.wraps(kind.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _remembering(self):
+            return kind.forward(self, *args, **kwargs)
+
+    attributes: dict[str, Any] = {name: property(_getter(name), _setter(name)) for name in names}
+    if issubclass(kind, nn.RNNBase):  # its forward reads a list that is made when weights are assigned
+        attributes["_flat_weights"] = property(_flat_weights, _setter("_flat_weights"))
+    attributes |= {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), attributes)
+
+
+@contextmanager
+def _remembering(module: Any) -> Iterator[None]:
+    """Inside, a parameter that is read again is not quantized again: experts are read one after the other."""
+    reads: _Reads = module.__dict__["_reads"]
+    if torch.compiler.is_compiling() or reads.values is not None:
+        yield
+        return
+    reads.values = {}
+    try:
+        yield
+    finally:
+        reads.values = None
+
+
+def _getter(name: str) -> Any:
+    def get(self: Any) -> Any:
+        parameter = self._parameters[name] if name in self._parameters else self.__dict__.get(name)
+        quantized: QuantizedParameter | None = self._modules[CHILD]._modules.get(name)
+        if parameter is None or quantized is None:
+            return parameter
+        if torch.compiler.is_compiling():
+            return quantized(parameter)
+        values = self.__dict__["_reads"].values
+        if values is None:
+            return quantized(parameter)
+        # A value without a history does not serve where a gradient is wanted.
+        key = f"{name}@{torch.is_grad_enabled()}"
+        if key not in values:
+            values[key] = quantized(parameter)
+        return values[key]
+
+    return get
+
+
+def _setter(name: str) -> Any:
+    def put(self: Any, value: Any) -> None:
+        """Of what is not a parameter (`nn.DataParallel` gives its copies plain tensors)."""
+        self.__dict__[name] = value
+
+    return put
+
+
+def _flat_weights(self: Any) -> list[Any]:
+    return [getattr(self, name, None) for name in self._flat_weights_names]

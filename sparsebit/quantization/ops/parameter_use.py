@@ -1,0 +1,112 @@
+"""How a model uses its parameters: which of them are operands of matrix products, and along which axis these sum.
+
+Seen in one forward, below autograd: every product of torch (linear, matmul, einsum, indexing and a product, grouped
+products) is one of a few operators there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# By name: for each operand the axis along which products are summed up; None for what is no factor.
+_PRODUCTS: dict[str, tuple[int | None, ...]] = {
+    "mm": (-1, -2),
+    "bmm": (-1, -2),
+    "mv": (-1, -1),
+    "addmm": (None, -1, -2),
+    "addmv": (None, -1, -1),
+    "baddbmm": (None, -1, -2),
+    "addbmm": (None, -1, -2),
+    "_grouped_mm": (-1, -2),
+    "linear": (-1, -1),
+    "mkldnn_linear": (-1, -1),
+    # transformers' own operator, where torch has no grouped product
+    "grouped_mm_fallback": (-1, -2),
+}
+# Copies of a parameter, or of a part of it, with its axes in the same order in memory.
+_COPIES = frozenset({"index", "index_select", "_to_copy", "clone", "contiguous", "_unsafe_view", "copy"})
+
+
+class UseOfParameters(TorchDispatchMode):
+    """Inside, notes for each of `parameters` the axis along which a product sums it up (`summed`).
+
+    A product of a view of the parameter, or of a copy of a part of it, counts as the parameter's.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.parameters = parameters
+        self.summed: dict[str, int] = {}
+        self._of_storage = {_storage(parameter): name for name, parameter in parameters.items()}
+        self._held: list[Tensor] = []  # copies: as long as they live, their memory is no other tensor's
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.partition("::")[2]
+        if name in _PRODUCTS:
+            for operand, axis in zip(args, _PRODUCTS[name], strict=False):
+                if axis is not None and isinstance(operand, Tensor):
+                    self._note(operand, axis)
+        elif name in _COPIES:
+            self._follow(args[0], result)
+        return result
+
+    def _note(self, operand: Tensor, axis: int) -> None:
+        name = self._of_storage.get(_storage(operand))
+        if name is not None and operand.ndim >= -axis:
+            found = axis_of(self.parameters[name], operand, axis)
+            if found is not None:
+                self.summed.setdefault(name, found)
+
+    def _follow(self, source: Any, result: Any) -> None:
+        if not isinstance(source, Tensor) or not isinstance(result, Tensor) or not result.numel():
+            return
+        name = self._of_storage.get(_storage(source))
+        if name is not None and _storage(result) not in self._of_storage:
+            self._of_storage[_storage(result)] = name
+            self._held.append(result)
+
+
+def axis_of(parameter: Tensor, operand: Tensor, axis: int) -> int | None:
+    """Which axis of the parameter the operand's axis is: the one of its size; of several, the one of its stride."""
+    size, stride = operand.shape[axis], operand.stride(axis)
+    axes = range(1 if parameter.ndim > 2 else 0, parameter.ndim)  # the first axis of a stack counts matrices
+    by_size = [index for index in axes if parameter.shape[index] == size]
+    by_stride = [index for index in axes if parameter.stride(index) == stride]
+    both = [index for index in by_size if index in by_stride]
+    for found in (both, by_size, by_stride):
+        if len(found) == 1:
+            return found[0]
+    return None
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else -1
+
+
+def observe_use(parameters: Mapping[str, Tensor], model: nn.Module, args: Any, kwargs: Any) -> dict[str, int]:
+    """`UseOfParameters.summed` of one forward in eval mode, which leaves buffers and random numbers as they were."""
+    modes = {module: module.training for module in model.modules()}
+    registries = [(module, dict(module._buffers)) for module in model.modules()]
+    values = {buffer: buffer.clone() for buffer in model.buffers()}
+    devices = {x.device.index for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_cuda}
+    try:
+        model.eval()
+        with torch.no_grad(), torch.random.fork_rng(devices=devices), UseOfParameters(parameters) as use:
+            model(*args, **kwargs)
+        summed: dict[str, int] = use.summed
+        return summed
+    finally:
+        for module, training in modes.items():
+            module.training = training
+        for module, registry in registries:
+            module._buffers.update(registry)
+        with torch.no_grad():
+            for buffer, value in values.items():
+                buffer.copy_(value)
