@@ -16,8 +16,9 @@ from torch import Tensor
 
 from sparsebit.numerics.spec import TensorSpec
 from sparsebit.quantization.observers.distortion import Distortion, distortion_of
+from sparsebit.quantization.observers.histogram import Histogram
 from sparsebit.quantization.observers.observer import EVEN_STEPS, Observer, Range, over_histograms, register_observer
-from sparsebit.quantization.observers.statistics import Histogram, Samples
+from sparsebit.quantization.observers.statistics import Samples
 
 # Steps that the solver tries: in equal ratios, then as many around the best of them, and so on.
 NUM_STEPS, NUM_ROUNDS = 32, 4
@@ -55,10 +56,10 @@ def moments(histogram: Histogram, distribution: str) -> tuple[Tensor, Tensor, Te
 
     The spread is what the distribution's unit is: root mean square for GAUS, mean absolute value for LAPLACE.
     """
-    assert histogram.counts is not None
-    counts = histogram.counts.double()
-    weights = counts / counts.sum(1, keepdim=True).clamp(min=1)
-    values = (histogram.bins + 0.5) * histogram.width[:, None]
+    counts, left, right = histogram.bins()
+    weights = counts.flatten(1) / counts.sum((1, 2))[:, None].clamp(min=1)
+    positive, negative = ((left + right) / 2).unbind(1)
+    values = torch.cat([positive, -negative], 1)
     mean = (weights * values).sum(1)
     power = {"GAUS": 2, "LAPLACE": 1}[distribution]
     about_mean, about_zero = (

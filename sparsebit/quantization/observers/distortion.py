@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from sparsebit.numerics.qparams import qparams_from_range
 from sparsebit.numerics.spec import PerTensor, TensorSpec
-from sparsebit.quantization.observers.statistics import Histogram
+from sparsebit.quantization.observers.histogram import Histogram
 
 # Numbers in a temporary: a few MB stay in a core's cache.
 CELLS = 1 << 19
@@ -61,59 +61,91 @@ class SampleDistortion:
 class HistogramDistortion:
     """Of a histogram's values, taken as spread evenly over each bin; zeros never err.
 
-    With `G(b)` the sum of `b - x` over all `x < b`, a grid with step `s` and last level `q` errs by
-    `sum (x - q)^2 - 2 s sum_b G(b)`, where `b` runs over the midpoints between levels (summation by parts). `G` is a
-    quadratic inside each bin, so that a candidate costs one look-up per level, however many values there are.
+    With `H(b)` the sum of `x - b` over all `x > b`, the positive values err by `sum x^2 - 2 s sum_b H(b)` on a grid
+    with step `s`, where `b` runs over the midpoints between its levels from zero up (summation by parts); the negative
+    ones alike. `H` is a quadratic inside each bin, so that a candidate costs one look-up per level, however many values
+    there are. All sums run from the far end inwards, or from zero outwards: an outlier drowns nothing in rounding.
     """
 
     def __init__(self, histogram: Histogram, spec: TensorSpec) -> None:
-        assert histogram.counts is not None
-        counts = histogram.counts.double()
-        self.spec, self.width, self.first_bin = spec, histogram.width[:, None], histogram.first_bin[:, None].double()
-        # Positions are in widths from the first bin. At each bin's left edge: the number of values below, its
-        # integral G, and the integral of 2 G, which is the sum of (b - x)^2. One bin more, for the last right edge.
-        number = pad(counts.cumsum(1), (1, 0))
-        integral = pad((number[:, :-1] + counts / 2).cumsum(1), (1, 0))
-        square = pad((2 * integral[:, :-1] + number[:, :-1] + counts / 3).cumsum(1), (1, 0))
-        self.counts, self.number, self.integral, self.square = pad(counts, (0, 1)), number, integral, square
-        centres = torch.arange(counts.shape[1], device=counts.device) + 0.5
-        self.sum = (counts * centres).sum(1, keepdim=True)
-        self.sum_of_squares = (counts * (centres.double().square() + 1 / 12)).sum(1, keepdim=True)
+        self.histogram, self.spec = histogram, spec
+        counts, left, right = histogram.bins()
+        self.num_bins, width = counts.shape[2], right - left
+        # Beyond the right edge of each bin: the number of values, the sum of x - edge and the sum of (x - edge)^2.
+        number = _sum_beyond(counts)
+        first = _sum_beyond(width * (number + counts / 2))
+        second = _sum_beyond(width * (2 * first + width * (number + counts / 3)))
+        density = (counts / width).where(width > 0, 0)
+        squares = counts * (left * right + width.square() / 3)
+        self.sum_of_squares = squares.sum((1, 2))[:, None]
+        self.tables = {
+            "right": right,
+            "density": density,
+            "number": number,
+            "first": first,
+            "second": second,
+            "left": left,
+            "squares_below": pad(squares.cumsum(2), (1, 0))[..., :-1],
+        }
 
     def __call__(self, low: Tensor, high: Tensor) -> Tensor:
         scale, zero_point = qparams_from_range(low, high, self.spec)
-        step = scale.double() / self.width
-        first, last = ((code - zero_point) * step - self.first_bin for code in (self.spec.qmin, self.spec.qmax))
-        error = self.sum_of_squares - 2 * last * self.sum + last.square() * self.number[:, -1:]
+        step, zero_point = scale.double(), zero_point.double()
         if self.spec.bits <= MOST_BITS_BY_LEVEL:
-            error -= 2 * step * self._sum_over_midpoints(first, step)
+            error = self.sum_of_squares - 2 * step * self._sum_over_midpoints(step, zero_point)
         else:
-            (below_first, clipped), (below_last, inside) = self._number_and_square(first), self._number_and_square(last)
-            error += clipped - inside + (below_last - below_first) * step.square() / 12
-        return error.clamp_(min=0) * self.width.square()
+            error = self._of_sign(0, step, (self.spec.qmax - zero_point) * step)
+            error = error + self._of_sign(1, step, (zero_point - self.spec.qmin) * step)
+        return error.clamp_(min=0)
 
-    def _sum_over_midpoints(self, first: Tensor, step: Tensor) -> Tensor:
-        midpoints = torch.arange(self.spec.num_levels - 1, device=step.device) + 0.5
+    def _sum_over_midpoints(self, step: Tensor, zero_point: Tensor) -> Tensor:
+        midpoints = torch.arange(self.spec.qmin, self.spec.qmax, device=step.device) + 0.5
         result = torch.empty_like(step)
         for part in slices(len(step), step.shape[1] * len(midpoints)):
-            at = first[part, :, None] + midpoints * step[part, :, None]
-            edge, rest = self._bin_of(at.flatten(1))
-            counts, number, integral = (t[part].gather(1, edge) for t in (self.counts, self.number, self.integral))
-            value = counts.mul_(rest).div_(2).add_(number).mul_(rest).add_(integral)
-            result[part] = value.unflatten(1, at.shape[1:]).sum(2)
+            at = ((midpoints - zero_point[part, :, None]) * step[part, :, None]).flatten(1)
+            sign, at = (at < 0).long(), at.abs()
+            right, density, number, first = self._looked_up(
+                part,
+                self.histogram.bin_of(at, part).add_(sign, alpha=self.num_bins),
+                "right",
+                "density",
+                "number",
+                "first",
+            )
+            rest = right.sub_(at).clamp_(min=0)
+            value = density.mul_(rest).div_(2).add_(number).mul_(rest).add_(first)
+            result[part] = value.unflatten(1, (step.shape[1], -1)).sum(2)
         return result
 
-    def _number_and_square(self, at: Tensor) -> tuple[Tensor, Tensor]:
-        """The number of values below `at`, and the sum of `(at - x)^2` over them."""
-        edge, rest = self._bin_of(at)
-        tables = (self.counts, self.number, self.integral, self.square)
-        counts, number, integral, square = (table.gather(1, edge) for table in tables)
-        return number + counts * rest, square + rest * (2 * integral + rest * (number + counts * rest / 3))
+    def _of_sign(self, sign: int, step: Tensor, top: Tensor) -> Tensor:
+        """The error of one sign's values on many levels up to `top`.
 
-    def _bin_of(self, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Index of the bin and way into it. Left of the bins all tables are 0; right of them the last entry goes on."""
-        edge = at.long().clamp_(0, self.counts.shape[1] - 1)
-        return edge, (at - edge).clamp_(min=0)
+        Those that round to zero err by themselves, those between two levels by `step^2 / 12` on average.
+        """
+        bottom = torch.minimum(step / 2, top)
+        index = self.histogram.bin_of(bottom) + sign * self.num_bins
+        right, density, number, left, squares = self._looked_up(
+            slice(None), index, "right", "density", "number", "left", "squares_below"
+        )
+        inside = bottom.minimum(right)
+        rounded_to_zero = squares + density * (inside**3 - left**3) / 3
+        num_others = number + density * (right - bottom).clamp(min=0)
+        index = self.histogram.bin_of(top) + sign * self.num_bins
+        right, density, number, first, second = self._looked_up(
+            slice(None), index, "right", "density", "number", "first", "second"
+        )
+        rest = (right - top).clamp(min=0)
+        num_clipped = number + density * rest
+        clipped = second + rest * (2 * first + rest * (number + density * rest / 3))
+        return rounded_to_zero + (num_others - num_clipped) * step.square() / 12 + clipped
+
+    def _looked_up(self, rows: slice, index: Tensor, *names: str) -> list[Tensor]:
+        return [self.tables[name][rows].flatten(1).gather(1, index) for name in names]
+
+
+def _sum_beyond(values: Tensor) -> Tensor:
+    """The sum of all that follow each value along the last axis."""
+    return pad(values[..., 1:].flip(-1).cumsum(-1).flip(-1), (0, 1))
 
 
 def distortion_of_weights(rows: Tensor, spec: TensorSpec) -> SampleDistortion:

@@ -21,8 +21,9 @@ from torch.nn.functional import pad
 from sparsebit.numerics.qparams import qparams_from_range
 from sparsebit.numerics.spec import TensorSpec
 from sparsebit.quantization.observers.distortion import Distortion, distortion_of, slices
+from sparsebit.quantization.observers.histogram import Histogram
 from sparsebit.quantization.observers.observer import EVEN_STEPS, Observer, Range, over_histograms, register_observer
-from sparsebit.quantization.observers.statistics import Histogram, Samples
+from sparsebit.quantization.observers.statistics import Samples
 
 # Thresholds tried: fractions 1 ... 0.02 of the largest magnitude, in equal ratios.
 NUM_THRESHOLDS, SMALLEST_FRACTION = 64, 0.02
@@ -37,9 +38,8 @@ def kl_range(histogram: Histogram, spec: TensorSpec, distortion: Distortion) -> 
 
     Eligible are thresholds with no more `distortion` than the whole range has. Rows of too few values are not clipped.
     """
-    assert histogram.counts is not None
     seen_spec = spec.replace(bits=min(spec.bits, MOST_BITS))
-    is_enough = histogram.counts.sum(1, keepdim=True) >= FEWEST_PER_LEVEL * seen_spec.num_levels
+    is_enough = histogram.counts.sum((1, 2))[:, None] >= FEWEST_PER_LEVEL * seen_spec.num_levels
     if not bool(is_enough.any()):
         return histogram.low, histogram.high
     low, high = histogram.low.double()[:, None], histogram.high.double()[:, None]
@@ -55,14 +55,15 @@ def kl_range(histogram: Histogram, spec: TensorSpec, distortion: Distortion) -> 
 def kl_divergence(histogram: Histogram, spec: TensorSpec, low: Tensor, high: Tensor) -> Tensor:
     """Divergence of the clipped values from their image on each range's grid `(R, candidates)`, times their number.
 
-    Inside the range, with `c` values in a bin, `n` in a level and `a` of the level's bins in use, the image has `n / a`
-    in each of these: `sum c log c - sum n log(n / a)`, less the noise, `sum (a - 1) / 2`. The `t` values beyond an end
-    join the `n` of its level: `(n + t) log(1 + t / n)`. The image lacks them: `total log(inside / total)`.
+    Inside the range, with `c` values in a bin of width `w`, and in a level `n` values and bins in use of width `a`
+    together, the image has the density `n / a` in each of these: `sum c log (c / w) - sum n log(n / a)`, less the
+    noise, half a count for each bin in use but one of every level. The `t` values beyond an end join the `n` of its
+    level: `(n + t) log(1 + t / n)`. The image lacks them: `total log(inside / total)`.
     """
-    assert histogram.counts is not None
-    counts = histogram.counts.double()
-    tables = torch.stack([counts, (counts > 0).double(), torch.special.xlogy(counts, counts)])
-    tables, running = pad(tables, (0, 1)), pad(tables.cumsum(2), (1, 0))  # per bin, and up to the left edge of each
+    counts, width = histogram.counts.double(), histogram.edges.diff(dim=1)[:, None]
+    used = (counts > 0).double()
+    tables = torch.stack([counts, used, used * width, torch.special.xlogy(counts, counts / width)])
+    running = pad(tables.cumsum(3), (1, 0))[..., :-1]  # from zero to the inner edge of each bin
     scale, zero_point = qparams_from_range(low, high, spec)
     midpoints = torch.arange(spec.qmin, spec.qmax, device=low.device) + 0.5
     divergence = torch.empty_like(low)
@@ -70,20 +71,30 @@ def kl_divergence(histogram: Histogram, spec: TensorSpec, low: Tensor, high: Ten
         step, first, last = scale[part, :, None].double(), low[part, :, None], high[part, :, None]
         inner = ((midpoints - zero_point[part, :, None]) * step).clamp(first, last)
         ends = torch.cat([first, first + step / 2, last - step / 2, last], 2)
-        at = torch.cat([ends, first, inner, last], 2) / histogram.width[part, None, None]
-        at = (at - histogram.first_bin[part, None, None]).clamp_(0, counts.shape[1]).flatten(1)
-        edge = at.long()
-        index = edge.expand(3, -1, -1)
-        sums = tables[:, part].gather(2, index).mul_(at - edge).add_(running[:, part].gather(2, index))
-        sums = sums.unflatten(2, (low.shape[1], -1))
-        below, near_first, near_last, up_to = sums[0, ..., :4].unbind(2)
-        values, used, entropy = sums[..., 4:].diff(dim=3)
-        merged = torch.special.xlogy(values, values) - torch.special.xlogy(values, used)
-        inside = (entropy - merged - (used - 1).clamp_(min=0) / 2).sum(2)
-        total = running[0, part, -1:]
-        tails = _tail(below, near_first - below) + _tail(total - up_to, up_to - near_last)
-        divergence[part] = inside + tails + torch.special.xlogy(total, (up_to - below) / total.clamp(min=1))
+        at = torch.cat([ends, first, inner, last], 2).flatten(1)
+        sums = _signed_sums(histogram, tables, running, at, part).unflatten(2, (low.shape[1], -1))
+        from_first, near_first, near_last, from_last = sums[0, ..., :4].unbind(2)
+        values, used_bins, used_width, entropy = sums[..., 4:].diff(dim=3)
+        merged = torch.special.xlogy(values, values) - torch.special.xlogy(values, used_width)
+        inside = (entropy - merged - (used_bins - 1).clamp_(min=0) / 2).sum(2)
+        positive, negative = counts[part].sum(2)[:, None].unbind(2)
+        below, above, total = negative + from_first, positive - from_last, positive + negative
+        tails = _tail(below, near_first - from_first) + _tail(above, from_last - near_last)
+        divergence[part] = inside + tails + torch.special.xlogy(total, (from_last - from_first) / total.clamp(min=1))
     return divergence
+
+
+def _signed_sums(histogram: Histogram, tables: Tensor, running: Tensor, at: Tensor, rows: slice) -> Tensor:
+    """The tables (T, R, 2, B) summed from zero to each of `at` (R, n), less than zero for negative ones; (T, R, n).
+
+    So the difference of two is the sum between them, and far bins are in no sum but their own.
+    """
+    index = histogram.bin_of(at.abs(), rows)
+    left, right = (histogram.edges[rows].gather(1, place) for place in (index, index + 1))
+    share = ((at.abs() - left) / (right - left)).clamp_(0, 1)
+    index = (index + (at < 0) * tables.shape[3]).expand(len(tables), -1, -1)
+    inside, before = (table[:, rows].flatten(2).gather(2, index) for table in (tables, running))
+    return inside.mul_(share).add_(before) * torch.where(at < 0, -1.0, 1.0)
 
 
 def _tail(beyond: Tensor, near: Tensor) -> Tensor:

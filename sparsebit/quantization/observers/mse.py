@@ -13,8 +13,9 @@ from sparsebit.quantization.observers.distortion import (
     HistogramDistortion,
     distortion_of_weights,
 )
+from sparsebit.quantization.observers.histogram import Histogram
 from sparsebit.quantization.observers.observer import EVEN_STEPS, Observer, Range, over_histograms, register_observer
-from sparsebit.quantization.observers.statistics import Histogram, Samples, extremes
+from sparsebit.quantization.observers.statistics import Samples, extremes
 
 # Fractions of the extremes that are tried first: 1, RATIO, RATIO^2, ... 0.02.
 NUM_COARSE = 32

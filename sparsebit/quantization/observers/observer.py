@@ -12,7 +12,8 @@ from torch import Tensor
 from sparsebit.backends import Format
 from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.numerics.spec import PerTensor, TensorSpec, to_rows
-from sparsebit.quantization.observers.statistics import Histogram, Samples, State, Statistic, check_finite
+from sparsebit.quantization.observers.histogram import Histogram
+from sparsebit.quantization.observers.statistics import Samples, State, Statistic, check_finite
 from sparsebit.registry import OBSERVERS
 
 S = TypeVar("S", bound=Statistic)
@@ -23,8 +24,8 @@ Range = tuple[Tensor, Tensor]
 
 # An observer that weighs the even steps between integers knows nothing of floats.
 EVEN_STEPS: frozenset[Format] = frozenset({"integer"})
-# Histograms of 1024 bins with their running sums take some 40 KB per row.
-ROWS_AT_A_TIME = 512
+# A row's histogram with its running sums takes some 400 KB.
+ROWS_AT_A_TIME = 64
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class Observer(Generic[S]):
 def over_histograms(statistic: Samples | Histogram, range_of: Callable[[Histogram, Tensor | None], Range]) -> Range:
     """`range_of(histogram, rows)` for observers that read histograms; `rows` are the values, where they are kept.
 
-    Samples are binned a few hundred rows at a time, to bound the memory.
+    Samples are binned a few dozen rows at a time, to bound the memory.
     """
     if isinstance(statistic, Histogram):
         return range_of(statistic, None)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparsebit.quantization.observers.histogram import Histogram
 from sparsebit.quantization.observers.observer import Observer, Range, over_histograms, register_observer
-from sparsebit.quantization.observers.statistics import Histogram, MinMax, MovingMinMax, Samples
+from sparsebit.quantization.observers.statistics import MinMax, MovingMinMax, Samples
 
 
 def percentile_range(histogram: Histogram, alpha: float) -> Range:
@@ -14,31 +15,23 @@ def percentile_range(histogram: Histogram, alpha: float) -> Range:
 
     So one-sided rows keep zero as their end, and skewed rows lose as much of their short side as of their long one.
     """
-    assert histogram.counts is not None
-    negative = histogram.counts.where(histogram.bins < 0, 0).sum(1).double()
-    total = (histogram.counts.sum(1) + histogram.zeros).double()
-    low = value_at(histogram, alpha * negative).clamp(max=0).where(negative > 0, 0)
-    high = value_at(histogram, total - alpha * (total - negative)).clamp(min=0)
-    return low, high
+    positive, negative = histogram.counts.sum(2).unbind(1)
+    high, low = magnitude_beyond(histogram, alpha * torch.stack([positive + histogram.zeros, negative], 1)).unbind(1)
+    return -low, high
 
 
-def value_at(histogram: Histogram, rank: Tensor) -> Tensor:
-    """The value that `rank` (R,) values of each row lie below, float64 `(R,)`.
+def magnitude_beyond(histogram: Histogram, number: Tensor) -> Tensor:
+    """The magnitude beyond which `number` (R, 2) of the positive and of the negative values lie, float64 `(R, 2)`.
 
-    Interpolated inside bins, never beyond the extremes. The zeros are one step between negative and positive bins.
+    Interpolated inside bins, never beyond the extremes; 0 where there are no more values than that.
     """
-    assert histogram.counts is not None
-    bins, counts, zeros = histogram.bins, histogram.counts.double(), histogram.zeros.double()[:, None]
-    rank = rank[:, None].double()
-    negative = counts.where(bins < 0, 0).sum(1, keepdim=True)
-    # The same rank among the non-zero values: up to `negative` as it is, then without the zeros.
-    rank_of_others = torch.where(rank > negative, (rank - zeros).maximum(negative), rank)
-    up_to = counts.cumsum(1)
-    index = torch.searchsorted(up_to, rank_of_others).clamp_(max=counts.shape[1] - 1)
-    missing = (up_to.gather(1, index) - rank_of_others) / counts.gather(1, index).clamp(min=1)
-    value = (bins.gather(1, index) + 1 - missing.clamp(0, 1)) * histogram.width[:, None]
-    value = torch.where((rank >= negative) & (rank <= negative + zeros) & (zeros > 0), 0.0, value)
-    return value.squeeze(1).clamp(histogram.low.double(), histogram.high.double())
+    counts, left, right = histogram.bins()
+    up_to = counts.cumsum(2)
+    rank = up_to[..., -1:] - number[..., None].double()
+    index = torch.searchsorted(up_to, rank.clamp(min=0)).clamp_(max=up_to.shape[2] - 1)
+    missing = (up_to.gather(2, index) - rank) / counts.gather(2, index).clamp(min=1)
+    left, right = left.gather(2, index), right.gather(2, index)
+    return (right - missing.clamp(0, 1) * (right - left)).where(rank > 0, 0).squeeze(2)
 
 
 @register_observer("minmax")

@@ -9,8 +9,8 @@ from sparsebit.quantization.observers import ObserverOptions, build_observer
 from sparsebit.quantization.observers.aciq import aciq_range as aciq_range_by
 from sparsebit.quantization.observers.aciq import best_step, moments
 from sparsebit.quantization.observers.distortion import HistogramDistortion
+from sparsebit.quantization.observers.histogram import Histogram
 from sparsebit.quantization.observers.mse import mse_range
-from sparsebit.quantization.observers.statistics import Histogram
 
 
 def histogram_of(x: Tensor) -> Histogram:

@@ -9,7 +9,7 @@ from sparsebit.numerics.reference import fake_quantize
 from sparsebit.numerics.spec import PerChannel, TensorSpec
 from sparsebit.quantization.observers import distortion as distortion_module
 from sparsebit.quantization.observers.distortion import HistogramDistortion, SampleDistortion
-from sparsebit.quantization.observers.statistics import Histogram
+from sparsebit.quantization.observers.histogram import Histogram
 
 
 def data(kind: str, num_rows: int = 1, n: int = 40_000) -> Tensor:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,9 +9,9 @@ from torch import Tensor
 from sparsebit.numerics.spec import PerChannel, TensorSpec
 from sparsebit.quantization.observers import build_observer
 from sparsebit.quantization.observers.distortion import HistogramDistortion
+from sparsebit.quantization.observers.histogram import Histogram
 from sparsebit.quantization.observers.kl import kl_divergence
 from sparsebit.quantization.observers.kl import kl_range as kl_range_by
-from sparsebit.quantization.observers.statistics import Histogram
 
 
 def histogram_of(x: Tensor) -> Histogram:
@@ -22,36 +24,32 @@ def kl_range(histogram: Histogram, spec: TensorSpec) -> tuple[Tensor, Tensor]:
     return kl_range_by(histogram, spec, HistogramDistortion(histogram, spec))
 
 
-def classic(counts: Tensor, num_bins: int, num_levels: int) -> float:
-    """The divergence by the book, a Python loop over bins: for a one-sided histogram clipped at `num_bins`."""
-    inside, total = counts[:num_bins].double(), float(counts.sum())
-    image = torch.zeros(num_bins, dtype=torch.float64)
-    step = num_bins / (num_levels - 1)
+def classic(histogram: Histogram, step: float, num_levels: int) -> float:
+    """The divergence inside the range by the book, a Python loop over the bins of a positive histogram's levels."""
+    counts, edges = histogram.counts[0, 0].double(), histogram.edges[0]
+    width, top, found = edges.diff(), (num_levels - 1) * step, 0.0
     for level in range(num_levels):
-        start, stop = max(0, round((level - 0.5) * step)), min(num_bins, round((level + 0.5) * step))
-        used = inside[start:stop] > 0
-        if used.any():
-            image[start:stop][used] = inside[start:stop].sum() / used.sum()
-    terms = [float(c * torch.log(c / q)) for c, q in zip(inside, image, strict=True) if c > 0]
-    return sum(terms) + total * float(torch.log(inside.sum() / total))
+        start, stop = max(0.0, (level - 0.5) * step), min(top, (level + 0.5) * step)
+        share = ((edges[1:].clamp(max=stop) - edges[:-1].clamp(min=start)).clamp(min=0) / width).where(counts > 0, 0)
+        inside = counts * share
+        image = float(inside.sum()) / float((width * share).sum().clamp(min=1e-30))
+        for c, w, part in zip(counts.tolist(), width.tolist(), share.tolist(), strict=True):
+            found += c * part * math.log(c / w / image) if c * part else 0.0
+        found -= max(0.0, float(share.sum()) - 1) / 2
+    total = float(counts.sum())
+    return found + total * math.log(float((counts * (edges[1:] <= top)).sum()) / total)
 
 
 def test_divergence_inside_the_range_is_the_classic_one() -> None:
     counts = torch.randint(0, 50, (256,), generator=torch.Generator().manual_seed(3))
     counts[::5] = 0
-    values = torch.repeat_interleave(torch.arange(256) + 0.5, counts)
-    # A last value at 2049 sets the width of the 4096 bins to 1, and lies far beyond the ranges looked at.
+    values = torch.repeat_interleave((torch.arange(256) + 0.5), counts)
     histogram = histogram_of(torch.cat([values, torch.tensor([2049.0])]))
-    assert float(histogram.width) == 1
-    num_levels = 16
+    num_levels, step = 16, 16.0
     low, high = torch.zeros(1, 1).double(), torch.full((1, 1), 15.0 * 16).double()
-    used = sum(
-        max(0, int((counts[max(0, 16 * k - 8) : min(240, 16 * k + 8)] > 0).sum()) - 1) / 2 for k in range(num_levels)
-    )
-    beyond, near = int(counts[240:].sum()) + 1, int(counts[232:240].sum())
-    tail = (near + beyond) * torch.log1p(torch.tensor(beyond / near, dtype=torch.float64))
-    assert histogram.counts is not None
-    expected = classic(histogram.counts[0], 240, num_levels) - used + float(tail)
+    beyond, near = int((values > 240).sum()) + 1, int(((values > 232) & (values < 240)).sum())
+    tail = (near + beyond) * math.log1p(beyond / near)
+    expected = classic(histogram, step, num_levels) + tail
     assert float(kl_divergence(histogram, TensorSpec(4, False), low, high)) == pytest.approx(expected)
 
 

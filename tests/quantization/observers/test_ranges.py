@@ -5,8 +5,8 @@ import torch
 
 from sparsebit.numerics.spec import PerChannel, TensorSpec
 from sparsebit.quantization.observers import ObserverOptions, build_observer
-from sparsebit.quantization.observers.ranges import percentile_range, value_at
-from sparsebit.quantization.observers.statistics import Histogram
+from sparsebit.quantization.observers.histogram import Histogram
+from sparsebit.quantization.observers.ranges import magnitude_beyond, percentile_range
 
 PER_TENSOR = TensorSpec(8, symmetric=False)
 
@@ -39,20 +39,19 @@ def test_moving_average_is_per_channel_too(axis: int | None) -> None:
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.001, 0.2, 0.5, 0.77, 0.999, 1.0])
-def test_value_at_a_rank_agrees_with_the_sorted_values(fraction: float) -> None:
+def test_magnitude_beyond_agrees_with_the_sorted_values(fraction: float) -> None:
     rows = torch.randn(3, 20_001) * torch.tensor([[1.0], [10.0], [0.1]])
-    expected = torch.quantile(rows.double(), fraction, dim=1)
-    width = (rows.amax(1) - rows.amin(1)) / 512
-    found = value_at(histogram_of(rows), torch.full((3,), fraction * rows.shape[1]))
-    assert ((found - expected).abs() <= width).all()
+    numbers = torch.stack([(rows > 0).sum(1), (rows < 0).sum(1)], 1) * fraction
+    found = magnitude_beyond(histogram_of(rows), numbers)
+    for row, signed in enumerate(rows.double()):
+        for sign, values in enumerate((signed[signed > 0], -signed[signed < 0])):
+            expected = float(torch.quantile(values, 1 - fraction)) if fraction < 1 else 0.0
+            assert float(found[row, sign]) == pytest.approx(expected, rel=0.01, abs=2e-4 * float(values.max()))
 
 
-@pytest.mark.parametrize(
-    ("rank", "expected"), [(0, -2), (1, -2), (2, 0), (2.5, 0), (8, 0), (8.5, 1), (9.5, 2), (10, 2)], ids=str
-)
-def test_zeros_are_one_value(rank: float, expected: float) -> None:
-    rows = torch.tensor([[-2.0, -1.0] + [0.0] * 6 + [1.0, 2.0]])
-    assert float(value_at(histogram_of(rows), torch.tensor([rank]))) == pytest.approx(expected, abs=2e-3)
+def test_there_is_nothing_beyond_the_extremes() -> None:
+    found = magnitude_beyond(histogram_of(torch.tensor([[-2.0, -1.0, 0.0, 1.0, 3.0]])), torch.zeros(1, 2))
+    assert found.tolist() == [[3, 2]]
 
 
 def test_percentile_cuts_alpha_of_either_side() -> None:
