@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import nn
 
 import sparsebit
 from sparsebit.cli.data import Data, DataOptions, Inputs, load_data, num_samples_in
-from sparsebit.cli.loading import load_model
+from sparsebit.cli.loading import load_model, users_code
 from sparsebit.cli.options import Arguments
 from sparsebit.cli.trial import Trial, run_first
 from sparsebit.config.rules import format_of
@@ -22,6 +23,8 @@ from sparsebit.config.schema import QuantConfig
 from sparsebit.errors import ConfigError
 from sparsebit.quantization.one_call import as_qconfig
 from sparsebit.quantization.quant_model import QuantModel
+
+FEW_SAMPLES = 16
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,14 @@ def calibrated(subject: Subject, config: QuantConfig, *, asym: bool) -> Calibrat
             yield batch
 
     start = time.monotonic()
-    qmodel = sparsebit.quantize(subject.model, counted(), config, asym=asym)
+    with users_code("calibration failed", theirs_alone=False):
+        qmodel = sparsebit.quantize(subject.model, counted(), config, asym=asym)
+    if num_samples < FEW_SAMPLES and not config.A.QUANTIZER.DISABLE:
+        warnings.warn(
+            f"calibrated on {num_samples} samples only: ranges of activations may be far off on other data; some "
+            "hundreds are usual",
+            stacklevel=2,
+        )
     return Calibrated(qmodel, num_samples, time.monotonic() - start)
 
 

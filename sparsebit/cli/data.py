@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,21 @@ import typer
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from sparsebit.cli.images import channels_first, image_files, normalized, read_image
-from sparsebit.cli.loading import LoadingError, cause, resolve
-from sparsebit.cli.options import Numbers, Size
+from sparsebit.cli.images import UnreadableImage, channels_first, image_files, normalized, read_image
+from sparsebit.cli.loading import LoadingError, resolve, users_code
+from sparsebit.cli.options import Names, Numbers, Size
 from sparsebit.errors import MissingExtraError
 
 BATCH_SIZE = 32
+_LARGEST_BATCH = 1 << 34  # bytes
+_UNREADABLE_SHARE = 0.1
+_LABELS = frozenset({"class", "classes", "label", "labels", "target", "targets", "y", "y_test", "y_train"})
 _FORMS = "an image folder, a .npz or .safetensors file, or MODULE:FACTORY that yields batches"
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """How the data is to be read; None: not said."""
+    """How the data is to be read; None: not said. `arrays`: those of a file of arrays that the model is given."""
 
     size: Size | None = None
     resize: int | None = None
@@ -34,10 +38,13 @@ class DataOptions:
     gray: bool = False
     batch_size: int | None = None
     num_samples: int = 256
+    arrays: Names | None = None
 
     def refuse(self, names: Iterable[str], source: str) -> None:
         """A usage error for options that this kind of data has no use for: no wish is dropped silently."""
-        given = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) not in (None, False)]
+        typed = {"arrays": "input"}
+        used = [typed.get(name, name) for name in names if getattr(self, name) not in (None, False)]
+        given = [f"--{name.replace('_', '-')}" for name in used]
         if given:
             raise typer.BadParameter(f"{', '.join(given)} cannot be used with {source}")
 
@@ -106,13 +113,27 @@ def _image_folder(folder: Path, options: DataOptions) -> Data:
         raise typer.BadParameter(
             f"{folder} is an image folder: say which --size the model takes, and --mean and --std if it wants them"
         )
+    options.refuse(("arrays",), f"{folder}: it is an image folder")
     size = options.size
     found = image_files(folder)
     files = [found[index] for index in spread(len(found), options.num_samples)]
 
+    batch_size = min(options.batch_size or BATCH_SIZE, len(files))
+    num_bytes = batch_size * (1 if options.gray else 3) * size.height * size.width * 4
+    if num_bytes > _LARGEST_BATCH:
+        raise LoadingError(
+            f"--size {size}: a batch of {batch_size} such images takes {num_bytes / 1e9:.0f} GB; give a smaller "
+            "--size or --batch-size"
+        )
+
     def walk() -> Iterator[Tensor]:
-        for part in _parts(files, options.batch_size or BATCH_SIZE):
-            pixels = [read_image(file, size, resize=options.resize, gray=options.gray) for file in part]
+        pixels: list[Tensor] = []
+        for image in _readable(files, lambda file: read_image(file, size, resize=options.resize, gray=options.gray)):
+            pixels.append(image)
+            if len(pixels) == batch_size:
+                yield normalized(torch.stack(pixels), options.mean, options.std)
+                pixels.clear()
+        if pixels:
             yield normalized(torch.stack(pixels), options.mean, options.std)
 
     return Data(f"{len(files)} of {len(found)} images in {folder}, {size}", walk)
@@ -120,12 +141,14 @@ def _image_folder(folder: Path, options: DataOptions) -> Data:
 
 def _arrays(file: Path, options: DataOptions, inputs: Inputs) -> Data:
     options.refuse(("size", "resize", "gray"), f"{file.name}: arrays are taken as they are")
-    arrays = _read_npz(file) if file.suffix == ".npz" else _read_safetensors(file)
+    stored = _read_npz(file) if file.suffix == ".npz" else _read_safetensors(file)
+    arrays = _chosen(stored, options.arrays, inputs, file)
     lengths = {name: len(array) if array.dim() else 0 for name, array in arrays.items()}
     if len(set(lengths.values())) != 1 or not all(lengths.values()):
         shown = ", ".join(f"{name} {tuple(array.shape)}" for name, array in arrays.items()) or "nothing"
         raise LoadingError(
             f"--data {file}: arrays must have the same number of samples in their first dimension, but it holds {shown}"
+            + ("" if options.arrays else "; --input NAME chooses among them")
         )
     arguments = _as_arguments(list(arrays), inputs, file)
     has_images = not inputs.takes_bytes and any(array.dtype == torch.uint8 for array in arrays.values())
@@ -145,12 +168,15 @@ def _arrays(file: Path, options: DataOptions, inputs: Inputs) -> Data:
             batch = {argument: prepared(name, part) for name, argument in arguments.items()}
             yield batch.get("", batch)
 
-    return Data(f"{len(chosen)} of {total} samples in {file}", walk)
+    left_out = [name for name in stored if name not in arrays]
+    rest = f" (left out: {', '.join(left_out)})" if left_out else ""
+    return Data(f"{len(chosen)} of {total} samples in {file}{rest}", walk)
 
 
 def _factory(source: str, options: DataOptions) -> Data:
     options.refuse(
-        ("size", "resize", "mean", "std", "gray", "batch_size"), f"{source}: its batches are taken as they are"
+        ("size", "resize", "mean", "std", "gray", "batch_size", "arrays"),
+        f"{source}: its batches are taken as they are",
     )
     thing = resolve(source, "--data")
     if not callable(thing) and (not isinstance(thing, Iterable) or isinstance(thing, Iterator)):
@@ -160,14 +186,15 @@ def _factory(source: str, options: DataOptions) -> Data:
 
     def walk() -> Iterator[Any]:
         seen = 0
-        try:
-            for batch in iter(thing() if callable(thing) else thing):
-                yield batch
-                seen += num_samples_in(batch)
-                if seen >= options.num_samples:
-                    return
-        except Exception as error:
-            raise LoadingError(f"--data {source} failed after {seen} samples: {cause(error)}") from error
+        with users_code(f"--data {source} failed after 0 samples"):
+            batches = iter(thing() if callable(thing) else thing)
+        while seen < options.num_samples:
+            with users_code(f"--data {source} failed after {seen} samples"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+            seen += num_samples_in(batch)
 
     return Data(f"up to {options.num_samples} samples of {source}", walk)
 
@@ -182,6 +209,25 @@ def spread(total: int, wanted: int) -> list[int]:
     return [index * total // count for index in range(count)]
 
 
+def _chosen(
+    arrays: Mapping[str, Tensor], wanted: Sequence[str] | None, inputs: Inputs, file: Path
+) -> Mapping[str, Tensor]:
+    """The arrays that are `wanted`; where nothing is said, all but labels that no input is named after."""
+    if wanted is not None:
+        missing = [name for name in wanted if name not in arrays]
+        if missing:
+            raise LoadingError(f"--input {', '.join(missing)}: {file} holds {', '.join(arrays) or 'nothing'}")
+        return {name: arrays[name] for name in wanted}
+    if inputs.takes_any:
+        return arrays
+    others = {name: array for name, array in arrays.items() if name in inputs.names or not _is_labels(name, array)}
+    return others or arrays
+
+
+def _is_labels(name: str, array: Tensor) -> bool:
+    return name.lower() in _LABELS and array.dim() <= 2
+
+
 def _as_arguments(names: list[str], inputs: Inputs, file: Path) -> dict[str, str]:
     """Array -> the input that it is for: the one of the same name, or "" for the only array, which needs no name."""
     if inputs.takes_any and len(names) > 1:
@@ -194,7 +240,7 @@ def _as_arguments(names: list[str], inputs: Inputs, file: Path) -> dict[str, str
     if others:
         raise LoadingError(
             f"--data {file}: {', '.join(others)} is no {inputs.owner} ({', '.join(inputs.names)}); "
-            "rename such arrays or leave them out"
+            "rename such arrays, leave them out, or choose with --input NAME"
         )
     return {name: name for name in names}
 
@@ -221,6 +267,26 @@ def _read_safetensors(file: Path) -> Mapping[str, Tensor]:
         raise LoadingError(f"--data {file}: not a whole safetensors file ({error})") from None
 
 
-def _parts(items: list[Path], size: int) -> Iterator[list[Path]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
+def _readable(files: list[Path], read: Callable[[Path], Tensor]) -> Iterator[Tensor]:
+    """The images that can be read; the others are told, and are an error where they are more than a tenth."""
+    faults: list[str] = []
+    for file in files:
+        image = _read_or_none(file, read, faults)
+        if image is not None:
+            yield image
+        elif len(faults) > _UNREADABLE_SHARE * len(files):
+            raise LoadingError(
+                f"--data: {len(faults)} of {len(files)} images cannot be read, which is more than "
+                f"{_UNREADABLE_SHARE:.0%}: {'; '.join(faults[:3])}"
+            )
+    if faults:
+        told = "; ".join(faults[:3])
+        warnings.warn(f"{len(faults)} of {len(files)} images cannot be read and are left out: {told}", stacklevel=2)
+
+
+def _read_or_none(file: Path, read: Callable[[Path], Tensor], faults: list[str]) -> Tensor | None:
+    try:
+        return read(file)
+    except UnreadableImage as fault:
+        faults.append(str(fault))
+        return None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,32 +17,50 @@ from sparsebit.cli.options import Size
 from sparsebit.errors import MissingExtraError
 
 SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+# Images too, which Pillow reads only with a plugin or not at all.
+_OTHER_SUFFIXES = frozenset({".avif", ".cr2", ".dng", ".heic", ".heif", ".jp2", ".jxl", ".nef", ".psd", ".svg"})
+_MOST_PIXELS = 1 << 28  # of an image that is scaled up
+_TO_8_BITS = 255 / 65535  # 16 bits -> 8
+
+
+class UnreadableImage(LoadingError):
+    """One image that cannot be read; the others may."""
 
 
 def image_files(folder: Path) -> list[Path]:
-    """The images of a folder and of the folders in it (classes), in the order of their paths."""
-    files = sorted(
-        file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and not file.name.startswith(".")
-    )
+    """The images of a folder and of the folders in it (classes, links to them too), in the order of their paths.
+
+    Hidden ones are left out. Kinds of images that cannot be read are told.
+    """
+    suffixes, others = _suffixes()
+    found = sorted(_files(folder, set()))
+    files = [file for file in found if file.suffix.lower() in suffixes]
+    kinds = Counter(file.suffix.lower() for file in found if file.suffix.lower() in others)
+    left_out = ", ".join(f"{count} x {suffix}" for suffix, count in kinds.most_common())
     if not files:
-        raise LoadingError(f"--data {folder}: no images in it or below it; known are {', '.join(sorted(SUFFIXES))}")
+        raise LoadingError(
+            f"--data {folder}: no images in it or below it; known are {', '.join(sorted(suffixes))}"
+            + (f", not those in it ({left_out}): convert them" if kinds else "")
+        )
+    if kinds:
+        warnings.warn(f"{folder}: images of other kinds are left out ({left_out}); convert them", stacklevel=2)
     return files
 
 
 def read_image(file: Path, size: Size, *, resize: int | None = None, gray: bool = False) -> Tensor:
-    """The centre of an image as bytes, (channels, *size).
+    """The centre of an image as bytes, (channels, *size), upright as its EXIF says; of an animation, the first frame.
 
     The image is first scaled so that its shorter side has `resize` pixels, or else so that it just covers `size`.
     """
     try:
-        from PIL import Image
+        from PIL import Image, ImageOps
     except ImportError:
         raise MissingExtraError("pillow", "data", "reading an image folder") from None
     try:
         with Image.open(file) as opened:
-            image = opened.convert("L" if gray else "RGB")
-    except OSError as error:  # unknown format, cut off, ...
-        raise LoadingError(f"--data: {file} cannot be read as an image ({error}); mend it or take it out") from None
+            image = ImageOps.exif_transpose(_eight_bits(opened)).convert("L" if gray else "RGB")
+    except Exception as error:  # unknown format, cut off, a decompression bomb, ...: decoders raise all kinds
+        raise UnreadableImage(f"{file}: {str(error) or type(error).__name__}") from None
     width, height = image.size
     scale = resize / min(width, height) if resize else max(size.height / height, size.width / width)
     scaled = round(width * scale), round(height * scale)
@@ -47,6 +68,8 @@ def read_image(file: Path, size: Size, *, resize: int | None = None, gray: bool 
         raise LoadingError(
             f"--resize {resize}: {file} becomes {scaled[1]}x{scaled[0]}, less than --size {size}; resize to more"
         )
+    if scale > 1 and scaled[0] * scaled[1] > _MOST_PIXELS:
+        raise UnreadableImage(f"{file}: {height}x{width} would become {scaled[1]}x{scaled[0]}")
     if scaled != image.size:
         image = image.resize(scaled, Image.Resampling.BILINEAR)
     left, top = (scaled[0] - size.width) // 2, (scaled[1] - size.height) // 2
@@ -78,6 +101,48 @@ def channels_first(pixels: Tensor, where: str) -> Tensor:
         f"{where}: bytes of shape {tuple(pixels.shape)} are no images; wanted are (N, H, W, C) with 1 or 3 channels, "
         "or floats of any shape"
     )
+
+
+def _files(folder: Path, above: set[str]) -> Iterator[Path]:
+    """All files below, through links to folders; a link to a folder above is not followed."""
+    place = os.path.realpath(folder)
+    if place in above:
+        return
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir():
+                yield from _files(Path(entry.path), above | {place})
+            else:
+                yield Path(entry.path)
+
+
+def _suffixes() -> tuple[frozenset[str], frozenset[str]]:
+    """Suffixes of images that Pillow reads here, and of those that it does not."""
+    try:
+        from PIL import Image
+    except ImportError:
+        return SUFFIXES, _OTHER_SUFFIXES
+    known = {suffix for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN}
+    readable = _OTHER_SUFFIXES & known
+    return SUFFIXES | readable, _OTHER_SUFFIXES - readable
+
+
+def _eight_bits(image: Any) -> Any:
+    """Images of 16 bits scaled to 8 (Pillow cuts them off at 255); palettes with transparent colours resolved."""
+    if image.mode.startswith("I;16"):
+        image = image.convert("I")
+    if image.mode == "I":
+        if image.getextrema()[1] > 65535:
+            raise ValueError("pixels of 32 bits, of unknown range; save it with 8 or 16 bits")
+        return image.point(lambda value: value * _TO_8_BITS + 0.5).convert("L")
+    if image.mode == "F":
+        low, high = image.getextrema()
+        if low < 0 or high > 1:
+            raise ValueError(f"float pixels from {low:g} to {high:g}, of unknown range; save it with 8 or 16 bits")
+        return image.point(lambda value: value * 255 + 0.5).convert("L")
+    return image.convert("RGBA") if image.mode == "P" and "transparency" in image.info else image
 
 
 def _pixels(image: Any) -> Tensor:

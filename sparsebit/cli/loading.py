@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import os
@@ -9,7 +10,8 @@ import pickle
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,9 @@ from sparsebit.cli.options import Arguments
 from sparsebit.errors import SparsebitError
 
 _TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
-_NOT_THEIRS = ("<", *sysconfig.get_paths().values(), str(Path(__file__).parents[1]))
+_SPARSEBIT = str(Path(__file__).parents[1])
+_NOT_THEIRS = ("<", *sysconfig.get_paths().values(), _SPARSEBIT)
+_TORCH_STARTS = (b"PK", b"\x80")  # a zip archive; a pickle, as torch.save wrote before 1.6
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
 
 
@@ -37,11 +41,9 @@ def load_model(name: str, arguments: Arguments | None = None, weights: Path | No
         model = thing
     elif callable(thing):
         positional, keywords = arguments or Arguments()
-        try:
+        hint = "" if arguments else "; --model-args gives arguments"
+        with users_code(f"--model {name} failed", for_type_errors=hint):
             model = thing(*positional, **keywords)
-        except Exception as error:
-            hint = "; --model-args gives arguments" if isinstance(error, TypeError) and not arguments else ""
-            raise LoadingError(f"--model {name} failed: {cause(error)}{hint}") from error
     else:
         raise LoadingError(
             f"--model {name} is {_a(thing)}; name a function or class that gives an nn.Module, or one itself"
@@ -56,6 +58,8 @@ def load_model(name: str, arguments: Arguments | None = None, weights: Path | No
 def resolve(name: str, option: str) -> Any:
     """What `package.module:attribute` stands for; modules in the current folder are found too."""
     module_name, _, attribute = name.partition(":")
+    if option == "--model":
+        _refuse_files(name)
     if not module_name or not attribute:
         raise LoadingError(f"{option} {name!r}: write MODULE:NAME, such as torchvision.models:resnet18 or my_model:Net")
     if "/" in module_name or module_name.endswith(".py"):
@@ -63,18 +67,19 @@ def resolve(name: str, option: str) -> Any:
         raise LoadingError(f"{option} {name!r}: write the module as Python imports it: {dotted}:{attribute}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does
-    try:
-        thing = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise LoadingError(f"{option} {name}: importing {module_name} failed: {cause(error)}") from error
-        raise LoadingError(
-            f"{option} {name}: there is no module {error.name!r} (looked in {os.getcwd()} and in what is installed)"
-        ) from None
-    except Exception as error:
-        raise LoadingError(f"{option} {name}: importing {module_name} failed: {cause(error)}") from error
+    with users_code(f"{option} {name}: importing {module_name} failed"):
+        try:
+            thing = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+                raise
+            raise LoadingError(
+                f"{option} {name}: there is no module {error.name!r} (looked in {os.getcwd()} and in what is installed)"
+            ) from None
     for part in attribute.split("."):
-        if not hasattr(thing, part):
+        with users_code(f"{option} {name}: {part} cannot be had"):
+            found = hasattr(thing, part)
+        if not found:
             near = difflib.get_close_matches(part, [known for known in dir(thing) if not known.startswith("_")])
             raise LoadingError(
                 f"{option} {name}: {getattr(thing, '__name__', thing)} has no {part!r}"
@@ -98,15 +103,7 @@ def read_weights(file: Path) -> dict[str, Tensor]:
             raise LoadingError(f"--weights {file}: not a whole safetensors file ({error})") from None
     if file.suffix not in _TORCH_FILES:
         raise LoadingError(f"--weights {file}: unknown kind; allowed: .safetensors, {', '.join(_TORCH_FILES)}")
-    try:
-        found = torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        raise LoadingError(
-            f"--weights {file}: holds Python objects, which may run code when they are loaded, so it was not opened; "
-            "save tensors only: torch.save(model.state_dict(), ...), or a .safetensors file"
-        ) from None
-    except (RuntimeError, EOFError, ValueError) as error:
-        raise LoadingError(f"--weights {file}: not a file of torch.save ({_first_line(error)})") from None
+    found = _unpickled(file)
     for key in _WRAPPERS:
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]
@@ -114,9 +111,37 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     if not isinstance(found, Mapping) or not found or not all(isinstance(value, Tensor) for value in found.values()):
         shown = f"a mapping of {', '.join(map(str, list(found)[:5]))}" if isinstance(found, Mapping) else _a(found)
         raise LoadingError(
-            f"--weights {file}: holds {shown}; wanted is a state_dict, or a mapping with one as 'state_dict'"
+            f"--weights {file}: holds {shown}; wanted is a state_dict, or a mapping with one as "
+            f"{' or '.join(map(repr, _WRAPPERS))}"
         )
     return dict(found)
+
+
+def _unpickled(file: Path) -> Any:
+    """What torch.load gives, without running anything that the file brings."""
+    try:
+        with file.open("rb") as stream:
+            start = stream.read(2)
+    except OSError as error:
+        raise LoadingError(f"--weights {file}: cannot be read ({error.strerror})") from None
+    if not start.startswith(_TORCH_STARTS):
+        raise LoadingError(f"--weights {file}: not a file of torch.save (it starts with {start!r})")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # on pickles of other programs; what counts is told below
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise LoadingError(
+            f"--weights {file}: holds Python objects, which may run code when they are loaded, so it was not opened; "
+            "save tensors only: torch.save(model.state_dict(), ...), or a .safetensors file"
+        ) from None
+    except Exception as error:  # the reader of pickles raises whatever its bytes lead to
+        if "TorchScript" in str(error):
+            raise LoadingError(
+                f"--weights {file}: is a TorchScript archive; save its tensors: "
+                "torch.save(torch.jit.load(FILE).state_dict(), ...)"
+            ) from None
+        raise LoadingError(f"--weights {file}: not a whole file of torch.save ({_first_line(error)})") from None
 
 
 def fill(model: nn.Module, tensors: dict[str, Tensor], file: Path) -> None:
@@ -146,13 +171,52 @@ def fill(model: nn.Module, tensors: dict[str, Tensor], file: Path) -> None:
     model.load_state_dict(tensors, strict=False)
 
 
+@contextlib.contextmanager
+def users_code(what: str, *, for_type_errors: str = "", theirs_alone: bool = True) -> Iterator[None]:
+    """Around the user's own code: what it raises becomes a LoadingError that begins with `what`.
+
+    So does `sys.exit`, which would end the command as if all had gone well. Where sparsebit runs between (not
+    `theirs_alone`), what its own code raises stays as it is.
+    """
+    try:
+        yield
+    except SparsebitError:
+        raise
+    except (Exception, SystemExit) as error:
+        if not theirs_alone and _is_ours(error):
+            raise
+        hint = for_type_errors if isinstance(error, TypeError) else ""
+        raise LoadingError(f"{what}: {cause(error)}{hint}") from error
+
+
 def cause(error: BaseException) -> str:
     """`ValueError: text (net.py:12)`: an exception of the user's code in one line, with the last line of theirs."""
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_THEIRS)
     ]
     where = f" ({os.path.relpath(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    if isinstance(error, SystemExit):
+        return f"it called sys.exit({'' if error.code is None else repr(error.code)}){where}"
     return f"{type(error).__name__}: {_first_line(error)}{where}"
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether sparsebit's own code raised it: a fault of ours, of which the traceback is wanted."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and frames[-1].filename.startswith(_SPARSEBIT) and not isinstance(error, SystemExit)
+
+
+def _refuse_files(name: str) -> None:
+    """A file where a model is named: what to do instead."""
+    suffix = Path(name).suffix.lower()
+    if suffix == ".onnx":
+        raise LoadingError(
+            f"--model {name}: is an ONNX file, and quantize and profile take the PyTorch model that it was exported "
+            "from, as MODULE:NAME. Without that model: sparsebit audit and sparsebit check look at ONNX files of any "
+            "tool, and onnxruntime.quantization quantizes them"
+        )
+    if suffix in (*_TORCH_FILES, ".safetensors"):
+        raise LoadingError(f"--model {name}: is a file of weights; give --weights {name}, and the model as MODULE:NAME")
 
 
 def _listed(names: Iterable[str], most: int = 10) -> str:

@@ -37,11 +37,12 @@ class Verbs(TyperGroup):
         except KeyboardInterrupt as stop:
             _tell("interrupted", "nothing was left half-written")
             raise typer.Exit(TERMINATED if isinstance(stop, Terminated) else INTERRUPTED) from None
-        except (SparsebitError, OSError) as fault:
+        except (SparsebitError, OSError, MemoryError, RuntimeError, SystemExit) as fault:
             # A closed pipe (`| head`) is no fault of anybody's; typer ends quietly on it.
-            if ctx.params.get("traceback") or isinstance(fault, BrokenPipeError):
+            message = None if isinstance(fault, BrokenPipeError) else _told(fault)
+            if ctx.params.get("traceback") or message is None:
                 raise
-            _tell("error", str(fault))
+            _tell("error", message)
             raise typer.Exit(1) from None
 
 
@@ -95,6 +96,19 @@ def _ending_cleanly() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
+def _told(fault: BaseException) -> str | None:
+    """What is said of a fault that the user can mend; None of others, which are ours."""
+    if isinstance(fault, (SparsebitError, OSError)):
+        return str(fault)
+    from sparsebit.cli.loading import cause
+
+    if isinstance(fault, SystemExit):
+        return f"the model or the data ended the run: {cause(fault)}"
+    if isinstance(fault, MemoryError) or "can't allocate memory" in str(fault) or "out of memory" in str(fault):
+        return f"out of memory ({cause(fault)}); give less at once: --batch-size, --num-samples, --size"
+    return None
 
 
 def _tell(kind: str, message: str) -> None:

@@ -9,6 +9,8 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+LARGEST_SIDE = 16_384  # pixels
+
 
 class Arguments(NamedTuple):
     """What a factory is called with."""
@@ -60,7 +62,10 @@ def read_size(text: str) -> Size:
     match = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", text.strip().lower())
     if not match:
         raise typer.BadParameter(f"{text!r} is no size in pixels; write 224, or 192x320 (height x width)")
-    return Size(int(match[1]), int(match[2] or match[1]))
+    size = Size(int(match[1]), int(match[2] or match[1]))
+    if max(size) > LARGEST_SIDE:
+        raise typer.BadParameter(f"{text}: more than {LARGEST_SIDE:,} pixels a side; write what the model takes: 224")
+    return size
 
 
 def read_mean(text: str) -> Numbers:
@@ -179,6 +184,7 @@ Resize = Annotated[
         "--resize",
         metavar="N",
         min=1,
+        max=LARGEST_SIDE,
         help="Image folder: shorter side before the centre is cut out.",
         rich_help_panel=_DATA,
     ),
@@ -209,6 +215,16 @@ NumSamples = Annotated[
     int,
     typer.Option(
         "--num-samples", "-n", min=1, help="Samples used, evenly spread over the data.", rich_help_panel=_DATA
+    ),
+]
+Arrays = Annotated[
+    Names | None,
+    typer.Option(
+        "--input",
+        metavar="NAME,...",
+        parser=read_names,
+        help="File of arrays: those that the model is given; labels and others are left out.",
+        rich_help_panel=_DATA,
     ),
 ]
 NoCheck = Annotated[

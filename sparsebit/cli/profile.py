@@ -58,6 +58,7 @@ def profile(
     gray: options.Gray = False,
     batch_size: options.BatchSize = None,
     num_samples: options.NumSamples = 256,
+    input: options.Arrays = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -77,7 +78,7 @@ def profile(
         from sparsebit.cli.data import DataOptions
 
         qconfig = None if quantized is not None else read_config(config or "onnxruntime", device)
-        how = DataOptions(size, resize, mean, std, gray, batch_size, num_samples)
+        how = DataOptions(size, resize, mean, std, gray, batch_size, num_samples, input)
         subject = load_subject(model, model_args, weights, data, how)
         if qconfig is None:
             assert quantized is not None

@@ -39,6 +39,7 @@ def quantize(
     gray: options.Gray = False,
     batch_size: options.BatchSize = None,
     num_samples: options.NumSamples = 256,
+    input: options.Arrays = None,
     no_check: options.NoCheck = False,
     dynamic_batch: options.DynamicBatch = False,
     opset: options.Opset = None,
@@ -71,7 +72,7 @@ def quantize(
         qconfig = read_config(config, device)
         folder = None if where.folder is None else checked_target(where.folder)
         file = None if where.file is None else checked_file(where.file, qconfig.BACKEND, written)
-        how = DataOptions(size, resize, mean, std, gray, batch_size, num_samples)
+        how = DataOptions(size, resize, mean, std, gray, batch_size, num_samples, input)
         subject = load_subject(model, model_args, weights, data, how)
         if file is not None:
             check_names(subject, written)

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from sparsebit.cli.data import Data, num_samples_in
-from sparsebit.cli.loading import LoadingError, cause
+from sparsebit.cli.loading import LoadingError, users_code
 from sparsebit.deploy.parity import decibels
-from sparsebit.errors import SparsebitError
 from sparsebit.execution.batches import Call, as_call, to_device
 
 
@@ -44,13 +43,8 @@ def run_first(model: nn.Module, data: Data) -> Trial:
     if batch is None:
         raise LoadingError(f"no data: {data.description} gave no batch")
     args, kwargs = call = as_call(batch, model)
-    try:
-        with torch.no_grad():
-            outputs = model(*args, **kwargs)
-    except SparsebitError:
-        raise
-    except Exception as error:
-        raise LoadingError(f"the float model cannot run this data ({_shapes(call)}): {cause(error)}") from error
+    with users_code(f"the float model cannot run this data ({_shapes(call)})"), torch.no_grad():
+        outputs = model(*args, **kwargs)
     return Trial(call, _floats(outputs), num_samples_in(batch))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -29,6 +30,8 @@ def checked_target(folder: Path) -> Path:
 def replace_text(file: Path, text: str) -> None:
     """`text` as the whole of the file."""
     target = file.expanduser().resolve()  # what a link points to is replaced, not the link
+    if not target.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file.parent))
     with staging_folder(target) as folder:
         (folder / target.name).write_text(text, encoding="utf-8")
         flush(folder / target.name)

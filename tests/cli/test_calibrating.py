@@ -14,16 +14,41 @@ from sparsebit.cli.loading import LoadingError
 from sparsebit.errors import ConfigError
 from sparsebit.graph.capture import VARYING
 
+FICKLE = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+    def forward(self, x):
+        return self.linear(x)
+def batches():
+    yield torch.randn(8, 4)
+    yield torch.randn(8, 5)
+"""
+
 
 @pytest.mark.usefixtures("project")
 class TestCalibrated:
     @pytest.mark.parametrize("asym", [False, True], ids=["plain", "asym"])
     def test_quantized_and_counted(self, asym: bool) -> None:
-        subject = load_subject("own_project:Net", None, None, "own_project:batches", DataOptions(num_samples=10))
+        subject = load_subject("own_project:Net", None, None, "own_project:batches", DataOptions(num_samples=17))
         done = calibrated(subject, read_config("virtual", "cpu"), asym=asym)
-        assert done.num_samples == 12  # whole batches
+        assert done.num_samples == 20  # whole batches
         assert done.qmodel.is_quantized("weight") and done.qmodel.is_quantized("feature")
         assert subject.trial.sqnr_db(done.qmodel, "cpu") > 25
+
+    def test_few_samples_are_told(self) -> None:
+        subject = load_subject("own_project:Net", None, None, "own_project:batches", DataOptions(num_samples=10))
+        with pytest.warns(UserWarning, match="calibrated on 12 samples only"):
+            calibrated(subject, read_config("virtual", "cpu"), asym=False)
+
+    def test_a_fault_of_the_model_on_a_later_batch(self, project: Path) -> None:
+        (project / "fickle.py").write_text(FICKLE)
+        subject = load_subject("fickle:Net", None, None, "fickle:batches", DataOptions(num_samples=100))
+        with pytest.raises(LoadingError, match=r"calibration failed: .*(RuntimeError|sys.exit)"):
+            calibrated(subject, read_config("virtual", "cpu"), asym=False)
 
     def test_weights_are_loaded(self, project: Path) -> None:
         (project / "net.pt").write_bytes(b"")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sparsebit.cli.data import DataOptions, Inputs, load_data, num_samples_in, spread
 from sparsebit.cli.loading import LoadingError
-from sparsebit.cli.options import Numbers, Size
+from sparsebit.cli.options import Names, Numbers, Size
 from sparsebit.errors import MissingExtraError
 
 
@@ -66,6 +66,23 @@ class TestImageFolder:
             image.new("RGB", (6, 6), (index, 0, 0)).save(file)
         return tmp_path
 
+    def test_a_few_that_cannot_be_read_are_left_out_and_told(self, photos: Path) -> None:
+        (photos / "class1" / "7.png").write_text("no image")
+        data = load_data(str(photos), DataOptions(size=Size(4, 4), batch_size=4), Inputs.of(nn.ReLU()))
+        for _ in range(2):
+            with pytest.warns(UserWarning, match=r"1 of 10 images cannot be read and are left out: .*7\.png: "):
+                assert [len(batch) for batch in data] == [4, 4, 1]
+
+    def test_many_are_an_error(self, photos: Path) -> None:
+        for index in (1, 2):
+            (photos / "class0" / f"{index}.png").write_text("no image")
+        with pytest.raises(LoadingError, match=r"2 of 10 images cannot be read, .* 10%: .*1\.png: .*2\.png: "):
+            batches(photos, size=Size(4, 4))
+
+    def test_a_batch_that_fills_the_memory(self, photos: Path) -> None:
+        with pytest.raises(LoadingError, match=r"a batch of 10 such images takes 32 GB; give a smaller --size or"):
+            batches(photos, size=Size(16384, 16384))
+
     def test_batches(self, photos: Path) -> None:
         found = batches(photos, size=Size(4, 4), batch_size=4)
         assert [batch.shape for batch in found] == [(4, 3, 4, 4), (4, 3, 4, 4), (2, 3, 4, 4)]
@@ -104,9 +121,44 @@ class TestArrays:
         (found,) = batches(save_tensors(tmp_path / "x.safetensors", a=torch.ones(3), b=torch.ones(3)), Anything())
         assert set(found) == {"a", "b"}
 
+    @pytest.mark.parametrize(("save", "name"), SAVERS)
+    @pytest.mark.parametrize("labels", ["labels", "y", "Target"])
+    def test_labels_are_left_out(self, tmp_path: Path, save: Any, name: str, labels: str) -> None:
+        file = save(tmp_path / name, **{"images": torch.randn(5, 2), labels: torch.arange(5)})
+        data = load_data(str(file), DataOptions(), Inputs.of(nn.ReLU()))
+        assert [batch.shape for batch in data] == [(5, 2)] and f"(left out: {labels})" in data.description
+
+    def test_labels_that_the_model_takes_stay(self, tmp_path: Path) -> None:
+        class Loss(nn.Module):
+            def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+                return x + labels
+
+        (batch,) = batches(save_npz(tmp_path / "x.npz", x=torch.zeros(3), labels=torch.zeros(3)), Loss())
+        assert batch.keys() == {"x", "labels"}
+
+    @pytest.mark.parametrize(("save", "name"), SAVERS)
+    def test_input_chooses(self, tmp_path: Path, save: Any, name: str) -> None:
+        arrays = {
+            "x_train": torch.zeros(6, 2),
+            "x_test": torch.ones(3, 2),
+            "y_test": torch.zeros(3),
+            "other": torch.ones(3),
+        }
+        file = save(tmp_path / name, **arrays)
+        with pytest.raises(LoadingError, match="--input NAME chooses"):
+            batches(file)
+        (batch,) = batches(file, arrays=Names(["x_test"]))
+        assert torch.equal(batch, torch.ones(3, 2))
+        with pytest.raises(LoadingError, match=r"--input x_val: .* holds .*x_train"):
+            batches(file, arrays=Names(["x_val"]))
+
+    def test_input_is_for_files_of_arrays(self, tmp_path: Path) -> None:
+        with pytest.raises(typer.BadParameter, match="--input cannot be used with"):
+            batches("own_project:batches", arrays=Names(["x"]))
+
     def test_unknown_name(self, tmp_path: Path) -> None:
-        file = save_tensors(tmp_path / "x.safetensors", query=torch.zeros(3), labels=torch.zeros(3))
-        with pytest.raises(LoadingError, match=r"labels is no parameter of Pair.forward \(query, key\)"):
+        file = save_tensors(tmp_path / "x.safetensors", query=torch.zeros(3), other=torch.zeros(3))
+        with pytest.raises(LoadingError, match=r"other is no parameter of Pair.forward \(query, key\)"):
             batches(file, Pair())
 
     @pytest.mark.parametrize(("save", "name"), SAVERS)

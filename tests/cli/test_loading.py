@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import random
+import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -17,6 +21,41 @@ from sparsebit.cli.options import Arguments
 
 @pytest.mark.usefixtures("project")
 class TestModel:
+    @pytest.mark.parametrize(
+        ("source", "message"),
+        [
+            ("import sys; sys.exit(0)", r"importing odd failed: it called sys.exit\(0\) \(odd.py:1\)"),
+            ("def f(:", r"importing odd failed: SyntaxError: "),
+            ("raise RuntimeError('first\\nsecond')", r"importing odd failed: RuntimeError: first \(odd.py:1\)"),
+            ("raise ValueError", r"importing odd failed: ValueError: no message"),
+            ("import sys\ndef Net(): sys.exit()", r"--model odd:Net failed: it called sys.exit\(\) \(odd.py:2\)"),
+            ("def Net(): raise KeyError('k')", r"--model odd:Net failed: KeyError: 'k' \(odd.py:1\)"),
+            ("def __getattr__(name): raise OSError('none')", "Net cannot be had: OSError: none"),
+            ("def Net(): return None", "gives a NoneType, not an nn.Module"),
+            ("Net = 'text'", "is a str; name a function"),
+        ],
+    )
+    def test_code_that_fails(self, project: Path, source: str, message: str) -> None:
+        (project / "odd.py").write_text(source)
+        try:
+            with pytest.raises(LoadingError, match=message):
+                load_model("odd:Net")
+        finally:
+            sys.modules.pop("odd", None)
+
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("model.onnx", "is an ONNX file, .* sparsebit audit and sparsebit check"),
+            ("dir/Model.ONNX", "is an ONNX file"),
+            ("resnet.pt", "is a file of weights; give --weights resnet.pt"),
+            ("resnet.safetensors", "is a file of weights"),
+        ],
+    )
+    def test_a_file_instead_of_a_model(self, name: str, message: str) -> None:
+        with pytest.raises(LoadingError, match=message):
+            load_model(name)
+
     @pytest.mark.parametrize("name", ["Net", "net", "net.body"])
     def test_class_instance_or_dotted(self, name: str) -> None:
         model = load_model(f"own_project:{name}")
@@ -56,6 +95,47 @@ class TestModel:
 
 
 class TestReadWeights:
+    def test_whatever_the_file_holds(self, tmp_path: Path) -> None:
+        """Text, noise, and files of torch.save with some bytes changed or cut off."""
+        draw, file = random.Random(0), tmp_path / "net.pt"
+        torch.save(nn.Linear(3, 2).state_dict(), file)
+        whole = file.read_bytes()
+        torch.save(nn.Linear(3, 2).state_dict(), file, _use_new_zipfile_serialization=False)
+        legacy = file.read_bytes()
+        contents = [b"hello\n", b"", b"\x80", b"PK", b"\x80\x02}", b"0" * 100, pickle.dumps([1, 2]), pickle.dumps(3)]
+        contents += [bytes(draw.randrange(256) for _ in range(50)) for _ in range(20)]
+        for data in (whole, legacy):
+            contents += [data[: draw.randrange(len(data))] for _ in range(20)]
+            for _ in range(60):
+                changed = bytearray(data)
+                changed[draw.randrange(min(len(data), 700))] = draw.randrange(256)
+                contents.append(bytes(changed))
+        for content in contents:
+            file.write_bytes(content)
+            with contextlib.suppress(LoadingError):
+                fill(nn.Linear(3, 2), read_weights(file), file)
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            (b"hello", r"not a file of torch.save \(it starts with b'he'\)"),
+            (b"PK\x03\x04 and no more", "not a whole file of torch.save"),
+            (pickle.dumps([1, 2]), "holds a list|holds Python objects"),
+        ],
+        ids=["text", "zip", "pickle"],
+    )
+    def test_other_files(self, tmp_path: Path, content: bytes, message: str) -> None:
+        (tmp_path / "net.pt").write_bytes(content)
+        with pytest.raises(LoadingError, match=message):
+            read_weights(tmp_path / "net.pt")
+
+    def test_torchscript(self, tmp_path: Path) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch.jit is deprecated; such files are about
+            torch.jit.save(torch.jit.trace(nn.Linear(3, 2), torch.zeros(1, 3)), tmp_path / "net.pt")
+        with pytest.raises(LoadingError, match="is a TorchScript archive"):
+            read_weights(tmp_path / "net.pt")
+
     @pytest.fixture
     def state(self) -> dict[str, Tensor]:
         return nn.Linear(2, 3).state_dict()

@@ -112,6 +112,27 @@ def test_sigterm_is_143_and_its_handler_is_put_back(
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (SystemExit(0), "the model or the data ended the run: it called sys.exit(0)"),
+        (MemoryError(), "out of memory (MemoryError: no message"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ..."), "out of memory (RuntimeError"),
+        (OSError(28, "No space left on device", "saved"), "No space left on device: 'saved'"),
+    ],
+    ids=["exit", "memory", "torch's memory", "disk"],
+)
+def test_ends_that_nobody_asked_for(
+    sparsebit: Sparsebit, project: Path, monkeypatch: pytest.MonkeyPatch, fault: BaseException, message: str
+) -> None:
+    def failing(**_: object) -> None:
+        raise fault
+
+    monkeypatch.setattr(graph, "speaking", failing)
+    answer = sparsebit(*GRAPH)
+    assert answer.code == 1 and message in answer.err and answer.err.startswith("error: ")
+
+
 def test_fault_of_our_own_is_not_hidden(sparsebit: Sparsebit, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty(**_: object) -> None:
         raise AssertionError("ours")

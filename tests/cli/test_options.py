@@ -55,6 +55,8 @@ def test_bits_once_each() -> None:
         (read_arguments, "num_classes=10", "not valid JSON"),
         (read_arguments, "10", "neither a JSON object"),
         (read_size, "0", "192x320"),
+        (read_size, "99999999", "16,384 pixels a side"),
+        (read_size, "224x16385", "16,384 pixels a side"),
         (read_size, "big", "192x320"),
         (read_mean, "0.1,0.2", "one number, or three"),
         (read_mean, "a", "one number, or three"),

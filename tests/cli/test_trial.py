@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -70,3 +71,13 @@ def test_no_batch() -> None:
 )
 def test_decibels(signal: float, noise: float, expected: float) -> None:
     assert decibels(signal, noise) == expected
+
+
+class Leaving(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        sys.exit("no license")
+
+
+def test_a_model_that_ends_the_process() -> None:
+    with pytest.raises(LoadingError, match=r"cannot run this data .* it called sys.exit\('no license'\) \("):
+        run_first(Leaving(), data(torch.ones(4, 2)))
