@@ -169,7 +169,7 @@ class TestFaults:
             (["net.onnx", "--against", "pair.onnx"], 1, "pair.onnx takes x, x2: not the same model"),
             (["one.onnx", "--against", "two.onnx"], 1, "one.onnx takes 1 samples at once, two.onnx 2"),
             (["net.onnx", "-d", "small.npz"], 1, "net.onnx cannot run this data (x (12, 8, 8) float32)"),
-            (["net.onnx", "-d", "two.npz"], 1, "labels is no input of net.onnx (x)"),
+            (["net.onnx", "-d", "two.npz"], 1, "other is no input of net.onnx (x)"),
         ],
     )
     def test_told(self, sparsebit: Sparsebit, folder: Path, arguments: list[str], code: int, told: str) -> None:
@@ -181,7 +181,7 @@ class TestFaults:
         for size, name in ((1, "one"), (2, "two")):
             save(two_convolutions((size, 8, 8, 8)), f"{name}.onnx")
         np.savez("small.npz", x=np.zeros((12, 8, 8), np.float32))
-        np.savez("two.npz", x=np.zeros((12, 8, 8, 8), np.float32), labels=np.zeros(12))
+        np.savez("two.npz", x=np.zeros((12, 8, 8, 8), np.float32), other=np.zeros(12))
         answer = sparsebit("check", "-d", "data.npz", *arguments)
         assert answer.code == code and told in words(answer.err) and "Traceback" not in answer.err
 
