@@ -86,9 +86,9 @@ def _plan(coverage: Coverage) -> list[RenderableType]:
         inside = f"{len(module.quantized_inside)} layers"
         _add_row(untraced, f"{module.path or '(model)'} [{module.module_type}]", module.reason, module.line, inside)
     total = f"{coverage.num_weighted_quantized} of {coverage.num_weighted} weighted layers are quantized"
-    left = [f"float: {line}" for line in coverage.sizeable_floats()]
+    float_lines = [f"float: {line}" for line in coverage.sizeable_floats()]
     tables = (table for table in (quantized, floats, untraced) if table.row_count)
-    return [*tables, *left, *([coverage.weights] if coverage.parameters else []), total]
+    return [*tables, *float_lines, *([coverage.weights] if coverage.parameters else []), total]
 
 
 def _table(*columns: str) -> Table:

@@ -16,20 +16,18 @@ from sparsebit.graph.graph_module import CapturedGraph
 
 def module_may_write(module: nn.Module) -> bool:
     """Whether a call of the module, which runs code of its own, may write into its arguments."""
-    return any(
-        getattr(part, "inplace", False) is True
-        or _class_may_write(type(part.source if isinstance(part, CapturedGraph) else part))
-        for part in module.modules()
-    )
+    parts = list(module.modules())
+    kinds: list[Any] = [type(part.source if isinstance(part, CapturedGraph) else part) for part in parts]
+    return any(getattr(part, "inplace", False) is True for part in parts) or any(map(_class_may_write, kinds))
 
 
-def function_may_write(function: FunctionType) -> bool:
+def function_may_write(function: Any) -> bool:
     """Whether a call of a function of the user's own may write into its arguments."""
     return _may_write(function)
 
 
 @lru_cache(maxsize=4096)
-def _class_may_write(kind: type[nn.Module]) -> bool:
+def _class_may_write(kind: Any) -> bool:
     own = (base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("torch", "sparsebit", "builtins"))
     return any(_may_write(member) for base in own for member in vars(base).values() if isinstance(member, FunctionType))
 

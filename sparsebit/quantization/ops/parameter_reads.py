@@ -56,7 +56,8 @@ def read_quantized(owner: nn.Module, parameters: dict[str, QuantizedParameter]) 
     """From now on `owner`'s parameters of these names are read through their quantizers, by any code."""
     owner._modules[CHILD] = nn.ModuleDict(parameters)
     owner.__dict__["_reads"] = _Reads()
-    owner.__class__ = _reading_class(type(owner), tuple(parameters))
+    kind: Any = type(owner)  # mypy does not take classes of modules for hashable
+    owner.__class__ = _reading_class(kind, tuple(parameters))
 
 
 class _Reads(threading.local):
