@@ -7,13 +7,14 @@ from collections import Counter
 from torch import nn
 
 from sparsebit.graph.capture import Captured
+from sparsebit.quantization.float_reasons import SWITCHED_OFF
 from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
 from sparsebit.quantization.ops.quant_opr import QIdentity, QuantOpr
 from sparsebit.quantization.ops.rows import OpKind
 from sparsebit.quantization.ops.table import row_of_module, row_of_name
 from sparsebit.quantization.parameter_sites import OwnedParameter, owned_parameters, quantizers_of_parameters
 from sparsebit.quantization.placement import Plan, split_site
-from sparsebit.quantization.plan import COMPLEX, SWITCHED_OFF
+from sparsebit.quantization.plan import COMPLEX
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.records import Coverage, FloatLayer, OpaqueModule, ParameterRecord, QuantizedLayer
 

@@ -22,8 +22,8 @@ from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.deploy.to_onnx import in_order, to_onnx
 from sparsebit.errors import CalibrationError, DeploymentError
 from sparsebit.execution.batches import Call, as_call, to_device
+from sparsebit.quantization.float_reasons import SWITCHED_OFF
 from sparsebit.quantization.frozen import evaluating, frozen
-from sparsebit.quantization.plan import SWITCHED_OFF
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.simulation import SimulatedModel
 

@@ -15,6 +15,7 @@ from sparsebit.graph.aliasing import overwritten
 from sparsebit.graph.capture import Captured, Region
 from sparsebit.graph.tracer import LeafPolicy
 from sparsebit.graph.values import python_values, static_values, tensor_inputs
+from sparsebit.quantization.float_reasons import SWITCHED_OFF
 from sparsebit.quantization.group_rules import check_groups
 from sparsebit.quantization.ops.rows import OpKind, OpRow
 from sparsebit.quantization.ops.table import input_argument, keeps_grid, row_of, row_of_module, tensor_arguments
@@ -23,7 +24,6 @@ from sparsebit.quantization.passes.writes import IN_PLACE
 from sparsebit.quantization.placement import LoosePlan, Plan, RegionPlan, layer_name
 
 # Why a layer is in float, where the user wanted it so; files carry it.
-SWITCHED_OFF = ("QUANTIZER.DISABLE is true in the config", "SKIP_TRACE_MODULES keeps it in float")
 _INTEGER_PATH = frozenset({"batch_norm", "add", "cat", "max_pool", "avg_pool", "upsample"})
 COMPLEX = "it computes with complex numbers, which have no integer format"
 PRODUCTS = frozenset({"matmul", "bmm", "baddbmm"})

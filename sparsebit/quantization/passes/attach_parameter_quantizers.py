@@ -21,6 +21,7 @@ from sparsebit.graph.capture import Captured
 from sparsebit.graph.rewrite import insert_module_after
 from sparsebit.graph.tracer import LeafPolicy
 from sparsebit.numerics.spec import PerChannel, PerGroup, PerTensor, TensorSpec, num_rows
+from sparsebit.quantization.float_reasons import SWITCHED_OFF
 from sparsebit.quantization.ops.parameter_reads import QuantizedParameter, read_quantized
 from sparsebit.quantization.ops.parameter_use import axis_of, observe_use
 from sparsebit.quantization.ops.rows import OpKind
@@ -28,7 +29,6 @@ from sparsebit.quantization.ops.table import row_of, row_of_module
 from sparsebit.quantization.parameter_sites import owned_parameters, quantizers_of_parameters
 from sparsebit.quantization.passes.attach_quantizers import weight_quantizer
 from sparsebit.quantization.placement import Plan
-from sparsebit.quantization.plan import SWITCHED_OFF
 
 # Of all parameters: a smaller stack that no example explains is no weight worth a guess.
 SIZEABLE = 0.01
