@@ -17,13 +17,20 @@ class Tolerance:
     Both round; where a float op in between decides a rounding the other way, the two drift apart until they differ as
     much as quantized and float do. That is allowed: `noise_margin_db` below the SQNR of the simulation against float,
     or `sqnr_db` where that is lower. `top1`: the share of samples with the same largest output, among those that the
-    drift cannot decide. `max_difference`: as a share of the output's range; None: no limit of its own.
+    drift cannot decide. `max_difference`: as a share of the output's range; None: no limit of its own. `min_sqnr_db`: a
+    limit that no noise lowers; None: none.
+
+    `exact`: True: every output bit by bit; False: within the limits above; None: bit by bit wherever the simulation has
+    the runtime's own arithmetic, and within the limits behind float ops. `allow_nan`: NaN on both sides is no fault.
     """
 
     sqnr_db: float = 35.0
     noise_margin_db: float = 4.0
     top1: float = 0.99
     max_difference: float | None = None
+    min_sqnr_db: float | None = None
+    exact: bool | None = None
+    allow_nan: bool = False
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,8 @@ class OutputParity:
     """One output over all samples. Differences are shares of the expected output's range. `top1`: None without classes.
 
     `noise_db`: SQNR of the expected values against the float model; None where that is not known. Of whole numbers and
-    masks, `top1` is the share that is equal.
+    masks, `top1` is the share that is equal. `num_nan`: values that are NaN on both sides; `num_apart`: values that are
+    NaN or infinite on one side only.
     """
 
     name: str
@@ -41,15 +49,41 @@ class OutputParity:
     top1: float | None
     noise_db: float | None
     num_samples: int
+    num_nan: int = 0
+    num_apart: int = 0
 
     @property
     def is_exact(self) -> bool:
-        return self.max_difference == 0 and self.mean_difference == 0  # not: NaN
+        """Equal bit by bit, and numbers everywhere: NaN is equal to nothing."""
+        return self.is_equal and not self.num_nan
+
+    @property
+    def is_equal(self) -> bool:
+        """Like `is_exact`, where a NaN on both sides counts as equal."""
+        return self.max_difference == 0 and self.mean_difference == 0 and not self.num_apart
 
     def fault(self, tolerance: Tolerance, against: str = "the simulation") -> str:
         """What is beyond the tolerance; empty where nothing is."""
-        if not math.isfinite(self.mean_difference):
-            return f"output {self.name}: not a number where {against} has one"
+        if self.num_apart or not math.isfinite(self.mean_difference):
+            return (
+                f"output {self.name}: {self.num_apart} values are NaN or infinite in the file or in {against}, "
+                "not in both"
+            )
+        if self.num_nan and not tolerance.allow_nan:
+            return (
+                f"output {self.name}: {self.num_nan} values are NaN, in {against} too; look at the model and the data "
+                "(Tolerance(allow_nan=True) or --allow-nan accepts them)"
+            )
+        if tolerance.exact and not self.is_equal:
+            return (
+                f"output {self.name}: differs by up to {self.max_difference:.2g} of its range, and is to be equal "
+                "bit by bit"
+            )
+        if tolerance.min_sqnr_db is not None and not self.sqnr_db >= tolerance.min_sqnr_db:
+            return (
+                f"output {self.name}: SQNR {self.sqnr_db:.1f} dB against {against}; "
+                f"{tolerance.min_sqnr_db:.1f} dB is asked for"
+            )
         noise_db = math.inf if self.noise_db is None else self.noise_db
         limit = min(tolerance.sqnr_db, noise_db - tolerance.noise_margin_db)
         if self.sqnr_db < limit:
@@ -94,10 +128,14 @@ class Parity:
         worst = self.worst
         if self.is_exact:
             return f"bit-exact in {self.runtime} against {self.against}, on {worst.num_samples} samples"
+        nan = sum(output.num_nan for output in self.outputs)
+        apart = sum(output.num_apart for output in self.outputs)
+        told = f", {nan} values NaN in both" if nan else ""
+        told += f", {apart} values NaN or infinite in one of the two" if apart else ""
         top1 = "" if worst.top1 is None else f", top-1 agrees on {worst.top1:.1%}"
         return (
             f"{self.runtime} against {self.against}: at most {worst.max_difference:.2g} of the output range, "
-            f"mean {worst.mean_difference:.2g}, SQNR {worst.sqnr_db:.1f} dB{top1}, on {worst.num_samples} samples"
+            f"mean {worst.mean_difference:.2g}, SQNR {worst.sqnr_db:.1f} dB{top1}{told}, on {worst.num_samples} samples"
         )
 
 
@@ -131,6 +169,7 @@ class _Output:
         self.name, self.judge_all = name, judge_all
         self.count = self.num_samples = self.num_judged = self.num_same = 0
         self.largest = self.total = self.noise = self.signal = self.float_noise = self.float_signal = 0.0
+        self.num_nan = self.num_apart = 0
         self.low, self.high = math.inf, -math.inf
         self.has_reference, self.has_classes = False, True
 
@@ -149,9 +188,12 @@ class _Output:
         is_class_scores = expected.ndim == 2 and expected.shape[1] > 1 and expected.dtype.kind == "f"
         expected, found = (numpy.asarray(values).astype(numpy.float64) for values in (expected, found))
         finite = numpy.isfinite(expected)
-        same = (expected == found) | (numpy.isnan(expected) & numpy.isnan(found))
+        nan = numpy.isnan(expected) & numpy.isnan(found)
+        comparable = finite & numpy.isfinite(found)
+        self.num_nan += int(nan.sum())
+        self.num_apart += int((~comparable & ~nan & (expected != found)).sum())
         difference = numpy.zeros_like(expected)
-        numpy.subtract(found, expected, where=~same, out=difference)
+        numpy.subtract(found, expected, where=comparable, out=difference)
         numpy.abs(difference, out=difference)
         self.count += expected.size
         self.num_samples += expected.shape[0] if expected.ndim else 1
@@ -199,10 +241,12 @@ class _Output:
             self.name,
             self.largest / spread,
             self.total / self.count / spread,
-            decibels(self.signal, self.noise),
+            -math.inf if self.num_apart else decibels(self.signal, self.noise),
             (self.num_same / self.num_judged if self.num_judged else 1.0) if self.has_classes else None,
             decibels(self.float_signal, self.float_noise) if self.has_reference else None,
             self.num_samples,
+            self.num_nan,
+            self.num_apart,
         )
 
 

@@ -51,14 +51,43 @@ def test_what_is_no_number_is_a_fault(value: float) -> None:
     found[3, 4] = value
     parity = compare(SCORES, found)
     assert not parity.is_exact
-    assert parity.fault(Tolerance()) == "output scores: not a number where the simulation has one"
+    words = "output scores: 1 values are NaN or infinite in the file or in the simulation, not in both"
+    assert parity.fault(Tolerance()) == parity.fault(Tolerance(allow_nan=True)) == words
+    swapped = compare(found, SCORES)
+    assert not swapped.is_exact and swapped.fault(Tolerance()) == words
 
 
-def test_what_is_no_number_on_both_sides_is_none() -> None:
+@pytest.mark.parametrize(("one", "other"), [(np.nan, np.inf), (np.inf, -np.inf), (-np.inf, np.nan)])
+def test_different_kinds_of_no_number_are_a_fault(one: float, other: float) -> None:
+    expected, found = SCORES.copy(), SCORES.copy()
+    expected[3, 4], found[3, 4] = one, other
+    assert "not in both" in compare(expected, found).fault(Tolerance(sqnr_db=-99, top1=0, allow_nan=True))
+
+
+def test_nan_on_both_sides_is_told_and_by_default_a_fault() -> None:
     both = SCORES.copy()
-    both[3, 4], both[5, 6] = np.nan, -np.inf
+    both[3, 4] = np.nan
     parity = compare(both, both.copy())
-    assert parity.is_exact and parity.fault(Tolerance()) == ""
+    assert not parity.is_exact and "1 values NaN in both" in str(parity) and "bit-exact" not in str(parity)
+    assert "1 values are NaN, in the simulation too" in parity.fault(Tolerance())
+    assert parity.fault(Tolerance(allow_nan=True, exact=True)) == ""
+    assert "NaN" in compare(np.full_like(both, np.nan), np.full_like(both, np.nan)).fault(Tolerance())
+
+
+def test_infinite_on_both_sides_is_equal() -> None:
+    both = SCORES.copy()
+    both[5, 6] = -np.inf
+    parity = compare(both, both.copy())
+    assert parity.is_exact and parity.fault(Tolerance(exact=True)) == ""
+
+
+def test_limits_that_the_user_sets() -> None:
+    floats = SCORES + 0.2 * np.random.default_rng(1).normal(size=SCORES.shape).astype(np.float32)
+    parity = compare(SCORES, SCORES + np.float32(1e-3), floats)
+    assert parity.fault(Tolerance()) == parity.fault(Tolerance(min_sqnr_db=40)) == ""
+    assert "80.0 dB is asked for" in parity.fault(Tolerance(min_sqnr_db=80))
+    assert "bit by bit" in parity.fault(Tolerance(exact=True))
+    assert compare(SCORES, SCORES.copy()).fault(Tolerance(exact=True, min_sqnr_db=200)) == ""
 
 
 def test_sqnr_below_the_limit_is_a_fault() -> None:
