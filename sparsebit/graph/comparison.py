@@ -14,14 +14,16 @@ _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, tor
 _OTHER_FLOATS = 0.2
 
 
-def difference(got: Any, expected: Any, place: str = "the output") -> str | None:
+def difference(got: Any, expected: Any, place: str = "the output", *, slack: float = 1.0) -> str | None:
     """A sentence on the first difference in type, structure, dtype, shape or value; None where there is none.
+
+    `slack`: how much more than usual rounding may explain.
 
     >>> difference(torch.zeros(2), torch.ones(2))
     'the output differs by 1 where the largest value is 1 (2 of 2 elements)'
     """
     if isinstance(expected, Tensor) or isinstance(got, Tensor):
-        return _tensor_difference(got, expected, place)
+        return _tensor_difference(got, expected, place, slack)
     if isinstance(expected, Mapping):
         if not isinstance(got, Mapping) or list(got) != list(expected):
             return f"{place} is {_shape(got)} in place of {_shape(expected)}"
@@ -37,10 +39,10 @@ def difference(got: Any, expected: Any, place: str = "the output") -> str | None
         pairs = [(getattr(got, name), getattr(expected, name), f"{place}.{name}") for name in names]
     else:
         return _scalar_difference(got, expected, place)
-    return next(filter(None, (difference(*pair) for pair in pairs)), None)
+    return next(filter(None, (difference(*pair, slack=slack) for pair in pairs)), None)
 
 
-def _tensor_difference(got: Any, expected: Any, place: str) -> str | None:
+def _tensor_difference(got: Any, expected: Any, place: str, slack: float) -> str | None:
     if not isinstance(got, Tensor) or not isinstance(expected, Tensor):
         return f"{place} is {_shape(got)} in place of {_shape(expected)}"
     if (got.dtype, got.shape) != (expected.dtype, expected.shape):
@@ -61,7 +63,7 @@ def _tensor_difference(got: Any, expected: Any, place: str) -> str | None:
         return None
     error, largest = (one - other).abs(), float(other.abs().max())
     limit = _ROUNDING.get(expected.dtype, _ROUNDING[torch.float32] if expected.is_complex() else _OTHER_FLOATS)
-    wrong = error > limit * max(largest, torch.finfo(torch.float32).tiny)
+    wrong = error > slack * limit * max(largest, torch.finfo(torch.float32).tiny)
     if not bool(wrong.any()):
         return None
     return f"{place} differs by {float(error.max()):.3g} where the largest value is {largest:.3g} ({_count(wrong)})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -15,18 +16,22 @@ from torch import Tensor, nn
 from sparsebit.graph.comparison import difference
 from sparsebit.graph.nested import map_nested, tensors_of
 
+_REGISTRIES = frozenset(nn.Module().__dict__)
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Buffers = Callable[[], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`inputs`: every tensor of the call, after it; `written`: which of them changed; `buffers`: those that changed."""
+    """`inputs`: every tensor of the call, after it; `written`: which of them changed; `buffers`: those that changed;
+    `gradients`: where they were asked for, by the name of an input or parameter.
+    """
 
     output: Any
     inputs: tuple[Tensor, ...] = ()
     written: frozenset[int] = frozenset()
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
 
     def difference(self, expected: Outcome) -> str | None:
         """A sentence on the first difference; None where there is none."""
@@ -39,6 +44,9 @@ class Outcome:
                 found = found or f"the buffer {name} {wrong}"
             else:
                 found = found or difference(self.buffers[name], expected.buffers[name], f"the buffer {name}")
+        for name, gradient in expected.gradients.items() if not found else ():
+            if name in self.gradients:
+                found = found or difference(self.gradients[name], gradient, f"the gradient of {name}", slack=10.0)
         return found
 
 
@@ -69,16 +77,44 @@ def outcome_of(run: Callable[..., Any], call: Call, buffers: Buffers = dict) -> 
     return notes.outcome(run(*call[0], **call[1]))
 
 
+def with_gradients(
+    run: Callable[..., Any], call: Call, loss: Callable[[Any], Tensor], parameters: Mapping[str, Tensor]
+) -> Outcome:
+    """Call `run` and differentiate `loss` of its output by the call's float tensors and by `parameters`.
+
+    The parameters' own `grad` is left alone. What the loss does not depend on has a gradient of zeros.
+    """
+    args, kwargs = map_nested(Tensor, _differentiable, call)
+    wanted = {f"input {index}": tensor for index, tensor in enumerate(tensors_of((args, kwargs)))}
+    wanted |= parameters
+    wanted = {name: tensor for name, tensor in wanted.items() if tensor.requires_grad}
+    with torch.enable_grad():
+        # As results of an operation: a module may write into its inputs, which torch forbids for leaves.
+        call = map_nested(Tensor, lambda x: x.view_as(x) if x.requires_grad else x, (args, kwargs))
+        output = run(*call[0], **call[1])
+        found = torch.autograd.grad(loss(output), list(wanted.values()), allow_unused=True)
+    gradients = {
+        name: torch.zeros_like(tensor) if gradient is None else gradient
+        for (name, tensor), gradient in zip(wanted.items(), found, strict=True)
+    }
+    return Outcome(map_nested(Tensor, torch.Tensor.detach, output), gradients=gradients)
+
+
+def _differentiable(tensor: Tensor) -> Tensor:
+    copied = tensor.detach().clone()
+    return copied.requires_grad_() if copied.is_floating_point() or copied.is_complex() else copied
+
+
 def cloned(call: Call) -> Call:
     """The call with its tensors copied: what is written into these is not seen by others. Aliases stay aliases."""
     copies: dict[int, Tensor] = {}
 
-    def copy(tensor: Tensor) -> Tensor:
+    def clone(tensor: Tensor) -> Tensor:
         if id(tensor) not in copies:
             copies[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
         return copies[id(tensor)]
 
-    result: Call = map_nested(Tensor, copy, call)
+    result: Call = map_nested(Tensor, clone, call)
     return result
 
 
@@ -87,10 +123,49 @@ def buffers_of(module: nn.Module, like: nn.Module | None = None) -> Buffers:
     names = [name for name, _ in (like or module).named_buffers()]
 
     def find() -> dict[str, Tensor]:
-        found = {name: _at(module, name) for name in names}
-        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        found = {name: tensor_at(module, name) for name in names}
+        return {name: value for name, value in found.items() if value is not None}
 
     return find
+
+
+@contextlib.contextmanager
+def state_kept(*roots: nn.Module) -> Iterator[None]:
+    """What happens inside to buffers, plain attributes and modes of the modules is undone."""
+    modules = {id(module): module for root in roots for module in root.modules()}.values()
+    attributes = [(module, dict(module.__dict__)) for module in modules]
+    buffers = [(module, dict(module._buffers)) for module in modules]
+    values = {id(b): (b, b.detach().clone()) for _, own in buffers for b in own.values() if b is not None}
+    containers = [
+        (value, copy.copy(value))
+        for module, own in attributes
+        for name, value in own.items()
+        if type(value) in (list, dict, set) and name not in _REGISTRIES
+    ]
+    try:
+        yield
+    finally:
+        for module, own in attributes:
+            module.__dict__.clear()
+            module.__dict__.update(own)
+        for module, own in buffers:
+            module._buffers.clear()
+            module._buffers.update(own)
+        with torch.no_grad():
+            for buffer, value in values.values():
+                buffer.copy_(value)
+        for value, before in containers:
+            if isinstance(value, list):
+                value[:] = before
+            else:
+                value.clear()
+                value.update(before)
+
+
+def tensor_at(module: nn.Module, path: str) -> Tensor | None:
+    """The parameter or buffer of that name, in a model whose modules may be wrapped."""
+    found = _at(module, path)
+    return found if isinstance(found, Tensor) else None
 
 
 def _at(module: Any, path: str) -> Any:

@@ -25,12 +25,14 @@ from sparsebit.graph.outcome import (
     cloned,
     outcome_of,
     undisturbed_randomness,
+    with_gradients,
 )
 
 # Gives a stand-in for the module at a path of the model, made for such a call, to be compared with the module itself,
 # and the stand-in's buffers.
 Part = tuple[nn.Module, Buffers]
 BuildPart = Callable[[str, nn.Module, Call], Part]
+Compare = Callable[[nn.Module, nn.Module, Call], "str | None"]
 _CALLS_LOOKED_AT = 2  # of a module that a forward calls several times
 
 
@@ -55,16 +57,31 @@ class Reference:
             module.to(self.device)
         return module.train(self.training)
 
+    def gradients(self, call: Call, loss: Callable[[Any], Tensor], randomness: Randomness) -> Outcome:
+        """Output and gradients of the model's own code."""
+        module = self.fresh()
+        with undisturbed_randomness(randomness):
+            return with_gradients(module, call, loss, dict(module.named_parameters()))
+
     def repeats(self, call: Call, expected: Outcome, randomness: Randomness) -> bool:
         """Whether the model itself does the same again."""
         return self.outcome(call, randomness).difference(expected) is None
 
     def smallest_differing(
-        self, call: Call, paths: Collection[str], build: BuildPart, randomness: Randomness
+        self,
+        call: Call,
+        paths: Collection[str],
+        build: BuildPart,
+        randomness: Randomness,
+        *,
+        compare: Compare | None = None,
     ) -> dict[str, str]:
-        """The innermost modules among `paths` whose stand-in does something else, and what: path -> difference."""
+        """The innermost modules among `paths` whose stand-in does something else, and what: path -> difference.
+
+        `compare` tells what a module and its stand-in do differently with a call, where outcomes are not enough.
+        """
         module = self.fresh()
-        watch = _Watch(self.model, build)
+        watch = _Watch(self.model, build, compare)
         with contextlib.ExitStack() as stack, undisturbed_randomness(randomness):
             for path in paths:
                 stack.enter_context(watch.on(path, module.get_submodule(path)))
@@ -76,8 +93,8 @@ class Reference:
 class _Watch:
     """Compares modules with their stand-ins while the model's own code calls them."""
 
-    def __init__(self, model: nn.Module, build: BuildPart) -> None:
-        self.model, self.build = model, build
+    def __init__(self, model: nn.Module, build: BuildPart, compare: Compare | None) -> None:
+        self.model, self.build, self.compare = model, build, compare
         self.found: dict[str, str] = {}
         self.parts: dict[str, Part] = {}
 
@@ -113,6 +130,8 @@ class _Watch:
         try:
             if path not in self.parts:
                 self.parts[path] = self.build(path, self.model.get_submodule(path), cloned(call))
+            if self.compare is not None:
+                return self.compare(self.model.get_submodule(path), self.parts[path][0], call)
             return outcome_of(self.parts[path][0], call, self.parts[path][1]).difference(expected)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
@@ -126,14 +145,3 @@ def in_double(call: Call) -> Call:
     """The call with float64 tensors in place of narrower ones."""
     result: Call = map_nested(Tensor, lambda x: x.double() if x.is_floating_point() else x, call)
     return result
-
-
-@contextlib.contextmanager
-def modes_kept(*roots: nn.Module) -> Iterator[None]:
-    """Whatever happens inside to the modules' `training` flags is undone."""
-    modes = {module: module.training for root in roots for module in root.modules()}
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training

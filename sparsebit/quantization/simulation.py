@@ -78,6 +78,10 @@ class SimulatedModel(nn.Module):
 
     def _build(self, example: Call | None, form: CallForm | None = None) -> None:
         """Capture, plan, attach. Of an example on the meta device the shapes are known: zeros stand for the values."""
+        with torch.inference_mode(False):  # parameters that are made inside it could never be trained
+            self._build_trainable(example, form)
+
+    def _build_trainable(self, example: Call | None, form: CallForm | None) -> None:
         (model,) = self._original
         device = next((p.device for p in model.parameters()), torch.device(self.config.DEVICE))
         example = pytree.tree_map_only(
@@ -172,7 +176,8 @@ class SimulatedModel(nn.Module):
     def _rebuild(self, example: Call | None) -> None:
         training = self.training
         self._build(example)
-        self.train(training)
+        if training != self._original[0].training:  # else the modes are those of the original, module by module
+            self.train(training)
 
     # --- looking inside
 

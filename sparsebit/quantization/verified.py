@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import warnings
@@ -12,15 +13,27 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.config.schema import QuantConfig
+from sparsebit.errors import CaptureError, SparsebitError
 from sparsebit.execution.batches import Call, as_call, to_device
 from sparsebit.graph.capture import call_form, has_forward
 from sparsebit.graph.copying import copy_model
 from sparsebit.graph.nested import tensors_of
-from sparsebit.graph.outcome import Buffers, Outcome, Randomness, buffers_of, cloned, outcome_of
+from sparsebit.graph.outcome import (
+    Buffers,
+    Outcome,
+    Randomness,
+    buffers_of,
+    cloned,
+    outcome_of,
+    state_kept,
+    tensor_at,
+    undisturbed_randomness,
+    with_gradients,
+)
 from sparsebit.graph.passes.fold_batchnorm import Folded
-from sparsebit.graph.verification import Reference, in_double, modes_kept
+from sparsebit.graph.verification import Compare, Reference, in_double
 from sparsebit.quantization.simulation import SimulatedModel
-from sparsebit.records import Coverage
+from sparsebit.records import Coverage, GradientCheck
 
 log = logging.getLogger(__name__)
 
@@ -76,12 +89,14 @@ class VerifiedModel(SimulatedModel):
         call = to_device(call, self.device)
         if any(tensor.is_meta for tensor in tensors_of(call)):
             return
-        with torch.no_grad(), modes_kept(self, self._source):
-            self.eval()
-            self._verified(call, "example_inputs", super().forward)
+        with torch.no_grad():
+            self._verified(call, "example_inputs", super().forward, keep_state=True)
 
-    def _verified(self, call: Call, occasion: str, run: Callable[..., Any]) -> Any:
-        """What `run` gives for `call`, once that is what the original's own code gives; what differs is cut out."""
+    def _verified(self, call: Call, occasion: str, run: Callable[..., Any], *, keep_state: bool = False) -> Any:
+        """What `run` gives for `call`, once that is what the original's own code gives; what differs is cut out.
+
+        `keep_state`: the copy's buffers and attributes are afterwards what they were.
+        """
         self._proof_is_due = False
         if self._root is not None and self._root.bind(*call) is None:
             self._capture_again(*call)
@@ -97,43 +112,123 @@ class VerifiedModel(SimulatedModel):
         except Exception as error:  # the copy's forward shows it to the user
             log.debug("the model's own code fails on %s: %s: %s", occasion, type(error).__name__, error)
             return run(*call[0], **call[1])
-        for _ in range(_ATTEMPTS):
-            outcome, found = self._compare(call, run, expected)
-            if found is None or self._is_rounding(given, randomness):
+        outcome: Outcome | None = None
+        for attempt in range(_ATTEMPTS):
+            found, outcome = self._compare(call, run, expected, keep_state)
+            if found is None or (outcome is not None and self._is_rounding(given, randomness)):
                 log.info("the copy computes what the model's own code computes on %s", occasion)
-                return outcome.output
+                break
             if not reference.repeats(cloned(given), expected, randomness):
                 self._unproved = f"the model's own code gives another result for the same {occasion} again: {found}"
-                return outcome.output
+                break
+            if attempt == _ATTEMPTS - 1:
+                self._unproved = f"the copy differs from the model's own code on {occasion}: {found}"
+                warnings.warn(f"{self._unproved}; what it computes is not what the model computes", stacklevel=4)
+                break
             self._cut(given, found, reference, randomness)
             _put_back(call, given)
             randomness.restore()
-        outcome, found = self._compare(call, run, expected)
-        if found is not None:
-            self._unproved = f"the copy differs from the model's own code on {occasion}: {found}"
-            warnings.warn(f"{self._unproved}; what it computes is not what the model computes", stacklevel=4)
-        return outcome.output
+        return run(*call[0], **call[1]) if outcome is None else outcome.output
+
+    def verify_training(self, batch: Any, loss: Callable[[Any], Tensor]) -> GradientCheck:
+        """Compare the gradients of one step, with quantization off, with those of the model's own code.
+
+        `batch` as for calibration; `loss` makes a scalar of the model's output. Compared are the gradients of inputs
+        and of parameters, in train mode (in eval mode where batch norms are folded or a branch on `self.training` was
+        captured). The smallest module that differs runs its own code from then on; in a calibrated model, which cannot
+        be captured again, it is an error that names the module.
+        """
+        (model,) = self._original
+        if self._weights_now() != self._built_weights:
+            raise CaptureError(
+                "verify_training() after the weights have changed: there is nothing left to compare with; call it "
+                "before training, on the weights that the QuantModel was built from"
+            )
+        call = to_device(as_call(batch, model), self.device)
+        randomness, cuts, found = Randomness.now(), dict(self._policy.own_code), ""
+        for _ in range(_ATTEMPTS):
+            reference = Reference(model, self.device, training=not self._has_one_mode)
+            expected = reference.gradients(call, loss, randomness)
+            differs, names = self._gradient_difference(call, loss, expected, reference.training, randomness)
+            if differs is None:
+                randomness.restore()
+                new = {path: why for path, why in self._policy.own_code.items() if path not in cuts}
+                return GradientCheck(tuple(names), tuple(sorted(expected.gradients.keys() - names)), new)
+            found = differs
+            if any(quantizer.is_calibrated for quantizer in self.quantizers()):
+                differing = self._differing(call, found, reference, randomness, _module_gradients)
+                told = "; ".join(f"{path or 'the model'}: {why}" for path, why in differing.items())
+                raise CaptureError(
+                    f"gradients of the copy differ from the model's own, in {told}; build a new QuantModel and call "
+                    "verify_training() before calibration: such a module then runs its own code"
+                )
+            self._cut(call, found, reference, randomness, _module_gradients)
+        raise CaptureError(f"gradients of the copy differ from the model's own, whatever runs its own code: {found}")
+
+    def _gradient_difference(
+        self,
+        call: Call,
+        loss: Callable[[Any], Tensor],
+        expected: Outcome,
+        training: bool,
+        randomness: Randomness,
+    ) -> tuple[str | None, set[str]]:
+        """What differs, and the names of what was compared; a weight that a norm was folded into is not."""
+        same = {name: twin for name, (_, twin) in _same_parameters(self._original[0], self._source).items()}
+        switches = self.is_quantized("weight"), self.is_quantized("feature")
+        is_training = self.training
+        with undisturbed_randomness(randomness), state_kept(self.model, self._source):
+            self.set_quant(w_quant=False, a_quant=False)
+            self.train(training)
+            try:
+                outcome = with_gradients(super().forward, call, loss, same)
+            finally:
+                self.train(is_training)
+                self.set_quant(*switches)
+        return outcome.difference(expected), expected.gradients.keys() & outcome.gradients.keys()
+
+    @property
+    def _has_one_mode(self) -> bool:
+        """Whether train mode differs from the original's by design."""
+        is_folded = any(isinstance(part, Folded) for part in self._source.modules())
+        return is_folded or bool(self._captured.eval_branches)
 
     def _why_not_comparable(self) -> str:
         if self._weights_now() != self._built_weights:
             return "the weights have changed since the model was captured"
-        is_one_mode = self._captured.eval_branches or any(isinstance(part, Folded) for part in self._source.modules())
-        if self.training and is_one_mode:
+        if self.training and self._has_one_mode:
             return "in train mode folded batch norms and captured eval branches differ from it by design"
         return ""
 
-    def _compare(self, call: Call, run: Callable[..., Any], expected: Outcome) -> tuple[Outcome, str | None]:
-        outcome = outcome_of(run, call, buffers_of(self._source, self._original[0]))
-        return outcome, outcome.difference(expected)
+    def _compare(
+        self, call: Call, run: Callable[..., Any], expected: Outcome, keep_state: bool
+    ) -> tuple[str | None, Outcome | None]:
+        """What differs, and what the copy did; None where it failed."""
+        with state_kept(self.model, self._source) if keep_state else contextlib.nullcontext():
+            try:
+                outcome = outcome_of(run, call, buffers_of(self._source, self._original[0]))
+            except SparsebitError:
+                raise
+            except Exception as error:
+                return f"{type(error).__name__}: {error}", None
+            return outcome.difference(expected), outcome
 
-    def _cut(self, call: Call, found: str, reference: Reference, randomness: Randomness) -> None:
-        """Capture again, with the smallest modules that differ running their own code."""
+    def _differing(
+        self, call: Call, found: str, reference: Reference, randomness: Randomness, compare: Compare | None = None
+    ) -> dict[str, str]:
+        """The smallest modules that differ, and how."""
         (model,) = self._original
+        leaves = self._policy
+        paths = [path for path, part in model.named_modules() if has_forward(part) and not leaves.is_leaf(part, path)]
+        build = self._part_with_buffers
+        return reference.smallest_differing(cloned(call), paths, build, randomness, compare=compare) or {"": found}
+
+    def _cut(
+        self, call: Call, found: str, reference: Reference, randomness: Randomness, compare: Compare | None = None
+    ) -> None:
+        """Capture again, with the smallest modules that differ running their own code."""
         policy = self._policy
-        paths = [path for path, part in model.named_modules() if has_forward(part) and not policy.is_leaf(part, path)]
-        differing = reference.smallest_differing(cloned(call), paths, self._part_with_buffers, randomness)
-        differing = differing or {"": found}
-        for path, why in differing.items():
+        for path, why in self._differing(call, found, reference, randomness, compare).items():
             log.warning("%s runs its own code: its graph computes something else: %s", path or "the model", why)
             policy = policy.cut(path, f"its graph computes something else than its code: {why}")
         self._policy = policy
@@ -173,6 +268,34 @@ class VerifiedModel(SimulatedModel):
         finally:
             now.restore()
         return outcome.difference(expected) is None
+
+
+def _module_gradients(module: nn.Module, part: nn.Module, call: Call) -> str | None:
+    """What differs in the gradients of a module and of its stand-in, for one random direction of their output."""
+
+    def directional(output: Any) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        floats = [x for x in tensors_of(output) if x.is_floating_point() and x.requires_grad]
+        return sum(((x * torch.randn(x.shape, generator=generator).to(x)).sum() for x in floats), torch.zeros(()))
+
+    source = part._source if isinstance(part, SimulatedModel) else part
+    own = copy_model(module, share_parameters=True).train(part.training)
+    pairs, randomness = _same_parameters(own, source), Randomness.now()
+    expected = with_gradients(own, call, directional, {name: parameter for name, (parameter, _) in pairs.items()})
+    randomness.restore()
+    twins = {name: twin for name, (_, twin) in pairs.items()}
+    return with_gradients(part, call, directional, twins).difference(expected)
+
+
+def _same_parameters(model: nn.Module, copied: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    """The model's parameters and the copy's, by name, where nothing was folded into the copy's or taken out of it."""
+    folded = {id(p) for module in copied.modules() if isinstance(module, Folded) for p in module.parameters()}
+    pairs = {name: (parameter, tensor_at(copied, name)) for name, parameter in model.named_parameters()}
+    return {
+        name: (parameter, twin)
+        for name, (parameter, twin) in pairs.items()
+        if twin is not None and id(twin) not in folded and torch.equal(twin, parameter.to(twin.device))
+    }
 
 
 @torch.no_grad()

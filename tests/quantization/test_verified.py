@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import sparsebit
+from sparsebit.errors import CaptureError
 from sparsebit.quantization import QuantModel
 from tests.quantization.tiny import calibrated, qconfig
 
@@ -249,3 +250,84 @@ def test_a_folded_norm_gives_its_input_in_train_mode_too() -> None:
     qmodel = QuantModel(model, qconfig({"SCHEDULE.FUSE_BN": True}), example_inputs=torch.randn(2, 3, 4, 4)).train()
     x = torch.randn(5, 3, 4, 4) * 3 + 1  # fails the guard: the model's own code runs
     torch.testing.assert_close(qmodel(x), model(x))
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return -grad
+
+
+class Adversarial(nn.Module):
+    """Its value is right in a graph, its gradient is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        x = x if isinstance(x, fx.Proxy) else Reversed.apply(x)
+        return self.b(x)
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.inner, self.head = nn.Linear(8, 8), Adversarial(), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.inner(self.stem(x))))
+
+
+def test_gradients_that_differ_are_traced_to_their_module() -> None:
+    model, x = Head(), torch.randn(4, 8)
+    qmodel = QuantModel(model, qconfig(), example_inputs=x)
+    assert not qmodel.coverage.opaque  # values alone do not tell
+    check = qmodel.verify_training(x, lambda output: output.square().mean())
+    assert list(check.own_code) == ["inner"] and "the gradient of" in check.own_code["inner"]
+    assert "stem.weight" in check.compared and not check.not_compared
+    qmodel.train()(x).sum().backward()
+    model.train()(x).sum().backward()
+    torch.testing.assert_close(qmodel.get_parameter("model.stem.op.weight").grad, model.stem.weight.grad)
+
+
+def test_gradients_that_differ_in_a_calibrated_model_are_an_error() -> None:
+    x = torch.randn(4, 8)
+    qmodel = calibrated(Head().eval(), [x])
+    with pytest.raises(CaptureError, match=r"in inner: the gradient of .*before calibration"):
+        qmodel.verify_training(x, torch.sum)
+    assert qmodel.is_quantized("weight") and not qmodel.training
+
+
+def test_gradients_of_an_ordinary_model_are_equal() -> None:
+    class Ordinary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm, self.fc = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2)
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(self.drop(torch.relu(self.norm(self.conv(x))).mean((2, 3))))
+
+    model, x = Ordinary(), torch.randn(4, 3, 8, 8)
+    for fold in (False, True):
+        qmodel = QuantModel(model, qconfig({"SCHEDULE.FUSE_BN": fold}), example_inputs=x)
+        before = {name: value.clone() for name, value in qmodel.state_dict().items()}
+        check = qmodel.verify_training((x, torch.zeros(4)), lambda output: output.square().sum())
+        assert "input 0" in check.compared and not check.own_code
+        assert check.not_compared == (("conv.bias", "conv.weight", "norm.bias", "norm.weight") if fold else ())
+        assert all(torch.equal(value, before[name]) for name, value in qmodel.state_dict().items())
+        assert all(parameter.grad is None for parameter in (*model.parameters(), *qmodel.parameters()))
+
+
+def test_trained_weights_have_nothing_to_be_compared_with() -> None:
+    qmodel = QuantModel(Head(), qconfig())
+    with torch.no_grad():
+        qmodel.get_parameter("model.stem.op.weight").add_(1)
+    with pytest.raises(CaptureError, match="after the weights have changed"):
+        qmodel.verify_training(torch.randn(2, 8), torch.sum)
