@@ -6,7 +6,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterator
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import fx, nn
@@ -83,7 +83,8 @@ def written_by(node: fx.Node, root: fx.GraphModule) -> list[fx.Node]:
         assert module is not None
         is_hidden = not type(module).__module__.startswith("torch.nn.") and module_may_write(module)
     else:
-        is_hidden = node.op == "call_function" and _is_users(node.target) and function_may_write(node.target)
+        is_users = node.op == "call_function" and _is_users(node.target)
+        is_hidden = is_users and function_may_write(cast("FunctionType", node.target))
     return node.all_input_nodes if is_hidden else [] if known is None else [known]
 
 

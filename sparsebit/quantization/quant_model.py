@@ -21,7 +21,7 @@ from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.deploy.sessions import require_runtime
 from sparsebit.errors import CalibrationError, CaptureError, CheckpointError, ConfigError, SparsebitError
 from sparsebit.execution.batches import Call, as_call, calls
-from sparsebit.execution.distributed import gather_shards, once
+from sparsebit.execution.distributed import gather, gather_shards, once
 from sparsebit.execution.value_store import MIB
 from sparsebit.graph.capture import call_form
 from sparsebit.quantization import checkpoint
@@ -109,6 +109,11 @@ class QuantModel(TrainableModel):
         if asym and not (w_quant or a_quant):
             w_quant = a_quant = True
         self._runner.check(asym=asym)
+        if len({repr(sorted(cuts)) for cuts in gather([*self._policy.own_code, *self._policy.untouched])}) > 1:
+            raise CalibrationError(
+                "on some ranks a module runs its own code, since its graph differed on the first batch there, and on "
+                "others it does not (see coverage); build the QuantModel on all ranks with the same example_inputs"
+            )
         try:
             unseen = self._runner.calc_qparams(asym=asym, w_quant=w_quant, a_quant=a_quant)
         finally:
