@@ -62,11 +62,12 @@ A:
     - {{"*norm*": [QUANTIZER.DISABLE, true], "softmax*": [QUANTIZER.DISABLE, true]}}
 ```
 
-- Entries are applied in the order written; where two set the same key of a layer, the later one wins.
+- The first glob that matches a layer wins, with all of its settings and no others: put the special before the general.
+  A glob that never wins is a warning. `sparsebit config check FILE -m MODEL` shows which glob won for each layer.
 - `*` stands for any text, dots included, `?` for one character, `[ab]` for one of several; upper and lower case differ.
   A glob that starts with `*` must stand in quotes.
 - A layer answers to its module path (`patch_embed.proj`) and to the name of its torch.fx node (`patch_embed_proj`).
-- Every override obeys the rules of the backend, also where several meet in one layer.
+- Every override obeys the rules of the backend, also where one of `W` and one of `A` meet in one layer.
 - A glob that matches no layer is a warning that lists near names.
 
 ## What the backends run

@@ -6,8 +6,20 @@ Every message says what was given, where, what is allowed and what to do.
 from __future__ import annotations
 
 
+def printable(text: str, keep: str = "\n\t") -> str:
+    """The text with control characters written as escapes: what a file holds must not steer a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() or char in keep else char.encode("unicode_escape").decode("ascii") for char in text
+    )
+
+
 class SparsebitError(ValueError):
     """Any fault that the user can mend. Faults of our own are assertions, never this."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(printable(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class ConfigError(SparsebitError):

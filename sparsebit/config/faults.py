@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from sparsebit.config.fields import Model, Names, choices, describe, field_at, meant, nearest, section_of
 from sparsebit.config.reading import Document
-from sparsebit.errors import ConfigError
+from sparsebit.errors import ConfigError, printable
+
+MISSING = "missing; "  # how the reason begins where a key should be there
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,8 @@ class Fault:
     place: Names = ()
 
     def __str__(self) -> str:
-        return f"{'.'.join(self.key)}{self.given}{f' at {self.site}' if self.site else ''}: {self.reason}"
+        site = f" at {printable(self.site, keep='')}" if self.site else ""
+        return f"{printable('.'.join(self.key), keep='')}{self.given}{site}: {self.reason}"
 
     def at(self, site: str) -> Fault:
         """The same fault, found in the `SPECIFIC` entry of that glob."""
@@ -38,6 +43,14 @@ class Faults(ValueError):
     def __init__(self, faults: Iterable[Fault]) -> None:
         self.faults = list(dict.fromkeys(faults))
         super().__init__("; ".join(map(str, self.faults)))
+
+
+class Reasons(ConfigError):
+    """Several faults of one key."""
+
+    def __init__(self, reasons: Iterable[str]) -> None:
+        self.reasons = list(reasons)
+        super().__init__("; ".join(self.reasons))
 
 
 def error(faults: Iterable[Fault], document: Document | None = None) -> ConfigError:
@@ -60,9 +73,50 @@ def faults_of(invalid: ValidationError, model: Model, prefix: Names = ()) -> lis
             faults.extend(cause.faults)
         elif entry["type"] == "extra_forbidden":
             faults.append(unknown_key(model, _path(entry), entry["input"], prefix))
+        elif isinstance(cause, Reasons):
+            faults.extend(Fault((*prefix, *_path(entry)), reason) for reason in cause.reasons)
         else:
             faults.append(_wrong_value(model, entry, cause, prefix))
     return faults
+
+
+def all_faults(values: Mapping[str, Any], model: Model) -> list[Fault]:
+    """What is wrong in `values`, key by key, and then between the keys: the wrong ones are taken out for that.
+
+    A rule that is broken only because a key was taken out is not told.
+    """
+    remaining, faults = copy.deepcopy(dict(values)), []
+    removed: set[Names] = set()
+    while True:
+        try:
+            model.model_validate(remaining)
+        except ValidationError as invalid:
+            found = faults_of(invalid, model)
+            faults += [fault for fault in found if not _follows_from(fault, removed)]
+            wrong = {_path(entry) for entry in invalid.errors(include_url=False, include_context=False)}
+            taken = {path for path in wrong if path and _take_out(remaining, path)}
+            removed |= taken
+            if taken:
+                continue
+        return faults
+
+
+def _follows_from(fault: Fault, removed: set[Names]) -> bool:
+    """Whether a key is wrong because one was taken out: itself, a section around it, or a misspelt neighbour."""
+    is_missing = fault.reason.startswith(MISSING)
+    return any(fault.key[: len(path)] == path or (is_missing and fault.key[:-1] == path[:-1]) for path in removed)
+
+
+def _take_out(values: dict[str, Any], path: Names) -> bool:
+    """Removes a key of nested values, or the nearest section around it that is there."""
+    section: Any = values
+    for name in path[:-1]:
+        if not isinstance(section.get(name), dict):
+            break
+        section = section[name]
+    else:
+        return section.pop(path[-1], values) is not values
+    return section.pop(name, values) is not values
 
 
 def unknown_key(model: Model, path: Names, value: object = ..., prefix: Names = ()) -> Fault:

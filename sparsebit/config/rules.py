@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from sparsebit.backends import BACKENDS, FORMATS, Format, NumberRules
-from sparsebit.config.faults import Fault
+from sparsebit.config.faults import MISSING, Fault
 from sparsebit.config.tensor_config import Kind, TensorConfig
 from sparsebit.registry import OBSERVERS, QUANTIZERS
 
@@ -60,7 +60,7 @@ def _bits(kind: Kind, tensor: TensorConfig) -> Iterator[Fault]:
     if tensor.is_set("QUANTIZER.BIT"):
         yield _fault(kind, "QUANTIZER.BIT", 0, f"no number has 0 bits; {reason}")
     else:
-        yield Fault((kind, "QUANTIZER", "BIT"), f"missing; {reason}")
+        yield Fault((kind, "QUANTIZER", "BIT"), f"{MISSING}{reason}")
 
 
 def _quantizer(kind: Kind, tensor: TensorConfig) -> Iterator[Fault]:

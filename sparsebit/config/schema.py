@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
+from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, overload
 
 import pydantic
@@ -13,7 +14,7 @@ from sparsebit.config.faults import Fault, Faults, error, faults_of, given, unkn
 from sparsebit.config.fields import Allowed, OneOf, field_at, section_of
 from sparsebit.config.rules import broken_rules
 from sparsebit.config.section import Section, put
-from sparsebit.config.selectors import Override, matches, near_names, read_overrides, select
+from sparsebit.config.selectors import Override, Selector, near_names, read_overrides
 from sparsebit.config.tensor_config import ActivationConfig, Kind, TensorConfig, WeightConfig
 
 __all__ = ["ActivationConfig", "Kind", "QuantConfig", "Schedule", "TensorConfig", "UnmatchedGlob", "WeightConfig"]
@@ -64,7 +65,10 @@ class Schedule(Section):
         return self.FUSE_BN and not self.BN_TUNING
 
 
-_SPECIFIC = "Settings for single layers, by glob on their names, with the keys of this section. A later entry wins."
+_SPECIFIC = (
+    "Settings for single layers, by glob on their names, with the keys of this section. "
+    "The first glob that matches a layer wins; later ones are not looked at."
+)
 
 
 class WeightSection(WeightConfig):
@@ -80,15 +84,28 @@ class ActivationSection(ActivationConfig):
 
 
 class UnmatchedGlob(NamedTuple):
-    """A `SPECIFIC` glob that no layer answers to; its text is the warning."""
+    """A `SPECIFIC` glob without effect: no layer answers to it, or an earlier glob (`behind`) wins for all that do.
+
+    Its text is the warning.
+    """
 
     key: str
     glob: str
     near: list[str]
+    behind: str = ""
 
     def __str__(self) -> str:
+        if self.behind:
+            return (
+                f"{self.key}: the glob {self.glob!r} has no effect: {self.behind!r} stands before it and matches the "
+                f"same layers, and the first match wins; put {self.glob!r} before {self.behind!r}"
+            )
         near = f"; near names: {', '.join(self.near)}" if self.near else ""
         return f"{self.key}: the glob {self.glob!r} matches no layer, so its settings have no effect{near}"
+
+
+# So many globs without a match are given near names: looking for them takes time, and nobody reads more.
+MOST_NEAR_NAMES = 5
 
 
 class QuantConfig(Section):
@@ -110,24 +127,36 @@ class QuantConfig(Section):
     @overload
     def resolve(self, kind: Literal["A"], layer: str) -> ActivationConfig: ...
     def resolve(self, kind: Kind, layer: str) -> TensorConfig:
-        """The config of one layer's weights or activations: its `SPECIFIC` overrides applied, the rules checked.
+        """The config of one layer's weights or activations: the winner of `SPECIFIC` applied, the rules checked.
 
-        Overrides that are sound alone may break a rule together; that shows here, under the layer's name.
+        Overrides of `W` and of `A` that are sound alone may break a rule together; that shows here, under the layer's
+        name.
         """
-        tensor = self._tensor(kind, layer)
-        if faults := [fault.at(layer) for fault in self._broken(kind, layer, tensor)]:
+        overrides = {section: self.winner(section, layer) for section in _KINDS}
+        if faults := [fault.at(layer) for fault in self._broken(kind, overrides["W"], overrides["A"])]:
             raise error(faults)
-        return tensor
+        return self._tensor(kind, overrides[kind])
+
+    def winner(self, kind: Kind, layer: str) -> Override | None:
+        """The `SPECIFIC` entry that a layer's weights or activations go by; None where no glob matches."""
+        return self._selectors[kind].first(layer)
 
     def unmatched_globs(self, layers: Iterable[str], kind: Kind | None = None) -> list[UnmatchedGlob]:
-        """The `SPECIFIC` globs that match none of the layers, each with the names that may have been meant."""
+        """The `SPECIFIC` globs that have no effect on any of the layers, and why."""
         names = list(layers)
         return [
-            UnmatchedGlob(f"{section}.SPECIFIC", override.glob, near_names(override.glob, names))
+            found
             for section in ((kind,) if kind else _KINDS)
-            for override in self._section(section).SPECIFIC
-            if not any(matches(override.glob, name) for name in names)
+            for found in _without_effect(f"{section}.SPECIFIC", self._selectors[section], names)
         ]
+
+    @cached_property
+    def _selectors(self) -> dict[Kind, Selector]:
+        return {kind: Selector(self._section(kind).SPECIFIC) for kind in _KINDS}
+
+    @cached_property
+    def _tensors(self) -> dict[tuple[Kind, Any], TensorConfig]:
+        return {}
 
     @pydantic.field_validator("A")
     @classmethod
@@ -136,39 +165,76 @@ class QuantConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> QuantConfig:
-        overrides = [(kind, override) for kind in _KINDS for override in self._section(kind).SPECIFIC]
-        wrong = [fault for kind, override in overrides for fault in _wrong(kind, override)]
-        if faults := wrong or list(self._all_broken()):
+        wrong = {
+            (kind, place): faults
+            for kind in _KINDS
+            for place, override in enumerate(self._section(kind).SPECIFIC)
+            if (faults := list(_wrong(kind, override)))
+        }
+        if faults := [*(fault for found in wrong.values() for fault in found), *self._all_broken(wrong)]:
             raise Faults(faults)
         return self
 
-    def _all_broken(self) -> Iterator[Fault]:
-        """The broken rules of the config as such, then those that come in with a `SPECIFIC` glob."""
-        general = {kind: list(self._broken(kind, "")) for kind in _KINDS}
-        globs = dict.fromkeys(override.glob for kind in _KINDS for override in self._section(kind).SPECIFIC)
+    def _all_broken(self, wrong: Container[tuple[Kind, int | None]]) -> Iterator[Fault]:
+        """The broken rules of the config as such, then those that come in with a `SPECIFIC` glob.
+
+        `wrong`: entries of `SPECIFIC` that no rule can be asked about.
+        """
+        # A glob that matches every name, "" too, is the config as such.
+        sound = [[o for p, o in enumerate(self._section(kind).SPECIFIC) if (kind, p) not in wrong] for kind in _KINDS]
+        weight, activation = (Selector(overrides).first("") for overrides in sound)
+        general = {kind: list(self._broken(kind, weight, activation)) for kind in _KINDS}
         for kind in _KINDS:
             yield from general[kind]
-            for glob in globs:
-                yield from (fault.at(glob) for fault in self._broken(kind, glob) if fault not in general[kind])
+        globs = {
+            override.glob
+            for kind in _KINDS
+            for place, override in enumerate(self._section(kind).SPECIFIC)
+            if (kind, place) not in wrong
+        }
+        found: dict[tuple[Any, ...], list[Fault]] = {}
+        for glob in sorted(globs):
+            places = [next(iter(self._selectors[kind].matching(glob)), None) for kind in _KINDS]
+            if any((kind, place) in wrong for kind, place in zip(_KINDS, places, strict=True)):
+                continue
+            weight, activation = (
+                None if place is None else self._section(kind).SPECIFIC[place]
+                for kind, place in zip(_KINDS, places, strict=True)
+            )
+            # Long lists have few different settings.
+            key = tuple(None if override is None else str(override.settings) for override in (weight, activation))
+            if key not in found:
+                found[key] = [
+                    fault
+                    for kind in _KINDS
+                    for fault in self._broken(kind, weight, activation)
+                    if fault not in general[kind]
+                ]
+            yield from (fault.at(glob) for fault in found[key])
 
-    def _broken(self, kind: Kind, site: str, tensor: TensorConfig | None = None) -> Iterator[Fault]:
+    def _broken(self, kind: Kind, weight: Override | None, activation: Override | None) -> Iterator[Fault]:
+        """The broken rules of a tensor whose layer goes by these overrides."""
         return broken_rules(
             kind,
-            tensor or self._tensor(kind, site),
+            self._tensor(kind, weight if kind == "W" else activation),
             backend=self.BACKEND,
-            weight_only=kind == "W" and self._tensor("A", site).QUANTIZER.DISABLE,
+            weight_only=kind == "W" and self._tensor("A", activation).QUANTIZER.DISABLE,
             bn_tuning=self.SCHEDULE.BN_TUNING,
         )
 
-    def _tensor(self, kind: Kind, site: str) -> TensorConfig:
-        section = self._section(kind)
-        values = section.model_dump(exclude_unset=True, exclude={"SPECIFIC"})
-        for override in select(section.SPECIFIC, site):
-            for key, value in override.settings:
-                put(values, tuple(key.split(".")), value)
-        if kind == "W":
-            return WeightConfig.model_validate(values)
-        return _with_default_scheme(ActivationConfig.model_validate(values), self.BACKEND)
+    def _tensor(self, kind: Kind, override: Override | None) -> TensorConfig:
+        """The config of a tensor with the override's settings, made once."""
+        key = (kind, None if override is None else str(override.settings))
+        if key not in self._tensors:
+            values = self._section(kind).model_dump(exclude_unset=True, exclude={"SPECIFIC"})
+            for name, value in () if override is None else override.settings:
+                put(values, tuple(name.split(".")), value)
+            self._tensors[key] = (
+                WeightConfig.model_validate(values)
+                if kind == "W"
+                else _with_default_scheme(ActivationConfig.model_validate(values), self.BACKEND)
+            )
+        return self._tensors[key]
 
     def _section(self, kind: Kind) -> WeightSection | ActivationSection:
         return self.W if kind == "W" else self.A
@@ -176,6 +242,23 @@ class QuantConfig(Section):
 
 _KINDS: tuple[Kind, Kind] = ("W", "A")
 C = TypeVar("C", bound=ActivationConfig)
+
+
+def _without_effect(key: str, selector: Selector, names: list[str]) -> Iterator[UnmatchedGlob]:
+    matched: dict[int, int] = {}  # place in the list -> of the one that wins for a layer of it, itself where it can
+    for name in names:
+        places = selector.matching(name)
+        for place in places:
+            matched.setdefault(place, places[0])
+        matched.update({place: place for place in places[:1]})
+    num_unmatched = 0
+    for place, override in enumerate(selector.overrides):
+        if place not in matched:
+            num_unmatched += 1
+            near = near_names(override.glob, names) if num_unmatched <= MOST_NEAR_NAMES else []
+            yield UnmatchedGlob(key, override.glob, near)
+        elif matched[place] != place:
+            yield UnmatchedGlob(key, override.glob, [], selector.overrides[matched[place]].glob)
 
 
 def _with_default_scheme(config: C, backend: str) -> C:

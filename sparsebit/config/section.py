@@ -8,7 +8,7 @@ from typing import Any, NoReturn, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from sparsebit.config.faults import error, faults_of, given, unknown_key
+from sparsebit.config.faults import all_faults, error, given, unknown_key
 from sparsebit.config.fields import Names, field_at
 from sparsebit.config.reading import read
 from sparsebit.errors import ConfigError
@@ -28,8 +28,8 @@ class Section(BaseModel):
         document = read(values)
         try:
             return cls.model_validate(dict(document))
-        except ValidationError as invalid:
-            raise error(faults_of(invalid, cls), document) from None
+        except ValidationError:
+            raise error(all_faults(document, cls), document) from None
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise ConfigError(f"{name}{given(value)}: a config is frozen; `replace` gives a changed and checked copy")

@@ -1,4 +1,4 @@
-"""The one glob matcher: which layers a per-layer override (`SPECIFIC`) speaks to, and in which order overrides win."""
+"""The one glob matcher: which layers a per-layer override (`SPECIFIC`) is for, and which override wins."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
 
+from sparsebit.config.faults import Reasons
 from sparsebit.errors import ConfigError
 
 _SHORT = reprlib.Repr()
 _WILD = re.compile(r"[*?\[]")
+_CLASS_OR_WILD = re.compile(r"\[!?\]?[^\]]*\]|[*?\[]")
 _HUMP = re.compile(r"(?<=[a-z])(?=[A-Z])")
 _NOT_IN_NAMES = re.compile(r"[^0-9a-z_*?\[\]]+")  # wild cards stay: `name` may be a glob, see `select`
 
@@ -43,7 +45,10 @@ def read_overrides(value: object) -> tuple[Override, ...]:
     """
     if not isinstance(value, (list, tuple)):
         raise ConfigError(f"must be a list of mappings, {_FORM}, but is {_kind(value)}")
-    return tuple(override for entry in value for override in _read_entry(entry))
+    read = [found for entry in value for found in _read_entry(entry)]
+    if reasons := [found for found in read if isinstance(found, str)]:
+        raise Reasons(reasons)
+    return tuple(found for found in read if isinstance(found, Override))
 
 
 _FORM = '[{"layer1.*": [QUANTIZER.BIT, 4]}]'
@@ -54,24 +59,29 @@ def _kind(value: object) -> str:
     return known.get(type(value)) or _SHORT.repr(value)
 
 
-def _read_entry(entry: object) -> Iterator[Override]:
+def _read_entry(entry: object) -> Iterator[Override | str]:
+    """The overrides of one entry; a text says what is wrong."""
     if isinstance(entry, Override):
         yield entry
         return
     if not isinstance(entry, dict):
-        raise ConfigError(f"each entry must be a mapping, {_FORM}, but one is {_kind(entry)}")
+        yield f"each entry must be a mapping, {_FORM}, but one is {_kind(entry)}"
+        return
     for glob, settings in entry.items():
         if not isinstance(glob, str) or not glob:
-            raise ConfigError(f"a glob must be text; put {glob!r} in quotes")
+            yield f"a glob must be text; put {glob!r} in quotes"
+            continue
         turns = f"{glob!r} must have a list of keys and values in turn, {_FORM}"
         if not isinstance(settings, (list, tuple)) or len(settings) % 2 or not settings:
-            raise ConfigError(f"{turns}, but has {_SHORT.repr(settings)}")
+            yield f"{turns}, but has {_SHORT.repr(settings)}"
+            continue
         keys, values = settings[::2], settings[1::2]
         if odd := [key for key in keys if not isinstance(key, str)]:
-            raise ConfigError(f"{turns}, but {_SHORT.repr(odd[0])} stands in the place of a key")
-        if len({key.upper() for key in keys}) < len(keys):
-            raise ConfigError(f"{glob!r} sets a key twice: {', '.join(keys)}; keep one of them")
-        yield Override(glob, tuple((key.upper(), value) for key, value in zip(keys, values, strict=True)))
+            yield f"{turns}, but {_SHORT.repr(odd[0])} stands in the place of a key"
+        elif len({key.upper() for key in keys}) < len(keys):
+            yield f"{glob!r} sets a key twice: {', '.join(keys)}; keep one of them"
+        else:
+            yield Override(glob, tuple((key.upper(), value) for key, value in zip(keys, values, strict=True)))
 
 
 def matches(glob: str, name: str) -> bool:
@@ -92,13 +102,47 @@ def matches_any(globs: Iterable[str], name: str) -> bool:
     return any(matches(glob, name) for glob in globs)
 
 
-def select(overrides: Iterable[Override], name: str) -> Iterator[Override]:
-    """The overrides for one layer, in the order in which they are applied: a later one wins.
+class Selector:
+    """Finds overrides by layer. The first that matches a layer wins, with all of its settings and no others.
 
-    `name` may also be a glob out of the same list. It then stands for "the layers it means" and selects every
-    override that covers them, itself included (`[ab]` does not match its own text, hence the comparison).
+    A look-up tries only globs whose longest literal part is in the name, so that it takes no longer in a long list.
+
+    >>> overrides = read_overrides([{"layer1.0": ["QUANTIZER.BIT", 8]}, {"layer1.*": ["QUANTIZER.BIT", 4]}])
+    >>> Selector(overrides).first("layer1.0").settings, Selector(overrides).first("layer1.1").settings
+    ((('QUANTIZER.BIT', 8),), (('QUANTIZER.BIT', 4),))
     """
-    return (override for override in overrides if override.glob == name or matches(override.glob, name))
+
+    def __init__(self, overrides: Iterable[Override]) -> None:
+        self.overrides = tuple(overrides)
+        self._by_literal: dict[str, list[int]] = {}
+        for index, override in enumerate(self.overrides):
+            literal = max(_CLASS_OR_WILD.split(override.glob), key=len)
+            self._by_literal.setdefault(literal, []).append(index)
+        self._lengths = sorted({len(literal) for literal in self._by_literal})
+
+    def matching(self, name: str) -> list[int]:
+        """The places of all overrides that match a layer, in the order written.
+
+        `name` may also be a glob out of the same list. It then stands for "the layers it means" and is matched by every
+        glob that covers them, itself included (`[ab]` does not match its own text, hence the comparison).
+        """
+        literals = {
+            spelling[start : start + length]
+            for spelling in _spellings(name)
+            for length in self._lengths
+            for start in range(len(spelling) - length + 1)
+        }
+        places = sorted(place for literal in literals for place in self._by_literal.get(literal, ()))
+        return [place for place in places if self._matches(place, name)]
+
+    def first(self, name: str) -> Override | None:
+        """The override that wins for a layer; None where none matches."""
+        found = self.matching(name)
+        return self.overrides[found[0]] if found else None
+
+    def _matches(self, place: int, name: str) -> bool:
+        glob = self.overrides[place].glob
+        return glob == name or matches(glob, name)
 
 
 def near_names(glob: str, names: Iterable[str], count: int = 3) -> list[str]:

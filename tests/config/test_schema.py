@@ -96,14 +96,34 @@ class TestResolve:
         assert made.resolve("W", "fc").QUANTIZER.BIT == 8
 
     @pytest.mark.parametrize("form", ["one entry", "several entries"])
-    def test_later_wins(self, form: str) -> None:
-        pairs = {"*": ["QUANTIZER.BIT", 6], "layer1.*": ["QUANTIZER.BIT", 4], "layer1.0": ["QUANTIZER.BIT", 2]}
+    def test_first_wins(self, form: str) -> None:
+        pairs = {"layer1.0": ["QUANTIZER.BIT", 2], "layer1.*": ["QUANTIZER.BIT", 4], "*": ["QUANTIZER.BIT", 6]}
         entries = [pairs] if form == "one entry" else [{glob: settings} for glob, settings in pairs.items()]
         made = QuantConfig.from_dict(config({"W.SPECIFIC": entries}))
         bits = [made.resolve("W", name).QUANTIZER.BIT for name in ("stem", "layer1.1", "layer1.0")]
         assert bits == [6, 4, 2]
         backwards = made.replace("W.SPECIFIC", [{glob: pairs[glob]} for glob in reversed(pairs)])
         assert backwards.resolve("W", "layer1.0").QUANTIZER.BIT == 6
+        winner = backwards.winner("W", "layer1.0")
+        assert winner is not None and winner.glob == "*"
+        assert backwards.winner("A", "layer1.0") is None
+
+    def test_later_matches_add_nothing(self) -> None:
+        made = QuantConfig.from_dict(
+            config({"W.SPECIFIC": [{"fc": ["QUANTIZER.BIT", 4]}, {"*": ["OBSERVER.TYPE", "mse", "QUANTIZER.BIT", 2]}]})
+        )
+        fc = made.resolve("W", "fc")
+        assert (fc.QUANTIZER.BIT, fc.OBSERVER.TYPE) == (4, "minmax")
+
+    def test_many_entries(self) -> None:
+        def entries(value: object) -> list[dict[str, object]]:
+            return [{f"blocks.{number}.*": ["QUANTIZER.BIT", value]} for number in range(1500)]
+
+        made = QuantConfig.from_dict(config({"W.SPECIFIC": entries(4), "A.SPECIFIC": entries(4)}))
+        assert made.resolve("W", "blocks.1499.fc").QUANTIZER.BIT == 4
+        assert len(made.unmatched_globs(f"blocks.{number}.fc" for number in range(1000))) == 1000
+        with pytest.raises(ConfigError, match="1500 faults"):
+            QuantConfig.from_dict(config({"BACKEND": "onnxruntime", "W.SPECIFIC": entries(4)}))
 
     def test_names_are_as_free_as_elsewhere(self) -> None:
         changes = {"W.SPECIFIC": [{"fc": ["quantizer.type", "LSQ_plus", "OBSERVER.TYPE", "MSE"]}]}
@@ -112,7 +132,7 @@ class TestResolve:
 
     def test_overrides_that_break_a_rule_only_together(self) -> None:
         changes = {
-            "A.SPECIFIC": [{"layer1.*": ["QUANTIZER.DISABLE", True]}, {"*.conv": ["QUANTIZER.DISABLE", False]}],
+            "A.SPECIFIC": [{"*.conv": ["QUANTIZER.DISABLE", False]}, {"layer1.*": ["QUANTIZER.DISABLE", True]}],
             "W.SPECIFIC": [{"layer1.*": ["QUANTIZER.BIT", 4]}],
         }
         made = QuantConfig.from_dict(config({"BACKEND": "onnxruntime", **changes}))
@@ -164,6 +184,14 @@ class TestUnmatchedGlobs:
         )
         assert made.unmatched_globs(self.LAYERS, "A") == [second]
 
+    def test_globs_behind_others_are_told(self) -> None:
+        entries = [{glob: ["QUANTIZER.BIT", 4]} for glob in ("layer1*", "layer1.0.conv1", "*")]
+        (behind,) = QuantConfig.from_dict(config({"W.SPECIFIC": entries})).unmatched_globs(self.LAYERS)
+        assert str(behind) == (
+            "W.SPECIFIC: the glob 'layer1.0.conv1' has no effect: 'layer1*' stands before it and matches the same "
+            "layers, and the first match wins; put 'layer1.0.conv1' before 'layer1*'"
+        )
+
     def test_nothing_near(self) -> None:
         made = QuantConfig.from_dict(config({"A.SPECIFIC": [{"zzz*": ["QUANTIZER.BIT", 4]}]}))
         (unmatched,) = made.unmatched_globs(iter(self.LAYERS))
@@ -198,6 +226,40 @@ class TestFiles:
         head, *faults = str(caught.value).split("\n")
         assert head == "4 faults in the config:"
         assert [fault.split(":")[0].strip() for fault in faults] == ["line 1", "line 2", "line 4", "line 5"]
+
+    @pytest.mark.parametrize(
+        ("changes", "keys"),
+        [
+            ({"TYPO": 1, "W.QUANTIZER.BIT": 4}, ["TYPO=1", "W.QUANTIZER.BIT=4"]),
+            ({"W": 3, "A.QUANTIZER.BIT": 4}, ["W=3", "A.QUANTIZER.BIT=4"]),
+            ({"W.QUANTIZER.BIT": "8", "A.QUANTIZER.BIT": 4}, ["W.QUANTIZER.BIT='8'", "A.QUANTIZER.BIT=4"]),
+            (
+                {"W.SPECIFIC": [{"fc": ["BITS", 4]}, {"stem": ["QUANTIZER.BIT", 4]}], "A.QUANTIZER.BIT": 4},
+                ["W.BITS=4 at fc", "A.QUANTIZER.BIT=4", "W.QUANTIZER.BIT=4 at stem"],
+            ),
+            ({"W.SPECIFIC": [{"fc": 3}, 4], "A.QUANTIZER.BIT": 4}, ["W.SPECIFIC", "W.SPECIFIC", "A.QUANTIZER.BIT=4"]),
+            ({"W.QUANTIZER": {"BITS": 8}, "SCHEDULE.BN_TUNING": 1}, ["W.QUANTIZER.BITS=8", "SCHEDULE.BN_TUNING=1"]),
+        ],
+        ids=["unknown key", "section", "type", "override", "entries", "missing"],
+    )
+    def test_schema_and_rules_together(self, changes: dict[str, object], keys: list[str], message: Told) -> None:
+        head, *faults = message({"BACKEND": "onnxruntime", **changes}).split("\n  ")
+        assert head == f"{len(keys)} faults in the config:"
+        assert sorted(keys) == sorted(key for key in keys if any(fault.startswith(key) for fault in faults)), faults
+
+    @pytest.mark.parametrize("place", ["key", "value", "glob", "glob's key"])
+    def test_terminal_escapes_are_shown_escaped(self, place: str, message: Told) -> None:
+        bad = "\x1b[2J\x9b1m\nBIT"
+        told = message(
+            {
+                "key": {bad: 1},
+                "value": {"BACKEND": bad},
+                "glob": {"W.SPECIFIC": [{bad: ["QUANTIZER.BIT", 77]}]},
+                "glob's key": {"W.SPECIFIC": [{"fc": [bad, 4]}]},
+            }[place]
+        )
+        assert told.isprintable()
+        assert "x1b[2" in told.lower()
 
     @pytest.mark.parametrize(
         "text",

@@ -69,7 +69,7 @@ class TestReplace:
 
     def test_adds_an_override(self) -> None:
         before = QuantConfig.from_dict(WRITTEN)
-        after = before.replace("W.SPECIFIC", [*before.W.SPECIFIC, Override("*", (("OBSERVER.TYPE", "aciq"),))])
+        after = before.replace("W.SPECIFIC", [Override("*", (("OBSERVER.TYPE", "aciq"),)), *before.W.SPECIFIC])
         assert (before.resolve("W", "fc").OBSERVER.TYPE, after.resolve("W", "fc").OBSERVER.TYPE) == ("mse", "aciq")
 
     def test_default_that_follows_the_backend_follows_it_again(self) -> None:

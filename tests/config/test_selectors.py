@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import fx, nn
 
-from sparsebit.config.selectors import Override, matches, matches_any, near_names, read_overrides, select
+from sparsebit.config import selectors
+from sparsebit.config.selectors import Override, Selector, matches, matches_any, near_names, read_overrides
 from sparsebit.errors import ConfigError
 
 
@@ -51,16 +56,40 @@ def test_matches_any() -> None:
     assert not matches_any([], "head")
 
 
-class TestSelect:
-    def test_keeps_the_order_written(self) -> None:
+def globs_for(overrides: Iterable[Override], name: str) -> list[str]:
+    selector = Selector(overrides)
+    return [selector.overrides[place].glob for place in selector.matching(name)]
+
+
+class TestSelector:
+    def test_keeps_the_order_written_and_the_first_wins(self) -> None:
         overrides = read_overrides([{"layer*": ["A", 1]}, {"fc": ["A", 2], "*": ["A", 3]}])
-        assert [override.glob for override in select(overrides, "fc")] == ["fc", "*"]
-        assert [override.glob for override in select(overrides, "layer1.0")] == ["layer*", "*"]
+        assert globs_for(overrides, "fc") == ["fc", "*"]
+        assert globs_for(overrides, "layer1.0") == ["layer*", "*"]
+        assert Selector(overrides).first("fc") == overrides[1]
+        assert Selector(overrides[:2]).first("head") is None
 
     @pytest.mark.parametrize("glob", ["layer1.*", "layer[12]", "blocks.?.mlp"])
     def test_glob_selects_itself_and_what_covers_it(self, glob: str) -> None:
-        overrides = [Override(name, ()) for name in ("*", glob, "other*")]
-        assert [override.glob for override in select(overrides, glob)] == ["*", glob]
+        assert globs_for([Override(name, ()) for name in ("*", glob, "other*")], glob) == ["*", glob]
+
+    @given(
+        st.lists(st.text("ab.[]!*?_A1", min_size=1, max_size=5), max_size=8),
+        st.text("ab._A1", min_size=1, max_size=6),
+    )
+    def test_finds_what_trying_every_glob_finds(self, globs: list[str], name: str) -> None:
+        expected = [glob for glob in globs if glob == name or matches(glob, name)]
+        assert globs_for([Override(glob, ()) for glob in globs], name) == expected
+
+    @pytest.mark.parametrize("form", ["blocks.{}.fc", "blocks.{}.*", "*.{}.fc*", "*block{}?"])
+    def test_tries_few_of_many_globs(self, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        tried: list[str] = []
+        monkeypatch.setattr(selectors, "matches", lambda glob, name: bool(tried.append(glob)))
+        selector = Selector([Override(form.format(number), ()) for number in range(1000, 9000)])
+        for number in range(1000, 9000):
+            selector.matching(f"blocks.{number}.fc")
+            selector.matching(f"block{number}s")
+        assert len(tried) <= 9000
 
 
 class TestReadOverrides:
