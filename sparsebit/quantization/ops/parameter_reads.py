@@ -56,6 +56,7 @@ def read_quantized(owner: nn.Module, parameters: dict[str, QuantizedParameter]) 
     """From now on `owner`'s parameters of these names are read through their quantizers, by any code."""
     owner._modules[CHILD] = nn.ModuleDict(parameters)
     owner.__dict__["_reads"] = _Reads()
+    owner.__dict__.pop("_flat_weights", None)  # of recurrent layers: made at every read from now on
     kind: Any = type(owner)  # mypy does not take classes of modules for hashable
     owner.__class__ = _reading_class(kind, tuple(parameters))
 
@@ -83,7 +84,7 @@ def _reading_class(kind: Any, names: tuple[str, ...]) -> type[nn.Module]:
 
     attributes: dict[str, Any] = {name: property(_getter(name), _setter(name)) for name in names}
     if issubclass(kind, nn.RNNBase):  # its forward reads a list that is made when weights are assigned
-        attributes["_flat_weights"] = property(_flat_weights, _setter("_flat_weights"))
+        attributes["_flat_weights"] = property(_flat_weights, _forget_list)
     attributes |= {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (kind,), attributes)
 
@@ -128,6 +129,10 @@ def _setter(name: str) -> Any:
         self.__dict__[name] = value
 
     return put
+
+
+def _forget_list(self: Any, value: Any) -> None:
+    """Torch assigns the list when weights are moved or copied; it is made at every read here."""
 
 
 def _flat_weights(self: Any) -> list[Any]:
