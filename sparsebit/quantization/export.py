@@ -49,6 +49,7 @@ def build_onnx(
             f"export_onnx: the model computes in bfloat16, for which {profile.executes} has no kernels on a CPU; "
             "call qmodel.float() first"
         )
+    _refuse_projections(qmodel)
     opset = _opset(qmodel, opset_version, profile.weight_widths, profile.opset)
     with evaluating(qmodel), frozen(qmodel):
         model = to_onnx(
@@ -99,6 +100,16 @@ def export_call(qmodel: SimulatedModel, dummy_data: Any) -> Call:
         args, kwargs = next((form for form in forms if _binds(signature, *form)), (args, kwargs))
     kwargs = in_order(kwargs, signature)
     return to_device(args, qmodel.device), to_device(kwargs, qmodel.device)
+
+
+def _refuse_projections(qmodel: SimulatedModel) -> None:
+    """ONNX has no such layer, and torch writes a file that does not run."""
+    for name, module in qmodel._original[0].named_modules():
+        if isinstance(module, torch.nn.LSTM) and module.proj_size:
+            raise DeploymentError(
+                f"export_onnx: {name or 'the model'} is an LSTM with proj_size={module.proj_size}, and ONNX's LSTM has "
+                "no projection; use proj_size=0 and a Linear layer behind it"
+            )
 
 
 def _binds(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

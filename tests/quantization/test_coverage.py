@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -59,3 +60,84 @@ def test_an_opaque_model_says_so_at_its_root() -> None:
 def test_a_model_without_weights() -> None:
     coverage = QuantModel(nn.Sequential(nn.ReLU()), qconfig()).coverage
     assert coverage.num_weighted == 0 and coverage.weighted_fraction == 0.0
+
+
+class Complex(nn.Module):
+    """A transform, a complex layer in between, and real layers around them."""
+
+    def __init__(self, opaque: bool = False) -> None:
+        super().__init__()
+        self.opaque = opaque
+        self.front, self.tail = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.middle = nn.Linear(8, 8, dtype=torch.complex64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.front(x)
+        if self.opaque and float(x.detach().sum()) == 0.5:
+            return x
+        return self.tail(torch.fft.ifft(self.middle(torch.fft.fft(x))).real)
+
+
+@pytest.mark.parametrize("opaque", [False, True])
+def test_complex_layers_are_float_and_say_why(opaque: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Complex(opaque).eval(), torch.randn(4, 8)
+    qmodel = calibrated(model, [x])
+    coverage = qmodel.coverage
+    assert "middle" not in {layer.name for layer in coverage.quantized}
+    assert (coverage.num_weighted_quantized, coverage.num_weighted) == (2, 3)
+    assert {layer.name: layer.reason for layer in coverage.float_layers}["middle"].startswith(
+        "it computes with complex"
+    )
+    assert {p.name for p in coverage.parameters if "complex" in p.format} == {"middle.weight", "middle.bias"}
+    assert not any(p.is_quantized for p in coverage.parameters if p.name.startswith("middle"))
+    qmodel.set_quant()
+    assert torch.equal(qmodel(x), model(x))
+
+
+def test_a_complex_parameter_of_a_function_is_float() -> None:
+    class Filter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factors = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.fft.ifft(nn.functional.linear(torch.fft.fft(x), self.factors)).real
+
+    coverage = calibrated(Filter().eval(), [torch.randn(4, 8)]).coverage
+    assert coverage.parameter_fraction == 0.0 and not coverage.quantized
+    assert coverage.num_weighted_quantized == 0
+
+
+def test_every_parameter_has_a_line() -> None:
+    qmodel = calibrated(Residual().eval(), [torch.randn(2, 3, 8, 8)])
+    parameters = qmodel.coverage.parameters
+    assert sum(p.num_elements for p in parameters) == sum(p.numel() for p in qmodel.parameters())
+    assert all(bool(p.reason) != p.is_quantized for p in parameters)
+    weight = next(p for p in parameters if p.name == "stem.conv.weight")
+    assert weight.format == "int8" and weight.bytes < weight.float_bytes
+
+
+def test_tied_parameters_count_once() -> None:
+    model = nn.Sequential(nn.Linear(5, 5, bias=False), nn.ReLU(), nn.Linear(5, 5, bias=False))
+    model[2].weight = model[0].weight
+    assert [p.name for p in QuantModel(model, qconfig()).coverage.parameters] == ["0.weight"]
+
+
+def test_parametrized_and_computed_weights_are_not_counted_as_float() -> None:
+    model = nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(5, 6)))
+    coverage = QuantModel(model, qconfig()).coverage
+    assert {p.name: p.is_quantized for p in coverage.parameters if "original" in p.name} == {
+        "0.parametrizations.weight.original0": True,
+        "0.parametrizations.weight.original1": True,
+    }
+
+
+def test_float_parameters_have_the_reason_of_what_keeps_them_float() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.EmbeddingBag(4, 5), nn.LayerNorm(6))
+    coverage = QuantModel(nn.Sequential(model[0], model[2]), qconfig({"SKIP_TRACE_MODULES": ["0"]})).coverage
+    reasons = {p.name: p.reason for p in coverage.parameters}
+    assert reasons["0.weight"] == "SKIP_TRACE_MODULES keeps it in float"
+    assert reasons["1.weight"].startswith("biases, norms")
+    (bag,) = QuantModel(nn.Sequential(model[1]), qconfig()).coverage.parameters
+    assert bag.reason == "embedding bags run in float"

@@ -33,6 +33,8 @@ from sparsebit.quantization.placement import Plan
 # Of all parameters: a smaller stack that no example explains is no weight worth a guess.
 SIZEABLE = 0.01
 PRODUCTS: dict[str, tuple[int | None, ...]] = {"matmul": (-1, -2), "bmm": (-1, -2), "baddbmm": (None, -1, -2)}
+# Backends without a form for an integer weight in front of a float op.
+_INTEGER_LAYERS_ONLY = frozenset({"tensorrt"})
 _NOT_A_FACTOR = "no matrix product reads it on the example inputs: tables and factors of values stay float"
 _UNEXPLAINED = "its module's own code reads it, and how is not known: pass example_inputs"
 
@@ -63,7 +65,7 @@ def attach_parameter_quantizers(captured: Captured, plan: Plan, config: QuantCon
         for candidate in candidates:
             candidate.axis = summed.get(candidate.site, candidate.axis)
             if candidate.axis is None and candidate.is_watched:
-                plan.floats[candidate.site] = _NOT_A_FACTOR
+                _note(plan, candidate, _NOT_A_FACTOR)
     elif watched:
         _guess(candidates, captured, plan)
     chosen: dict[int, dict[str, QuantizedParameter]] = {}
@@ -181,7 +183,12 @@ def _guess(candidates: list[_Candidate], captured: Captured, plan: Plan) -> None
         if candidate.parameter.ndim == 3 and min(candidate.parameter.shape) > 1 and is_sizeable:
             candidate.axis = 1 if getattr(candidate.owner, "is_transposed", False) is True else 2
         else:
-            plan.floats[candidate.site] = _UNEXPLAINED
+            _note(plan, candidate, _UNEXPLAINED)
+
+
+def _note(plan: Plan, candidate: _Candidate, reason: str) -> None:
+    if candidate.path not in plan.floats:  # that of the whole layer says more
+        plan.floats[candidate.site] = reason
 
 
 # --- how
@@ -189,6 +196,9 @@ def _guess(candidates: list[_Candidate], captured: Captured, plan: Plan) -> None
 
 def _quantized(candidate: _Candidate, plan: Plan, config: QuantConfig) -> QuantizedParameter | None:
     plan.layers += [candidate.site, candidate.path]
+    if config.BACKEND in _INTEGER_LAYERS_ONLY:
+        plan.floats[candidate.site] = f"{config.BACKEND} takes quantized weights in its integer layers only"
+        return None
     wanted = _config_of(candidate, config)
     if wanted.QUANTIZER.DISABLE:
         plan.floats[candidate.site] = SWITCHED_OFF[0]
