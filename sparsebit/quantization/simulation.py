@@ -69,6 +69,7 @@ class SimulatedModel(nn.Module):
         self.config = config
         # In a tuple: the original is kept for a capture anew if a call shows another form, and is not our module.
         self._original = (model,)
+        self.training = model.training  # a capture anew brings all modules into this mode
         self._policy = policy or self._leaf_policy(config)
         self._build(example, form)
 

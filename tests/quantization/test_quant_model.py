@@ -211,6 +211,21 @@ class TestCalls:
         assert not torch.equal(qmodel.train()(other)["x"], other)
         assert torch.equal(qmodel.eval()(other)["x"], other)
 
+    @pytest.mark.parametrize("is_training", [False, True])
+    def test_another_form_keeps_the_mode_of_the_model(self, is_training: bool) -> None:
+        class Shifted(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.norm = nn.BatchNorm1d(6)
+
+            def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+                return self.norm(x) if shift is None else self.norm(x) + shift
+
+        model, x = Shifted().train(is_training), torch.randn(4, 6)
+        qmodel = QuantModel(model, qconfig())
+        assert qmodel.training is is_training
+        assert torch.equal(qmodel(x, shift=x), copy.deepcopy(model)(x, shift=x))
+
     def test_another_form_after_calibration_says_what_to_do(self) -> None:
         class Masked(nn.Module):
             def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
