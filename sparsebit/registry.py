@@ -64,6 +64,16 @@ class Registry(Generic[T]):
         return iter(self.names())
 
 
+def own_type(kind: type) -> str:
+    """The name that a class gives itself as `TYPE`, for decorators without a name."""
+    name = vars(kind).get("TYPE")
+    if not isinstance(name, str) or not name:
+        raise ConfigError(
+            f"{kind.__name__} is registered without a name: write @register_...(name), or give the class its own TYPE"
+        )
+    return name
+
+
 # The two registries that a config's names are checked against; the methods' packages fill them.
 OBSERVERS: Registry[object] = Registry("observer")
 QUANTIZERS: Registry[object] = Registry("quantizer")

@@ -21,7 +21,7 @@ from sparsebit.cli.trial import Trial, run_first
 from sparsebit.config.rules import format_of
 from sparsebit.config.schema import QuantConfig
 from sparsebit.errors import ConfigError
-from sparsebit.quantization.one_call import as_qconfig
+from sparsebit.quantization.quant_config import as_qconfig
 from sparsebit.quantization.quant_model import QuantModel
 
 FEW_SAMPLES = 16

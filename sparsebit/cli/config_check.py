@@ -53,7 +53,7 @@ def check(
         raise typer.BadParameter("needs --model", param_hint="--model-args" if data is None else "--data")
     with speaking(as_json=json, quiet=quiet) as out:
         from sparsebit.cli.calibrating import formats, planned
-        from sparsebit.quantization.one_call import as_qconfig
+        from sparsebit.quantization.quant_config import as_qconfig
 
         qconfig = as_qconfig(config)
         record: dict[str, Any] = {"config": qconfig.to_dict(defaults=True)}

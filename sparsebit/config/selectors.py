@@ -156,5 +156,14 @@ def near_names(glob: str, names: Iterable[str], count: int = 3) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def _spellings(name: str) -> tuple[str, str]:
-    node = _NOT_IN_NAMES.sub("_", _HUMP.sub("_", name).lower())
-    return name, f"_{node}" if node[:1].isdigit() else node
+    return name, node_name(name)
+
+
+def node_name(path: str) -> str:
+    """The name that torch.fx gives to the node of a module.
+
+    >>> node_name("layer1.0.conv1"), node_name("0.fc")
+    ('layer1_0_conv1', '_0_fc')
+    """
+    node = _NOT_IN_NAMES.sub("_", _HUMP.sub("_", path).lower())
+    return f"_{node}" if node[:1].isdigit() else node

@@ -45,10 +45,10 @@ def quantized_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Layers with at least one calibrated quantizer, by name; a quantizer that stands alone, by its site's name."""
     found: dict[str, nn.Module] = {}
     for module in model.modules():
-        if isinstance(module, (QuantOpr, QIdentity)):
+        if isinstance(module, QuantOpr):
             sites = [q.name for q in _quantizers_of(module) if not q.fake_fused and q.is_calibrated]
             if sites:
-                found[split_site(sites[0])[0] if isinstance(module, QuantOpr) else sites[0]] = module
+                found[sites[0] if isinstance(module, QIdentity) else split_site(sites[0])[0]] = module
     return found
 
 

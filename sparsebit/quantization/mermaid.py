@@ -8,7 +8,7 @@ from sparsebit.errors import CaptureError
 from sparsebit.graph.capture import Captured
 from sparsebit.graph.draw import to_mermaid
 from sparsebit.graph.patterns import module_of
-from sparsebit.quantization.ops.quant_opr import QIdentity, QuantOpr
+from sparsebit.quantization.ops.quant_opr import QuantOpr
 
 
 def draw(captured: Captured) -> str:
@@ -27,9 +27,7 @@ def _draw(root: fx.GraphModule) -> str:
 def _label(node: fx.Node, root: fx.GraphModule) -> str:
     module = module_of(node, root)
     if module is not None:
-        return (
-            f"{node.target}<br/>{repr(module) if isinstance(module, (QuantOpr, QIdentity)) else type(module).__name__}"
-        )
+        return f"{node.target}<br/>{repr(module) if isinstance(module, QuantOpr) else type(module).__name__}"
     if node.op in ("placeholder", "output", "get_attr"):
         return node.name
     return f"{node.name}<br/>{getattr(node.target, '__name__', node.target)}"
@@ -39,4 +37,4 @@ def _style(node: fx.Node, root: fx.GraphModule) -> str:
     module = module_of(node, root)
     if module is None:
         return ""
-    return "quantized" if isinstance(module, (QuantOpr, QIdentity)) else "float"
+    return "quantized" if isinstance(module, QuantOpr) else "float"

@@ -3,45 +3,50 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from sparsebit.backends import BACKENDS
 from sparsebit.config.reading import Source
 from sparsebit.config.schema import QuantConfig
-from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.errors import CalibrationError
-from sparsebit.execution.batches import calls
+from sparsebit.execution.batches import Call, calls
 from sparsebit.quantization.progress import track
-from sparsebit.quantization.quant_config import parse_qconfig
+from sparsebit.quantization.quant_config import as_qconfig
 from sparsebit.quantization.quant_model import QuantModel
+
+log = logging.getLogger(__name__)
+
+# Below, the extremes of single samples are the ranges of all activations.
+FEWEST_SAMPLES = 8
 
 
 def quantize(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Iterable[Any] | None = None,
     config: Source | QuantConfig = "onnxruntime",
     *,
     asym: bool = False,
-    verify: bool = True,
 ) -> QuantModel:
     """A calibrated `QuantModel` with quantization on, in eval mode; `model` is left as it was.
 
     `batches`: an iterable of tensors, tuples of positional arguments or mappings of keyword arguments (a DataLoader of
-    `(images, labels)` will do). `config`: a config in any form that `parse_qconfig` reads, or a backend's name (8 bits
-    as that runtime wants them). `asym`: calibrate each layer on quantized predecessors. `verify`: compare the copy with
-    the model's own code on the first batch, before anything is quantized; what differs runs its own code.
+    `(images, labels)` will do). None where only weights are quantized (`config="weights-only"`): their ranges are read
+    off the weights themselves. `config`: a config in any form that `parse_qconfig` reads, or a backend's name (8 bits
+    as that runtime wants them). `asym`: calibrate each layer on quantized predecessors.
 
     >>> model = nn.Sequential(nn.Linear(4, 2), nn.ReLU())
     >>> qmodel = quantize(model, [torch.randn(8, 4)], "onnxruntime")
-    >>> print(qmodel.coverage)
+    >>> print(str(qmodel.coverage).splitlines()[0])
     1 of 1 weighted layers quantized, 1 layers in all
-      float    1: absorbed by 0
+    >>> small = quantize(model, config="weights-only")
     """
     qconfig = as_qconfig(config)
+    if batches is None:
+        return _without_data(model, qconfig)
     if isinstance(batches, (torch.Tensor, Mapping)):
         batches = [batches]
     if not isinstance(batches, Iterable):
@@ -52,18 +57,49 @@ def quantize(
     first = next(stream, None)
     if first is None:
         raise CalibrationError("no calibration batches were given; a few dozen samples are enough to start with")
-    qmodel = QuantModel(model, qconfig, example_inputs=first, verify="calibration" if verify else False)
+    qmodel = QuantModel(model, qconfig, example_inputs=first)
     qmodel.prepare_calibration(keep_inputs=asym)
+    counted = _Counted(calls(itertools.chain([first], stream), model, qconfig.DEVICE))
     with torch.no_grad():
-        for args, kwargs in track(calls(itertools.chain([first], stream), model, qconfig.DEVICE), "calibration"):
+        for args, kwargs in track(counted, "calibration"):
             qmodel(*args, **kwargs)
+    counted.warn_of_few()
     qmodel.calc_qparams(asym=asym)
     qmodel.set_quant(w_quant=True, a_quant=True)
     return qmodel
 
 
-def as_qconfig(config: Source | QuantConfig) -> QuantConfig:
-    """A config from whatever names one: a backend's name, a path, a dict, YAML text."""
-    if isinstance(config, str) and config.lower() in BACKENDS:
-        return parse_qconfig(PROFILES[config.lower()].recommended())
-    return parse_qconfig(config)
+def _without_data(model: nn.Module, qconfig: QuantConfig) -> QuantModel:
+    qmodel = QuantModel(model, qconfig)
+    waiting = [q.name for q in qmodel.quantizers() if not q.fake_fused and q.observed_as == "feature"]
+    if waiting:
+        shown = ", ".join(waiting[:3]) + (", ..." if len(waiting) > 3 else "")
+        raise CalibrationError(
+            f"no calibration batches were given, and {len(waiting)} ranges are found on data ({shown}); pass a "
+            'DataLoader or a list of batches, or quantize only weights that layers own: config="weights-only"'
+        )
+    qmodel.prepare_calibration(keep_inputs=False)
+    qmodel.calc_qparams()
+    qmodel.set_quant(w_quant=True, a_quant=True)
+    return qmodel
+
+
+class _Counted:
+    """The calls, with their samples counted: the first tensor's length, 1 without one."""
+
+    def __init__(self, stream: Iterable[Call]) -> None:
+        self.stream, self.num_samples = stream, 0
+
+    def __iter__(self) -> Iterator[Call]:
+        for args, kwargs in self.stream:
+            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+            self.num_samples += len(tensors[0]) if tensors and tensors[0].ndim else 1
+            yield args, kwargs
+
+    def warn_of_few(self) -> None:
+        if self.num_samples < FEWEST_SAMPLES:
+            log.warning(
+                "calibrated on %d samples: ranges are only as wide as what these few showed, and other inputs will be "
+                "clipped; give a few dozen to a few hundred that look like the data in use",
+                self.num_samples,
+            )

@@ -1,21 +1,74 @@
-"""`parse_qconfig`: a quantization config out of a YAML file, a dict or YAML text."""
+"""`parse_qconfig`: a quantization config out of a backend's name, a YAML file, a dict or YAML text."""
 
 from __future__ import annotations
+
+import os
+from typing import Any
 
 # The names of the built-in observers and quantizers are filed when these packages are imported.
 import sparsebit.quantization.observers
 import sparsebit.quantization.quantizers  # noqa: F401
+from sparsebit.backends import BACKENDS
+from sparsebit.config.fields import nearest
 from sparsebit.config.reading import Source, read
 from sparsebit.config.schema import QuantConfig
+from sparsebit.deploy.runtimes import PROFILES
+from sparsebit.errors import ConfigError
+
+WEIGHTS_ONLY = "weights-only"
 
 
 def parse_qconfig(source: Source | QuantConfig) -> QuantConfig:
     """The checked, frozen config; everything wrong in it is named in one ConfigError.
 
-    `source` is the path of a YAML file, a mapping, or YAML text. A config that is checked already comes back as it is.
+    `source` is the path of a YAML file, a mapping, YAML text, or a name of `named_configs`: a backend's (`onnxruntime`:
+    8 bits as that runtime wants them) or `onnxruntime-weights-only`. A config that is checked already comes back as it
+    is.
 
     >>> qconfig = parse_qconfig("{W: {QUANTIZER: {BIT: 4}}, A: {QUANTIZER: {BIT: 8}}}")
     >>> qconfig.W.QUANTIZER.BIT, qconfig.A.QSCHEME
     (4, 'per-tensor-affine')
+    >>> parse_qconfig("tensorrt").A.QSCHEME
+    'per-tensor-symmetric'
     """
-    return source if isinstance(source, QuantConfig) else QuantConfig.from_dict(read(source))
+    if isinstance(source, QuantConfig):
+        return source
+    if isinstance(source, str) and "\n" not in source and not os.path.isfile(source):
+        names = named_configs()
+        if source.lower() in names:
+            return QuantConfig.from_dict(names[source.lower()])
+        if source and not set(source) & set(":{}/\\.") and (near := nearest(source, names)):
+            raise ConfigError(
+                f"no config file at {source!r}, and no config has that name; did you mean {near}? "
+                f"Names: {', '.join(names)}"
+            )
+    return QuantConfig.from_dict(read(source))
+
+
+# What every place that takes a config does with it.
+as_qconfig = parse_qconfig
+
+
+def named_configs() -> dict[str, dict[str, Any]]:
+    """The configs that have names: a backend's own, and the same without activations, which needs no data."""
+    named = {name: PROFILES[name].recommended() for name in BACKENDS}
+    weights = {
+        f"{name}-{WEIGHTS_ONLY}": {**config, "A": {"QUANTIZER": {"DISABLE": True}}} for name, config in named.items()
+    }
+    return {**named, **weights, WEIGHTS_ONLY: weights[f"onnxruntime-{WEIGHTS_ONLY}"]}
+
+
+def require_device(config: QuantConfig) -> None:
+    """Refuses a GPU that is not there, before any work is done."""
+    if not config.DEVICE.startswith("cuda"):
+        return
+    import torch
+
+    number = int(config.DEVICE.partition(":")[2] or 0)
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"DEVICE={config.DEVICE}: torch sees no GPU here; set DEVICE: cpu, or take the key out of the config "
+            "(torch.cuda.is_available() tells whether this torch was built for the GPU's driver)"
+        )
+    if number >= torch.cuda.device_count():
+        raise ConfigError(f"DEVICE={config.DEVICE}: torch sees {torch.cuda.device_count()} GPUs here, numbered from 0")

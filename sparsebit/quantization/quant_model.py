@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from sparsebit.quantization import checkpoint
 from sparsebit.quantization.calibration import CalibrationRunner
 from sparsebit.quantization.error_profiler import profile_errors
 from sparsebit.quantization.export import build_onnx, check_ready, describe
+from sparsebit.quantization.first_sparsebit import refuse_first_sparsebit
 from sparsebit.quantization.gate import check_parity, check_rules
 from sparsebit.quantization.mermaid import draw
 from sparsebit.quantization.quant_config import parse_qconfig
@@ -158,11 +159,13 @@ class QuantModel(TrainableModel):
         batches: Iterable[Any] = [data] if is_batch else data
         return profile_errors(self, calls(batches, self._original[0], self.device), checker, is_async=is_async)
 
-    def dump_mermaid(self, file: str | os.PathLike[str] | None = None) -> str:
-        """The graph (every captured one) as a Mermaid diagram; written to `file` where one is given."""
+    def dump_mermaid(self, file: str | os.PathLike[str] | IO[str] | None = None) -> str:
+        """The graph (every captured one) as a Mermaid diagram; written to `file`, a path or an open file, if given."""
         diagram = draw(self._captured)
-        if file is not None:
+        if isinstance(file, (str, os.PathLike)):
             Path(file).write_text(diagram)
+        elif file is not None:
+            file.write(diagram)
         return diagram
 
     # --- deploying
@@ -263,6 +266,11 @@ class QuantModel(TrainableModel):
                 f"{folder} was saved from another model than the {type(model).__name__} given, or needs the "
                 f"example_inputs that it was built with:\n{error}"
             ) from error
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of any module; a state_dict of the first Sparsebit is an error that says how to convert it."""
+        refuse_first_sparsebit(state_dict)
+        return super().load_state_dict(state_dict, strict, assign)
 
     def _description(self) -> dict[str, Any]:
         """What makes this model again, besides the float model and the tensors; goes to JSON."""

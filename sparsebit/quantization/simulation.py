@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from sparsebit.config.reading import Source
 from sparsebit.config.schema import QuantConfig
 from sparsebit.config.selectors import near_names
 from sparsebit.deploy.runtimes import PROFILES
@@ -32,6 +33,7 @@ from sparsebit.quantization.passes.attach_parameter_quantizers import attach_par
 from sparsebit.quantization.passes.attach_quantizers import attach_quantizers
 from sparsebit.quantization.placement import Plan
 from sparsebit.quantization.plan import make_plan
+from sparsebit.quantization.quant_config import as_qconfig, require_device
 from sparsebit.quantization.quantizers.base import Quantizer, Target
 from sparsebit.records import Coverage
 
@@ -48,12 +50,14 @@ class SimulatedModel(nn.Module):
 
     model: nn.Module
 
-    def __init__(self, model: nn.Module, config: QuantConfig, *, example_inputs: Any = None) -> None:
+    def __init__(self, model: nn.Module, config: Source | QuantConfig, *, example_inputs: Any = None) -> None:
         super().__init__()
         if not isinstance(model, nn.Module):
             raise CaptureError(f"QuantModel wants an nn.Module, not {type(model).__name__}")
-        if not isinstance(config, QuantConfig):
-            raise CaptureError(f"QuantModel wants the config that parse_qconfig() gives, not {type(config).__name__}")
+        if any(isinstance(module, SimulatedModel) for module in model.modules()):
+            raise CaptureError("the model is, or holds, a QuantModel, which is quantized already; give the float model")
+        config = as_qconfig(config)
+        require_device(config)
         self._set_up(model, config, None if example_inputs is None else as_call(example_inputs, model))
 
     # --- building
@@ -181,6 +185,11 @@ class SimulatedModel(nn.Module):
             self.train(training)
 
     # --- looking inside
+
+    @property
+    def cfg(self) -> QuantConfig:
+        """The config, by the name that the first Sparsebit had for it."""
+        return self.config
 
     @property
     def device(self) -> torch.device:

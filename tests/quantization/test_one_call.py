@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import sparsebit
-from sparsebit.errors import CalibrationError, ConfigError
-from sparsebit.quantization.one_call import as_qconfig
+from sparsebit.errors import CalibrationError, CaptureError, ConfigError
+from sparsebit.quantization.quant_config import as_qconfig
 from tests.quantization.tiny import Residual, TwoLayers, qconfig, site
 
 YAML = "{DEVICE: cpu, W: {QUANTIZER: {BIT: 4}}, A: {QUANTIZER: {BIT: 8}}}"
@@ -76,7 +76,7 @@ def test_no_batches(empty: Any) -> None:
         sparsebit.quantize(TwoLayers(), empty, qconfig())
 
 
-@pytest.mark.parametrize(("batches", "kind"), [(3, "int"), (None, "NoneType")])
+@pytest.mark.parametrize(("batches", "kind"), [(3, "int")])
 def test_what_is_no_data(batches: Any, kind: str) -> None:
     with pytest.raises(CalibrationError, match=f"data of type {kind} is not iterable; pass a DataLoader"):
         sparsebit.quantize(TwoLayers(), batches, qconfig())
@@ -87,9 +87,69 @@ def test_what_is_no_batch() -> None:
         sparsebit.quantize(TwoLayers(), ["images"], qconfig())
 
 
-def test_an_unknown_backend_is_a_config_error() -> None:
-    with pytest.raises(ConfigError):
-        sparsebit.quantize(TwoLayers(), [X], "onnxrutime")
+@pytest.mark.parametrize("name", ["onnxrutime", "onnxrt", "ONNX-Runtime"])
+def test_an_unknown_backend_is_a_config_error(name: str) -> None:
+    with pytest.raises(ConfigError, match="did you mean onnxruntime"):
+        sparsebit.quantize(TwoLayers(), [X], name)
+
+
+class TestWithoutData:
+    @pytest.mark.parametrize("config", ["weights-only", "virtual-weights-only", "OpenVINO-weights-only"])
+    def test_weights_only(self, config: str) -> None:
+        model = Residual().eval()
+        qmodel = sparsebit.quantize(model, config=config)
+        assert qmodel.is_quantized("weight") and not qmodel.is_quantized("feature") and not qmodel.training
+        x = torch.randn(2, 3, 8, 8)
+        assert not torch.equal(qmodel(x), model(x))
+        torch.testing.assert_close(qmodel(x), model(x), atol=0.05, rtol=0.05)
+
+    def test_is_what_calibration_gives(self) -> None:
+        model, config = Residual().eval(), qconfig({"A.QUANTIZER.DISABLE": True}, bits=4)
+        x = torch.randn(8, 3, 8, 8)
+        without, with_data = sparsebit.quantize(model, config=config), sparsebit.quantize(model, [x], config)
+        assert torch.equal(without(x), with_data(x))
+
+    @pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
+    def test_exports(self, backend: str, tmp_path: Path) -> None:
+        qmodel = sparsebit.quantize(Residual().eval(), config=f"{backend}-weights-only")
+        x = torch.randn(2, 3, 8, 8)
+        parity = qmodel.export_onnx(x, tmp_path / "model.onnx", check=[x])
+        assert parity is not None
+
+    def test_activations_need_data(self) -> None:
+        with pytest.raises(CalibrationError, match=r"ranges are found on data \(.*weights-only"):
+            sparsebit.quantize(TwoLayers(), config=qconfig())
+
+    def test_computed_weights_need_data(self) -> None:
+        class Computed(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = nn.Parameter(torch.randn(3, 4))
+
+            def forward(self, x: Tensor) -> Tensor:
+                return torch.nn.functional.linear(x, self.weight * x.mean())
+
+        with pytest.raises(CalibrationError, match="only weights that layers own"):
+            sparsebit.quantize(Computed(), config="virtual-weights-only")
+
+
+@pytest.mark.parametrize(("num_samples", "is_told"), [(7, True), (8, False)])
+def test_few_samples_are_told(num_samples: int, is_told: bool, caplog: pytest.LogCaptureFixture) -> None:
+    sparsebit.quantize(TwoLayers(), X[:num_samples].split(2), qconfig())
+    assert ("calibrated on 7 samples" in caplog.text) is is_told
+
+
+@pytest.mark.parametrize("form", ["itself", "inside"])
+def test_a_quantized_model_is_refused(form: str) -> None:
+    qmodel = sparsebit.quantize(TwoLayers(), [X], qconfig())
+    with pytest.raises(CaptureError, match="a QuantModel, which is quantized already; give the float model"):
+        sparsebit.quantize(qmodel if form == "itself" else nn.Sequential(qmodel), [X], qconfig())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match="DEVICE=cuda:1: torch sees no GPU here; set DEVICE: cpu"):
+        sparsebit.quantize(TwoLayers(), [X], qconfig().replace("DEVICE", "cuda:1"))
 
 
 def test_the_model_is_left_as_it_was() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from sparsebit.config.schema import QuantConfig
 from sparsebit.errors import ConfigError
+from sparsebit.quantization import QuantModel
 from sparsebit.quantization.quant_config import parse_qconfig
 
 TEXT = "BACKEND: virtual\nDEVICE: cpu\nW: {QUANTIZER: {TYPE: LSQ_plus, BIT: 4}}\nA: {QUANTIZER: {BIT: 8}}\n"
@@ -64,3 +66,29 @@ def test_quantizer_made_for_the_other_kind(kind: str, name: str) -> None:
 def test_missing_file() -> None:
     with pytest.raises(ConfigError, match=r"no config file at 'qconfig\.yml'"):
         parse_qconfig("qconfig.yml")
+
+
+@pytest.mark.parametrize("name", ["virtual", "onnxruntime", "OpenVINO", "tensorrt"])
+def test_backends_are_configs(name: str) -> None:
+    config = parse_qconfig(name)
+    assert name.lower() == config.BACKEND and config.W.QUANTIZER.BIT == config.A.QUANTIZER.BIT == 8
+    assert QuantModel(nn.Sequential(nn.Linear(2, 2)), name).cfg == config
+    weights = parse_qconfig(f"{name}-weights-only")
+    assert name.lower() == weights.BACKEND and weights.A.QUANTIZER.DISABLE and weights.W == config.W
+
+
+@pytest.mark.parametrize("name", ["onnxrt", "onnx", "tensort", "weightsonly"])
+def test_near_names_are_offered(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"did you mean (onnxruntime|tensorrt|weights-only)\? Names: virtual, onnx"):
+        parse_qconfig(name)
+
+
+def test_a_file_comes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tensorrt").write_text(TEXT, encoding="utf-8")
+    assert parse_qconfig("tensorrt").BACKEND == "virtual"
+
+
+def test_what_is_not_near_a_name_is_a_path() -> None:
+    with pytest.raises(ConfigError, match="no config file at 'zzz'"):
+        parse_qconfig("zzz")

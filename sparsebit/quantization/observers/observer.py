@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Literal, TypeVar, cast
+from typing import Any, ClassVar, Generic, Literal, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.numerics.spec import PerTensor, TensorSpec, to_rows
 from sparsebit.quantization.observers.histogram import Histogram
 from sparsebit.quantization.observers.statistics import Samples, State, Statistic, check_finite
-from sparsebit.registry import OBSERVERS
+from sparsebit.registry import OBSERVERS, own_type
 
 S = TypeVar("S", bound=Statistic)
 ObserverClass = TypeVar("ObserverClass", bound="type[Observer[Any]]")
@@ -139,8 +139,14 @@ def over_histograms(statistic: Samples | Histogram, range_of: Callable[[Histogra
     return torch.cat([low for low, _ in ends]), torch.cat([high for _, high in ends])
 
 
-def register_observer(name: str, *, replace: bool = False) -> Callable[[ObserverClass], ObserverClass]:
+@overload
+def register_observer(name: ObserverClass, *, replace: bool = False) -> ObserverClass: ...
+@overload
+def register_observer(name: str, *, replace: bool = False) -> Callable[[ObserverClass], ObserverClass]: ...
+def register_observer(name: str | ObserverClass, *, replace: bool = False) -> Any:
     """A class decorator that makes an observer known to configs as `OBSERVER: {TYPE: name}`.
+
+    Without a name (`@register_observer`) it is filed under the `TYPE` of the class.
 
     >>> from sparsebit.quantization.observers.statistics import MinMax
     >>> @register_observer("half_range")
@@ -151,10 +157,18 @@ def register_observer(name: str, *, replace: bool = False) -> Callable[[Observer
     ...         low, high = statistic.range()
     ...         return low / 2, high / 2
     """
+    if not isinstance(name, str):
+        return register_observer(own_type(name), replace=replace)(name)
 
     def file(kind: ObserverClass) -> ObserverClass:
         if not (isinstance(kind, type) and issubclass(kind, Observer)):
             raise ConfigError(f"register_observer({name!r}) on {kind!r}: allowed: a subclass of Observer")
+        if kind.range_of is Observer.range_of:
+            old = " in the place of calc_minmax()" if hasattr(kind, "calc_minmax") else ""
+            raise ConfigError(
+                f"observer {name!r}: {kind.__name__} must define new_statistic() and range_of(statistic){old}; "
+                "docs/guides/add-an-observer.md shows how"
+            )
         OBSERVERS.register(name, replace=replace)(kind)
         return kind
 

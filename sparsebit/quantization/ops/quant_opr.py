@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils.parametrize import is_parametrized
+from typing_extensions import Self
 
 from sparsebit.quantization.ops.bias import BiasRounding
 from sparsebit.quantization.ops.first_layer import first_layer
@@ -47,20 +49,52 @@ class QuantOpr(nn.Module):
 
     def __init__(
         self,
+        op: nn.Module | Callable[..., Any] | str | None = None,
+        row: OpRow | None = None,
+        input_quantizer: Quantizer | None = None,
+        weight_quantizer: Quantizer | None = None,
+    ) -> None:
+        """Without arguments, as constructors `__init__(self, org_module, config)` call it: `new` fills them in."""
+        super().__init__()
+        # There where the runtime executes the layer in integers.
+        self.bias_rounding: BiasRounding | None = None
+        self.integer: IntegerLayer | None = None
+        if op is not None and row is not None and input_quantizer is not None:
+            self._fill(op, row, input_quantizer, weight_quantizer)
+
+    def _fill(
+        self,
         op: nn.Module | Callable[..., Any] | str,
         row: OpRow,
         input_quantizer: Quantizer,
-        weight_quantizer: Quantizer | None = None,
+        weight_quantizer: Quantizer | None,
     ) -> None:
-        super().__init__()
         self.op = op
         self.row = row
         self.has_input = bool(row.inputs)
         self.input_quantizer = input_quantizer
         self.weight_quantizer = weight_quantizer
-        # There where the runtime executes the layer in integers.
-        self.bias_rounding: BiasRounding | None = None
-        self.integer: IntegerLayer | None = None
+
+    @classmethod
+    def new(
+        cls,
+        op: nn.Module | Callable[..., Any] | str,
+        row: OpRow,
+        input_quantizer: Quantizer,
+        weight_quantizer: Quantizer | None = None,
+    ) -> Self:
+        """The op with its quantizers. A user's class may have the constructor `__init__(self, org_module, config)`."""
+        if "org_module" not in inspect.signature(cls).parameters:
+            return cls(op, row, input_quantizer, weight_quantizer)
+        made = cls(op, None)
+        made._fill(op, row, input_quantizer, weight_quantizer)
+        return made
+
+    def set_quant(self, w_quant: bool = False, a_quant: bool = False) -> None:
+        """Switch this op's weight and input quantizers on or off."""
+        for quantizer, wanted in ((self.weight_quantizer, w_quant), (self.input_quantizer, a_quant)):
+            if quantizer is not None:
+                quantizer.enable_quant() if wanted else quantizer.disable_quant()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.compute(*self.quantize_input(args, kwargs), **kwargs)
@@ -239,16 +273,21 @@ class GatedQuantOpr(QuantOpr):
         return x * gate if self.product is None else self.product(x, gate)
 
 
-class QIdentity(nn.Module):
+class QIdentity(QuantOpr):
     """A quantizer alone: in front of an input of a multi-input op, behind an output, or where several ops read."""
 
     def __init__(self, input_quantizer: Quantizer) -> None:
         super().__init__()
+        self.op = "identity"
         self.input_quantizer = input_quantizer
+        self.weight_quantizer = None
 
     def forward(self, x: Any) -> Any:
         quantizer: Any = self._modules["input_quantizer"]
         return quantizer(x)
+
+    def _get_name(self) -> str:
+        return "QIdentity"
 
     def __repr__(self) -> str:
         return f"QIdentity({self.input_quantizer.summary()})"

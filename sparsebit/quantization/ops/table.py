@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules.padding import _ConstantPadNd
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -27,7 +27,9 @@ def register_qmodule(
     inputs: tuple[str, ...] = ("input",),
     weight: str | None = None,
 ) -> Callable[[Implementation], Implementation]:
-    """File a `QuantOpr` subclass as the quantizable form of `sources`: module classes, functions, names of methods.
+    """File a `QuantOpr` subclass as the quantizable form of `sources`: module classes, functions, methods of tensors.
+
+    A method is given as `torch.Tensor.erf` or by its name. The class says what the op is in `compute` (or `_forward`).
 
     Module classes named here are leaves of the capture. A Python function is one op where `torch.fx.wrap` says so, else
     the ops inside it are seen. `kind` defaults to UNARY, to MULTI for a `MultipleInputsQuantOpr` (name its `inputs`),
@@ -46,7 +48,12 @@ def register_qmodule(
                 f"register_qmodule: {source!r} is neither a module class, a function nor the name of a tensor's method"
             )
 
+    # `torch.Tensor.erf` is the method that graphs call by its name.
+    methods = [source.__name__ for source in sources if _is_method(source)]
+
     def file(implementation: Implementation) -> Implementation:
+        if "_forward" in vars(implementation) and not {"compute", "forward"} & vars(implementation).keys():
+            implementation.compute = vars(implementation)["_forward"]  # type: ignore[attr-defined]
         guess = OpKind.WEIGHTED if weight else getattr(implementation, "KIND", None)
         if guess is None:
             raise ConfigError(f"register_qmodule: {implementation!r} is no subclass of QuantOpr")
@@ -57,10 +64,15 @@ def register_qmodule(
             weight=weight,
             implementation=implementation,
         )
-        QMODULE_MAP.update(dict.fromkeys(sources, row))
+        QMODULE_MAP.update(dict.fromkeys([*sources, *methods], row))
         return implementation
 
     return file
+
+
+def _is_method(source: Any) -> bool:
+    name = getattr(source, "__name__", "")
+    return not isinstance(source, (type, str)) and bool(name) and getattr(Tensor, name, None) is source
 
 
 def registered_module_types() -> tuple[type[nn.Module], ...]:

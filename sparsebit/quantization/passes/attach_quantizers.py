@@ -212,7 +212,7 @@ class _Maker:
         kind: type[Any] = row.implementation or QuantOpr
         if row.implementation is None and row.kind is OpKind.WEIGHTED:
             kind = WeightedQuantOpr if isinstance(op, nn.Module) else FunctionalWeightedQuantOpr
-        wrapped: QuantOpr = kind(op, row, input_quantizer, weight_quantizer)
+        wrapped: QuantOpr = kind.new(op, row, input_quantizer, weight_quantizer)
         if isinstance(op, nn.Module):
             wrapped.train(op.training)
             self.wrapped[id(op)] = (op, wrapped)  # the op is held, so that its id stays its own

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from sparsebit.backends import Format
-from sparsebit.errors import CalibrationError, CheckpointError
+from sparsebit.errors import BackendError, CalibrationError, CheckpointError
 from sparsebit.numerics import dispatch, operator
 from sparsebit.numerics.activations import ACTIVATIONS
 from sparsebit.numerics.gradients import Gradient
 from sparsebit.numerics.operator import Grid
 from sparsebit.numerics.qparams import check_backend, dequantized_range, qparams_from_range
-from sparsebit.numerics.spec import TensorSpec
+from sparsebit.numerics.spec import PerChannel, TensorSpec
 from sparsebit.quantization.observers import Observer, ObserverOptions, build_observer
 from sparsebit.quantization.quantizers.handing_over import NOTHING, TakesOver
 
@@ -179,6 +179,25 @@ class Quantizer(TakesOver):
     def is_calibrated(self) -> bool:
         return bool(self.calibrated)
 
+    # --- the spec, by the names that the first Sparsebit had for its parts
+
+    @property
+    def bit(self) -> int:
+        return self.spec.bits
+
+    @property
+    def is_symmetric(self) -> bool:
+        return self.spec.symmetric
+
+    @property
+    def is_perchannel(self) -> bool:
+        return isinstance(self.spec.granularity, PerChannel)
+
+    @property
+    def ch_axis(self) -> int:
+        """The axis of the channels, per channel; else 0, which nothing depends on."""
+        return self.spec.granularity.axis if isinstance(self.spec.granularity, PerChannel) else 0
+
     # --- statistics -> numbers
 
     def update_observer(self, x: Tensor) -> None:
@@ -187,21 +206,31 @@ class Quantizer(TakesOver):
         except CalibrationError as error:
             raise CalibrationError(f"{self.name}: {error}") from None
 
-    def calc_qparams(self) -> None:
-        """Range of what was observed -> scale and zero point; the statistics are dropped."""
+    def calc_qparams(self) -> tuple[Tensor, Tensor]:
+        """Range of what was observed -> scale and zero point, which are kept and returned; the statistics are dropped.
+
+        One that is off for good stays as it is.
+        """
+        if self.fake_fused:
+            return self.qparams()
         if self.observer.is_empty:
             raise CalibrationError(
                 f"{self.name}: no data was observed; run forwards between prepare_calibration() and calc_qparams()"
             )
-        self.calc_qparams_with_minmax(*self.observer.calc_range())
+        numbers = self.calc_qparams_with_minmax(*self.observer.calc_range())
         self.observer.reset()
+        return numbers
 
-    def calc_qparams_with_minmax(self, min_val: Tensor, max_val: Tensor) -> None:
+    def calc_qparams_with_minmax(self, min_val: Tensor, max_val: Tensor) -> tuple[Tensor, Tensor]:
+        """Scale and zero point of a range, which are kept and returned."""
+        if self.fake_fused:
+            return self.qparams()
         scale, zero_point = qparams_from_range(min_val, max_val, self.spec)
         check_backend(self.spec, zero_point, self.backend, self.name)
         self._store("scale", scale)
         self._store("zero_point", zero_point)
         self.calibrated.fill_(True)
+        return self.qparams()
 
     @torch.no_grad()
     def follow(self, x: Tensor) -> None:
@@ -298,11 +327,11 @@ class Quantizer(TakesOver):
         check_backend(self.spec, self.zero_point.detach(), backend, self.name)
         self.backend = backend
 
-    def set_bit(self, bits: int) -> None:
+    def set_bit(self, bit: int) -> None:
         """Another bit-width over the same range of values; one that the backend cannot run is refused."""
-        if bits == self.spec.bits:
+        if bit == self.spec.bits:
             return
-        spec = self.spec.replace(bits=bits, narrow=self.spec.narrow and bits == 8)
+        spec = self.spec.replace(bits=bit, narrow=self.spec.narrow and bit == 8)
         check_backend(spec, torch.zeros(()), self.backend, self.name)
         low, high = self.dequantized_range()
         self.spec = spec
@@ -370,6 +399,10 @@ class Quantizer(TakesOver):
                 else:
                     self._store(name, stored)
         super()._load_from_state_dict(state_dict, prefix, *args)
+        try:
+            check_backend(self.spec, self.zero_point.detach(), self.backend, self.name)
+        except BackendError as error:
+            args[-1].append(str(error))
         self.rectifies = False
         if bool(self.fused) and not self.fake_fused:
             self.set_fake_fused()

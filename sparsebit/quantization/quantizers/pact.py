@@ -32,13 +32,16 @@ class PACT(Quantizer):
         self.alpha = nn.Parameter(torch.full((num_scales,), start))
         self.register_buffer("is_signed", torch.tensor(float(self.spec.symmetric)))
 
-    def calc_qparams_with_minmax(self, min_val: Tensor, max_val: Tensor) -> None:
+    def calc_qparams_with_minmax(self, min_val: Tensor, max_val: Tensor) -> tuple[Tensor, Tensor]:
         """Only the sign of the data is taken over: the threshold is PACT's own."""
+        if self.fake_fused:
+            return self.qparams()
         if min_val.numel() > 1 and self.alpha.numel() == 1:
             self._store("alpha", self.alpha.detach().expand(min_val.numel()))
         self.is_signed.fill_(self.spec.symmetric or bool((min_val < 0).any()))
         check_backend(self.spec, self.zero_point, self.backend, self.name)
         self.calibrated.fill_(True)
+        return self.qparams()
 
     def qparams(self) -> tuple[Tensor, Tensor]:
         alpha = as_number(self.alpha).abs()

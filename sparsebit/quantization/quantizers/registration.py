@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
+
+from torch import Tensor
 
 from sparsebit.errors import BackendError, ConfigError
 from sparsebit.numerics.spec import TensorSpec
 from sparsebit.quantization.quantizers.base import Quantizer, Target
-from sparsebit.registry import QUANTIZERS
+from sparsebit.registry import QUANTIZERS, own_type
 
 QuantizerClass = TypeVar("QuantizerClass", bound=type[Quantizer])
 
 
+@overload
+def register_quantizer(
+    name: QuantizerClass, *, aliases: tuple[str, ...] = (), replace: bool = False
+) -> QuantizerClass: ...
+@overload
 def register_quantizer(
     name: str, *, aliases: tuple[str, ...] = (), replace: bool = False
-) -> Callable[[QuantizerClass], QuantizerClass]:
+) -> Callable[[QuantizerClass], QuantizerClass]: ...
+def register_quantizer(name: str | QuantizerClass, *, aliases: tuple[str, ...] = (), replace: bool = False) -> Any:
     """File a `Quantizer` subclass under `name`, the `QUANTIZER.TYPE` of configs.
+
+    Without a name (`@register_quantizer`) it is filed under the `TYPE` of the class. A method `_forward(x)` or
+    `_forward(x, scale, zero_point)` is taken for `fake_quantize`.
 
     >>> import torch
     >>> @register_quantizer("stochastic")
@@ -24,15 +36,39 @@ def register_quantizer(
     ...     def transform(self, x):
     ...         return x + (torch.rand_like(x) - 0.5) * self.scale if self.training else x
     """
+    if not isinstance(name, str):
+        return register_quantizer(own_type(name), aliases=aliases, replace=replace)(name)
 
     def file(kind: QuantizerClass) -> QuantizerClass:
         if not (isinstance(kind, type) and issubclass(kind, Quantizer)):
             raise ConfigError(f"quantizer {name!r}: {kind!r} is no subclass of Quantizer")
+        _check_constructor(name, kind)
+        if "_forward" in vars(kind) and "fake_quantize" not in vars(kind):
+            kind.fake_quantize = _as_fake_quantize(vars(kind)["_forward"])  # type: ignore[assignment, method-assign]
         kind.TYPE = name.lower()
         QUANTIZERS.register(name, aliases=aliases, replace=replace)(kind)
         return kind
 
     return file
+
+
+def _check_constructor(name: str, kind: type[Quantizer]) -> None:
+    try:
+        inspect.signature(kind).bind(None, None, name="")
+    except TypeError:
+        raise ConfigError(
+            f"quantizer {name!r}: {kind.__name__}{inspect.signature(kind)} cannot be built; write "
+            "`def __init__(self, spec, target, **settings)` and pass all of them on, or set up in make_parameters()"
+        ) from None
+
+
+def _as_fake_quantize(forward: Callable[..., Tensor]) -> Callable[[Quantizer, Tensor], Tensor]:
+    takes_numbers = len(inspect.signature(forward).parameters) > 2
+
+    def fake_quantize(self: Quantizer, x: Tensor) -> Tensor:
+        return forward(self, x, *self.qparams()) if takes_numbers else forward(self, x)
+
+    return fake_quantize
 
 
 def build_quantizer(kind: str, spec: TensorSpec, target: Target, **settings: Any) -> Quantizer:

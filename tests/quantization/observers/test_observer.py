@@ -157,3 +157,32 @@ def test_users_observers_join_the_registry() -> None:
         register_observer("minmax")(DoubleRange)
     with pytest.raises(ConfigError, match="subclass of Observer"):
         register_observer("test_no_class")(dict)  # type: ignore[type-var]
+
+
+def test_registered_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OBSERVERS, "_entries", dict(OBSERVERS._entries))
+
+    @register_observer
+    class Doubled(Observer[MinMax]):
+        TYPE = "DOUBLED"
+
+        def new_statistic(self) -> MinMax:
+            return MinMax()
+
+        def range_of(self, statistic: MinMax) -> tuple[torch.Tensor, torch.Tensor]:
+            low, high = statistic.range()
+            return 2 * low, 2 * high
+
+    observer = build_observer("doubled", AFFINE)
+    observer.update(torch.tensor([-1.0, 3.0]))
+    assert [float(end) for end in observer.calc_range()] == [-2, 6]
+
+
+def test_an_observer_of_the_first_sparsebit_is_explained() -> None:
+    with pytest.raises(ConfigError, match=r"range_of\(statistic\) in the place of calc_minmax\(\); docs/guides"):
+
+        @register_observer
+        class Old(Observer[MinMax]):
+            TYPE = "old"
+
+            def calc_minmax(self) -> None: ...

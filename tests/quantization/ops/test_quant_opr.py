@@ -241,3 +241,71 @@ def test_qidentity_is_a_quantizer_alone() -> None:
     (identity,) = [module for module in qmodel.modules() if isinstance(module, QIdentity)]
     assert torch.equal(identity(x), simulated(identity.input_quantizer, x))
     assert repr(identity).startswith("QIdentity(uint8 scale=")
+
+
+class TestFirstSparsebit:
+    """Classes as its users wrote them."""
+
+    @pytest.mark.parametrize("source", [torch.Tensor.erf, "erf"], ids=["method", "name"])
+    def test_methods_of_tensors(self, source: object) -> None:
+        @register_qmodule(sources=[source])
+        class QErf(QuantOpr):
+            def _forward(self, x: Tensor) -> Tensor:
+                return torch.erf(x)
+
+        class Erf(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x.erf()
+
+        x = torch.randn(8, 4)
+        qmodel = QuantModel(Erf(), qconfig(bits=16))
+        assert [type(m) for m in qmodel.modules() if isinstance(m, QuantOpr)] == [QErf]
+        torch.testing.assert_close(qmodel(x), x.erf())
+
+    def test_a_constructor_with_the_module_and_a_config(self) -> None:
+        class Gain(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.gain = 3.0
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.gain * x
+
+        @register_qmodule(sources=[Gain])
+        class QGain(QuantOpr):
+            def __init__(self, org_module: Gain, config: object = None) -> None:
+                super().__init__()
+                self.gain = org_module.gain
+                self._repr_info = "QGain "
+
+            def forward(self, x_in: Tensor) -> Tensor:
+                return self.gain * self.input_quantizer(x_in)
+
+        x = torch.randn(8, 4)
+        qmodel = calibrated(nn.Sequential(Gain()), [x], qconfig(bits=2))
+        (layer,) = (m for m in qmodel.modules() if type(m) is QGain)
+        assert torch.equal(qmodel(x), 3 * layer.input_quantizer(x))
+        assert len(qmodel(x).unique()) <= 4
+
+    def test_set_quant_of_one_op(self) -> None:
+        x = torch.randn(8, 4)
+        qmodel = calibrated(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), [x], qconfig(bits=2))
+        first, second = (m for m in qmodel.modules() if isinstance(m, QuantOpr))
+        first.set_quant(w_quant=True)
+        assert first.weight_quantizer.is_enable and not first.input_quantizer.is_enable
+        assert second.weight_quantizer.is_enable and second.input_quantizer.is_enable
+        first.set_quant(w_quant=True, a_quant=True)
+        assert first.input_quantizer.is_enable
+
+    def test_identity_is_an_op(self) -> None:
+        class Add(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x + x.relu()
+
+        x = torch.randn(8, 4)
+        qmodel = calibrated(Add(), [x], qconfig({"A.QADD.ENABLE_QUANT": True}))
+        identities = [m for m in qmodel.modules() if isinstance(m, QIdentity)]
+        assert identities and all(isinstance(m, QuantOpr) and m.weight_quantizer is None for m in identities)
+        identities[0].set_quant(a_quant=False)
+        assert not identities[0].input_quantizer.is_enable
+        assert all(layer.op == "QIdentity" or layer.op.startswith("Q") for layer in qmodel.coverage.quantized)

@@ -278,3 +278,39 @@ def test_describe_goes_to_json() -> None:
         "observer": "minmax",
         "calibrated": True,
     }
+
+
+class TestNamesOfTheFirstSparsebit:
+    def test_parts_of_the_spec(self) -> None:
+        quantizer = Quantizer(TensorSpec(4, True, PerChannel(1)), "feature", num_scales=3)
+        assert (quantizer.bit, quantizer.ch_axis, quantizer.is_symmetric, quantizer.is_perchannel) == (4, 1, True, True)
+        quantizer = Quantizer(TensorSpec(8, False), "feature")
+        assert (quantizer.bit, quantizer.ch_axis, quantizer.is_symmetric, quantizer.is_perchannel) == (
+            8,
+            0,
+            False,
+            False,
+        )
+        quantizer.set_bit(bit=2)
+        assert quantizer.bit == 2
+
+    def test_numbers_are_returned(self) -> None:
+        quantizer = Quantizer(TensorSpec(8, False), "feature")
+        scale, zero_point = quantizer.calc_qparams_with_minmax(torch.tensor(-1.0), torch.tensor(1.55))
+        assert (float(scale), float(zero_point)) == (pytest.approx(0.01), 100)
+        quantizer.update_observer(torch.tensor([0.0, 2.55]))
+        assert float(quantizer.calc_qparams()[0]) == pytest.approx(0.01)
+
+    def test_off_for_good_stays_so(self) -> None:
+        quantizer = Quantizer(TensorSpec(8, False), "feature")
+        quantizer.set_fake_fused()
+        numbers = quantizer.calc_qparams_with_minmax(torch.tensor(-1.0), torch.tensor(1.0))
+        assert [float(number) for number in numbers] == [1, 0] == [float(number) for number in quantizer.calc_qparams()]
+        assert quantizer.fake_fused and not quantizer.is_calibrated
+
+
+def test_tensorrt_refuses_zero_points_when_they_are_loaded() -> None:
+    quantizer = Quantizer(TensorSpec(8, True), "feature", name="fc.input", backend="tensorrt")
+    state = quantizer.state_dict() | {"zero_point": torch.tensor(3.0)}
+    with pytest.raises(RuntimeError, match=r"fc\.input.*zero point"):
+        quantizer.load_state_dict(state)

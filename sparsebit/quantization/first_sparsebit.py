@@ -1,0 +1,63 @@
+"""State dicts of the first Sparsebit (2022-2023): recognised, and their weights brought back to the float model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from sparsebit.config.selectors import node_name
+from sparsebit.errors import CheckpointError
+
+_HOW = (
+    "this state_dict was saved by the first Sparsebit, whose quantizers had other names and numbers; take its weights "
+    "over with `float_model.load_state_dict(weights_of_first_sparsebit(state_dict, float_model))` "
+    "(sparsebit.quantization.first_sparsebit), build the QuantModel from that model and calibrate it"
+)
+
+
+def is_of_first_sparsebit(names: Iterable[str]) -> bool:
+    """Whether these are the keys of a state_dict that the first Sparsebit made."""
+    names = list(names)
+    if any(name.endswith(("_quantizer.observer.min_val", "_quantizer.observer.max_val")) for name in names):
+        return True
+    has_scales = any(name.endswith("_quantizer.scale") for name in names)
+    return has_scales and not any(name.endswith(("_quantizer.calibrated", "_quantizer.fused")) for name in names)
+
+
+def refuse_first_sparsebit(names: Iterable[str]) -> None:
+    """An error that says what to do, for keys of the first Sparsebit."""
+    if is_of_first_sparsebit(names):
+        raise CheckpointError(_HOW)
+
+
+def weights_of_first_sparsebit(state_dict: Mapping[str, Any], model: nn.Module) -> dict[str, Tensor]:
+    """The weights in a state_dict of the first Sparsebit, by the names of the float `model`.
+
+    It named layers after torch.fx nodes (`model.layer1_0_conv1.weight`). Scales are left out: calibrate again. Where it
+    had folded batch norms, their tensors are not there, and that is an error.
+    """
+    given = {_plain(name): value for name, value in state_dict.items() if "_quantizer." not in name}
+    found: dict[str, Tensor] = {}
+    missing = []
+    for name in model.state_dict():
+        path, _, leaf = name.rpartition(".")
+        value = next((given[key] for key in (name, f"{node_name(path)}.{leaf}") if key in given), None)
+        if value is not None:
+            found[name] = value
+        elif leaf != "num_batches_tracked":
+            missing.append(name)
+    if missing:
+        raise CheckpointError(
+            f"the state_dict has no tensor for {len(missing)} of {type(model).__name__}'s ({', '.join(missing[:3])}); "
+            "it is of another model, or was saved with batch norms folded (SCHEDULE.FUSE_BN): load such weights into a "
+            "model without those norms"
+        )
+    return {**model.state_dict(), **found}
+
+
+def _plain(name: str) -> str:
+    """`model.bn1.module.weight` -> `bn1.weight`."""
+    parts = name.removeprefix("model.").split(".")
+    return ".".join(part for part in parts if part not in ("module", "op"))
