@@ -30,8 +30,7 @@ def copy_model(model: nn.Module, *, share_parameters: bool = False) -> nn.Module
     memo: dict[int, Any] = {}
     if share_parameters:
         memo.update({id(parameter): parameter for parameter in model.parameters()})
-    for tensor in _computed_tensors(model):
-        memo[id(tensor)] = tensor.detach().clone()
+    memo.update(without_history(model))
     try:
         copied = copy.deepcopy(model, memo)
     except Exception as error:
@@ -45,6 +44,11 @@ def copy_model(model: nn.Module, *, share_parameters: bool = False) -> nn.Module
             for hook in (getattr(original, "_backward_hooks", None) or {}).values():
                 twin.register_hook(hook)
     return copied
+
+
+def without_history(model: nn.Module) -> dict[int, torch.Tensor]:
+    """Copies, by the id of the original, of the tensors that `copy.deepcopy` refuses."""
+    return {id(tensor): tensor.detach().clone() for tensor in _computed_tensors(model)}
 
 
 def _computed_tensors(model: nn.Module) -> Iterator[torch.Tensor]:

@@ -19,6 +19,7 @@ from sparsebit.errors import CalibrationError
 from sparsebit.execution.distributed import gather, is_distributed, to_cpu
 from sparsebit.execution.value_store import MIB, SharedData
 from sparsebit.execution.visitor import GraphVisitor
+from sparsebit.quantization.ops.layer_call import current_weight
 from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 from sparsebit.quantization.progress import track
@@ -177,10 +178,7 @@ class CalibrationRunner:
 
 def calibrate_weight(layer: WeightedQuantOpr | QuantizedParameter) -> None:
     """Scale and zero point of the weight that the layer has now."""
-    if isinstance(layer, QuantizedParameter):
-        weight = layer.parameter
-    else:
-        weight = getattr(layer.op, layer.row.weight or "weight")
+    weight = layer.parameter if isinstance(layer, QuantizedParameter) else current_weight(layer.op)
     layer.weight_quantizer.observer.reset()
     layer.weight_quantizer.update_observer(weight)
     layer.weight_quantizer.calc_qparams()

@@ -13,6 +13,7 @@ from sparsebit.errors import DeploymentError
 from sparsebit.numerics import float8
 from sparsebit.numerics.operator import OPERATOR
 from sparsebit.quantization.ops.bias import INT32, BiasRounding
+from sparsebit.quantization.ops.layer_call import current_weight
 from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
 from sparsebit.quantization.ops.quant_opr import QShared, WeightedQuantOpr
 from sparsebit.quantization.quantizers.base import Quantizer
@@ -130,9 +131,9 @@ def _frozen_site(parent: nn.Module, child: nn.Module) -> FrozenSite:
         return _site(child.name, child.input_quantizer)
     assert isinstance(child, Quantizer)
     if _is_own_weight(parent, child):
-        weight = parent.parameter if isinstance(parent, QuantizedParameter) else parent.get_submodule("op").weight
-        assert isinstance(weight, Tensor)
-        return _frozen_weight(child, weight)
+        if isinstance(parent, QuantizedParameter):
+            return _frozen_weight(child, parent.parameter)
+        return _frozen_weight(child, current_weight(parent.get_submodule("op")))
     return _site(child.name, child, transform=child.transform)
 
 

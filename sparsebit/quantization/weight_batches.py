@@ -18,7 +18,7 @@ from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 from sparsebit.quantization.ops.recipes import autocast_dtype
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.quantizers.lsq import LSQ
-from sparsebit.quantization.quantizers.recognition import is_operator_alone
+from sparsebit.quantization.quantizers.recognition import is_hooked, is_operator_alone
 from sparsebit.quantization.quantizers.uniform import Uniform
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ def _fits(layer: WeightedQuantOpr, quantizer: Quantizer) -> bool:
     weight = layer.op._parameters.get("weight")  # not one that a parametrization computes
     return (
         "forward" not in layer.__dict__  # a user's own, which may run the layer again in the backward
+        and not is_hooked(layer.op)  # which may change the weight
         and type(weight) is nn.Parameter
         and _runs_kernels(weight)
         and weight.dtype == torch.float32

@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
-from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.modules.conv import _ConvNd
 from typing_extensions import Self
 
 from sparsebit.quantization.ops.bias import BiasRounding
 from sparsebit.quantization.ops.first_layer import first_layer
 from sparsebit.quantization.ops.integer_ops import IntegerLayer, IntegerMultiply, with_gradient_of
+from sparsebit.quantization.ops.layer_call import call_with_hooks, forward_with
 from sparsebit.quantization.ops.quantized_layer import quantized_layer
 from sparsebit.quantization.ops.recipes import as_autocast, recipe_of
 from sparsebit.quantization.ops.rows import OpKind, OpRow
@@ -155,9 +155,19 @@ class WeightedQuantOpr(QuantOpr):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         modules: dict[str, Any] = self._modules  # at every step: without the way through `__getattr__`
+        op = modules["op"]
+        if is_hooked(op):
+            return call_with_hooks(op, self._compute_quantized, args, kwargs)
+        if not modules["weight_quantizer"].is_enable:
+            return op(*self.quantize_input(args, kwargs), **kwargs)
+        return self._compute_quantized(*args, **kwargs)
+
+    def _compute_quantized(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's forward on its quantized input, without its hooks."""
+        modules: dict[str, Any] = self._modules
         op, input_quantizer, weight_quantizer = modules["op"], modules["input_quantizer"], modules["weight_quantizer"]
         if not weight_quantizer.is_enable:
-            return op(*self.quantize_input(args, kwargs), **kwargs)
+            return op.forward(*self.quantize_input(args, kwargs), **kwargs)
         weight = weight_quantizer(op.weight) if self.ready_weight is None else self.ready_weight
         bias = getattr(op, "bias", None)
         if bias is not None and self.bias_rounding is not None:
@@ -174,7 +184,7 @@ class WeightedQuantOpr(QuantOpr):
             return self._in_integers(args[0], weight, bias)
         if args and recipe_of(args[0]) is not None:
             args = (as_autocast(args[0]), *args[1:])  # autocast would keep a copy of its own
-        return _with(op, weight, bias, args, kwargs)
+        return forward_with(op, weight, bias, args, kwargs)
 
     def hand_weight(self, weight: torch.Tensor | None) -> None:
         """The quantized weight for this forward; None: the layer quantizes its own."""
@@ -188,7 +198,7 @@ class WeightedQuantOpr(QuantOpr):
 
     def _in_integers(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
         def compute(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
-            return _with(self.op, weight, bias, (x,), {})
+            return forward_with(self.op, weight, bias, (x,), {})
 
         return _in_integers(self, x, weight, bias, compute)
 
@@ -351,29 +361,5 @@ def _is_one_float32(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """A layer of torch itself that nobody watches: hooks run only where the module is called."""
-    return type(module) in _LAYERS and "forward" not in module.__dict__ and not is_hooked(module)
-
-
-def _with(
-    op: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """The layer with this weight and this bias in the place of its own."""
-    if len(args) == 1 and _is_plain(op):
-        if isinstance(op, nn.Linear):
-            return nn.functional.linear(args[0], weight, bias)
-        if isinstance(op, _ConvNd) and not isinstance(op, _ConvTransposeNd):
-            return op._conv_forward(args[0], weight, bias)  # honours padding_mode
-    op = _unparametrized(op) if is_parametrized(op, "weight") else op
-    tensors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
-    return torch.func.functional_call(op, tensors, args, kwargs)
-
-
-def _unparametrized(module: nn.Module) -> nn.Module:
-    """`module` with its own class again: `functional_call` would write the weight back through the parametrization."""
-    kind: type[nn.Module] = type(module).__bases__[0]
-    plain = kind.__new__(kind)
-    plain.__dict__.update(module.__dict__)
-    plain.__dict__["_modules"] = {n: child for n, child in module._modules.items() if n != "parametrizations"}
-    plain.__dict__["_parameters"] = {**module._parameters, "weight": None}
-    return plain
+    """A layer of torch itself, with torch's own forward."""
+    return type(module) in _LAYERS and "forward" not in module.__dict__

@@ -15,7 +15,7 @@ from sparsebit.numerics.parts import Parts, fake_quantize_parts, form_of
 from sparsebit.quantization.ops.quant_opr import QIdentity
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.quantizers.handing_over import NOTHING
-from sparsebit.quantization.quantizers.recognition import is_hooked, is_operator_alone, is_replica
+from sparsebit.quantization.quantizers.recognition import is_operator_alone, is_replica, is_watched
 
 
 def parts(x: Tensor, dim: int, indices: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -73,7 +73,7 @@ class QuantizedParts(nn.Module):
 
     def _are_alike(self, quantizers: list[Quantizer]) -> bool:
         """Nothing but the operator stands behind each part, with the same codes and the same gradient."""
-        if any(reader._compiled_call_impl is not None or is_hooked(reader) for reader, _ in self._behind):
+        if any(is_watched(reader) for reader, _ in self._behind):
             return False
         first = quantizers[0]
         return first.GRADIENT != "pact" and all(

@@ -19,7 +19,7 @@ from sparsebit.numerics import operator
 from sparsebit.numerics.activations import name_of
 from sparsebit.quantization.ops.cheap import CheapFunction
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
-from sparsebit.quantization.quantizers.recognition import is_hooked, is_operator_alone, is_replica
+from sparsebit.quantization.quantizers.recognition import is_hooked, is_operator_alone, is_replica, is_watched
 from sparsebit.quantization.saved_activations import note_cheap
 
 
@@ -53,8 +53,7 @@ class DeferredActivation(nn.Module):
         module, reader, quantizer, dropouts = self._parts
         if not (torch.is_grad_enabled() and x.requires_grad and operator.fuses(x) and is_operator_alone(quantizer)):
             return False
-        # A reader that is compiled by itself does not see what it is handed; a hook in front of it may change that.
-        if reader._compiled_call_impl is not None or is_hooked(reader) or "forward" in reader.__dict__:
+        if is_watched(reader):
             return False
         if is_hooked(module, besides=note_cheap) or "forward" in module.__dict__ or is_replica(self):
             return False

@@ -36,6 +36,15 @@ def is_hooked(module: nn.Module, besides: Callable[..., Any] | None = None) -> b
     return bool(own) or bool(_has_any_global_hook())
 
 
+def is_watched(reader: nn.Module) -> bool:
+    """Whether something besides the reader's own forward sees its input: a hook on it or on its op, a forward that a
+    user gave it, or a compiler of its own, which does not see what is handed over.
+    """
+    op = reader._modules.get("op")
+    has_own = reader._compiled_call_impl is not None or "forward" in reader.__dict__
+    return has_own or is_hooked(reader) or (op is not None and is_hooked(op))
+
+
 def is_replica(module: nn.Module) -> bool:
     """Whether it is `nn.DataParallel`'s copy, whose references to other modules are to those of the original."""
     return "_is_replica" in module.__dict__

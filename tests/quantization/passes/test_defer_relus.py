@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsebit.quantization import QuantModel, parse_qconfig, training
+from sparsebit.quantization import QMODULE_MAP, QuantModel, QuantOpr, parse_qconfig, register_qmodule, training
 from sparsebit.quantization.passes.defer_relus import DeferredReLU
 
 
@@ -180,3 +180,66 @@ def test_a_forward_that_fails_leaves_nothing_behind() -> None:
     handle.remove()
     copied = copy.deepcopy(qmodel)
     assert torch.equal(copied(images()), qmodel(images()))
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.relu, self.own, self.last = nn.Linear(8, 8), nn.ReLU(), Cubed(), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.own(self.relu(self.first(x))))
+
+
+class Cubed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x**3
+
+
+def trained(model: nn.Module, x: Tensor) -> QuantModel:
+    bits = {"QUANTIZER": {"TYPE": "lsq", "BIT": 8}}
+    config = {"DEVICE": "cpu", "W": bits, "A": {"QSCHEME": "per-tensor-affine", **bits}}
+    qmodel = QuantModel(model, parse_qconfig(config))
+    qmodel.prepare_calibration()
+    qmodel(x)
+    qmodel.init_QAT()
+    return qmodel.train()
+
+
+def test_a_users_own_op_is_given_what_the_relu_computed() -> None:
+    before = dict(QMODULE_MAP)
+    try:
+
+        @register_qmodule(sources=[Cubed])
+        class QCubed(QuantOpr):
+            def forward(self, x: Tensor) -> Tensor:
+                assert bool((x >= 0).all())
+                return self.input_quantizer(x) ** 3 + x
+
+        torch.manual_seed(0)
+        x = torch.randn(16, 8)
+        qmodel = trained(Chain(), x)
+        in_training = qmodel(x)
+        torch.testing.assert_close(in_training, qmodel.eval()(x))
+    finally:
+        QMODULE_MAP.clear()
+        QMODULE_MAP.update(before)
+
+
+@pytest.mark.parametrize("place", ["relu", "reader", "op"])
+def test_hooks_that_come_late_see_what_the_relu_computed(place: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(16, 8)
+    qmodel = trained(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), x)
+    qmodel(x)
+    expected = qmodel(x)
+    assert rectifying(qmodel)
+    seen: list[Tensor] = []
+    reader = qmodel.model.get_submodule("2")
+    module = {"relu": qmodel.model.get_submodule("1"), "reader": reader, "op": reader.op}[place]
+    if place == "relu":
+        module.register_forward_hook(lambda *given: seen.append(given[-1]))
+    else:
+        module.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    assert torch.equal(qmodel(x), expected)
+    assert len(seen) == 1 and bool((seen[0] >= 0).all())

@@ -1,0 +1,171 @@
+"""A layer's forward with another weight and bias, and its hooks around it; the layer itself is not touched.
+
+`torch.func.functional_call` swaps a module's parameters for as long as the call takes, and every other thread computes
+with them, or keeps them for good. Here nothing is swapped: layers of torch are called by their functions, layers with a
+forward of their own through a twin, which shares all but the two tensors.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.nn.utils.weight_norm import WeightNorm
+
+_TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+_CONVS = frozenset({nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward})
+_TRANSPOSED_CONVS = frozenset({nn.ConvTranspose1d.forward, nn.ConvTranspose2d.forward, nn.ConvTranspose3d.forward})
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+# A forward that was put into an instance may know the layer by itself: then only the layer's own tensors are read.
+_SWAPPING = threading.RLock()
+_ABSENT = object()
+
+
+def current_weight(layer: nn.Module) -> Tensor:
+    """The weight that the next forward computes with, where torch's own hooks make it (pruning, norms of weights)."""
+    for hook in list(layer._forward_pre_hooks.values()):
+        if isinstance(hook, BasePruningMethod | SpectralNorm | WeightNorm):
+            hook(layer, ())
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def forward_with(
+    layer: nn.Module, weight: Tensor, bias: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """`layer.forward(*args, **kwargs)` with these tensors in the place of its own; hooks are not called."""
+    kind: type[nn.Module] = type(layer).__bases__[0] if is_parametrized(layer) else type(layer)
+    if "forward" in layer.__dict__:
+        return _patched_forward(layer, kind, weight, bias, args, kwargs)
+    forward: Any = kind.forward
+    if len(args) == 1 and not kwargs:
+        if forward is nn.Linear.forward:
+            return F.linear(args[0], weight, bias)
+        if forward in _CONVS:
+            return layer._conv_forward(args[0], weight, bias)  # type: ignore[operator]
+    if forward in _TRANSPOSED_CONVS:
+        return _transposed(layer, weight, bias, *args, **kwargs)
+    if forward is nn.Embedding.forward:
+        return _embedded(layer, weight, *args, **kwargs)
+    if torch.compiler.is_dynamo_compiling():
+        return _swapped(layer, kind, weight, bias, args, kwargs)
+    return _by_a_twin(layer, kind, forward, _tensors(weight, bias), args, kwargs)
+
+
+def call_with_hooks(
+    layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """`layer(*args, **kwargs)` with `forward` in the place of its own: hooks see the layer, and what is given to it."""
+    if _has_any_global_hook() or layer._backward_hooks or layer._backward_pre_hooks:
+        twin = object.__new__(type(layer))
+        twin.__dict__.update(layer.__dict__, forward=forward)
+        for registry in _HOOKS:
+            hooks: dict[int, Any] = layer.__dict__[registry]
+            twin.__dict__[registry] = {key: _told_of(layer, hook) for key, hook in hooks.items()}
+        return twin(*args, **kwargs)
+    for key, hook in list(layer._forward_pre_hooks.items()):
+        if key in layer._forward_pre_hooks_with_kwargs:
+            changed = hook(layer, args, kwargs)
+            args, kwargs = (args, kwargs) if changed is None else changed
+        else:
+            changed = hook(layer, args)
+            args = args if changed is None else changed if isinstance(changed, tuple) else (changed,)
+    output = forward(*args, **kwargs)
+    for key, hook in list(layer._forward_hooks.items()):
+        with_kwargs = key in layer._forward_hooks_with_kwargs
+        changed = hook(layer, args, kwargs, output) if with_kwargs else hook(layer, args, output)
+        output = output if changed is None else changed
+    return output
+
+
+def _told_of(layer: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda _, *rest: hook(layer, *rest)
+
+
+def _transposed(
+    layer: Any, weight: Tensor, bias: Tensor | None, input: Tensor, output_size: list[int] | None = None
+) -> Tensor:
+    num_dims = len(layer.kernel_size)
+    form = (layer.stride, layer.padding, layer.kernel_size, num_dims, layer.dilation)
+    output_padding = layer._output_padding(input, output_size, *form)
+    rest = (layer.stride, layer.padding, output_padding, layer.groups, layer.dilation)
+    output: Tensor = _TRANSPOSED[num_dims](input, weight, bias, *rest)
+    return output
+
+
+def _embedded(layer: Any, weight: Tensor, input: Tensor) -> Tensor:
+    rest = (layer.padding_idx, layer.max_norm, layer.norm_type, layer.scale_grad_by_freq, layer.sparse)
+    return F.embedding(input, weight, *rest)
+
+
+def _tensors(weight: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
+    return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+
+
+def _by_a_twin(
+    layer: nn.Module,
+    kind: type[nn.Module],
+    forward: Callable[..., Any],
+    tensors: dict[str, Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """What the forward assigns to itself is the layer's afterwards."""
+    twin = object.__new__(kind)
+    attributes: dict[str, Any] = {**layer.__dict__, "_parameters": dict(layer._parameters)}
+    if kind is not type(layer):  # the parametrizations have done their work
+        made: Mapping[str, Any] = layer._modules["parametrizations"]._modules  # type: ignore[union-attr]
+        tensors = {name: getattr(layer, name) for name in made} | tensors
+        attributes["_modules"] = {name: child for name, child in layer._modules.items() if name != "parametrizations"}
+    for name, tensor in tensors.items():
+        (attributes if name in attributes else attributes["_parameters"])[name] = tensor
+    twin.__dict__.update(attributes)
+    output = forward(twin, *args, **kwargs)
+    for name, value in twin.__dict__.items():
+        if attributes.get(name, _ABSENT) is not value and name not in tensors:
+            layer.__dict__[name] = value
+    return output
+
+
+def _patched_forward(
+    layer: nn.Module,
+    kind: type[nn.Module],
+    weight: Tensor,
+    bias: Tensor | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    forward = layer.__dict__.get("forward")
+    if isinstance(forward, MethodType) and forward.__self__ is layer and not torch.compiler.is_dynamo_compiling():
+        return _by_a_twin(layer, kind, forward.__func__, _tensors(weight, bias), args, kwargs)
+    return _swapped(layer, kind, weight, bias, args, kwargs)
+
+
+def _swapped(
+    layer: nn.Module,
+    kind: type[nn.Module],
+    weight: Tensor,
+    bias: Tensor | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    if kind is not type(layer):
+        plain = object.__new__(kind)
+        modules = {name: child for name, child in layer._modules.items() if name != "parametrizations"}
+        plain.__dict__.update(layer.__dict__, _modules=modules, _parameters={**layer._parameters, "weight": None})
+        layer = plain
+    if torch.compiler.is_dynamo_compiling():
+        return torch.func.functional_call(layer, _tensors(weight, bias), args, kwargs)
+    with _SWAPPING, _reparametrize_module(layer, _tensors(weight, bias)):
+        return layer.forward(*args, **kwargs)
