@@ -20,6 +20,7 @@ from sparsebit.quantization.group_rules import check_groups
 from sparsebit.quantization.ops.rows import OpKind, OpRow
 from sparsebit.quantization.ops.table import input_argument, keeps_grid, row_of, row_of_module, tensor_arguments
 from sparsebit.quantization.passes.disable_unnecessary_quant import absorbed_by, chain_end
+from sparsebit.quantization.passes.divisors import NOT_ZERO, divisor_makers, reads_as_divisor
 from sparsebit.quantization.passes.writes import IN_PLACE
 from sparsebit.quantization.placement import LoosePlan, Plan, RegionPlan, layer_name
 
@@ -84,6 +85,7 @@ class _RegionPlanner:
         chains = absorbed_by(self.graph, self.rows, absorbs) if keeps_chains else {}
         # A layer that the user keeps in float absorbs nothing.
         self.absorbed = {node: front for node, front in chains.items() if not self._is_off(_head(node, chains))}
+        self.divisor_makers = divisor_makers(self.graph, self.rows)
         self.conv_fed: dict[tuple[fx.Node, frozenset[str]], bool] = {}
         self.out = RegionPlan()
 
@@ -129,6 +131,10 @@ class _RegionPlanner:
                 self.out.inputs[node] = dict.fromkeys(sources, activation)
             elif written is not None:
                 self.plan.floats[name] = IN_PLACE
+            elif reads_as_divisor(node):
+                self.plan.floats[name] = "a number divided by a tensor: the divisor stays in float"
+            for divisor in reads_as_divisor(node) if sources else ():
+                self.plan.floats[f"{name}: divisor {divisor.name}"] = "rounded to zero it would give infinity"
             if row.name in self.profile.gates and written is None:
                 self.out.gates[node] = activation
             if row.name in self.profile.outputs:
@@ -166,6 +172,8 @@ class _RegionPlanner:
             return f"absorbed by {layer_name(self.path, self.absorbed[node])}"
         if not _wants(row, self.profile):
             return f"{self.profile.name} runs {row.name} in float"
+        if node in self.divisor_makers:
+            return NOT_ZERO
         if row.name == "add" and (self.profile.inputs is None or activation.is_set("QADD.ENABLE_QUANT")):
             wanted = activation.QADD.ENABLE_QUANT
             if self.profile.inputs is not None and wanted != self._is_conv_fed(node):

@@ -116,10 +116,11 @@ _ARITHMETIC = (
     _binary("add", (operator.add, operator.iadd, torch.add), ("add", "add_", "__add__", "__radd__", "__iadd__")),
     _binary("sub", (operator.sub, operator.isub, torch.sub, torch.subtract, torch.rsub), ("sub", "sub_", "subtract")),
     _binary("mul", (operator.mul, operator.imul, torch.mul, torch.multiply), ("mul", "mul_", "multiply")),
-    _binary(
+    _multi(  # the divisor stays in float (`passes.divisors`)
         "div",
         (operator.truediv, operator.itruediv, torch.div, torch.true_divide, torch.divide),
         ("div", "div_", "divide", "true_divide"),
+        ("input", ""),
     ),
     _binary("matmul", (operator.matmul, torch.matmul), ("matmul", "__matmul__")),
     _multi("bmm", (torch.bmm, torch.mm), ("bmm", "mm"), ("input", "mat2")),

@@ -29,6 +29,7 @@ from sparsebit.quantization.ops.quant_opr import (
 )
 from sparsebit.quantization.ops.rows import OpKind, OpRow
 from sparsebit.quantization.ops.table import keeps_grid, row_of
+from sparsebit.quantization.passes.divisors import divisor_makers, reads_as_divisor
 from sparsebit.quantization.passes.writes import Writes
 from sparsebit.quantization.placement import Plan, RegionPlan, feature_axis, layer_name, spec_of
 from sparsebit.quantization.quantizers.base import Quantizer, Target
@@ -70,6 +71,7 @@ class _RegionAttacher:
         self.before: dict[fx.Node, fx.Node] = {}  # quantizing node -> the node whose output it quantizes
         self.homes = _homes(self.root, region.source)
         self.writes = Writes(self.root)
+        self.divisor_makers = divisor_makers(self.root.graph, self.rows)
 
     def attach(self) -> None:
         inside: dict[fx.Node, ActivationConfig] = {}
@@ -143,7 +145,7 @@ class _RegionAttacher:
         else:
             site = f"{source}.shared"
         before = self.quantized_outputs.get(group.source, group.source)
-        readers = list(before.users) if group.is_output else group.consumers
+        readers = [r for r in before.users if not self._divides_by(before, r)] if group.is_output else group.consumers
         name = self._free_name(site.removeprefix(f"{self.path}.").replace(".", "_"))
         quantizer = self.maker.feature(site, group.config)
         if group.num_writes:
@@ -157,6 +159,10 @@ class _RegionAttacher:
             self.quantized_outputs[group.source] = node
             self.outputs.setdefault(group.source, (quantizer, group.config))
             self.before[node] = group.source
+
+    def _divides_by(self, source: fx.Node, reader: fx.Node) -> bool:
+        """Whether the reader must not see zeros that rounding has made."""
+        return reader in self.divisor_makers or source in reads_as_divisor(reader)
 
     def _wrap(
         self, node: fx.Node, row: OpRow, activation: ActivationConfig | None, weight: WeightConfig | None
