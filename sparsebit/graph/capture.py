@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +35,7 @@ class Region(nn.Module):
     """One captured graph standing in for the module it was traced from (`source`, which shares its leaves).
 
     A call whose optional arguments differ from the captured ones runs the source's own code, so it is never wrong.
-    Attributes that the graph lacks are the source's.
+    Attributes that the graph lacks are the source's, and code that asks `isinstance(block, Block)` gets its answer.
     """
 
     graph_module: CapturedGraph
@@ -49,6 +49,12 @@ class Region(nn.Module):
     @property
     def source(self) -> nn.Module:
         return self.graph_module.source
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """What `isinstance` asks besides the real type, which `type()` gives."""
+        graph_module = self.__dict__.get("_modules", {}).get("graph_module")
+        return type(self) if graph_module is None else type(graph_module.source)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """The graph's inputs by name, or None where the call has another form than the captured one."""
@@ -79,6 +85,26 @@ class Region(nn.Module):
             if graph_module is None or name.startswith("__"):
                 raise
             return getattr(graph_module.source, name)
+
+
+class ContainerRegion(Region):
+    """A region in the place of an `nn.Sequential`, or of another module that is indexed, counted or iterated over."""
+
+    def __len__(self) -> int:
+        return len(self._container)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._container)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._container[key]
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._container
+
+    @property
+    def _container(self) -> Any:
+        return self.source
 
 
 @dataclass
@@ -185,7 +211,8 @@ class _Explorer:
         tracer = LeafTracer(self.policy, path, constants, inputs, self.observed.example if self.observed else None)
         try:
             graph = tracer.trace(module)
-            region = Region(CapturedGraph(module, graph), constants)
+            kind = ContainerRegion if hasattr(type(module), "__len__") else Region
+            region = kind(CapturedGraph(module, graph), constants)
         except Exception as error:  # the module's own forward cannot be traced
             reraise_own_fault(error)
             self.captured.untraced[path] = describe_failure(error, path, module)

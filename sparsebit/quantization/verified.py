@@ -31,6 +31,7 @@ from sparsebit.graph.outcome import (
     with_gradients,
 )
 from sparsebit.graph.passes.fold_batchnorm import Folded
+from sparsebit.graph.tracer import LeafPolicy
 from sparsebit.graph.verification import Compare, Reference, in_double
 from sparsebit.quantization.simulation import SimulatedModel
 from sparsebit.records import Coverage, GradientCheck
@@ -217,20 +218,24 @@ class VerifiedModel(SimulatedModel):
         self, call: Call, found: str, reference: Reference, randomness: Randomness, compare: Compare | None = None
     ) -> dict[str, str]:
         """The smallest modules that differ, and how."""
-        (model,) = self._original
-        leaves = self._policy
-        paths = [path for path, part in model.named_modules() if has_forward(part) and not leaves.is_leaf(part, path)]
-        build = self._part_with_buffers
+        paths, build = _with_code(self._original[0], self._policy), self._part_with_buffers
         return reference.smallest_differing(cloned(call), paths, build, randomness, compare=compare) or {"": found}
 
     def _cut(
         self, call: Call, found: str, reference: Reference, randomness: Randomness, compare: Compare | None = None
     ) -> None:
-        """Capture again, with the smallest modules that differ running their own code."""
+        """Capture again, with the smallest modules that differ running their own code.
+
+        Where such a module does already, the modules inside it do too; after that it stays untouched, in float.
+        """
+        (model,) = self._original
         policy = self._policy
         for path, why in self._differing(call, found, reference, randomness, compare).items():
             log.warning("%s runs its own code: its graph computes something else: %s", path or "the model", why)
-            policy = policy.cut(path, f"its graph computes something else than its code: {why}")
+            reason = f"its graph computes something else than its code: {why}"
+            inside = [name for name in _with_code(model, policy, path) if name not in policy.own_code]
+            for name in inside if path in policy.own_code and inside else [path]:
+                policy = policy.cut(name, reason)
         self._policy = policy
         self._rebuild(call if self._example is not None else None)
         self._proof_is_due = False
@@ -268,6 +273,12 @@ class VerifiedModel(SimulatedModel):
         finally:
             now.restore()
         return outcome.difference(expected) is None
+
+
+def _with_code(model: nn.Module, policy: LeafPolicy, path: str = "") -> list[str]:
+    """The paths, from `path` down, of the modules that are no leaves: their own code can run in place of a graph."""
+    modules = model.get_submodule(path).named_modules(prefix=path)
+    return [name for name, module in modules if has_forward(module) and not policy.is_leaf(module, name)]
 
 
 def _module_gradients(module: nn.Module, part: nn.Module, call: Call) -> str | None:

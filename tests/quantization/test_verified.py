@@ -331,3 +331,38 @@ def test_trained_weights_have_nothing_to_be_compared_with() -> None:
         qmodel.get_parameter("model.stem.op.weight").add_(1)
     with pytest.raises(CaptureError, match="after the weights have changed"):
         qmodel.verify_training(torch.randn(2, 8), torch.sum)
+
+
+def test_own_code_may_index_and_iterate_over_a_captured_container() -> None:
+    class Slicing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seq = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.sum() > 1e9 or not isinstance(self.seq, nn.Sequential) or self.seq[0] not in self.seq:
+                return x
+            for layer in self.seq[:2]:
+                x = layer(x)
+            return self.seq[-1](x) + len(self.seq) + len(list(self.seq))
+
+    model, x = Slicing().eval(), torch.randn(4, 8)
+    qmodel = calibrated(model, [x], qconfig(bits=16), verify=False)
+    torch.testing.assert_close(qmodel(x), model(x), rtol=0, atol=1e-3)
+    assert qmodel.coverage.num_weighted_quantized == 2
+
+
+def test_own_code_that_takes_half_of_a_folded_pair_is_noticed() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seq, self.last = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), nn.Conv2d(4, 2, 1)
+            self.seq[1].running_var.fill_(9.0)  # type: ignore[union-attr, operator]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.seq[0](x)) if x.sum() < 1e9 else self.seq(x)
+
+    model, x = Half().eval(), torch.randn(2, 3, 4, 4)
+    qmodel = calibrated(model, [x], qconfig({"SCHEDULE.FUSE_BN": True}, bits=16))
+    torch.testing.assert_close(qmodel(x), model(x), rtol=0, atol=1e-3)
+    assert qmodel.coverage.num_weighted_quantized == 2  # its layers are quantized all the same
