@@ -4,6 +4,7 @@
 
 Lines:
 * `time`: wall and CPU ratio of calibrating forwards + calc_qparams to plain forwards, per observer, ResNet-18 at 224²;
+* `verify`: the same calibration with and without the comparison of the first batch with the model's own code;
 * `memory`: peak resident memory over the model's own forward at 64 and 1,024 images;
 * `search`: CPU seconds of a whole calibration of ResNet-20 with 256 images, per observer.
 """
@@ -11,6 +12,7 @@ Lines:
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import resource
 import statistics
@@ -80,6 +82,29 @@ def measure_time(count: int, rounds: int, observers: list[str]) -> Iterator[dict
             "ratio_wall": round(ratios["wall"], 3),
             "ratio_cpu": round(ratios["cpu"], 3),
             "plain_seconds": round(statistics.median(base[0] for base, _ in pairs), 2),
+        }
+
+
+def measure_verification(rounds: int) -> Iterator[dict[str, Any]]:
+    """A calibration of eight batches with the first one compared, against one without, interleaved."""
+    from sparsebit.quantization import QuantModel, parse_qconfig
+
+    model, batches = resnet18(), list(images(8 * BATCH))
+    for observer in ("minmax", "mse"):
+        variants = [QuantModel(model, parse_qconfig(config(observer)), verify=verify) for verify in (False, True)]
+
+        def calibrate(qmodel: QuantModel) -> None:
+            qmodel.prepare_calibration(keep_inputs=False)
+            _forwards(qmodel, batches)
+            qmodel.calc_qparams()
+
+        pairs = [[_timed(functools.partial(calibrate, qmodel)) for qmodel in variants] for _ in range(rounds)]
+        yield {
+            "what": "verify",
+            "observer": observer,
+            "batches": len(batches),
+            "ratio_wall": round(statistics.median(on[0] / off[0] for off, on in pairs), 3),
+            "ratio_cpu": round(statistics.median(on[1] / off[1] for off, on in pairs), 3),
         }
 
 
@@ -157,7 +182,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--observers", default=",".join(OBSERVERS), help="of the time part")
-    parser.add_argument("--only", choices=("time", "memory", "search"))
+    parser.add_argument("--only", choices=("time", "verify", "memory", "search"))
     parser.add_argument("--cases", default=",".join(("plain", *OBSERVERS, "asym")), help="of the memory part")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--peak", nargs=2, metavar=("CASE", "IMAGES"), help=argparse.SUPPRESS)
@@ -167,6 +192,7 @@ def main() -> None:
         return
     parts = {
         "time": lambda: measure_time(options.images, options.rounds, options.observers.split(",")),
+        "verify": lambda: measure_verification(options.rounds),
         "memory": lambda: measure_memory(options.cases.split(",")),
         "search": measure_search,
     }
