@@ -139,3 +139,10 @@ class TestPages:
         named = re.findall(r"\b(?:examples|benchmarks|scripts)/[\w/.-]*\w\.(?:py|sh|yaml)\b", text)
         missing += [name for name in named if not (ROOT / name).is_file()]
         assert not missing
+
+
+def test_the_site_loads_nothing_from_elsewhere() -> None:
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    own = re.findall(r"^extra_(?:css|javascript): \[(\S+)\]", site, flags=re.MULTILINE)
+    assert len(own) == 2 and all((ROOT / "docs" / file).is_file() for file in own)
+    assert "font: false" in site and "http" not in re.sub(r"#.*", "", site)

@@ -8,6 +8,7 @@ import typer
 
 from sparsebit.cli import options
 from sparsebit.cli.output import speaking
+from sparsebit.cli.verb import Verb
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -23,7 +24,7 @@ def _group() -> None:
     """Configs: check them, see what they do."""
 
 
-@app.command("check")
+@app.command("check", cls=Verb)
 def check(
     config: Annotated[str, typer.Argument(metavar="FILE|BACKEND", help="A YAML config, or a backend's name.")],
     model: Annotated[

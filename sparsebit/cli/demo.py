@@ -51,7 +51,7 @@ def demo(
         ),
     ] = "8,6,4,3",
     epochs: Annotated[int, typer.Option("--epochs", min=1, help="Passes over the training images.")] = 15,
-    seed: Annotated[int, typer.Option("--seed", help="Another network.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Another network.")] = 0,
     output: Annotated[
         Path | None,
         typer.Option(

@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 
 import sparsebit
 from sparsebit.cli import audit, check, config_check, demo, graph, profile, quantize
+from sparsebit.cli.verb import Verb
 from sparsebit.errors import SparsebitError
 
 INTERRUPTED = 128 + signal.SIGINT  # as shells count
@@ -53,13 +54,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("quantize")(quantize.quantize)
-app.command("profile")(profile.profile)
-app.command("graph")(graph.graph)
-app.command("check")(check.check)
-app.command("audit")(audit.audit)
+app.command("quantize", cls=Verb)(quantize.quantize)
+app.command("profile", cls=Verb)(profile.profile)
+app.command("graph", cls=Verb)(graph.graph)
+app.command("check", cls=Verb)(check.check)
+app.command("audit", cls=Verb)(audit.audit)
 app.add_typer(config_check.app, name="config")
-app.command("demo")(demo.demo)
+app.command("demo", cls=Verb)(demo.demo)
 
 
 def _version(wanted: bool) -> None:
