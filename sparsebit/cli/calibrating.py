@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import typer
 from torch import nn
 
@@ -20,11 +18,8 @@ from sparsebit.cli.options import Arguments
 from sparsebit.cli.trial import Trial, run_first
 from sparsebit.config.rules import format_of
 from sparsebit.config.schema import QuantConfig
-from sparsebit.errors import ConfigError
-from sparsebit.quantization.quant_config import as_qconfig
+from sparsebit.quantization.quant_config import as_qconfig, require_device
 from sparsebit.quantization.quant_model import QuantModel
-
-FEW_SAMPLES = 16
 
 
 @dataclass(frozen=True)
@@ -67,12 +62,6 @@ def calibrated(subject: Subject, config: QuantConfig, *, asym: bool) -> Calibrat
     start = time.monotonic()
     with users_code("calibration failed", theirs_alone=False):
         qmodel = sparsebit.quantize(subject.model, counted(), config, asym=asym)
-    if num_samples < FEW_SAMPLES and not config.A.QUANTIZER.DISABLE:
-        warnings.warn(
-            f"calibrated on {num_samples} samples only: ranges of activations may be far off on other data; some "
-            "hundreds are usual",
-            stacklevel=2,
-        )
     return Calibrated(qmodel, num_samples, time.monotonic() - start)
 
 
@@ -81,10 +70,7 @@ def read_config(source: str, device: str | None = None) -> QuantConfig:
     config = as_qconfig(source)
     if device is not None:
         config = config.replace("DEVICE", device)
-    if config.DEVICE.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(
-            f"DEVICE={config.DEVICE}: torch sees no GPU here; take DEVICE out of the config, or give --device cpu"
-        )
+    require_device(config)
     return config
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import sys
 import warnings
@@ -68,10 +69,24 @@ def speaking(*, as_json: bool, quiet: bool) -> Iterator[Output]:
         from sparsebit.quantization import progress
 
         progress.set_quiet(quiet)
+        log, handler = logging.getLogger("sparsebit"), _Told(output)
+        log.addHandler(handler)
         try:
             yield output
         finally:
+            log.removeHandler(handler)
             progress.set_quiet(False)
+
+
+class _Told(logging.Handler):
+    """What the library logs as a warning is told as one."""
+
+    def __init__(self, output: Output) -> None:
+        super().__init__(logging.WARNING)
+        self.output = output
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.output.warn(record.getMessage())
 
 
 def plain(value: Any) -> Any:

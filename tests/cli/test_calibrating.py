@@ -39,11 +39,6 @@ class TestCalibrated:
         assert done.qmodel.is_quantized("weight") and done.qmodel.is_quantized("feature")
         assert subject.trial.sqnr_db(done.qmodel, "cpu") > 25
 
-    def test_few_samples_are_told(self) -> None:
-        subject = load_subject("own_project:Net", None, None, "own_project:batches", DataOptions(num_samples=10))
-        with pytest.warns(UserWarning, match="calibrated on 12 samples only"):
-            calibrated(subject, read_config("virtual", "cpu"), asym=False)
-
     def test_a_fault_of_the_model_on_a_later_batch(self, project: Path) -> None:
         (project / "fickle.py").write_text(FICKLE)
         subject = load_subject("fickle:Net", None, None, "fickle:batches", DataOptions(num_samples=100))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import warnings
 
@@ -10,6 +11,16 @@ import pytest
 
 from sparsebit.cli.output import decibel, facts_table, kilobytes, plain, speaking
 from sparsebit.quantization import progress
+
+
+def test_warnings_of_the_library_are_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with speaking(as_json=True, quiet=True) as out:
+        for _ in range(2):
+            logging.getLogger("sparsebit.quantization.one_call").warning("calibrated on %d samples", 3)
+            logging.getLogger("sparsebit.quantization.one_call").info("details")
+    assert out.warnings == ["calibrated on 3 samples"]
+    assert capsys.readouterr().err == "warning: calibrated on 3 samples\n"
+    assert logging.getLogger("sparsebit").handlers == []
 
 
 def test_people_see_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
