@@ -173,7 +173,11 @@ class SimulatedModel(nn.Module):
         """Capture anew for a call of another form than the captured one."""
         assert self._root is not None
         form = call_form(self._root.source, args, kwargs)
-        log.info("captured again for a call that gives %s", shown(form))
+        log.warning(
+            "captured again for a call that gives %s: parameters are new objects; build the QuantModel with "
+            "example_inputs like this call's to avoid it",
+            shown(form),
+        )
         self._rebuild((args, kwargs))
         if self._root is not None and self._root.bind(args, kwargs) is None:
             raise CaptureError(f"a call that gives {shown(form)} cannot be captured; see coverage")

@@ -86,6 +86,14 @@ class VerifiedModel(SimulatedModel):
         (original,) = self._original
         return tuple((id(p), p._version, p.dtype) for module in (original, self.model) for p in module.parameters())
 
+    def _rebuild(self, example: Call | None) -> None:
+        if self._weights_now() != self._built_weights:
+            raise CaptureError(
+                "the model has to be captured again for this call, but its weights have changed since it was built, "
+                "and would be lost; build the QuantModel with example_inputs like this call's before changing them"
+            )
+        super()._rebuild(example)
+
     def _verify_example(self, call: Call) -> None:
         call = to_device(call, self.device)
         if any(tensor.is_meta for tensor in tensors_of(call)):

@@ -366,3 +366,20 @@ def test_own_code_that_takes_half_of_a_folded_pair_is_noticed() -> None:
     qmodel = calibrated(model, [x], qconfig({"SCHEDULE.FUSE_BN": True}, bits=16))
     torch.testing.assert_close(qmodel(x), model(x), rtol=0, atol=1e-3)
     assert qmodel.coverage.num_weighted_quantized == 2  # its layers are quantized all the same
+
+
+def test_changed_weights_are_not_lost_in_a_new_capture() -> None:
+    class Optional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
+            return self.fc(x) if gain is None else self.fc(x) * gain
+
+    qmodel, x = QuantModel(Optional().eval(), qconfig()), torch.randn(4, 8)
+    qmodel(x, gain=x)  # captured again
+    with torch.no_grad():
+        qmodel.get_parameter("model.fc.op.weight").zero_()
+    with pytest.raises(CaptureError, match="would be lost"):
+        qmodel(x)
