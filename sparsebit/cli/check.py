@@ -27,8 +27,9 @@ def check(
         Path | None,
         typer.Option(
             "--against",
-            metavar="FLOAT.onnx",
-            help="The float file to compare with; without it, the same file node by node as it is written.",
+            metavar="FLOAT.onnx|DIR",
+            help="The float file to compare with, or with --model the folder that quantize saved; without both, the "
+            "same file node by node as it is written.",
         ),
     ] = None,
     runtime: Annotated[
@@ -40,10 +41,20 @@ def check(
             help="onnxruntime or openvino; by default the one that the file was exported for.",
         ),
     ] = None,
-    min_sqnr: Annotated[
-        float | None,
-        typer.Option("--min-sqnr", metavar="DB", help="Less is a fault, at any output.", rich_help_panel=_LIMITS),
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="MODULE:FACTORY",
+            help="The model that the file comes from: compare with it, or with what --against DIR makes of it.",
+        ),
     ] = None,
+    model_args: options.ModelArgs = None,
+    weights: options.Weights = None,
+    exact: options.Exact = False,
+    min_sqnr: options.MinSqnr = None,
+    allow_nan: options.AllowNan = False,
     min_top1: Annotated[
         float | None,
         typer.Option(
@@ -67,32 +78,50 @@ def check(
 ) -> None:
     """Run an ONNX file on real data and compare.
 
-    Alone, the file is compared with itself: a runtime rewrites the graph before it executes it, and here you see
+    Alone, the file is compared with itself only: a runtime rewrites the graph before it executes it, and here you see
     whether it still computes what is written, and if not, where it leaves it. That it does not is a fault (exit code
-    1). With --against, the file is compared with the float file; how far is too far is for you to say (--min-sqnr,
-    --min-top1).
+    1). Whether what is written is right, only the source can tell: with --model and --against DIR the file is compared
+    with the simulation of the saved model, which it must equal as export_onnx demands. With --model alone it is
+    compared with the float model, with --against with the float file; how far is too far is for you to say (--exact,
+    --min-sqnr, --min-top1).
 
     sparsebit check resnet18-int8.onnx -d photos/ --size 224 --mean 0.485,0.456,0.406 --std 0.229,0.224,0.225
 
     sparsebit check model.onnx --against float.onnx -d test.npz --min-top1 0.99
+
+    sparsebit check model.onnx --model my_model:Net --against quantized/ -d test.npz
     """
     with speaking(as_json=json, quiet=quiet) as out:
+        from sparsebit.cli.check_source import Source
         from sparsebit.cli.data import DataOptions
+        from sparsebit.cli.exporting import Limits
         from sparsebit.cli.feeding import FileData
         from sparsebit.deploy.check import check_against, check_as_written, runtime_of
         from sparsebit.errors import DeploymentError
 
-        batches = FileData(data, DataOptions(size, resize, mean, std, gray, batch_size, num_samples), str(file))
+        how = DataOptions(size, resize, mean, std, gray, batch_size, num_samples)
+        limits = Limits(exact, min_sqnr, allow_nan)
         chosen = runtime or runtime_of(file)
-        out.remark(f"running {file} in {chosen}, and {against or 'node by node as it is written'}")
-        if against is None:
-            found = check_as_written(file, batches, chosen)
+        batches = FileData(data, how, str(file))
+        if model is not None:
+            if runtime is not None:
+                raise typer.BadParameter("--runtime: with --model the file runs where it was exported for")
+            source = Source(model, model_args, weights, against)
+            out.remark(f"running {file} in {chosen}, and {source}")
+            found, description = source.compared(file, data, how, limits)
         else:
-            found = check_against(file, against, batches, chosen)
-        fault = "; ".join(filter(None, (_fault(found, chosen), *_missed(found.parity, min_sqnr, min_top1))))
+            _refuse_without_model(model_args, weights, against)
+            out.remark(f"running {file} in {chosen}, and {against or 'node by node as it is written'}")
+            tolerance = limits.tolerance()
+            if against is None:
+                found = check_as_written(file, batches, chosen, tolerance)
+            else:
+                found = check_against(file, against, batches, chosen, tolerance if limits else None)
+            description = batches.description
+        fault = "; ".join(filter(None, (_fault(found, chosen), *_missed(found.parity, min_top1))))
         record = {
             **found.parity.to_dict(),
-            "data": batches.description,
+            "data": description,
             "first_divergence": None if found.divergence is None else asdict(found.divergence),
             "fault": fault or None,
         }
@@ -101,32 +130,53 @@ def check(
             raise DeploymentError(f"{file}: {fault}")
 
 
+def _refuse_without_model(model_args: object, weights: object, against: Path | None) -> None:
+    given = [f"--{name}" for name, value in (("model-args", model_args), ("weights", weights)) if value is not None]
+    if given:
+        raise typer.BadParameter(f"{', '.join(given)}: of which --model?")
+    if against is not None and against.is_dir():
+        raise typer.BadParameter(f"--against {against} is a folder: name the model that it was saved from, --model")
+
+
 def _fault(found: FileParity, runtime: str) -> str:
+    from sparsebit.deploy.check import AS_WRITTEN
+
     if not found.fault:
         return ""
+    if found.parity.against != AS_WRITTEN:
+        return found.fault
     where = "all quantized sites agree: it is an op whose output is not quantized"
     if found.divergence is not None:
         where = f"the first site that differs is {found.divergence}"
     return f"{runtime} does not compute what the file says: {found.fault}; {where}"
 
 
-def _missed(parity: Parity, min_sqnr: float | None, min_top1: float | None) -> list[str]:
-    """The user's own limits that are not kept."""
+def _missed(parity: Parity, min_top1: float | None) -> list[str]:
+    """The user's own limit that is not kept."""
     from sparsebit.errors import DeploymentError
 
     scored = [output for output in parity.outputs if output.top1 is not None]
     if min_top1 is not None and not scored:
         raise DeploymentError(f"--min-top1 {min_top1}: no output of {parity.file} is (samples, classes)")
-    missed = []
-    for output in parity.outputs:
-        if min_sqnr is not None and not output.sqnr_db >= min_sqnr:
-            missed.append(f"output {output.name}: SQNR {decibel(output.sqnr_db)}; --min-sqnr asks for {min_sqnr:g}")
-        if min_top1 is not None and output.top1 is not None and output.top1 < min_top1:
-            missed.append(f"output {output.name}: top-1 {output.top1:.2%}; --min-top1 asks for {min_top1:.2%}")
-    return missed
+    return [
+        f"output {output.name}: top-1 {output.top1:.2%}; --min-top1 asks for {min_top1:.2%}"
+        for output in parity.outputs
+        if min_top1 is not None and output.top1 is not None and output.top1 < min_top1
+    ]
 
 
 def _verdict(found: FileParity) -> str:
+    from sparsebit.deploy.check import AS_WRITTEN
+
+    itself = (
+        ". It was compared with itself only: whether it is the model that you mean, --model or --against tells"
+        if found.parity.against == AS_WRITTEN
+        else ""
+    )
+    return f"{_words(found)}{itself}"
+
+
+def _words(found: FileParity) -> str:
     if found.divergence is None or found.fault:
         return str(found.parity)
     return f"{found.parity}. The first site that differs is {found.divergence}"

@@ -6,7 +6,7 @@ import importlib.util
 import inspect
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from sparsebit.cli.output import kilobytes
 from sparsebit.deploy.audit import audit
 from sparsebit.deploy.audit_record import Audit
 from sparsebit.deploy.model_file import checked_path, data_files
-from sparsebit.deploy.parity import Parity
+from sparsebit.deploy.parity import Parity, Tolerance
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.deploy.tensorrt_rules import Violation, violations
 from sparsebit.deploy.to_onnx import flat_inputs, in_order, input_names
@@ -31,6 +31,24 @@ PACKAGES = ("onnx", "onnxscript", "onnx_ir")
 _BATCH = "batch"
 
 
+class Limits(NamedTuple):
+    """How far a file may be from what it is compared with, beyond the gate's own limits."""
+
+    exact: bool = False
+    min_sqnr: float | None = None
+    allow_nan: bool = False
+
+    def given(self) -> list[str]:
+        """The options that were used, as they are typed."""
+        return _typed(self._asdict())
+
+    def __bool__(self) -> bool:
+        return bool(self.given())
+
+    def tolerance(self) -> Tolerance:
+        return Tolerance(exact=self.exact or None, min_sqnr_db=self.min_sqnr, allow_nan=self.allow_nan)
+
+
 @dataclass(frozen=True)
 class FileOptions:
     """How the file is to be written; None: not said."""
@@ -41,10 +59,12 @@ class FileOptions:
     output_names: Names | None = None
     extra_info: bool = False
     no_check: bool = False
+    limits: Limits = Limits()  # noqa: RUF009  (a NamedTuple, never written to)
 
     def given(self) -> list[str]:
         """The options that were used, as they are typed."""
-        return [f"--{name.replace('_', '-')}" for name, value in vars(self).items() if value not in (None, False)]
+        own = {name: value for name, value in vars(self).items() if name != "limits"}
+        return [*_typed(own), *self.limits.given()]
 
 
 @dataclass(frozen=True)
@@ -116,9 +136,7 @@ def require(*packages: str, extra: str | None = None) -> None:
 
 def export(subject: Subject, qmodel: QuantModel, target: Path, options: FileOptions, float_bytes: int) -> Exported:
     """Write the file; unless told not to, compare it with the simulation and look how its runtime executes it."""
-    # One sample would be taken for a fixed size by torch.export: two where the number is open.
-    args, kwargs = _sized(subject.trial.call, 2 if options.dynamic_batch else 1)
-    axes = _batch_axes(subject, options.input_names) if options.dynamic_batch else None
+    (args, kwargs), axes = example_of(subject, options)
     parity = qmodel.export_onnx(
         kwargs or args,
         target,
@@ -128,6 +146,7 @@ def export(subject: Subject, qmodel: QuantModel, target: Path, options: FileOpti
         opset_version=options.opset,
         extra_info=options.extra_info,
         check=None if options.no_check else subject.data,
+        tolerance=options.limits.tolerance(),
     )
     num_bytes = sum(path.stat().st_size for path in (target, *data_files(target)))
     profile = PROFILES[qmodel.config.BACKEND]
@@ -141,6 +160,18 @@ def export(subject: Subject, qmodel: QuantModel, target: Path, options: FileOpti
         None if profile.executes is None else audit(target, runtime=profile.executes, repeats=0),
         tuple(violations(target)) if profile.name == "tensorrt" else None,
     )
+
+
+def example_of(subject: Subject, options: FileOptions) -> tuple[Call, dict[str, dict[int, str]] | None]:
+    """The call that is exported, and its dynamic axes."""
+    # One sample would be taken for a fixed size by torch.export: two where the number is open.
+    call = _sized(subject.trial.call, 2 if options.dynamic_batch else 1)
+    return call, _batch_axes(subject, options.input_names) if options.dynamic_batch else None
+
+
+def _typed(values: dict[str, Any]) -> list[str]:
+    """`--dynamic-batch` and the like, of the values that were given."""
+    return [f"--{name.replace('_', '-')}" for name, value in values.items() if value is not None and value is not False]
 
 
 def _batch_axes(subject: Subject, given: Names | None) -> dict[str, dict[int, str]]:

@@ -116,6 +116,7 @@ def _shrunk(numbers: Numbers) -> str:
 
 _DATA = "Data"
 _FILE = "ONNX file"
+_LIMITS = "Limits"
 _SAY = "Output"
 
 Model = Annotated[
@@ -232,6 +233,18 @@ NoCheck = Annotated[
     typer.Option(
         "--no-check", help="Do not run the file beside the simulation before it is kept.", rich_help_panel=_FILE
     ),
+]
+Exact = Annotated[
+    bool,
+    typer.Option("--exact", help="A single bit that differs is a fault, at any output.", rich_help_panel=_LIMITS),
+]
+MinSqnr = Annotated[
+    float | None,
+    typer.Option("--min-sqnr", metavar="DB", help="Less is a fault, at any output.", rich_help_panel=_LIMITS),
+]
+AllowNan = Annotated[
+    bool,
+    typer.Option("--allow-nan", help="NaN on both sides is no fault.", rich_help_panel=_LIMITS),
 ]
 DynamicBatch = Annotated[
     bool,

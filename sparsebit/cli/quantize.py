@@ -41,6 +41,9 @@ def quantize(
     num_samples: options.NumSamples = 256,
     input: options.Arrays = None,
     no_check: options.NoCheck = False,
+    exact: options.Exact = False,
+    min_sqnr: options.MinSqnr = None,
+    allow_nan: options.AllowNan = False,
     dynamic_batch: options.DynamicBatch = False,
     opset: options.Opset = None,
     input_names: options.InputNames = None,
@@ -62,11 +65,14 @@ def quantize(
     with speaking(as_json=json, quiet=quiet) as out:
         from sparsebit.cli.calibrating import calibrated, formats, load_subject, read_config
         from sparsebit.cli.data import DataOptions
-        from sparsebit.cli.exporting import FileOptions, check_names, checked_file, export
+        from sparsebit.cli.exporting import FileOptions, Limits, check_names, checked_file, export
         from sparsebit.cli.size import weight_size
         from sparsebit.cli.writing import checked_target
 
-        written = FileOptions(opset, dynamic_batch, input_names, output_names, extra_info, no_check)
+        limits = Limits(exact, min_sqnr, allow_nan)
+        written = FileOptions(opset, dynamic_batch, input_names, output_names, extra_info, no_check, limits)
+        if no_check and limits:
+            raise typer.BadParameter(f"{', '.join(limits.given())}: --no-check compares nothing")
         if where.file is None and written.given():
             raise typer.BadParameter(f"{', '.join(written.given())} need an --output that ends in .onnx")
         qconfig = read_config(config, device)

@@ -46,8 +46,11 @@ def runtime_of(file: Path) -> str:
     return (profile.executes if profile is not None else None) or "onnxruntime"
 
 
-def check_as_written(file: Path, batches: Batches, runtime: str | None = None) -> FileParity:
+def check_as_written(
+    file: Path, batches: Batches, runtime: str | None = None, tolerance: Tolerance | None = None
+) -> FileParity:
     """Does the runtime compute what the file says? Where not, which site is the first to differ?"""
+    tolerance = tolerance or Tolerance()
     runtime = runtime or runtime_of(file)
     session = open_session(file, runtime, options=EXACT.get(runtime))
     written = open_session(file, "onnxruntime", optimize=False)
@@ -60,17 +63,19 @@ def check_as_written(file: Path, batches: Batches, runtime: str | None = None) -
             reference = None if twin is None else twin.run(feeds)
         comparison.add(expected, found, reference)
     parity = comparison.result(str(file), runtime, AS_WRITTEN)
-    if parity.is_exact or first is None:
-        return FileParity(parity)
+    if first is None or all(output.is_equal for output in parity.outputs):
+        return FileParity(parity, fault=parity.fault(tolerance))
     codes = site_codes(file, "onnxruntime", first, optimize=False)
     differences = site_differences(file, runtime, first, codes)
     # OpenVINO hands out the codes of a graph that it fuses less; only its outputs are judged.
     broken = kernel_fault(differences) if runtime == "onnxruntime" else None
-    fault = parity.fault(Tolerance()) or ("one of its kernels is wrong" if broken else "")
+    fault = parity.fault(tolerance) or ("one of its kernels is wrong" if broken else "")
     return FileParity(parity, broken or first_divergence(differences), fault)
 
 
-def check_against(file: Path, against: Path, batches: Batches, runtime: str | None = None) -> FileParity:
+def check_against(
+    file: Path, against: Path, batches: Batches, runtime: str | None = None, tolerance: Tolerance | None = None
+) -> FileParity:
     """How far is a quantized file from the float one? Inputs and outputs are matched in order."""
     runtime = runtime or runtime_of(file)
     session, other = open_session(file, runtime), open_session(against, runtime)
@@ -92,7 +97,8 @@ def check_against(file: Path, against: Path, batches: Batches, runtime: str | No
         with _running(file, feeds):
             found = session.run(feeds)
         comparison.add(expected, found)
-    return FileParity(comparison.result(str(file), runtime, str(against)))
+    parity = comparison.result(str(file), runtime, str(against))
+    return FileParity(parity, fault="" if tolerance is None else parity.fault(tolerance))
 
 
 def _made(batches: Batches, session: Session, batch_size: int | None) -> Iterable[Feeds]:

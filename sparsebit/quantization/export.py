@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -128,15 +129,27 @@ def check_ready(qmodel: SimulatedModel) -> None:
             f"export_onnx(): nothing of the model is quantized with BACKEND: {qmodel.config.BACKEND}; "
             "its coverage says why"
         )
-    if not any(quantizer.is_enable for quantizer in quantizers):
-        if any(quantizer.is_calibrated for quantizer in quantizers):
-            raise CalibrationError(
-                "export_onnx(): quantization is off; call set_quant(w_quant=True, a_quant=True) first"
-            )
+    if not any(quantizer.is_calibrated for quantizer in quantizers):
         raise CalibrationError(
             "export_onnx(): the model is not calibrated; call prepare_calibration(), run a few batches, then "
-            "calc_qparams() and set_quant(w_quant=True, a_quant=True)"
+            "calc_qparams()"
         )
+
+
+@contextlib.contextmanager
+def switched_on(qmodel: SimulatedModel) -> Iterator[None]:
+    """Inside, a calibrated model whose quantization is off is quantized; afterwards its switches are as before."""
+    quantizers = [quantizer for quantizer in qmodel.quantizers() if not quantizer.fake_fused]
+    switched = [] if any(quantizer.is_enable for quantizer in quantizers) else quantizers
+    before = [quantizer.use_quant for quantizer in switched]
+    try:
+        for quantizer in switched:
+            if quantizer.is_calibrated:
+                quantizer.use_quant = True
+        yield
+    finally:
+        for quantizer, is_on in zip(switched, before, strict=True):
+            quantizer.use_quant = is_on
 
 
 def _opset(qmodel: SimulatedModel, given: int | None, weight_widths: frozenset[int], usual: int) -> int:

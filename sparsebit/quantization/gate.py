@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import warnings
 from collections.abc import Iterator, Sequence
@@ -9,9 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparsebit.deploy.audit_onnxruntime import executed
+from sparsebit.deploy.check import runtime_of
 from sparsebit.deploy.cpu import saturates
 from sparsebit.deploy.divergence import SiteDifference, first_divergence, kernel_fault, site_differences
 from sparsebit.deploy.exactness import SimulatedKernels, stretches, unexplained
@@ -61,7 +63,7 @@ def check_parity(
     comparison = Comparison(session.outputs)
     first: Call | None = None
     different: _Batch | None = None
-    for call in _calls(qmodel, session, data, num_samples):
+    for call in _calls(qmodel._original[0], qmodel.device, session, data, num_samples):
         first = first or call
         expected, found = _run(qmodel, call), session.run(_feeds(session, call))
         comparison.add(expected, found, _run(qmodel, call, quantized=False))
@@ -89,6 +91,31 @@ def check_parity(
         raise DeploymentError(f"{name} is not to be relied on ({shown}): {fault}")
     if not optimize and _has_channel_scales(qmodel):
         _try_default_session(file, name, _feeds(session, first))
+    return parity
+
+
+def compare_model(
+    model: nn.Module,
+    file: Path,
+    data: Any,
+    *,
+    tolerance: Tolerance | None = None,
+    num_samples: int = NUM_SAMPLES,
+    name: str | None = None,
+) -> Parity:
+    """How far a file, quantized or not, is from a float model; beyond `tolerance`, where one is given, is an error."""
+    runtime, name = runtime_of(file), name or str(file)
+    session = open_session(file, runtime)
+    comparison = Comparison(session.outputs, judge_all=True)
+    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+    for call in _calls(model, device, session, data, num_samples):
+        with evaluating(model), torch.no_grad():
+            expected = [_array(tensor) for tensor in flat_outputs(model(*call[0], **call[1]))]
+        comparison.add(expected, session.run(_feeds(session, call)))
+    parity = comparison.result(name, runtime, "the float model")
+    fault = "" if tolerance is None else parity.fault(tolerance)
+    if fault:
+        raise DeploymentError(f"{name} does not compute what the float model computes ({runtime}): {fault}")
     return parity
 
 
@@ -149,6 +176,20 @@ def _behind(differences: Sequence[SiteDifference]) -> str:
     return f"; all quantized activations {agree} up to the last one, {differences[-1].site}: the fault lies behind it"
 
 
+def check_loads(qmodel: SimulatedModel, file: Path, name: str) -> None:
+    """Refuses a file in half precision, for no runtime in particular, that ONNX Runtime cannot open."""
+    is_half = any(p.dtype in (torch.bfloat16, torch.float16) for p in qmodel.parameters())
+    if not is_half or qmodel.config.BACKEND != "virtual" or importlib.util.find_spec("onnxruntime") is None:
+        return
+    try:
+        open_session(file, optimize=False)
+    except DeploymentError as error:
+        raise DeploymentError(
+            f"{str(error).replace(str(file), name)}\nthe model computes in half precision, for which not every op "
+            "has a kernel on a CPU; call qmodel.float() first"
+        ) from error
+
+
 def check_rules(file: Path, name: str) -> None:
     """Refuses a file that TensorRT, which does not run here, would not take."""
     broken = [str(violation) for violation in violations(file) if violation.severity == "error"]
@@ -157,12 +198,13 @@ def check_rules(file: Path, name: str) -> None:
         raise DeploymentError(f"{name}: TensorRT would refuse it:\n  " + "\n  ".join(broken[:_NUM_SHOWN]) + more)
 
 
-def _calls(qmodel: SimulatedModel, session: Session, data: Any, num_samples: int) -> Iterator[Call]:
+def _calls(
+    model: nn.Module, device: torch.device | str, session: Session, data: Any, num_samples: int
+) -> Iterator[Call]:
     """Batches in the size that the file takes."""
     size = session.batch_size
     left = num_samples
-    model = qmodel._original[0]
-    for args, keywords in calls(data, model, qmodel.device):
+    for args, keywords in calls(data, model, device):
         kwargs = in_order(keywords, inspect.signature(model.forward))
         tensors = flat_inputs(args, kwargs)
         given = tensors[0].shape[0] if tensors and tensors[0].ndim else 1

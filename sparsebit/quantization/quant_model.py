@@ -28,9 +28,9 @@ from sparsebit.graph.copying import without_history
 from sparsebit.quantization import checkpoint
 from sparsebit.quantization.calibration import CalibrationRunner
 from sparsebit.quantization.error_profiler import profile_errors
-from sparsebit.quantization.export import build_onnx, check_ready, describe
+from sparsebit.quantization.export import build_onnx, check_ready, describe, switched_on
 from sparsebit.quantization.first_sparsebit import refuse_first_sparsebit
-from sparsebit.quantization.gate import check_parity, check_rules
+from sparsebit.quantization.gate import check_loads, check_parity, check_rules
 from sparsebit.quantization.mermaid import draw
 from sparsebit.quantization.quant_config import parse_qconfig
 from sparsebit.quantization.simulation import shown
@@ -195,7 +195,8 @@ class QuantModel(TrainableModel):
 
         `check`: data (batches as for calibration) on which the file is run in its runtime and compared with the
         simulation; beyond `tolerance` that is an error which names the first site that differs. Gives what was found.
-        An older file of that name stays until the new one is whole and has passed.
+        An older file of that name stays until the new one is whole and has passed. A calibrated model whose
+        quantization is off is exported quantized, and is off again afterwards.
         """
         self._require_whole("export_onnx")
         check_ready(self)
@@ -203,31 +204,34 @@ class QuantModel(TrainableModel):
         if check is not None:
             require_runtime(PROFILES[self.config.BACKEND].executes or "onnxruntime")
         extra = checked_path(target.with_name(f"{target.stem}_extra.onnx")) if extra_info else None
-        model, sites = build_onnx(
-            self,
-            dummy_data,
-            input_names=input_names,
-            output_names=output_names,
-            dynamic_axes=dynamic_axes,
-            opset_version=opset_version,
-            verbose=verbose,
-        )
-        parity = None
-        with staged(target) as path:
-            write(model, path)
-            if self.config.BACKEND == "tensorrt":
-                check_rules(path, str(target))
-            if check is not None:
-                parity = check_parity(self, path, check, tolerance=tolerance, name=str(target))
-        if extra is not None:
-            describe(model, self, sites)
-            with staged(extra) as path:
+        with switched_on(self):
+            model, sites = build_onnx(
+                self,
+                dummy_data,
+                input_names=input_names,
+                output_names=output_names,
+                dynamic_axes=dynamic_axes,
+                opset_version=opset_version,
+                verbose=verbose,
+            )
+            parity = None
+            with staged(target) as path:
                 write(model, path)
+                if self.config.BACKEND == "tensorrt":
+                    check_rules(path, str(target))
+                check_loads(self, path, str(target))
+                if check is not None:
+                    parity = check_parity(self, path, check, tolerance=tolerance, name=str(target))
+            if extra is not None:
+                describe(model, self, sites)
+                with staged(extra) as path:
+                    write(model, path)
         return parity
 
     def check_onnx(self, file: str | os.PathLike[str], data: Any, *, tolerance: Tolerance | None = None) -> Parity:
         """Run an exported file in its runtime on `data` (batches as for calibration), beside the simulation."""
-        return check_parity(self, Path(file), data, tolerance=tolerance)
+        with switched_on(self):
+            return check_parity(self, Path(file), data, tolerance=tolerance)
 
     # --- keeping
 

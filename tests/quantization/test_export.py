@@ -291,12 +291,13 @@ def test_models_of_other_precision(dtype: torch.dtype, allowed: float, tmp_path:
     onnx.checker.check_model(str(tmp_path / "m.onnx"), full_check=True)
 
 
-def test_bfloat16_where_it_can_be(tmp_path: Path) -> None:
+def test_bfloat16_that_no_runtime_loads_is_refused(tmp_path: Path) -> None:
     x = X.bfloat16()
-    qmodel = calibrated(TwoLayers().bfloat16(), [x])
-    qmodel.export_onnx(x, tmp_path / "m.onnx")
-    onnx.checker.check_model(str(tmp_path / "m.onnx"), full_check=True)
-    assert types(tmp_path / "m.onnx")["first.weight/codes"] == "INT8"
+    for model, inputs in ((TwoLayers(), x), (nn.Sequential(nn.Conv2d(3, 4, 3)), IMAGES[:, :3].bfloat16())):
+        qmodel = calibrated(model.bfloat16(), [inputs])
+        with pytest.raises(DeploymentError, match=r"m\.onnx does not load[^$]*half precision[^$]*qmodel\.float\(\)"):
+            qmodel.export_onnx(inputs, tmp_path / "m.onnx")
+        assert os.listdir(tmp_path) == []
     qmodel = calibrated(TwoLayers().bfloat16(), [x], qconfig(backend="onnxruntime"))
     with pytest.raises(DeploymentError, match=r"bfloat16, for which onnxruntime has no kernels.*qmodel\.float\(\)"):
         qmodel.export_onnx(x, tmp_path / "n.onnx")
@@ -438,12 +439,23 @@ def test_a_model_with_nothing_to_export(tmp_path: Path) -> None:
     file = tmp_path / "m.onnx"
     with pytest.raises(CalibrationError, match="the model is not calibrated"):
         QuantModel(TwoLayers(), qconfig()).export_onnx(X, file)
-    qmodel = calibrated(TwoLayers(), [X])
-    qmodel.set_quant()
-    with pytest.raises(CalibrationError, match="quantization is off"):
-        qmodel.export_onnx(X, file)
     with pytest.raises(DeploymentError, match="nothing of the model is quantized with BACKEND: onnxruntime"):
         QuantModel(nn.ConvTranspose2d(3, 3, 3), qconfig(backend="onnxruntime")).export_onnx(IMAGES[:, :3], file)
+
+
+def test_a_calibrated_model_is_exported_quantized_whatever_its_switches_say(tmp_path: Path) -> None:
+    qmodel = calibrated(TwoLayers(), [X])
+    expected = qmodel.eval()(X)
+    qmodel.set_quant()
+    floats = qmodel(X)
+    assert not torch.equal(floats, expected)
+    parity = qmodel.export_onnx(X, tmp_path / "m.onnx", check=[X])
+    assert parity is not None and parity.worst.max_difference <= EXACT
+    assert qmodel.check_onnx(tmp_path / "m.onnx", [X]).worst.max_difference <= EXACT
+    assert torch.equal(qmodel(X), floats) and not any(quantizer.use_quant for quantizer in qmodel.quantizers())
+    qmodel.set_quant(w_quant=True, a_quant=False)  # one of the two is a wish
+    qmodel.export_onnx(X, tmp_path / "w.onnx", check=[X])
+    assert "QuantizeLinear" not in op_types(tmp_path / "w.onnx")
 
 
 @pytest.mark.parametrize("backend", ["openvino", "tensorrt"])
