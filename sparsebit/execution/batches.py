@@ -64,7 +64,10 @@ def _from_mapping(batch: Mapping[Any, Any], signature: inspect.Signature) -> Cal
 
 
 def _num_required(model: nn.Module, given: int) -> int:
-    signature = inspect.signature(model.forward)
+    try:
+        signature = inspect.signature(model.forward)
+    except ValueError:  # compiled code: it tells nothing about its arguments
+        return given
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in signature.parameters.values()):
         return given
     return max(1, len(_required(signature)))

@@ -70,7 +70,9 @@ class SharedData:
 
     def _place(self, tensor: Tensor) -> _Stored:
         tensor, device = tensor.detach(), tensor.device
-        size = min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+        size = tensor.numel() * tensor.element_size()
+        if tensor.layout is torch.strided:  # a sparse tensor has no storage of its own
+            size = min(size, tensor.untyped_storage().nbytes())
         if device.type != "cpu":
             if self.device_bytes + size <= self.device_budget:
                 self.device_bytes += size
@@ -104,7 +106,8 @@ class SharedData:
 
 def _alone(tensor: Tensor, size: int) -> Tensor:
     """A view of a larger tensor would keep the whole of it, in memory and in a file."""
-    return tensor.clone() if tensor.untyped_storage().nbytes() > size else tensor
+    is_view = tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > size
+    return tensor.clone() if is_view else tensor
 
 
 def _fetch(stored: _Stored) -> Tensor:

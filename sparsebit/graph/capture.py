@@ -20,7 +20,7 @@ from torch import fx, nn
 from sparsebit.errors import CaptureError
 from sparsebit.graph.copying import copy_model
 from sparsebit.graph.example import UNKNOWN, Example, GuardError
-from sparsebit.graph.failures import Untraced, describe_failure, forward_line, reraise_own_fault
+from sparsebit.graph.failures import FAILURES, Untraced, describe_failure, forward_line, report_own_fault
 from sparsebit.graph.graph_module import CapturedGraph
 from sparsebit.graph.outcome import cloned, undisturbed_randomness
 from sparsebit.graph.passes.decompose import decompose
@@ -191,9 +191,9 @@ class _Explorer:
         if path in self.policy.untouched:
             return module
         if id(module) not in self.done:
-            constants = self._constants(module, is_root)
+            constants = self._constants(module, is_root) if has_forward(module) else None
             reason = self.policy.own_code.get(path)
-            if constants is None or reason is not None or not has_forward(module):
+            if constants is None or reason is not None:
                 self.done[id(module)] = module
                 if reason is not None:
                     self.captured.untraced[path] = Untraced(path, type(module).__name__, reason, forward_line(module))
@@ -210,11 +210,12 @@ class _Explorer:
             inputs = {name: inputs.get(name, UNKNOWN) for name, value in self.root_form.items() if value == VARYING}
         tracer = LeafTracer(self.policy, path, constants, inputs, self.observed.example if self.observed else None)
         try:
+            _check_names(module, path)
             graph = tracer.trace(module)
             kind = ContainerRegion if hasattr(type(module), "__len__") else Region
             region = kind(CapturedGraph(module, graph), constants)
-        except Exception as error:  # the module's own forward cannot be traced
-            reraise_own_fault(error)
+        except FAILURES as error:  # the module's own forward cannot be traced
+            report_own_fault(error)
             self.captured.untraced[path] = describe_failure(error, path, module)
             self._enter(module, path)
             return module
@@ -277,15 +278,17 @@ class _Observed:
         callable_modules = [module for module in model.modules() if has_forward(module)]
         handles = [module.register_forward_pre_hook(self._note, with_kwargs=True) for module in callable_modules]
         modes = {module: module.training for module in model.modules()}
-        buffers = [(module, dict(module._buffers)) for module in model.modules()]
+        own = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+        buffers = [(module, dict(module._buffers)) for module in own]
         values = {buffer: buffer.clone() for buffer in model.buffers()}
         try:
             model.eval()
             args, kwargs = cloned((args, kwargs))  # the model may write into its inputs
             with torch.no_grad():
                 model(*args, **kwargs)
-        except Exception as error:
-            raise CaptureError(f"{type(model).__name__} does not run on its example_inputs: {error}") from error
+        except FAILURES as error:
+            told = f"it calls sys.exit({error})" if isinstance(error, SystemExit) else error
+            raise CaptureError(f"{type(model).__name__} does not run on its example_inputs: {told}") from error
         finally:
             for module, training in modes.items():
                 module.training = training
@@ -306,6 +309,13 @@ class _Observed:
             given = _flattened(_signature(module).bind(*args, **kwargs))
             varying = {name: given.get(name) for name, value in form.items() if value == VARYING}
             self.inputs[id(module)] = self.example.fake(varying)
+
+
+def _check_names(module: nn.Module, path: str) -> None:
+    """A region below an opaque module is read by its code, which must find the module's own attributes."""
+    taken = [name for name in ("graph_module", "constants", "inputs", "bind", "source") if hasattr(module, name)]
+    if path and taken:
+        raise fx.proxy.TraceError(f"its attribute {taken[0]!r} has a name that a captured region uses itself")
 
 
 def _same_form(one: CallForm, other: CallForm) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import inspect
+import logging
 import operator
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
@@ -21,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import proxy as fx_proxy
 
 from sparsebit.graph.aliasing import OPERATORS
+from sparsebit.graph.failures import FAILURES
 from sparsebit.graph.nested import map_nested
 
 
@@ -33,6 +35,7 @@ class _Unknown:
         return "unknown"
 
 
+_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 UNKNOWN = _Unknown()
 GIVEN = "given"
 
@@ -70,21 +73,27 @@ class Example:
         """The same nest with fake tensors in it."""
         return map_nested(torch.Tensor, self._fake_tensor, value)
 
-    def _fake_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _fake_tensor(self, tensor: torch.Tensor) -> Any:
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            return UNKNOWN  # sparse and nested tensors have no strides, and few ops know them without data
         with self.mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
     def evaluate(self, compute: Callable[[], Any]) -> Any:
         """`compute()` without data; UNKNOWN where it needs data, or anything else that fakes do not have."""
-        with self.mode, torch.no_grad():
-            return evaluate_plainly(compute)
+        was_disabled, _FAKE_LOG.disabled = _FAKE_LOG.disabled, True  # an op that fakes do not have is no error here
+        try:
+            with self.mode, torch.no_grad():
+                return evaluate_plainly(compute)
+        finally:
+            _FAKE_LOG.disabled = was_disabled
 
 
 def evaluate_plainly(compute: Callable[[], Any]) -> Any:
     """`compute()`; UNKNOWN where that fails: the trace goes on without an answer."""
     try:
         return compute()
-    except Exception:
+    except FAILURES:
         return UNKNOWN
 
 

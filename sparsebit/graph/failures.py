@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import logging
 import os
 import traceback
 from dataclasses import dataclass
@@ -11,6 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
+log = logging.getLogger(__name__)
+
+# What may come out of a module's own code: a model that calls sys.exit() must not end the run that captures it.
+FAILURES: tuple[type[BaseException], ...] = (Exception, SystemExit)
+# For tests: an error from our own lines is raised instead of logged.
+RAISE_VARIABLE = "SPARSEBIT_RAISE_OWN_FAULTS"
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
 
@@ -25,7 +32,7 @@ class Untraced:
     line: str
 
 
-def describe_failure(error: Exception, path: str, module: nn.Module) -> Untraced:
+def describe_failure(error: BaseException, path: str, module: nn.Module) -> Untraced:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     line = _failing_line(error) or forward_line(module)
     return Untraced(path, type(module).__name__, f"{type(error).__name__}: {reason}", line)
@@ -37,11 +44,19 @@ def forward_line(module: nn.Module) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}: def forward" if code else "unknown line"
 
 
-def reraise_own_fault(error: Exception) -> None:
-    """An error from our own lines is a bug here, not a module that cannot be traced."""
+def report_own_fault(error: BaseException) -> None:
+    """Logs an error that comes from our own lines: a bug here, but the module's own code still runs."""
     frames = traceback.extract_tb(error.__traceback__)
-    if frames and frames[-1].filename.startswith(_HERE) and not isinstance(error, fx.proxy.TraceError):
+    if not frames or not frames[-1].filename.startswith(_HERE) or isinstance(error, fx.proxy.TraceError):
+        return
+    if os.environ.get(RAISE_VARIABLE):
         raise error
+    place = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}"
+    log.warning(
+        "a fault of Sparsebit at %s (%s: %s) ended a trace; the module runs its own code, please report it",
+        place, type(error).__name__, error,
+    )  # fmt: skip
+    log.debug("the trace ended here", exc_info=error)
 
 
 def user_line() -> str:

@@ -21,15 +21,19 @@ class CapturedGraph(fx.GraphModule):
     """`source`'s forward as a graph.
 
     Leaves are the source's own modules, and parameters and buffers that the graph reads by themselves live in the same
-    registries, so that `to`, `train` and `load_state_dict` reach both or neither.
+    registries, so that `to`, `train` and `load_state_dict` reach both or neither. Children whose names a GraphModule
+    needs for itself (`graph`, `code`) are filed as `user_graph`, `user_code`: `source_path` gives the name back.
     """
 
     def __init__(self, source: nn.Module, graph: fx.Graph) -> None:
-        super().__init__(source, graph, type(source).__name__)
+        for node in graph.nodes:
+            if node.op in ("call_module", "get_attr"):
+                node.target = _filed_path(str(node.target), is_module=node.op == "call_module")
+        super().__init__(_with_filed_children(source), graph, type(source).__name__)
         # In a tuple: the source's leaves are the graph's, and must not be registered twice.
         self.__dict__["_source"] = (source,)
         for path in self._read_namespaces():
-            share_registries(self.get_submodule(path), source.get_submodule(path))
+            share_registries(self.get_submodule(path), source.get_submodule(source_path(path)))
         self._follow_modes()
 
     @property
@@ -57,8 +61,12 @@ class CapturedGraph(fx.GraphModule):
         return self
 
     def _namespaces(self) -> list[tuple[str, nn.Module]]:
-        """Modules that stand for a path and compute nothing, this one first."""
-        return [(path, module) for path, module in self.named_modules() if module is self or type(module) is nn.Module]
+        """Modules that stand for a path and compute nothing, this one first; none below modules that are called."""
+        found: list[tuple[str, nn.Module]] = [("", self)]
+        for path, module in found:
+            below = [(f"{path}.{name}" if path else name, child) for name, child in module._modules.items()]
+            found.extend((name, child) for name, child in below if child is not None and type(child) is nn.Module)
+        return found
 
     def _read_namespaces(self) -> set[str]:
         return {str(node.target).rpartition(".")[0] for node in self.graph.nodes if node.op == "get_attr"}
@@ -66,7 +74,7 @@ class CapturedGraph(fx.GraphModule):
     def _follow_modes(self) -> None:
         modes = {path: module.training for path, module in self.source.named_modules(remove_duplicate=False)}
         for path, module in self._namespaces():
-            module.training = modes.get(path, module.training)
+            module.training = modes.get(source_path(path), module.training)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CapturedGraph:
         copied = _restored(copy.deepcopy(self._state(), memo), type(self).__name__, _to_rows(self.graph))
@@ -81,6 +89,43 @@ class CapturedGraph(fx.GraphModule):
 
     def _state(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_graph"}
+
+
+_RESERVED = frozenset({*dir(fx.GraphModule), "meta", "source", "release_unread", "self"})
+_PREFIX = "user_"
+
+
+def source_path(target: str) -> str:
+    """A node's target as the path in the module that was traced."""
+    first, dot, rest = target.partition(".")
+    return f"{first.removeprefix(_PREFIX)}{dot}{rest}" if _is_taken(first) else target
+
+
+def _filed_path(path: str, is_module: bool) -> str:
+    """Where the module or tensor at `path` stands in a graph."""
+    first, dot, _ = path.partition(".")
+    if not _is_taken(first) or path == "training":
+        return path
+    if not dot and not is_module:
+        raise fx.proxy.TraceError(f"its tensor {first!r} has a name that torch.fx.GraphModule uses itself")
+    return f"{_PREFIX}{path}"
+
+
+def _is_taken(name: str) -> bool:
+    """Whether a GraphModule needs the name, or it looks like one that was changed for that reason."""
+    while name not in _RESERVED and name.startswith(_PREFIX):
+        name = name.removeprefix(_PREFIX)
+    return name in _RESERVED
+
+
+def _with_filed_children(source: nn.Module) -> nn.Module:
+    """`source`, its children under the names that they have in a graph."""
+    if not any(_is_taken(name) for name in source._modules):
+        return source
+    filed = nn.Module()
+    filed.__dict__.update(source.__dict__)
+    filed._modules = {_filed_path(name, is_module=True): child for name, child in source._modules.items()}
+    return filed
 
 
 def share_registries(module: nn.Module, owner: nn.Module) -> None:

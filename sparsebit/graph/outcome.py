@@ -132,7 +132,8 @@ def buffers_of(module: nn.Module, like: nn.Module | None = None) -> Buffers:
 @contextlib.contextmanager
 def state_kept(*roots: nn.Module) -> Iterator[None]:
     """What happens inside to buffers, plain attributes and modes of the modules is undone."""
-    modules = {id(module): module for root in roots for module in root.modules()}.values()
+    own_code = (m for root in roots for m in root.modules() if not isinstance(m, torch.jit.ScriptModule))
+    modules = {id(module): module for module in own_code}.values()
     attributes = [(module, dict(module.__dict__)) for module in modules]
     buffers = [(module, dict(module._buffers)) for module in modules]
     values = {id(b): (b, b.detach().clone()) for _, own in buffers for b in own.values() if b is not None}

@@ -37,7 +37,7 @@ from sparsebit.graph.example import (
     undisturbed,
     value_of,
 )
-from sparsebit.graph.failures import Untraced, describe_failure, forward_line, reraise_own_fault, user_line
+from sparsebit.graph.failures import FAILURES, Untraced, describe_failure, forward_line, report_own_fault, user_line
 from sparsebit.graph.patched_torch import traced_factories, unfused_attention
 from sparsebit.graph.questions import asks_for_sizes, depends_on_input, is_part_of_input, is_write_into
 from sparsebit.graph.values import python_values
@@ -154,7 +154,7 @@ class LeafTracer(fx.Tracer):
                     if not self.is_leaf_module(module, path) or module is root:
                         module.__dict__["training"] = TrainingFlag(self, path, module)
                 graph = super().trace(root, concrete_args)
-        except Exception:
+        except FAILURES:
             self._uninstall(set(root._modules) - registered)
             raise
         forget_values(graph)
@@ -165,6 +165,7 @@ class LeafTracer(fx.Tracer):
     ) -> tuple[Callable[..., Any], list[Any]]:
         """Placeholders by name, keyword-only parameters among them; parameters in `self.constants` are no inputs."""
         assert isinstance(self.root, nn.Module)
+        self.graph._graph_namespace.create_name("self", None)  # the compiled forward's own: no node may take it
         signature = inspect.signature(self.root.forward)
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
@@ -243,6 +244,8 @@ class LeafTracer(fx.Tracer):
             return evaluate(lambda: getattr(args[0], str(node.target))(*args[1:], **kwargs))
         assert isinstance(self.root, nn.Module)
         module = self.root.get_submodule(str(node.target))
+        if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+            return UNKNOWN  # compiled code takes no tensors without data
         with undisturbed(module):
             set_training(module, False)
             if not type(module).__module__.startswith("torch.nn."):  # its code may write into its buffers
@@ -275,8 +278,8 @@ class LeafTracer(fx.Tracer):
         try:
             output = super().call_module(m, forward, args, kwargs)
             self._check_assigned(m, path)
-        except Exception as error:
-            reraise_own_fault(error)
+        except FAILURES as error:
+            report_own_fault(error)
             self._roll_back(last)
             self._uninstall(set(self.root._modules) - registered)
             self.module_stack.clear()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from sparsebit.config.schema import ActivationConfig, TensorConfig, WeightConfig
+from sparsebit.graph.graph_module import source_path
 from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec
 from sparsebit.quantization.ops.rows import OpRow
 
@@ -45,7 +46,7 @@ class Plan:
 
 def layer_name(region_path: str, node: fx.Node) -> str:
     """A node's name for configs and reports: its module's path, or the name the graph gave it."""
-    local = str(node.target) if node.op == "call_module" else node.name
+    local = source_path(str(node.target)) if node.op == "call_module" else node.name
     return f"{region_path}.{local}" if region_path else local
 
 

@@ -105,6 +105,7 @@ class SimulatedModel(nn.Module):
         self._folded_layers: list[str] = []  # by batch-norm tuning
         self._ran_source = False
         self.model = captured.model.graph_module if isinstance(captured.model, Region) else captured.model
+        self.training = self.model.training  # a capture anew asks for it
         self.to(self.config.DEVICE)
         self._tell(plan)
 

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from sparsebit.graph.capture import capture
 from sparsebit.graph.example import GuardError, guard
-from sparsebit.graph.failures import describe_failure, forward_line, reraise_own_fault, user_line
+from sparsebit.graph.failures import RAISE_VARIABLE, describe_failure, forward_line, report_own_fault, user_line
+from sparsebit.graph.tracer import LeafTracer
 
 
 class Fails(nn.Module):
@@ -39,11 +41,41 @@ def test_the_running_line_is_the_users() -> None:
     assert user_line().endswith("# this line")  # this line
 
 
-def test_errors_of_our_own_lines_are_not_the_models_fault() -> None:
+def own_fault() -> Exception:
     try:
         guard(1, 2, "here")
     except GuardError as error:
-        with pytest.raises(GuardError):
-            reraise_own_fault(error)
-    reraise_own_fault(failure_of(Fails()))
-    reraise_own_fault(fx.proxy.TraceError("the trace cannot go on"))
+        return error
+    raise AssertionError
+
+
+def test_errors_of_our_own_lines_fail_tests() -> None:
+    with pytest.raises(GuardError):
+        report_own_fault(own_fault())
+    report_own_fault(failure_of(Fails()))
+    report_own_fault(fx.proxy.TraceError("the trace cannot go on"))
+
+
+def test_users_only_get_a_warning_of_them(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.delenv(RAISE_VARIABLE)
+    caplog.set_level("DEBUG")
+    report_own_fault(own_fault())
+    warning, traceback = caplog.records
+    assert warning.levelname == "WARNING" and "example.py:" in warning.getMessage()
+    assert traceback.levelname == "DEBUG" and traceback.exc_info is not None
+
+
+def test_a_fault_in_a_trace_leaves_the_modules_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(RAISE_VARIABLE)
+    monkeypatch.setattr(LeafTracer, "write", lambda *_: 1 / 0)
+
+    class Writes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.clone()
+            y += 1
+            return y
+
+    model, x = nn.Sequential(Writes(), nn.Linear(2, 2)), torch.randn(2, 2)
+    captured = capture(model)
+    assert list(captured.untraced) == ["0"] and "ZeroDivisionError" in captured.untraced["0"].reason
+    torch.testing.assert_close(captured.model(x), model(x))

@@ -25,6 +25,8 @@ def decompose(model: nn.Module) -> nn.Module:
         for name, child in list(parent._modules.items()):
             if child in plain:
                 parent._modules[name] = plain[child]
+        if type(parent) is nn.TransformerEncoder and parent.use_nested_tensor:
+            parent.__class__ = PlainTransformerEncoder
     return plain.get(model, model)  # type: ignore[call-overload, no-any-return]
 
 
@@ -103,6 +105,48 @@ class PlainMultiheadAttention(nn.Module):
 
     def _split(self, x: Tensor, batch: Any, length: Any) -> Tensor:
         return x.reshape(batch, length, self.num_heads, self.head_dim).transpose(1, 2)
+
+
+class PlainTransformerEncoder(nn.TransformerEncoder):
+    """`nn.TransformerEncoder` on padded batches, without the nested tensors that only its fused layers take."""
+
+    def forward(
+        self,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        output = src
+        for layer in self.layers:
+            output = layer(
+                output, src_mask=mask, src_key_padding_mask=src_key_padding_mask, is_causal=is_causal is True
+            )
+        if mask is None and src_key_padding_mask is not None:
+            output = _cleared(output, src_key_padding_mask, self.layers[0].training)
+        return output if self.norm is None else self.norm(output)
+
+
+def _cleared(output: Tensor, padding: Tensor, is_training: bool) -> Tensor:
+    """`clear_padding` at run time: what it depends on is not known to a trace."""
+    if isinstance(output, fx.Proxy):
+        cleared: Tensor = output.tracer.create_proxy("call_function", clear_padding, (output, padding, is_training), {})
+        return cleared
+    return clear_padding(output, padding, is_training)
+
+
+def clear_padding(output: Tensor, padding: Tensor, is_training: bool) -> Tensor:
+    """Zeros at padded positions, as nested tensors leave them: in eval mode, without gradients, padding at the end.
+
+    output (N, L, E), padding (N, L): True or -inf = hidden.
+    """
+    is_plain = is_training or output.dim() != 3 or torch.is_autocast_enabled()
+    if is_plain or (torch.is_grad_enabled() and output.requires_grad):
+        return output
+    hidden = padding if padding.dtype == torch.bool else padding == float("-inf")
+    if not torch.compiler.is_compiling() and bool((hidden[:, :-1] & ~hidden[:, 1:]).any()):
+        return output
+    return output.masked_fill(hidden.unsqueeze(-1), 0.0)
 
 
 def _rank(x: Tensor, usual: int) -> int:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from sparsebit.graph.graph_module import CapturedGraph, share_registries
+from sparsebit.graph.graph_module import CapturedGraph, share_registries, source_path
 from sparsebit.graph.rewrite import sweep
 
 _CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
@@ -48,6 +48,8 @@ def _lift(node: fx.Node, graph_module: fx.GraphModule, layers: dict[Any, str]) -
         return
     if bias is not None and not _is_parameter(bias, graph_module):
         return
+    if kind is nn.Linear and graph_module.get_parameter(str(weight.target)).dim() != 2:
+        return  # F.linear also takes a vector, which gives one value per row
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     if any(isinstance(part, fx.Node) for part in pytree.tree_leaves(options)):
         return
@@ -89,11 +91,11 @@ def _make(
 
 def _owner(weight: fx.Node, bias: fx.Node | None, root: fx.GraphModule) -> nn.Module | None:
     """The module that has just this weight and bias under these names: it shall see what becomes of them."""
-    path, _, name = str(weight.target).rpartition(".")
+    path, _, name = source_path(str(weight.target)).rpartition(".")
     owner = root.source.get_submodule(path) if isinstance(root, CapturedGraph) else None
     if owner is None or name != "weight" or owner._parameters.keys() != {"weight", "bias"}:
         return None
-    given = bias.target if bias is not None else None
+    given = source_path(str(bias.target)) if bias is not None else None
     own = f"{path}.bias".lstrip(".") if owner._parameters["bias"] is not None else None
     return owner if given == own else None
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from sparsebit.graph.graph_module import share_registries
+from sparsebit.graph.graph_module import share_registries, source_path
 from sparsebit.graph.rewrite import sweep
 
 _PARAMETERS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
@@ -34,14 +34,14 @@ def _to_module(node: fx.Node, graph_module: fx.GraphModule, source: nn.Module) -
     path = _owner_path(given)
     if path is None or not isinstance(given["input"], fx.Node):
         return
-    owner = source.get_submodule(path)
+    owner = source.get_submodule(source_path(path))
     base = next((kind for kind in _CLASSES if isinstance(owner, kind)), None)
     if base is None or not isinstance(owner, _BatchNorm) or given.get("eps", 1e-5) != owner.eps:
         return
     if any((given.get(name) is None) != (getattr(owner, name) is None) for name in ("running_var", "weight", "bias")):
         return
     # Only a layer that asked for its mode behaves like its base class in both; a frozen norm has one mode.
-    if given.get("training", False) is not False or path not in graph_module.meta.get("eval_branches", ()):
+    if given.get("training", False) is not False or source_path(path) not in graph_module.meta.get("eval_branches", ()):
         return
     name = f"{path}.norm" if path else "norm"
     if not any(called.target == name for called in graph_module.graph.find_nodes(op="call_module")):

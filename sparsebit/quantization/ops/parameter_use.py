@@ -93,7 +93,8 @@ def _storage(tensor: Tensor) -> int:
 def observe_use(parameters: Mapping[str, Tensor], model: nn.Module, args: Any, kwargs: Any) -> dict[str, int]:
     """`UseOfParameters.summed` of one forward in eval mode, which leaves buffers and random numbers as they were."""
     modes = {module: module.training for module in model.modules()}
-    registries = [(module, dict(module._buffers)) for module in model.modules()]
+    own = (module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule))
+    registries = [(module, dict(module._buffers)) for module in own]
     values = {buffer: buffer.clone() for buffer in model.buffers()}
     devices = {x.device.index for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_cuda}
     try:

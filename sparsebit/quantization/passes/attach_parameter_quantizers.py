@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from sparsebit.config.schema import QuantConfig, WeightConfig
 from sparsebit.errors import SpecError
 from sparsebit.graph.capture import Captured
+from sparsebit.graph.graph_module import source_path
 from sparsebit.graph.rewrite import insert_module_after
 from sparsebit.graph.tracer import LeafPolicy
 from sparsebit.numerics.spec import PerChannel, PerGroup, PerTensor, TensorSpec, num_rows
@@ -98,7 +99,7 @@ def _candidates(captured: Captured, plan: Plan, config: QuantConfig) -> list[_Ca
         for node in root.graph.nodes:
             parameter = attrgetter(str(node.target))(root) if node.op == "get_attr" else None
             if isinstance(parameter, nn.Parameter) and id(parameter) not in known and is_matrix(parameter):
-                inner, _, name = str(node.target).rpartition(".")
+                inner, _, name = source_path(str(node.target)).rpartition(".")
                 owner = region.source.get_submodule(inner)
                 full = ".".join(part for part in (path, inner) if part)
                 candidate = found.setdefault(id(parameter), _Candidate(full, name, owner, parameter))
@@ -107,7 +108,8 @@ def _candidates(captured: Captured, plan: Plan, config: QuantConfig) -> list[_Ca
     for owned in owned_parameters(captured.model):
         if id(owned.parameter) in known or id(owned.parameter) in found or not is_matrix(owned.parameter):
             continue
-        if owned.layer is not None or isinstance(owned.owner, fx.GraphModule) or type(owned.owner) is nn.Module:
+        is_fixed = isinstance(owned.owner, (fx.GraphModule, torch.jit.ScriptModule))  # nothing is put into these
+        if owned.layer is not None or is_fixed or type(owned.owner) is nn.Module:
             continue
         candidate = _Candidate(owned.path, owned.name, owned.owner, owned.parameter)
         row = row_of_module(owned.owner)

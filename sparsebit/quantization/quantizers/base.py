@@ -131,8 +131,8 @@ class Quantizer(TakesOver):
     # --- forward
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` unchanged while off; sizes, indices and masks always pass."""
-        if not isinstance(x, Tensor) or not x.is_floating_point():
+        """`x` unchanged while off; sizes, indices, masks and sparse tensors always pass."""
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.layout is not torch.strided:
             return x
         taken: Gradient | None = None
         if self.handed is not None:

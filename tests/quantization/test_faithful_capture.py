@@ -1,0 +1,197 @@
+"""A quantized copy computes what the model computes, or runs the model's own code and says so."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparsebit.quantization import QuantModel
+from tests.quantization.tiny import qconfig
+
+
+def plain_copy(model: nn.Module, *args: Any, with_example: bool = True) -> QuantModel:
+    """The captured model, quantization off."""
+    return QuantModel(model, qconfig(bits=16), example_inputs=args if with_example else None)
+
+
+def assert_faithful(model: nn.Module, *args: Any, with_example: bool = True) -> QuantModel:
+    """Float, then 16 bits, against the model's own output; gives the quantized model."""
+    model.eval()
+    with torch.no_grad():
+        expected = model(*args)
+        qmodel = plain_copy(model, *args, with_example=with_example)
+        torch.testing.assert_close(qmodel(*args), expected)
+        qmodel.prepare_calibration()
+        qmodel(*args)
+        qmodel.calc_qparams()
+        qmodel.set_quant(w_quant=True, a_quant=True)
+        torch.testing.assert_close(qmodel(*args), expected, rtol=1e-2, atol=1e-2)
+    return qmodel
+
+
+def reasons(qmodel: QuantModel) -> dict[str, str]:
+    return {module.path: module.reason for module in qmodel.coverage.opaque}
+
+
+class Chain(nn.Module):
+    """Linear, a child under any name, linear."""
+
+    def __init__(self, child: nn.Module, name: str = "child") -> None:
+        super().__init__()
+        self.first, self.last, self.name = nn.Linear(8, 8), nn.Linear(8, 8), name
+        self.add_module(name, child)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.get_submodule(self.name)(self.first(x)))
+
+
+class Opaque(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.sum() < 1e9 else x
+
+
+class OwnWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x @ self.weight)
+
+
+both = pytest.mark.parametrize("with_example", [True, False], ids=["example", "no example"])
+
+
+@both
+@pytest.mark.parametrize("name", ["source", "graph", "code", "self", "user_graph", "inputs"])
+def test_children_of_any_name(name: str, with_example: bool) -> None:
+    x = torch.randn(4, 8)
+    for outer in (Chain, Opaque):
+        for child in (nn.Linear(8, 8), OwnWeight(), Chain(OwnWeight(), name)):
+            qmodel = assert_faithful(outer(child, name), x, with_example=with_example)
+            layers = {layer.name for layer in qmodel.coverage.quantized}
+            assert not isinstance(child, nn.Linear) or name in layers
+            assert not isinstance(child, Chain) or f"{name}.first" in layers
+
+
+def test_parameters_of_any_name() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.graph = nn.Linear(8, 8), nn.Parameter(torch.randn(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) * self.graph
+
+    assert "'graph'" in reasons(assert_faithful(Named(), torch.randn(4, 8)))[""]
+
+
+@both
+def test_a_graph_inside_opaque_code_inside_a_graph(with_example: bool) -> None:
+    class Optional(Chain):
+        def forward(self, x: Tensor, scale: float | None = None) -> Tensor:
+            return super().forward(x)
+
+    assert_faithful(Chain(Opaque(Optional(OwnWeight()))), torch.randn(4, 8), with_example=with_example)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@both
+@pytest.mark.parametrize("compiled", ["script", "trace"])
+@pytest.mark.parametrize("outer", [Chain, Opaque])
+def test_scripted_children(outer: type[Chain], compiled: str, with_example: bool) -> None:
+    child, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(4, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.script(child) if compiled == "script" else torch.jit.trace(child, x)
+    assert_faithful(outer(scripted), x, with_example=with_example)
+
+
+@both
+def test_a_linear_function_with_a_vector(with_example: bool) -> None:
+    class Score(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.vector = nn.Linear(8, 8), nn.Parameter(torch.randn(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(self.linear(x), self.vector)
+
+    assert_faithful(Score(), torch.randn(4, 8), with_example=with_example)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@both
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_inputs_and_buffers(layout: torch.layout, with_example: bool) -> None:
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("fixed", torch.eye(4).to_sparse())
+
+        def forward(self, adjacency: Tensor, x: Tensor) -> Tensor:
+            return self.fixed @ self.linear(adjacency @ x)
+
+    adjacency = (torch.rand(4, 4) > 0.5).float().to_sparse(layout=layout)
+    assert_faithful(Graph(), adjacency, torch.randn(4, 8), with_example=with_example)
+
+
+@both
+def test_a_model_that_would_exit_in_a_trace(with_example: bool) -> None:
+    class Exits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if type(x).__name__ != "Tensor" and not hasattr(torch.Tensor, type(x).__name__):
+                sys.exit(3)
+            return self.linear(x)
+
+    assert_faithful(Chain(Exits()), torch.randn(4, 8), with_example=with_example)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("norm", [True, False])
+def test_an_encoder_with_a_padding_mask(nested: bool, norm: bool) -> None:
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+            final = nn.LayerNorm(8) if norm else None
+            self.encoder = nn.TransformerEncoder(layer, 2, norm=final, enable_nested_tensor=nested)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.encoder(x, src_key_padding_mask=mask)
+
+    model, x, mask = Padded().eval(), torch.randn(3, 5, 8), torch.zeros(3, 5, dtype=torch.bool)
+    qmodel = plain_copy(model, x, mask)
+    for hidden in (slice(3, 5), slice(0, 2)):  # padding at the end, and elsewhere
+        mask.zero_()[0, hidden] = True
+        with torch.no_grad():
+            torch.testing.assert_close(qmodel(x, mask), model(x, mask), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(qmodel(x, mask), model(x, mask), rtol=1e-4, atol=1e-5)
+    assert not reasons(qmodel)
+
+
+def test_a_capture_anew_keeps_the_mode() -> None:
+    class Optional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.dropout = nn.Linear(8, 8), nn.Dropout(0.5)
+
+        def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+            x = self.dropout(self.linear(x))
+            return x if scale is None else x * scale
+
+    model, x = Optional().eval(), torch.randn(4, 8)
+    qmodel = QuantModel(model, qconfig())
+    torch.testing.assert_close(qmodel(x, x), model(x, x))
