@@ -18,6 +18,7 @@ from sparsebit.cli.options import Arguments
 from sparsebit.cli.trial import Trial, run_first
 from sparsebit.config.rules import format_of
 from sparsebit.config.schema import QuantConfig
+from sparsebit.errors import ConfigError
 from sparsebit.quantization.quant_config import as_qconfig, require_device
 from sparsebit.quantization.quant_model import QuantModel
 
@@ -70,7 +71,10 @@ def read_config(source: str, device: str | None = None) -> QuantConfig:
     config = as_qconfig(source)
     if device is not None:
         config = config.replace("DEVICE", device)
-    require_device(config)
+    try:
+        require_device(config)
+    except ConfigError as fault:
+        raise ConfigError(f"{fault}; on the command line, --device cpu goes before the config") from None
     return config
 
 
