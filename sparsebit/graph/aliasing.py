@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from sparsebit.graph.hidden_writes import function_may_write, module_may_write
 from sparsebit.graph.patterns import module_of
+from sparsebit.graph.view_ops import may_be_view, may_hold_view
 
 # What an in-place operator does, out of place.
 OPERATORS: dict[Any, Callable[..., Any]] = {
@@ -22,16 +23,6 @@ OPERATORS: dict[Any, Callable[..., Any]] = {
     )
 }  # fmt: skip
 _WRITING_DUNDERS = {"__setitem__", *(f"__{operation.__name__}__" for operation in OPERATORS)}
-# Ops whose result may be (a view of) their first input.
-_VIEWS = {
-    "adjoint", "alias", "alpha_dropout", "as_strided", "atleast_1d", "atleast_2d", "atleast_3d", "bfloat16",
-    "broadcast_to", "chunk", "contiguous", "cpu", "cuda", "data", "detach", "diagonal", "double", "dropout",
-    "dropout1d", "dropout2d", "dropout3d", "expand", "expand_as", "feature_alpha_dropout", "flatten", "float",
-    "getitem", "H", "half", "hsplit", "imag", "mH", "moveaxis", "movedim", "mT", "narrow", "permute", "pos",
-    "positive", "ravel", "real", "reshape", "reshape_as", "select", "split", "split_with_sizes", "squeeze",
-    "swapaxes", "swapdims", "T", "t", "tensor_split", "to", "transpose", "type", "type_as", "unbind",
-    "unflatten", "unfold", "unsqueeze", "values", "view", "view_as", "vsplit",
-}  # fmt: skip
 _PASSING = (nn.Identity, nn.Flatten, nn.Unflatten, nn.modules.dropout._DropoutNd)
 
 
@@ -58,10 +49,12 @@ def may_alias(node: fx.Node, root: fx.GraphModule) -> Iterator[fx.Node]:
         if isinstance(module, _PASSING) or not of_torch or getattr(module, "inplace", False) is True:
             yield from node.all_input_nodes
     elif node.op in ("call_function", "call_method"):
-        name = node.args[1] if node.target is getattr else getattr(node.target, "__name__", node.target)
+        name = str(getattr(node.target, "__name__", node.target))
         if name == "broadcast_tensors":
             yield from node.all_input_nodes
-        elif name in _VIEWS or overwritten(node, root) is not None:
+        elif node.target is getattr:
+            yield from node.all_input_nodes[:1] if may_hold_view(str(node.args[1])) else ()
+        elif may_be_view(name) or overwritten(node, root) is not None:
             yield from node.all_input_nodes[:1]
 
 

@@ -86,6 +86,10 @@ def compare(call: int, expected: Leaves, got: Leaves, limit: float, what: str) -
         raise Different(f"call {call}, {what}: {found}")
 
 
+def without_hooks(outcome: Leaves) -> Leaves:
+    return [(path, value) for path, value in outcome if not path.startswith("['hooks']")]
+
+
 def floor(expected: Leaves) -> float:
     """A range below which a tensor counts as zero.
 

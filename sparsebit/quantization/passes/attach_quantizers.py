@@ -84,6 +84,10 @@ class _RegionAttacher:
             else:
                 self._stand_alone(group)
         taught = [node for node in self.plan.inputs if self.rows[node].implementation is not None]
+        for node in inside:
+            for source in self.plan.inputs[node]:
+                if self.writes.any_behind(node, source):
+                    self._copy_for(node, source)
         for node in dict.fromkeys([*inside, *self.plan.weights, *taught, *self.plan.gates]):
             self._wrap(node, self.rows[node], inside.get(node), self.plan.weights.get(node))
         self.root.graph.lint()
@@ -151,10 +155,14 @@ class _RegionAttacher:
         if group.num_writes:
             first = self.writes.first(group.consumers)
             node = insert_module_before(self.root, first, before, name, QIdentity(quantizer))
+            is_written = self.writes.any_behind(first, group.source)
         else:
             node = insert_module_after(self.root, before, name, QIdentity(quantizer))
+            is_written = self.writes.any_after(group.source)
         for reader in readers:
             reader.replace_input_with(before, node)
+        if is_written:
+            self._copy_for(node, before)
         if group.is_output:
             self.quantized_outputs[group.source] = node
             self.outputs.setdefault(group.source, (quantizer, group.config))
@@ -163,6 +171,12 @@ class _RegionAttacher:
     def _divides_by(self, source: fx.Node, reader: fx.Node) -> bool:
         """Whether the reader must not see zeros that rounding has made."""
         return reader in self.divisor_makers or source in reads_as_divisor(reader)
+
+    def _copy_for(self, node: fx.Node, source: fx.Node) -> None:
+        """Let a quantizer read a copy of memory that is written later: the backward needs what it has read."""
+        with self.root.graph.inserting_before(node):
+            copied = self.root.graph.call_method("clone", (source,))
+        node.replace_input_with(source, copied)
 
     def _wrap(
         self, node: fx.Node, row: OpRow, activation: ActivationConfig | None, weight: WeightConfig | None

@@ -37,6 +37,11 @@ class Writes:
         places = self._written_at(source)
         return bool(places) and places[-1] > self._order[source]
 
+    def any_behind(self, reader: fx.Node, source: fx.Node) -> bool:
+        """Whether the memory of `source` is written after `reader` has run."""
+        places = self._written_at(source)
+        return bool(places) and places[-1] > self._order[reader]
+
     def first(self, readers: list[fx.Node]) -> fx.Node:
         """The reader that runs first."""
         return min(readers, key=self._order.__getitem__)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -240,3 +241,16 @@ def test_the_caller_sees_what_is_written_into_its_tensor() -> None:
     x = X.clone()
     graph_module(x)
     assert torch.equal(x, X + 1)
+
+
+def test_the_caller_sees_what_is_written_into_the_field_of_an_input() -> None:
+    def forward(self: Any, batch: Any) -> Tensor:
+        batch.first.add_(1)
+        torch.view_as_complex(batch.second.unflatten(-1, (-1, 2))).mul_(2)
+        return self.linear(batch.second)
+
+    _, graph_module = rewritten(forward)
+    batch = SimpleNamespace(first=X.clone(), second=X.clone())
+    graph_module(batch)
+    assert torch.equal(batch.first, X + 1)
+    assert torch.equal(batch.second, X * 2)

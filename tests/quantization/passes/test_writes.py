@@ -305,3 +305,39 @@ def test_layer_by_layer_calibration_sees_the_same(code: Code) -> None:
         qmodel = calibrated(model, [batch.clone()], qconfig(ADDS, bits=16), asym=True)
         forget(model, qmodel)
         torch.testing.assert_close(qmodel(batch.clone()), model(batch.clone()), atol=2e-3, rtol=2e-3)
+
+
+def _after_a_sum(m: Program, x: Tensor) -> Tensor:
+    y = x + x
+    torch.sigmoid_(x)
+    return m.a(y)
+
+
+def _of_itself(m: Program, x: Tensor) -> Tensor:
+    x[...] = x + 1
+    return x * 2
+
+
+def _through_a_view(m: Program, x: Tensor) -> Tensor:
+    y = m.a(x)
+    z = y + x
+    y.detach().unsqueeze(0).neg_()
+    return m.b(z)
+
+
+def _inside_a_layer(m: Program, x: Tensor) -> Tensor:
+    y = torch.tanh(x)
+    x.zero_()
+    return y
+
+
+@pytest.mark.parametrize("code", [_after_a_sum, _of_itself, _through_a_view, _inside_a_layer])
+def test_what_a_quantizer_has_read_is_kept_for_the_backward(code: Code) -> None:
+    model, x = Program(code), torch.randn(6, 8)
+    qmodel = calibrated(model, [x.clone()], qconfig({"A.QADD.ENABLE_QUANT": True}, bits=16)).train()
+    gradients = []
+    for one in (model, qmodel):
+        leaf = x.clone().requires_grad_()
+        one(leaf * 0.9).square().sum().backward()
+        gradients.append(leaf.grad)
+    assert torch.allclose(*gradients, rtol=1e-2, atol=1e-2)
