@@ -13,11 +13,12 @@ from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
-import sparsebit.quantization.quant_config  # noqa: F401  (files the built-in quantizers and observers)
 from sparsebit.backends import BACKENDS, NumberRules
 from sparsebit.config.fields import Names, describe, section_of, walk
 from sparsebit.config.rules import quantizers_for, schemes
 from sparsebit.config.schema import QuantConfig
+from sparsebit.deploy.runtimes import PROFILES
+from sparsebit.quantization.quant_config import parse_qconfig
 from sparsebit.registry import OBSERVERS
 
 PAGE = Path(__file__).resolve().parent / "reference" / "config.md"
@@ -70,6 +71,15 @@ A:
 - Every override obeys the rules of the backend, also where one of `W` and one of `A` meet in one layer.
 - A glob that matches no layer is a warning that lists near names.
 
+## Defaults per backend
+
+Some defaults are the backend's. The first rows are what a key has where your config does not write it; the last is what
+a backend's name alone means as a config (`parse_qconfig("onnxruntime")`, `-c onnxruntime`). `NAME-weights-only` is the
+same with `A.QUANTIZER.DISABLE: true`: it needs no calibration data. `weights-only` is short for
+`onnxruntime-weights-only`.
+
+{defaults}
+
 ## What the backends run
 
 {backends}
@@ -86,7 +96,8 @@ and batch norms are not folded until the tuning has ended, whatever `SCHEDULE.FU
 
 def render() -> str:
     """The whole page."""
-    return TEMPLATE.format(keys="\n\n".join(_key_tables()), backends=_table(_backend_rows()))
+    tables = {"backends": _table(_backend_rows()), "defaults": _table(_default_rows())}
+    return TEMPLATE.format(keys="\n\n".join(_key_tables()), **tables)
 
 
 def _key_tables() -> Iterator[str]:
@@ -127,6 +138,22 @@ def _backend_rows() -> Iterator[tuple[str, ...]]:
         for noun, rules in kinds.items():
             allowed = [scheme for scheme in schemes(rules) if noun != "activations" or "group" not in scheme]
             yield f"`{backend.name}`", noun, _bits(rules), ", ".join(allowed)
+
+
+def _default_rows() -> Iterator[tuple[str, ...]]:
+    profiles = [PROFILES[name] for name in BACKENDS]
+    yield "key", *(f"`{profile.name}`" for profile in profiles)
+    yield "`A.QSCHEME`", *(f"`{_activation_scheme(profile.name)}`" for profile in profiles)
+    yield "`SCHEDULE.FUSE_BN`", *(f"`{str(profile.folds_batchnorm).lower()}`" for profile in profiles)
+    adds = ("`false`" if profile.inputs is None else "adds that a convolution feeds" for profile in profiles)
+    yield "`A.QADD.ENABLE_QUANT`", *adds
+    bits = ((config.W.QUANTIZER.BIT, config.A.QUANTIZER.BIT) for config in map(parse_qconfig, BACKENDS))
+    yield "the name alone", *(f"W{weight} A{activation}, batch norms folded" for weight, activation in bits)
+
+
+def _activation_scheme(backend: str) -> str:
+    bits = {"QUANTIZER": {"BIT": 8}}
+    return parse_qconfig({"BACKEND": backend, "W": bits, "A": bits}).A.QSCHEME
 
 
 def _bits(rules: NumberRules) -> str:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
+    from sparsebit.config.schema import QuantConfig
     from sparsebit.records import Coverage
 
 app = typer.Typer(help="Configs: check them, see what they do.", no_args_is_help=True)
@@ -33,7 +34,7 @@ def check(
             "--model",
             "-m",
             metavar="MODULE:FACTORY",
-            help="Also show what is quantized in this model, and what is not.",
+            help="Also show what is quantized in this model, what is not, and which SPECIFIC entry won for each layer.",
         ),
     ] = None,
     model_args: options.ModelArgs = None,
@@ -60,14 +61,50 @@ def check(
         record: dict[str, Any] = {"config": qconfig.to_dict(defaults=True)}
         shown: list[RenderableType] = []
         if full and not json:
-            out.raw(qconfig.to_yaml(defaults=True))
+            out.raw(_full_yaml(qconfig))
         if model is not None:
-            coverage = planned(model, model_args, config, data).coverage
+            qmodel = planned(model, model_args, config, data)
+            coverage = qmodel.coverage
             record["coverage"] = coverage.to_dict()
-            shown = _plan(coverage)
+            record["specific"] = winners = _winners(qconfig, coverage)
+            shown = [*_specific(winners), *_plan(coverage)]
         if not quiet:
             out.remark(f"{config} is right: {formats(qconfig)}")
         out.result(record, *shown)
+
+
+def _full_yaml(config: QuantConfig) -> str:
+    """The config with its defaults; what the backend decides layer by layer is left to it, in a comment."""
+    import yaml
+
+    values = config.to_dict(defaults=True)
+    comment = ""
+    if config.BACKEND != "virtual" and not config.is_set("A.QADD.ENABLE_QUANT"):
+        values["A"].pop("QADD")
+        comment = (
+            f"# A.QADD.ENABLE_QUANT is left out: {config.BACKEND} quantizes the adds that it runs in integers.\n"
+        )
+    if config.BACKEND != "virtual" and not config.is_set("SCHEDULE.FUSE_BN"):
+        values["SCHEDULE"].pop("FUSE_BN")
+    return comment + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def _winners(config: QuantConfig, coverage: Coverage) -> dict[str, dict[str, str]]:
+    """By layer, the glob of `W.SPECIFIC` and of `A.SPECIFIC` that it goes by; layers without one are left out."""
+    names = [*(layer.name for layer in coverage.quantized), *(layer.name for layer in coverage.float_layers)]
+    found = {}
+    for name in names:
+        entries = {"W": config.winner("W", name), "A": config.winner("A", name)}
+        if globs := {kind: override.glob for kind, override in entries.items() if override is not None}:
+            found[name] = globs
+    return found
+
+
+def _specific(winners: dict[str, dict[str, str]]) -> list[RenderableType]:
+    table = _table("layer", "W.SPECIFIC", "A.SPECIFIC")
+    for name, globs in winners.items():
+        _add_row(table, name, *(globs.get(kind, "-") for kind in ("W", "A")))
+    return [table] if winners else []
 
 
 def _plan(coverage: Coverage) -> list[RenderableType]:

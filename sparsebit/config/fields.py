@@ -27,23 +27,33 @@ class OneOf:
 
     @classmethod
     def fixed(cls, *names: str, canonical: Callable[[str], str] = str.lower) -> OneOf:
-        return cls(lambda: names, canonical)
+        def checked(value: str) -> str:
+            if canonical(value) not in names:
+                raise ValueError(f"not one of {', '.join(names)}")
+            return canonical(value)
+
+        return cls(lambda: names, checked)
 
     @classmethod
-    def registered(cls, registry: Registry[object]) -> OneOf:
-        """The names that are registered at the time of the check, not at the time of the import."""
-        return cls(registry.names, registry.canonical)
+    def registered(cls, registry: Registry[object], target: str = "") -> OneOf:
+        """The names that are registered at the time of the check, not at the time of the import.
+
+        `target`: those are listed whose class is made for it (`TARGETS`); the others are left to the rules.
+        """
+        return cls(lambda: registered_for(registry, target), registry.canonical)
 
     def __call__(self, value: object) -> object:
         if not isinstance(value, str):
             return value
-        name = self.canonical(value)
-        if name not in self.names():
-            raise ValueError(f"not one of {', '.join(self.names())}")
-        return name
+        return self.canonical(value)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_before_validator_function(self, handler(source))
+
+
+def registered_for(registry: Registry[object], target: str = "") -> list[str]:
+    """The registered names whose class is made for a target: it says so in TARGETS, one that does not is for all."""
+    return [name for name in registry if not target or target in getattr(registry.get(name), "TARGETS", (target,))]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from sparsebit.backends import BACKENDS, FORMATS, Format, NumberRules
 from sparsebit.config.faults import MISSING, Fault
+from sparsebit.config.fields import registered_for
 from sparsebit.config.tensor_config import Kind, TensorConfig
 from sparsebit.registry import OBSERVERS, QUANTIZERS
 
@@ -46,9 +47,7 @@ def schemes(rules: NumberRules) -> list[str]:
 
 def quantizers_for(kind: Kind) -> list[str]:
     """The quantizers made for weights or activations: a class says so in TARGETS, one that does not is for both."""
-    return [
-        name for name in QUANTIZERS if _TARGETS[kind] in getattr(QUANTIZERS.get(name), "TARGETS", _TARGETS.values())
-    ]
+    return registered_for(QUANTIZERS, _TARGETS[kind])
 
 
 def _bits(kind: Kind, tensor: TensorConfig) -> Iterator[Fault]:
@@ -66,7 +65,8 @@ def _bits(kind: Kind, tensor: TensorConfig) -> Iterator[Fault]:
 def _quantizer(kind: Kind, tensor: TensorConfig) -> Iterator[Fault]:
     name, allowed = tensor.QUANTIZER.TYPE, quantizers_for(kind)
     if name not in allowed:
-        yield _fault(kind, "QUANTIZER.TYPE", name, f"not made for {_NOUNS[kind]}s; allowed: {', '.join(allowed)}")
+        reason = f"not made for {_NOUNS[kind]}s; allowed: {', '.join(allowed)}"
+        yield _fault(kind, "QUANTIZER.TYPE", name, f"{reason}; write {kind}.QUANTIZER.TYPE: uniform")
 
 
 def format_of(tensor: TensorConfig) -> Format:

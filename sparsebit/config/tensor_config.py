@@ -33,12 +33,18 @@ class QuantizerConfig(Section):
 
 
 class WeightQuantizer(QuantizerConfig):
+    TYPE: Annotated[str, OneOf.registered(QUANTIZERS, "weight")] = Field(
+        "uniform", description="The quantizer; `register_quantizer` adds more."
+    )
     GROUP_SIZE: int = Field(
         128, ge=1, description="How many consecutive weights share a scale, if QSCHEME is per-group."
     )
 
 
 class ActivationQuantizer(QuantizerConfig):
+    TYPE: Annotated[str, OneOf.registered(QUANTIZERS, "feature")] = Field(
+        "uniform", description="The quantizer; `register_quantizer` adds more."
+    )
     PACT: Pact = Field(default_factory=Pact, description="Options of the quantizer `pact`.")
 
 

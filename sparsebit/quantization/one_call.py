@@ -63,7 +63,8 @@ def quantize(
     with torch.no_grad():
         for args, kwargs in track(counted, "calibration"):
             qmodel(*args, **kwargs)
-    counted.warn_of_few()
+    if not qconfig.A.QUANTIZER.DISABLE:
+        counted.warn_of_few()
     qmodel.calc_qparams(asym=asym)
     qmodel.set_quant(w_quant=True, a_quant=True)
     return qmodel

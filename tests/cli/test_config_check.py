@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from torch import Tensor, nn
 
-from sparsebit.quantization import parse_qconfig
+from sparsebit.quantization import QuantModel, parse_qconfig
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Sparsebit
@@ -43,7 +45,23 @@ def test_rule_of_the_backend(sparsebit: Sparsebit, config: Path) -> None:
 def test_full_of_a_backend_is_a_config_to_start_from(sparsebit: Sparsebit, backend: str) -> None:
     answer = sparsebit("config", "check", backend, "--full")
     assert answer.code == 0
-    assert backend == parse_qconfig(answer.out).BACKEND
+    config = parse_qconfig(answer.out)
+    assert backend == config.BACKEND and config.is_set("W.OBSERVER.PERCENTILE.ALPHA")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # its own profile has nothing against it
+        QuantModel(AddedTwice(), config.replace("DEVICE", "cpu"))
+
+
+class AddedTwice(nn.Module):
+    """An add behind a convolution, which runtimes quantize, and one that they leave alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.fc = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (self.norm(self.conv(x)) + x).mean((2, 3))
+        return self.fc(y) + y
 
 
 def test_plan(sparsebit: Sparsebit, config: Path) -> None:
@@ -54,6 +72,17 @@ def test_plan(sparsebit: Sparsebit, config: Path) -> None:
     assert rows["stem.0"] == ["QConv2d", "int4", "uint8", "-"] and rows["head"] == ["QLinear", "int8", "uint8", "-"]
     assert rows["add"] == ["A.QADD.ENABLE_QUANT", "is", "off"]
     assert answer.out.endswith("3 of 3 weighted layers are quantized\n")
+
+
+def test_which_entry_won(sparsebit: Sparsebit, config: Path) -> None:
+    specific = "SPECIFIC: [{head: [QUANTIZER.BIT, 8]}, {'*': [QUANTIZER.BIT, 2]}]"
+    config.write_text(RIGHT.replace("4}", f"4}}, {specific}"))
+    answer = sparsebit("config", "check", "config.yaml", "-m", "own_project:Net")
+    assert answer.code == 0, answer.err
+    rows = [line.split() for line in answer.out.splitlines()]
+    assert ["head", "head", "-"] in rows and ["stem.0", "*", "-"] in rows
+    record = sparsebit("config", "check", "config.yaml", "-m", "own_project:Net", "--json").json
+    assert record["specific"]["head"] == {"W": "head"} and record["specific"]["stem.0"] == {"W": "*"}
 
 
 def test_glob_without_a_layer_is_a_warning(sparsebit: Sparsebit, config: Path) -> None:

@@ -17,7 +17,7 @@ from sparsebit.config.schema import QuantConfig
         ("SCHEDULE.FUSE_BN", "true or false"),
         ("W.QUANTIZER.BIT", "a whole number, 1 to 16"),
         ("W.QUANTIZER.GROUP_SIZE", "a whole number, at least 1"),
-        ("W.QUANTIZER.TYPE", "dorefa, lsq, lsq+, pact, uniform"),
+        ("W.QUANTIZER.TYPE", "dorefa, lsq, lsq+, uniform"),
         ("A.OBSERVER.PERCENTILE.ALPHA", "a number, at least 0, below 0.5"),
         ("A.QUANTIZER.PACT.ALPHA_VALUE", "a number, above 0"),
         ("A.OBSERVER.LAYOUT", "NCHW, NLC"),

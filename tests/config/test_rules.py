@@ -151,8 +151,8 @@ class TestQuantizers:
         ],
     )
     def test_not_made_for_it(self, kind: str, name: str, noun: str, allowed: str, message: Told) -> None:
-        expected = f"{kind}.QUANTIZER.TYPE={name}: not made for {noun}; allowed: {allowed}"
-        assert message({f"{kind}.QUANTIZER.TYPE": name}) == expected
+        expected = f"{kind}.QUANTIZER.TYPE={name}: not made for {noun}; allowed: {allowed}; write {kind}.QUANTIZER.TYPE"
+        assert message({f"{kind}.QUANTIZER.TYPE": name}) == f"{expected}: uniform"
         assert " at fc: not made for" in message({f"{kind}.SPECIFIC": [{"fc": ["QUANTIZER.TYPE", name]}]})
 
     def test_made_for_both(self) -> None:

@@ -152,7 +152,7 @@ class TestResolve:
             ),
             (
                 ["QUANTIZER.TYPE", "unifrom"],
-                "A.QUANTIZER.TYPE='unifrom' at fc: allowed: dorefa, lsq, lsq+, pact, uniform",
+                "A.QUANTIZER.TYPE='unifrom' at fc: allowed: lsq, lsq+, pact, uniform",
             ),
             (
                 ["QUANTIZER", {"BIT": 4}],

@@ -79,7 +79,7 @@ def test_spellings(key: str, given: object, kept: object) -> None:
         ("W.QUANTIZER.DISABLE", "true", "take the quotes off"),
         ("W.QUANTIZER.DISABLE", 1, "W.QUANTIZER.DISABLE=1: allowed: true or false"),
         ("W.QUANTIZER.GROUP_SIZE", 0, "W.QUANTIZER.GROUP_SIZE=0: allowed: a whole number, at least 1"),
-        ("W.QUANTIZER.TYPE", "unifrom", "allowed: dorefa, lsq, lsq+, pact, uniform; did you mean uniform?"),
+        ("W.QUANTIZER.TYPE", "unifrom", "allowed: dorefa, lsq, lsq+, uniform; did you mean uniform?"),
         ("W.QUANTIZER.TYPE", 8, "W.QUANTIZER.TYPE=8: allowed: dorefa, lsq"),
         ("W.QUANTIZER", 8, "W.QUANTIZER=8: allowed: a mapping of TYPE, BIT, DISABLE, GROUP_SIZE"),
         ("A.OBSERVER", None, "nothing stands after the colon: write a value, or take the key out"),
