@@ -81,9 +81,7 @@ def _full_yaml(config: QuantConfig) -> str:
     comment = ""
     if config.BACKEND != "virtual" and not config.is_set("A.QADD.ENABLE_QUANT"):
         values["A"].pop("QADD")
-        comment = (
-            f"# A.QADD.ENABLE_QUANT is left out: {config.BACKEND} quantizes the adds that it runs in integers.\n"
-        )
+        comment = f"# A.QADD.ENABLE_QUANT is left out: {config.BACKEND} quantizes the adds that it runs in integers.\n"
     if config.BACKEND != "virtual" and not config.is_set("SCHEDULE.FUSE_BN"):
         values["SCHEDULE"].pop("FUSE_BN")
     return comment + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from sparsebit.config.reading import Source
 from sparsebit.config.schema import QuantConfig
 from sparsebit.errors import CaptureError, SparsebitError
 from sparsebit.execution.batches import Call, as_call, to_device
@@ -59,7 +60,7 @@ class VerifiedModel(SimulatedModel):
     def __init__(
         self,
         model: nn.Module,
-        config: QuantConfig,
+        config: Source | QuantConfig,
         *,
         example_inputs: Any = None,
         verify: bool | Literal["calibration"] = True,

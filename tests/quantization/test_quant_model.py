@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsebit.errors import CalibrationError, CaptureError
+from sparsebit.errors import CalibrationError, CaptureError, ConfigError
 from sparsebit.quantization import QuantModel, parse_qconfig
 from tests.quantization.tiny import Block, Opaque, Residual, TwoLayers, calibrated, qconfig, run, site, sites
 
@@ -66,13 +66,23 @@ class TestConstruction:
         ("model", "config", "message"),
         [
             (F.relu, qconfig(), "QuantModel wants an nn.Module, not function"),
-            (nn.ReLU(), {}, r"QuantModel wants the config that parse_qconfig\(\) gives, not dict"),
+            (nn.ReLU(), 3, "a config cannot be read from int: give the path of a YAML file, a dict, or YAML text"),
         ],
-        ids=["function", "dict"],
+        ids=["function", "number"],
     )
     def test_other_things_are_refused(self, model: Any, config: Any, message: str) -> None:
-        with pytest.raises(CaptureError, match=message):
+        with pytest.raises((CaptureError, ConfigError), match=message):
             QuantModel(model, config)
+
+    @pytest.mark.parametrize("form", ["open file", "path"])
+    def test_diagrams_go_to_files(self, form: str, tmp_path: Path) -> None:
+        qmodel, path = QuantModel(nn.Sequential(nn.Linear(2, 2)), qconfig()), tmp_path / "graph.mmd"
+        if form == "path":
+            diagram = qmodel.dump_mermaid(path)
+        else:
+            with path.open("w") as file:
+                diagram = qmodel.dump_mermaid(file)
+        assert path.read_text() == diagram and "QLinear" in diagram
 
     def test_the_flow_of_the_spec_verbatim(self) -> None:
         fp32_model = Residual().eval()
