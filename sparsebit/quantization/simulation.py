@@ -123,7 +123,7 @@ class SimulatedModel(nn.Module):
             if not any(LeafPolicy(skip=(glob,)).is_skipped(path) for path in paths)
         )
         for message in (*map(str, self.config.unmatched_globs(plan.layers)), *skips, *plan.warnings):
-            warnings.warn(message, stacklevel=7)
+            warnings.warn(message, stacklevel=8)
         coverage = self.coverage
         log.info("captured: %s; %s", str(coverage).splitlines()[0], coverage.weights)
 
