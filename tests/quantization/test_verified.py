@@ -383,3 +383,18 @@ def test_changed_weights_are_not_lost_in_a_new_capture() -> None:
         qmodel.get_parameter("model.fc.op.weight").zero_()
     with pytest.raises(CaptureError, match="would be lost"):
         qmodel(x)
+
+
+def test_parameters_of_an_untouched_module_are_not_quantized() -> None:
+    class Picky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.table = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.fc(x) if type(self.fc) is nn.Linear else x
+            return x @ self.table if x.sum() < 1e9 else x
+
+    model, x = Picky().eval(), torch.randn(4, 8)
+    qmodel = calibrated(model, [x], qconfig(bits=2), example_inputs=x)
+    torch.testing.assert_close(qmodel(x), model(x))

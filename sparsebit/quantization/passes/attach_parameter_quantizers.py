@@ -92,7 +92,7 @@ def attach_parameter_quantizers(captured: Captured, plan: Plan, config: QuantCon
 
 def _candidates(captured: Captured, plan: Plan, config: QuantConfig) -> list[_Candidate]:
     known = quantizers_of_parameters(captured.model)
-    policy = LeafPolicy(skip=config.SKIP_TRACE_MODULES)
+    policy = LeafPolicy(skip=config.SKIP_TRACE_MODULES, untouched=captured.untouched)
     found: dict[int, _Candidate] = {}
     for path, region in captured.regions.items():
         root = region.graph_module
