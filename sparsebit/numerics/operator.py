@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from sparsebit.errors import SpecError
@@ -77,6 +78,9 @@ def fake_quantize(
     Where nobody watches, the same functions are called without that detour.
     """
     if is_watched(x, scale, zero_point):
+        if is_transformed() and not torch.compiler.is_compiling():
+            _needs_grad(x, scale, zero_point, gradient, tag)  # which checks the arguments
+            return _transformed(x, scale, zero_point, (axis, group_size, qmin, qmax, gradient, tag))[0]
         return OPERATOR(x, scale, zero_point, axis, group_size, qmin, qmax, gradient, tag)
     if _needs_grad(x, scale, zero_point, gradient, tag):
         return _record(x, scale, zero_point, (axis, group_size, qmin, qmax, gradient, tag))
@@ -245,7 +249,7 @@ class _FakeQuantize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (_gradients_once if torch.is_grad_enabled() else _gradients)(ctx, grad)
+        return (_gradients_with_history if torch.is_grad_enabled() else _gradients)(ctx, grad)
 
 
 class _WatchedFakeQuantize(_FakeQuantize):
@@ -258,6 +262,64 @@ class _WatchedFakeQuantize(_FakeQuantize):
         return _below_autograd(x, scale, zero_point, *rest)
 
 
+class _TransformedFakeQuantize(torch.autograd.Function):
+    """For `torch.func` (grad, vmap, jvp, hessian, ...) and forward-mode derivatives: by `x` alone.
+
+    The derivative is a constant mask, so that derivatives of any order and direction follow from products with it.
+    """
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+        """One after the other: scales of channels and groups keep their axis."""
+        tensors, dims = inputs[:3], in_dims[:3]
+        found = []
+        for index in range(info.batch_size):
+            each = (t if dim is None else t.select(dim, index) for t, dim in zip(tensors, dims, strict=True))
+            found.append(_transformed(*each, inputs[3]))
+        values, masks = zip(*found, strict=True)
+        return (torch.stack(values), torch.stack(masks)), (0, 0)
+
+    @staticmethod
+    def forward(x: Tensor, scale: Tensor, zero_point: Tensor, rest: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        *grid, gradient, _ = rest
+        arguments = (torch.ones_like(x), x, scale, zero_point, *grid, gradient, True, False, False)
+        return OPERATOR(x, scale, zero_point, *rest), _fake_quantize_backward(*arguments)[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        *_, gradient, tag = inputs[3]
+        ctx.learns, ctx.tag = gradient in LEARNING, tag
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(output[1])
+        ctx.save_for_forward(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        if ctx.learns and any(ctx.needs_input_grad[1:3]):
+            raise SpecError(_BY_X_ALONE.format(ctx.tag or "fake_quantize"))
+        (mask,) = ctx.saved_tensors
+        return torch.where(mask > 0, grad, 0.0), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, x: Tensor | None, scale: Tensor | None, zero_point: Tensor | None, _: Any) -> tuple[Any, None]:
+        if ctx.learns and (scale is not None or zero_point is not None):
+            raise SpecError(_BY_X_ALONE.format(ctx.tag or "fake_quantize"))
+        (mask,) = ctx.saved_tensors
+        return torch.zeros_like(mask) if x is None else torch.where(mask > 0, x, 0.0), None
+
+
+_BY_X_ALONE = (
+    "{}: torch.func and forward-mode differentiation give fake-quant's derivative by its input alone, not by a learned "
+    "scale or zero point; use loss.backward(), or hold the scales with qmodel.freeze('scales')"
+)
+_transformed: Callable[..., tuple[Tensor, Tensor]] = _TransformedFakeQuantize.apply
+
+
+def is_transformed() -> bool:
+    """Whether `torch.func` or forward-mode differentiation is at work."""
+    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+
+
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, scale, zero_point = ctx.saved_tensors
     *grid, gradient, _ = ctx.rest
@@ -265,6 +327,21 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _gradients_once = once_differentiable(_gradients)
+
+
+def _gradients_with_history(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """For derivatives of derivatives: what goes to `x` is a constant mask of the gradient."""
+    if any(ctx.needs_input_grad[1:3]):
+        return _gradients_once(ctx, grad)
+    x, scale, zero_point = ctx.saved_tensors
+    *grid, gradient, _ = ctx.rest
+    with torch.no_grad():
+        ones = torch.ones_like(x)
+        mask = gradients_of(ones, x, scale, zero_point, tuple(grid), gradient, (True, False, False))[0]
+    assert mask is not None
+    return torch.where(mask > 0, grad, 0.0), None, None, None
+
+
 # Without the detour through Python that `Function.apply` makes for functorch's sake: those are who watches.
 _record: Callable[..., Tensor] = super(torch.autograd.Function, _FakeQuantize).apply
 _record_watched: Callable[..., Tensor] = _WatchedFakeQuantize.apply
@@ -298,7 +375,7 @@ def is_watched(x: Tensor, scale: Tensor, zero_point: Tensor) -> bool:
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
-        or torch._C._functorch.maybe_current_level() is not None
+        or is_transformed()
         or torch._C._get_tracing_state() is not None
         or type(x) not in _PLAIN_TYPES
         or type(scale) not in _PLAIN_TYPES

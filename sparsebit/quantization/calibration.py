@@ -52,6 +52,7 @@ class CalibrationRunner:
     def prepare(self) -> None:
         for quantizer in self.features:
             quantizer.observer.reset()
+            quantizer.saw_infinity = False
             quantizer.observing = True
         if self.inputs is not None:
             self._handle = self.model.register_forward_pre_hook(self._copy_inputs, with_kwargs=True)
@@ -74,6 +75,19 @@ class CalibrationRunner:
         if self.features and not sum(gather(self.num_batches)):
             raise CalibrationError(
                 "no batch was run since prepare_calibration(); run the model on a few batches, then call calc_qparams()"
+            )
+        saw_any = any(q.saw_infinity or not q.observer.is_empty for q in self.features)
+        if self.features and not any(gather(saw_any)):
+            raise CalibrationError(
+                f"none of the {len(self.features)} activation quantizers saw a float tensor in {self.num_batches} "
+                "batches: these run the model's own code, or integers, past all of them; build the QuantModel with "
+                "example_inputs like the batches, or set A.QUANTIZER.DISABLE: true to quantize weights alone"
+            )
+        if asym and self.inputs is not None and not sum(gather(len(self.inputs))):
+            raise CalibrationError(
+                f"asym=True runs the graph layer by layer, and none of the {self.num_batches} batches has the form "
+                "that it was captured for: they ran the model's own code; build the QuantModel with example_inputs "
+                "like the batches, or call calc_qparams() without asym"
             )
         if asym and self.inputs is None:
             raise CalibrationError(
@@ -109,7 +123,8 @@ class CalibrationRunner:
     def _calibrate_features(self, quantizers: list[Quantizer]) -> set[int]:
         """Ranges from what was observed, on all ranks; gives the quantizers (by id) that had observed something."""
         merge_across_ranks(quantizers)
-        seen = [quantizer for quantizer in quantizers if not quantizer.observer.is_empty]
+        hidden = set().union(*gather({q.name for q in quantizers if q.saw_infinity}))
+        seen = [q for q in quantizers if not q.observer.is_empty and q.name not in hidden]
         for quantizer in track(seen, "ranges"):
             quantizer.calc_qparams()
         return {id(quantizer) for quantizer in seen}

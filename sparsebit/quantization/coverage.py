@@ -13,6 +13,7 @@ from sparsebit.quantization.ops.quant_opr import QIdentity, QuantOpr
 from sparsebit.quantization.ops.rows import OpKind
 from sparsebit.quantization.ops.table import row_of_module, row_of_name
 from sparsebit.quantization.parameter_sites import OwnedParameter, owned_parameters, quantizers_of_parameters
+from sparsebit.quantization.passes.masks import HIDDEN
 from sparsebit.quantization.placement import Plan, split_site
 from sparsebit.quantization.plan import COMPLEX
 from sparsebit.quantization.quantizers.base import Quantizer
@@ -35,7 +36,8 @@ def describe_coverage(model: nn.Module, captured: Captured, plan: Plan) -> Cover
                 _add_site(layers, module, quantizer)
             elif quantizer.was_unseen:
                 layer, _ = split_site(quantizer.name)
-                unseen.setdefault(layer, f"{quantizer.name} never saw a float tensor during calibration")
+                never = f"{quantizer.name} never saw a float tensor during calibration"
+                unseen.setdefault(layer, f"{quantizer.name}: {HIDDEN}" if quantizer.saw_infinity else never)
         if isinstance(module, QuantizedParameter) and not module.weight_quantizer.fake_fused:
             own_code[type(module.owner).__name__] += 1
     parameters = _parameters(model, {**unseen, **plan.floats})

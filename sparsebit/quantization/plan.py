@@ -21,6 +21,7 @@ from sparsebit.quantization.ops.rows import OpKind, OpRow
 from sparsebit.quantization.ops.table import input_argument, keeps_grid, row_of, row_of_module, tensor_arguments
 from sparsebit.quantization.passes.disable_unnecessary_quant import absorbed_by, chain_end
 from sparsebit.quantization.passes.divisors import NOT_ZERO, divisor_makers, reads_as_divisor
+from sparsebit.quantization.passes.masks import HIDDEN, hidden_values
 from sparsebit.quantization.passes.writes import IN_PLACE
 from sparsebit.quantization.placement import LoosePlan, Plan, RegionPlan, layer_name
 
@@ -86,6 +87,7 @@ class _RegionPlanner:
         # A layer that the user keeps in float absorbs nothing.
         self.absorbed = {node: front for node, front in chains.items() if not self._is_off(_head(node, chains))}
         self.divisor_makers = divisor_makers(self.graph, self.rows)
+        self.hidden = hidden_values(self.graph, self.rows, self.python)
         self.conv_fed: dict[tuple[fx.Node, frozenset[str]], bool] = {}
         self.out = RegionPlan()
 
@@ -126,11 +128,14 @@ class _RegionPlanner:
         _note_disabled(self.plan, name, activation, weight)
         if _enabled(activation) is not None:
             written = overwritten(node, self.root)
-            sources = [source for source in self._sources(node, row) if source is not written]
+            hidden = [source for source in self._sources(node, row) if source in self.hidden]
+            sources = [s for s in self._sources(node, row) if s is not written and s not in self.hidden]
             if sources:
                 self.out.inputs[node] = dict.fromkeys(sources, activation)
             elif written is not None:
                 self.plan.floats[name] = IN_PLACE
+            elif hidden:
+                self.plan.floats[name] = HIDDEN
             elif reads_as_divisor(node):
                 self.plan.floats[name] = "a number divided by a tensor: the divisor stays in float"
             for divisor in reads_as_divisor(node) if sources else ():

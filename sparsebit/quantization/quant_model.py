@@ -301,7 +301,7 @@ class QuantModel(TrainableModel):
             cuts = {name: description.get(name, {}) for name in ("own_code", "untouched")}
             qmodel._set_up(model, config, example, cls._leaf_policy(config, **cuts))
         qmodel._fold_norms(lambda name, *_: name in description["folded_layers"])
-        for quantizer in qmodel.quantizers():
+        for quantizer in (q for q in qmodel.quantizers() if not q.fake_fused):
             quantizer.set_bit(description["sites"].get(quantizer.name, {}).get("bits", quantizer.spec.bits))
         qmodel.load_state_dict(tensors)
         qmodel.set_quant(w_quant=description["switches"]["weight"], a_quant=description["switches"]["feature"])

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -153,12 +154,66 @@ def test_no_gradient_is_recorded_where_none_is_wanted(guard: Callable[[], torch.
     assert not y.requires_grad
 
 
-def test_a_second_derivative_is_refused() -> None:
-    x = torch.randn(4, requires_grad=True)
+def test_second_derivatives_by_x_go_through_the_mask() -> None:
+    x = torch.tensor([0.31, -0.2, 50.0], requires_grad=True)
     y = fake_quantize(x, torch.tensor(0.1), torch.tensor(0.0), TensorSpec(8, True)).square().sum()
+    (grad,) = torch.autograd.grad(y, x, create_graph=True)
+    grad.sum().backward()
+    assert torch.equal(x.grad, torch.tensor([2.0, 2.0, 0.0]))
+
+
+def test_a_second_derivative_by_a_learned_scale_is_refused() -> None:
+    x, scale = torch.randn(4, requires_grad=True), torch.tensor(0.1, requires_grad=True)
+    y = fake_quantize(x, scale, torch.tensor(0.0), TensorSpec(8, True), gradient="lsq").square().sum()
     (grad,) = torch.autograd.grad(y, x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
+
+
+class TestTransforms:
+    """`torch.func` and forward mode: the straight-through derivative, or an error; never zero in silence."""
+
+    X = torch.tensor([0.31, -0.2, 50.0, 0.04])
+    MASK = torch.tensor([1.0, 1.0, 0.0, 1.0])
+
+    @staticmethod
+    def quantized(x: Tensor) -> Tensor:
+        return fake_quantize(x, torch.tensor(0.1), torch.tensor(0.0), TensorSpec(8, True))
+
+    def squares(self, x: Tensor) -> Tensor:
+        return self.quantized(x).square().sum()
+
+    def test_forward_mode(self) -> None:
+        value, tangent = torch.func.jvp(self.quantized, (self.X,), (torch.full((4,), 3.0),))
+        assert torch.equal(value, self.quantized(self.X)) and torch.equal(tangent, 3 * self.MASK)
+        assert torch.equal(torch.func.jacfwd(self.quantized)(self.X), torch.diag(self.MASK))
+        with forward_ad.dual_level():
+            dual = forward_ad.unpack_dual(self.quantized(forward_ad.make_dual(self.X, torch.ones(4))))
+        assert torch.equal(dual.tangent, self.MASK)
+        _, twice = torch.autograd.functional.jvp(self.quantized, (self.X,), (torch.ones(4),))
+        assert torch.equal(twice, self.MASK)
+
+    def test_reverse_mode(self) -> None:
+        expected = 2 * self.quantized(self.X) * self.MASK
+        assert torch.equal(torch.func.grad(self.squares)(self.X), expected)
+        assert torch.equal(torch.func.jacrev(self.quantized)(self.X), torch.diag(self.MASK))
+
+    def test_batches_and_second_derivatives(self) -> None:
+        batch = torch.stack([self.X, -self.X])
+        assert torch.equal(torch.func.vmap(self.quantized)(batch), self.quantized(batch))
+        per_sample = torch.func.vmap(torch.func.grad(self.squares))(batch)
+        assert torch.equal(per_sample, torch.stack([torch.func.grad(self.squares)(x) for x in batch]))
+        assert torch.equal(torch.func.hessian(self.squares)(self.X), torch.diag(2 * self.MASK))
+
+    @pytest.mark.parametrize("transform", ["jvp", "grad"])
+    def test_learned_scales_are_refused(self, transform: str) -> None:
+        def by_scale(scale: Tensor) -> Tensor:
+            spec = TensorSpec(8, True)
+            return fake_quantize(self.X, scale, torch.tensor(0.0), spec, gradient="lsq", tag="conv.input").sum()
+
+        scale = torch.tensor(0.1)
+        with pytest.raises(SpecError, match=r"conv\.input.*by its input alone"):
+            torch.func.grad(by_scale)(scale) if transform == "grad" else torch.func.jvp(by_scale, (scale,), (scale,))
 
 
 class Watcher(TorchDispatchMode):

@@ -371,3 +371,42 @@ class TestNeverObserved:
     def test_reached_by_a_later_batch_alone(self, asym: bool) -> None:
         qmodel = calibrated(self.Half(), [torch.randn(4, 6), torch.full((2, 6), 1e7)], asym=asym)
         assert {"used.input", "unused.input"} <= sites(qmodel)
+
+
+class Ranked(nn.Module):
+    """Captured for matrices; everything else runs its own code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() == 3:
+            x = x.mean(1)
+        return torch.sigmoid(self.fc(x)) * 2
+
+
+def test_asym_without_a_batch_of_the_captured_form_is_an_error() -> None:
+    qmodel = QuantModel(Ranked(), qconfig(), example_inputs=torch.randn(2, 4))
+    qmodel.prepare_calibration()
+    for _ in range(3):
+        qmodel(torch.randn(2, 5, 4))
+    with pytest.raises(CalibrationError, match=r"asym=True.*none of the 3 batches.*example_inputs"):
+        qmodel.calc_qparams(asym=True)
+    assert qmodel.coverage.float_layers == () or not any(q.was_unseen for q in qmodel.quantizers())
+
+
+def test_calibration_that_shows_no_quantizer_anything_is_an_error() -> None:
+    class Integers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x) if x.is_floating_point() else x + 1
+
+    qmodel = QuantModel(Integers(), qconfig(), example_inputs=torch.randn(2, 4))
+    qmodel.prepare_calibration()
+    qmodel(torch.ones(2, 4, dtype=torch.long))
+    with pytest.raises(CalibrationError, match=r"none of the 1 activation quantizers saw a float tensor in 1 batches"):
+        qmodel.calc_qparams()

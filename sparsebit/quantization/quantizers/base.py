@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from sparsebit.backends import Format
-from sparsebit.errors import BackendError, CalibrationError, CheckpointError
+from sparsebit.errors import BackendError, CalibrationError, CheckpointError, ConfigError
 from sparsebit.numerics import dispatch, operator
 from sparsebit.numerics.activations import ACTIVATIONS
 from sparsebit.numerics.gradients import Gradient
 from sparsebit.numerics.operator import Grid
-from sparsebit.numerics.qparams import check_backend, dequantized_range, qparams_from_range
+from sparsebit.numerics.qparams import SMALLEST_SCALE, check_backend, dequantized_range, qparams_from_range
 from sparsebit.numerics.spec import PerChannel, TensorSpec
 from sparsebit.quantization.observers import Observer, ObserverOptions, build_observer
 from sparsebit.quantization.quantizers.handing_over import NOTHING, TakesOver
@@ -85,6 +85,8 @@ class Quantizer(TakesOver):
         # Whether the grid moves with the data while training, and whether it is held for the time being.
         self.follows, self.is_held = self.ALWAYS_FOLLOWS, False
         self.held_parameters: set[str] = set()  # that learn when they are let go of
+        self.stands_at = ""  # where another quantizer does the work of this one, which is off: the name of that one
+        self.saw_infinity = False  # in calibration: what a mask hides has no grid, and stays in float
         self.handed = None
         self.rectifies = False  # can stand for a ReLU in front of it too, in training
         # Told what a forward was given and gave; a hook that costs nothing where there is none.
@@ -204,6 +206,9 @@ class Quantizer(TakesOver):
         try:
             self.observer.update(self.transform(x.detach()))
         except CalibrationError as error:
+            if self.target == "feature" and _hides_values(x.detach()):
+                self.saw_infinity = True
+                return
             raise CalibrationError(f"{self.name}: {error}") from None
 
     def calc_qparams(self) -> tuple[Tensor, Tensor]:
@@ -327,8 +332,17 @@ class Quantizer(TakesOver):
         check_backend(self.spec, self.zero_point.detach(), backend, self.name)
         self.backend = backend
 
+    def _refuse_elsewhere(self, wish: str) -> None:
+        if self.fake_fused and self.stands_at:
+            raise ConfigError(
+                f"{self.name}.{wish}: this quantizer is off, because others read the same tensor; it is quantized by "
+                f"{self.stands_at}: call {wish} there (qmodel.quantizers() lists all), or write A.SPECIFIC for this "
+                "layer before the QuantModel is built"
+            )
+
     def set_bit(self, bit: int) -> None:
         """Another bit-width over the same range of values; one that the backend cannot run is refused."""
+        self._refuse_elsewhere(f"set_bit({bit})")
         if bit == self.spec.bits:
             return
         spec = self.spec.replace(bits=bit, narrow=self.spec.narrow and bit == 8)
@@ -399,6 +413,10 @@ class Quantizer(TakesOver):
                 else:
                     self._store(name, stored)
         super()._load_from_state_dict(state_dict, prefix, *args)
+        # A learned scale may have crossed zero: its magnitude is what was in force, and what a file stores.
+        scale = self._buffers.get("scale")
+        if scale is not None and bool((scale < SMALLEST_SCALE).any()):
+            self._buffers["scale"] = scale.abs().clamp_min(SMALLEST_SCALE)
         try:
             check_backend(self.spec, self.zero_point.detach(), self.backend, self.name)
         except BackendError as error:
@@ -453,6 +471,11 @@ def _read_extra_state(state: Tensor) -> tuple[list[bool], list[str] | None]:
     except (AttributeError, IndexError, TypeError, ValueError):
         pass
     raise CheckpointError("the state of a quantizer (_extra_state) is damaged; save the model again")
+
+
+def _hides_values(x: Tensor) -> bool:
+    """Whether there are infinities in it, and nothing is wrong (NaN)."""
+    return bool(torch.isinf(x).any()) and not bool(torch.isnan(x).any())
 
 
 def _rounds_as_base(kind: type[Quantizer]) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from sparsebit.errors import ConfigError
 from sparsebit.quantization import QIdentity, QuantModel, QuantOpr
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 from tests.quantization.tiny import Opaque, Residual, calibrated, qconfig, site, sites
@@ -123,3 +125,22 @@ def test_weights_computed_on_the_way_are_observed_over_all_batches() -> None:
         qmodel.calc_qparams()
         assert sizes[0] == sizes[-1]
         assert site(qmodel, "linear.weight").dequantized_range()[1] > 6
+
+
+def test_setters_of_an_input_that_others_read_name_its_quantizer() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x)
+            return self.b(y) - self.c(y)
+
+    qmodel = calibrated(Shared(), [torch.randn(2, 4)])
+    for bits in (4, 8):
+        with pytest.raises(ConfigError, match=r"b\.input.*quantized by a\.shared"):
+            qmodel.model.b.input_quantizer.set_bit(bits)
+    qmodel.model.a.input_quantizer.set_bit(4)  # it reads alone
+    site(qmodel, "a.shared").set_bit(4)
+    assert site(qmodel, "a.shared").spec.bits == 4

@@ -314,3 +314,14 @@ def test_tensorrt_refuses_zero_points_when_they_are_loaded() -> None:
     state = quantizer.state_dict() | {"zero_point": torch.tensor(3.0)}
     with pytest.raises(RuntimeError, match=r"fc\.input.*zero point"):
         quantizer.load_state_dict(state)
+
+
+def test_a_negative_scale_is_loaded_by_its_magnitude() -> None:
+    """A learned scale may cross zero in training; calibrated step sizes load what was learned."""
+    learned = build_quantizer("lsq", TensorSpec(8, True, PerTensor()), "weight", name="w")
+    learned.calc_qparams_with_minmax(torch.tensor(-1.0), torch.tensor(1.0))
+    with torch.no_grad():
+        learned.scale.neg_()
+    fixed = build_quantizer("uniform", TensorSpec(8, True, PerTensor()), "weight", name="w")
+    fixed.load_state_dict(learned.state_dict())
+    assert float(fixed.qparams()[0]) == float(learned.qparams()[0].detach()) > 0

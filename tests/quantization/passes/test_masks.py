@@ -1,0 +1,87 @@
+"""Masks of minus infinity in front of a softmax."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.quantization.tiny import calibrated, qconfig, sites
+
+Hide = Callable[[Tensor, Tensor], Tensor]
+LOWEST = torch.finfo(torch.float32).min
+
+
+def in_place(scores: Tensor, hidden: Tensor) -> Tensor:
+    scores = scores * 1.0
+    scores.masked_fill_(hidden, -math.inf)
+    return scores
+
+
+HIDE: dict[str, Hide] = {
+    "masked_fill": lambda scores, hidden: scores.masked_fill(hidden, -math.inf),
+    "in_place": in_place,
+    "where": lambda scores, hidden: torch.where(hidden, -math.inf, scores),
+    "added": lambda scores, hidden: scores + torch.zeros_like(scores).masked_fill(hidden, -math.inf),
+    "lowest": lambda scores, hidden: scores.masked_fill(hidden, LOWEST),
+    "multiplied": lambda scores, hidden: scores + hidden * LOWEST,
+    "large": lambda scores, hidden: scores + hidden * -1e9,
+    "triangle": lambda scores, hidden: scores + torch.full((4, 4), -math.inf).triu(1),
+}
+
+
+class Attention(nn.Module):
+    def __init__(self, hide: Hide) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.hide = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), hide
+
+    def forward(self, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.q(x) @ self.k(x).transpose(-2, -1) / 8**0.5
+        weights = torch.softmax(self.hide(scores, hidden), -1)
+        return weights, weights @ self.v(x)
+
+
+class GivenMask(Attention):
+    """The mask is an input: nobody knows its values before calibration."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        weights = torch.softmax(self.q(x) @ self.k(x).transpose(-2, -1) / 8**0.5 + mask, -1)
+        return weights, weights @ self.v(x)
+
+
+def hidden_pairs() -> Tensor:
+    return torch.ones(4, 4, dtype=torch.bool).triu(1)
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["", "adds"])
+@pytest.mark.parametrize("asym", [False, True], ids=["", "asym"])
+@pytest.mark.parametrize("name", HIDE)
+def test_what_is_hidden_stays_hidden(name: str, asym: bool, adds: bool) -> None:
+    torch.manual_seed(0)
+    model, x, hidden = Attention(HIDE[name]).eval(), torch.randn(2, 4, 8), hidden_pairs()
+    config = qconfig({"A.QADD.ENABLE_QUANT": adds})
+    with torch.no_grad():
+        qmodel = calibrated(model, [(x, hidden)], config, asym=asym)
+        (weights, output), (expected_weights, expected) = qmodel(x, hidden), model(x, hidden)
+    assert not bool(weights[..., hidden].any()) and "softmax.input" not in sites(qmodel)
+    torch.testing.assert_close(weights, expected_weights, atol=0.02, rtol=0.1)
+    torch.testing.assert_close(output, expected, atol=0.05, rtol=0.1)
+
+
+@pytest.mark.parametrize("observer", ["minmax", "mse", "percentile", "moving_average", "kl_histogram"])
+@pytest.mark.parametrize("adds", [False, True], ids=["", "adds"])
+def test_a_mask_that_is_given(observer: str, adds: bool) -> None:
+    torch.manual_seed(0)
+    model, x, hidden = GivenMask(HIDE["added"]).eval(), torch.randn(2, 4, 8), hidden_pairs()
+    mask = torch.zeros(4, 4).masked_fill(hidden, -math.inf)
+    config = qconfig({"A.OBSERVER.TYPE": observer, "A.QADD.ENABLE_QUANT": adds})
+    with torch.no_grad():
+        qmodel = calibrated(model, [(x, torch.zeros(4, 4)), (x, mask)], config)
+        weights, expected = qmodel(x, mask)[0], model(x, mask)[0]
+    assert not bool(weights[..., hidden].any())
+    torch.testing.assert_close(weights, expected, atol=0.02, rtol=0.1)
+    reasons = {layer.name: layer.reason for layer in qmodel.coverage.float_layers}
+    assert "a mask hides values" in reasons["softmax"]
