@@ -143,6 +143,8 @@ def _arrays(file: Path, options: DataOptions, inputs: Inputs) -> Data:
     options.refuse(("size", "resize", "gray"), f"{file.name}: arrays are taken as they are")
     stored = _read_npz(file) if file.suffix == ".npz" else _read_safetensors(file)
     arrays = _chosen(stored, options.arrays, inputs, file)
+    if not arrays or not any(array.numel() for array in arrays.values()):
+        raise LoadingError(f"--data {file}: holds no samples")
     lengths = {name: len(array) if array.dim() else 0 for name, array in arrays.items()}
     if len(set(lengths.values())) != 1 or not all(lengths.values()):
         shown = ", ".join(f"{name} {tuple(array.shape)}" for name, array in arrays.items()) or "nothing"

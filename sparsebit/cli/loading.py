@@ -180,9 +180,9 @@ def users_code(what: str, *, for_type_errors: str = "", theirs_alone: bool = Tru
     """
     try:
         yield
-    except SparsebitError:
+    except (SparsebitError, KeyboardInterrupt, GeneratorExit):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         if not theirs_alone and _is_ours(error):
             raise
         hint = for_type_errors if isinstance(error, TypeError) else ""

@@ -42,6 +42,8 @@ def run_first(model: nn.Module, data: Data) -> Trial:
     batch = next(iter(data), None)
     if batch is None:
         raise LoadingError(f"no data: {data.description} gave no batch")
+    if not num_samples_in(batch):
+        raise LoadingError(f"no data: the first batch of {data.description} holds no samples")
     args, kwargs = call = as_call(batch, model)
     with users_code(f"the float model cannot run this data ({_shapes(call)})"), torch.no_grad():
         outputs = model(*args, **kwargs)

@@ -30,8 +30,13 @@ def checked_target(folder: Path) -> Path:
 def replace_text(file: Path, text: str) -> None:
     """`text` as the whole of the file."""
     target = file.expanduser().resolve()  # what a link points to is replaced, not the link
+    if target.is_dir():
+        raise CheckpointError(f"--output {file} is a folder; name a file in it")
     if not target.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file.parent))
+    if target.exists() and not target.is_file():  # a device or a pipe, such as /dev/stdout
+        target.write_text(text, encoding="utf-8")
+        return
     with staging_folder(target) as folder:
         (folder / target.name).write_text(text, encoding="utf-8")
         flush(folder / target.name)

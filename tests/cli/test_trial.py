@@ -78,6 +78,25 @@ class Leaving(nn.Module):
         sys.exit("no license")
 
 
+def test_no_samples() -> None:
+    with pytest.raises(LoadingError, match="the first batch of test data holds no samples"):
+        run_first(nn.ReLU(), data(torch.ones(0, 2)))
+
+
+class OwnKind(BaseException):
+    pass
+
+
+class Odd(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise OwnKind("odd")
+
+
+def test_a_model_that_raises_no_exception_but_a_base_of_them() -> None:
+    with pytest.raises(LoadingError, match="OwnKind: odd"):
+        run_first(Odd(), data(torch.ones(4, 2)))
+
+
 def test_a_model_that_ends_the_process() -> None:
     with pytest.raises(LoadingError, match=r"cannot run this data .* it called sys.exit\('no license'\) \("):
         run_first(Leaving(), data(torch.ones(4, 2)))

@@ -64,6 +64,20 @@ class TestCheckedTarget:
 
 
 class TestReplaceText:
+    def test_a_pipe_is_written_to_and_stays(self, tmp_path: Path) -> None:
+        pipe = tmp_path / "pipe"
+        os.mkfifo(pipe)
+        reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            replace_text(pipe, "text")
+            assert os.read(reader, 10) == b"text" and pipe.is_fifo()
+        finally:
+            os.close(reader)
+
+    def test_a_folder_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(CheckpointError, match="is a folder; name a file in it"):
+            replace_text(tmp_path, "text")
+
     def test_replaces(self, tmp_path: Path) -> None:
         file = tmp_path / "graph.mmd"
         for text in ("old", "new"):
