@@ -96,12 +96,15 @@ class _Rebinder:
                 self.done[id(value)] = value  # a function may refer to itself
                 self.done[id(value)] = self._function(value)
             return self.done[id(value)]
-        if isinstance(value, types.MethodType):  # its owner was copied with the model
-            function = self._twin(value.__func__)
-            return value if function is value.__func__ else types.MethodType(function, value.__self__)
-        if type(value) is functools.partial:  # so were its arguments
-            function = self._twin(value.func)
-            return value if function is value.func else functools.partial(function, *value.args, **value.keywords)
+        if isinstance(value, types.MethodType):
+            function, owner = self._twin(value.__func__), self._twin(value.__self__)
+            is_same = function is value.__func__ and owner is value.__self__
+            return value if is_same else types.MethodType(function, owner)
+        if type(value) is functools.partial:
+            parts = value.func, value.args, value.keywords
+            function, args, kwargs = twins = tuple(map(self._twin, parts))
+            is_same = all(twin is part for twin, part in zip(twins, parts, strict=True))
+            return value if is_same else functools.partial(function, *args, **kwargs)
         if type(value) not in _CONTAINERS or not depth:
             return value
         if isinstance(value, dict):

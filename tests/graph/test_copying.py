@@ -50,6 +50,22 @@ def with_partial_of_a_closure(net: Net) -> None:
     net.forward = functools.partial(lambda factor, x: net.fc(x) * factor, 2)  # type: ignore[method-assign]
 
 
+def doubled(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: function(x) * 2
+
+
+def with_a_wrapped_method(net: Net) -> None:
+    net.forward = doubled(net.forward)  # type: ignore[method-assign]
+
+
+def with_a_wrapped_method_of_a_layer(net: Net) -> None:
+    net.fc.forward = doubled(net.fc.forward)  # type: ignore[method-assign]
+
+
+def with_a_wrapped_partial(net: Net) -> None:
+    net.forward = doubled(functools.partial(lambda layer, x: layer(x), net.fc))  # type: ignore[method-assign]
+
+
 def with_nested_closure(net: Net) -> None:
     layers = [net.fc]
 
@@ -74,6 +90,9 @@ def with_a_name(net: Net) -> None:
         with_method,
         with_partial,
         with_partial_of_a_closure,
+        with_a_wrapped_method,
+        with_a_wrapped_method_of_a_layer,
+        with_a_wrapped_partial,
         with_nested_closure,
         with_a_name,
     ],
