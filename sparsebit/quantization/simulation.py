@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -123,7 +124,7 @@ class SimulatedModel(nn.Module):
             if not any(LeafPolicy(skip=(glob,)).is_skipped(path) for path in paths)
         )
         for message in (*map(str, self.config.unmatched_globs(plan.layers)), *skips, *plan.warnings):
-            warnings.warn(message, stacklevel=8)
+            warnings.warn(message, stacklevel=_users_level())
         coverage = self.coverage
         log.info("captured: %s; %s", str(coverage).splitlines()[0], coverage.weights)
 
@@ -245,3 +246,11 @@ def shown(form: CallForm) -> str:
     given = [name for name, value in form.items() if value == VARYING]
     fixed = [f"{name}={value!r}" for name, value in form.items() if value != VARYING and value is not None]
     return ", ".join([*given, *fixed]) or "nothing"
+
+
+def _users_level() -> int:
+    """How far up the stack, from the function that asks, the first caller outside this package is."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("sparsebit."):
+        frame, level = frame.f_back, level + 1
+    return level
