@@ -34,7 +34,9 @@ class Histogram:
     `2^(exponent - NUM_OCTAVES + 1)` up to `2^(exponent + 1)` into `2^bits` equal parts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_rows: int | None = None) -> None:
+        """`num_rows`: of all histograms that are to have the same bins, where this one is for some of the rows."""
+        self._num_rows = num_rows
         # (R, 2, keys) int64: positive, negative; the keys of octaves from OCTAVES_OF_ZEROS on, those below are empty.
         self.raw: Tensor | None = None
         self.zeros: Tensor  # (R,) int64: values that are zero or too small for the bins
@@ -88,6 +90,13 @@ class Histogram:
         counts.scatter_add_(2, place, -number).scatter_add_(2, place + 1, number)
         edges = torch.nn.functional.pad(self.edges, (0, 1), value=torch.inf)[:, None].minimum(self.ends[..., None])
         return counts, edges[..., :-1], edges[..., 1:]
+
+    def of_rows(self, rows: slice) -> Histogram:
+        """The histogram of some rows, a view of this one."""
+        part = Histogram()
+        for name, value in self.state().items():
+            setattr(part, name, value[rows])
+        return part
 
     def bin_of(self, magnitude: Tensor, rows: slice = slice(None)) -> Tensor:
         """The bin of magnitudes `(R, ...)` float64, int64; the last one for what is larger. `rows`: whose they are."""
@@ -168,7 +177,8 @@ class Histogram:
         """Makes room for `[low, high]`."""
         low, high = low.clamp(max=0), high.clamp(min=0)
         if self.raw is None:
-            num_keys = (NUM_OCTAVES + OCTAVES_OF_ZEROS) << (BITS_OF_LONE_ROW if len(low) == 1 else BITS_OF_MANY_ROWS)
+            is_lone = (self._num_rows or len(low)) == 1
+            num_keys = (NUM_OCTAVES + OCTAVES_OF_ZEROS) << (BITS_OF_LONE_ROW if is_lone else BITS_OF_MANY_ROWS)
             self.raw = torch.zeros(len(low), 2, num_keys, dtype=torch.int64, device=low.device)
             self.zeros = torch.zeros(len(low), dtype=torch.int64, device=low.device)
             self.low, self.high, self.exponent = low, high, _exponent(low, high)

@@ -126,16 +126,18 @@ class Observer(Generic[S]):
 def over_histograms(statistic: Samples | Histogram, range_of: Callable[[Histogram, Tensor | None], Range]) -> Range:
     """`range_of(histogram, rows)` for observers that read histograms; `rows` are the values, where they are kept.
 
-    Samples are binned a few dozen rows at a time, to bound the memory.
+    A few dozen rows at a time, to bound the memory.
     """
-    if isinstance(statistic, Histogram):
-        return range_of(statistic, None)
-    assert statistic.rows is not None
     ends = []
-    for rows in statistic.rows.split(ROWS_AT_A_TIME):
-        histogram = Histogram()
-        histogram.update(rows)
-        ends.append(range_of(histogram, rows))
+    if isinstance(statistic, Histogram):
+        starts = range(0, len(statistic.low), ROWS_AT_A_TIME)
+        ends = [range_of(statistic.of_rows(slice(start, start + ROWS_AT_A_TIME)), None) for start in starts]
+    else:
+        assert statistic.rows is not None
+        for rows in statistic.rows.split(ROWS_AT_A_TIME):
+            histogram = Histogram(len(statistic.rows))
+            histogram.update(rows)
+            ends.append(range_of(histogram, rows))
     return torch.cat([low for low, _ in ends]), torch.cat([high for _, high in ends])
 
 

@@ -10,6 +10,7 @@ import torch
 from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.numerics.spec import PerChannel, PerGroup, PerTensor, TensorSpec
 from sparsebit.quantization.observers import Observer, ObserverOptions, build_observer, register_observer
+from sparsebit.quantization.observers import observer as observer_module
 from sparsebit.quantization.observers.statistics import MinMax
 from sparsebit.registry import OBSERVERS
 
@@ -186,3 +187,13 @@ def test_an_observer_of_the_first_sparsebit_is_explained() -> None:
             TYPE = "old"
 
             def calc_minmax(self) -> None: ...
+
+
+@pytest.mark.parametrize("kind", ["percentile", "mse", "kl_histogram", "aciq"])
+@pytest.mark.parametrize("target", ["weight", "feature"])
+def test_ranges_do_not_depend_on_the_rows_at_a_time(kind: str, target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    observer = build_observer(kind, TensorSpec(4, False, PerChannel(0)), target=target)
+    observer.update(torch.randn(5, 3000, generator=torch.Generator().manual_seed(0)) * 3.0 ** torch.arange(5)[:, None])
+    whole = observer.calc_range()
+    monkeypatch.setattr(observer_module, "ROWS_AT_A_TIME", 2)
+    assert all(torch.equal(*pair) for pair in zip(whole, observer.calc_range(), strict=True))
