@@ -80,8 +80,9 @@ class CalibrationRunner:
         if self.features and not any(gather(saw_any)):
             raise CalibrationError(
                 f"none of the {len(self.features)} activation quantizers saw a float tensor in {self.num_batches} "
-                "batches: these run the model's own code, or integers, past all of them; build the QuantModel with "
-                "example_inputs like the batches, or set A.QUANTIZER.DISABLE: true to quantize weights alone"
+                "batches: they were empty, held integers, or ran the model's own code past all of them; build the "
+                "QuantModel with example_inputs like the batches, or set A.QUANTIZER.DISABLE: true to quantize weights "
+                "alone"
             )
         if asym and self.inputs is not None and not sum(gather(len(self.inputs))):
             raise CalibrationError(

@@ -170,6 +170,7 @@ def test_a_second_derivative_by_a_learned_scale_is_refused() -> None:
         grad.sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # in torch's own forward mode
 class TestTransforms:
     """`torch.func` and forward mode: the straight-through derivative, or an error; never zero in silence."""
 
