@@ -25,8 +25,8 @@ from sparsebit.errors import DeploymentError
 
 _NUM_NAMES = 3
 _KEEP_FLOAT = (
-    "what the file keeps in float is not computed in float; export it again with BACKEND: onnxruntime, which keeps it "
-    "so, or open the session with session.disable_quant_qdq=1, which runs everything in float"
+    "what the file keeps in float is not computed in float; export_onnx of this release keeps it so, or open the "
+    "session with session.disable_quant_qdq=1, which runs everything in float"
 )
 _TWO_GIGABYTES = 2**31 - 2**20
 _SATURATION = (

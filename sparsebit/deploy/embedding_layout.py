@@ -29,13 +29,16 @@ def lay_out_embeddings(model: ir.Model) -> None:
 
 
 def _fits(gather: ir.Node, dequantize: ir.Node) -> bool:
-    """A stored matrix whose rows are looked up, with one scale for all or one per row; ORT gathers no 8-bit floats."""
+    """A stored matrix whose rows are looked up, with one scale for all or one per row.
+
+    ONNX Runtime gathers neither 8-bit floats nor integers of fewer than 8 bits.
+    """
     if dequantize.op_type != "DequantizeLinear" or dequantize.metadata_props.get(ROLE_KEY) != "weight":
         return False
     codes, axis = dequantize.inputs[0], gather.attributes.get("axis")
     if codes is None or codes.const_value is None or len(codes.const_value.shape) != 2:
         return False
-    if codes.const_value.dtype.name == FLOAT8.name:
+    if codes.const_value.dtype.name == FLOAT8.name or codes.const_value.dtype.bitwidth < 8:
         return False
     per = dequantize.attributes.get("axis")
     return (

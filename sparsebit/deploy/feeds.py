@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ from sparsebit.deploy.qdq_graph import type_name
 from sparsebit.errors import DeploymentError, MissingExtraError
 
 # An open dimension, by the rank of its tensor: images of 224 pixels, sequences of 64 steps, clips of 16 frames.
+LARGEST_INPUT = 1 << 28
 OPEN_SIZES = {3: 64, 4: 224, 5: 16}
 _OPEN_SIZE = 64
 _NUMPY_NAMES = {"float": "float32", "double": "float64"}
@@ -44,6 +46,7 @@ def made_up_feeds(
             words[name] = f"{_described(arrays[name])}, given"
             continue
         shape = _shape(name, value, shapes.get(name))
+        _refuse_huge(name, shape)
         arrays[name], how = _filled(random, name, type_name(value.type.tensor_type.elem_type), shape)
         words[name] = f"{_described(arrays[name])}, {how}"
     return arrays, words
@@ -59,6 +62,16 @@ def _shape(name: str, value: Any, wanted: tuple[int, ...] | None) -> tuple[int, 
         allowed = "x".join(str(size or dim.dim_param or "?") for size, dim in zip(fixed, dims, strict=True))
         raise DeploymentError(f"input {name!r} of shape {'x'.join(map(str, wanted))}: the file takes {allowed}")
     return wanted
+
+
+def _refuse_huge(name: str, shape: tuple[int, ...]) -> None:
+    """No array is made that no machine has memory for: what a damaged or hostile file declares costs nothing."""
+    count = math.prod(shape)
+    if count > LARGEST_INPUT:
+        raise DeploymentError(
+            f"input {name!r} of shape {'x'.join(map(str, shape))}: {count} numbers, and at most {LARGEST_INPUT} "
+            "are made up; give it yourself (feeds=), or export the file with that dimension open"
+        )
 
 
 def _size(dim: Any, position: int, rank: int) -> int:

@@ -72,13 +72,21 @@ def reason_for(site: Site, runtime: str) -> Reason:
         if runtime not in row.runtimes or not (has_kernel or row.on_purpose):
             continue
         if (detail := row.applies(site)) is not None:
-            return Reason(row.cause, row.remedy.format(runtime=runtime), detail, row.on_purpose)
+            return Reason(row.cause, _advice(row.remedy, site, runtime), detail, row.on_purpose)
     if not has_kernel:
         remedy = _NO_KERNEL.get(site.op, _LEAVE_OUT) if any(site.quantizations) else ""
         return Reason(f"{runtime} has no integer kernel for {site.op}", remedy)
     return Reason(
         "the runtime left it so, for none of the known reasons", "compare its surroundings with those of a fused layer"
     )
+
+
+def _advice(remedy: str, site: Site, runtime: str) -> str:
+    """The remedy; a file that was made for this runtime is not told to be."""
+    if site.graph.backend == runtime:
+        for words in (f"; {_BACKEND}", f"{_BACKEND}; ", ", or BACKEND: {runtime}"):
+            remedy = remedy.replace(words, "")
+    return remedy.format(runtime=runtime)
 
 
 def _holds(condition: bool, detail: str = "") -> str | None:

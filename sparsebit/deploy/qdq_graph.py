@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import defaultdict
 from collections.abc import Iterator
@@ -70,7 +71,33 @@ def load_model(file: str | os.PathLike[str] | Any) -> Any:
             raise DeploymentError(f"{file} is no ONNX file: {error}") from error
         if not model.graph.node:
             raise DeploymentError(f"{file} is no ONNX file, or holds no node")
+        _refuse_damaged(model, file)
     return inliner.inline_local_functions(model) if model.functions else model
+
+
+def _refuse_damaged(model: Any, file: str | os.PathLike[str]) -> None:
+    """Refuses a file whose stored tensors do not have the bytes that their shapes ask for."""
+    for tensor in model.graph.initializer:
+        if any(size < 0 for size in tensor.dims):
+            raise DeploymentError(f"{file} is damaged: its tensor {tensor.name!r} has the shape {list(tensor.dims)}")
+        if tensor.HasField("raw_data"):
+            wanted = _num_bytes(tensor.data_type, math.prod(tensor.dims))
+            if wanted is not None and len(tensor.raw_data) != wanted:
+                raise DeploymentError(
+                    f"{file} is damaged: its tensor {tensor.name!r} of shape {list(tensor.dims)} has "
+                    f"{len(tensor.raw_data)} bytes, not {wanted}"
+                )
+
+
+def _num_bytes(data_type: int, count: int) -> int | None:
+    """Of `count` stored numbers; None for a type that is not known."""
+    import onnx_ir as ir
+
+    try:
+        bits = ir.DataType(data_type).bitwidth
+    except (TypeError, ValueError, KeyError):
+        return None
+    return -(-count * int(bits) // 8)
 
 
 class Graph:

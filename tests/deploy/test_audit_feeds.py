@@ -70,3 +70,8 @@ def test_unknown_name(option: str) -> None:
 def test_type_that_cannot_be_made_up() -> None:
     with pytest.raises(DeploymentError, match="input 'text' is of type string: give it yourself"):
         made_up_feeds(model(text=(TensorProto.STRING, (1,))))
+
+
+def test_no_array_is_made_of_what_no_memory_holds() -> None:
+    with pytest.raises(DeploymentError, match=r"input 'x' of shape 2147483648x8: 17179869184 numbers, and at most"):
+        made_up_feeds(model(x=(TensorProto.FLOAT, (2**31, 8))))

@@ -67,3 +67,15 @@ def test_a_runtime_that_does_not_run_here_gets_the_standard_form(tmp_path: Path)
     qmodel.export_onnx(IDS, tmp_path / "m.onnx")
     assert op_types(tmp_path / "m.onnx")["Gather"] == 1
     assert worst(qmodel, tmp_path / "m.onnx", IDS) <= EXACT
+
+
+@pytest.mark.filterwarnings("ignore:W.QSCHEME")
+@pytest.mark.parametrize("scheme", ["per-channel-symmetric", "per-tensor-affine"])
+def test_tables_of_four_bits_load(scheme: str, tmp_path: Path) -> None:
+    """ONNX Runtime has no Gather of 4-bit integers: the table is dequantized in front of it."""
+    ids = torch.arange(6).reshape(2, 3)
+    changes = {"W.QUANTIZER.BIT": 4, "W.QSCHEME": scheme, "A.QUANTIZER.DISABLE": True}
+    model = nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 4))
+    qmodel = calibrated(model, [ids], qconfig(changes, backend="onnxruntime"))
+    parity = qmodel.export_onnx(ids, tmp_path / "m.onnx", check=[ids])
+    assert parity is not None and parity.worst.max_difference <= 1e-6

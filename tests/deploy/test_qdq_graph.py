@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
 
 np = pytest.importorskip("numpy")
-pytest.importorskip("onnx")
+onnx = pytest.importorskip("onnx")
 
 from onnx import TensorProto, helper  # noqa: E402
 
@@ -78,3 +79,24 @@ def test_loading(tmp_path: Path) -> None:
     (tmp_path / "empty.onnx").write_bytes(b"")
     with pytest.raises(DeploymentError, match=r"empty\.onnx is no ONNX file, or holds no node"):
         load_model(tmp_path / "empty.onnx")
+
+
+def test_damaged_files_are_told(tmp_path: Path) -> None:
+    """Whatever is cut off or changed: an error of ours, or a file that loads."""
+    t = Tiny()
+    file = t.save(tmp_path / "m.onnx", t.conv(t.quantized("x")))
+    whole = file.read_bytes()
+    random = np.random.default_rng(0)
+    for place in [0, 1, 10, *(int(n) for n in random.integers(0, len(whole), 30))]:
+        file.write_bytes(whole[:place])
+        with contextlib.suppress(DeploymentError):
+            load_model(file)
+    model = onnx.load_from_string(whole)
+    model.graph.initializer[0].raw_data = model.graph.initializer[0].raw_data + b"more"
+    onnx.save(model, file)
+    with pytest.raises(DeploymentError, match=r"m\.onnx is damaged: its tensor .* bytes, not"):
+        load_model(file)
+    model.graph.initializer[0].dims[:] = [-3]
+    onnx.save(model, file)
+    with pytest.raises(DeploymentError, match="is damaged"):
+        load_model(file)
