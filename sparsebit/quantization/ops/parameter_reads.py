@@ -79,6 +79,8 @@ def _reading_class(kind: Any, names: tuple[str, ...]) -> type[nn.Module]:
 
     @functools.wraps(kind.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return kind.forward(self, *args, **kwargs)
         with _remembering(self):
             return kind.forward(self, *args, **kwargs)
 
@@ -93,7 +95,7 @@ def _reading_class(kind: Any, names: tuple[str, ...]) -> type[nn.Module]:
 def _remembering(module: Any) -> Iterator[None]:
     """Inside, a parameter that is read again is not quantized again: experts are read one after the other."""
     reads: _Reads = module.__dict__["_reads"]
-    if torch.compiler.is_compiling() or reads.values is not None:
+    if reads.values is not None:
         yield
         return
     reads.values = {}

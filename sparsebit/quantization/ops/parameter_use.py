@@ -1,4 +1,4 @@
-"""How a model uses its parameters: which of them are operands of matrix products, and along which axis these sum.
+"""How a model uses its parameters: which of them are factors in matrix products and convolutions, and along which axis.
 
 Seen in one forward, below autograd: every product of torch (linear, matmul, einsum, indexing and a product, grouped
 products) is one of a few operators there.
@@ -34,7 +34,8 @@ _COPIES = frozenset({"index", "index_select", "_to_copy", "clone", "contiguous",
 
 
 class UseOfParameters(TorchDispatchMode):
-    """Inside, notes for each of `parameters` the axis along which a product sums it up (`summed`).
+    """Inside, notes for each of `parameters` the axis along which a product sums it up (`summed`), or the axis of the
+    output channels where it is the kernel of a convolution (`channels`).
 
     A product of a view of the parameter, or of a copy of a part of it, counts as the parameter's.
     """
@@ -43,6 +44,7 @@ class UseOfParameters(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.parameters = parameters
         self.summed: dict[str, int] = {}
+        self.channels: dict[str, int] = {}
         self._of_storage = {_storage(parameter): name for name, parameter in parameters.items()}
         self._held: list[Tensor] = []  # copies: as long as they live, their memory is no other tensor's
 
@@ -53,6 +55,10 @@ class UseOfParameters(TorchDispatchMode):
             for operand, axis in zip(args, _PRODUCTS[name], strict=False):
                 if axis is not None and isinstance(operand, Tensor):
                     self._note(operand, axis)
+        elif name == "convolution":
+            kernel = self._of_storage.get(_storage(args[1]))
+            if kernel is not None and args[1].shape == self.parameters[kernel].shape:
+                self.channels[kernel] = 1 if args[6] else 0  # of a transposed one the inputs come first
         elif name in _COPIES:
             self._follow(args[0], result)
         return result
@@ -90,8 +96,8 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else -1
 
 
-def observe_use(parameters: Mapping[str, Tensor], model: nn.Module, args: Any, kwargs: Any) -> dict[str, int]:
-    """`UseOfParameters.summed` of one forward in eval mode, which leaves buffers and random numbers as they were."""
+def observe_use(parameters: Mapping[str, Tensor], model: nn.Module, args: Any, kwargs: Any) -> UseOfParameters:
+    """What one forward in eval mode shows; it leaves buffers and random numbers as they were."""
     modes = {module: module.training for module in model.modules()}
     own = (module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule))
     registries = [(module, dict(module._buffers)) for module in own]
@@ -101,8 +107,7 @@ def observe_use(parameters: Mapping[str, Tensor], model: nn.Module, args: Any, k
         model.eval()
         with torch.no_grad(), torch.random.fork_rng(devices=devices), UseOfParameters(parameters) as use:
             model(*args, **kwargs)
-        summed: dict[str, int] = use.summed
-        return summed
+        return use
     finally:
         for module, training in modes.items():
             module.training = training

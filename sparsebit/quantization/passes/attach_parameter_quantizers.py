@@ -29,7 +29,7 @@ from sparsebit.quantization.ops.rows import OpKind
 from sparsebit.quantization.ops.table import row_of, row_of_module
 from sparsebit.quantization.parameter_sites import owned_parameters, quantizers_of_parameters
 from sparsebit.quantization.passes.attach_quantizers import weight_quantizer
-from sparsebit.quantization.placement import Plan
+from sparsebit.quantization.placement import Plan, spec_of
 
 # Of all parameters: a smaller stack that no example explains is no weight worth a guess.
 SIZEABLE = 0.01
@@ -42,13 +42,16 @@ _UNEXPLAINED = "its module's own code reads it, and how is not known: pass examp
 
 @dataclass
 class _Candidate:
-    """A parameter without a quantizer. `axis`: along which products sum it up; `reads`: where graphs read it."""
+    """A parameter without a quantizer. `axis`: along which products sum it up; `channel_axis`: of a convolution's
+    kernel; `reads`: where graphs read it.
+    """
 
     path: str
     name: str
     owner: nn.Module
     parameter: Tensor
     axis: int | None = None
+    channel_axis: int | None = None
     is_watched: bool = False  # whether code reads it that only an example explains
     reads: list[tuple[fx.GraphModule, fx.Node]] = field(default_factory=list)
 
@@ -56,23 +59,28 @@ class _Candidate:
     def site(self) -> str:
         return f"{self.path}.{self.name}" if self.path else self.name
 
+    @property
+    def is_weight(self) -> bool:
+        return self.axis is not None or self.channel_axis is not None
+
 
 def attach_parameter_quantizers(captured: Captured, plan: Plan, config: QuantConfig, example: Any = None) -> None:
     """Put them into the captured model, in place; `plan` is told of the others and why they stay float."""
     candidates = _candidates(captured, plan, config)
     watched = {c.site: c.parameter for c in candidates if c.is_watched and c.axis is None}
     if watched and example is not None:
-        summed = observe_use(watched, captured.model, *example)
+        use = observe_use(watched, captured.model, *example)
         for candidate in candidates:
-            candidate.axis = summed.get(candidate.site, candidate.axis)
-            if candidate.axis is None and candidate.is_watched:
+            candidate.axis = use.summed.get(candidate.site, candidate.axis)
+            candidate.channel_axis = use.channels.get(candidate.site)
+            if not candidate.is_weight and candidate.is_watched:
                 _note(plan, candidate, _NOT_A_FACTOR)
     elif watched:
         _guess(candidates, captured, plan)
     chosen: dict[int, dict[str, QuantizedParameter]] = {}
     owners: dict[int, nn.Module] = {}
     for candidate in candidates:
-        if candidate.axis is None:
+        if not candidate.is_weight:
             continue
         quantized = _quantized(candidate, plan, config)
         if quantized is None:
@@ -205,9 +213,8 @@ def _quantized(candidate: _Candidate, plan: Plan, config: QuantConfig) -> Quanti
     if wanted.QUANTIZER.DISABLE:
         plan.floats[candidate.site] = SWITCHED_OFF[0]
         return None
-    assert candidate.axis is not None
     try:
-        spec = _spec(wanted, candidate.parameter.shape, candidate.axis)
+        spec = _spec(wanted, candidate)
         quantizer = weight_quantizer(
             candidate.site, wanted, spec, num_rows(candidate.parameter.shape, spec.granularity)
         )
@@ -223,8 +230,12 @@ def _config_of(candidate: _Candidate, config: QuantConfig) -> WeightConfig:
     return found if found != config.resolve("W", "") else config.resolve("W", candidate.path)
 
 
-def _spec(config: WeightConfig, shape: torch.Size, axis: int) -> TensorSpec:
+def _spec(config: WeightConfig, candidate: _Candidate) -> TensorSpec:
     """Per channel: a scale for each run along the axis that products sum up, so that every output has its own."""
+    if candidate.axis is None:
+        assert candidate.channel_axis is not None
+        return spec_of(config, candidate.channel_axis)
+    shape, axis = candidate.parameter.shape, candidate.axis
     granularity: PerTensor | PerChannel | PerGroup = PerTensor()
     if config.granularity == "group":
         granularity = PerGroup(axis, config.QUANTIZER.GROUP_SIZE)

@@ -44,6 +44,16 @@ def test_square_matrices_are_told_apart_by_their_strides(transposed: bool) -> No
     assert used(weight, lambda w: x @ (w[1].T if transposed else w[1])) == (2 if transposed else 1)
 
 
+def test_kernels_of_convolutions() -> None:
+    weight = torch.randn(4, 3, 3)
+    with torch.no_grad(), UseOfParameters({"weight": weight}) as use:
+        F.conv1d(torch.randn(2, 3, 8), weight)
+    assert use.channels == {"weight": 0} and not use.summed
+    with torch.no_grad(), UseOfParameters({"weight": weight}) as use:
+        F.conv_transpose1d(torch.randn(2, 4, 8), weight)
+    assert use.channels == {"weight": 1}
+
+
 @pytest.mark.parametrize("compute", [lambda w: w + 1, lambda w: w[0].sum(), lambda w: F.softmax(w, -1)])
 def test_other_uses_are_none(compute: Callable[[Tensor], object]) -> None:
     assert used(torch.randn(STACK), compute) is None
@@ -62,6 +72,6 @@ def test_a_forward_leaves_state_and_random_numbers_alone() -> None:
 
     model, x = Noisy(), torch.randn(4, 5)
     state, random = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
-    assert observe_use({"weight": model.weight}, model, (x,), {}) == {"weight": 0}
+    assert observe_use({"weight": model.weight}, model, (x,), {}).summed == {"weight": 0}
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random) and model.training

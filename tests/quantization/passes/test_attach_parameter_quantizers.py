@@ -169,6 +169,40 @@ def test_a_matrix_that_own_code_multiplies_with_is_quantized_per_output() -> Non
     assert coverage.parameter_fraction == 0.0 and "pass example_inputs" in str(coverage)
 
 
+def test_a_kernel_that_own_code_convolves_with() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kernel = nn.Parameter(torch.randn(6, 3, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.conv1d(x, self.kernel) if float(x.sum()) != 0.5 else x
+
+    qmodel = QuantModel(Own(), weights_only(), example_inputs=torch.randn(2, 3, 8))
+    assert site(qmodel, "kernel").spec.granularity == PerChannel(0)
+
+
+def test_lists_and_dicts_of_parameters() -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ParameterList([nn.Parameter(torch.randn(6, 6)) for _ in range(3)])
+            self.more = nn.ParameterDict({"out": nn.Parameter(torch.randn(6, 2))})
+
+        def forward(self, x: Tensor) -> Tensor:
+            for index in range(int(x.shape[0] > 0 and float(x.sum()) == 0.5), 3):
+                x = torch.tanh(x @ self.experts[index])
+            return x @ self.more["out"]
+
+    model, x = Listed().eval(), torch.randn(4, 6)
+    qmodel = calibrated(model, [x], qconfig({"A.QUANTIZER.DISABLE": True, "W.QUANTIZER.BIT": 3}), example_inputs=x)
+    assert qmodel.coverage.parameter_fraction == 1.0
+    assert {p.name for p in qmodel.coverage.parameters} == {"experts.0", "experts.1", "experts.2", "more.out"}
+    assert not torch.allclose(qmodel(x), model(x), atol=1e-3)
+    qmodel.set_quant()
+    assert torch.equal(qmodel(x), model(x))
+
+
 class TestConfig:
     def test_specific_names_the_parameter_or_its_module(self) -> None:
         specific = [{"*.down": ["QUANTIZER.BIT", 4]}]
