@@ -32,6 +32,7 @@ def examine(name: str) -> dict[str, Any]:
             record |= _export(name, Path(folder), record)
     except Exception as error:
         record["error"] = "".join(traceback.format_exception_only(error)).strip()[:600]
+        record["refused"] = type(error).__module__ == "sparsebit.errors"  # with a reason, not by a fault
     return record
 
 

@@ -217,7 +217,10 @@ def qat_accuracy(records: list[Record]) -> str:
 
 
 def zoo(records: list[Record]) -> str:
-    head = ("architecture", "captured", "weighted layers quantized", "SQNR", "untraced modules", "unknown ops")
+    head = (
+        *("architecture", "captured", "weighted layers quantized", "parameters quantized", "SQNR"),
+        *("untraced modules", "unknown ops"),
+    )
     total = f"{sum(record['ok'] for record in records)} of {len(records)} architectures are captured.\n\n"
     return total + table(head, map(_architecture, records))
 
@@ -237,7 +240,8 @@ def zoo_export(records: list[Record]) -> str:
     passed = [record for record in records if record["ok"]]
     exact = sum(bool(record.get("exact")) for record in passed)
     total = f"{len(passed)} of {len(records)} architectures export, load in ONNX Runtime and pass the parity gate"
-    lines = [f"{total}; bit-exact: {exact}."]
+    refused = sum(bool(record.get("refused")) for record in records)
+    lines = [f"{total}; bit-exact: {exact}." + (f" Refused with a reason: {refused}." if refused else "")]
     failed = [record for record in records if not record["ok"]]
     if failed:
         rows = [
@@ -286,15 +290,24 @@ def render(records: list[Record], wanted_sections: Sections = SECTIONS) -> dict[
 
 def _architecture(record: Record) -> tuple[str, ...]:
     if "error" in record:
-        return record["model"], f"**no**: {record['error'].splitlines()[0]}", "", "", "", ""
+        return record["model"], f"**no**: {record['error'].splitlines()[0]}", "", "", "", "", ""
     return (
         record["model"],
-        "yes" if record["ok"] else f"**no**: float differs by {record['float_difference']:.1e}",
+        _captured(record),
         record["weighted_quantized"],
+        _number(record.get("parameters_quantized"), ".1f", " %"),
         _number(record["sqnr_db"], ".1f", " dB"),
         str(len(record["untraced"])),
         ", ".join(f"`{op.removeprefix('unknown op ')}`" for op in record["unknown_ops"]),
     )
+
+
+def _captured(record: Record) -> str:
+    if record["ok"]:
+        return "yes"
+    if record["sqnr_db"] is None:
+        return "**no**: quantized outputs are not finite"
+    return f"**no**: float differs by {record['float_difference']:.1e}"
 
 
 def _is_compared(record: Record) -> bool:

@@ -7,7 +7,7 @@ from collections import Counter
 from torch import nn
 
 from sparsebit.graph.capture import Captured
-from sparsebit.quantization.float_reasons import SWITCHED_OFF
+from sparsebit.quantization.float_reasons import COMPLEX, SWITCHED_OFF, TABLE, VECTOR
 from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
 from sparsebit.quantization.ops.quant_opr import QIdentity, QuantOpr
 from sparsebit.quantization.ops.rows import OpKind
@@ -15,12 +15,8 @@ from sparsebit.quantization.ops.table import row_of_module, row_of_name
 from sparsebit.quantization.parameter_sites import OwnedParameter, owned_parameters, quantizers_of_parameters
 from sparsebit.quantization.passes.masks import HIDDEN
 from sparsebit.quantization.placement import Plan, split_site
-from sparsebit.quantization.plan import COMPLEX
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.records import Coverage, FloatLayer, OpaqueModule, ParameterRecord, QuantizedLayer
-
-VECTOR = "biases, norms and other vectors stay float"
-TABLE = "no matrix product reads it: tables and factors of values stay float"
 
 
 def describe_coverage(model: nn.Module, captured: Captured, plan: Plan) -> Coverage:

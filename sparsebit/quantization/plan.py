@@ -15,7 +15,7 @@ from sparsebit.graph.aliasing import overwritten
 from sparsebit.graph.capture import Captured, Region
 from sparsebit.graph.tracer import LeafPolicy
 from sparsebit.graph.values import python_values, static_values, tensor_inputs
-from sparsebit.quantization.float_reasons import SWITCHED_OFF
+from sparsebit.quantization.float_reasons import COMPLEX, SWITCHED_OFF
 from sparsebit.quantization.group_rules import check_groups
 from sparsebit.quantization.ops.rows import OpKind, OpRow
 from sparsebit.quantization.ops.table import input_argument, keeps_grid, row_of, row_of_module, tensor_arguments
@@ -27,7 +27,6 @@ from sparsebit.quantization.placement import LoosePlan, Plan, RegionPlan, layer_
 
 # Why a layer is in float, where the user wanted it so; files carry it.
 _INTEGER_PATH = frozenset({"batch_norm", "add", "cat", "max_pool", "avg_pool", "upsample"})
-COMPLEX = "it computes with complex numbers, which have no integer format"
 PRODUCTS = frozenset({"matmul", "bmm", "baddbmm"})
 _ENDS_FOR_ADDS = frozenset({"add", "cat", "flatten", "permute", "reshape"})
 _QUANTIZABLE = (OpKind.WEIGHTED, OpKind.UNARY, OpKind.MULTI)

@@ -37,6 +37,7 @@ ZOO = {
     "float_difference": 1e-7,
     "sqnr_db": 31.44,
     "weighted_quantized": "21/21",
+    "parameters_quantized": 99.5,
     "untraced": ["a: why @ here"],
     "unknown_ops": ["unknown op erf"],
 }
@@ -120,8 +121,13 @@ def test_zoo_shows_failures(tmp_path: Path) -> None:
     failed = {"benchmark": "zoo", "model": "timm/strange", "ok": False, "error": "ValueError: no\nmore"}
     page = render(tmp_path, ZOO, failed)
     assert "1 of 2 architectures are captured." in page
-    assert "| timm/resnet18 | yes | 21/21 | 31.4 dB | 1 | `erf` |" in page
+    assert "| timm/resnet18 | yes | 21/21 | 99.5 % | 31.4 dB | 1 | `erf` |" in page
     assert "| timm/strange | **no**: ValueError: no |" in page
+
+
+def test_zoo_says_what_is_wrong(tmp_path: Path) -> None:
+    page = render(tmp_path, ZOO | {"ok": False, "sqnr_db": None}, ZOO | {"model": "b", "ok": False})
+    assert "**no**: quantized outputs are not finite" in page and "**no**: float differs by 1.0e-07" in page
 
 
 class TestDeploy:

@@ -22,7 +22,7 @@ from sparsebit.graph.graph_module import source_path
 from sparsebit.graph.rewrite import insert_module_after
 from sparsebit.graph.tracer import LeafPolicy
 from sparsebit.numerics.spec import PerChannel, PerGroup, PerTensor, TensorSpec, num_rows
-from sparsebit.quantization.float_reasons import SWITCHED_OFF
+from sparsebit.quantization.float_reasons import SWITCHED_OFF, TABLE, UNEXPLAINED
 from sparsebit.quantization.ops.parameter_reads import QuantizedParameter, read_quantized
 from sparsebit.quantization.ops.parameter_use import axis_of, observe_use
 from sparsebit.quantization.ops.rows import OpKind
@@ -36,8 +36,6 @@ SIZEABLE = 0.01
 PRODUCTS: dict[str, tuple[int | None, ...]] = {"matmul": (-1, -2), "bmm": (-1, -2), "baddbmm": (None, -1, -2)}
 # Backends without a form for an integer weight in front of a float op.
 _INTEGER_LAYERS_ONLY = frozenset({"tensorrt"})
-_NOT_A_FACTOR = "no matrix product reads it on the example inputs: tables and factors of values stay float"
-_UNEXPLAINED = "its module's own code reads it, and how is not known: pass example_inputs"
 
 
 @dataclass
@@ -74,7 +72,7 @@ def attach_parameter_quantizers(captured: Captured, plan: Plan, config: QuantCon
             candidate.axis = use.summed.get(candidate.site, candidate.axis)
             candidate.channel_axis = use.channels.get(candidate.site)
             if not candidate.is_weight and candidate.is_watched:
-                _note(plan, candidate, _NOT_A_FACTOR)
+                _note(plan, candidate, TABLE)
     elif watched:
         _guess(candidates, captured, plan)
     chosen: dict[int, dict[str, QuantizedParameter]] = {}
@@ -193,7 +191,7 @@ def _guess(candidates: list[_Candidate], captured: Captured, plan: Plan) -> None
         if candidate.parameter.ndim == 3 and min(candidate.parameter.shape) > 1 and is_sizeable:
             candidate.axis = 1 if getattr(candidate.owner, "is_transposed", False) is True else 2
         else:
-            _note(plan, candidate, _UNEXPLAINED)
+            _note(plan, candidate, UNEXPLAINED)
 
 
 def _note(plan: Plan, candidate: _Candidate, reason: str) -> None:
