@@ -312,10 +312,12 @@ def build(kind: str) -> tuple[nn.Module, Any]:
         model, inputs = build("whisper")
         encoder: nn.Module = model.model.encoder
         return encoder, {"input_features": inputs["input_features"]}
-    row = ROWS[kind]
+    row = ROWS[kind.removesuffix("-batched")]
     nested = {name: getattr(transformers, config)(**values) for name, (config, values) in row.nested.items()}
     config = getattr(transformers, row.config)(**row.settings, **nested)
+    if kind.endswith("-batched"):  # experts by indexing and one product, which torch.export follows
+        config._experts_implementation = "batched_mm"
     return getattr(transformers, row.model)(config), row.inputs()
 
 
-KINDS = (*ROWS, "whisper-encoder")
+KINDS = (*ROWS, "whisper-encoder", "mixtral-batched")

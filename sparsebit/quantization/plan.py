@@ -27,7 +27,7 @@ from sparsebit.quantization.placement import LoosePlan, Plan, RegionPlan, layer_
 
 # Why a layer is in float, where the user wanted it so; files carry it.
 _INTEGER_PATH = frozenset({"batch_norm", "add", "cat", "max_pool", "avg_pool", "upsample"})
-PRODUCTS = frozenset({"matmul", "bmm", "baddbmm"})
+PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum"})
 _ENDS_FOR_ADDS = frozenset({"add", "cat", "flatten", "permute", "reshape"})
 _QUANTIZABLE = (OpKind.WEIGHTED, OpKind.UNARY, OpKind.MULTI)
 C = TypeVar("C", bound=TensorConfig)

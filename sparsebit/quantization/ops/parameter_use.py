@@ -65,7 +65,7 @@ class UseOfParameters(TorchDispatchMode):
 
     def _note(self, operand: Tensor, axis: int) -> None:
         name = self._of_storage.get(_storage(operand))
-        if name is not None and operand.ndim >= -axis:
+        if name is not None:
             found = axis_of(self.parameters[name], operand, axis)
             if found is not None:
                 self.summed.setdefault(name, found)
@@ -81,6 +81,8 @@ class UseOfParameters(TorchDispatchMode):
 
 def axis_of(parameter: Tensor, operand: Tensor, axis: int) -> int | None:
     """Which axis of the parameter the operand's axis is: the one of its size; of several, the one of its stride."""
+    if operand.ndim < -axis:
+        return None
     size, stride = operand.shape[axis], operand.stride(axis)
     axes = range(1 if parameter.ndim > 2 else 0, parameter.ndim)  # the first axis of a stack counts matrices
     by_size = [index for index in axes if parameter.shape[index] == size]

@@ -149,13 +149,14 @@ def _look_at_readers(candidate: _Candidate, node: fx.Node, root: fx.GraphModule)
         source, value = todo.pop()
         for user in source.users:
             row = row_of(user, root)
-            if row is not None and row.name in PRODUCTS and isinstance(value, Tensor):
+            if row is not None and row.name in PRODUCTS:
                 axis = _operand_axis(user, source, PRODUCTS[row.name])
-                if axis is not None and candidate.axis is None and value.ndim >= -axis:
-                    candidate.axis = axis_of(meta, value, axis)
+                found = axis_of(meta, value, axis) if axis is not None and isinstance(value, Tensor) else None
+                candidate.axis = found if candidate.axis is None else candidate.axis
+                candidate.is_watched |= found is None
             elif row is not None and row.kind is OpKind.TRANSPARENT:
                 todo.append((user, _moved(user, source, value)))
-            elif row is None and user.op != "output":
+            elif (row is None or row.name == "einsum") and user.op != "output":
                 candidate.is_watched = True
 
 

@@ -132,6 +132,33 @@ def test_a_stack_in_a_product_of_the_graph_is_a_weight_not_an_activation() -> No
         assert qmodel.coverage.parameter_fraction == 1.0
 
 
+class Indexed(nn.Module):
+    """Experts that the graph indexes with what it computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, NUM_EXPERTS)
+        self.weight = nn.Parameter(torch.randn(NUM_EXPERTS, HIDDEN, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.weight[self.router(x).argmax(-1)]
+        return torch.bmm(chosen, x.unsqueeze(-1)).squeeze(-1)
+
+
+class Summed(Indexed):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bi,eoi->beo", x, self.weight)
+
+
+@pytest.mark.parametrize("backend", ["virtual", "onnxruntime"])
+@pytest.mark.parametrize("kind", [Indexed, Summed])
+def test_stacks_that_the_graph_indexes_or_sums(kind: type[nn.Module], backend: str) -> None:
+    x = torch.randn(5, WIDTH)
+    for example in (None, x):
+        qmodel = calibrated(kind().eval(), [x], qconfig(backend=backend), example_inputs=example)
+        assert site(qmodel, "weight").spec.granularity == PerGroup(2, WIDTH) and site(qmodel, "weight").is_enable
+
+
 def test_without_an_example_a_sizeable_stack_is_a_weight() -> None:
     qmodel = QuantModel(Routed(), qconfig())
     assert {"experts.up", "experts.down"} <= sites(qmodel)
