@@ -107,7 +107,8 @@ def observe_use(parameters: Mapping[str, Tensor], model: nn.Module, args: Any, k
     devices = {x.device.index for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_cuda}
     try:
         model.eval()
-        with torch.no_grad(), torch.random.fork_rng(devices=devices), UseOfParameters(parameters) as use:
+        use = UseOfParameters(parameters)
+        with torch.no_grad(), torch.random.fork_rng(devices=devices), use:
             model(*args, **kwargs)
         return use
     finally:
