@@ -24,6 +24,7 @@ from sparsebit.graph.failures import FAILURES, Untraced, describe_failure, forwa
 from sparsebit.graph.graph_module import CapturedGraph
 from sparsebit.graph.outcome import cloned, undisturbed_randomness
 from sparsebit.graph.passes.decompose import decompose
+from sparsebit.graph.state import undisturbed_state
 from sparsebit.graph.tracer import LeafPolicy, LeafTracer
 
 # A parameter of `forward` that differs from call to call.
@@ -72,10 +73,18 @@ class Region(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs = self.bind(args, kwargs)
-        if inputs is not None:
+        if inputs is not None and not self.__dict__.get("is_overruled", False):
             with contextlib.suppress(GuardError):
                 return self.graph_module(**inputs)
         return self.source(*args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """An attribute that code around the region sets is the source's, which runs its own code from then on."""
+        if "inputs" in self.__dict__ and name not in self.__dict__ and name not in self._modules:
+            setattr(self.source, name, value)
+            self.__dict__["is_overruled"] = True
+        else:
+            super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -284,7 +293,7 @@ class _Observed:
         try:
             model.eval()
             args, kwargs = cloned((args, kwargs))  # the model may write into its inputs
-            with torch.no_grad():
+            with torch.no_grad(), undisturbed_state(model, tensors=True):
                 model(*args, **kwargs)
         except FAILURES as error:
             told = f"it calls sys.exit({error})" if isinstance(error, SystemExit) else error

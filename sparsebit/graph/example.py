@@ -7,11 +7,12 @@ which it does not hold is noticed, and runs the module's own code instead.
 
 from __future__ import annotations
 
-import contextlib
 import dis
 import inspect
 import logging
 import operator
+import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any
@@ -22,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import proxy as fx_proxy
 
 from sparsebit.graph.aliasing import OPERATORS
-from sparsebit.graph.failures import FAILURES
+from sparsebit.graph.failures import FAILURES, is_ours
 from sparsebit.graph.nested import map_nested
 
 
@@ -35,7 +36,8 @@ class _Unknown:
         return "unknown"
 
 
-_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+_quiet = threading.local()
+logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda _: not getattr(_quiet, "is_on", False))
 UNKNOWN = _Unknown()
 GIVEN = "given"
 
@@ -54,6 +56,18 @@ def guard(value: Any, expected: Any, line: str) -> None:
         holds = False
     if not holds:
         raise GuardError(f"{line}: {expected!r} was captured")
+
+
+def kind_of(value: Any) -> str:
+    """A node of captured graphs: the name of the value's class. Torch's own kinds of tensors count as tensors."""
+    is_fake = isinstance(value, torch.Tensor) and hasattr(value, "_class_of_original")
+    return class_name(value._class_of_original if is_fake else type(value))
+
+
+def class_name(kind: Any) -> str:
+    if issubclass(kind, torch.Tensor) and kind.__module__.partition(".")[0] == "torch":
+        return "Parameter" if issubclass(kind, nn.Parameter) else "Tensor"
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _answer(value: Any, expected: Any) -> Any:
@@ -77,16 +91,19 @@ class Example:
         if tensor.layout is not torch.strided or tensor.is_nested:
             return UNKNOWN  # sparse and nested tensors have no strides, and few ops know them without data
         with self.mode:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            fake: Any = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        if class_name(type(tensor)) != "Tensor":
+            fake._class_of_original = type(tensor)
+        return fake
 
     def evaluate(self, compute: Callable[[], Any]) -> Any:
         """`compute()` without data; UNKNOWN where it needs data, or anything else that fakes do not have."""
-        was_disabled, _FAKE_LOG.disabled = _FAKE_LOG.disabled, True  # an op that fakes do not have is no error here
+        _quiet.is_on = True  # an op that fakes do not have is no error here
         try:
             with self.mode, torch.no_grad():
                 return evaluate_plainly(compute)
         finally:
-            _FAKE_LOG.disabled = was_disabled
+            _quiet.is_on = False
 
 
 def evaluate_plainly(compute: Callable[[], Any]) -> Any:
@@ -117,6 +134,14 @@ class _Answers:
 
     node: fx.Node
     tracer: Any
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """For code that reads `x.__class__`; `isinstance`, in C and in torch, gets the real class."""
+        if reads_class(sys._getframe(1)) and self.tracer.is_tracing_here():
+            kind: type = self.tracer.class_of(self)
+            return kind
+        return type(self)
 
     def __bool__(self) -> bool:
         value = value_of(self.node)
@@ -229,6 +254,15 @@ class ExampleAttribute(_Answers, fx_proxy.Attribute):
         return self._attribute(name)
 
 
+def reads_class(frame: types.FrameType) -> bool:
+    """Whether the frame's current instruction is `.__class__`, in code that is neither torch's nor ours."""
+    code = frame.f_code
+    if "__class__" not in code.co_names or is_ours(code.co_filename):
+        return False
+    current = next((i for i in dis.get_instructions(code) if i.offset == frame.f_lasti), None)
+    return current is not None and current.opname == "LOAD_ATTR" and current.argval == "__class__"
+
+
 def _unpacked_into(frame: types.FrameType | None) -> int | None:
     """Into how many names the caller unpacks (`b, n, c = x.shape`); None where it does something else."""
     caller = frame.f_back if frame is not None else None
@@ -236,22 +270,6 @@ def _unpacked_into(frame: types.FrameType | None) -> int | None:
         return None
     current = next((i for i in dis.get_instructions(caller.f_code) if i.offset == caller.f_lasti), None)
     return int(current.argval) if current is not None and current.opname == "UNPACK_SEQUENCE" else None
-
-
-@contextlib.contextmanager
-def undisturbed(root: nn.Module) -> Iterator[None]:
-    """Whatever happens inside to attributes and buffers of `root`'s modules is undone, but for a trace's constants."""
-    modules = [module for module in root.modules() if not isinstance(module, torch.jit.ScriptModule)]
-    saved = [(module, dict(module.__dict__), dict(module._buffers)) for module in modules]
-    try:
-        yield
-    finally:
-        for module, attributes, buffers in saved:
-            constants = {name: item for name, item in module.__dict__.items() if name.startswith("_tensor_constant")}
-            module.__dict__.clear()
-            module.__dict__.update(attributes, **constants)
-            module._buffers.clear()
-            module._buffers.update(buffers)
 
 
 def set_training(root: nn.Module, flag: Any) -> None:

@@ -62,7 +62,7 @@ def report_own_fault(error: BaseException) -> None:
 def user_line() -> str:
     """`file:line: source` of the innermost running frame that is the user's own code."""
     frame = inspect.currentframe()
-    while frame is not None and _is_ours(frame.f_code.co_filename):
+    while frame is not None and is_ours(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:
         return "unknown line"
@@ -71,9 +71,9 @@ def user_line() -> str:
 
 
 def _failing_line(error: BaseException) -> str | None:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_ours(f.filename)]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_ours(f.filename)]
     return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else None
 
 
-def _is_ours(filename: str) -> bool:
+def is_ours(filename: str) -> bool:
     return filename.startswith((_TORCH, _HERE, "<"))

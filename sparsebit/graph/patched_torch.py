@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,13 @@ from torch.utils import _pytree as pytree
 
 # These take sizes and types, not tensors, so torch.fx never sees them unless it is told.
 _FACTORIES = ("arange", "zeros", "ones", "full", "empty", "linspace", "eye", "tensor", "as_tensor", "finfo", "iinfo")
-_RANDOM_FACTORIES = ("rand", "randn", "randint", "randperm")  # traced always: other numbers at every call
+# Traced always: other numbers at every call.
+_RANDOM_FACTORIES = (
+    "rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson", "rand_like", "randn_like",
+    "randint_like",
+)  # fmt: skip
+# A trace patches torch and the model's Python modules for the whole process: one at a time.
+TRACING = threading.RLock()
 
 
 @contextlib.contextmanager
@@ -36,8 +43,9 @@ def traced_factories(tracer: Any) -> Iterator[None]:
         is_random = factory.__name__ in _RANDOM_FACTORIES
 
         def traced(*args: Any, **kwargs: Any) -> Any:
-            has_proxy = any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves((args, kwargs)))
-            if has_proxy or (is_random and not tracer.is_evaluating):
+            if not tracer.is_tracing_here():
+                return factory(*args, **kwargs)
+            if is_random or any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves((args, kwargs))):
                 return tracer.create_proxy("call_function", factory, args, kwargs)
             return factory(*args, **kwargs)
 

@@ -11,14 +11,16 @@ What differs from `torch.fx.Tracer`:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
 import glob
 import inspect
 import operator
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
@@ -34,28 +36,16 @@ from sparsebit.graph.example import (
     forget_values,
     guard,
     set_training,
-    undisturbed,
     value_of,
 )
 from sparsebit.graph.failures import FAILURES, Untraced, describe_failure, forward_line, report_own_fault, user_line
-from sparsebit.graph.patched_torch import traced_factories, unfused_attention
+from sparsebit.graph.patched_torch import TRACING, traced_factories, unfused_attention
 from sparsebit.graph.questions import asks_for_sizes, depends_on_input, is_part_of_input, is_write_into
+from sparsebit.graph.state import PythonRandomness, states_of, undisturbed_state
+from sparsebit.graph.traced_builtins import class_of, traced_builtins
+from sparsebit.graph.training_flag import TrainingFlag, note_identity_test, tests_identity
+from sparsebit.graph.unkeepable import has_hooks, watched
 from sparsebit.graph.values import python_values
-
-
-class TrainingFlag:
-    """Stands for one module's `training` while its forward is traced."""
-
-    def __init__(self, tracer: LeafTracer, path: str, owner: nn.Module) -> None:
-        self.tracer, self.path = tracer, path
-        self.is_stateless = not owner._modules and not owner._parameters and not owner._buffers
-
-    def __bool__(self) -> bool:
-        if self.is_stateless:
-            raise fx.proxy.TraceError("branches on self.training and has no weights: kept as it is for both modes")
-        self.tracer.eval_branches.setdefault(self.path, user_line())
-        return False
-
 
 # Modules of torch.nn that are no ops themselves: their inside is traced, or entered.
 _COMPOSITES: tuple[type[nn.Module], ...] = (
@@ -135,6 +125,23 @@ class LeafTracer(fx.Tracer):
         self._tensor_names: dict[int, str] = {}
         self._attribute_proxies: dict[str, fx.Proxy] = {}
         self.is_evaluating = False
+        self._thread: int | None = None
+        self._refusals: list[str] = []
+
+    def is_tracing_here(self) -> bool:
+        """Whether the code that asks runs in this trace: not in another thread, nor to find an example's value."""
+        return self._thread == threading.get_ident() and not self.is_evaluating
+
+    def refuse(self, reason: str) -> NoReturn:
+        """End the trace of the module whose code runs now; noted too, since that code may catch the error."""
+        self._refusals.append(reason)
+        raise fx.proxy.TraceError(reason)
+
+    def class_of(self, obj: fx.Proxy) -> type:
+        return class_of(self, obj)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        self.refuse("symbolically traced variables cannot be used as inputs to control flow")
 
     def full_path(self, path: str) -> str:
         return f"{self.prefix}.{path}" if self.prefix and path else self.prefix or path
@@ -149,10 +156,15 @@ class LeafTracer(fx.Tracer):
         self._tensor_names = {id(tensor): name for name, tensor in reversed(self._tensors.items())}
         registered = set(root._modules)
         try:
-            with undisturbed(root), traced_factories(self), unfused_attention():
+            with TRACING, undisturbed_state(root), contextlib.ExitStack() as patches:
+                self._thread = threading.get_ident()
+                for patch in (traced_factories(self), unfused_attention(), traced_builtins(self), watched(self, root)):
+                    patches.enter_context(patch)
                 for path, module in root.named_modules():
                     if not self.is_leaf_module(module, path) or module is root:
-                        module.__dict__["training"] = TrainingFlag(self, path, module)
+                        kind: Any = type(module)
+                        flag = False if tests_identity(kind) else TrainingFlag(self, path, module)
+                        module.__dict__["training"] = flag
                 graph = super().trace(root, concrete_args)
         except FAILURES:
             self._uninstall(set(root._modules) - registered)
@@ -186,9 +198,8 @@ class LeafTracer(fx.Tracer):
         root = self.root
 
         def forward(*values: Any) -> Any:
-            output = root._call_impl(*values, **kwargs)  # with its hooks, as those of submodules
-            self._check_assigned(root, "")
-            return output
+            with self._kept_faithful(root, ""):
+                return root._call_impl(*values, **kwargs)
 
         return forward, args
 
@@ -246,12 +257,18 @@ class LeafTracer(fx.Tracer):
         module = self.root.get_submodule(str(node.target))
         if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
             return UNKNOWN  # compiled code takes no tensors without data
-        with undisturbed(module):
+        with undisturbed_state(module):
             set_training(module, False)
             if not type(module).__module__.startswith("torch.nn."):  # its code may write into its buffers
                 for part in module.modules():
                     part._buffers.update(self._fake(dict(part._buffers)))
-            return evaluate(lambda: module(*args, **kwargs))
+                    tensors = {k: v for k, v in part.__dict__.items() if isinstance(v, torch.Tensor)}
+                    part.__dict__.update(self._fake(tensors))
+            randomness = PythonRandomness()
+            try:
+                return evaluate(lambda: module(*args, **kwargs))
+            finally:
+                randomness.restore()
 
     def add_guard(self, node: fx.Node, answer: Any) -> None:
         """Remember in the graph that `node` was taken to be `answer`. What weights alone decide needs no guard."""
@@ -263,21 +280,21 @@ class LeafTracer(fx.Tracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if self.is_evaluating:
+        if not self.is_tracing_here():
             return forward(*args, **kwargs)
         path = self._installed_path(m)
         reason = self.policy.own_code.get(self.full_path(path))
         if reason is not None:
             self.untraced[path] = Untraced(self.full_path(path), type(m).__name__, reason, forward_line(m))
-        if path in self.untraced:
+        if path in self.untraced or self.is_leaf_module(m, path):
             return self.create_proxy("call_module", path, args, kwargs)
         last = next(iter(reversed(self.graph.nodes)), None)
         stack = dict(self.module_stack)
         assert isinstance(self.root, nn.Module)
         registered = set(self.root._modules)
         try:
-            output = super().call_module(m, forward, args, kwargs)
-            self._check_assigned(m, path)
+            with self._kept_faithful(m, path):
+                return super().call_module(m, forward, args, kwargs)
         except FAILURES as error:
             report_own_fault(error)
             self._roll_back(last)
@@ -286,7 +303,30 @@ class LeafTracer(fx.Tracer):
             self.module_stack.update(stack)
             self.untraced[path] = describe_failure(error, self.full_path(path), m)
             return self.create_proxy("call_module", path, args, kwargs)
-        return output
+
+    @contextlib.contextmanager
+    def _kept_faithful(self, module: nn.Module, path: str) -> Iterator[None]:
+        """Around one call of `module`, whose code is traced: an error where the call does what a graph cannot keep."""
+        refusals, randomness = len(self._refusals), PythonRandomness()
+        states = states_of(module)
+        try:
+            if has_hooks(module):
+                self.refuse("it has hooks, which must run at every call")
+            note_identity_test(self, path, module)
+            yield
+            if len(self._refusals) > refusals:
+                raise fx.proxy.TraceError(self._refusals[refusals])
+            self._check_assigned(module, path)
+            changed = next((name for state in states if (name := state.changed()) is not None), None)
+            if changed is not None:
+                raise fx.proxy.TraceError(f"changes the attribute {changed!r}: the next call may depend on this one")
+            if randomness.has_changed():
+                randomness.restore()
+                raise fx.proxy.TraceError("draws from Python's or NumPy's random generator, anew at every call")
+        finally:
+            del self._refusals[refusals:]
+            for state in states:
+                state.restore()
 
     def _check_assigned(self, module: nn.Module, path: str) -> None:
         """Put back buffers that forward assigned: only a write into the same one (`self.steps += 1`) can be traced."""
@@ -318,7 +358,7 @@ class LeafTracer(fx.Tracer):
         """Parameters and buffers become live reads of the module, one node each."""
         self._attribute_proxies = parameter_proxy_cache
         name = self._tensor_names.get(id(attr_val)) if isinstance(attr_val, torch.Tensor) else None
-        if name is None or self.is_evaluating:
+        if name is None or not self.is_tracing_here():
             return attr_val
         if name not in parameter_proxy_cache:
             parameter_proxy_cache[name] = self.create_proxy("get_attr", name, (), {})

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from sparsebit.graph.example import UNKNOWN, guard, value_of
+from sparsebit.graph.example import UNKNOWN, guard, kind_of, value_of
 from sparsebit.graph.nested import tensors_of
 
 SIZE_METHODS = {
@@ -69,7 +69,9 @@ def _yields_python(node: fx.Node, found: set[fx.Node]) -> bool:
         return str(node.target).rpartition(".")[2] == "training"
     if node.op != "call_function" or node.target in _TENSOR_FACTORIES:
         return False
-    if node.target in (guard, *_PYTHON_FUNCTIONS) or (node.target is getattr and node.args[1] in _SIZE_ATTRIBUTES):
+    if node.target in (guard, kind_of, hasattr, *_PYTHON_FUNCTIONS) or (
+        node.target is getattr and node.args[1] in _SIZE_ATTRIBUTES
+    ):
         return True
     if getattr(node.target, "__module__", None) in ("_operator", "operator", "math", "builtins"):
         inputs = node.all_input_nodes[:1] if node.target is operator.getitem else node.all_input_nodes

@@ -1,0 +1,198 @@
+"""Plain attributes of modules as state: what they hold, whether it changed, and how to put it back.
+
+A graph has no place for a counter, a list or a tensor that `forward` keeps as an attribute: a module whose call changes
+one must run its own code.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import enum
+import itertools
+import random
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from sparsebit.graph.nested import tensors_of
+from sparsebit.graph.questions import depends_on_input
+from sparsebit.graph.training_flag import TrainingFlag
+
+# Every module's registries, of tensors, children and hooks.
+_REGISTRIES = nn.Module().__dict__.keys() - {"training"}
+_CONTAINERS = (list, dict, set, collections.deque)
+_CODE = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
+_MAX_ITEMS = 10_000
+_MAX_DEPTH = 6
+
+
+class ModuleState:
+    """The attributes of one module and everything mutable that they hold, as they are now."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        # A counter cannot be set back: a copy of it takes its place.
+        self.attributes = {k: copy.copy(v) if isinstance(v, itertools.count) else v for k, v in module.__dict__.items()}
+        self.registries = {name: dict(module.__dict__[name]) for name in ("_parameters", "_buffers")}
+        self.undo: list[Callable[[], None]] = []
+        self.prints = _prints(module, self.undo)
+
+    def changed(self) -> str | None:
+        """The name of an attribute that holds something else now; None where all is as it was."""
+        now = _prints(self.module, [])
+        for name in {**self.prints, **now}:
+            if self.prints.get(name) != now.get(name) and not self._is_memo(name):
+                return name
+        for registry, held in self.registries.items():
+            for name, value in self.module.__dict__[registry].items():
+                if held.get(name) is not value and not isinstance(value, fx.Proxy):
+                    return str(name)
+        return None
+
+    def restore(self) -> None:
+        """Puts everything back; tensor constants of a trace, which are filed at the module, stay."""
+        constants = {k: v for k, v in self.module.__dict__.items() if k.startswith("_tensor_constant")}
+        self.module.__dict__.clear()
+        self.module.__dict__.update(self.attributes, **constants)
+        for registry, held in self.registries.items():
+            self.module.__dict__[registry].clear()
+            self.module.__dict__[registry].update(held)
+        for undo in self.undo:
+            undo()
+
+    def _is_memo(self, name: str) -> bool:
+        """A value that weights alone decide, kept for the next call: a graph computes it at every call."""
+        value, print_before = self.module.__dict__.get(name), self.prints.get(name)
+        if isinstance(value, fx.Proxy):
+            return print_before == _NOTHING and not depends_on_input(value.node)
+        if type(value) is not dict or print_before is None or print_before[:3] != ("container", dict, id(value)):
+            return False
+        items = _items(value, [], set(), _MAX_DEPTH - 1)
+        added = [item for item in items if item not in print_before[3]]
+        fresh = [v for v in value.values() if isinstance(v, fx.Proxy) and not depends_on_input(v.node)]
+        return len(items) - len(added) == len(print_before[3]) and len(added) == len(fresh)
+
+
+_NOTHING = ("value", type(None), "None")
+
+
+@contextlib.contextmanager
+def undisturbed_state(root: nn.Module, *, tensors: bool = False) -> Iterator[None]:
+    """Whatever happens inside to attributes of `root`'s modules, and to lists and dictionaries in them, is undone.
+
+    `tensors`: also what is written into tensors that are attributes.
+    """
+    states = states_of(root)
+    held = [value for state in states for value in state.attributes.values()] if tensors else []
+    kept = [(tensor, _version(tensor), tensor.detach().clone()) for tensor in tensors_of(held)]
+    try:
+        yield
+    finally:
+        for state in states:
+            state.restore()
+        with torch.no_grad():
+            for tensor, version, values in kept:
+                if _version(tensor) != version:
+                    tensor.copy_(values)
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def states_of(root: nn.Module) -> list[ModuleState]:
+    return [ModuleState(module) for module in root.modules() if not isinstance(module, torch.jit.ScriptModule)]
+
+
+class PythonRandomness:
+    """The state of Python's and NumPy's global random generators."""
+
+    def __init__(self) -> None:
+        numpy = sys.modules.get("numpy")
+        self.python, self.numpy = random.getstate(), numpy.random.get_state() if numpy else None
+
+    def has_changed(self) -> bool:
+        now = PythonRandomness()
+        return now.python != self.python or _numpy_print(now.numpy) != _numpy_print(self.numpy)
+
+    def restore(self) -> None:
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+
+
+def _numpy_print(state: Any) -> Any:
+    return state if state is None else (state[0], state[1].tobytes(), *state[2:])
+
+
+def _prints(module: nn.Module, undo: list[Callable[[], None]]) -> dict[str, Any]:
+    seen: set[int] = {id(module)}
+    return {
+        name: _print(value, undo, seen, 0)
+        for name, value in module.__dict__.items()
+        if name not in _REGISTRIES and not name.startswith("_tensor_constant")
+    }
+
+
+def _print(value: Any, undo: list[Callable[[], None]], seen: set[int], depth: int) -> Any:
+    """Something comparable that differs after a change of `value`, or of what it holds."""
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, enum.Enum)):
+        return "value", type(value), repr(value)
+    if isinstance(value, torch.Tensor):
+        return "tensor", id(value), _version(value)
+    if isinstance(value, (nn.Module, fx.Proxy, TrainingFlag, *_CODE)) or id(value) in seen or depth > _MAX_DEPTH:
+        return "object", id(value)
+    if isinstance(value, (tuple, frozenset)):
+        return "value", type(value), tuple(_print(item, undo, seen, depth + 1) for item in value)
+    if isinstance(value, itertools.count):
+        return "value", itertools.count, repr(value)
+    seen.add(id(value))
+    if isinstance(value, _CONTAINERS):
+        undo.append(_undo_of(value))
+        items = _items(value, undo, seen, depth) if len(value) <= _MAX_ITEMS else len(value)
+        return "container", type(value), id(value), items
+    return "object", id(value), _inside(value, undo, seen, depth)
+
+
+def _items(value: Any, undo: list[Callable[[], None]], seen: set[int], depth: int) -> tuple[Any, ...]:
+    pairs = value.items() if isinstance(value, dict) else value
+    return tuple(_print(item, undo, seen, depth + 1) for item in pairs)
+
+
+def _inside(value: Any, undo: list[Callable[[], None]], seen: set[int], depth: int) -> Any:
+    """What an object holds, as far as that can be known."""
+    if isinstance(value, random.Random):
+        state = value.getstate()
+        undo.append(lambda: value.setstate(state))
+        return state
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        kept = value.copy()
+        undo.append(lambda: numpy.copyto(value, kept))
+        return value.shape, value.tobytes()
+    if numpy is not None and isinstance(value, numpy.random.Generator):
+        bits = value.bit_generator.state
+        undo.append(lambda: setattr(value.bit_generator, "state", bits))
+        return str(bits)
+    if numpy is not None and isinstance(value, numpy.random.RandomState):
+        legacy = value.get_state()
+        undo.append(lambda: value.set_state(legacy))
+        return _numpy_print(legacy)
+    held = getattr(value, "__dict__", None)
+    return _print(held, undo, seen, depth + 1) if isinstance(held, dict) else None
+
+
+def _undo_of(container: Any) -> Callable[[], None]:
+    kept = container.copy()
+
+    def undo() -> None:
+        container.clear()
+        (container.extend if isinstance(container, (list, collections.deque)) else container.update)(kept)
+
+    return undo

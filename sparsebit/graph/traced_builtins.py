@@ -1,0 +1,150 @@
+"""`isinstance(x, Tensor)`, `type(x)`, `hasattr(x, "shape")` in a model's code, answered for what x stands for.
+
+A traced value is an object of another class. While a trace runs, the model's Python modules therefore see these
+builtins in a form that knows traced values; torch's own modules and ours do not. Each answer that another input could
+change becomes a guard.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from sparsebit.graph.example import UNKNOWN, class_name, kind_of, value_of
+from sparsebit.graph.questions import is_part_of_input
+from sparsebit.graph.training_flag import TrainingFlag
+
+_FOLDERS = tuple(
+    folder + os.sep
+    for folder in (
+        os.path.dirname(torch.__file__),
+        os.path.dirname(os.path.dirname(__file__)),
+        sysconfig.get_paths()["stdlib"],
+    )
+)
+_SITE = sysconfig.get_paths()["purelib"] + os.sep
+_MISSING = object()
+_OF_TUPLES = (nn.RNNBase, nn.MultiheadAttention)
+
+
+@contextlib.contextmanager
+def traced_builtins(tracer: Any) -> Iterator[None]:
+    """Inside, modules that are neither torch's, Python's nor ours ask about traced values and get the right answers."""
+    replacements = _replacements(tracer)
+    spaces = [vars(module) for module in list(sys.modules.values()) if _is_users(module)]
+    given = [(space, name) for space in spaces for name in replacements if name not in space]
+    is_tensor = torch.is_tensor
+    try:
+        for space, name in given:
+            space[name] = replacements[name]
+        torch.is_tensor = lambda obj: replacements["isinstance"](obj, torch.Tensor)  # type: ignore[assignment]
+        yield
+    finally:
+        torch.is_tensor = is_tensor
+        for space, name in given:
+            space.pop(name, None)
+
+
+def _is_users(module: Any) -> bool:
+    space = getattr(module, "__dict__", None)
+    if type(space) is not dict:
+        return False
+    file = space.get("__file__")
+    if not isinstance(file, str):
+        return space.get("__name__") == "__main__"
+    in_stdlib = file.startswith(_FOLDERS[2]) and not file.startswith(_SITE)
+    return not in_stdlib and not file.startswith(_FOLDERS[:2])
+
+
+def _replacements(tracer: Any) -> dict[str, Any]:
+    def asked(obj: Any) -> bool:
+        return isinstance(obj, (fx.Proxy, TrainingFlag)) and tracer.is_tracing_here()
+
+    def isinstance_(obj: Any, classes: Any, /) -> bool:
+        if not asked(obj) or classes is fx.Proxy:  # code that knows traces asks for these by name
+            return isinstance(obj, classes)
+        return issubclass(class_of(tracer, obj), classes)
+
+    def hasattr_(obj: Any, name: str, /) -> bool:
+        return has_attribute(tracer, obj, name) if asked(obj) else hasattr(obj, name)
+
+    def getattr_(obj: Any, name: str, default: Any = _MISSING, /) -> Any:
+        if default is _MISSING:
+            return getattr(obj, name)
+        return getattr(obj, name, default) if not asked(obj) or has_attribute(tracer, obj, name) else default
+
+    def callable_(obj: Any, /) -> bool:
+        return any("__call__" in vars(base) for base in class_of(tracer, obj).__mro__) if asked(obj) else callable(obj)
+
+    class Meta(type):
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            if len(args) == 1 and not kwargs and asked(args[0]):
+                return class_of(tracer, args[0])
+            return builtins.type(*args, **kwargs)
+
+        def __instancecheck__(cls, obj: Any) -> bool:
+            return isinstance(obj, builtins.type)
+
+        def __subclasscheck__(cls, other: type) -> bool:
+            return issubclass(other, builtins.type)
+
+        def __eq__(cls, other: object) -> bool:
+            return other is builtins.type or other is cls
+
+        def __hash__(cls) -> int:
+            return hash(builtins.type)
+
+    type_ = Meta("type", (builtins.type,), {})
+    return {
+        "isinstance": isinstance_, "hasattr": hasattr_, "getattr": getattr_, "callable": callable_, "type": type_
+    }  # fmt: skip
+
+
+def class_of(tracer: Any, value: Any) -> type:
+    """The class of what a traced value stands for; guarded where an input decides it."""
+    if isinstance(value, TrainingFlag):
+        return bool
+    example = value_of(value.node)
+    kind = torch.Tensor if example is UNKNOWN else _class_of_example(example)
+    if _may_vary(tracer, value.node):
+        tracer.add_guard(tracer.create_proxy("call_function", kind_of, (value,), {}).node, class_name(kind))
+    return kind
+
+
+def has_attribute(tracer: Any, value: Any, name: str) -> bool:
+    if isinstance(value, TrainingFlag):
+        return hasattr(False, name)
+    example = value_of(value.node)
+    answer = hasattr(torch.Tensor if example is UNKNOWN else example, name)
+    if _may_vary(tracer, value.node):
+        tracer.add_guard(tracer.create_proxy("call_function", hasattr, (value, name), {}).node, answer)
+    return answer
+
+
+def _may_vary(tracer: Any, node: fx.Node) -> bool:
+    """Whether another call could bring a value of another class.
+
+    Without an example a value is taken to be a tensor, and guarded; but not what unknown code gives.
+    """
+    module = tracer.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+    is_known = type(module).__module__.startswith("torch.nn.") and not isinstance(module, _OF_TUPLES)
+    if value_of(node) is UNKNOWN and module is not None and not is_known:
+        tracer.refuse("asks for the class of a value that is not known without example_inputs")
+    if module is not None:
+        return not is_known
+    return value_of(node) is UNKNOWN or node.op == "placeholder" or is_part_of_input(node)
+
+
+def _class_of_example(example: Any) -> type:
+    if isinstance(example, torch.Tensor):
+        original = getattr(example, "_class_of_original", builtins.type(example))
+        return original if class_name(original) != "Tensor" else torch.Tensor
+    return builtins.type(example)
