@@ -176,8 +176,22 @@ def _at(module: Any, path: str) -> Any:
 
 
 def _version(tensor: Tensor) -> Any:
-    """Another value after a write into the tensor; of an inference tensor, which does not count them, always."""
-    return object() if tensor.is_inference() else tensor._version
+    """Another value after a write into the tensor; an inference tensor does not count them: its values tell."""
+    return _Values(tensor.detach().clone()) if tensor.is_inference() else tensor._version
+
+
+class _Values:
+    """Equal where every number is, NaN too."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Values) and bool(
+            torch.allclose(self.values, other.values, rtol=0, atol=0, equal_nan=True)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)

@@ -410,3 +410,14 @@ def test_calibration_that_shows_no_quantizer_anything_is_an_error() -> None:
     qmodel(torch.ones(2, 4, dtype=torch.long))
     with pytest.raises(CalibrationError, match=r"none of the 1 activation quantizers saw a float tensor in 1 batches"):
         qmodel.calc_qparams()
+
+
+def test_calibration_in_inference_mode_is_the_same() -> None:
+    """Buffers that are inference tensors do not count writes: a batch norm's must not look written."""
+    torch.manual_seed(0)
+    model, x = Residual().eval(), torch.randn(4, 3, 8, 8)
+    expected = calibrated(model, [x])
+    with torch.inference_mode():
+        qmodel = calibrated(model, [x])
+        assert torch.equal(qmodel(x), expected(x))
+    assert qmodel.coverage.num_weighted_quantized == 3 and qmodel.coverage.notes == expected.coverage.notes
