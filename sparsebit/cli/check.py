@@ -73,6 +73,7 @@ def check(
     gray: options.Gray = False,
     batch_size: options.BatchSize = None,
     num_samples: options.NumSamples = 64,
+    input: options.Arrays = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -99,7 +100,7 @@ def check(
         from sparsebit.deploy.check import check_against, check_as_written, runtime_of
         from sparsebit.errors import DeploymentError
 
-        how = DataOptions(size, resize, mean, std, gray, batch_size, num_samples)
+        how = DataOptions(size, resize, mean, std, gray, batch_size, num_samples, input)
         limits = Limits(exact, min_sqnr, allow_nan)
         chosen = runtime or runtime_of(file)
         batches = FileData(data, how, str(file))

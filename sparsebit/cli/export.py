@@ -48,6 +48,7 @@ def export(
     gray: options.Gray = False,
     batch_size: options.BatchSize = None,
     num_samples: options.NumSamples = 64,
+    input: options.Arrays = None,
     no_check: options.NoCheck = False,
     exact: options.Exact = False,
     min_sqnr: options.MinSqnr = None,
@@ -91,7 +92,7 @@ def export(
         net = load_model(model, model_args, weights)
         qmodel = None if folder is None else QuantModel.load(folder, net, device="cpu")
         target = checked_file(output, "virtual" if qmodel is None else qmodel.config.BACKEND, written)
-        how = DataOptions(size, resize, mean, std, gray, batch_size, num_samples)
+        how = DataOptions(size, resize, mean, std, gray, batch_size, num_samples, input)
         batches = made_up(how, qmodel) if data is None else load_data(data, how, Inputs.of(net))
         subject = Subject(net, batches, run_first(net, batches))
         check_names(subject, written)

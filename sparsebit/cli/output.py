@@ -40,6 +40,7 @@ class Output:
         console = Console(file=self._stdout, width=width, highlight=False, markup=False, emoji=False)
         for item in shown:
             console.print(item)
+        self._stdout.flush()  # a full disk is told here, not when the interpreter ends
 
     def raw(self, text: str) -> None:
         """Text as it is: no wrapping, no colour."""

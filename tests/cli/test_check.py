@@ -87,6 +87,11 @@ class TestAsWritten:
         answer = sparsebit(*COMMAND, "-q")
         assert answer.code == 0 and answer.err == "" and "─" not in answer.out
 
+    def test_arrays_are_chosen(self, sparsebit: Sparsebit, folder: Path) -> None:
+        with np.load("data.npz") as data:
+            np.savez("more.npz", images=data["x"], other=np.zeros(3))
+        assert sparsebit("check", "net.onnx", "-d", "more.npz", "-q", "--input", "images").code == 0
+
     def test_runtime_that_computes_something_else(self, sparsebit: Sparsebit, folder: Path) -> None:
         # ONNX Runtime's integer Gemm takes a bias on the grid of input times weight, whatever its scale says.
         save(two_linears(), "net.onnx", second_b_scale=30.0)

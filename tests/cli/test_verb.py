@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from sparsebit.cli.main import app
 from sparsebit.cli.verb import flowing
 
-VERBS = [["quantize"], ["profile"], ["graph"], ["check"], ["audit"], ["config", "check"], ["demo"]]
+VERBS = [["quantize"], ["export"], ["profile"], ["graph"], ["check"], ["audit"], ["config", "check"], ["demo"]]
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=" ".join)
