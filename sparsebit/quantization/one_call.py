@@ -75,9 +75,13 @@ def _without_data(model: nn.Module, qconfig: QuantConfig) -> QuantModel:
     waiting = [q.name for q in qmodel.quantizers() if not q.fake_fused and q.observed_as == "feature"]
     if waiting:
         shown = ", ".join(waiting[:3]) + (", ..." if len(waiting) > 3 else "")
+        remedy = (
+            "these weights are computed in the forward, so pass one batch that reaches them"
+            if qconfig.A.QUANTIZER.DISABLE
+            else 'pass a DataLoader or a list of batches, or quantize weights alone: config="weights-only"'
+        )
         raise CalibrationError(
-            f"no calibration batches were given, and {len(waiting)} ranges are found on data ({shown}); pass a "
-            'DataLoader or a list of batches, or quantize only weights that layers own: config="weights-only"'
+            f"no calibration batches were given, and {len(waiting)} ranges are found on data ({shown}); {remedy}"
         )
     qmodel.prepare_calibration(keep_inputs=False)
     qmodel.calc_qparams()
