@@ -67,8 +67,8 @@ def require_device(config: QuantConfig) -> None:
     number = int(config.DEVICE.partition(":")[2] or 0)
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"DEVICE={config.DEVICE}: torch sees no GPU here; set DEVICE: cpu, or take the key out of the config "
-            "(torch.cuda.is_available() tells whether this torch was built for the GPU's driver)"
+            f"DEVICE={config.DEVICE}: torch sees no GPU here; set DEVICE: cpu, or take the key out of the config; of a "
+            'saved model, QuantModel.load(..., device="cpu")'
         )
     if number >= torch.cuda.device_count():
         raise ConfigError(f"DEVICE={config.DEVICE}: torch sees {torch.cuda.device_count()} GPUs here, numbered from 0")

@@ -58,7 +58,6 @@ class SimulatedModel(nn.Module):
         if any(isinstance(module, SimulatedModel) for module in model.modules()):
             raise CaptureError("the model is, or holds, a QuantModel, which is quantized already; give the float model")
         config = as_qconfig(config)
-        require_device(config)
         self._set_up(model, config, None if example_inputs is None else as_call(example_inputs, model))
 
     # --- building
@@ -71,6 +70,7 @@ class SimulatedModel(nn.Module):
         policy: LeafPolicy | None = None,
         form: CallForm | None = None,
     ) -> None:
+        require_device(config)
         self.config = config
         # In a tuple: the original is kept for a capture anew if a call shows another form, and is not our module.
         self._original = (model,)
