@@ -16,7 +16,7 @@ def printable(text: str, keep: str = "\n\t") -> str:
 
 
 class SparsebitError(ValueError):
-    """Any fault that the user can mend. Faults of our own are assertions, never this."""
+    """Any error that the user can fix. Bugs of our own are assertions, never this."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(printable(arg) if isinstance(arg, str) else arg for arg in args))

@@ -1,6 +1,6 @@
 """`app`: the command `sparsebit` with its verbs, and what becomes of a fault.
 
-Exit codes: 0 done; 1 a fault that the user can mend, told in one message; 2 a command line without sense; 130 Ctrl-C,
+Exit codes: 0 done; 1 an error that the user can fix, told in one message; 2 a command line without sense; 130 Ctrl-C,
 143 SIGTERM.
 """
 
@@ -29,7 +29,7 @@ class Terminated(KeyboardInterrupt):
 
 
 class Verbs(TyperGroup):
-    """The verbs, with every mendable fault turned into one message on stderr and an exit code."""
+    """The verbs, with every error that the user can fix turned into one message on stderr and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -101,7 +101,7 @@ def _ending_cleanly() -> Iterator[None]:
 
 
 def _told(fault: BaseException) -> str | None:
-    """What is said of a fault that the user can mend; None of others, which are ours."""
+    """What is said of an error that the user can fix; None for bugs of our own."""
     if isinstance(fault, (SparsebitError, OSError)):
         return str(fault)
     from sparsebit.cli.loading import cause

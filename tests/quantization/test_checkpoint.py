@@ -534,3 +534,11 @@ def damage(file: Path, draw: random.Random) -> None:
         place[draw.choice(keys)] = draw.choice([None, -1, 2**70, 0.5, "x", [], {}, [1], {"tensor": [-3]}, True])
         data = bytearray(json.dumps(value).encode())
     file.write_bytes(data)
+
+
+def test_a_gpu_that_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    qmodel = calibrated(TwoLayers(), [torch.randn(4, 6)])
+    qmodel.config = qmodel.config.replace("DEVICE", "cuda:7")  # as if it had been saved there
+    with pytest.raises(CheckpointError, match=r"no GPU here.*load\(\.\.\., device=\"cpu\"\)"):
+        QuantModel.load(qmodel.save(tmp_path), TwoLayers())
