@@ -15,6 +15,7 @@ from sparsebit.deploy.float_layers import keep_floats
 from sparsebit.deploy.linear_layout import lay_out_linears
 from sparsebit.deploy.naming import describe_sites, tidy
 from sparsebit.deploy.number_types import FLOAT8
+from sparsebit.deploy.older_opset import LOWEST_WRITTEN, to_older_opset
 from sparsebit.deploy.pad_layout import lay_out_pads
 from sparsebit.deploy.pool_layout import lay_out_pools
 from sparsebit.deploy.ports import DynamicAxes
@@ -61,11 +62,11 @@ def build_onnx(
             input_names=input_names,
             output_names=output_names,
             dynamic_axes=dynamic_axes,
-            opset_version=opset,
+            opset_version=max(opset, LOWEST_WRITTEN),
             verbose=verbose,
         )
     written = model.opset_imports.get("")
-    if written != opset:
+    if written != max(opset, LOWEST_WRITTEN):
         raise DeploymentError(
             f"opset_version={opset}: torch does not write it (this model came out in opset {written}); "
             f"leave opset_version out, or give {profile.opset}"
@@ -78,6 +79,8 @@ def build_onnx(
         lay_out_embeddings(model)
     if profile.executes == "onnxruntime":
         keep_floats(model)
+    if opset < LOWEST_WRITTEN:
+        to_older_opset(model, opset)
     off = {layer: reason for layer, reason in qmodel._plan.floats.items() if reason in SWITCHED_OFF}
     tidy(model, {"backend": qmodel.config.BACKEND}, off)
     return model, sites
