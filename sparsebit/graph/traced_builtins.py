@@ -12,6 +12,7 @@ import contextlib
 import os
 import sys
 import sysconfig
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,10 +37,11 @@ _OF_TUPLES = (nn.RNNBase, nn.MultiheadAttention)
 
 
 @contextlib.contextmanager
-def traced_builtins(tracer: Any) -> Iterator[None]:
+def traced_builtins(tracer: Any, root: nn.Module) -> Iterator[None]:
     """Inside, modules that are neither torch's, Python's nor ours ask about traced values and get the right answers."""
     replacements = _replacements(tracer)
-    spaces = [vars(module) for module in list(sys.modules.values()) if _is_users(module)]
+    modules = [vars(module) for module in list(sys.modules.values()) if _is_users(module)]
+    spaces = {id(space): space for space in (*modules, *_namespaces(root))}.values()
     given = [(space, name) for space in spaces for name in replacements if name not in space]
     is_tensor = torch.is_tensor
     try:
@@ -53,13 +55,23 @@ def traced_builtins(tracer: Any) -> Iterator[None]:
             space.pop(name, None)
 
 
+def _namespaces(root: nn.Module) -> Iterator[dict[str, Any]]:
+    """The globals of the model's own methods: code that was executed from a string is in no module."""
+    for base in {base for module in root.modules() for base in type(module).__mro__}:
+        for member in vars(base).values():
+            if isinstance(member, types.FunctionType) and _is_users_file(member.__globals__.get("__file__", "")):
+                yield member.__globals__
+
+
 def _is_users(module: Any) -> bool:
     space = getattr(module, "__dict__", None)
     if type(space) is not dict:
         return False
     file = space.get("__file__")
-    if not isinstance(file, str):
-        return space.get("__name__") == "__main__"
+    return _is_users_file(file) if isinstance(file, str) else space.get("__name__") == "__main__"
+
+
+def _is_users_file(file: str) -> bool:
     in_stdlib = file.startswith(_FOLDERS[2]) and not file.startswith(_SITE)
     return not in_stdlib and not file.startswith(_FOLDERS[:2])
 

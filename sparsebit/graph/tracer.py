@@ -158,7 +158,8 @@ class LeafTracer(fx.Tracer):
         try:
             with TRACING, undisturbed_state(root), contextlib.ExitStack() as patches:
                 self._thread = threading.get_ident()
-                for patch in (traced_factories(self), unfused_attention(), traced_builtins(self), watched(self, root)):
+                builtins = traced_builtins(self, root)
+                for patch in (traced_factories(self), unfused_attention(), builtins, watched(self, root)):
                     patches.enter_context(patch)
                 for path, module in root.named_modules():
                     if not self.is_leaf_module(module, path) or module is root:

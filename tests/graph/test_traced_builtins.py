@@ -165,3 +165,21 @@ def test_models_that_are_captured_or_run_in_other_threads() -> None:
     assert not faults, faults
     assert saved == {name: getattr(torch, name) for name in saved}
     assert "isinstance" not in globals() and "type" not in globals()
+
+
+def test_code_that_was_executed_from_a_string_gets_the_right_answers() -> None:
+    scope: dict[str, Any] = {"nn": nn, "torch": torch}
+    source = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.a(x) if isinstance(x, torch.Tensor) and type(x) is torch.Tensor else self.b(x)
+"""
+    exec(source, scope)
+    model, x = scope["Net"](), torch.randn(2, 4)
+    captured = capture(model)
+    torch.testing.assert_close(captured.model(x), model(x), rtol=0, atol=0)
+    assert not captured.untraced and not {"isinstance", "type"} & scope.keys()
