@@ -8,7 +8,10 @@ from sparsebit.errors import CaptureError
 from sparsebit.graph.capture import Captured
 from sparsebit.graph.draw import to_mermaid
 from sparsebit.graph.patterns import module_of
+from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
 from sparsebit.quantization.ops.quant_opr import QuantOpr
+
+_QUANTIZED = (QuantOpr, QuantizedParameter)
 
 
 def draw(captured: Captured) -> str:
@@ -27,7 +30,7 @@ def _draw(root: fx.GraphModule) -> str:
 def _label(node: fx.Node, root: fx.GraphModule) -> str:
     module = module_of(node, root)
     if module is not None:
-        return f"{node.target}<br/>{repr(module) if isinstance(module, QuantOpr) else type(module).__name__}"
+        return f"{node.target}<br/>{repr(module) if isinstance(module, _QUANTIZED) else type(module).__name__}"
     if node.op in ("placeholder", "output", "get_attr"):
         return node.name
     return f"{node.name}<br/>{getattr(node.target, '__name__', node.target)}"
@@ -37,4 +40,4 @@ def _style(node: fx.Node, root: fx.GraphModule) -> str:
     module = module_of(node, root)
     if module is None:
         return ""
-    return "quantized" if isinstance(module, QuantOpr) else "float"
+    return "quantized" if isinstance(module, _QUANTIZED) else "float"

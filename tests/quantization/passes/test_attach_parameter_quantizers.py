@@ -132,6 +132,10 @@ def test_a_stack_in_a_product_of_the_graph_is_a_weight_not_an_activation() -> No
         assert qmodel.coverage.parameter_fraction == 1.0
 
 
+def test_the_drawing_shows_them() -> None:
+    assert "QuantizedParameter(weight: int8" in QuantModel(Batched(), qconfig()).dump_mermaid()
+
+
 class Indexed(nn.Module):
     """Experts that the graph indexes with what it computed."""
 
