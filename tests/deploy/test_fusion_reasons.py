@@ -298,6 +298,8 @@ def layer_of(file: Path, name: str, runtime: str = "onnxruntime") -> LayerRun:
 
 @pytest.mark.parametrize("name", CASES)
 def test_float_for_this_reason(tmp_path: Path, name: str) -> None:
+    if name in ("signed_by_unsigned", "unsigned_in_signed_out") and platform.machine() != "aarch64":
+        pytest.skip("x86 runs it in integers")
     case, layer = CASES[name]
     tiny, output = case()
     found = layer_of(tiny.save(tmp_path / "tiny.onnx", output), layer)
