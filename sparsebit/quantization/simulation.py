@@ -21,6 +21,7 @@ from sparsebit.errors import CaptureError
 from sparsebit.execution.batches import Call, as_call
 from sparsebit.graph.capture import VARYING, CallForm, Region, call_form, capture
 from sparsebit.graph.example import GuardError
+from sparsebit.graph.outcome import undisturbed_randomness
 from sparsebit.graph.passes.fold_batchnorm import fold_batchnorm
 from sparsebit.graph.passes.functional_layers import lift_functional_layers
 from sparsebit.graph.passes.functionalize import functionalize
@@ -84,7 +85,8 @@ class SimulatedModel(nn.Module):
 
     def _build(self, example: Call | None, form: CallForm | None = None) -> None:
         """Capture, plan, attach. Of an example on the meta device the shapes are known: zeros stand for the values."""
-        with torch.inference_mode(False):  # parameters that are made inside it could never be trained
+        # Parameters that are made in inference mode could never be trained.
+        with torch.inference_mode(False), undisturbed_randomness():
             self._build_trainable(example, form)
 
     def _build_trainable(self, example: Call | None, form: CallForm | None) -> None:

@@ -100,7 +100,7 @@ class VerifiedModel(SimulatedModel):
         call = to_device(call, self.device)
         if any(tensor.is_meta for tensor in tensors_of(call)):
             return
-        with torch.no_grad():
+        with torch.no_grad(), undisturbed_randomness():
             self._verified(call, "example_inputs", super().forward, keep_state=True)
 
     def _verified(self, call: Call, occasion: str, run: Callable[..., Any], *, keep_state: bool = False) -> Any:
