@@ -21,7 +21,7 @@ from torch import fx, nn
 from sparsebit.graph.aliasing import written_by
 from sparsebit.graph.example import guard
 from sparsebit.graph.graph_module import CapturedGraph
-from sparsebit.graph.patterns import JointChecker, Match, MatchingNode, SubgraphMatcher
+from sparsebit.graph.patterns import JointChecker, Match, MatchingNode, SubgraphMatcher, module_of
 
 
 class ReplacePatternBase:
@@ -77,7 +77,7 @@ def sweep(graph_module: fx.GraphModule) -> None:
 
     def is_impure(node: fx.Node) -> bool:
         is_fixed = node.op in ("placeholder", "output") or node.target is guard
-        return is_fixed or bool(written_by(node, graph_module))
+        return is_fixed or _has_effects(module_of(node, graph_module)) or bool(written_by(node, graph_module))
 
     graph_module.graph.eliminate_dead_code(is_impure_node=is_impure)
     graph_module.delete_all_unused_submodules()
@@ -85,6 +85,14 @@ def sweep(graph_module: fx.GraphModule) -> None:
         graph_module.release_unread()
     graph_module.graph.lint()
     graph_module.recompile()
+
+
+def _has_effects(module: nn.Module | None) -> bool:
+    """Whether a call does more than give a value: hooks run, statistics of batches are updated."""
+    if module is None:
+        return False
+    is_watched = bool(module._forward_hooks or module._forward_pre_hooks)
+    return is_watched or any(True for _ in module.buffers())
 
 
 def insert_module_after(graph_module: fx.GraphModule, node: fx.Node, name: str, module: nn.Module) -> fx.Node:

@@ -134,6 +134,7 @@ def gradients(program: Program, compiled: Compiled) -> None:
         run_call(compiled, qmodel, call)
     qmodel.calc_qparams()
     _widen(qmodel)
+    _, theirs = _matched(model, qmodel)  # where a part of the copy gave way to the model's own code, they are new ones
     # Quantizers that are switched on after train() find the graph as it was captured: the plain path.
     qmodel.train()
     qmodel.set_quant(w_quant=True, a_quant=True)

@@ -137,6 +137,31 @@ def test_sweep_keeps_effects_inputs_and_guards() -> None:
     assert graph_module.steps == 2
 
 
+class Unread(nn.Module):
+    """Results that are not read, of calls that do something besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.watched, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.plain(x)
+        self.watched(x)
+        self.norm(x)
+        return x * 2
+
+
+def test_sweep_keeps_hooks_and_statistics() -> None:
+    model, calls = Unread(), []
+    model.watched.register_forward_hook(lambda *_: calls.append(1))
+    graph_module = capture(model).regions[""].graph_module
+    sweep(graph_module)
+    graph_module(torch.randn(3, 4))
+    assert calls == [1]
+    assert graph_module.norm.num_batches_tracked == 1
+    assert "plain" not in [node.target for node in graph_module.graph.nodes]
+
+
 def test_insert_module_after() -> None:
     graph_module = fx.symbolic_trace(nn.Bilinear(2, 2, 2))
     first = next(iter(graph_module.graph.nodes))

@@ -30,6 +30,7 @@ def functionalize(graph_module: fx.GraphModule) -> fx.GraphModule:
     families = Families()
     plain: set[fx.Node] = set()
     kept: set[Any] = set()
+    relied_on: set[Any] = set()  # modules whose write is read by way of their input
     for node in list(graph.nodes):
         source = overwritten(node, graph_module)
         is_hidden = source is not None and not _is_seen(families.of(source), source, node, order)
@@ -37,6 +38,7 @@ def functionalize(graph_module: fx.GraphModule) -> fx.GraphModule:
             if source not in python:  # `height += 1` makes a new number; who reads the old one keeps it
                 for reader in [user for user in source.users if order[user] > order[node]]:
                     reader.replace_input_with(source, node)
+                    relied_on.update({node.target} if node.op == "call_module" else ())
                 python.discard(node)  # `x[0] = y` gives nothing, but what takes its place gives a tensor
                 node.meta["example"] = value_of(source)
             plain.add(node)
@@ -46,6 +48,8 @@ def functionalize(graph_module: fx.GraphModule) -> fx.GraphModule:
             families.join(node, other)
     for node in plain:
         if node.target not in kept:  # a module that must write in one of its calls writes in all
+            if node.target in relied_on:
+                _use_copy(str(node.target), graph_module)
             _clear(node, graph_module)
     graph_module.recompile()
     return graph_module
@@ -71,6 +75,12 @@ def _has_plain_form(node: fx.Node, root: fx.GraphModule) -> bool:
     if node.op == "call_method":
         return callable(getattr(torch.Tensor, str(node.target).removesuffix("_"), None))
     return node.target in OPERATORS or is_inplace_call(node) or _plain_function(node.target) is not None
+
+
+def _use_copy(target: str, root: fx.GraphModule) -> None:
+    """Let the graph call a copy of a module: the source's own code needs the one that writes."""
+    parent, _, name = target.rpartition(".")
+    root.get_submodule(parent)._modules[name] = copy.copy(root.get_submodule(target))
 
 
 def _clear(node: fx.Node, root: fx.GraphModule) -> None:

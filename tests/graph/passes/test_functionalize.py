@@ -254,3 +254,19 @@ def test_the_caller_sees_what_is_written_into_the_field_of_an_input() -> None:
     graph_module(batch)
     assert torch.equal(batch.first, X + 1)
     assert torch.equal(batch.second, X * 2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_read", [True, False])
+def test_the_models_own_code_keeps_the_module_that_writes(is_read: bool) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        z = self.relu(y)
+        return z if is_read else y
+
+    model = module(forward)
+    region = capture(model).regions[""]
+    functionalize(region.graph_module)
+    expected = model(X)
+    assert torch.equal(region.graph_module(X), expected)
+    assert torch.equal(region.source(X), expected)
