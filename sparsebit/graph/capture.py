@@ -24,6 +24,7 @@ from sparsebit.graph.failures import FAILURES, Untraced, describe_failure, forwa
 from sparsebit.graph.graph_module import CapturedGraph
 from sparsebit.graph.outcome import cloned, undisturbed_randomness
 from sparsebit.graph.passes.decompose import decompose
+from sparsebit.graph.stand_in import StandIn
 from sparsebit.graph.state import undisturbed_state
 from sparsebit.graph.tracer import LeafPolicy, LeafTracer
 
@@ -32,7 +33,7 @@ VARYING = "<varying>"
 CallForm = dict[str, Any]
 
 
-class Region(nn.Module):
+class Region(StandIn):
     """One captured graph standing in for the module it was traced from (`source`, which shares its leaves).
 
     A call whose optional arguments differ from the captured ones runs the source's own code, so it is never wrong.
@@ -51,11 +52,9 @@ class Region(nn.Module):
     def source(self) -> nn.Module:
         return self.graph_module.source
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        """What `isinstance` asks besides the real type, which `type()` gives."""
+    def _stands_for(self) -> nn.Module | None:
         graph_module = self.__dict__.get("_modules", {}).get("graph_module")
-        return type(self) if graph_module is None else type(graph_module.source)
+        return None if graph_module is None else graph_module.source
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """The graph's inputs by name, or None where the call has another form than the captured one."""

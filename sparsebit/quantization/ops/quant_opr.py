@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from typing_extensions import Self
 
+from sparsebit.graph.stand_in import StandIn
 from sparsebit.quantization.ops.bias import BiasRounding
 from sparsebit.quantization.ops.first_layer import first_layer
 from sparsebit.quantization.ops.integer_ops import IntegerLayer, IntegerMultiply, with_gradient_of
@@ -32,7 +33,7 @@ _LAYERS = frozenset(
 )
 
 
-class QuantOpr(nn.Module):
+class QuantOpr(StandIn):
     """`op` (a module, a function or a method's name) on its quantized input and, if it has one, its quantized weight.
 
     Attributes that it lacks itself (`weight`, `bias`, `stride`…) are its op's, and code that asks
@@ -40,12 +41,6 @@ class QuantOpr(nn.Module):
     """
 
     KIND: ClassVar[OpKind] = OpKind.UNARY
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        """What `isinstance` asks besides the real type, which `type()` gives."""
-        op = self.__dict__.get("_modules", {}).get("op")
-        return type(self) if op is None else type(op)
 
     def __init__(
         self,
@@ -98,6 +93,10 @@ class QuantOpr(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.compute(*self.quantize_input(args, kwargs), **kwargs)
+
+    def _stands_for(self) -> nn.Module | None:
+        op: nn.Module | None = self.__dict__.get("_modules", {}).get("op")
+        return op
 
     def quantize_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The positional arguments with the input quantized; one that came by name is replaced in `kwargs`."""
