@@ -19,8 +19,9 @@ from sparsebit.config.selectors import near_names
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.errors import CaptureError
 from sparsebit.execution.batches import Call, as_call
-from sparsebit.graph.capture import VARYING, CallForm, Region, call_form, capture
+from sparsebit.graph.capture import VARYING, CallForm, Captured, Region, call_form, capture
 from sparsebit.graph.example import GuardError
+from sparsebit.graph.failures import report_own_fault
 from sparsebit.graph.outcome import undisturbed_randomness
 from sparsebit.graph.passes.fold_batchnorm import fold_batchnorm
 from sparsebit.graph.passes.functional_layers import lift_functional_layers
@@ -95,9 +96,7 @@ class SimulatedModel(nn.Module):
         example = pytree.tree_map_only(
             Tensor, lambda x: torch.zeros_like(x, device=device) if x.is_meta else x.to(device), example
         )
-        captured = capture(model, self._policy, example=example, form=form)
-        for region in captured.regions.values():
-            _prepare(region, fold=self._folds_batchnorm())
+        captured = self._capture(example, form)
         plan = make_plan(captured, self.config)
         attach_quantizers(captured, plan, self.config.BACKEND)
         attach_parameter_quantizers(captured, plan, self.config, example)
@@ -111,6 +110,17 @@ class SimulatedModel(nn.Module):
         self.training = self.model.training  # a capture anew asks for it
         self.to(self.config.DEVICE)
         self._tell(plan)
+
+    def _capture(self, example: Call | None, form: CallForm | None) -> Captured:
+        """The captured model, ready for a plan. A module whose graph cannot be made ready runs its own code."""
+        while True:
+            captured, policy = capture(self._original[0], self._policy, example=example, form=form), self._policy
+            for path, region in captured.regions.items():
+                reason = _why_not_prepared(region, fold=self._folds_batchnorm())
+                policy = policy.cut(path, reason) if reason else policy
+            if policy is self._policy:
+                return captured
+            self._policy = policy
 
     def _folds_batchnorm(self) -> bool:
         schedule = self.config.SCHEDULE
@@ -230,6 +240,16 @@ class SimulatedModel(nn.Module):
     def _source(self) -> nn.Module:
         """The copy's own Python code, with the copy's layers."""
         return self._root.source if self._root is not None else self.model
+
+
+def _why_not_prepared(region: Region, fold: bool) -> str:
+    """Prepare the region, in place; gives the reason where that fails."""
+    try:
+        _prepare(region, fold)
+    except Exception as error:
+        report_own_fault(error)
+        return f"its graph cannot be prepared: {type(error).__name__}: {error}"
+    return ""
 
 
 def _prepare(region: Region, fold: bool) -> None:

@@ -398,3 +398,16 @@ def test_parameters_of_an_untouched_module_are_not_quantized() -> None:
     model, x = Picky().eval(), torch.randn(4, 8)
     qmodel = calibrated(model, [x], qconfig(bits=2), example_inputs=x)
     torch.testing.assert_close(qmodel(x), model(x))
+
+
+def test_a_graph_that_cannot_be_prepared_leaves_the_module_its_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(graph_module: fx.GraphModule) -> None:
+        raise RuntimeError("a fault")
+
+    monkeypatch.delenv("SPARSEBIT_RAISE_OWN_FAULTS", raising=False)
+    monkeypatch.setattr("sparsebit.quantization.simulation.simplify", failing)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 8))).eval(), torch.randn(4, 8)
+    qmodel = calibrated(model, [x], qconfig(bits=16))
+    torch.testing.assert_close(qmodel(x), model(x), rtol=0, atol=1e-3)
+    assert qmodel.coverage.num_weighted_quantized == 2
+    assert all("cannot be prepared" in module.reason for module in qmodel.coverage.opaque)
