@@ -18,6 +18,7 @@ import torch
 from torch import fx, nn
 
 from sparsebit.errors import CaptureError
+from sparsebit.graph.captured_block import refuse_hook
 from sparsebit.graph.copying import copy_model
 from sparsebit.graph.example import UNKNOWN, Example, GuardError
 from sparsebit.graph.failures import FAILURES, Untraced, describe_failure, forward_line, report_own_fault
@@ -27,6 +28,7 @@ from sparsebit.graph.passes.decompose import decompose
 from sparsebit.graph.stand_in import StandIn
 from sparsebit.graph.state import undisturbed_state
 from sparsebit.graph.tracer import LeafPolicy, LeafTracer
+from sparsebit.graph.unkeepable import has_hooks
 
 # A parameter of `forward` that differs from call to call.
 VARYING = "<varying>"
@@ -46,6 +48,7 @@ class Region(StandIn):
         super().__init__()
         self.graph_module = graph_module
         self.constants = constants
+        self._blocks = _blocks_within(graph_module)
         self.inputs = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
 
     @property
@@ -73,9 +76,18 @@ class Region(StandIn):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs = self.bind(args, kwargs)
         if inputs is not None and not self.__dict__.get("is_overruled", False):
+            self._refuse_late_hooks()
             with contextlib.suppress(GuardError):
                 return self.graph_module(**inputs)
         return self.source(*args, **kwargs)
+
+    def _refuse_late_hooks(self) -> None:
+        """Attributes that the graph lacks are the source's: a hook on a block that was found so would never run."""
+        if torch.compiler.is_compiling():
+            return
+        for path, block in self._blocks:
+            if block._forward_hooks or block._forward_pre_hooks or block._backward_hooks or block._backward_pre_hooks:
+                refuse_hook(f"a hook on {path}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         """An attribute that code around the region sets is the source's, which runs its own code from then on."""
@@ -93,6 +105,13 @@ class Region(StandIn):
             if graph_module is None or name.startswith("__"):
                 raise
             return getattr(graph_module.source, name)
+
+
+def _blocks_within(graph_module: CapturedGraph) -> tuple[tuple[str, nn.Module], ...]:
+    """The source's modules that the graph was traced through. In a tuple: they are not the region's children."""
+    called = {id(module) for module in graph_module.modules()}
+    inner = list(graph_module.source.named_modules())[1:]
+    return tuple((path, module) for path, module in inner if id(module) not in called and not has_hooks(module))
 
 
 class ContainerRegion(Region):

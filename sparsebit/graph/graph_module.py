@@ -14,6 +14,8 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
+from sparsebit.graph.captured_block import CapturedBlock, mark_block
+
 _REGISTRIES = ("_parameters", "_buffers", "_non_persistent_buffers_set")
 
 
@@ -32,6 +34,9 @@ class CapturedGraph(fx.GraphModule):
         super().__init__(_with_filed_children(source), graph, type(source).__name__)
         # In a tuple: the source's leaves are the graph's, and must not be registered twice.
         self.__dict__["_source"] = (source,)
+        for node in graph.nodes:
+            if node.op in ("call_module", "get_attr"):
+                self._mark_blocks(node.target)
         for path in self._read_namespaces():
             share_registries(self.get_submodule(path), source.get_submodule(source_path(path)))
         self._follow_modes()
@@ -46,6 +51,11 @@ class CapturedGraph(fx.GraphModule):
         self.source.train(mode)  # last: it may keep parts of itself in eval mode
         self._follow_modes()
         return self
+
+    def add_submodule(self, target: str, m: nn.Module) -> bool:
+        added = super().add_submodule(target, m)
+        self._mark_blocks(target)
+        return added
 
     def release_unread(self) -> None:
         """Let go of parameters and buffers whose readers were rewritten away."""
@@ -65,8 +75,20 @@ class CapturedGraph(fx.GraphModule):
         found: list[tuple[str, nn.Module]] = [("", self)]
         for path, module in found:
             below = [(f"{path}.{name}" if path else name, child) for name, child in module._modules.items()]
-            found.extend((name, child) for name, child in below if child is not None and type(child) is nn.Module)
+            found.extend((name, child) for name, child in below if isinstance(child, CapturedBlock))
         return found
+
+    def _mark_blocks(self, target: str) -> None:
+        """torch.fx puts plain modules where a node's path has parts that the graph does not call."""
+        module: nn.Module = self
+        parts = target.split(".")[:-1]
+        for end, name in enumerate(parts, start=1):
+            child = module._modules.get(name)
+            if type(child) is nn.Module and "forward" not in child.__dict__:
+                mark_block(child, source_path(".".join(parts[:end])))
+            if not isinstance(child, CapturedBlock):
+                return
+            module = child
 
     def _read_namespaces(self) -> set[str]:
         return {str(node.target).rpartition(".")[0] for node in self.graph.nodes if node.op == "get_attr"}

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from sparsebit.config.schema import QuantConfig, WeightConfig
 from sparsebit.errors import SpecError
 from sparsebit.graph.capture import Captured
+from sparsebit.graph.captured_block import CapturedBlock
 from sparsebit.graph.graph_module import source_path
 from sparsebit.graph.rewrite import insert_module_after
 from sparsebit.graph.tracer import LeafPolicy
@@ -115,7 +116,7 @@ def _candidates(captured: Captured, plan: Plan, config: QuantConfig) -> list[_Ca
         if id(owned.parameter) in known or id(owned.parameter) in found or not is_matrix(owned.parameter):
             continue
         is_fixed = isinstance(owned.owner, (fx.GraphModule, torch.jit.ScriptModule))  # nothing is put into these
-        if owned.layer is not None or is_fixed or type(owned.owner) is nn.Module:
+        if owned.layer is not None or is_fixed or type(owned.owner) in (nn.Module, CapturedBlock):
             continue
         candidate = _Candidate(owned.path, owned.name, owned.owner, owned.parameter)
         row = row_of_module(owned.owner)
