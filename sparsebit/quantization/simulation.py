@@ -217,7 +217,8 @@ class SimulatedModel(nn.Module):
     def set_quant(self, w_quant: bool = False, a_quant: bool = False) -> None:
         """Switch weight and activation quantization on or off."""
         wanted = {"weight": w_quant, "feature": a_quant}
-        quantizers = sorted(self.quantizers(), key=lambda q: q.is_calibrated)  # one that refuses does so first
+        # One that refuses does so first. One that others do the work of goes last: it refuses to differ from them.
+        quantizers = sorted(self.quantizers(), key=lambda q: (bool(q.replaced_by), q.is_calibrated))
         for quantizer in quantizers:
             if wanted[quantizer.target]:
                 quantizer.enable_quant()

@@ -87,7 +87,8 @@ class QuantOpr(StandIn):
 
     def set_quant(self, w_quant: bool = False, a_quant: bool = False) -> None:
         """Switch this op's weight and input quantizers on or off."""
-        for quantizer, wanted in ((self.weight_quantizer, w_quant), (self.input_quantizer, a_quant)):
+        # The input's first: it may refuse.
+        for quantizer, wanted in ((self.input_quantizer, a_quant), (self.weight_quantizer, w_quant)):
             if quantizer is not None:
                 quantizer.enable_quant() if wanted else quantizer.disable_quant()
 

@@ -69,7 +69,8 @@ class _RegionAttacher:
         self.quantized_outputs: dict[fx.Node, fx.Node] = {}
         self.outputs: dict[fx.Node, tuple[Quantizer, ActivationConfig]] = {}  # the first one, of each quantized output
         self.before: dict[fx.Node, fx.Node] = {}  # quantizing node -> the node whose output it quantizes
-        self.served: dict[fx.Node, list[str]] = {}  # the quantizers in front of an op, which others may read too
+        # The quantizers in front of an op, which others may read too, by the names that a user is told.
+        self.served: dict[fx.Node, dict[str, Quantizer]] = {}
         self.homes = _homes(self.root, region.source)
         self.writes = Writes(self.root)
         self.divisor_makers = divisor_makers(self.root.graph, self.rows)
@@ -91,10 +92,10 @@ class _RegionAttacher:
                     self._copy_for(node, source)
         for node in dict.fromkeys([*inside, *self.plan.weights, *taught, *self.plan.gates]):
             self._wrap(node, self.rows[node], inside.get(node), self.plan.weights.get(node))
-        for node, names in self.served.items():
+        for node, others in self.served.items():
             module = self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
             if isinstance(module, QuantOpr) and module.input_quantizer.fake_fused:
-                module.input_quantizer.stands_at = ", ".join(names)
+                module.input_quantizer.replaced_by.update(others)
         self.root.graph.lint()
         self.root.recompile()
 
@@ -135,7 +136,7 @@ class _RegionAttacher:
         node = insert_module_after(self.root, group.source, name, QShared(self.maker.free_site(site), owner))
         for consumer in consumers:
             consumer.replace_input_with(group.source, node)
-            self.served.setdefault(consumer, []).append(owner.name)
+            self.served.setdefault(consumer, {})[owner.name] = owner
 
     def _fits_inside(self, group: _Group) -> bool:
         if group.is_output or len(group.consumers) != 1:
@@ -167,7 +168,7 @@ class _RegionAttacher:
             is_written = self.writes.any_after(group.source)
         for reader in readers:
             reader.replace_input_with(before, node)
-            self.served.setdefault(reader, []).append(f"{quantizer.name} (module {name})")
+            self.served.setdefault(reader, {})[f"{quantizer.name} (module {name})"] = quantizer
         if is_written:
             self._copy_for(node, before)
         if group.is_output:

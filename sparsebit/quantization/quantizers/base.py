@@ -85,7 +85,8 @@ class Quantizer(TakesOver):
         # Whether the grid moves with the data while training, and whether it is held for the time being.
         self.follows, self.is_held = self.ALWAYS_FOLLOWS, False
         self.held_parameters: set[str] = set()  # that learn when they are let go of
-        self.stands_at = ""  # where another quantizer does the work of this one, which is off: the name of that one
+        # Where others do the work of this one, which is off: they, by the names that a user is told.
+        self.replaced_by: dict[str, Quantizer] = {}
         self.saw_infinity = False  # in calibration: what a mask hides has no grid, and stays in float
         self.handed = None
         self.rectifies = False  # can stand for a ReLU in front of it too, in training
@@ -288,9 +289,13 @@ class Quantizer(TakesOver):
                 f"{self.name} has no scale yet; call prepare_calibration(), run a few batches, then calc_qparams() "
                 "(or load a calibrated state_dict) before quantization is switched on"
             )
+        if not all(other.use_quant for other in self.replaced_by.values()):
+            self._refuse_elsewhere("enable_quant()")
         self.use_quant = True
 
     def disable_quant(self) -> None:
+        if any(other.is_enable for other in self.replaced_by.values()):
+            self._refuse_elsewhere("disable_quant()")
         self.use_quant = False
 
     def follow_range(self, wanted: bool = True) -> None:
@@ -310,6 +315,8 @@ class Quantizer(TakesOver):
 
     def set_fake_fused(self) -> None:
         """Off for good, without touching the graph: scale 1, zero point 0, no gradient."""
+        if not all(other.fake_fused for other in self.replaced_by.values()):
+            self._refuse_elsewhere("set_fake_fused()")
         self.fake_fused = True
         self.fused.fill_(True)
         self.observing = False
@@ -333,11 +340,11 @@ class Quantizer(TakesOver):
         self.backend = backend
 
     def _refuse_elsewhere(self, wish: str) -> None:
-        if self.fake_fused and self.stands_at:
+        if self.fake_fused and self.replaced_by:
             raise ConfigError(
                 f"{self.name}.{wish}: this quantizer is off, because others read the same tensor; it is quantized by "
-                f"{self.stands_at}: call {wish} there (qmodel.quantizers() lists all), or write A.SPECIFIC for this "
-                "layer before the QuantModel is built"
+                f"{', '.join(self.replaced_by)}: call {wish} there (qmodel.quantizers() lists all; qmodel.set_quant() "
+                "switches the whole model), or write A.SPECIFIC for this layer before the QuantModel is built"
             )
 
     def set_bit(self, bit: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -144,3 +146,52 @@ def test_setters_of_an_input_that_others_read_name_its_quantizer() -> None:
     qmodel.model.a.input_quantizer.set_bit(4)  # it reads alone
     site(qmodel, "a.shared").set_bit(4)
     assert site(qmodel, "a.shared").spec.bits == 4
+
+
+class TestSwitchesOfAnInputThatOthersQuantize:
+    class Shared(nn.Module):
+        """`b` and `c` read one tensor, and `a` is called on two."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(self.a(x))
+            return self.b(y) - self.c(y)
+
+    def test_one_that_would_change_something_is_refused(self) -> None:
+        qmodel, x = calibrated(self.Shared(), [torch.randn(2, 4)]), torch.randn(2, 4)
+        before = qmodel(x)
+        with pytest.raises(ConfigError, match=r"b\.input\.disable_quant\(\).*quantized by a.*shared \(module "):
+            qmodel.model.b.input_quantizer.disable_quant()
+        with pytest.raises(ConfigError, match=r"b\.input\.set_fake_fused\(\)"):
+            qmodel.model.b.input_quantizer.set_fake_fused()
+        with pytest.raises(ConfigError, match=r"b\.input\.disable_quant\(\)"):
+            qmodel.model.b.set_quant(w_quant=False, a_quant=False)
+        assert qmodel.model.b.weight_quantizer.is_enable and torch.equal(qmodel(x), before)
+        qmodel.set_quant()
+        with pytest.raises(ConfigError, match=r"b\.input\.enable_quant\(\)"):
+            qmodel.model.b.input_quantizer.enable_quant()
+
+    def test_all_quantizers_of_a_layer_that_is_called_twice_are_named(self) -> None:
+        qmodel = calibrated(self.Shared(), [torch.randn(2, 4)])
+        with pytest.raises(ConfigError, match=r"quantized by a\.input\.0 .*, a\.input\.0\.2 "):
+            qmodel.model.a.input_quantizer.disable_quant()
+
+    def test_one_that_agrees_with_what_is_in_force_is_fine(self) -> None:
+        qmodel = calibrated(self.Shared(), [torch.randn(2, 4)])
+        qmodel.model.b.input_quantizer.enable_quant()
+        next(q for q in qmodel.model.b.input_quantizer.replaced_by.values()).disable_quant()
+        qmodel.model.b.set_quant(w_quant=True, a_quant=False)
+        qmodel.set_quant(w_quant=True, a_quant=True)
+        qmodel.set_quant()
+        qmodel.model.b.set_quant()
+        assert not any(q.is_enable for q in qmodel.quantizers())
+
+    def test_copies_and_loaded_models_switch_their_own(self) -> None:
+        qmodel = calibrated(self.Shared(), [torch.randn(2, 4)])
+        copied = copy.deepcopy(qmodel)
+        copied.set_quant()
+        assert qmodel.is_quantized("feature") and not copied.is_quantized("feature")
+        copied.model.b.set_quant()
