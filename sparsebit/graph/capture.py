@@ -16,14 +16,15 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from sparsebit.errors import CaptureError
 from sparsebit.graph.captured_block import refuse_hook
 from sparsebit.graph.copying import copy_model
-from sparsebit.graph.example import UNKNOWN, Example, GuardError
+from sparsebit.graph.example import UNKNOWN, Example, GuardError, guard
 from sparsebit.graph.failures import FAILURES, Untraced, describe_failure, forward_line, report_own_fault
 from sparsebit.graph.graph_module import CapturedGraph
-from sparsebit.graph.outcome import cloned, undisturbed_randomness
+from sparsebit.graph.outcome import Randomness, Snapshot, cloned, undisturbed_randomness
 from sparsebit.graph.passes.decompose import decompose
 from sparsebit.graph.stand_in import StandIn
 from sparsebit.graph.state import undisturbed_state
@@ -32,6 +33,7 @@ from sparsebit.graph.unkeepable import has_hooks
 
 # A parameter of `forward` that differs from call to call.
 VARYING = "<varying>"
+_KNOWN_FORMS = 4096
 CallForm = dict[str, Any]
 
 
@@ -49,6 +51,9 @@ class Region(StandIn):
         self.graph_module = graph_module
         self.constants = constants
         self._blocks = _blocks_within(graph_module)
+        self.has_guards = any(node.target is guard for node in graph_module.graph.nodes)
+        # Per form of the inputs: why a guard fails, or "" where all of them hold.
+        self.known_forms: dict[Any, str] = {}
         self.inputs = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
 
     @property
@@ -78,7 +83,7 @@ class Region(StandIn):
         if inputs is not None and not self.__dict__.get("is_overruled", False):
             self._refuse_late_hooks()
             with contextlib.suppress(GuardError):
-                return self.graph_module(**inputs)
+                return self.attempt(inputs)
         return self.source(*args, **kwargs)
 
     def _refuse_late_hooks(self) -> None:
@@ -88,6 +93,37 @@ class Region(StandIn):
         for path, block in self._blocks:
             if block._forward_hooks or block._forward_pre_hooks or block._backward_hooks or block._backward_pre_hooks:
                 refuse_hook(f"a hook on {path}")
+
+    def attempt(self, inputs: dict[str, Any]) -> Any:
+        """The graph on `inputs`; a GuardError, and nothing changed, where the graph does not stand for such a call.
+
+        Guards ask for sizes, types and numbers, never for values: inputs of one form always give the same answers.
+        """
+        if not self.has_guards or torch.compiler.is_compiling():
+            return self.graph_module(**inputs)
+        form = _form_of(inputs)
+        reason = self.known_forms.get(form)
+        if reason == "":
+            return self.graph_module(**inputs)
+        if reason is not None:
+            raise GuardError(reason)
+        # What runs before a guard fails may write into inputs and buffers, or draw random numbers.
+        snapshot, randomness = Snapshot(self.graph_module, self.source, call=inputs), Randomness.now()
+        try:
+            output = self.graph_module(**inputs)
+        except GuardError as error:
+            snapshot.restore()
+            randomness.restore()
+            reason = str(error)
+            raise
+        else:
+            reason = ""
+            return output
+        finally:
+            if form is not None and reason is not None:
+                if len(self.known_forms) >= _KNOWN_FORMS:
+                    self.known_forms.clear()
+                self.known_forms[form] = reason
 
     def __setattr__(self, name: str, value: Any) -> None:
         """An attribute that code around the region sets is the source's, which runs its own code from then on."""
@@ -343,6 +379,20 @@ def _check_names(module: nn.Module, path: str) -> None:
     taken = [name for name in ("graph_module", "constants", "inputs", "bind", "source") if hasattr(module, name)]
     if path and taken:
         raise fx.proxy.TraceError(f"its attribute {taken[0]!r} has a name that a captured region uses itself")
+
+
+def _form_of(inputs: dict[str, Any]) -> Any:
+    """What guards can ask of inputs, hashable; None where something in them is not known well enough."""
+    leaves, structure = pytree.tree_flatten(inputs)
+    parts: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            parts.append((type(leaf), leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad))
+        elif leaf is None or type(leaf) in (bool, int, float, str):
+            parts.append((type(leaf), leaf))
+        else:
+            return None
+    return (str(structure), *parts)
 
 
 def _same_form(one: CallForm, other: CallForm) -> bool:

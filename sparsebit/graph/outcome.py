@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -15,8 +14,8 @@ from torch import Tensor, nn
 
 from sparsebit.graph.comparison import difference
 from sparsebit.graph.nested import map_nested, tensors_of
+from sparsebit.graph.state import states_of
 
-_REGISTRIES = frozenset(nn.Module().__dict__)
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Buffers = Callable[[], Mapping[str, Tensor]]
 
@@ -56,8 +55,8 @@ class Notes:
     def __init__(self, call: Call, buffers: Buffers = dict) -> None:
         self.tensors, self.buffers = tensors_of(call), buffers
         self.before = [_version(tensor) for tensor in self.tensors]
-        # The buffers themselves are kept, so that their ids stay their own.
-        self.held = {name: (buffer, _version(buffer)) for name, buffer in buffers().items()}
+        # By value: torch does not count all writes, not those of batch norms.
+        self.held = {name: buffer.detach().clone() for name, buffer in buffers().items()}
 
     def outcome(self, output: Any) -> Outcome:
         written = frozenset(i for i, tensor in enumerate(self.tensors) if _version(tensor) != self.before[i])
@@ -67,8 +66,8 @@ class Notes:
         return Outcome(output, tuple(self.tensors), written, changed)
 
     def _wrote(self, name: str, buffer: Tensor) -> bool:
-        was, version = self.held.get(name, (None, None))
-        return was is not buffer or _version(buffer) != version
+        was = self.held.get(name)
+        return was is None or was.shape != buffer.shape or was.dtype != buffer.dtype or not torch.equal(was, buffer)
 
 
 def outcome_of(run: Callable[..., Any], call: Call, buffers: Buffers = dict) -> Outcome:
@@ -129,38 +128,36 @@ def buffers_of(module: nn.Module, like: nn.Module | None = None) -> Buffers:
     return find
 
 
+class Snapshot:
+    """The buffers, attributes and modes of the roots' modules, and the tensors of a call, as they are now."""
+
+    def __init__(self, *roots: nn.Module, call: Any = ()) -> None:
+        self.states = list({id(state.module): state for root in roots for state in states_of(root)}.values())
+        attributes = [value for state in self.states for value in state.attributes.values()]
+        written = [*tensors_of(call), *(value for value in attributes if isinstance(value, Tensor))]
+        self.values = {id(tensor): (tensor, _version(tensor), tensor.detach().clone()) for tensor in written}
+        # Of buffers torch does not count all writes: not those of batch norms.
+        buffers = [buffer for state in self.states for buffer in state.registries["_buffers"].values()]
+        self.values |= {id(buffer): (buffer, None, buffer.detach().clone()) for buffer in buffers if buffer is not None}
+
+    def restore(self) -> None:
+        """Put everything back, in place."""
+        for state in self.states:
+            state.restore()
+        with torch.no_grad():
+            for tensor, version, value in self.values.values():
+                if _version(tensor) != version:
+                    tensor.copy_(value)
+
+
 @contextlib.contextmanager
 def state_kept(*roots: nn.Module) -> Iterator[None]:
     """What happens inside to buffers, plain attributes and modes of the modules is undone."""
-    own_code = (m for root in roots for m in root.modules() if not isinstance(m, torch.jit.ScriptModule))
-    modules = {id(module): module for module in own_code}.values()
-    attributes = [(module, dict(module.__dict__)) for module in modules]
-    buffers = [(module, dict(module._buffers)) for module in modules]
-    values = {id(b): (b, b.detach().clone()) for _, own in buffers for b in own.values() if b is not None}
-    containers = [
-        (value, copy.copy(value))
-        for module, own in attributes
-        for name, value in own.items()
-        if type(value) in (list, dict, set) and name not in _REGISTRIES
-    ]
+    snapshot = Snapshot(*roots)
     try:
         yield
     finally:
-        for module, own in attributes:
-            module.__dict__.clear()
-            module.__dict__.update(own)
-        for module, own in buffers:
-            module._buffers.clear()
-            module._buffers.update(own)
-        with torch.no_grad():
-            for buffer, value in values.values():
-                buffer.copy_(value)
-        for value, before in containers:
-            if isinstance(value, list):
-                value[:] = before
-            else:
-                value.clear()
-                value.update(before)
+        snapshot.restore()
 
 
 def tensor_at(module: nn.Module, path: str) -> Tensor | None:

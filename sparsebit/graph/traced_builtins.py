@@ -22,6 +22,7 @@ from torch import fx, nn
 from sparsebit.graph.example import UNKNOWN, class_name, kind_of, value_of
 from sparsebit.graph.questions import is_part_of_input
 from sparsebit.graph.training_flag import TrainingFlag
+from sparsebit.graph.values import python_values
 
 _FOLDERS = tuple(
     folder + os.sep
@@ -125,6 +126,8 @@ def class_of(tracer: Any, value: Any) -> type:
     if isinstance(value, TrainingFlag):
         return bool
     example = value_of(value.node)
+    if example is UNKNOWN and value.node in python_values(tracer.graph):
+        tracer.refuse("asks for the class of a size that is not known without example_inputs")
     kind = torch.Tensor if example is UNKNOWN else _class_of_example(example)
     if _may_vary(tracer, value.node):
         tracer.add_guard(tracer.create_proxy("call_function", kind_of, (value,), {}).node, class_name(kind))

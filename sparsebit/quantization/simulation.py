@@ -23,7 +23,7 @@ from sparsebit.graph.capture import VARYING, CallForm, Captured, Region, call_fo
 from sparsebit.graph.example import GuardError
 from sparsebit.graph.failures import report_own_fault
 from sparsebit.graph.outcome import undisturbed_randomness
-from sparsebit.graph.passes.fold_batchnorm import fold_batchnorm
+from sparsebit.graph.passes.fold_batchnorm import Folded, fold_batchnorm
 from sparsebit.graph.passes.functional_layers import lift_functional_layers
 from sparsebit.graph.passes.functionalize import functionalize
 from sparsebit.graph.passes.normalize import normalize
@@ -164,7 +164,7 @@ class SimulatedModel(nn.Module):
             self._capture_again(args, kwargs)
             return self(*args, **kwargs)
         try:
-            output = self.model(**inputs)
+            output = self._root.attempt(inputs)
         except GuardError as error:
             self._warn_of_source(error)
             output, inputs = self._root.source(*args, **kwargs), None
@@ -236,6 +236,16 @@ class SimulatedModel(nn.Module):
     def coverage(self) -> Coverage:
         """What is quantized, what is float and why."""
         return describe_coverage(self.model, self._captured, self._plan)
+
+    def _code_modules(self) -> list[nn.Module]:
+        """Every module whose own Python code may run, those behind captured graphs among them."""
+        sources = (self._source, *(region.source for region in self._captured.regions.values()))
+        return list({id(module): module for source in sources for module in source.modules()}.values())
+
+    def _folded_tensors(self) -> set[int]:
+        """The ids of parameters and buffers of norms that were folded away."""
+        folded = (module for module in self._code_modules() if isinstance(module, Folded))
+        return {id(tensor) for norm in folded for tensor in (*norm.parameters(), *norm.buffers())}
 
     @property
     def _source(self) -> nn.Module:

@@ -94,7 +94,22 @@ class VerifiedModel(SimulatedModel):
                 "the model has to be captured again for this call, but its weights have changed since it was built, "
                 "and would be lost; build the QuantModel with example_inputs like this call's before changing them"
             )
+        before = dict(self.named_parameters())
         super()._rebuild(example)
+        self._keep_parameters(before)
+
+    def _keep_parameters(self, before: dict[str, nn.Parameter]) -> None:
+        """Put the parameters of the last capture back where they are the same: an optimizer may hold them."""
+        same = {
+            id(new): old
+            for name, new in self.named_parameters()
+            if (old := before.get(name)) is not None and old.shape == new.shape and torch.equal(old, new)
+        }
+        for module in (*self.modules(), *self._code_modules()):
+            for name, parameter in module._parameters.items():
+                if id(parameter) in same:
+                    module._parameters[name] = same[id(parameter)]
+        self._built_weights = self._weights_now()
 
     def _verify_example(self, call: Call) -> None:
         call = to_device(call, self.device)
@@ -188,7 +203,7 @@ class VerifiedModel(SimulatedModel):
         randomness: Randomness,
     ) -> tuple[str | None, set[str]]:
         """What differs, and the names of what was compared; a weight that a norm was folded into is not."""
-        same = {name: twin for name, (_, twin) in _same_parameters(self._original[0], self._source).items()}
+        same = {name: twin for name, (_, twin) in _same_parameters(self._original[0], self).items()}
         switches = self.is_quantized("weight"), self.is_quantized("feature")
         is_training = self.training
         with undisturbed_randomness(randomness), state_kept(self.model, self._source):
@@ -204,15 +219,27 @@ class VerifiedModel(SimulatedModel):
     @property
     def _has_one_mode(self) -> bool:
         """Whether train mode differs from the original's by design."""
-        is_folded = any(isinstance(part, Folded) for part in self._source.modules())
+        is_folded = any(isinstance(module, Folded) for module in self._code_modules())
         return is_folded or bool(self._captured.eval_branches)
 
     def _why_not_comparable(self) -> str:
         if self._weights_now() != self._built_weights:
             return "the weights have changed since the model was captured"
+        if not self._has_equal_buffers():
+            return "the buffers have changed since the model was captured"
         if self.training and self._has_one_mode:
             return "in train mode folded batch norms and captured eval branches differ from it by design"
         return ""
+
+    def _has_equal_buffers(self) -> bool:
+        """Whether the original's buffers hold what the copy's hold; those of folded norms do not count."""
+        folded = self._folded_tensors()
+        pairs = [(buffer, tensor_at(self._source, name)) for name, buffer in self._original[0].named_buffers()]
+        return all(
+            torch.equal(twin, buffer.to(twin))
+            for buffer, twin in pairs
+            if twin is not None and id(twin) not in folded and twin.shape == buffer.shape and not twin.is_sparse
+        )
 
     def _registered_ops(self) -> str:
         """The ops of the model that users registered: what these compute may be meant to differ."""
@@ -307,19 +334,19 @@ def _module_gradients(module: nn.Module, part: nn.Module, call: Call) -> str | N
         floats = [x for x in tensors_of(output) if x.is_floating_point() and x.requires_grad]
         return sum(((x * torch.randn(x.shape, generator=generator).to(x)).sum() for x in floats), torch.zeros(()))
 
-    source = part._source if isinstance(part, SimulatedModel) else part
+    assert isinstance(part, SimulatedModel)
     own = copy_model(module, share_parameters=True).train(part.training)
-    pairs, randomness = _same_parameters(own, source), Randomness.now()
+    pairs, randomness = _same_parameters(own, part), Randomness.now()
     expected = with_gradients(own, call, directional, {name: parameter for name, (parameter, _) in pairs.items()})
     randomness.restore()
     twins = {name: twin for name, (_, twin) in pairs.items()}
     return with_gradients(part, call, directional, twins).difference(expected)
 
 
-def _same_parameters(model: nn.Module, copied: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+def _same_parameters(model: nn.Module, copied: SimulatedModel) -> dict[str, tuple[Tensor, Tensor]]:
     """The model's parameters and the copy's, by name, where nothing was folded into the copy's or taken out of it."""
-    folded = {id(p) for module in copied.modules() if isinstance(module, Folded) for p in module.parameters()}
-    pairs = {name: (parameter, tensor_at(copied, name)) for name, parameter in model.named_parameters()}
+    folded = copied._folded_tensors()
+    pairs = {name: (parameter, tensor_at(copied._source, name)) for name, parameter in model.named_parameters()}
     return {
         name: (parameter, twin)
         for name, (parameter, twin) in pairs.items()

@@ -917,3 +917,37 @@ def test_region_gives_the_attributes_of_its_source() -> None:
     assert captured.model.hidden_size == 4
     with pytest.raises(AttributeError, match="no_such_thing"):
         _ = captured.model.no_such_thing
+
+
+class LateQuestion(nn.Module):
+    """Writes into its input and a buffer, draws a number, and asks for a size only then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)
+        self.seen.add_(1)
+        y = F.dropout(self.norm(self.linear(x)), training=self.training)
+        return y * 2 if len(y) == 3 else y
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_guard_that_fails_late_leaves_nothing_behind(training: bool) -> None:
+    model = LateQuestion().train(training)
+    captured = capture(model, example=((torch.randn(3, 4),), {}))
+    assert not captured.untraced
+    captured.model.train(training)
+    for size in (3, 5, 5, 3, 7):
+        x = torch.randn(size, 4)
+        given, copied = x.clone(), x.clone()
+        torch.manual_seed(size)
+        expected = model(given)
+        torch.manual_seed(size)
+        torch.testing.assert_close(captured.model(copied), expected, rtol=0, atol=0)
+        torch.testing.assert_close(copied, given, rtol=0, atol=0)
+        region = captured.regions[""]
+        torch.testing.assert_close(region.source.seen, model.seen, rtol=0, atol=0)
+        torch.testing.assert_close(region.source.norm.running_mean, model.norm.running_mean, rtol=0, atol=0)

@@ -411,3 +411,27 @@ def test_a_graph_that_cannot_be_prepared_leaves_the_module_its_own_code(monkeypa
     torch.testing.assert_close(qmodel(x), model(x), rtol=0, atol=1e-3)
     assert qmodel.coverage.num_weighted_quantized == 2
     assert all("cannot be prepared" in module.reason for module in qmodel.coverage.opaque)
+
+
+def test_an_optimizer_made_before_a_new_capture_holds_live_parameters() -> None:
+    model, x = Net().eval(), torch.randn(4, 8)
+    qmodel = QuantModel(model, qconfig({"W.QUANTIZER.TYPE": "lsq"}))
+    before = dict(qmodel.named_parameters())
+    qmodel.prepare_calibration()
+    with torch.no_grad():
+        qmodel(x)
+    assert qmodel.coverage.opaque  # it was captured again
+    after = dict(qmodel.named_parameters())
+    assert before.keys() == after.keys() and all(after[name] is before[name] for name in before)
+
+
+def test_statistics_of_batch_norms_are_compared_in_train_mode() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), torch.randn(4, 8)
+    qmodel = QuantModel(model, qconfig(), example_inputs=x)
+    assert qmodel.training and not qmodel.coverage.opaque
+    qmodel(x)  # moves the copy's statistics, not the model's
+    qmodel.prepare_calibration()
+    qmodel.train()
+    with torch.no_grad():
+        qmodel(x)
+    assert not qmodel.coverage.opaque
