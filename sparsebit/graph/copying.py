@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ def copy_model(model: nn.Module, *, share_parameters: bool = False) -> nn.Module
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and the original is never "
             "changed; make copy.deepcopy(model) work: no locks, open files or generators in it"
         ) from error
-    _Rebinder(model, memo).rebind(copied)
+    rebind_functions(model.modules(), copied.modules(), memo)
     if not share_parameters:
         for original, twin in zip(model.parameters(), copied.parameters(), strict=True):
             for hook in (getattr(original, "_backward_hooks", None) or {}).values():
@@ -68,16 +68,22 @@ def _leaves(value: Any, depth: int = 4) -> Iterator[Any]:
         yield value
 
 
+def rebind_functions(originals: Iterable[nn.Module], copies: Iterable[nn.Module], memo: dict[int, Any]) -> None:
+    """Make functions on instances of `copies` that refer to `originals` refer to the copies. `memo`: deepcopy's."""
+    _Rebinder(originals, memo).rebind(copies)
+
+
 class _Rebinder:
     """Makes functions that refer to parts of the original refer to the copy's."""
 
-    def __init__(self, model: nn.Module, memo: dict[int, Any]) -> None:
-        tensors = (*model.parameters(), *model.buffers())
-        self.twins = {id(part): memo[id(part)] for part in (*model.modules(), *tensors) if id(part) in memo}
+    def __init__(self, originals: Iterable[nn.Module], memo: dict[int, Any]) -> None:
+        modules = list(originals)
+        tensors = [t for m in modules for registry in (m._parameters, m._buffers) for t in registry.values()]
+        self.twins = {id(part): memo[id(part)] for part in (*modules, *tensors) if id(part) in memo}
         self.done: dict[int, Any] = {}
 
-    def rebind(self, copied: nn.Module) -> None:
-        for module in copied.modules():
+    def rebind(self, copies: Iterable[nn.Module]) -> None:
+        for module in copies:
             for name, value in list(module.__dict__.items()):
                 if name in _HOOKS:
                     for key, hook in list(value.items()):

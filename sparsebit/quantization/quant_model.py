@@ -24,7 +24,7 @@ from sparsebit.execution.batches import Call, as_call, calls
 from sparsebit.execution.distributed import gather, gather_shards, once
 from sparsebit.execution.value_store import MIB
 from sparsebit.graph.capture import call_form
-from sparsebit.graph.copying import without_history
+from sparsebit.graph.copying import rebind_functions, without_history
 from sparsebit.quantization import checkpoint
 from sparsebit.quantization.calibration import CalibrationRunner
 from sparsebit.quantization.error_profiler import profile_errors
@@ -320,6 +320,7 @@ class QuantModel(TrainableModel):
         memo.update(without_history(self) | without_history(self._original[0]))
         own = {key: value for key, value in self.__dict__.items() if key != "_weights"}  # made again when needed
         new.__dict__.update(copy.deepcopy(own, memo))
+        rebind_functions(self._code_modules(), new._code_modules(), memo)
         if self._weights_now() == self._built_weights:
             new._built_weights = new._weights_now()
         return new

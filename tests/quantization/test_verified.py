@@ -435,3 +435,27 @@ def test_statistics_of_batch_norms_are_compared_in_train_mode() -> None:
     with torch.no_grad():
         qmodel(x)
     assert not qmodel.coverage.opaque
+
+
+def test_a_copy_of_a_copy_with_a_patched_forward_has_layers_of_its_own() -> None:
+    class Patched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x) if x.sum() < 1e9 else x
+
+    model, x = nn.Sequential(Patched()).eval(), torch.randn(4, 8)
+    plain = model[0].forward
+    model[0].forward = lambda x: plain(x) + model[0].fc(x)  # type: ignore[method-assign]
+    qmodel = calibrated(model, [x])
+    copied = copy.deepcopy(qmodel)
+    torch.testing.assert_close(copied(x), qmodel(x), rtol=0, atol=0)
+    expected = qmodel(x)
+    with torch.no_grad():
+        for name, parameter in copied.named_parameters():
+            if "fc" in name:
+                parameter.zero_()
+    assert not copied(x).any()
+    torch.testing.assert_close(qmodel(x), expected, rtol=0, atol=0)
