@@ -39,7 +39,12 @@ class WeightBatches:
         """
         self.root = root
         called = {module_of(node, root.graph_module): None for node in root.graph_module.graph.nodes}
-        self.layers = [m for m in called if isinstance(m, WeightedQuantOpr) and m.row.name in _ROWS]
+        # A weight that is computed when it is read (parametrizations, hooks) is read once, by its layer.
+        self.layers = [
+            m
+            for m in called
+            if isinstance(m, WeightedQuantOpr) and m.row.name in _ROWS and m.op._parameters.get("weight") is not None
+        ]
         self.batches: dict[tuple[Any, ...], RowBatch] = {}
         self._served: list[WeightedQuantOpr] = []
 

@@ -7,10 +7,12 @@ from types import ModuleType
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from sparsebit.quantization import QuantModel, parse_qconfig, weight_batches
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
+from tests.quantization.tiny import calibrated, qconfig
 
 
 @pytest.fixture
@@ -169,3 +171,13 @@ def test_a_hook_on_a_weight_quantizer_is_called() -> None:
     layer.weight_quantizer.register_forward_hook(lambda *call: calls.append(call))
     qmodel(images())
     assert len(calls) == 1
+
+
+def test_a_weight_that_is_computed_when_it_is_read_is_read_once() -> None:
+    layer = parametrizations.spectral_norm(nn.Linear(8, 8))
+    model, x = nn.Sequential(layer, nn.ReLU()), torch.randn(4, 8)
+    qmodel = calibrated(copy.deepcopy(model).eval(), [x], qconfig(bits=16)).train()
+    for _ in range(3):
+        torch.testing.assert_close(qmodel(x), model(x), rtol=0, atol=1e-3)
+    (power,) = (module for module in qmodel.modules() if hasattr(module, "_u"))
+    torch.testing.assert_close(power._u, layer.parametrizations.weight[0]._u, rtol=0, atol=1e-5)
