@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from sparsebit.errors import CaptureError
 from sparsebit.graph.captured_block import refuse_hook
-from sparsebit.graph.copying import copy_model
+from sparsebit.graph.copying import copy_model, uncompiled
 from sparsebit.graph.example import UNKNOWN, Example, GuardError, guard
 from sparsebit.graph.failures import FAILURES, Untraced, describe_failure, forward_line, report_own_fault
 from sparsebit.graph.graph_module import CapturedGraph
@@ -213,12 +213,7 @@ def capture(
     model's own `forward` alone. Without either, optional arguments are taken as not given.
     """
     with undisturbed_randomness():
-        copied = copy_model(_uncompiled(model))
-        for module in list(copied.modules()):
-            for name, child in module.named_children():
-                if _uncompiled(child) is not child:
-                    module._modules[name] = _uncompiled(child)
-        copied = decompose(copied)
+        copied = decompose(copy_model(uncompiled(model)))
         observed = _Observed(copied, *example) if example is not None else None
         explorer = _Explorer(policy or LeafPolicy(), observed, form)
         explorer.captured.model = explorer.explore(copied, "", is_root=True)
@@ -431,12 +426,6 @@ def _is_weighted_leaf(module: nn.Module) -> bool:
     """A subclass of a torch.nn layer with its own forward and no children (`Conv2dSame`): quantized as one piece."""
     bases = [base for base in type(module).__mro__ if base.__module__.startswith("torch.nn.modules")]
     return bases[:1] != [nn.Module] and not any(True for _ in module.children()) and "weight" in module._parameters
-
-
-def _uncompiled(module: nn.Module) -> nn.Module:
-    """What `torch.compile` was given: its wrapper runs code that nobody can look into."""
-    original = getattr(module, "_orig_mod", module)
-    return original if isinstance(original, nn.Module) else module
 
 
 def _mark_shared(captured: Captured) -> None:

@@ -46,6 +46,27 @@ def copy_model(model: nn.Module, *, share_parameters: bool = False) -> nn.Module
     return copied
 
 
+def uncompiled(model: nn.Module) -> nn.Module:
+    """`model` without the wrappers of `torch.compile`, whose code cannot be traced and whose names are in every path.
+
+    Where modules inside are compiled, it is a copy that shares the parameters.
+    """
+    model = _unwrapped(model)
+    if all(_unwrapped(module) is module for module in model.modules()):
+        return model
+    copied = copy_model(model, share_parameters=True)
+    for module in list(copied.modules()):
+        for name, child in module.named_children():
+            if _unwrapped(child) is not child:
+                module._modules[name] = _unwrapped(child)
+    return copied
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    original = getattr(module, "_orig_mod", module)
+    return original if isinstance(original, nn.Module) else module
+
+
 def without_history(model: nn.Module) -> dict[int, torch.Tensor]:
     """Copies, by the id of the original, of the tensors that `copy.deepcopy` refuses."""
     return {id(tensor): tensor.detach().clone() for tensor in _computed_tensors(model)}

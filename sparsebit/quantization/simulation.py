@@ -20,6 +20,7 @@ from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.errors import CaptureError
 from sparsebit.execution.batches import Call, as_call
 from sparsebit.graph.capture import VARYING, CallForm, Captured, Region, call_form, capture
+from sparsebit.graph.copying import uncompiled
 from sparsebit.graph.example import GuardError
 from sparsebit.graph.failures import report_own_fault
 from sparsebit.graph.outcome import undisturbed_randomness
@@ -75,6 +76,7 @@ class SimulatedModel(nn.Module):
         require_device(config)
         self.config = config
         # In a tuple: the original is kept for a capture anew if a call shows another form, and is not our module.
+        model = uncompiled(model)
         self._original = (model,)
         self.training = model.training  # a capture anew brings all modules into this mode
         self._policy = policy or self._leaf_policy(config)

@@ -385,6 +385,24 @@ def test_changed_weights_are_not_lost_in_a_new_capture() -> None:
         qmodel(x)
 
 
+@pytest.mark.parametrize("inner", [False, True], ids=["the whole", "a module inside"])
+@pytest.mark.parametrize("differs", [False, True], ids=["its graph is right", "its graph differs"])
+@torch.no_grad()
+def test_a_compiled_model_is_compared_and_quantized_as_what_was_compiled(inner: bool, differs: bool) -> None:
+    part = Block() if differs else nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    model = nn.Sequential(nn.Linear(8, 8), part).eval()
+    x = torch.randn(4, 8)
+    expected = model(x)
+    if inner:
+        model[1] = torch.compile(part, backend="eager")  # type: ignore[assignment]
+    compiled: Any = model if inner else torch.compile(model, backend="eager")
+    compiled(x)
+    qmodel = calibrated(compiled, [x], qconfig(bits=16), example_inputs=x)
+    assert qmodel.coverage.num_weighted_quantized == 2
+    torch.testing.assert_close(qmodel(x), expected, rtol=1e-3, atol=1e-3)
+    assert [untraced.path for untraced in qmodel.coverage.opaque] == ["1"] * differs
+
+
 def test_parameters_of_an_untouched_module_are_not_quantized() -> None:
     class Picky(nn.Module):
         def __init__(self) -> None:
