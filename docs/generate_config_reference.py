@@ -60,14 +60,15 @@ W:
 A:
   QUANTIZER: {{BIT: 8}}
   SPECIFIC:
-    - {{"*norm*": [QUANTIZER.DISABLE, true], "softmax*": [QUANTIZER.DISABLE, true]}}
+    - {{"*norm*": [QUANTIZER.DISABLE, true], "*softmax*": [QUANTIZER.DISABLE, true]}}
 ```
 
 - The first glob that matches a layer wins, with all of its settings and no others: put the special before the general.
   A glob that never wins is a warning. `sparsebit config check FILE -m MODEL` shows which glob won for each layer.
 - `*` stands for any text, dots included, `?` for one character, `[ab]` for one of several; upper and lower case differ.
   A glob that starts with `*` must stand in quotes.
-- A layer answers to its module path (`patch_embed.proj`) and to the name of its torch.fx node (`patch_embed_proj`).
+- A layer answers to its module path (`patch_embed.proj`) and to the same with underscores (`patch_embed_proj`). A
+  function is named by the module that calls it and the op: `blocks.0.attn.softmax`; in the model's forward `softmax`.
 - Every override obeys the rules of the backend, also where one of `W` and one of `A` meet in one layer.
 - A glob that matches no layer is a warning that lists near names.
 

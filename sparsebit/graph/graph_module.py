@@ -17,6 +17,7 @@ from torch.fx.node import map_aggregate
 from sparsebit.graph.captured_block import CapturedBlock, mark_block
 
 _REGISTRIES = ("_parameters", "_buffers", "_non_persistent_buffers_set")
+NAME_KEY = "sparsebit_name"  # where `node.meta` holds the name that `node_names` gives
 
 
 class CapturedGraph(fx.GraphModule):
@@ -179,7 +180,10 @@ def _to_rows(graph: fx.Graph) -> list[tuple[Any, ...]]:
     def plain(arguments: Any) -> Any:
         return map_aggregate(arguments, refer)
 
-    return [(node.op, node.target, plain(node.args), plain(node.kwargs), node.name, node.type) for node in graph.nodes]
+    return [
+        (node.op, node.target, plain(node.args), plain(node.kwargs), node.name, node.type, node.meta.get(NAME_KEY))
+        for node in graph.nodes
+    ]
 
 
 def _restored(state: dict[str, Any], class_name: str, rows: list[tuple[Any, ...]]) -> CapturedGraph:
@@ -189,8 +193,10 @@ def _restored(state: dict[str, Any], class_name: str, rows: list[tuple[Any, ...]
         return map_aggregate(arguments, lambda item: nodes[item.index] if isinstance(item, _Reference) else item)
 
     graph = fx.Graph()
-    for op, target, args, kwargs, name, kind in rows:
+    for op, target, args, kwargs, name, kind, readable_name in rows:
         nodes.append(graph.create_node(op, target, real(args), real(kwargs), name, kind))
+        if readable_name is not None:
+            nodes[-1].meta[NAME_KEY] = readable_name
     module = CapturedGraph.__new__(CapturedGraph)
     module.__dict__.update(state)
     type(module).__name__ = class_name

@@ -6,6 +6,7 @@ What differs from `torch.fx.Tracer`:
 * `self.training` stays alive: passed on (`F.dropout(x, training=self.training)`) it is read from the module at run
   time, branched on it takes the eval branch and is reported, a module without weights that branches on it is a leaf;
 * factories (`torch.arange(h)`) accept traced sizes;
+* nodes are named after the module whose code calls the op (`node_names.py`);
 * values have examples, where example inputs are given (`example.py`), and answer Python's questions from them.
 """
 
@@ -39,6 +40,8 @@ from sparsebit.graph.example import (
     value_of,
 )
 from sparsebit.graph.failures import FAILURES, Untraced, describe_failure, forward_line, report_own_fault, user_line
+from sparsebit.graph.graph_module import NAME_KEY
+from sparsebit.graph.node_names import NodeNames
 from sparsebit.graph.patched_torch import TRACING, traced_factories, unfused_attention
 from sparsebit.graph.questions import asks_for_sizes, depends_on_input, is_part_of_input, is_write_into
 from sparsebit.graph.state import PythonRandomness, states_of, undisturbed_state
@@ -121,6 +124,7 @@ class LeafTracer(fx.Tracer):
         self.example = example
         self.untraced: dict[str, Untraced] = {}
         self.eval_branches: dict[str, str] = {}
+        self._names = NodeNames()
         self._tensors: dict[str, torch.Tensor] = {}
         self._tensor_names: dict[int, str] = {}
         self._attribute_proxies: dict[str, fx.Proxy] = {}
@@ -154,6 +158,8 @@ class LeafTracer(fx.Tracer):
         parameters, buffers = root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False)
         self._tensors = {**dict(parameters), **dict(buffers)}
         self._tensor_names = {id(tensor): name for name, tensor in reversed(self._tensors.items())}
+        modules = (name for name, _ in root.named_modules(remove_duplicate=False))
+        self._names = NodeNames([*modules, *self._tensors])
         registered = set(root._modules)
         try:
             with TRACING, undisturbed_state(root), contextlib.ExitStack() as patches:
@@ -218,6 +224,28 @@ class LeafTracer(fx.Tracer):
         if is_part_of_input(proxy.node):
             self.add_guard(proxy.node, GIVEN)
         return proxy
+
+    def create_node(
+        self, kind: str, target: Any, args: Any, kwargs: Any, name: str | None = None, type_expr: Any = None
+    ) -> fx.Node:
+        """A node with a name that depends on its own module alone; in compiled code, underscores stand for dots."""
+        readable = self._name_of(kind, target, name)
+        if readable is not None and kind in ("call_function", "call_method"):
+            name = readable.replace(".", "_")
+        node = super().create_node(kind, target, args, kwargs, name, type_expr)
+        if readable is not None:
+            node.meta[NAME_KEY] = readable
+        return node
+
+    def _name_of(self, kind: str, target: Any, wanted: str | None) -> str | None:
+        """The node's readable name; None where its target says it all."""
+        if kind in ("output", "call_module"):
+            return None
+        if kind == "placeholder":
+            return self._names.new("", target)
+        if kind == "get_attr" and not target.startswith("_tensor_constant"):
+            return str(target)
+        return self._names.new(self.scope.module_path, wanted or self.graph._target_to_str(target))
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         node.meta["example"] = self._evaluate(node)
@@ -342,7 +370,8 @@ class LeafTracer(fx.Tracer):
         """The module's path; one that forward makes on the spot (`nn.ReLU()(x)`) is installed first."""
         assert isinstance(self.root, nn.Module) and isinstance(self.submodule_paths, dict)
         if module not in self.submodule_paths:
-            name = self.get_fresh_qualname(type(module).__name__.lower())
+            place = f"{self.scope.module_path}.".lstrip(".").replace(".", "_")
+            name = self.get_fresh_qualname(f"{place}{type(module).__name__.lower()}")
             self.root.add_module(name, module)
             self.submodule_paths[module] = name
         return self.path_of_module(module)

@@ -1,6 +1,7 @@
 """`sparsebit.json`, the manifest of a saved model: how it is written, and what is checked before it is believed.
 
-It holds a checksum of itself and of the file of tensors. A manifest of version 1 has none; its parts are checked.
+It holds a checksum of itself and of the file of tensors. A manifest of version 1 has none; its parts are checked. Since
+version 3 functions are named by the module that calls them (`layer1.0.add`), before by their number in the graph.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from sparsebit.errors import CheckpointError
 
 NAME = "sparsebit.json"
 FORMAT = "sparsebit-quantized"
-VERSION = 2
-_READABLE = (1, 2)
+VERSION = 3
+_READABLE = (1, 2, 3)
 
 
 class _Switches(BaseModel):
@@ -85,7 +86,7 @@ def read(path: Path) -> dict[str, Any]:
     version = manifest.get("version")
     if version not in _READABLE:
         raise CheckpointError(
-            f"{path} has format version {version}; this sparsebit reads versions {' and '.join(map(str, _READABLE))}"
+            f"{path} has format version {version}; this sparsebit reads versions {', '.join(map(str, _READABLE))}"
         )
     checksum = manifest.pop("checksum", None)
     if (checksum is not None or version != 1) and checksum != _checksum(manifest):
@@ -96,6 +97,26 @@ def read(path: Path) -> dict[str, Any]:
         faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg'].lower()}" for fault in error.errors()[:3]]
         raise _damaged(path, "; ".join(faults)) from None
     return manifest
+
+
+def site_of(description: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """What is known of a quantizer; nothing of one that was not in use. An error where its name may be another."""
+    if name not in description["sites"] and description.get("version", VERSION) < 3:
+        raise KeyError(f"no quantizer is called {name}")
+    site: Mapping[str, Any] = description["sites"].get(name, {})
+    return site
+
+
+def naming_notice(manifest: Mapping[str, Any]) -> str:
+    """Why the tensors of an older folder may not fit, and what to do; empty for a new one."""
+    if manifest["version"] >= 3:
+        return ""
+    writer = manifest.get("sparsebit", "of an unknown version")
+    return (
+        f"; or its names are out of date: it was written by sparsebit {writer}, "
+        "which numbered functions over the whole graph (add_1), while they are now named after the module that calls "
+        "them (layer1.0.add). Quantize and save the model again, or load the folder with the sparsebit that wrote it"
+    )
 
 
 def _damaged(path: Path, how: str) -> CheckpointError:

@@ -7,6 +7,7 @@ from torch import fx
 from sparsebit.errors import CaptureError
 from sparsebit.graph.capture import Captured
 from sparsebit.graph.draw import to_mermaid
+from sparsebit.graph.node_names import node_name
 from sparsebit.graph.patterns import module_of
 from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
 from sparsebit.quantization.ops.quant_opr import QuantOpr
@@ -30,10 +31,10 @@ def _draw(root: fx.GraphModule) -> str:
 def _label(node: fx.Node, root: fx.GraphModule) -> str:
     module = module_of(node, root)
     if module is not None:
-        return f"{node.target}<br/>{repr(module) if isinstance(module, _QUANTIZED) else type(module).__name__}"
+        return f"{node_name(node)}<br/>{repr(module) if isinstance(module, _QUANTIZED) else type(module).__name__}"
     if node.op in ("placeholder", "output", "get_attr"):
-        return node.name
-    return f"{node.name}<br/>{getattr(node.target, '__name__', node.target)}"
+        return node_name(node)
+    return f"{node_name(node)}<br/>{getattr(node.target, '__name__', node.target)}"
 
 
 def _style(node: fx.Node, root: fx.GraphModule) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from sparsebit.config.schema import ActivationConfig, TensorConfig, WeightConfig
-from sparsebit.graph.graph_module import source_path
+from sparsebit.graph.node_names import node_name
 from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec
 from sparsebit.quantization.ops.rows import OpRow
 
@@ -45,9 +45,8 @@ class Plan:
 
 
 def layer_name(region_path: str, node: fx.Node) -> str:
-    """A node's name for configs and reports: its module's path, or the name the graph gave it."""
-    local = source_path(str(node.target)) if node.op == "call_module" else node.name
-    return f"{region_path}.{local}" if region_path else local
+    """A node's name for configs and reports: its module's path, or the path of the module that calls it and the op."""
+    return f"{region_path}.{node_name(node)}" if region_path else node_name(node)
 
 
 def split_site(site: str) -> tuple[str, str]:

@@ -138,7 +138,9 @@ class _RegionPlanner:
             elif reads_as_divisor(node):
                 self.plan.floats[name] = "a number divided by a tensor: the divisor stays in float"
             for divisor in reads_as_divisor(node) if sources else ():
-                self.plan.floats[f"{name}: divisor {divisor.name}"] = "rounded to zero it would give infinity"
+                self.plan.floats[f"{name}: divisor {layer_name(self.path, divisor)}"] = (
+                    "rounded to zero it would give infinity"
+                )
             if row.name in self.profile.gates and written is None:
                 self.out.gates[node] = activation
             if row.name in self.profile.outputs:

@@ -25,7 +25,7 @@ from sparsebit.execution.distributed import gather, gather_shards, once
 from sparsebit.execution.value_store import MIB
 from sparsebit.graph.capture import call_form
 from sparsebit.graph.copying import rebind_functions, without_history
-from sparsebit.quantization import checkpoint
+from sparsebit.quantization import checkpoint, manifest
 from sparsebit.quantization.calibration import CalibrationRunner
 from sparsebit.quantization.error_profiler import profile_errors
 from sparsebit.quantization.export import build_onnx, check_ready, describe, switched_on
@@ -271,7 +271,7 @@ class QuantModel(TrainableModel):
         except Exception as error:  # whatever torch and the model's own code raise when the tensors do not fit
             raise CheckpointError(
                 f"{folder} was saved from another model than the {type(model).__name__} given, or needs the "
-                f"example_inputs that it was built with:\n{error}"
+                f"example_inputs that it was built with{manifest.naming_notice(description)}:\n{error}"
             ) from error
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -304,7 +304,8 @@ class QuantModel(TrainableModel):
             qmodel._set_up(model, config, example, cls._leaf_policy(config, **cuts))
         qmodel._fold_norms(lambda name, *_: name in description["folded_layers"])
         for quantizer in (q for q in qmodel.quantizers() if not q.fake_fused):
-            quantizer.set_bit(description["sites"].get(quantizer.name, {}).get("bits", quantizer.spec.bits))
+            site = manifest.site_of(description, quantizer.name)
+            quantizer.set_bit(site.get("bits", quantizer.spec.bits))
         qmodel.load_state_dict(tensors)
         qmodel.set_quant(w_quant=description["switches"]["weight"], a_quant=description["switches"]["feature"])
         return qmodel.eval()

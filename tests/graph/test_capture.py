@@ -773,7 +773,7 @@ def test_modules_made_on_the_spot() -> None:
 
     model = model_with(forward)
     captured = capture(model)
-    assert called(captured) == ["linear", "relu0", "relu1", "tanh0", "softmax0"]
+    assert called(captured) == ["linear", "relu0", "sequential0_relu0", "sequential0_tanh0", "softmax0"]
     check_equal(captured.model(X), model(X))
 
 

@@ -214,7 +214,7 @@ class TestFaults:
             ('{"format": "other"}', "is not a sparsebit checkpoint"),
             (
                 '{"format": "sparsebit-quantized", "version": 99}',
-                "has format version 99; this sparsebit reads versions 1 and 2",
+                "has format version 99; this sparsebit reads versions 1, 2, 3",
             ),
             ('{"format": "sparsebit-quantized", "version": 1}', "is damaged .*config: field required"),
         ],

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from sparsebit.graph.graph_module import CapturedGraph, share_registries, source_path
+from sparsebit.graph.graph_module import NAME_KEY, CapturedGraph, share_registries, source_path
 from sparsebit.graph.rewrite import sweep
 
 _CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
@@ -60,7 +60,7 @@ def _lift(node: fx.Node, graph_module: fx.GraphModule, layers: dict[Any, str]) -
         graph_module.add_submodule(layers[key], _make(kind, weight, bias, options, graph_module))
     with graph_module.graph.inserting_before(node):
         new = graph_module.graph.call_module(layers[key], (source,))
-    new.meta = dict(node.meta)
+    new.meta = {key: value for key, value in node.meta.items() if key != NAME_KEY}  # its name is its path
     node.replace_all_uses_with(new)
     graph_module.graph.erase_node(node)
 

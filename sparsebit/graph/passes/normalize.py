@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from sparsebit.graph.graph_module import share_registries, source_path
+from sparsebit.graph.graph_module import NAME_KEY, share_registries, source_path
 from sparsebit.graph.rewrite import sweep
 
 _PARAMETERS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
@@ -51,7 +51,7 @@ def _to_module(node: fx.Node, graph_module: fx.GraphModule, source: nn.Module) -
         graph_module.add_submodule(name, module)
     with graph_module.graph.inserting_before(node):
         new = graph_module.graph.call_module(name, (given["input"],))
-    new.meta = dict(node.meta)
+    new.meta = {key: value for key, value in node.meta.items() if key != NAME_KEY}  # its name is its path
     node.replace_all_uses_with(new)
     graph_module.graph.erase_node(node)
 

@@ -216,7 +216,7 @@ class _Maker:
     def __init__(self, backend: str) -> None:
         self.backend = backend
         self.wrapped: dict[int, tuple[Any, QuantOpr]] = {}
-        self.names: Counter[str] = Counter()
+        self.names: set[str] = set()
 
     def wrap(
         self,
@@ -248,8 +248,12 @@ class _Maker:
 
     def free_site(self, site: str) -> str:
         """The site's name; of a layer that the model calls twice, the second one's with a number."""
-        self.names[site] += 1
-        return site if self.names[site] == 1 else f"{site}.{self.names[site]}"
+        name, number = site, 1
+        while name in self.names:
+            number += 1
+            name = f"{site}.{number}"
+        self.names.add(name)
+        return name
 
     def feature(self, site: str, config: ActivationConfig) -> Quantizer:
         return self._build(site, config, spec_of(config, feature_axis(config)), "feature", 1)
