@@ -26,7 +26,7 @@ from sparsebit.graph.training_flag import TrainingFlag
 
 # Every module's registries, of tensors, children and hooks.
 _REGISTRIES = nn.Module().__dict__.keys() - {"training"}
-_CONTAINERS = (list, dict, set, collections.deque)
+CONTAINERS = (list, dict, set, collections.deque)
 _CODE = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
 _MAX_ITEMS = 10_000
 _MAX_DEPTH = 6
@@ -127,6 +127,11 @@ class PythonRandomness:
             sys.modules["numpy"].random.set_state(self.numpy)
 
 
+def fingerprint(value: Any, undo: list[Callable[[], None]]) -> Any:
+    """Something comparable that differs after a change of `value`, two levels deep; `undo` gets how to undo one."""
+    return _print(value, undo, set(), _MAX_DEPTH - 1)
+
+
 def _numpy_print(state: Any) -> Any:
     return state if state is None else (state[0], state[1].tobytes(), *state[2:])
 
@@ -153,7 +158,7 @@ def _print(value: Any, undo: list[Callable[[], None]], seen: set[int], depth: in
     if isinstance(value, itertools.count):
         return "value", itertools.count, repr(value)
     seen.add(id(value))
-    if isinstance(value, _CONTAINERS):
+    if isinstance(value, CONTAINERS):
         undo.append(_undo_of(value))
         items = _items(value, undo, seen, depth) if len(value) <= _MAX_ITEMS else len(value)
         return "container", type(value), id(value), items
@@ -185,7 +190,24 @@ def _inside(value: Any, undo: list[Callable[[], None]], seen: set[int], depth: i
         undo.append(lambda: value.set_state(legacy))
         return _numpy_print(legacy)
     held = getattr(value, "__dict__", None)
+    slots = _slots(value)
+    if slots:
+        undo.append(lambda: _fill(value, slots))
+        return tuple((name, _print(item, undo, seen, depth + 1)) for name, item in slots.items())
     return _print(held, undo, seen, depth + 1) if isinstance(held, dict) else None
+
+
+def _slots(value: Any) -> dict[str, Any]:
+    """What an object of a class with `__slots__` holds."""
+    lists = [kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__]
+    names = [name for listed in lists for name in ((listed,) if isinstance(listed, str) else listed)]
+    return {name: getattr(value, name) for name in names if not name.startswith("__") and hasattr(value, name)}
+
+
+def _fill(value: Any, slots: dict[str, Any]) -> None:
+    for name, item in slots.items():
+        if getattr(value, name, None) is not item:
+            object.__setattr__(value, name, item)
 
 
 def _undo_of(container: Any) -> Callable[[], None]:

@@ -42,6 +42,7 @@ from sparsebit.graph.example import (
 from sparsebit.graph.failures import FAILURES, Untraced, describe_failure, forward_line, report_own_fault, user_line
 from sparsebit.graph.graph_module import NAME_KEY
 from sparsebit.graph.node_names import NodeNames
+from sparsebit.graph.outer_state import OuterState, Place
 from sparsebit.graph.patched_torch import TRACING, traced_factories, unfused_attention
 from sparsebit.graph.questions import asks_for_sizes, depends_on_input, is_part_of_input, is_write_into
 from sparsebit.graph.state import PythonRandomness, states_of, undisturbed_state
@@ -131,6 +132,7 @@ class LeafTracer(fx.Tracer):
         self.is_evaluating = False
         self._thread: int | None = None
         self._refusals: list[str] = []
+        self._places: dict[type, list[Place]] = {}
 
     def is_tracing_here(self) -> bool:
         """Whether the code that asks runs in this trace: not in another thread, nor to find an example's value."""
@@ -337,7 +339,7 @@ class LeafTracer(fx.Tracer):
     def _kept_faithful(self, module: nn.Module, path: str) -> Iterator[None]:
         """Around one call of `module`, whose code is traced: an error where the call does what a graph cannot keep."""
         refusals, randomness = len(self._refusals), PythonRandomness()
-        states = states_of(module)
+        states, outside = states_of(module), OuterState(module, self._places)
         try:
             if has_hooks(module):
                 self.refuse("it has hooks, which must run at every call")
@@ -349,6 +351,9 @@ class LeafTracer(fx.Tracer):
             changed = next((name for state in states if (name := state.changed()) is not None), None)
             if changed is not None:
                 raise fx.proxy.TraceError(f"changes the attribute {changed!r}: the next call may depend on this one")
+            changed = outside.changed()
+            if changed is not None:
+                raise fx.proxy.TraceError(f"changes {changed}: the next call may depend on this one")
             if randomness.has_changed():
                 randomness.restore()
                 raise fx.proxy.TraceError("draws from Python's or NumPy's random generator, anew at every call")
@@ -356,6 +361,7 @@ class LeafTracer(fx.Tracer):
             del self._refusals[refusals:]
             for state in states:
                 state.restore()
+            outside.restore()
 
     def _check_assigned(self, module: nn.Module, path: str) -> None:
         """Put back buffers that forward assigned: only a write into the same one (`self.steps += 1`) can be traced."""

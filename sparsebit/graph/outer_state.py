@@ -1,0 +1,186 @@
+"""State that a module's code keeps outside of the module: globals, class attributes, closures, default arguments.
+
+A graph has no place for it either: a module whose call changes some must run its own code.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from sparsebit.graph.nested import tensors_of
+from sparsebit.graph.questions import depends_on_input
+from sparsebit.graph.state import CONTAINERS, fingerprint
+
+_MAX_FUNCTIONS = 300
+_MAX_ITEMS = 256
+_FOREIGN = {"torch", "sparsebit", "numpy", *sys.stdlib_module_names} - {"__main__"}
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where code can keep something from one call to the next."""
+
+    name: str
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+
+
+class OuterState:
+    """What the places that the code of one module can reach hold now."""
+
+    def __init__(self, module: nn.Module, known: dict[type, list[Place]]) -> None:
+        """`known`: the places of classes that were looked at before."""
+        self.undo: list[Callable[[], None]] = []
+        self.held = [(place, place.read()) for place in _places_of(module, known)]
+        self.prints = [_print(value, self.undo) for _, value in self.held]
+
+    def changed(self) -> str | None:
+        """The name of something that holds another value now; None where all is as it was."""
+        for (place, before), print_before in zip(self.held, self.prints, strict=True):
+            now = place.read()
+            if _print(now, []) != print_before and not _is_memo(before, now, print_before):
+                return place.name
+        return None
+
+    def restore(self) -> None:
+        for place, value in self.held:
+            if place.read() is not value:
+                place.write(value)
+        for undo in self.undo:
+            undo()
+
+
+def _print(value: Any, undo: list[Callable[[], None]]) -> Any:
+    if isinstance(value, CONTAINERS) and len(value) > _MAX_ITEMS:
+        return "container", id(value), len(value)
+    return fingerprint(value, undo) if _is_data(value) else ("object", id(value))
+
+
+def _is_data(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, complex, str, torch.Tensor, *CONTAINERS))
+
+
+def _is_memo(before: Any, now: Any, print_before: Any) -> bool:
+    """Tensors that no input decides, kept for the next call: a graph computes them at every call."""
+    if before is None:
+        return _is_fixed(now)
+    if type(now) is not dict or now is not before or len(now) > _MAX_ITEMS or print_before[0] != "container":
+        return False
+    kept, items = print_before[-1], fingerprint(now, [])[-1]
+    added = [value for item, value in zip(items, now.values(), strict=True) if item not in kept]
+    return len(items) - len(added) == len(kept) and all(map(_is_fixed, added))
+
+
+def _is_fixed(value: Any) -> bool:
+    if isinstance(value, fx.Proxy):
+        return not depends_on_input(value.node)
+    return isinstance(value, torch.Tensor) or (
+        isinstance(value, (tuple, list)) and bool(value) and all(map(_is_fixed, value)) and bool(tensors_of(value))
+    )
+
+
+def _places_of(module: nn.Module, known: dict[type, list[Place]]) -> list[Place]:
+    kind = type(module)
+    if kind not in known:
+        bases = [base for base in kind.__mro__ if not _is_foreign(base)]
+        own = [member for base in bases for member in vars(base).values()]
+        known[kind] = [*_reached_by(own), *(place for base in bases for place in _attributes(base))]
+    patched = [value for value in vars(module).values() if isinstance(value, (types.FunctionType, types.MethodType))]
+    return [*known[kind], *_reached_by(patched)] if patched else known[kind]
+
+
+def _is_foreign(thing: Any) -> bool:
+    return str(getattr(thing, "__module__", None)).partition(".")[0] in _FOREIGN
+
+
+def _reached_by(members: list[Any]) -> Iterator[Place]:
+    """The globals, closures and default arguments of functions, and of those that they call by name."""
+    waiting, seen, places = list(members), set[int](), set[tuple[int, str]]()
+    while waiting and len(seen) < _MAX_FUNCTIONS:
+        function = _function(waiting.pop())
+        if function is None or id(function) in seen or _is_foreign(function):
+            continue
+        seen.add(id(function))
+        for cell in function.__closure__ or ():
+            content = _content(cell)
+            waiting.append(content)
+            if _is_data(content) and (id(cell), "") not in places:
+                places.add((id(cell), ""))
+                yield _cell(cell, function)
+        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            if isinstance(default, CONTAINERS):
+                yield Place(f"a default argument of {function.__qualname__}", _constant(default), _ignore)
+        namespace = function.__globals__
+        for name in _names(function.__code__):
+            value = namespace.get(name)
+            waiting.append(value)
+            if isinstance(value, type) and value.__module__ == function.__module__ and (id(value), "") not in places:
+                places.add((id(value), ""))
+                yield from _attributes(value)
+            elif name in namespace and _is_data(value) and (id(namespace), name) not in places:
+                places.add((id(namespace), name))
+                yield _global(namespace, name)
+
+
+def _function(member: Any) -> types.FunctionType | None:
+    if isinstance(member, property):
+        member = member.fget
+    member = getattr(member, "__func__", member)  # a method, a class method, a static method
+    return member if isinstance(member, types.FunctionType) else None
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Every name that is looked up, globals among them, also in functions inside."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return _MISSING
+
+
+def _cell(cell: types.CellType, function: types.FunctionType) -> Place:
+    def write(value: Any) -> None:
+        cell.cell_contents = value
+
+    name = function.__code__.co_freevars[(function.__closure__ or ()).index(cell)]
+    return Place(f"the variable {name!r} around it", lambda: _content(cell), write)
+
+
+def _global(namespace: dict[str, Any], name: str) -> Place:
+    def write(value: Any) -> None:
+        namespace[name] = value
+
+    return Place(f"the global {name!r}", lambda: namespace.get(name, _MISSING), write)
+
+
+def _attributes(kind: type) -> Iterator[Place]:
+    for name, value in list(vars(kind).items()):
+        if not name.startswith("__") and _is_data(value):
+            yield _attribute(kind, name)
+
+
+def _attribute(kind: type, name: str) -> Place:
+    return Place(
+        f"the class attribute {kind.__name__}.{name}",
+        lambda: vars(kind).get(name, _MISSING),
+        lambda value: setattr(kind, name, value),
+    )
+
+
+def _constant(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
+def _ignore(_: Any) -> None: ...

@@ -1,0 +1,182 @@
+"""Code that keeps state outside of its module runs as it is; tracing it leaves that state alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sparsebit.graph.capture import Captured, capture
+
+calls = 0
+outputs: list[Any] = []
+counts = {"calls": 0}
+cache: dict[int, Any] = {}
+table: Tensor | None = None
+
+
+class Settings:
+    calls = 0
+
+
+class Part(nn.Module):
+    calls = 0
+    seen: ClassVar[list[int]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+
+class OwnGlobal(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        global calls
+        calls += 1
+        return self.fc(x) * (2 if calls > 3 else 1)
+
+
+def count() -> int:
+    counts["calls"] += 1
+    return counts["calls"]
+
+
+class Helper(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) * count()
+
+
+class Recurrent(Part):
+    def forward(self, x: Tensor) -> Any:
+        outputs.append(self.fc(x))
+        return sum(outputs)
+
+
+class OnClass(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).calls += 1
+        return self.fc(x) * type(self).calls
+
+
+OnClass.calls = 0
+
+
+class ClassList(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(1)
+        return self.fc(x) * len(self.seen)
+
+
+class OnAnotherClass(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        Settings.calls += 1
+        return self.fc(x) * Settings.calls
+
+
+class Default(Part):
+    def forward(self, x: Tensor, seen: list[int] = []) -> Tensor:  # noqa: B006
+        seen.append(1)
+        return self.fc(x) * len(seen)
+
+
+class InMethod(Part):
+    def scale(self) -> int:
+        return count()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) * self.scale()
+
+
+class DataCache(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        if 1 not in cache:
+            cache[1] = x.mean()
+        return self.fc(x) * cache[1]
+
+
+def closure() -> nn.Module:
+    number = 0
+
+    class Closure(Part):
+        def forward(self, x: Tensor) -> Tensor:
+            nonlocal number
+            number += 1
+            return self.fc(x) * number
+
+    return Closure()
+
+
+class Slotted:
+    __slots__ = ("number",)
+
+    def __init__(self) -> None:
+        self.number = 0
+
+
+class WithSlots(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = Slotted()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state.number += 1
+        return self.fc(x) * self.state.number
+
+
+def reset() -> None:
+    global calls, table
+    calls, table = 0, None
+    counts["calls"] = Part.calls = OnClass.calls = Settings.calls = 0
+    outputs.clear(), cache.clear(), Part.seen.clear()  # type: ignore[func-returns-value]
+    Default.forward.__defaults__[0].clear()  # type: ignore[index]
+
+
+def opaque(captured: Captured) -> list[str]:
+    return [failure.reason for failure in captured.untraced.values()]
+
+
+STATEFUL: list[Callable[[], nn.Module]] = [
+    OwnGlobal, Helper, Recurrent, OnClass, ClassList, OnAnotherClass, Default, InMethod, DataCache, closure, WithSlots
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("build", STATEFUL)
+@pytest.mark.parametrize("inside", [False, True], ids=["the model", "a part"])
+@torch.no_grad()
+def test_state_outside_of_a_module_is_kept_by_its_own_code(build: Callable[[], nn.Module], inside: bool) -> None:
+    reset()
+    batches = [torch.randn(4, 8) for _ in range(5)]
+    part = build()
+    model = nn.Sequential(nn.Linear(8, 8), part) if inside else part
+    captured = capture(model)
+    assert [reason for reason in opaque(captured) if "the next call may depend on this one" in reason]
+    assert calls == counts["calls"] == OnClass.calls == Settings.calls == 0
+    assert not outputs and not cache and not Part.seen
+    actual = [captured.model(x) for x in batches]
+    if build is not closure:  # whose state the copy shares
+        reset()
+        for x, y in zip(batches, actual, strict=True):
+            torch.testing.assert_close(y, model(x))
+    else:
+        assert not torch.allclose(actual[1], captured.model(batches[1]))
+
+
+class Memo(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        global table
+        if table is None:
+            table = torch.arange(8.0)
+        if 8 not in cache:
+            cache[8] = torch.ones(8) * self.fc.weight.sum()
+        return self.fc(x) * table + cache[8]
+
+
+@torch.no_grad()
+def test_tensors_that_no_input_decides_may_be_kept_anywhere() -> None:
+    reset()
+    model, x = Memo(), torch.randn(4, 8)
+    captured = capture(model)
+    assert not captured.untraced and table is None and not cache
+    torch.testing.assert_close(captured.model(x), model(x))
