@@ -25,11 +25,11 @@ _LAYERS = ("Conv", "Gemm")
 class SimulatedKernels:
     """What a simulation computes as the runtime's integer kernels do, by sites.
 
-    `layers`: site of the weight -> the site that its kernel rounds to, None where it gives floats. `sums`, `products`:
-    the sites that the kernel of an addition or a multiplication rounds to.
+    `layers`: site of the weight -> the sites that its kernel rounds to, one per call, None where it gives floats.
+    `sums`, `products`: the sites that the kernel of an addition or a multiplication rounds to.
     """
 
-    layers: Mapping[str, str | None] = field(default_factory=dict)
+    layers: Mapping[str, frozenset[str | None]] = field(default_factory=dict)
     sums: frozenset[str] = frozenset()
     products: frozenset[str] = frozenset()
 
@@ -101,7 +101,7 @@ class _Walker:
             return True
         if node.op_type in _LAYERS:
             weight = self._weight_site(node)
-            rounds_here = weight in self.kernels.layers and self.kernels.layers[weight] == site
+            rounds_here = site in self.kernels.layers.get(weight, frozenset())
             return is_direct and rounds_here and label(node) in self.in_integers
         sites = {"Add": self.kernels.sums, "Mul": self.kernels.products}.get(node.op_type, frozenset())
         return is_direct and site in sites and label(node) in self.in_integers

@@ -286,12 +286,13 @@ def _codes(qmodel: SimulatedModel, call: Call) -> tuple[dict[str, Any], Simulate
     finally:
         for handle in handles:
             handle.remove()
-    layers = {
-        module.weight_quantizer.name: module.integer.sources[2].name if len(module.integer.sources) > 2 else None
-        for module in modules
-        if isinstance(module, (WeightedQuantOpr, FunctionalWeightedQuantOpr))
-        and module.integer is not None
-        and all(quantizer.is_enable for quantizer in module.integer.sources)
-    }
+    layers: dict[str, frozenset[str | None]] = {}
+    for module in modules:
+        if isinstance(module, (WeightedQuantOpr, FunctionalWeightedQuantOpr)):
+            kernels = [integer for _, integer in module.arithmetics if integer is not None]
+            active = [kernel.sources for kernel in kernels if all(q.is_enable for q in kernel.sources)]
+            if active:
+                ends = frozenset(sources[2].name if len(sources) > 2 else None for sources in active)
+                layers[module.weight_quantizer.name] = ends
     products = frozenset(module.sources[2].name for module in modules if isinstance(module, IntegerMultiply))
     return found, SimulatedKernels(layers, frozenset(name for name, is_exact in sums.items() if is_exact), products)

@@ -218,7 +218,8 @@ class TrainableModel(VerifiedModel):
 
     def _make_room_for_biases(self) -> None:
         for layer in self.model.modules():
-            if isinstance(layer, (WeightedQuantOpr, FunctionalWeightedQuantOpr)) and layer.bias_rounding is not None:
+            if isinstance(layer, (WeightedQuantOpr, FunctionalWeightedQuantOpr)):
                 bias = layer.stored_bias()
-                if bias is not None:
-                    layer.bias_rounding.make_room(bias)
+                for rounding, _ in layer.arithmetics:
+                    if bias is not None and rounding is not None:
+                        rounding.make_room(bias)

@@ -19,6 +19,7 @@ from sparsebit.quantization.ops.integer_ops import IntegerLayer, IntegerMultiply
 from sparsebit.quantization.ops.layer_call import call_with_hooks, forward_with
 from sparsebit.quantization.ops.quantized_layer import quantized_layer
 from sparsebit.quantization.ops.recipes import as_autocast, recipe_of
+from sparsebit.quantization.ops.repeated_calls import CallArithmetics, note_grid
 from sparsebit.quantization.ops.rows import OpKind, OpRow
 from sparsebit.quantization.ops.table import bias_argument, input_argument, weight_argument
 from sparsebit.quantization.quantizers.base import Quantizer
@@ -54,6 +55,7 @@ class QuantOpr(StandIn):
         # There where the runtime executes the layer in integers.
         self.bias_rounding: BiasRounding | None = None
         self.integer: IntegerLayer | None = None
+        self.per_call: CallArithmetics | None = None  # in place of both, where calls have inputs of different grids
         if op is not None and row is not None and input_quantizer is not None:
             self._fill(op, row, input_quantizer, weight_quantizer)
 
@@ -170,9 +172,12 @@ class WeightedQuantOpr(QuantOpr):
             return op.forward(*self.quantize_input(args, kwargs), **kwargs)
         weight = weight_quantizer(op.weight) if self.ready_weight is None else self.ready_weight
         bias = getattr(op, "bias", None)
-        if bias is not None and self.bias_rounding is not None:
-            bias = self.bias_rounding(bias)
-        runs_in_integers = self.integer is not None and self.integer.is_active
+        bias_rounding, integer = self.bias_rounding, self.integer
+        if self.per_call is not None and args:
+            bias_rounding, integer = self.per_call.choose(args[0])
+        if bias is not None and bias_rounding is not None:
+            bias = bias_rounding(bias)
+        runs_in_integers = integer is not None and integer.is_active
         if len(args) == 1 and not kwargs and not runs_in_integers and _is_plain(op):
             found = first_layer(op, input_quantizer, args[0], weight, bias)
             if found is None:
@@ -180,8 +185,8 @@ class WeightedQuantOpr(QuantOpr):
             if found is not None:
                 return found
         args = self.quantize_input(args, kwargs)
-        if runs_in_integers and _is_one_float32(args, kwargs):
-            return self._in_integers(args[0], weight, bias)
+        if integer is not None and runs_in_integers and _is_one_float32(args, kwargs):
+            return self._in_integers(integer, args[0], weight, bias)
         if args and recipe_of(args[0]) is not None:
             args = (as_autocast(args[0]), *args[1:])  # autocast would keep a copy of its own
         return forward_with(op, weight, bias, args, kwargs)
@@ -196,11 +201,20 @@ class WeightedQuantOpr(QuantOpr):
     def stored_bias(self) -> torch.Tensor | None:
         return getattr(self.op, "bias", None)
 
-    def _in_integers(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    @property
+    def arithmetics(self) -> list[tuple[BiasRounding | None, IntegerLayer | None]]:
+        """The int32 bias and the integer kernel, of each input's grid."""
+        if self.per_call is not None:
+            return [(call.bias_rounding, call.integer) for call in self.per_call]
+        return [(self.bias_rounding, self.integer)]
+
+    def _in_integers(
+        self, integer: IntegerLayer, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> Any:
         def compute(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
             return forward_with(self.op, weight, bias, (x,), {})
 
-        return _in_integers(self, x, weight, bias, compute)
+        return _in_integers(self.row, integer, x, weight, bias, compute)
 
 
 class FunctionalWeightedQuantOpr(QuantOpr):
@@ -216,6 +230,10 @@ class FunctionalWeightedQuantOpr(QuantOpr):
         if self.integer is None and self.bias_rounding is None:
             return self.compute(*args, **kwargs)
         return self._rounded(args, kwargs)
+
+    @property
+    def arithmetics(self) -> list[tuple[BiasRounding | None, IntegerLayer | None]]:
+        return [(self.bias_rounding, self.integer)]
 
     def stored_bias(self) -> torch.Tensor | None:
         """The bias as calibration saw it; no input reaches it."""
@@ -245,7 +263,7 @@ class FunctionalWeightedQuantOpr(QuantOpr):
             return self.compute(*positional, **named)
 
         if self.integer is not None and self.integer.is_active and x.dtype == torch.float32:
-            return _in_integers(self, x, weight, bias, compute)
+            return _in_integers(self.row, self.integer, x, weight, bias, compute)
         return compute(x, weight, bias)
 
 
@@ -291,10 +309,14 @@ class QIdentity(QuantOpr):
         self.op = "identity"
         self.input_quantizer = input_quantizer
         self.weight_quantizer = None
+        self.notes_grid = False  # for a layer that chooses its arithmetic by it
 
     def forward(self, x: Any) -> Any:
         quantizer: Any = self._modules["input_quantizer"]
-        return quantizer(x)
+        x = quantizer(x)
+        if self.notes_grid:
+            note_grid(x, quantizer)
+        return x
 
     def _get_name(self) -> str:
         return "QIdentity"
@@ -314,12 +336,15 @@ class QShared(nn.Module):
         super().__init__()
         self.name = name
         self._owner = (owner,)  # in a tuple: its home is elsewhere
+        self.notes_grid = False
 
     @property
     def input_quantizer(self) -> Quantizer:
         return self._owner[0]
 
     def forward(self, x: Any) -> Any:
+        if self.notes_grid:
+            note_grid(x, self.input_quantizer)
         return x
 
     def __repr__(self) -> str:
@@ -338,21 +363,21 @@ def _at(args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str | None) 
 
 
 def _in_integers(
-    layer: QuantOpr,
+    row: OpRow,
+    integer: IntegerLayer,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], Any],
 ) -> Any:
     """The value of the integer kernel; where someone wants gradients, those of the plain op."""
-    assert layer.integer is not None
 
     def sums(codes: torch.Tensor, weight_codes: torch.Tensor) -> Any:
         return compute(codes, weight_codes, None if bias is None else codes.new_zeros(bias.shape))
 
-    channel_axis = x.ndim - weight.ndim + 1 if layer.row.name == "conv" else -1  # an unbatched image has one less
+    channel_axis = x.ndim - weight.ndim + 1 if row.name == "conv" else -1  # an unbatched image has one less
     with torch.no_grad():
-        exact = layer.integer(x, weight, bias, channel_axis, sums)
+        exact = integer(x, weight, bias, channel_axis, sums)
     return with_gradient_of(compute(x, weight, bias), exact) if torch.is_grad_enabled() else exact
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import fx, nn
 
 from sparsebit.deploy.runtimes import RuntimeProfile
@@ -18,6 +20,7 @@ from sparsebit.quantization.ops.quant_opr import (
     QuantOpr,
     WeightedQuantOpr,
 )
+from sparsebit.quantization.ops.repeated_calls import CallArithmetic, CallArithmetics
 from sparsebit.quantization.ops.table import bias_argument, input_argument, row_of
 from sparsebit.quantization.placement import split_site
 from sparsebit.quantization.quantizers.base import Quantizer
@@ -32,14 +35,15 @@ def attach_integer_ops(captured: Captured, profile: RuntimeProfile) -> None:
     if profile.bias != "int32":
         return
     is_exact = profile.executes == "onnxruntime"
-    calls: dict[WeightedQuantOpr, list[tuple[Quantizer | None, Quantizer | None]]] = {}
+    calls: dict[WeightedQuantOpr, list[_Call]] = {}
     for region in captured.regions.values():
         constants = _constants(region)
         for node in list(region.graph_module.graph.nodes):
             layer = _module(node, region)
             if isinstance(layer, WeightedQuantOpr):
-                pair = (_input_quantizer(node, layer, region), _output_quantizer(node, region))
-                calls.setdefault(layer, []).append(pair)
+                source = _input_quantizer(node, layer, region)
+                front = _module(_input_of(node, layer), region)
+                calls.setdefault(layer, []).append(_Call(source, _output_quantizer(node, region), front))
             elif isinstance(layer, FunctionalWeightedQuantOpr):
                 source = _input_quantizer(node, layer, region)
                 if source is not None and _fits(layer, source) and _adds_plainly(node, layer, constants):
@@ -53,13 +57,39 @@ def attach_integer_ops(captured: Captured, profile: RuntimeProfile) -> None:
         region.graph_module.recompile()
     for loose in captured.loose.values():
         if isinstance(loose.module, WeightedQuantOpr):
-            calls.setdefault(loose.module, []).append((loose.module.input_quantizer, None))
-    for layer, pairs in calls.items():
-        source, output = pairs[0]
-        if source is None or any(pair[0] is not source for pair in pairs) or not _fits(layer, source):
-            continue
-        output = output if all(pair[1] is output for pair in pairs) else None
-        _attach(layer, source, output, has_bias=layer.stored_bias() is not None, is_exact=is_exact)
+            source = loose.module.input_quantizer
+            calls.setdefault(loose.module, []).append(_Call(None if source.fake_fused else source))
+    for layer, those in calls.items():
+        _attach_calls(layer, those, is_exact=is_exact)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The quantizers of a call's input and output; `front`: the module that gives the input."""
+
+    source: Quantizer | None
+    output: Quantizer | None = None
+    front: object = None
+
+
+def _attach_calls(layer: WeightedQuantOpr, calls: list[_Call], *, is_exact: bool) -> None:
+    """All calls have a quantized input, or none is in integers."""
+    outputs: dict[Quantizer, Quantizer | None] = {}
+    for call in calls:
+        if call.source is None or not _fits(layer, call.source):
+            return
+        outputs[call.source] = call.output if outputs.get(call.source, call.output) is call.output else None
+    has_bias = layer.stored_bias() is not None
+    if len(outputs) == 1:
+        source, output = next(iter(outputs.items()))
+        _attach(layer, source, output, has_bias=has_bias, is_exact=is_exact)
+        return
+    for call in calls:
+        if isinstance(call.front, (QIdentity, QShared)):
+            call.front.notes_grid = True
+    made = [_arithmetic(layer, *pair, has_bias=has_bias, is_exact=is_exact) for pair in outputs.items()]
+    layer.per_call = CallArithmetics([CallArithmetic(source, *one) for source, one in zip(outputs, made, strict=True)])
+    layer.train(layer.training)
 
 
 def _attach(
@@ -70,12 +100,21 @@ def _attach(
     has_bias: bool,
     is_exact: bool,
 ) -> None:
-    if has_bias:
-        name, _ = split_site(layer.weight_quantizer.name)
-        layer.bias_rounding = BiasRounding(f"{name}.bias", source, layer.weight_quantizer)
-    if is_exact:
-        layer.integer = IntegerLayer(source, layer.weight_quantizer, output)
+    layer.bias_rounding, layer.integer = _arithmetic(layer, source, output, has_bias=has_bias, is_exact=is_exact)
     layer.train(layer.training)
+
+
+def _arithmetic(
+    layer: WeightedQuantOpr | FunctionalWeightedQuantOpr,
+    source: Quantizer,
+    output: Quantizer | None,
+    *,
+    has_bias: bool,
+    is_exact: bool,
+) -> tuple[BiasRounding | None, IntegerLayer | None]:
+    name, _ = split_site(layer.weight_quantizer.name)
+    rounding = BiasRounding(f"{name}.bias", source, layer.weight_quantizer) if has_bias else None
+    return rounding, IntegerLayer(source, layer.weight_quantizer, output) if is_exact else None
 
 
 def _constants(region: Region) -> set[fx.Node]:
@@ -123,13 +162,15 @@ def _attach_product(node: fx.Node, layer: GatedQuantOpr, region: Region) -> None
         layer.product = IntegerMultiply(source, layer.gate_quantizer, output).train(layer.training)
 
 
-def _module(node: fx.Node, region: Region) -> object:
-    return region.graph_module.get_submodule(str(node.target)) if node.op == "call_module" else None
+def _module(node: object, region: Region) -> object:
+    if not isinstance(node, fx.Node) or node.op != "call_module":
+        return None
+    return region.graph_module.get_submodule(str(node.target))
 
 
 def _quantizer_of(source: object, region: Region) -> Quantizer | None:
     """The quantizer that alone made this value."""
-    module = _module(source, region) if isinstance(source, fx.Node) else None
+    module = _module(source, region)
     return module.input_quantizer if isinstance(module, (QIdentity, QShared)) else None
 
 
@@ -137,11 +178,13 @@ def _input_quantizer(node: fx.Node, layer: QuantOpr, region: Region) -> Quantize
     """The quantizer inside the layer, or the one that stands alone right in front of it."""
     if not layer.input_quantizer.fake_fused:
         return layer.input_quantizer
+    return _quantizer_of(_input_of(node, layer), region)
+
+
+def _input_of(node: fx.Node, layer: QuantOpr) -> object:
     is_module = not isinstance(layer, FunctionalWeightedQuantOpr)
     place = input_argument(layer.row, node.args, node.kwargs, is_module=is_module)
-    if place is None:
-        return None
-    return _quantizer_of(node.kwargs[place] if isinstance(place, str) else node.args[place], region)
+    return None if place is None else node.kwargs[place] if isinstance(place, str) else node.args[place]
 
 
 def _output_quantizer(node: fx.Node, region: Region) -> Quantizer | None:

@@ -1,0 +1,55 @@
+"""The integer arithmetic of a layer that the model calls on several tensors: each call has its own input's grid.
+
+The grid stands in front of the layer (`QIdentity`, `QShared`). It notes its name at the tensor that it gives, and the
+layer chooses by that name: so a model can be shared between threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.quantization.ops.bias import BiasRounding
+from sparsebit.quantization.ops.integer_ops import IntegerLayer
+from sparsebit.quantization.quantizers.base import Quantizer
+
+_GRID = "_sparsebit_grid"  # an attribute of a tensor: the name of the quantizer that it comes from
+
+
+class CallArithmetic(nn.Module):
+    """What one input's grid decides: the int32 bias, and the kernel's steps."""
+
+    def __init__(self, source: Quantizer, bias_rounding: BiasRounding | None, integer: IntegerLayer | None) -> None:
+        super().__init__()
+        self.source = source.name
+        self.bias_rounding = bias_rounding
+        self.integer = integer
+
+
+class CallArithmetics(nn.Module):
+    """One `CallArithmetic` per input's grid."""
+
+    def __init__(self, calls: Iterable[CallArithmetic]) -> None:
+        super().__init__()
+        self.calls = nn.ModuleList(calls)
+
+    def choose(self, x: Any) -> tuple[BiasRounding | None, IntegerLayer | None]:
+        """Those for a call with this input; none where its grid is not known."""
+        name = None if torch.compiler.is_dynamo_compiling() else getattr(x, _GRID, None)
+        for call in self if name is not None else ():
+            if call.source == name:
+                return call.bias_rounding, call.integer
+        return None, None
+
+    def __iter__(self) -> Iterator[CallArithmetic]:
+        calls: Any = self.calls
+        return iter(calls)
+
+
+def note_grid(x: Any, quantizer: Quantizer) -> None:
+    """Note where `x` comes from. By name: a tensor that is saved or copied takes its attributes along."""
+    if isinstance(x, Tensor) and quantizer.is_enable and not torch.compiler.is_dynamo_compiling():
+        setattr(x, _GRID, quantizer.name)
