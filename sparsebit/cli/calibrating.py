@@ -66,6 +66,15 @@ def calibrated(subject: Subject, config: QuantConfig, *, asym: bool) -> Calibrat
     return Calibrated(qmodel, num_samples, time.monotonic() - start)
 
 
+def without_data(model: str, arguments: Arguments | None, weights: Path | None, config: QuantConfig) -> Calibrated:
+    """The model with its weights alone quantized: their ranges are read off them."""
+    net = load_model(model, arguments, weights)
+    start = time.monotonic()
+    with users_code("quantization failed", theirs_alone=False):
+        qmodel = sparsebit.quantize(net, config=config)
+    return Calibrated(qmodel, 0, time.monotonic() - start)
+
+
 def read_config(source: str, device: str | None = None) -> QuantConfig:
     """A config file or a backend's default, on `device` where one is named; a GPU that is not there is an error."""
     config = as_qconfig(source)

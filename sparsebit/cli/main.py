@@ -31,6 +31,17 @@ class Terminated(KeyboardInterrupt):
 class Verbs(TyperGroup):
     """The verbs, with every error that the user can fix turned into one message on stderr and an exit code."""
 
+    def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """Where `--version` and `--help` are answered: the output may be a full disk."""
+        is_traced = "--traceback" in args
+        try:
+            return super().make_context(info_name, args, parent, **extra)
+        except OSError as fault:
+            if is_traced or isinstance(fault, BrokenPipeError):
+                raise
+            _tell("error", str(fault))
+            raise typer.Exit(1) from None
+
     def invoke(self, ctx: Any) -> Any:
         try:
             with _ending_cleanly():

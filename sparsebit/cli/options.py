@@ -160,6 +160,17 @@ Data = Annotated[
         rich_help_panel=_DATA,
     ),
 ]
+CalibrationData = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        "-d",
+        metavar="SOURCE",
+        help="An image folder, a .npz or .safetensors file, or MODULE:FACTORY that yields batches. Weights alone (-c "
+        "weights-only) need none for a folder.",
+        rich_help_panel=_DATA,
+    ),
+]
 Example = Annotated[
     str | None,
     typer.Option(

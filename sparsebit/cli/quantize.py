@@ -12,12 +12,14 @@ from sparsebit.cli import options
 from sparsebit.cli.output import decibel, facts_table, kilobytes, speaking
 
 if TYPE_CHECKING:
+    from sparsebit.cli.calibrating import Calibrated, Subject
+    from sparsebit.cli.data import DataOptions
+    from sparsebit.config.schema import QuantConfig
     from sparsebit.records import Coverage
 
 
 def quantize(
     model: options.Model,
-    data: options.Data,
     output: Annotated[
         list[Path],
         typer.Option(
@@ -27,6 +29,7 @@ def quantize(
             help="A folder to load again, or an ONNX file for the runtime (twice: both); an older result is replaced.",
         ),
     ],
+    data: options.CalibrationData = None,
     config: options.Config = "onnxruntime",
     model_args: options.ModelArgs = None,
     weights: options.Weights = None,
@@ -56,14 +59,14 @@ def quantize(
 
     The folder holds safetensors and the config; QuantModel.load(DIR, model) reads it. An output that ends in .onnx is
     a file for the runtime; before it is kept it runs there beside the simulation, and one that computes something else
-    is an error. Either appears whole or not at all.
+    is an error. Either appears whole or not at all. Weights alone are quantized without data (-c weights-only).
 
     sparsebit quantize -m torchvision.models:resnet18 -w resnet18.pt -d photos/ --size 224 --resize 256
     --mean 0.485,0.456,0.406 --std 0.229,0.224,0.225 -o resnet18-int8.onnx
     """
     where = read_outputs(output)
     with speaking(as_json=json, quiet=quiet) as out:
-        from sparsebit.cli.calibrating import calibrated, formats, load_subject, read_config
+        from sparsebit.cli.calibrating import calibrated, formats, load_subject, read_config, without_data
         from sparsebit.cli.data import DataOptions
         from sparsebit.cli.exporting import FileOptions, Limits, check_names, checked_file, export
         from sparsebit.cli.size import weight_size
@@ -79,17 +82,22 @@ def quantize(
         folder = None if where.folder is None else checked_target(where.folder)
         file = None if where.file is None else checked_file(where.file, qconfig.BACKEND, written)
         how = DataOptions(size, resize, mean, std, gray, batch_size, num_samples, input)
-        subject = load_subject(model, model_args, weights, data, how)
-        if file is not None:
-            check_names(subject, written)
-        out.remark(f"calibrating {model} ({formats(qconfig)}) on {subject.data.description}")
-        done = calibrated(subject, qconfig, asym=asym)
-        sqnr = subject.trial.sqnr_db(done.qmodel, qconfig.DEVICE)
+        subject, sqnr = None, None
+        if data is None:
+            _refuse_without_data(qconfig, how, wants_file=file is not None, asym=asym)
+            done = without_data(model, model_args, weights, qconfig)
+        else:
+            subject = load_subject(model, model_args, weights, data, how)
+            if file is not None:
+                check_names(subject, written)
+            out.remark(f"calibrating {model} ({formats(qconfig)}) on {subject.data.description}")
+            done = calibrated(subject, qconfig, asym=asym)
+            sqnr = subject.trial.sqnr_db(done.qmodel, qconfig.DEVICE)
         coverage, weight = done.qmodel.coverage, weight_size(done.qmodel)
         if folder is not None:  # first: it is of use even if the file then fails
             done.qmodel.save(folder)
         exported = None
-        if file is not None:
+        if file is not None and subject is not None:
             out.remark(f"writing {where.file}" + ("" if no_check else " and running it beside the simulation"))
             exported = export(subject, done.qmodel, file, written, weight.float_bytes)
             for warning in () if exported.audit is None else exported.audit.warnings:
@@ -109,8 +117,7 @@ def quantize(
         }
         facts = {
             "quantized": f"{quantized}, {formats(qconfig)}",
-            "calibrated": f"{done.num_samples} samples in {done.seconds:.1f} s",
-            "output": f"SQNR {decibel(sqnr)} against float, on the first {subject.trial.num_samples} samples",
+            **_measured(subject, done, sqnr),
             "weights": f"{before} -> {after} packed, {weight.ratio:.1f}x smaller",
             "parameters": f"{100 * coverage.parameter_fraction:.1f} % of {coverage.num_parameters:,} quantized",
             **({"in float": "\n".join(floats)} if (floats := coverage.sizeable_floats()) else {}),
@@ -138,6 +145,31 @@ def read_outputs(paths: list[Path]) -> Outputs:
             f"{given}: give one folder, one file that ends in .onnx, or both", param_hint="--output"
         )
     return Outputs(next(iter(folders), None), next(iter(files), None))
+
+
+def _refuse_without_data(config: QuantConfig, how: DataOptions, *, wants_file: bool, asym: bool) -> None:
+    """Data is needed for the ranges of activations, and for the example call that a file is written from."""
+    if not config.A.QUANTIZER.DISABLE:
+        raise typer.BadParameter(
+            "missing: the ranges of activations are found on data; give data, or -c weights-only",
+            param_hint="--data",
+        )
+    if wants_file:
+        raise typer.BadParameter(
+            "missing: an ONNX file is written from an example call; give data, or save a folder", param_hint="--data"
+        )
+    if asym:
+        raise typer.BadParameter("missing: --asym calibrates on data", param_hint="--data")
+    how.refuse(("size", "resize", "mean", "std", "gray", "batch_size", "arrays"), "no --data")
+
+
+def _measured(subject: Subject | None, done: Calibrated, sqnr: float | None) -> dict[str, str]:
+    if subject is None or sqnr is None:
+        return {"calibrated": f"without data, in {done.seconds:.1f} s"}
+    return {
+        "calibrated": f"{done.num_samples} samples in {done.seconds:.1f} s",
+        "output": f"SQNR {decibel(sqnr)} against float, on the first {subject.trial.num_samples} samples",
+    }
 
 
 def _left_out(coverage: Coverage) -> dict[str, str]:

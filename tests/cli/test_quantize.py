@@ -46,6 +46,38 @@ def test_saves_what_loads(sparsebit: Sparsebit, project: Path) -> None:
     assert 0 < error < 0.05
 
 
+def test_weights_alone_need_no_data(sparsebit: Sparsebit, project: Path) -> None:
+    answer = sparsebit("quantize", "-m", "own_project:Net", "-c", "weights-only", "-o", "saved", "--json")
+    assert answer.code == 0, answer.err
+    assert answer.json["num_samples"] == 0 and answer.json["output_sqnr_db"] is None
+    model, x = load_model("own_project:Net"), torch.randn(2, 3, 8, 8)
+    qmodel = QuantModel.load(project / "saved", model)
+    assert 0 < (qmodel(x) - model(x)).norm() / model(x).norm() < 0.05
+    shown = sparsebit("quantize", "-m", "own_project:Net", "-c", "weights-only", "-o", "saved")
+    assert shown.code == 0 and "without data" in shown.out and "SQNR" not in shown.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-o", "saved"], "ranges of activations are found on data"),
+        (["-c", "weights-only", "-o", "saved.onnx"], "an ONNX file is written from an example call"),
+        (["-c", "weights-only", "-o", "saved", "--size", "8"], "--size cannot be used with no --data"),
+        (["-c", "weights-only", "-o", "saved", "--asym"], "--asym calibrates on data"),
+    ],
+    ids=["activations", "file", "size", "asym"],
+)
+def test_what_needs_data(sparsebit: Sparsebit, project: Path, arguments: list[str], message: str) -> None:
+    answer = sparsebit("quantize", "-m", "own_project:Net", *arguments)
+    assert answer.code == 2 and "--data" in answer.err and message in " ".join(answer.err.replace("│", "").split())
+    assert not list(project.glob("saved*"))
+
+
+def test_few_samples_are_told_once(sparsebit: Sparsebit, project: Path) -> None:
+    answer = sparsebit(*COMMAND, "--num-samples", 4)
+    assert answer.code == 0 and answer.err.count("calibrated on 4 samples") == 1
+
+
 def test_json(sparsebit: Sparsebit, project: Path) -> None:
     answer = sparsebit(*COMMAND, "--json", "--num-samples", 16)
     assert answer.code == 0 and "chatter" in answer.err

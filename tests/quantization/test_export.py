@@ -298,9 +298,15 @@ def test_bfloat16_that_no_runtime_loads_is_refused(tmp_path: Path) -> None:
         with pytest.raises(DeploymentError, match=r"m\.onnx does not load[^$]*half precision[^$]*qmodel\.float\(\)"):
             qmodel.export_onnx(inputs, tmp_path / "m.onnx")
         assert os.listdir(tmp_path) == []
-    qmodel = calibrated(TwoLayers().bfloat16(), [x], qconfig(backend="onnxruntime"))
-    with pytest.raises(DeploymentError, match=r"bfloat16, for which onnxruntime has no kernels.*qmodel\.float\(\)"):
-        qmodel.export_onnx(x, tmp_path / "n.onnx")
+    for backend, runtime in (
+        ("onnxruntime", "onnxruntime"),
+        ("openvino", "openvino"),
+        ("tensorrt", "ONNX Runtime, .*,"),
+    ):
+        qmodel = calibrated(TwoLayers().bfloat16(), [x], qconfig(backend=backend))
+        with pytest.raises(DeploymentError, match=rf"bfloat16, for which {runtime} has no kernels.*qmodel\.float\(\)"):
+            qmodel.export_onnx(x, tmp_path / "n.onnx")
+        assert os.listdir(tmp_path) == []
 
 
 def test_tensorrt_files(tmp_path: Path) -> None:
