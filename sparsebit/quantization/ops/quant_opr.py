@@ -127,6 +127,15 @@ class QuantOpr(StandIn):
                 raise
             return getattr(op, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What is an attribute of the layer alone (`conv.stride`, `linear.weight`) is set there, where it is read."""
+        op = self.__dict__.get("_modules", {}).get("op")
+        is_own = op is None or name in self.__dict__ or name in self._modules or hasattr(type(self), name)
+        if not is_own and hasattr(op, name):
+            setattr(op, name, value)
+        else:
+            super().__setattr__(name, value)
+
     def _get_name(self) -> str:
         if isinstance(self.op, nn.Module):
             return f"Q{type(self.op).__name__}"

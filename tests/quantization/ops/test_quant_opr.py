@@ -309,3 +309,15 @@ class TestFirstSparsebit:
         identities[0].set_quant(a_quant=False)
         assert not identities[0].input_quantizer.is_enable
         assert all(layer.op == "QIdentity" or layer.op.startswith("Q") for layer in qmodel.coverage.quantized)
+
+
+def test_attributes_of_a_layer_are_set_where_it_reads_them() -> None:
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)).eval(), torch.randn(2, 3, 9, 9)
+    qmodel = calibrated(model, [x], qconfig(bits=16))
+    qmodel.set_quant(w_quant=False, a_quant=False)
+    weight = torch.randn(4, 3, 3, 3)
+    for layers in (model, qmodel.model):
+        layer: Any = layers.get_submodule("0")
+        layer.weight, layer.bias, layer.stride = nn.Parameter(weight), None, (2, 2)
+    torch.testing.assert_close(qmodel(x), model(x))
+    assert sum(name.endswith("weight") for name, _ in qmodel.named_parameters()) == 2
