@@ -277,7 +277,7 @@ class Odd(nn.Module):
 
 def test_an_op_that_onnx_lacks_is_named(tmp_path: Path) -> None:
     qmodel = calibrated(around(Odd()), [X])
-    with pytest.raises(DeploymentError, match=r"the op sparsebit_tests\.odd has no ONNX form; in the graph: `odd"):
+    with pytest.raises(DeploymentError, match=r"the op sparsebit_tests\.odd has no ONNX form; in the graph: `\w*odd"):
         qmodel.export_onnx(X, tmp_path / "m.onnx")
 
 
