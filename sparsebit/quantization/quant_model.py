@@ -265,7 +265,7 @@ class QuantModel(TrainableModel):
         try:
             return cls._revived(model, description, example, tensors)
         except ConfigError as error:  # a GPU that is not here, a quantizer that is not registered, ...
-            raise CheckpointError(f'{folder}: {error} (load(..., device="cpu") takes another DEVICE)') from error
+            raise CheckpointError(f"{folder}: {error}") from error
         except SparsebitError:
             raise
         except Exception as error:  # whatever torch and the model's own code raise when the tensors do not fit

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import sparsebit
-from sparsebit.errors import CalibrationError, CaptureError, ConfigError
+from sparsebit.errors import CalibrationError, CaptureError, CheckpointError, ConfigError
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.quant_config import as_qconfig
 from tests.quantization.tiny import Residual, TwoLayers, qconfig, site
@@ -163,6 +163,6 @@ def test_the_model_is_left_as_it_was() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_model_that_was_saved_on_a_gpu(tmp_path: Path) -> None:
     sparsebit.quantize(TwoLayers(), [X], qconfig()).save(tmp_path / "saved")
-    with pytest.raises(ConfigError, match=r'DEVICE=cuda: torch sees no GPU.*QuantModel.load\(..., device="cpu"\)'):
+    with pytest.raises(CheckpointError, match=r'DEVICE=cuda: torch sees no GPU.*QuantModel.load\(..., device="cpu"\)'):
         QuantModel.load(tmp_path / "saved", TwoLayers(), device="cuda")
     assert QuantModel.load(tmp_path / "saved", TwoLayers(), device="cpu").device.type == "cpu"
