@@ -261,7 +261,8 @@ def live_bytes() -> int:
     for thing in gc.get_objects():
         if type(thing) in (Tensor, nn.Parameter):  # isinstance would ask things that warn; fakes hold nothing
             storage = thing.untyped_storage()
-            seen[storage.data_ptr()] = storage.nbytes()
+            if storage.data_ptr():  # tensors on the meta device, all at 0, hold nothing
+                seen[storage.data_ptr()] = storage.nbytes()
     return sum(seen.values())
 
 
