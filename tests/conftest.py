@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import random
 from collections.abc import Iterator
@@ -80,3 +81,13 @@ def interpreted_kernels() -> dict[str, ModuleType]:
         pytest.skip("the kernels run on the GPU here")
     names = ("triton_programs", "triton_kernels", "triton_parts", "row_batch")
     return {name: importlib.import_module(f"sparsebit.numerics.{name}") for name in names}
+
+
+@pytest.fixture(autouse=True)
+def _enabled_loggers() -> None:
+    """Other packages' set-up of logging switches existing loggers off: not for the next test."""
+    logging.disable(logging.NOTSET)
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("sparsebit") and isinstance(logger, logging.Logger):
+            logger.disabled, logger.propagate = False, True
+            logger.setLevel(logging.NOTSET)

@@ -60,7 +60,7 @@ def test_users_only_get_a_warning_of_them(monkeypatch: pytest.MonkeyPatch, caplo
     monkeypatch.delenv(RAISE_VARIABLE)
     caplog.set_level("DEBUG")
     report_own_fault(own_fault())
-    warning, traceback = caplog.records
+    warning, traceback = (record for record in caplog.records if record.name.startswith("sparsebit"))
     assert warning.levelname == "WARNING" and "example.py:" in warning.getMessage()
     assert traceback.levelname == "DEBUG" and traceback.exc_info is not None
 
