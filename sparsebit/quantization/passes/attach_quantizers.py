@@ -109,11 +109,22 @@ class _RegionAttacher:
 
         for node, config in self.plan.outputs.items():
             if not self.writes.any_after(node):
-                group_of(node, config, 0).is_output = True
+                group_of(node, self._readers_config(node) or config, 0).is_output = True
         for consumer, sources in self.plan.inputs.items():
             for source, config in sources.items():
                 group_of(source, config, self.writes.num_before(consumer, source)).consumers.append(consumer)
         return list(groups.values())
+
+    def _readers_config(self, node: fx.Node) -> ActivationConfig | None:
+        """What all readers of a quantized output want, in its number format: rounded once, to the readers' grid.
+
+        Two roundings in a row to one type are merged by ONNX Runtime into a third one.
+        """
+        wanted = [self.plan.inputs.get(reader, {}).get(node) for reader in node.users]
+        first = wanted[0] if wanted else None
+        if first is None or any(one is None or _group_key(node, one) != _group_key(node, first) for one in wanted):
+            return None
+        return first if _group_key(node, first)[1] == _group_key(node, self.plan.outputs[node])[1] else None
 
     def _owner(self, group: _Group) -> Quantizer | None:
         """The quantizer on whose grid the tensor lies already, with the format that the group wants."""
