@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from sparsebit.graph.failures import RAISE_VARIABLE
+from sparsebit.quantization import QMODULE_MAP
 from tests import torchvision_shim
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,6 +46,15 @@ def _onednn() -> Iterator[None]:
     was_enabled = torch._C._get_mkldnn_enabled()
     yield
     torch._C._set_mkldnn_enabled(was_enabled)
+
+
+@pytest.fixture(autouse=True)
+def _known_ops() -> Iterator[None]:
+    """What a test, or a page of the documentation, registers is forgotten after it."""
+    before = dict(QMODULE_MAP)
+    yield
+    QMODULE_MAP.clear()
+    QMODULE_MAP.update(before)
 
 
 @pytest.fixture(scope="session")

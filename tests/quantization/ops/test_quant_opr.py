@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,15 +20,6 @@ from sparsebit.quantization import (
 )
 from sparsebit.quantization.ops.rows import OpKind
 from tests.quantization.tiny import calibrated, qconfig, simulated, site, sites
-
-
-@pytest.fixture(autouse=True)
-def own_map() -> Iterator[None]:
-    """What a test registers is forgotten after it."""
-    before = dict(QMODULE_MAP)
-    yield
-    QMODULE_MAP.clear()
-    QMODULE_MAP.update(before)
 
 
 def doubled(x: Tensor, factor: float = 2.0) -> Tensor:
