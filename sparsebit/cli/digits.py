@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsebit.errors import MissingExtraError
-from sparsebit.quantization.progress import track
+from sparsebit.progress import track
 
 NUM_TEST = 597
 

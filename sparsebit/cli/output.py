@@ -67,7 +67,7 @@ def speaking(*, as_json: bool, quiet: bool) -> Iterator[Output]:
         warnings.simplefilter("always", UserWarning)
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch, where numpy is not wanted
         warnings.showwarning = lambda message, *_, **__: output.warn(str(message))
-        from sparsebit.quantization import progress
+        from sparsebit import progress
 
         progress.set_quiet(quiet)
         log, handler = logging.getLogger("sparsebit"), _Told(output)

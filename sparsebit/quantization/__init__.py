@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from sparsebit.execution.distillation import DistillationLoss
+from sparsebit.graph.op_table import QMODULE_MAP
 from sparsebit.quantization.captured_step import CapturedStep
-from sparsebit.quantization.distillation import DistillationLoss
 from sparsebit.quantization.freezing import FreezeSchedule
 from sparsebit.quantization.observers import Observer, register_observer
 from sparsebit.quantization.ops.quant_opr import MultipleInputsQuantOpr, QIdentity, QuantOpr
-from sparsebit.quantization.ops.table import QMODULE_MAP, register_qmodule
+from sparsebit.quantization.ops.registration import register_qmodule
 from sparsebit.quantization.quant_config import parse_qconfig
 from sparsebit.quantization.quant_model import QuantModel
 from sparsebit.quantization.quantizers import Quantizer, register_quantizer

@@ -19,10 +19,10 @@ from sparsebit.errors import CalibrationError
 from sparsebit.execution.distributed import gather, is_distributed, to_cpu
 from sparsebit.execution.value_store import MIB, SharedData
 from sparsebit.execution.visitor import GraphVisitor
+from sparsebit.progress import track
 from sparsebit.quantization.ops.layer_call import current_weight
 from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
-from sparsebit.quantization.progress import track
 from sparsebit.quantization.quantizers.base import Quantizer
 
 # Inputs of past batches that stay in memory; the rest waits on disk in case `asym` asks for them.

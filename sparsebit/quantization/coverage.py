@@ -7,11 +7,11 @@ from collections import Counter
 from torch import nn
 
 from sparsebit.graph.capture import Captured
+from sparsebit.graph.op_rows import OpKind
+from sparsebit.graph.op_table import row_of_module, row_of_name
 from sparsebit.quantization.float_reasons import COMPLEX, SWITCHED_OFF, TABLE, VECTOR
 from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
 from sparsebit.quantization.ops.quant_opr import QIdentity, QuantOpr
-from sparsebit.quantization.ops.rows import OpKind
-from sparsebit.quantization.ops.table import row_of_module, row_of_name
 from sparsebit.quantization.parameter_sites import OwnedParameter, owned_parameters, quantizers_of_parameters
 from sparsebit.quantization.passes.masks import HIDDEN
 from sparsebit.quantization.placement import Plan, split_site

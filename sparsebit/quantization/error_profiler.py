@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from sparsebit.execution.batches import Call
 from sparsebit.execution.value_store import SharedData
 from sparsebit.graph.nested import map_nested
+from sparsebit.progress import track
 from sparsebit.quantization.ops.quant_opr import QIdentity, QuantOpr
 from sparsebit.quantization.placement import split_site
-from sparsebit.quantization.progress import track
 from sparsebit.quantization.quantizers.base import Quantizer
 
 Checker = Callable[[Tensor, Tensor], Any]

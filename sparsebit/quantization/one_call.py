@@ -14,7 +14,7 @@ from sparsebit.config.reading import Source
 from sparsebit.config.schema import QuantConfig
 from sparsebit.errors import CalibrationError
 from sparsebit.execution.batches import Call, calls
-from sparsebit.quantization.progress import track
+from sparsebit.progress import track
 from sparsebit.quantization.quant_config import as_qconfig
 from sparsebit.quantization.quant_model import QuantModel
 

@@ -8,8 +8,8 @@ from torch import fx
 
 from sparsebit.config.schema import ActivationConfig, TensorConfig, WeightConfig
 from sparsebit.graph.node_names import node_name
+from sparsebit.graph.op_rows import OpRow
 from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec
-from sparsebit.quantization.ops.rows import OpRow
 
 
 @dataclass

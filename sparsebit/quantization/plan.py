@@ -13,12 +13,12 @@ from sparsebit.deploy.runtimes import PROFILES, RuntimeProfile
 from sparsebit.errors import BackendError
 from sparsebit.graph.aliasing import overwritten
 from sparsebit.graph.capture import Captured, Region
+from sparsebit.graph.op_rows import OpKind, OpRow
+from sparsebit.graph.op_table import input_argument, keeps_grid, row_of, row_of_module, tensor_arguments
 from sparsebit.graph.tracer import LeafPolicy
 from sparsebit.graph.values import python_values, static_values, tensor_inputs
 from sparsebit.quantization.float_reasons import COMPLEX, SWITCHED_OFF
 from sparsebit.quantization.group_rules import check_groups
-from sparsebit.quantization.ops.rows import OpKind, OpRow
-from sparsebit.quantization.ops.table import input_argument, keeps_grid, row_of, row_of_module, tensor_arguments
 from sparsebit.quantization.passes.disable_unnecessary_quant import absorbed_by, chain_end
 from sparsebit.quantization.passes.divisors import NOT_ZERO, divisor_makers, reads_as_divisor
 from sparsebit.quantization.passes.masks import HIDDEN, hidden_values

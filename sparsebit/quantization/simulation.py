@@ -31,7 +31,7 @@ from sparsebit.graph.passes.normalize import normalize
 from sparsebit.graph.passes.simplify import simplify
 from sparsebit.graph.tracer import LeafPolicy
 from sparsebit.quantization.coverage import describe_coverage
-from sparsebit.quantization.ops.table import registered_module_types
+from sparsebit.quantization.ops.registration import registered_module_types
 from sparsebit.quantization.passes.attach_integer_ops import attach_integer_ops
 from sparsebit.quantization.passes.attach_parameter_quantizers import attach_parameter_quantizers
 from sparsebit.quantization.passes.attach_quantizers import attach_quantizers

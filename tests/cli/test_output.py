@@ -9,8 +9,8 @@ import warnings
 
 import pytest
 
+from sparsebit import progress
 from sparsebit.cli.output import decibel, facts_table, kilobytes, plain, speaking
-from sparsebit.quantization import progress
 
 
 def test_warnings_of_the_library_are_told_once(capsys: pytest.CaptureFixture[str]) -> None:

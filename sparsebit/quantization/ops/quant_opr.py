@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from typing_extensions import Self
 
+from sparsebit.graph.op_rows import OpKind, OpRow
+from sparsebit.graph.op_table import bias_argument, input_argument, weight_argument
 from sparsebit.graph.stand_in import StandIn
 from sparsebit.quantization.ops.bias import BiasRounding
 from sparsebit.quantization.ops.first_layer import first_layer
@@ -20,8 +22,6 @@ from sparsebit.quantization.ops.layer_call import call_with_hooks, forward_with
 from sparsebit.quantization.ops.quantized_layer import quantized_layer
 from sparsebit.quantization.ops.recipes import as_autocast, recipe_of
 from sparsebit.quantization.ops.repeated_calls import CallArithmetics, note_grid
-from sparsebit.quantization.ops.rows import OpKind, OpRow
-from sparsebit.quantization.ops.table import bias_argument, input_argument, weight_argument
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.quantizers.recognition import is_hooked
 

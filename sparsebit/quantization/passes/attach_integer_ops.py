@@ -8,6 +8,7 @@ from torch import fx, nn
 
 from sparsebit.deploy.runtimes import RuntimeProfile
 from sparsebit.graph.capture import Captured, Region
+from sparsebit.graph.op_table import bias_argument, input_argument, row_of
 from sparsebit.graph.values import static_values
 from sparsebit.numerics.spec import PerChannel
 from sparsebit.quantization.ops.bias import BiasRounding
@@ -21,7 +22,6 @@ from sparsebit.quantization.ops.quant_opr import (
     WeightedQuantOpr,
 )
 from sparsebit.quantization.ops.repeated_calls import CallArithmetic, CallArithmetics
-from sparsebit.quantization.ops.table import bias_argument, input_argument, row_of
 from sparsebit.quantization.placement import split_site
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.quantizers.recognition import is_known

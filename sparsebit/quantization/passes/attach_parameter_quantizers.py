@@ -20,14 +20,14 @@ from sparsebit.errors import SpecError
 from sparsebit.graph.capture import Captured
 from sparsebit.graph.captured_block import CapturedBlock
 from sparsebit.graph.graph_module import source_path
+from sparsebit.graph.op_rows import OpKind
+from sparsebit.graph.op_table import row_of, row_of_module
 from sparsebit.graph.rewrite import insert_module_after
 from sparsebit.graph.tracer import LeafPolicy
 from sparsebit.numerics.spec import PerChannel, PerGroup, PerTensor, TensorSpec, num_rows
 from sparsebit.quantization.float_reasons import SWITCHED_OFF, TABLE, UNEXPLAINED
 from sparsebit.quantization.ops.parameter_reads import QuantizedParameter, read_quantized
 from sparsebit.quantization.ops.parameter_use import axis_of, observe_use
-from sparsebit.quantization.ops.rows import OpKind
-from sparsebit.quantization.ops.table import row_of, row_of_module
 from sparsebit.quantization.parameter_sites import owned_parameters, quantizers_of_parameters
 from sparsebit.quantization.passes.attach_quantizers import weight_quantizer
 from sparsebit.quantization.placement import Plan, spec_of

@@ -16,6 +16,8 @@ from torch import fx, nn
 from sparsebit.config.schema import ActivationConfig, TensorConfig, WeightConfig
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.graph.capture import Captured, Region
+from sparsebit.graph.op_rows import OpKind, OpRow
+from sparsebit.graph.op_table import keeps_grid, row_of
 from sparsebit.graph.rewrite import insert_module_after, insert_module_before
 from sparsebit.numerics.spec import PerTensor, TensorSpec, num_rows
 from sparsebit.quantization.observers import ObserverOptions
@@ -27,8 +29,6 @@ from sparsebit.quantization.ops.quant_opr import (
     QuantOpr,
     WeightedQuantOpr,
 )
-from sparsebit.quantization.ops.rows import OpKind, OpRow
-from sparsebit.quantization.ops.table import keeps_grid, row_of
 from sparsebit.quantization.passes.divisors import divisor_makers, reads_as_divisor
 from sparsebit.quantization.passes.writes import Writes
 from sparsebit.quantization.placement import Plan, RegionPlan, feature_axis, layer_name, spec_of

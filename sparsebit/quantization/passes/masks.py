@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from sparsebit.quantization.ops.rows import OpKind, OpRow
+from sparsebit.graph.op_rows import OpKind, OpRow
 
 HIDDEN = "a mask hides values in it with minus infinity (or a number as large): it has no grid"
 LARGEST = 1e4  # what masks are made of lies beyond: -1e4 (half precision), -1e9, finfo.min, -inf

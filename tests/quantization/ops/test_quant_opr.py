@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from sparsebit.errors import ConfigError
+from sparsebit.graph.op_rows import OpKind
 from sparsebit.quantization import (
     QMODULE_MAP,
     MultipleInputsQuantOpr,
@@ -18,7 +19,6 @@ from sparsebit.quantization import (
     QuantOpr,
     register_qmodule,
 )
-from sparsebit.quantization.ops.rows import OpKind
 from tests.quantization.tiny import calibrated, qconfig, simulated, site, sites
 
 

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sparsebit.quantization.ops.rows import ROWS, OpKind
-from sparsebit.quantization.ops.table import (
+from sparsebit.graph.op_rows import ROWS, OpKind
+from sparsebit.graph.op_table import (
     QMODULE_MAP,
     input_argument,
     row_of_module,

@@ -1,4 +1,4 @@
-"""Every op that quantization knows, a row each: its names as module, function and method, and where its tensors are.
+"""Every op that the methods know, a row each: its names as module, function and method, and where its tensors are.
 
 An op is never reimplemented: a row only says where its tensors are, and the original module or function computes. So
 arguments by position or by name, defaults and flags are honoured by construction.
@@ -24,7 +24,7 @@ Functions = tuple[Callable[..., Any], ...]
 
 
 class OpKind(Enum):
-    """How an op meets quantization."""
+    """What an op does with the values of its inputs, as far as quantization asks."""
 
     WEIGHTED = "weighted"  # quantizes its input and its weight
     UNARY = "unary"  # quantizes its one input

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sparsebit.quantization import progress
+from sparsebit import progress
 
 
 class Terminal(io.StringIO):

@@ -1,87 +1,19 @@
-"""Which row an op of a model is, where its tensors are in a call, and how users add ops of their own."""
+"""Which row an op of a model is, and which arguments of a call are its input, weight and bias."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.nn.modules.padding import _ConstantPadNd
 from torch.nn.utils.parametrize import is_parametrized
 
-from sparsebit.errors import ConfigError
-from sparsebit.quantization.ops.rows import ROWS, OpKind, OpRow
+from sparsebit.graph.op_rows import ROWS, OpRow
 
-# Source (module class, function, method's name) -> row. `register_qmodule` adds to it.
+# Source (module class, function, method's name) -> row. `quantization.register_qmodule` adds to it.
 QMODULE_MAP: dict[Any, OpRow] = {source: row for row in ROWS for source in (*row.modules, *row.functions, *row.methods)}
 _BY_NAME: dict[str, OpRow] = {name: row for row in ROWS for name in row.names}
-
-Implementation = TypeVar("Implementation", bound=type[nn.Module])
-
-
-def register_qmodule(
-    sources: Sequence[Any],
-    *,
-    kind: OpKind | None = None,
-    name: str | None = None,
-    inputs: tuple[str, ...] = ("input",),
-    weight: str | None = None,
-) -> Callable[[Implementation], Implementation]:
-    """File a `QuantOpr` subclass as the quantizable form of `sources`: module classes, functions, methods of tensors.
-
-    A method is given as `torch.Tensor.erf` or by its name. The class says what the op is in `compute` (or `_forward`).
-
-    Module classes named here are leaves of the capture. A Python function is one op where `torch.fx.wrap` says so, else
-    the ops inside it are seen. `kind` defaults to UNARY, to MULTI for a `MultipleInputsQuantOpr` (name its `inputs`),
-    and to WEIGHTED where `weight` names the op's weight.
-
-    >>> import torch
-    >>> from sparsebit.quantization.ops.quant_opr import QuantOpr
-    >>> @register_qmodule(sources=[torch.erf])
-    ... class QErf(QuantOpr):
-    ...     def compute(self, x):
-    ...         return torch.erf(x)
-    """
-    for source in sources:
-        if not (isinstance(source, str) or callable(source)):
-            raise ConfigError(
-                f"register_qmodule: {source!r} is neither a module class, a function nor the name of a tensor's method"
-            )
-
-    # `torch.Tensor.erf` is the method that graphs call by its name.
-    methods = [source.__name__ for source in sources if _is_method(source)]
-
-    def file(implementation: Implementation) -> Implementation:
-        if "_forward" in vars(implementation) and not {"compute", "forward"} & vars(implementation).keys():
-            implementation.compute = vars(implementation)["_forward"]  # type: ignore[attr-defined]
-        guess = OpKind.WEIGHTED if weight else getattr(implementation, "KIND", None)
-        if guess is None:
-            raise ConfigError(f"register_qmodule: {implementation!r} is no subclass of QuantOpr")
-        row = OpRow(
-            name or implementation.__name__.lower(),
-            kind or guess,
-            inputs=inputs,
-            weight=weight,
-            implementation=implementation,
-        )
-        QMODULE_MAP.update(dict.fromkeys([*sources, *methods], row))
-        return implementation
-
-    return file
-
-
-def _is_method(source: Any) -> bool:
-    name = getattr(source, "__name__", "")
-    return not isinstance(source, (type, str)) and bool(name) and getattr(Tensor, name, None) is source
-
-
-def registered_module_types() -> tuple[type[nn.Module], ...]:
-    """Module classes that users registered: leaves of the capture."""
-    return tuple(
-        source
-        for source, row in QMODULE_MAP.items()
-        if row.implementation is not None and isinstance(source, type) and issubclass(source, nn.Module)
-    )
 
 
 def row_of(node: fx.Node, root: fx.GraphModule) -> OpRow | None:
