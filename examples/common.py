@@ -20,12 +20,12 @@ from rich.text import Text
 from torch import nn
 
 from sparsebit.deploy.audit import audit
-from sparsebit.deploy.audit_record import Audit
 from sparsebit.deploy.parity import Parity, Tolerance
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.deploy.sessions import open_session
 from sparsebit.errors import DeploymentError
 from sparsebit.quantization import QuantModel
+from sparsebit.records.audit import Audit
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 DATA = Path(os.environ.get("SPARSEBIT_DATA", CONFIGS.parents[2] / "shared" / "data"))

@@ -50,6 +50,10 @@ class DeploymentError(SparsebitError):
     """A model that cannot be exported, or a file that a runtime does not take or runs differently."""
 
 
+class RecordError(SparsebitError):
+    """A record file that cannot be read, or that belongs to another model."""
+
+
 class MissingExtraError(SparsebitError, ImportError):
     """An optional package is not installed; the message names the command that installs it."""
 

@@ -73,6 +73,18 @@ def exchange(first: Path, second: Path) -> bool:
     return bool(rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0)
 
 
+def replace_text(target: Path, text: str) -> None:
+    """`text` as the whole of the file, in one step: a process that reads it meanwhile sees the older one or this."""
+    if target.exists() and not target.is_file():  # a device or a pipe, such as /dev/stdout
+        target.write_text(text, encoding="utf-8")
+        return
+    with staging_folder(target) as folder:
+        (folder / target.name).write_text(text, encoding="utf-8")
+        flush(folder / target.name)
+        with deaf_to_interrupts():
+            os.replace(folder / target.name, target)
+
+
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Only one process at a time runs the block for this folder; without effect where the file system has no locks."""

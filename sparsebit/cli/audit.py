@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from sparsebit.deploy.audit_record import Audit, LayerRun
+    from sparsebit.records.audit import Audit, LayerRun
 
 _NAMES_SHOWN = 3
 

@@ -13,9 +13,9 @@ import sparsebit
 from sparsebit.cli.audit import size_words, time_words
 from sparsebit.cli.digits import Digits
 from sparsebit.deploy.audit import audit
-from sparsebit.deploy.audit_record import Audit
 from sparsebit.deploy.parity import Parity
 from sparsebit.deploy.sessions import open_session
+from sparsebit.records.audit import Audit
 
 NAME = "sparsebit-demo.onnx"
 BACKEND = "onnxruntime"

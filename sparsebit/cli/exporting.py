@@ -16,7 +16,6 @@ from sparsebit.cli.data import num_samples_in
 from sparsebit.cli.options import Names
 from sparsebit.cli.output import kilobytes
 from sparsebit.deploy.audit import audit
-from sparsebit.deploy.audit_record import Audit
 from sparsebit.deploy.model_file import checked_path, data_files
 from sparsebit.deploy.parity import Parity, Tolerance
 from sparsebit.deploy.runtimes import PROFILES
@@ -26,6 +25,7 @@ from sparsebit.errors import MissingExtraError
 from sparsebit.execution.batches import Call
 from sparsebit.graph.nested import map_nested
 from sparsebit.quantization.quant_model import QuantModel
+from sparsebit.records.audit import Audit
 
 PACKAGES = ("onnx", "onnxscript", "onnx_ir")
 _BATCH = "batch"

@@ -6,9 +6,8 @@ import errno
 import os
 from pathlib import Path
 
+from sparsebit import folders
 from sparsebit.errors import CheckpointError
-from sparsebit.folders import flush, staging_folder
-from sparsebit.interrupts import deaf_to_interrupts
 from sparsebit.quantization.checkpoint import foreign_files
 
 
@@ -34,11 +33,4 @@ def replace_text(file: Path, text: str) -> None:
         raise CheckpointError(f"--output {file} is a folder; name a file in it")
     if not target.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file.parent))
-    if target.exists() and not target.is_file():  # a device or a pipe, such as /dev/stdout
-        target.write_text(text, encoding="utf-8")
-        return
-    with staging_folder(target) as folder:
-        (folder / target.name).write_text(text, encoding="utf-8")
-        flush(folder / target.name)
-        with deaf_to_interrupts():
-            os.replace(folder / target.name, target)
+    folders.replace_text(target, text)

@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from sparsebit.deploy import audit_onnxruntime, audit_openvino
-from sparsebit.deploy.audit_record import Audit, Execution, LayerRun
 from sparsebit.deploy.cpu import cpu_name, is_arm, saturates
+from sparsebit.deploy.executed_graph import Execution
 from sparsebit.deploy.feeds import made_up_feeds
 from sparsebit.deploy.float_twin import float_twin
 from sparsebit.deploy.fusion_reasons import reason_for
 from sparsebit.deploy.fusion_site import Site, is_heavy, is_layer, kind, label
 from sparsebit.deploy.qdq_graph import Graph, load_model
 from sparsebit.deploy.sessions import RUNTIMES, Session, open_session
-from sparsebit.deploy.timing import Latency, interleaved
+from sparsebit.deploy.timing import interleaved
 from sparsebit.deploy.verdict import verdict
 from sparsebit.errors import DeploymentError
+from sparsebit.records.audit import Audit, Latency, LayerRun
 
 _NUM_NAMES = 3
 _KEEP_FLOAT = (

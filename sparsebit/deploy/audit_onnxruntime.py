@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from sparsebit.deploy.audit_record import Arithmetic, Execution, Kernel
+from sparsebit.deploy.executed_graph import Execution, Kernel
 from sparsebit.deploy.fusion_site import Site, is_heavy, is_layer, label
 from sparsebit.deploy.qdq_graph import DEQUANTIZE, MOVES, QUANTIZE, Graph
 from sparsebit.deploy.sessions import Session, open_session
+from sparsebit.records.audit import Arithmetic
 
 _PRODUCTS = frozenset(
     {"MatMul", "FusedMatMul", "Gemm", "FusedGemm", "QGemm", "QLinearMatMul", "MatMulInteger", "MatMulIntegerToFloat",

@@ -6,34 +6,12 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+
+from sparsebit.records.audit import Latency
 
 # One sample is at least this long: shorter ones measure the clock and the interpreter.
 _MIN_SAMPLE_S = 2e-3
 _MAX_ROUNDS = 2000
-
-
-@dataclass(frozen=True)
-class Latency:
-    """One call's time in milliseconds: median and quartiles over the rounds.
-
-    `cpu_ms` is the time of the whole process, all its threads together: with one thread it is what the call costs, and
-    it hardly feels the neighbours. `wall_ratio` and `cpu_ratio` are against the first run of the same rounds: the
-    median of the ratios round by round, which a drifting clock leaves alone; 1 for the first run itself.
-    """
-
-    wall_ms: float
-    wall_quartiles_ms: tuple[float, float]
-    cpu_ms: float
-    cpu_quartiles_ms: tuple[float, float]
-    wall_ratio: float
-    cpu_ratio: float
-    num_rounds: int
-    calls_per_round: int
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def interleaved(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from sparsebit.deploy.audit_record import Audit, LayerRun
+from sparsebit.records.audit import Audit, LayerRun
 
 # Ratios this near 1 are the machine's noise.
 _EVEN = 0.03

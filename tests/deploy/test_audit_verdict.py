@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 
 from sparsebit.deploy import audit as audit_module
-from sparsebit.deploy.audit_record import Audit, LayerRun
 from sparsebit.deploy.cpu import cpu_name, saturates
-from sparsebit.deploy.timing import Latency
 from sparsebit.deploy.verdict import verdict
+from sparsebit.records.audit import Audit, Latency, LayerRun
 
 ADD = "its output is read by a float add"
 

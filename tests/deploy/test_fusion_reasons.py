@@ -16,8 +16,8 @@ pytest.importorskip("onnxruntime")
 from onnx import helper  # noqa: E402
 
 from sparsebit.deploy.audit import audit  # noqa: E402
-from sparsebit.deploy.audit_record import LayerRun  # noqa: E402
 from sparsebit.deploy.fusion_reasons import ROWS  # noqa: E402
+from sparsebit.records.audit import LayerRun  # noqa: E402
 from tests.deploy.tiny_files import Tiny  # noqa: E402
 
 Case = Callable[[], tuple[Tiny, str]]

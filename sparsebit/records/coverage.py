@@ -1,4 +1,4 @@
-"""Plain results that go to JSON and to reports."""
+"""`Coverage`: what of a model is quantized, what is float and why, layer by layer and parameter by parameter."""
 
 from __future__ import annotations
 
@@ -129,36 +129,6 @@ class Coverage:
             lines.append(f"           quantized inside: {inside}")
         lines += [f"  note     {note}" for note in self.notes]
         return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class GradientCheck:
-    """One training step beside the model's own code: whose gradients were compared and found equal, whose could not be
-    compared (a norm was folded into them, or they were split), and which modules run their own code since, and why.
-    """
-
-    compared: tuple[str, ...]
-    not_compared: tuple[str, ...] = ()
-    own_code: dict[str, str] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def __str__(self) -> str:
-        lines = [f"{len(self.compared)} gradients equal those of the model's own code"]
-        if self.not_compared:
-            lines.append(f"  not compared: {', '.join(self.not_compared)}")
-        lines += [f"  own code     {path or '(model)'}: {why}" for path, why in self.own_code.items()]
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class LayerError:
-    """The error that quantization brings to one layer's output (or to the model's, sync)."""
-
-    layer: str
-    error: float
-    sqnr_db: float
 
 
 def _names(parameters: list[ParameterRecord]) -> str:

@@ -1,4 +1,4 @@
-"""The audit's result: what runs in which arithmetic, how large and how fast it is; plain values that go to JSON."""
+"""`Audit`: what of a file runs in which arithmetic, how large and how fast it is."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from sparsebit.deploy.timing import Latency
-
 Arithmetic = Literal["integer", "weight-only", "float", "unknown"]
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """What the runtime executes for a layer: the name of its own op, and on which numbers.
+class Latency:
+    """One call's time in milliseconds: median and quartiles over the rounds.
 
-    `rounds_weight`: the weight is float in the file, and the runtime makes integers of it by itself.
+    `cpu_ms` is the time of the whole process, all its threads together: with one thread it is what the call costs, and
+    it hardly feels the neighbours. `wall_ratio` and `cpu_ratio` are against the first run of the same rounds: the
+    median of the ratios round by round, which a drifting clock leaves alone; 1 for the first run itself.
     """
 
-    op: str
-    arithmetic: Arithmetic
-    rounds_weight: bool = False
+    wall_ms: float
+    wall_quartiles_ms: tuple[float, float]
+    cpu_ms: float
+    cpu_quartiles_ms: tuple[float, float]
+    wall_ratio: float
+    cpu_ratio: float
+    num_rounds: int
+    calls_per_round: int
 
-
-@dataclass(frozen=True)
-class Execution:
-    """A runtime's own graph, read: the kernel of each layer, and the conversions that are left between them."""
-
-    kernels: dict[str, Kernel]
-    leftovers: dict[str, int]
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,52 @@
+"""Records on disk: read strictly, written whole or not at all, extended rather than replaced."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from sparsebit.errors import RecordError
+from sparsebit.folders import locked, replace_text
+from sparsebit.records.merging import Merged, merged
+from sparsebit.records.run_record import RunRecord
+
+
+def read_record(path: str | os.PathLike[str]) -> RunRecord:
+    """The record in a file; a RecordError where there is none, or one that this Sparsebit cannot read."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise RecordError(f"{path} is damaged: {error}") from None
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read: {error.strerror}") from None
+    return RunRecord.from_json(text, str(path))
+
+
+def write_record(path: str | os.PathLike[str], record: RunRecord) -> None:
+    """Write the record in the place of whatever file is there, as a whole."""
+    replace_text(checked_record_path(path), record.to_json())
+
+
+def extend_record(path: str | os.PathLike[str], record: RunRecord) -> Merged:
+    """Add to the record in the file, if there is one: newly filled sections replace older ones, the others stay.
+
+    A file that holds a record of another model, or anything else, is left as it is, and that is a RecordError. Several
+    processes may extend one file: each reads what the other has written.
+    """
+    target = checked_record_path(path)
+    with locked(target.parent):
+        result = merged(read_record(target), record, str(path)) if target.exists() else Merged(record, ())
+        replace_text(target, result.record.to_json())
+    return result
+
+
+def checked_record_path(path: str | os.PathLike[str]) -> Path:
+    """The true path, if a record can be written there; for use before any work is done."""
+    target = Path(path).expanduser().resolve()
+    if target.is_dir():
+        raise RecordError(f"{path} is a folder; name a file in it, such as {Path(path) / 'record.json'}")
+    if not target.parent.is_dir():
+        raise RecordError(f"{path}: the folder {target.parent} does not exist; create it first")
+    if not os.access(target.parent, os.W_OK):
+        raise RecordError(f"{path}: the folder {target.parent} cannot be written to; choose another")
+    return target

@@ -1,0 +1,27 @@
+"""`GradientCheck`: what `verify_training` found."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class GradientCheck:
+    """One training step beside the model's own code: whose gradients were compared and found equal, whose could not be
+    compared (a norm was folded into them, or they were split), and which modules run their own code since, and why.
+    """
+
+    compared: tuple[str, ...]
+    not_compared: tuple[str, ...] = ()
+    own_code: dict[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.compared)} gradients equal those of the model's own code"]
+        if self.not_compared:
+            lines.append(f"  not compared: {', '.join(self.not_compared)}")
+        lines += [f"  own code     {path or '(model)'}: {why}" for path, why in self.own_code.items()]
+        return "\n".join(lines)

@@ -1,0 +1,87 @@
+"""Two records of one model -> one: what the newer filled replaces the older, the rest stays.
+
+A record is about one model and one file of it. What the newer record says of another model or file would stand beside
+figures that it has nothing to do with: that is an error, unless the newer run made that model or file itself. Then the
+older sections that describe what was there before are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
+
+from sparsebit.errors import RecordError
+from sparsebit.records.run_record import RunRecord
+
+T = TypeVar("T")
+
+_OF_FILE = ("file", "parity", "audits")
+
+
+class Merged(NamedTuple):
+    """The record, and the older sections that are not in it any more."""
+
+    record: RunRecord
+    dropped: tuple[str, ...]
+
+
+def merged(old: RunRecord, new: RunRecord, source: str = "the record") -> Merged:
+    """Both in one; a RecordError where they are of different models or files. `source`: what messages call the old."""
+    made = {thing for run in new.runs for thing in run.made}
+    check_same_architecture(old, new, source)
+    if old.model is not None and new.model is not None and old.model.numbers != new.model.numbers:
+        if "model" not in made:
+            raise RecordError(
+                f"{source} is of another quantized {old.model.module_type} ({old.model.name}): its config, weights or "
+                "scales differ from those given; give the model that it was made for, or another record file"
+            )
+        return Merged(new, old.sections)
+    kept = old
+    if new.file is not None and (old.file is None or old.file.sha256 != new.file.sha256):
+        if old.file is not None and "file" not in made:
+            raise RecordError(
+                f"{source} is of another file ({old.file.path}), or {new.file.path} has changed since; give the file "
+                "that it was made for, or another record file"
+            )
+        if old.file is None and old.model is not None and new.model is None:
+            raise RecordError(
+                f"{source} is of a model without a file, and nothing shows that {new.file.path} is a file of it; give "
+                "--record when the file is exported, or another record file"
+            )
+        kept = old.replace(**_emptied(_OF_FILE))
+    if old.model is None and new.model is not None and old.file is not None and (new.file is None or kept is not old):
+        raise RecordError(
+            f"{source} is of the file {old.file.path} alone, and nothing shows that it is a file of {new.model.name}; "
+            "give another record file"
+        )
+    dropped = tuple(name for name in old.sections if name not in kept.sections and name not in new.sections)
+    lists = {
+        "errors": _joined(kept.errors, new.errors, lambda profile: profile.sync),
+        "parity": _joined(kept.parity, new.parity, lambda parity: (parity.runtime, parity.against)),
+        "audits": _joined(kept.audits, new.audits, lambda audit: (audit.runtime, audit.num_threads)),
+        "runs": (*old.runs, *new.runs),
+    }
+    filled = {name: getattr(new, name) for name in new.sections if name not in lists}
+    if kept.file is not None and new.file is not None and "file" not in made:
+        filled["file"] = kept.file  # which knows more of it than one who only looked at it
+    return Merged(kept.replace(**filled, **lists), dropped)
+
+
+def check_same_architecture(old: RunRecord, new: RunRecord, source: str) -> None:
+    """Refuses two different models: known before any work, unlike their numbers."""
+    if old.model is not None and new.model is not None and old.model.architecture != new.model.architecture:
+        raise RecordError(
+            f"{source} is of another model ({old.model.name}, a {old.model.module_type} of "
+            f"{old.model.num_parameters:,} parameters; given is {new.model.name}, a {new.model.module_type} of "
+            f"{new.model.num_parameters:,}); give another record file"
+        )
+
+
+def _joined(old: Iterable[T], new: Iterable[T], key: Callable[[T], Any]) -> tuple[T, ...]:
+    """All of them; of those with the same key, the last."""
+    return tuple({key(item): item for item in (*old, *new)}.values())
+
+
+def _emptied(sections: Iterable[str]) -> dict[str, Any]:
+    fresh = RunRecord()
+    return {name: getattr(fresh, name) for name in sections}

@@ -1,0 +1,136 @@
+"""`Parity`: how far two runs of one model are apart (differences, SQNR, top-1). `Tolerance`: how far they may be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What a file may differ from its simulation.
+
+    Both round; where a float op in between decides a rounding the other way, the two drift apart until they differ as
+    much as quantized and float do. That is allowed: `noise_margin_db` below the SQNR of the simulation against float,
+    or `sqnr_db` where that is lower. `top1`: the share of samples with the same largest output, among those that the
+    drift cannot decide. `max_difference`: as a share of the output's range; None: no limit of its own. `min_sqnr_db`: a
+    limit that no noise lowers; None: none.
+
+    `exact`: True: every output bit by bit; False: within the limits above; None: bit by bit wherever the simulation has
+    the runtime's own arithmetic, and within the limits behind float ops. `allow_nan`: NaN on both sides is no fault.
+    """
+
+    sqnr_db: float = 35.0
+    noise_margin_db: float = 4.0
+    top1: float = 0.99
+    max_difference: float | None = None
+    min_sqnr_db: float | None = None
+    exact: bool | None = None
+    allow_nan: bool = False
+
+
+@dataclass(frozen=True)
+class OutputParity:
+    """One output over all samples. Differences are shares of the expected output's range. `top1`: None without classes.
+
+    `noise_db`: SQNR of the expected values against the float model; None where that is not known. Of whole numbers and
+    masks, `top1` is the share that is equal. `num_nan`: values that are NaN on both sides; `num_apart`: values that are
+    NaN or infinite on one side only.
+    """
+
+    name: str
+    max_difference: float
+    mean_difference: float
+    sqnr_db: float
+    top1: float | None
+    noise_db: float | None
+    num_samples: int
+    num_nan: int = 0
+    num_apart: int = 0
+
+    @property
+    def is_exact(self) -> bool:
+        """Equal bit by bit, and numbers everywhere: NaN is equal to nothing."""
+        return self.is_equal and not self.num_nan
+
+    @property
+    def is_equal(self) -> bool:
+        """Like `is_exact`, where a NaN on both sides counts as equal."""
+        return self.max_difference == 0 and self.mean_difference == 0 and not self.num_apart
+
+    def fault(self, tolerance: Tolerance, against: str = "the simulation") -> str:
+        """What is beyond the tolerance; empty where nothing is."""
+        if self.num_apart or not math.isfinite(self.mean_difference):
+            return (
+                f"output {self.name}: {self.num_apart} values are NaN or infinite in the file or in {against}, "
+                "not in both"
+            )
+        if self.num_nan and not tolerance.allow_nan:
+            return (
+                f"output {self.name}: {self.num_nan} values are NaN, in {against} too; look at the model and the data "
+                "(Tolerance(allow_nan=True) or --allow-nan accepts them)"
+            )
+        if tolerance.exact and not self.is_equal:
+            return (
+                f"output {self.name}: differs by up to {self.max_difference:.2g} of its range, and is to be equal "
+                "bit by bit"
+            )
+        if tolerance.min_sqnr_db is not None and not self.sqnr_db >= tolerance.min_sqnr_db:
+            return (
+                f"output {self.name}: SQNR {self.sqnr_db:.1f} dB against {against}; "
+                f"{tolerance.min_sqnr_db:.1f} dB is asked for"
+            )
+        noise_db = math.inf if self.noise_db is None else self.noise_db
+        limit = min(tolerance.sqnr_db, noise_db - tolerance.noise_margin_db)
+        if self.sqnr_db < limit:
+            return f"output {self.name}: SQNR {self.sqnr_db:.1f} dB against {against}; {limit:.1f} dB is needed"
+        # One sample is never enough to judge.
+        if self.top1 is not None and self.top1 < min(tolerance.top1, 1 - 1 / max(self.num_samples, 1)):
+            return f"output {self.name}: top-1 agrees on {self.top1:.1%} of the samples; {tolerance.top1:.1%} is needed"
+        if tolerance.max_difference is not None and self.max_difference > tolerance.max_difference:
+            return (
+                f"output {self.name}: differs by {self.max_difference:.2g} of its range; "
+                f"{tolerance.max_difference:.2g} is allowed"
+            )
+        return ""
+
+
+@dataclass(frozen=True)
+class Parity:
+    """A file's outputs in `runtime` against what was expected (`against`: in words)."""
+
+    file: str
+    runtime: str
+    against: str
+    outputs: tuple[OutputParity, ...]
+
+    @property
+    def is_exact(self) -> bool:
+        return all(output.is_exact for output in self.outputs)
+
+    @property
+    def worst(self) -> OutputParity:
+        return min(self.outputs, key=lambda output: output.sqnr_db)
+
+    def fault(self, tolerance: Tolerance) -> str:
+        return "; ".join(filter(None, (output.fault(tolerance, self.against) for output in self.outputs)))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"file": self.file, "runtime": self.runtime, "against": self.against, "is_exact": self.is_exact} | {
+            "outputs": [asdict(output) for output in self.outputs]
+        }
+
+    def __str__(self) -> str:
+        worst = self.worst
+        if self.is_exact:
+            return f"bit-exact in {self.runtime} against {self.against}, on {worst.num_samples} samples"
+        nan = sum(output.num_nan for output in self.outputs)
+        apart = sum(output.num_apart for output in self.outputs)
+        told = f", {nan} values NaN in both" if nan else ""
+        told += f", {apart} values NaN or infinite in one of the two" if apart else ""
+        top1 = "" if worst.top1 is None else f", top-1 agrees on {worst.top1:.1%}"
+        return (
+            f"{self.runtime} against {self.against}: at most {worst.max_difference:.2g} of the output range, "
+            f"mean {worst.mean_difference:.2g}, SQNR {worst.sqnr_db:.1f} dB{top1}{told}, on {worst.num_samples} samples"
+        )

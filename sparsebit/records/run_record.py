@@ -1,0 +1,188 @@
+"""`RunRecord`: everything that is known of one quantized model, in one versioned JSON file.
+
+Each verb fills the sections that it knows; those that no verb filled are absent. `runs` says which verb filled what,
+when, how long it took and on which machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from sparsebit.errors import RecordError
+from sparsebit.records.audit import Audit
+from sparsebit.records.coverage import Coverage
+from sparsebit.records.error_profile import ErrorProfile
+from sparsebit.records.json_form import field_types, from_plain, to_plain
+from sparsebit.records.parity import Parity
+
+FORMAT = "sparsebit-record"
+# Grows with every change after which an older reader would refuse a new file or misread it: a field that is added,
+# removed, renamed or means something else. Files of every older version stay readable.
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The model that a record is about.
+
+    `architecture`: a checksum of the float model's class name and of the names, shapes and types of its tensors.
+    `numbers`: a checksum of the config and of all weights, scales and zero points: two models with the same one compute
+    the same. `name`: what the user calls it.
+    """
+
+    name: str
+    module_type: str
+    num_parameters: int
+    architecture: str
+    numbers: str
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What the ranges were found on. `data`: in words; None where weights alone were quantized, without data."""
+
+    num_samples: int
+    asym: bool = False
+    data: str | None = None
+
+
+@dataclass(frozen=True)
+class OutputError:
+    """The quantized model's outputs against those of the float model, in torch: SQNR over all of them."""
+
+    sqnr_db: float
+    num_samples: int
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """An ONNX file. `sha256`: of the file and of the data files beside it. `num_bytes`: of all of them together.
+
+    `float_bytes`: the model's weights in float, where the model is known. `advice`: TensorRT's rules that the file
+    breaks and that cost speed only; None where they were not looked at.
+    """
+
+    path: str
+    sha256: str
+    num_bytes: int
+    float_bytes: int | None = None
+    advice: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Versions and machine. `packages`: the runtimes that are installed. `gpu`: None where none was used."""
+
+    sparsebit: str
+    python: str
+    torch: str
+    packages: dict[str, str]
+    system: str
+    cpu: str
+    num_cpus: int
+    gpu: str | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One verb that filled a part of the record.
+
+    `started`: UTC, ISO 8601. `seconds`: wall clock, in all. `phases`: of that, the parts that were measured; where one
+    runs inside another, its time counts for the inner one only. `made`: what the run created, as opposed to looked at.
+    """
+
+    verb: str
+    started: str
+    seconds: float
+    phases: dict[str, float]
+    sections: tuple[str, ...]
+    environment: Environment
+    made: tuple[Literal["model", "file"], ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One quantized model: what it is, how it was made, what it loses, how it runs. None or empty: no verb filled it.
+
+    `plan` is reserved for the plan of the quantized model (`Site` by `Site`); until it is filled, `coverage` says what
+    is quantized where and how. `errors`: one profile for `sync` and one without. `parity`: one comparison for each
+    runtime and thing compared with. `audits`: one for each runtime and number of threads. The last two are of `file`.
+    """
+
+    model: ModelFacts | None = None
+    config: dict[str, Any] | None = None
+    plan: dict[str, Any] | None = None
+    coverage: Coverage | None = None
+    calibration: Calibration | None = None
+    output: OutputError | None = None
+    errors: tuple[ErrorProfile, ...] = ()
+    file: FileFacts | None = None
+    parity: tuple[Parity, ...] = ()
+    audits: tuple[Audit, ...] = ()
+    runs: tuple[Run, ...] = ()
+    version: int = field(default=VERSION, init=False)
+
+    @property
+    def sections(self) -> tuple[str, ...]:
+        """The names of the parts that are filled, without `runs`."""
+        return tuple(
+            name
+            for name in field_types(RunRecord)
+            if name not in ("runs", "version") and getattr(self, name) not in (None, ())
+        )
+
+    def replace(self, **changes: Any) -> RunRecord:
+        """A copy with other sections."""
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values: `format` and `version`, then the sections that are filled."""
+        values = to_plain(self, RunRecord)
+        filled = {name: values[name] for name in (*self.sections, *(["runs"] if self.runs else []))}
+        return {"format": FORMAT, "version": self.version, **filled}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_dict(cls, values: Any, source: str = "record") -> RunRecord:
+        """What `to_dict` gave; a RecordError for anything else. `source`: what messages call it."""
+        if not isinstance(values, dict) or values.get("format") != FORMAT:
+            raise RecordError(f"{source} is not a Sparsebit record; give a file that --record or write_record() wrote")
+        version = values.get("version")
+        if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+            raise RecordError(f"{source} is damaged: version {version!r}; it is a whole number from 1 to {VERSION}")
+        if version > VERSION:
+            raise RecordError(
+                f"{source} has version {version}, of a newer Sparsebit; this one reads versions up to {VERSION}: "
+                "update Sparsebit, or give another file"
+            )
+        given = {key: value for key, value in values.items() if key not in ("format", "version")}
+        try:
+            return from_plain(cls, given, "record")
+        except RecordError as error:
+            raise RecordError(f"{source} is damaged or was written by another program: {error}") from None
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "record") -> RunRecord:
+        """What `to_json` gave; a RecordError for anything else."""
+        try:
+            values = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_distinct)
+        except (ValueError, RecursionError) as error:
+            raise RecordError(f"{source} is damaged: {str(error) or 'nested too deeply'}") from None
+        return cls.from_dict(values, source)
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError(f"a key stands twice in one object ({', '.join(sorted(key for key, _ in pairs))[:80]})")
+    return values
