@@ -1,4 +1,4 @@
-"""Which layer loses what: each layer's output with and without quantization, on real data."""
+"""Which layer and which site loses what: outputs and values with and without quantization, on real data."""
 
 from __future__ import annotations
 
@@ -7,15 +7,21 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sparsebit.deploy.parity import decibels
 from sparsebit.execution.batches import Call
 from sparsebit.execution.value_store import SharedData
 from sparsebit.graph.nested import map_nested
 from sparsebit.progress import track
-from sparsebit.quantization.ops.quant_opr import QIdentity, QuantOpr
+from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
+from sparsebit.quantization.ops.quant_opr import QIdentity, QuantOpr, WeightedQuantOpr
 from sparsebit.quantization.placement import split_site
 from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.quantization.site_errors import SiteErrors
+from sparsebit.records import ErrorProfile, LayerError
+from sparsebit.records.phases import phase
 
 Checker = Callable[[Tensor, Tensor], Any]
 
@@ -25,20 +31,52 @@ def profile_errors(model: nn.Module, calls: Iterable[Call], checker: Checker, *,
 
     `is_async`: each layer quantized alone, on float inputs (one pass). Else all layers quantized together (two passes).
     """
-    layers = quantized_layers(model)
-    totals = dict.fromkeys(layers, 0.0)
-    counts = dict.fromkeys(layers, 0)
+    found = _averaged(model, calls, lambda quantized, original: (checker(quantized, original),), is_async=is_async)
+    return {name: error for name, (error,) in found.items()}
 
-    def note(name: str, quantized: Any, original: Any) -> None:
-        if isinstance(quantized, Tensor) and isinstance(original, Tensor) and quantized.is_floating_point():
-            totals[name] += float(checker(quantized, original))
-            counts[name] += 1
 
-    profile = _profile_alone if is_async else _profile_together
-    with torch.no_grad(), _restored(model):
-        for args, kwargs in track(calls, "error per layer"):
-            profile(model, layers, args, kwargs, note)
-    return {name: totals[name] / counts[name] for name in layers if counts[name]}
+def profile_model(
+    model: nn.Module, calls: Iterable[Call], *, sync: bool = False, histograms: bool = True, data: str | None = None
+) -> ErrorProfile:
+    """Every layer's error, the worst SQNR first, and every site's, in the order of the model.
+
+    `sync`: all layers quantized together, in place of each alone. `data`: the batches in words.
+    """
+    num_batches = 0
+
+    def counted() -> Iterator[Call]:
+        nonlocal num_batches
+        for call in calls:
+            num_batches += 1
+            yield call
+
+    def noise_and_signal(quantized: Tensor, original: Tensor) -> tuple[Tensor, Tensor]:
+        return F.mse_loss(quantized, original), original.square().mean()
+
+    sites = {q: SiteErrors(q, histogram=histograms) for q in _own_quantizers(model)}
+    for quantizer, weight in _stored_weights(model):
+        if quantizer in sites:
+            sites[quantizer].add(weight)
+    watched = [quantizer for quantizer, errors in sites.items() if not errors.count]
+
+    def watch(quantizer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if isinstance(quantizer, Quantizer) and not quantizer.use_quant and inputs:  # in the pass without quantization
+            sites[quantizer].add(inputs[0])
+
+    handles = [quantizer.register_forward_pre_hook(watch) for quantizer in watched]
+    try:
+        found = _averaged(model, counted(), noise_and_signal, is_async=not sync)
+    finally:
+        for handle in handles:
+            handle.remove()
+    layers = [LayerError(name, noise, decibels(signal, noise)) for name, (noise, signal) in found.items()]
+    return ErrorProfile(
+        sync,
+        num_batches,
+        tuple(sorted(layers, key=lambda layer: layer.sqnr_db)),
+        tuple(errors.result() for errors in sites.values() if errors.count),
+        data,
+    )
 
 
 def quantized_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -50,6 +88,29 @@ def quantized_layers(model: nn.Module) -> dict[str, nn.Module]:
             if sites:
                 found[sites[0] if isinstance(module, QIdentity) else split_site(sites[0])[0]] = module
     return found
+
+
+@phase("profile")
+def _averaged(
+    model: nn.Module, calls: Iterable[Call], measure: Callable[[Tensor, Tensor], tuple[Any, ...]], *, is_async: bool
+) -> dict[str, tuple[float, ...]]:
+    """What `measure` gives of each layer's quantized and float output, averaged over the batches."""
+    layers = quantized_layers(model)
+    measured: dict[str, list[tuple[float, ...]]] = {name: [] for name in layers}
+
+    def note(name: str, quantized: Any, original: Any) -> None:
+        if isinstance(quantized, Tensor) and isinstance(original, Tensor) and quantized.is_floating_point():
+            measured[name].append(tuple(map(float, measure(quantized, original))))
+
+    profile = _profile_alone if is_async else _profile_together
+    with torch.no_grad(), _restored(model):
+        for args, kwargs in track(calls, "error per layer"):
+            profile(model, layers, args, kwargs, note)
+    return {
+        name: tuple(sum(column) / len(column) for column in zip(*found, strict=True))
+        for name, found in measured.items()
+        if found
+    }
 
 
 def _profile_alone(
@@ -125,6 +186,22 @@ def _switch(model: nn.Module, on: bool) -> None:
     for module in model.modules():
         if isinstance(module, Quantizer):
             module.use_quant = on and module.is_calibrated
+
+
+def _own_quantizers(model: nn.Module) -> list[Quantizer]:
+    """The calibrated quantizers that are not off for good, each once."""
+    found = (module for module in model.modules() if isinstance(module, Quantizer))
+    return [quantizer for quantizer in found if not quantizer.fake_fused and quantizer.is_calibrated]
+
+
+def _stored_weights(model: nn.Module) -> Iterator[tuple[Quantizer, Tensor]]:
+    """Weights that are there without a forward; others are seen when they are computed."""
+    for module in model.modules():
+        if isinstance(module, WeightedQuantOpr):
+            weight: Any = module.op.weight
+            yield module.weight_quantizer, weight
+        elif isinstance(module, QuantizedParameter):
+            yield module.weight_quantizer, module.parameter
 
 
 def _quantizers_of(module: nn.Module) -> list[Quantizer]:

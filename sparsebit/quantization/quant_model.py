@@ -6,7 +6,7 @@ import copy
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,7 +27,7 @@ from sparsebit.graph.capture import call_form
 from sparsebit.graph.copying import rebind_functions, without_history
 from sparsebit.quantization import checkpoint, manifest
 from sparsebit.quantization.calibration import CalibrationRunner
-from sparsebit.quantization.error_profiler import profile_errors
+from sparsebit.quantization.error_profiler import profile_errors, profile_model
 from sparsebit.quantization.export import build_onnx, check_ready, describe, switched_on
 from sparsebit.quantization.first_sparsebit import refuse_first_sparsebit
 from sparsebit.quantization.gate import check_loads, check_parity, check_rules
@@ -35,6 +35,7 @@ from sparsebit.quantization.mermaid import draw
 from sparsebit.quantization.quant_config import parse_qconfig
 from sparsebit.quantization.simulation import shown
 from sparsebit.quantization.training import TrainableModel
+from sparsebit.records import ErrorProfile
 
 log = logging.getLogger(__name__)
 
@@ -152,13 +153,25 @@ class QuantModel(TrainableModel):
 
         `is_async`: each layer quantized alone; else all layers quantized.
         """
+        return profile_errors(self, self._calls("get_quantization_error", data), checker, is_async=is_async)
+
+    def profile(self, data: Any, *, sync: bool = False, histograms: bool = True) -> ErrorProfile:
+        """Mean squared error and SQNR of every layer's output and of every quantized tensor, on one batch or several.
+
+        `sync`: the layers' errors with all layers quantized together; else each layer quantized alone. `histograms`:
+        also at most 64 bins of the float values of each tensor, beside the range that quantization clips them to.
+        """
+        return profile_model(self, self._calls("profile", data), sync=sync, histograms=histograms)
+
+    def _calls(self, verb: str, data: Any) -> Iterator[Call]:
+        """One batch, or an iterable of them, as calls of a calibrated model."""
         if not any(q.is_calibrated for q in self.quantizers()):
-            raise CalibrationError("get_quantization_error() needs a calibrated model; call calc_qparams() first")
+            raise CalibrationError(f"{verb}() needs a calibrated model; call calc_qparams() first")
         is_batch = isinstance(data, (Tensor, Mapping)) or (
             isinstance(data, tuple) and any(isinstance(x, Tensor) for x in data)
         )
         batches: Iterable[Any] = [data] if is_batch else data
-        return profile_errors(self, calls(batches, self._original[0], self.device), checker, is_async=is_async)
+        return calls(batches, self._original[0], self.device)
 
     def dump_mermaid(self, file: str | os.PathLike[str] | IO[str] | None = None) -> str:
         """The graph (every captured one) as a Mermaid diagram; written to `file`, a path or an open file, if given."""

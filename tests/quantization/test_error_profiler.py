@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sparsebit.errors import CalibrationError
 from sparsebit.quantization import QuantModel
 from tests.quantization.tiny import Residual, TwoLayers, calibrated, qconfig, simulated, site
 
@@ -117,3 +118,62 @@ def test_a_layer_called_twice_is_averaged(is_async: bool) -> None:
 
     qmodel = calibrated(Twice(), [torch.randn(4, 6)], qconfig(bits=4))
     assert qmodel.get_quantization_error(torch.randn(4, 6), is_async=is_async)["fc"] > 0
+
+
+@pytest.mark.parametrize("sync", [False, True], ids=["async", "sync"])
+def test_profile_is_the_error_of_every_layer_and_site(qmodel: QuantModel, sync: bool) -> None:
+    batches = [torch.randn(8, 6), torch.randn(8, 6)]
+    found = qmodel.profile(batches, sync=sync)
+    errors = qmodel.get_quantization_error(batches, is_async=not sync)
+    assert {layer.layer: layer.error for layer in found.layers} == pytest.approx(errors)
+    assert [layer.sqnr_db for layer in found.layers] == sorted(layer.sqnr_db for layer in found.layers)
+    sites = {error.site: error for error in found.sites}
+    assert sites.keys() == {"first.input", "first.weight", "second.input", "second.weight"}
+    assert found.sync is sync and found.num_batches == 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sync", [False, True], ids=["async", "sync"])
+def test_sites_are_measured_on_float_values(qmodel: QuantModel, sync: bool) -> None:
+    x = torch.randn(8, 6)
+    sites = {error.site: error for error in qmodel.profile(x, sync=sync).sites}
+    op = qmodel.model.first.op
+    seen = {"first.input": x, "first.weight": op.weight, "second.input": torch.tanh(op(x))}
+    for name, values in seen.items():
+        error = sites[name]
+        assert error.mse == pytest.approx(float(F.mse_loss(simulated(site(qmodel, name), values), values)), rel=1e-4)
+        assert (error.low, error.high) == pytest.approx((float(values.min()), float(values.max())), rel=1e-5)
+        assert error.histogram is not None and sum(error.histogram.counts) == values.numel()
+    assert sites["first.weight"].target == "weight" and sites["first.input"].target == "activation"
+
+
+def test_histograms_may_be_left_out(qmodel: QuantModel) -> None:
+    assert all(error.histogram is None for error in qmodel.profile(torch.randn(8, 6), histograms=False).sites)
+
+
+def test_profile_leaves_the_model_as_it_was(qmodel: QuantModel) -> None:
+    x = torch.randn(8, 6)
+    before = qmodel(x)
+    with pytest.raises(RuntimeError):
+        qmodel.profile(torch.randn(8, 7))
+    qmodel.profile(x)
+    assert torch.equal(qmodel(x), before)
+    assert not any(module._forward_pre_hooks for module in qmodel.modules())
+
+
+def test_weights_without_a_layer_are_sites_too() -> None:
+    qmodel = calibrated(nn.LSTM(4, 4, batch_first=True).eval(), [torch.randn(2, 3, 4)])
+    targets = {error.site: error.target for error in qmodel.profile(torch.randn(2, 3, 4)).sites}
+    assert targets and set(targets.values()) == {"weight"}
+
+
+def test_a_quantizer_that_transforms_first() -> None:
+    config = qconfig({"W.QUANTIZER.TYPE": "dorefa", "A.QUANTIZER.TYPE": "uniform"}, bits=4)
+    qmodel = calibrated(TwoLayers(), torch.randn(2, 8, 6), config)
+    weight = next(error for error in qmodel.profile(torch.randn(8, 6)).sites if error.site == "first.weight")
+    assert weight.high <= 1 and weight.clipped == 0
+
+
+def test_profile_needs_numbers() -> None:
+    with pytest.raises(CalibrationError, match=r"profile\(\) needs a calibrated model"):
+        QuantModel(TwoLayers(), qconfig()).profile(torch.randn(8, 6))
