@@ -76,13 +76,15 @@ def written_by(node: fx.Node, root: fx.GraphModule) -> list[fx.Node]:
         assert module is not None
         is_hidden = not type(module).__module__.startswith("torch.nn.") and module_may_write(module)
     else:
-        is_users = node.op == "call_function" and _is_users(node.target)
-        is_hidden = is_users and function_may_write(cast("FunctionType", node.target))
+        is_hidden = is_users_function(node) and function_may_write(cast("FunctionType", node.target))
     return node.all_input_nodes if is_hidden else [] if known is None else [known]
 
 
-def _is_users(function: Any) -> bool:
-    return isinstance(function, FunctionType) and function.__module__.partition(".")[0] not in ("torch", "sparsebit")
+def is_users_function(node: fx.Node) -> bool:
+    """Whether the node calls a function that is neither torch's nor ours, so that what it does is not known."""
+    function = node.target
+    is_function = node.op == "call_function" and isinstance(function, FunctionType)
+    return is_function and function.__module__.partition(".")[0] not in ("torch", "sparsebit")
 
 
 def _writes(node: fx.Node, root: fx.GraphModule) -> bool:

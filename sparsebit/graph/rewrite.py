@@ -18,10 +18,11 @@ from collections.abc import Sequence
 
 from torch import fx, nn
 
-from sparsebit.graph.aliasing import written_by
+from sparsebit.graph.aliasing import is_users_function, written_by
 from sparsebit.graph.example import guard
 from sparsebit.graph.graph_module import CapturedGraph
 from sparsebit.graph.patterns import JointChecker, Match, MatchingNode, SubgraphMatcher, module_of
+from sparsebit.graph.random_ops import may_draw, module_may_draw
 
 
 class ReplacePatternBase:
@@ -77,7 +78,7 @@ def sweep(graph_module: fx.GraphModule) -> None:
 
     def is_impure(node: fx.Node) -> bool:
         is_fixed = node.op in ("placeholder", "output") or node.target is guard
-        return is_fixed or _has_effects(module_of(node, graph_module)) or bool(written_by(node, graph_module))
+        return is_fixed or _has_effects(node, graph_module) or bool(written_by(node, graph_module))
 
     graph_module.graph.eliminate_dead_code(is_impure_node=is_impure)
     graph_module.delete_all_unused_submodules()
@@ -87,12 +88,14 @@ def sweep(graph_module: fx.GraphModule) -> None:
     graph_module.recompile()
 
 
-def _has_effects(module: nn.Module | None) -> bool:
-    """Whether a call does more than give a value: hooks run, statistics of batches are updated."""
+def _has_effects(node: fx.Node, root: fx.GraphModule) -> bool:
+    """Whether a call does more than give a value: draws random numbers, runs hooks or a user's code, counts batches."""
+    module = module_of(node, root)
     if module is None:
-        return False
+        return is_users_function(node) or (node.op in ("call_function", "call_method") and may_draw(node.target))
     is_watched = bool(module._forward_hooks or module._forward_pre_hooks)
-    return is_watched or any(True for _ in module.buffers())
+    is_torchs = type(module).__module__.startswith(("torch.", "sparsebit."))
+    return is_watched or not is_torchs or any(True for _ in module.buffers()) or module_may_draw(module)
 
 
 def insert_module_after(graph_module: fx.GraphModule, node: fx.Node, name: str, module: nn.Module) -> fx.Node:

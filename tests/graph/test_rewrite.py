@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from sparsebit.graph.capture import capture
@@ -160,6 +162,68 @@ def test_sweep_keeps_hooks_and_statistics() -> None:
     assert calls == [1]
     assert graph_module.norm.num_batches_tracked == 1
     assert "plain" not in [node.target for node in graph_module.graph.nodes]
+
+
+class Draws(nn.Module):
+    """Random numbers that are not read decide the ones that are."""
+
+    def __init__(self, unread: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.unread = unread
+        self.layer = unread if isinstance(unread, nn.Module) else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        (self.layer or self.unread)(x)
+        return x * torch.rand(())
+
+
+@pytest.mark.parametrize(
+    "unread",
+    [
+        lambda x: x + torch.randint(0, 3, x.shape),
+        lambda x: torch.rand_like(x),
+        lambda x: torch.normal(x, 1.0),
+        lambda x: x.sigmoid().bernoulli(),
+        lambda x: F.dropout(x, 0.5, training=True),
+        lambda x: F.gumbel_softmax(x),
+        lambda x: F.rrelu(x, training=True),
+        nn.Dropout(0.5),
+        nn.RReLU(),
+    ],
+    ids=["randint", "rand_like", "normal", "bernoulli", "dropout", "gumbel_softmax", "rrelu", "Dropout", "RReLU"],
+)
+def test_sweep_keeps_random_draws(unread: Callable[[Tensor], Any]) -> None:
+    model, x = Draws(unread).train(), torch.randn(3, 4)
+    graph_module = capture(model).regions[""].graph_module
+    sweep(graph_module)
+    results = []
+    for run in (model, graph_module):
+        torch.manual_seed(0)
+        results.append(run(x))
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_sweep_keeps_modules_with_code_of_their_own() -> None:
+    class Counting(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counting = Counting()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.counting(x)
+            return x * 2
+
+    graph_module = capture(Model()).regions[""].graph_module
+    sweep(graph_module)
+    graph_module(torch.randn(3, 4))
+    assert graph_module.counting.calls == 1
 
 
 def test_insert_module_after() -> None:

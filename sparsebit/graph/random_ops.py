@@ -1,0 +1,69 @@
+"""Which functions and modules may draw random numbers, by torch's own schemas.
+
+A draw is an effect, whether its result is read or not: it decides the numbers that come next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterator
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def may_draw(function: Any) -> bool:
+    """Whether a call of a function, or of a tensor's method (by name), may draw random numbers."""
+    name = str(getattr(function, "__name__", function))
+    return name in _drawing() or (isinstance(function, types.FunctionType) and _draws_inside(function))
+
+
+def module_may_draw(module: nn.Module) -> bool:
+    """Whether a forward of a module of torch.nn may draw random numbers, in train mode or in eval mode."""
+    return any(may_draw(type(part).forward) for part in module.modules())
+
+
+@cache
+def _drawing() -> frozenset[str]:
+    """The names of all ops that torch says use a generator."""
+    ops = (schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("aten::"))
+    return frozenset(op.name.removeprefix("aten::") for op in ops if _is_seeded(op.name, op.overload_name))
+
+
+def _is_seeded(name: str, overload: str) -> bool:
+    found = torch._C._get_operation_overload(name, overload)
+    return found is not None and torch.Tag.nondeterministic_seeded in found[2]
+
+
+@lru_cache(maxsize=4096)
+def _draws_inside(function: types.FunctionType) -> bool:
+    """Whether the function's code, or code that it calls by name, names an op that draws."""
+    waiting, seen = [function], {function}
+    for one in waiting:
+        if not _drawing().isdisjoint(_names(one.__code__)):
+            return True
+        for other in _called(one):
+            if other not in seen:
+                seen.add(other)
+                waiting.append(other)
+    return False
+
+
+def _called(function: types.FunctionType) -> Iterator[types.FunctionType]:
+    """The functions that the code can reach by name (`f(x)`, `F.f(x)`) or closes over."""
+    names = _names(function.__code__)
+    reached = [function.__globals__[name] for name in names & function.__globals__.keys()]
+    modules = [vars(value) for value in reached if isinstance(value, types.ModuleType)]
+    reached += [module[name] for module in modules for name in names & module.keys()]
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # not filled yet
+            reached.append(cell.cell_contents)
+    yield from (value for value in reached if isinstance(value, types.FunctionType))
+
+
+def _names(code: types.CodeType) -> set[str]:
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return set(code.co_names).union(*map(_names, inner))
