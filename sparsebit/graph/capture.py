@@ -25,6 +25,7 @@ from sparsebit.graph.example import UNKNOWN, Example, GuardError, guard
 from sparsebit.graph.failures import FAILURES, Untraced, describe_failure, forward_line, report_own_fault
 from sparsebit.graph.graph_module import CapturedGraph
 from sparsebit.graph.outcome import Randomness, Snapshot, cloned, undisturbed_randomness
+from sparsebit.graph.outer_state import undisturbed_outer_state
 from sparsebit.graph.passes.decompose import decompose
 from sparsebit.graph.stand_in import StandIn
 from sparsebit.graph.state import undisturbed_state
@@ -342,7 +343,7 @@ class _Observed:
         try:
             model.eval()
             args, kwargs = cloned((args, kwargs))  # the model may write into its inputs
-            with torch.no_grad(), undisturbed_state(model, tensors=True):
+            with torch.no_grad(), undisturbed_outer_state(model), undisturbed_state(model, tensors=True):
                 model(*args, **kwargs)
         except FAILURES as error:
             told = f"it calls sys.exit({error})" if isinstance(error, SystemExit) else error

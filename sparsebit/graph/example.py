@@ -257,7 +257,7 @@ class ExampleAttribute(_Answers, fx_proxy.Attribute):
 def reads_class(frame: types.FrameType) -> bool:
     """Whether the frame's current instruction is `.__class__`, in code that is neither torch's nor ours."""
     code = frame.f_code
-    if "__class__" not in code.co_names or is_ours(code.co_filename):
+    if "__class__" not in code.co_names or (is_ours(code.co_filename) and not code.co_filename.startswith("<")):
         return False
     current = next((i for i in dis.get_instructions(code) if i.offset == frame.f_lasti), None)
     return current is not None and current.opname == "LOAD_ATTR" and current.argval == "__class__"

@@ -76,4 +76,5 @@ def _failing_line(error: BaseException) -> str | None:
 
 
 def is_ours(filename: str) -> bool:
-    return filename.startswith((_TORCH, _HERE, "<"))
+    """Whether the code is torch's, ours, or generated; a notebook's cells are the user's."""
+    return filename.startswith((_TORCH, _HERE, "<")) and not filename.startswith("<ipython-input")

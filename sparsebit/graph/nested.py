@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
 def map_nested(kind: type | tuple[type, ...], function: Callable[[Any], Any], value: Any) -> Any:
@@ -43,3 +45,11 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     map_nested(torch.Tensor, found.append, value)
     return found
+
+
+def is_symbolic(tensors: list[torch.Tensor]) -> bool:
+    """Whether the tensors, or what computes on them now, are none with values: a compiler, an export, `torch.func`."""
+    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    is_traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    is_watched = _get_current_dispatch_mode() is not None
+    return is_transformed or is_traced or is_watched or any(x.is_meta or isinstance(x, FakeTensor) for x in tensors)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.graph.comparison import difference
+from sparsebit.graph.graph_module import CapturedGraph
 from sparsebit.graph.nested import map_nested, tensors_of
 from sparsebit.graph.state import states_of
 
@@ -132,7 +133,7 @@ class Snapshot:
     """The buffers, attributes and modes of the roots' modules, and the tensors of a call, as they are now."""
 
     def __init__(self, *roots: nn.Module, call: Any = ()) -> None:
-        self.states = list({id(state.module): state for root in roots for state in states_of(root)}.values())
+        self.states = [state for module in _modules_of(roots) for state in states_of(module, inside=False)]
         attributes = [value for state in self.states for value in state.attributes.values()]
         written = [*tensors_of(call), *(value for value in attributes if isinstance(value, Tensor))]
         self.values = {id(tensor): (tensor, _version(tensor), tensor.detach().clone()) for tensor in written}
@@ -148,6 +149,18 @@ class Snapshot:
             for tensor, version, value in self.values.values():
                 if _version(tensor) != version:
                     tensor.copy_(value)
+
+
+def _modules_of(roots: tuple[nn.Module, ...]) -> list[nn.Module]:
+    """Every module of the roots, with those that captured graphs in them were traced from."""
+    found: dict[int, nn.Module] = {}
+    waiting = list(roots)
+    for root in waiting:
+        for module in root.modules():
+            if id(module) not in found:
+                found[id(module)] = module
+                waiting += [module.source] if isinstance(module, CapturedGraph) else []
+    return list(found.values())
 
 
 @contextlib.contextmanager

@@ -1,13 +1,15 @@
-"""State that a module's code keeps outside of the module: globals, class attributes, closures, default arguments.
+"""State that a module's code and hooks keep outside of it: globals, class attributes, closures, default arguments.
 
 A graph has no place for it either: a module whose call changes some must run its own code.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +18,13 @@ from torch import fx, nn
 
 from sparsebit.graph.nested import tensors_of
 from sparsebit.graph.questions import depends_on_input
-from sparsebit.graph.state import CONTAINERS, fingerprint
+from sparsebit.graph.state import CONTAINERS, fingerprint, tensors_kept
 
 _MAX_FUNCTIONS = 300
 _MAX_ITEMS = 256
 _FOREIGN = {"torch", "sparsebit", "numpy", *sys.stdlib_module_names} - {"__main__"}
 _MISSING = object()
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -34,12 +37,13 @@ class Place:
 
 
 class OuterState:
-    """What the places that the code of one module can reach hold now."""
+    """What the places that the code of some modules can reach hold now."""
 
-    def __init__(self, module: nn.Module, known: dict[type, list[Place]]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], known: dict[type, list[Place]]) -> None:
         """`known`: the places of classes that were looked at before."""
         self.undo: list[Callable[[], None]] = []
-        self.held = [(place, place.read()) for place in _places_of(module, known)]
+        places = dict.fromkeys(place for module in modules for place in _places_of(module, known))
+        self.held = [(place, place.read()) for place in places]
         self.prints = [_print(value, self.undo) for _, value in self.held]
 
     def changed(self) -> str | None:
@@ -58,10 +62,22 @@ class OuterState:
             undo()
 
 
+@contextlib.contextmanager
+def undisturbed_outer_state(*roots: nn.Module, known: dict[type, list[Place]] | None = None) -> Iterator[None]:
+    """What code of the roots' modules does inside to such state is undone. `known`: see `OuterState`."""
+    modules = {id(module): module for root in roots for module in root.modules()}.values()
+    state = OuterState(modules, {} if known is None else known)
+    with tensors_kept(value for _, value in state.held):
+        try:
+            yield
+        finally:
+            state.restore()
+
+
 def _print(value: Any, undo: list[Callable[[], None]]) -> Any:
     if isinstance(value, CONTAINERS) and len(value) > _MAX_ITEMS:
         return "container", id(value), len(value)
-    return fingerprint(value, undo) if _is_data(value) else ("object", id(value))
+    return fingerprint(value, undo)
 
 
 def _is_data(value: Any) -> bool:
@@ -94,7 +110,26 @@ def _places_of(module: nn.Module, known: dict[type, list[Place]]) -> list[Place]
         own = [member for base in bases for member in vars(base).values()]
         known[kind] = [*_reached_by(own), *(place for base in bases for place in _attributes(base))]
     patched = [value for value in vars(module).values() if isinstance(value, (types.FunctionType, types.MethodType))]
-    return [*known[kind], *_reached_by(patched)] if patched else known[kind]
+    hooks = [hook for name in _HOOKS for hook in vars(module).get(name, {}).values()]
+    if not patched and not hooks:
+        return known[kind]
+    return [*known[kind], *_reached_by([*patched, *map(_code_of, hooks)]), *filter(None, map(_owner, hooks))]
+
+
+def _code_of(hook: Any) -> Any:
+    """The function that a hook runs: of a callable object that of its class."""
+    hook = hook.func if isinstance(hook, functools.partial) else hook
+    return hook if _function(hook) is not None else type(hook).__call__
+
+
+def _owner(hook: Any) -> Place | None:
+    """The object whose method the hook is, or that is called itself."""
+    hook = hook.func if isinstance(hook, functools.partial) else hook
+    owner = getattr(hook, "__self__", None if isinstance(hook, types.FunctionType) else hook)
+    held = getattr(owner, "__dict__", None)
+    if type(held) is not dict or isinstance(owner, nn.Module) or _is_foreign(type(owner)):
+        return None
+    return Place(f"the {type(owner).__name__} of a hook", _constant(held), _ignore)
 
 
 def _is_foreign(thing: Any) -> bool:

@@ -14,7 +14,7 @@ import itertools
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -55,6 +55,12 @@ class ModuleState:
                     return str(name)
         return None
 
+    def changes(self) -> list[str]:
+        """The names of all attributes but `training` that hold something else now."""
+        now = _prints(self.module, [])
+        names = {**self.prints, **now}.keys() - {"training"}
+        return sorted(name for name in names if self.prints.get(name) != now.get(name))
+
     def restore(self) -> None:
         """Puts everything back; tensor constants of a trace, which are filed at the module, stay."""
         constants = {k: v for k, v in self.module.__dict__.items() if k.startswith("_tensor_constant")}
@@ -89,13 +95,21 @@ def undisturbed_state(root: nn.Module, *, tensors: bool = False) -> Iterator[Non
     `tensors`: also what is written into tensors that are attributes.
     """
     states = states_of(root)
-    held = [value for state in states for value in state.attributes.values()] if tensors else []
-    kept = [(tensor, _version(tensor), tensor.detach().clone()) for tensor in tensors_of(held)]
+    with tensors_kept(value for state in states for value in state.attributes.values() if tensors):
+        try:
+            yield
+        finally:
+            for state in states:
+                state.restore()
+
+
+@contextlib.contextmanager
+def tensors_kept(held: Iterable[Any]) -> Iterator[None]:
+    """What is written inside into tensors in `held` is undone."""
+    kept = [(tensor, _version(tensor), tensor.detach().clone()) for tensor in tensors_of(list(held))]
     try:
         yield
     finally:
-        for state in states:
-            state.restore()
         with torch.no_grad():
             for tensor, version, values in kept:
                 if _version(tensor) != version:
@@ -106,8 +120,10 @@ def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def states_of(root: nn.Module) -> list[ModuleState]:
-    return [ModuleState(module) for module in root.modules() if not isinstance(module, torch.jit.ScriptModule)]
+def states_of(root: nn.Module, *, inside: bool = True) -> list[ModuleState]:
+    """Of `root` and, by default, of every module inside; compiled ones keep theirs elsewhere."""
+    modules = root.modules() if inside else [root]
+    return [ModuleState(module) for module in modules if not isinstance(module, torch.jit.ScriptModule)]
 
 
 class PythonRandomness:
@@ -166,8 +182,12 @@ def _print(value: Any, undo: list[Callable[[], None]], seen: set[int], depth: in
 
 
 def _items(value: Any, undo: list[Callable[[], None]], seen: set[int], depth: int) -> tuple[Any, ...]:
-    pairs = value.items() if isinstance(value, dict) else value
-    return tuple(_print(item, undo, seen, depth + 1) for item in pairs)
+    def printed(item: Any) -> Any:
+        return _print(item, undo, seen, depth + 1)
+
+    if isinstance(value, dict):
+        return tuple((printed(key), printed(item)) for key, item in value.items())
+    return tuple(map(printed, value))
 
 
 def _inside(value: Any, undo: list[Callable[[], None]], seen: set[int], depth: int) -> Any:

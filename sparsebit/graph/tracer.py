@@ -42,7 +42,7 @@ from sparsebit.graph.example import (
 from sparsebit.graph.failures import FAILURES, Untraced, describe_failure, forward_line, report_own_fault, user_line
 from sparsebit.graph.graph_module import NAME_KEY
 from sparsebit.graph.node_names import NodeNames
-from sparsebit.graph.outer_state import OuterState, Place
+from sparsebit.graph.outer_state import OuterState, Place, undisturbed_outer_state
 from sparsebit.graph.patched_torch import TRACING, traced_factories, unfused_attention
 from sparsebit.graph.questions import asks_for_sizes, depends_on_input, is_part_of_input, is_write_into
 from sparsebit.graph.state import PythonRandomness, states_of, undisturbed_state
@@ -119,7 +119,8 @@ class LeafTracer(fx.Tracer):
         """`constants`: parameters of forward held fixed; `inputs`: example values of the others, by name (keywords that
         forward takes by `**kwargs` among them).
         """
-        super().__init__()
+        with TRACING:  # torch.fx notes the ids of the functions in `math`, which another trace replaces for its time
+            super().__init__()
         self.policy, self.prefix = policy, prefix
         self.constants, self.inputs = constants or {}, inputs or {}
         self.example = example
@@ -288,7 +289,7 @@ class LeafTracer(fx.Tracer):
         module = self.root.get_submodule(str(node.target))
         if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
             return UNKNOWN  # compiled code takes no tensors without data
-        with undisturbed_state(module):
+        with undisturbed_outer_state(module, known=self._places), undisturbed_state(module):
             set_training(module, False)
             if not type(module).__module__.startswith("torch.nn."):  # its code may write into its buffers
                 for part in module.modules():
@@ -339,7 +340,7 @@ class LeafTracer(fx.Tracer):
     def _kept_faithful(self, module: nn.Module, path: str) -> Iterator[None]:
         """Around one call of `module`, whose code is traced: an error where the call does what a graph cannot keep."""
         refusals, randomness = len(self._refusals), PythonRandomness()
-        states, outside = states_of(module), OuterState(module, self._places)
+        states, outside = states_of(module), OuterState([module], self._places)
         try:
             if has_hooks(module):
                 self.refuse("it has hooks, which must run at every call")

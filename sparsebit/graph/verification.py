@@ -27,6 +27,7 @@ from sparsebit.graph.outcome import (
     undisturbed_randomness,
     with_gradients,
 )
+from sparsebit.graph.outer_state import undisturbed_outer_state
 
 # Gives a stand-in for the module at a path of the model, made for such a call, to be compared with the module itself,
 # and the stand-in's buffers.
@@ -45,7 +46,7 @@ class Reference:
     def outcome(self, call: Call, randomness: Randomness | None = None) -> Outcome:
         """What the model does with `call`, whose tensors it may write into."""
         module = self.fresh()
-        with undisturbed_randomness(randomness):
+        with undisturbed_randomness(randomness), undisturbed_outer_state(module):
             return outcome_of(module, call, buffers_of(module))
 
     def fresh(self) -> nn.Module:
@@ -60,7 +61,7 @@ class Reference:
     def gradients(self, call: Call, loss: Callable[[Any], Tensor], randomness: Randomness) -> Outcome:
         """Output and gradients of the model's own code."""
         module = self.fresh()
-        with undisturbed_randomness(randomness):
+        with undisturbed_randomness(randomness), undisturbed_outer_state(module):
             return with_gradients(module, call, loss, dict(module.named_parameters()))
 
     def repeats(self, call: Call, expected: Outcome, randomness: Randomness) -> bool:
@@ -82,7 +83,7 @@ class Reference:
         """
         module = self.fresh()
         watch = _Watch(self.model, build, compare)
-        with contextlib.ExitStack() as stack, undisturbed_randomness(randomness):
+        with contextlib.ExitStack() as stack, undisturbed_randomness(randomness), undisturbed_outer_state(module):
             for path in paths:
                 stack.enter_context(watch.on(path, module.get_submodule(path)))
             module(*call[0], **call[1])

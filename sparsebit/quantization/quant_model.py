@@ -50,6 +50,8 @@ class QuantModel(TrainableModel):
     _runner: CalibrationRunner | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._first_call_is_due and self._runner is None:
+            self._verify_first_call((args, kwargs))
         if self._proof_is_due and self._runner is not None:
             return self._verified((args, kwargs), "the first calibration batch", super().forward)
         return super().forward(*args, **kwargs)
@@ -332,11 +334,13 @@ class QuantModel(TrainableModel):
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         memo.update(without_history(self) | without_history(self._original[0]))
-        own = {key: value for key, value in self.__dict__.items() if key != "_weights"}  # made again when needed
+        made_again = ("_weights", "_built_state")
+        own = {key: value for key, value in self.__dict__.items() if key not in made_again}
         new.__dict__.update(copy.deepcopy(own, memo))
         rebind_functions(self._code_modules(), new._code_modules(), memo)
         if self._weights_now() == self._built_weights:
             new._built_weights = new._weights_now()
+        new._built_state = self._built_state.of_copy(new._original[0], new._source)
         return new
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,7 @@ from sparsebit.errors import CaptureError, SparsebitError
 from sparsebit.execution.batches import Call, as_call, to_device
 from sparsebit.graph.capture import call_form, has_forward
 from sparsebit.graph.copying import copy_model
-from sparsebit.graph.nested import tensors_of
+from sparsebit.graph.nested import is_symbolic, tensors_of
 from sparsebit.graph.outcome import (
     Buffers,
     Outcome,
@@ -31,9 +32,11 @@ from sparsebit.graph.outcome import (
     undisturbed_randomness,
     with_gradients,
 )
+from sparsebit.graph.outer_state import undisturbed_outer_state
 from sparsebit.graph.passes.fold_batchnorm import Folded
 from sparsebit.graph.tracer import LeafPolicy
 from sparsebit.graph.verification import Compare, Reference, in_double
+from sparsebit.quantization.carried_state import BuiltState, CarriedState
 from sparsebit.quantization.ops.quant_opr import QIdentity, QuantOpr
 from sparsebit.quantization.simulation import SimulatedModel
 from sparsebit.records import Coverage, GradientCheck
@@ -42,20 +45,25 @@ log = logging.getLogger(__name__)
 
 # How often the model is captured again, each time with less of it as graphs, before a difference is only reported.
 _ATTEMPTS = 12
+_FIRST_CALLS = threading.RLock()
 
 
 class VerifiedModel(SimulatedModel):
-    """Compares itself, with quantization off, with the model it was made from: on `example_inputs` and on the first
-    calibration batch, in values, dtypes, shapes and what is written into inputs and buffers.
+    """Compares itself, with quantization off, with the model it was made from: on `example_inputs` (without any, on the
+    inputs of the first call) and on the first calibration batch, in values, dtypes, shapes and what is written into
+    inputs and buffers.
 
     The smallest module that differs runs its own code from then on; one that differs even so is left untouched, in
-    float. `coverage` names it. `verify="calibration"` leaves out the example; `verify=False` leaves out both, and with
-    them a forward of the float model each.
+    float. `coverage` names it. `verify="calibration"` leaves out the example and the first call; `verify=False` leaves
+    out all, and with them a forward of the float model each.
     """
 
     _verifies: bool | Literal["calibration"] = False
     _proof_is_due = False  # whether the next calibration batch has to be compared
     _built_weights: tuple[Any, ...] = ()
+    _first_call_is_due = False
+    _is_comparing = False
+    _built_state: BuiltState
     _unproved = ""  # why the copy is not known to be the same function
 
     def __init__(
@@ -72,6 +80,7 @@ class VerifiedModel(SimulatedModel):
             self._unproved = "verify=False: the copy was not compared with the model's own code"
         elif verify != "calibration" and example_inputs is not None:
             self._verify_example(as_call(example_inputs, model))
+        self._first_call_is_due = verify is True and example_inputs is None
 
     @property
     def coverage(self) -> Coverage:
@@ -82,6 +91,7 @@ class VerifiedModel(SimulatedModel):
     def _build(self, *args: Any, **kwargs: Any) -> None:
         super()._build(*args, **kwargs)
         self._built_weights = self._weights_now()
+        self._built_state = BuiltState(self._original[0], self._source)
 
     def _weights_now(self) -> tuple[Any, ...]:
         """Another value after any change to the weights, here or in the original."""
@@ -111,15 +121,45 @@ class VerifiedModel(SimulatedModel):
                     module._parameters[name] = same[id(parameter)]
         self._built_weights = self._weights_now()
 
+    def _capture_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        state = CarriedState.of(self._built_state, self._original[0], self._source, self._folded_tensors())
+        super()._capture_again(args, kwargs)
+        state.put_into(self._source)
+
     def _verify_example(self, call: Call) -> None:
         call = to_device(call, self.device)
         if any(tensor.is_meta for tensor in tensors_of(call)):
             return
         with torch.no_grad(), undisturbed_randomness():
-            self._verified(call, "example_inputs", super().forward, keep_state=True)
+            self._proved(call, "example_inputs", super().forward, keep_state=True)
 
-    def _verified(self, call: Call, occasion: str, run: Callable[..., Any], *, keep_state: bool = False) -> Any:
-        """What `run` gives for `call`, once that is what the original's own code gives; what differs is cut out.
+    def _verify_first_call(self, call: Call) -> None:
+        """Compare the copy on the first call's inputs, without a trace of that: the call itself runs afterwards.
+
+        Another thread's first call waits. A call without real tensors is not the first one.
+        """
+        if is_symbolic(tensors_of(call)):
+            return
+        with _FIRST_CALLS:
+            if not self._first_call_is_due or self._is_comparing:
+                return
+            self._is_comparing = True
+            try:
+                if not any(q.is_enable or q.is_calibrated for q in self.quantizers()):
+                    with torch.no_grad(), undisturbed_randomness():
+                        self._proved(cloned(call), "the first call", super().forward, keep_state=True)
+            finally:
+                self._first_call_is_due = self._is_comparing = False
+
+    def _verified(self, call: Call, occasion: str, run: Callable[..., Any]) -> Any:
+        """What `run` gives for `call`, once that is what the original's own code gives; what differs is cut out."""
+        outcome = self._proved(call, occasion, run)
+        return run(*call[0], **call[1]) if outcome is None else outcome.output
+
+    def _proved(
+        self, call: Call, occasion: str, run: Callable[..., Any], *, keep_state: bool = False
+    ) -> Outcome | None:
+        """What the copy does with `call`, once that is what the original does; None where it did not run, or failed.
 
         `keep_state`: the copy's buffers and attributes are afterwards what they were.
         """
@@ -130,14 +170,14 @@ class VerifiedModel(SimulatedModel):
         reason = self._why_not_comparable()
         if reason:
             log.info("%s is not compared with the model's own code: %s", occasion, reason)
-            return run(*call[0], **call[1])
+            return None
         given, randomness = cloned(call), Randomness.now()
         reference = Reference(self._original[0], self.device, training=self.training)
         try:
             expected = reference.outcome(cloned(call), randomness)
         except Exception as error:  # the copy's forward shows it to the user
             log.debug("the model's own code fails on %s: %s: %s", occasion, type(error).__name__, error)
-            return run(*call[0], **call[1])
+            return None
         outcome: Outcome | None = None
         for attempt in range(_ATTEMPTS):
             found, outcome = self._compare(call, run, expected, keep_state)
@@ -152,12 +192,12 @@ class VerifiedModel(SimulatedModel):
                 break
             if attempt == _ATTEMPTS - 1:
                 self._unproved = f"the copy differs from the model's own code on {occasion}: {found}"
-                warnings.warn(f"{self._unproved}; what it computes is not what the model computes", stacklevel=4)
+                warnings.warn(f"{self._unproved}; what it computes is not what the model computes", stacklevel=5)
                 break
             self._cut(given, found, reference, randomness)
             _put_back(call, given)
             randomness.restore()
-        return run(*call[0], **call[1]) if outcome is None else outcome.output
+        return outcome
 
     def verify_training(self, batch: Any, loss: Callable[[Any], Tensor]) -> GradientCheck:
         """Compare the gradients of one step, with quantization off, with those of the model's own code.
@@ -227,6 +267,8 @@ class VerifiedModel(SimulatedModel):
             return "the weights have changed since the model was captured"
         if not self._has_equal_buffers():
             return "the buffers have changed since the model was captured"
+        if self._built_state.changes():
+            return "attributes have changed since the model was captured"
         if self.training and self._has_one_mode:
             return "in train mode folded batch norms and captured eval branches differ from it by design"
         return ""
@@ -250,7 +292,7 @@ class VerifiedModel(SimulatedModel):
         self, call: Call, run: Callable[..., Any], expected: Outcome, keep_state: bool
     ) -> tuple[str | None, Outcome | None]:
         """What differs, and what the copy did; None where it failed."""
-        with state_kept(self.model, self._source) if keep_state else contextlib.nullcontext():
+        with self._unseen() if keep_state else contextlib.nullcontext():
             try:
                 outcome = outcome_of(run, call, buffers_of(self._source, self._original[0]))
             except SparsebitError:
@@ -258,6 +300,12 @@ class VerifiedModel(SimulatedModel):
             except Exception as error:
                 return f"{type(error).__name__}: {error}", None
             return outcome.difference(expected), outcome
+
+    @contextlib.contextmanager
+    def _unseen(self) -> Iterator[None]:
+        """What forwards of the copy do inside to state is undone, in the copy and outside of it."""
+        with undisturbed_outer_state(self._source), state_kept(self.model, self._source):
+            yield
 
     def _differing(
         self, call: Call, found: str, reference: Reference, randomness: Randomness, compare: Compare | None = None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.graph.capture import Captured, capture
+from sparsebit.graph.outer_state import undisturbed_outer_state
 
 calls = 0
 outputs: list[Any] = []
@@ -180,3 +181,50 @@ def test_tensors_that_no_input_decides_may_be_kept_anywhere() -> None:
     captured = capture(model)
     assert not captured.untraced and table is None and not cache
     torch.testing.assert_close(captured.model(x), model(x))
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def note(self, *_: Any) -> None:
+        self.seen.append(1)
+
+    __call__ = note
+
+
+def note_globally(*_: Any) -> None:
+    global calls
+    calls += 1
+    outputs.append(1)
+
+
+@torch.no_grad()
+def test_what_hooks_record_is_kept_too() -> None:
+    reset()
+    recorder, noted, model, x = Recorder(), [], nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(4, 8)
+    for hook in (recorder, recorder.note, note_globally, lambda *_: noted.append(1)):
+        model[0].register_forward_hook(hook)
+    with undisturbed_outer_state(model):
+        model(x)
+        assert (len(recorder.seen), len(noted), calls, len(outputs)) == (2, 1, 1, 1)
+    assert (len(recorder.seen), len(noted), calls, len(outputs)) == (0, 0, 0, 0)
+    capture(model, example=((x,), {}))  # runs the model on the example
+    assert (len(recorder.seen), len(noted), calls, len(outputs)) == (0, 0, 0, 0)
+
+
+@torch.no_grad()
+def test_tensors_outside_of_a_module_are_put_back() -> None:
+    reset()
+    total = torch.zeros(8)
+
+    class Sums(Part):
+        def forward(self, x: Tensor) -> Tensor:
+            total.add_(x.mean(0))
+            return self.fc(x)
+
+    model = Sums()
+    with undisturbed_outer_state(model):
+        model(torch.ones(4, 8))
+        assert total.tolist() == [1.0] * 8
+    assert total.tolist() == [0.0] * 8

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor, fx, nn
 
 import sparsebit
 from sparsebit.errors import CaptureError
+from sparsebit.graph.outcome import tensor_at
 from sparsebit.quantization import QuantModel
 from tests.quantization.tiny import calibrated, qconfig
 
@@ -163,16 +166,15 @@ def test_the_users_model_and_the_random_numbers_are_left_alone() -> None:
 
 
 def test_a_model_that_differs_from_itself_is_told_and_not_cut() -> None:
-    class Clock(nn.Module):
-        calls = 0
+    clock = itertools.count()
 
+    class Clock(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.fc = nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
-            Clock.calls += 1
-            return self.fc(x) + Clock.calls
+            return self.fc(x) + next(clock)
 
     qmodel = QuantModel(Clock().eval(), qconfig(), example_inputs=torch.randn(2, 8))
     assert "gives another result for the same" in qmodel.coverage.notes[-1]
@@ -477,3 +479,154 @@ def test_a_copy_of_a_copy_with_a_patched_forward_has_layers_of_its_own() -> None
                 parameter.zero_()
     assert not copied(x).any()
     torch.testing.assert_close(qmodel(x), expected, rtol=0, atol=0)
+
+
+class AsksForType(nn.Module):
+    """Its own code sees that layers are wrapped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 1e9:
+            x = x / 2
+        return self.fc(x) if type(self.fc) is nn.Linear else x - self.fc(x)
+
+
+class AsksForChildren(AsksForType):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 1e9:
+            x = x / 2
+        return self.fc(x) if any(True for _ in self.fc.children()) else x - self.fc(x)
+
+
+@pytest.mark.parametrize("kind", [AsksForType, AsksForChildren, Net])
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_the_first_call_is_compared(kind: type[nn.Module], training: bool) -> None:
+    model, x = kind().train(training), torch.randn(4, 8)
+    qmodel = QuantModel(model, qconfig())
+    torch.testing.assert_close(qmodel(x), model(x), rtol=0, atol=1e-6)
+    qmodel(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in qmodel.parameters() if parameter.requires_grad)
+    assert not torch.allclose(QuantModel(model, qconfig(), verify=False)(x), model(x))
+    assert not torch.allclose(QuantModel(model, qconfig(), verify="calibration")(x), model(x))
+
+
+def test_comparing_the_first_call_leaves_no_trace() -> None:
+    seen: list[Any] = []
+
+    class Stateful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.norm, self.calls = nn.Linear(8, 8), nn.BatchNorm1d(8), 0
+            self.fc.register_forward_hook(lambda *_: seen.append(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            x.add_(torch.rand(()))
+            return self.norm(self.fc(x)) * self.calls
+
+    model, twin = Stateful().train(), Stateful().train()
+    twin.load_state_dict(model.state_dict())
+    qmodel = QuantModel(model, qconfig({"SCHEDULE.FUSE_BN": False}))
+    for call in range(3):
+        results = []
+        for run in (qmodel, twin):
+            torch.manual_seed(call)
+            seen.clear()
+            x = torch.ones(4, 8)
+            results.append((run(x), x, list(seen), torch.rand(3)))
+        torch.testing.assert_close(results[0], results[1])
+    assert model.calls == 0 and model.norm.num_batches_tracked == 0
+
+
+def test_first_calls_in_threads_wait_for_the_comparison() -> None:
+    model, x = AsksForType().eval(), torch.randn(4, 8)
+    qmodel = QuantModel(model, qconfig())
+    with torch.no_grad(), ThreadPoolExecutor(4) as pool:
+        outputs = list(pool.map(lambda _: qmodel(x), range(4)))
+    for output in outputs:
+        torch.testing.assert_close(output, model(x), rtol=0, atol=1e-6)
+
+
+def test_calls_without_values_are_not_the_first_one() -> None:
+    model, x = AsksForType().eval(), torch.randn(4, 8)
+    qmodel = QuantModel(Net().eval(), qconfig())
+    exported = torch.export.export(qmodel, (x,), strict=False)
+    assert exported.module()(x).shape == (4, 8)
+    assert torch.func.vmap(qmodel)(x[None]).shape == (1, 4, 8)
+    torch.testing.assert_close(qmodel(x), qmodel._original[0](x), rtol=0, atol=1e-6)
+    loaded = QuantModel(model, qconfig())
+    loaded.prepare_calibration()
+    loaded(x)
+    loaded.calc_qparams()
+    loaded(x)
+    assert not loaded._first_call_is_due
+
+
+class Cached(nn.Module):
+    """State of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm, self.block = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Sequential(nn.Identity())
+        self.last: Tensor | None = None
+        self.block.seen = []  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.last is None else x + self.last
+        self.last = x.detach().mean(0)
+        self.block.seen.append(float(x.detach().mean()))  # type: ignore[union-attr, operator]
+        return self.block(self.norm(self.fc(x))) * len(self.block.seen)  # type: ignore[arg-type, no-any-return]
+
+
+class Box:
+    number = 0
+
+
+class Boxed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.box = nn.Linear(8, 8), Box()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.box.number += 1
+        return self.fc(x) * self.box.number
+
+
+class WithOption(nn.Module):
+    """Captured again where `y` is given."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        x = self.inner(x)
+        return x if y is None else x + y
+
+
+def test_state_is_kept_in_a_new_capture() -> None:
+    model, x = WithOption(Cached()).train(), torch.randn(4, 8)
+    qmodel = QuantModel(model, qconfig({"SCHEDULE.FUSE_BN": False}))
+    twin = copy.deepcopy(model)
+    for extra in ({}, {}, {"y": x}, {"y": x}, {}):
+        torch.testing.assert_close(qmodel(x, **extra), twin(x, **extra))
+    assert model.inner.block.seen == []  # type: ignore[union-attr]
+    for name, buffer in twin.named_buffers():
+        torch.testing.assert_close(tensor_at(qmodel._source, name), buffer, rtol=0, atol=1e-5)
+
+
+def test_a_copy_of_a_copy_knows_what_has_changed() -> None:
+    x = torch.randn(4, 8)
+    qmodel = QuantModel(WithOption(Cached()).train(), qconfig({"SCHEDULE.FUSE_BN": False}))
+    qmodel(x)
+    torch.testing.assert_close(copy.deepcopy(qmodel)(x, y=x), qmodel(x, y=x))
+
+
+def test_state_that_a_new_capture_would_lose_is_an_error() -> None:
+    qmodel, x = QuantModel(WithOption(Boxed()), qconfig()), torch.randn(4, 8)
+    qmodel(x)
+    with pytest.raises(CaptureError, match=r"inner\.box has changed since it was built"):
+        qmodel(x, y=x)

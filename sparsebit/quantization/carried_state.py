@@ -1,0 +1,105 @@
+"""What calls have changed in a copy since it was built, in buffers and plain attributes: a capture anew keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.errors import CaptureError
+from sparsebit.graph.outcome import tensor_at
+from sparsebit.graph.stand_in import StandIn
+from sparsebit.graph.state import CONTAINERS, ModuleState, states_of
+
+_MISSING = object()
+_PLAIN = (bool, int, float, complex, str, bytes, Tensor, type(None))
+
+
+class BuiltState:
+    """The attributes of a copy's modules (`source`: its own code) as they are now, by their paths in the original."""
+
+    def __init__(self, original: nn.Module, source: nn.Module) -> None:
+        twins = {path: (module, _twin(source, path)) for path, module in original.named_modules()}
+        self.states: dict[str, ModuleState] = {
+            path: state
+            for path, (module, twin) in twins.items()
+            if twin is not None and type(twin) is type(module)
+            for state in states_of(twin, inside=False)
+        }
+
+    def of_copy(self, original: nn.Module, source: nn.Module) -> BuiltState:
+        """The same for a deep copy of the whole: what has changed here counts as changed there."""
+        new = BuiltState(original, source)
+        for path, name in self.changes():
+            if path in new.states:
+                new.states[path].prints[name] = _MISSING
+        return new
+
+    def changes(self) -> dict[tuple[str, str], Any]:
+        """(path, attribute) -> what it holds now."""
+        return {
+            (path, name): state.module.__dict__.get(name, _MISSING)
+            for path, state in self.states.items()
+            for name in state.changes()
+        }
+
+
+@dataclass(frozen=True)
+class CarriedState:
+    """What calls have changed in a copy."""
+
+    attributes: dict[tuple[str, str], Any]
+    buffers: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, built: BuiltState, original: nn.Module, source: nn.Module, without: Collection[int]) -> CarriedState:
+        """`without`: ids of buffers that are no state. An attribute that cannot be carried is an error."""
+        attributes = built.changes()
+        for (path, name), value in attributes.items():
+            if not _is_plain(value):
+                raise CaptureError(
+                    f"the model has to be captured again for this call, but {f'{path}.{name}'.lstrip('.')} has changed "
+                    "since it was built, and would be lost; build the QuantModel with example_inputs like this call's"
+                )
+        buffers = {
+            name: twin.clone()
+            for name, buffer in original.named_buffers()
+            if (twin := tensor_at(source, name)) is not None
+            and id(twin) not in without
+            and twin.shape == buffer.shape
+            and not torch.equal(twin, buffer.to(twin))
+        }
+        return cls(attributes, buffers)
+
+    @torch.no_grad()
+    def put_into(self, source: nn.Module) -> None:
+        for (path, name), value in self.attributes.items():
+            module = _twin(source, path)
+            if module is not None:
+                module.__dict__.pop(name, None)
+                module.__dict__.update({} if value is _MISSING else {name: value})
+        for name, value in self.buffers.items():
+            buffer = tensor_at(source, name)
+            if buffer is not None and buffer.shape == value.shape:
+                buffer.copy_(value)
+
+
+def _twin(source: nn.Module, path: str) -> nn.Module | None:
+    """The module at `path` in the copy's own code, without what stands in for it."""
+    module: nn.Module | None = source
+    for name in path.split(".") if path else ():
+        module = module._modules.get(name) if module is not None else None
+        while isinstance(module, StandIn):
+            module = module._stands_for()
+    return module
+
+
+def _is_plain(value: Any) -> bool:
+    if value is _MISSING or isinstance(value, _PLAIN):
+        return True
+    if not isinstance(value, (tuple, *CONTAINERS)):
+        return False
+    return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
