@@ -21,6 +21,13 @@ def module_may_write(module: nn.Module) -> bool:
     return any(getattr(part, "inplace", False) is True for part in parts) or any(map(_class_may_write, kinds))
 
 
+def code_may_write(model: nn.Module) -> bool:
+    """Whether code in a captured model that is no graph may write into tensors that layers have read."""
+    parts = list(model.modules())
+    kinds: list[Any] = [type(part) for part in parts if not isinstance(part, CapturedGraph)]
+    return any(getattr(part, "inplace", False) is True for part in parts) or any(map(_class_may_write, kinds))
+
+
 def function_may_write(function: Any) -> bool:
     """Whether a call of a function of the user's own may write into its arguments."""
     return _may_write(function)

@@ -91,7 +91,9 @@ def _twin(source: nn.Module, path: str) -> nn.Module | None:
     """The module at `path` in the copy's own code, without what stands in for it."""
     module: nn.Module | None = source
     for name in path.split(".") if path else ():
-        module = module._modules.get(name) if module is not None else None
+        if module is None or isinstance(module, torch.jit.ScriptModule):  # which keeps its state elsewhere
+            return None
+        module = module._modules.get(name)
         while isinstance(module, StandIn):
             module = module._stands_for()
     return module

@@ -19,6 +19,7 @@ from sparsebit.graph.tracer import LeafPolicy
 from sparsebit.graph.values import python_values, static_values, tensor_inputs
 from sparsebit.quantization.float_reasons import COMPLEX, SWITCHED_OFF
 from sparsebit.quantization.group_rules import check_groups
+from sparsebit.quantization.ops.layer_call import at_rest
 from sparsebit.quantization.passes.disable_unnecessary_quant import absorbed_by, chain_end
 from sparsebit.quantization.passes.divisors import NOT_ZERO, divisor_makers, reads_as_divisor
 from sparsebit.quantization.passes.masks import HIDDEN, hidden_values
@@ -248,7 +249,8 @@ class _RegionPlanner:
 
 def _check_groups(name: str, config: WeightConfig, module: nn.Module, row: OpRow, backend: str) -> None:
     """Before any work is done; what a weight is that the model computes on the way, only the export sees."""
-    weight = getattr(module, row.weight or "weight", None)
+    with at_rest(module):
+        weight = getattr(module, row.weight or "weight", None)
     if isinstance(weight, Tensor):
         check_groups(name, config, weight.shape, row.channel_axis, backend)
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparsebit.graph.hidden_writes import function_may_write, module_may_write
+from sparsebit.graph.capture import capture
+from sparsebit.graph.hidden_writes import code_may_write, function_may_write, module_may_write
 
 
 class Item(nn.Module):
@@ -56,6 +57,16 @@ def test_code_that_only_computes_writes_nothing() -> None:
 
 def test_a_module_that_works_in_place_writes() -> None:
     assert module_may_write(nn.Sequential(Harmless(), nn.ReLU(inplace=True)))
+
+
+def test_only_code_that_is_no_graph_counts_in_a_captured_model() -> None:
+    class Branches(Item):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if x.sum() > 0 else x
+
+    assert not code_may_write(capture(nn.Sequential(Item(), Harmless())).model)
+    assert code_may_write(capture(nn.Sequential(Branches(), Harmless())).model)
+    assert code_may_write(capture(nn.Sequential(Harmless(), nn.ReLU(inplace=True))).model)
 
 
 def test_a_function_whose_source_is_not_known_may_write() -> None:

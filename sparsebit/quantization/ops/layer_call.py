@@ -7,8 +7,9 @@ forward of their own through a twin, which shares all but the two tensors.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MethodType
 from typing import Any
 
@@ -33,12 +34,28 @@ _ABSENT = object()
 
 def current_weight(layer: nn.Module) -> Tensor:
     """The weight that the next forward computes with, where torch's own hooks make it (pruning, norms of weights)."""
-    for hook in list(layer._forward_pre_hooks.values()):
-        if isinstance(hook, BasePruningMethod | SpectralNorm | WeightNorm):
-            hook(layer, ())
-    weight = layer.weight
+    with at_rest(layer):
+        for hook in list(layer._forward_pre_hooks.values()):
+            if isinstance(hook, BasePruningMethod | SpectralNorm | WeightNorm):
+                hook(layer, ())
+        weight = layer.weight
     assert isinstance(weight, Tensor)
     return weight
+
+
+@contextlib.contextmanager
+def at_rest(layer: nn.Module) -> Iterator[None]:
+    """Inside, reading the layer's weight changes nothing: in train mode a spectral norm takes a step at every read."""
+    parametrizations: Any = getattr(layer, "parametrizations", None)
+    parts = [layer, *(parametrizations.modules() if is_parametrized(layer) else ())]
+    modes = [part.training for part in parts]
+    try:
+        for part in parts:
+            part.training = False
+        yield
+    finally:
+        for part, mode in zip(parts, modes, strict=True):
+            part.training = mode
 
 
 def forward_with(

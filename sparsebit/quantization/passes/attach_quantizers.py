@@ -11,16 +11,20 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from sparsebit.config.schema import ActivationConfig, TensorConfig, WeightConfig
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.graph.capture import Captured, Region
+from sparsebit.graph.hidden_writes import code_may_write
 from sparsebit.graph.op_rows import OpKind, OpRow
 from sparsebit.graph.op_table import keeps_grid, row_of
 from sparsebit.graph.rewrite import insert_module_after, insert_module_before
 from sparsebit.numerics.spec import PerTensor, TensorSpec, num_rows
 from sparsebit.quantization.observers import ObserverOptions
+from sparsebit.quantization.ops.layer_call import at_rest
 from sparsebit.quantization.ops.quant_opr import (
     FunctionalWeightedQuantOpr,
     GatedQuantOpr,
@@ -39,14 +43,23 @@ from sparsebit.quantization.quantizers.registration import build_quantizer
 def attach_quantizers(captured: Captured, plan: Plan, backend: str) -> None:
     """Put every planned quantizer into the captured model, in place."""
     maker = _Maker(backend)
+    writes_outside = code_may_write(captured.model)
     for path, region in captured.regions.items():
-        _RegionAttacher(path, region, plan.regions[path], maker).attach()
+        _RegionAttacher(path, region, plan.regions[path], maker, writes_outside=bool(path) and writes_outside).attach()
     for path, loose in captured.loose.items():
         planned = plan.loose.get(path)
         if planned is not None:
-            loose.parent._modules[loose.name] = maker.wrap(
-                loose.module, planned.row, path, planned.input, planned.weight
-            )
+            wrapped = maker.wrap(loose.module, planned.row, path, planned.input, planned.weight)
+            loose.parent._modules[loose.name] = wrapped
+            if writes_outside and _read_copy not in wrapped._forward_pre_hooks.values():
+                wrapped.register_forward_pre_hook(_read_copy, with_kwargs=True)
+
+
+def _read_copy(layer: QuantOpr, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Let a layer's quantizer read a copy, where code that is no graph may write into what it has read."""
+    if not torch.is_grad_enabled() or not layer.input_quantizer.is_enable:
+        return None
+    return pytree.tree_map_only(Tensor, Tensor.clone, (args, kwargs))
 
 
 @dataclass
@@ -61,7 +74,8 @@ class _Group:
 
 
 class _RegionAttacher:
-    def __init__(self, path: str, region: Region, plan: RegionPlan, maker: _Maker) -> None:
+    def __init__(self, path: str, region: Region, plan: RegionPlan, maker: _Maker, *, writes_outside: bool) -> None:
+        """`writes_outside`: whether code around the region may write into its inputs after it has run."""
         self.path, self.plan, self.maker = path, plan, maker
         self.root = region.graph_module
         self.calls = Counter(node.target for node in self.root.graph.nodes if node.op == "call_module")
@@ -72,7 +86,7 @@ class _RegionAttacher:
         # The quantizers in front of an op, which others may read too, by the names that a user is told.
         self.served: dict[fx.Node, dict[str, Quantizer]] = {}
         self.homes = _homes(self.root, region.source)
-        self.writes = Writes(self.root)
+        self.writes = Writes(self.root, outside=writes_outside)
         self.divisor_makers = divisor_makers(self.root.graph, self.rows)
 
     def attach(self) -> None:
@@ -176,7 +190,7 @@ class _RegionAttacher:
             is_written = self.writes.any_behind(first, group.source)
         else:
             node = insert_module_after(self.root, before, name, QIdentity(quantizer))
-            is_written = self.writes.any_after(group.source)
+            is_written = self.writes.any_behind(node, group.source)
         for reader in readers:
             reader.replace_input_with(before, node)
             self.served.setdefault(reader, {})[f"{quantizer.name} (module {name})"] = quantizer
@@ -277,7 +291,8 @@ class _Maker:
             spec = spec.replace(narrow=True)
         if not isinstance(op, nn.Module):  # `F.conv2d(x, w)`: w may be computed on the way, from anything
             return self._build(site, config, spec, "weight", 1, observed_as="feature")
-        weight = getattr(op, row.weight or "weight")
+        with at_rest(op):
+            weight = getattr(op, row.weight or "weight")
         return self._build(site, config, spec, "weight", num_rows(weight.shape, spec.granularity))
 
     def _build(

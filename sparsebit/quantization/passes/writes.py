@@ -14,7 +14,8 @@ IN_PLACE = "writes in place into memory that is read elsewhere: its input stays 
 class Writes:
     """The in-place writes of a graph as it is now, by the values whose memory they change."""
 
-    def __init__(self, root: fx.GraphModule) -> None:
+    def __init__(self, root: fx.GraphModule, *, outside: bool = False) -> None:
+        """`outside`: whether the graph's inputs may be written by others once it has run."""
         self._order = {node: index for index, node in enumerate(root.graph.nodes)}
         self._families = Families()
         self._sources: list[tuple[int, fx.Node]] = []
@@ -22,6 +23,7 @@ class Writes:
             for other in may_alias(node, root):
                 self._families.join(node, other)
             self._sources += [(index, source) for source in written_by(node, root)]
+        self._written_outside = {node for node in self._order if node.op == "placeholder"} if outside else set()
         self._places: dict[fx.Node, list[int]] = {}
 
     def num_before(self, reader: fx.Node, source: fx.Node) -> int:
@@ -39,8 +41,10 @@ class Writes:
 
     def any_behind(self, reader: fx.Node, source: fx.Node) -> bool:
         """Whether the memory of `source` is written after `reader` has run."""
+        if not self._written_outside.isdisjoint(self._families.of(source)):
+            return True
         places = self._written_at(source)
-        return bool(places) and places[-1] > self._order[reader]
+        return bool(places) and places[-1] > self._order.get(reader, self._order[source])
 
     def first(self, readers: list[fx.Node]) -> fx.Node:
         """The reader that runs first."""

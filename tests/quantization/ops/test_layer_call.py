@@ -243,3 +243,24 @@ def test_threads_share_a_model(kind: str) -> None:
         thread.join()
     assert not wrong
     assert all(torch.equal(value, weights[name]) for name, value in qmodel.state_dict().items())
+
+
+@pytest.mark.parametrize("compute", [nn.utils.spectral_norm, parametrizations.spectral_norm], ids=["old", "new"])
+def test_a_spectral_norm_takes_the_models_steps_in_training(compute: Any) -> None:
+    """It takes one at every read of the weight in train mode: building and calibrating must not read it so."""
+    model, x = nn.Sequential(compute(nn.Linear(8, 8))).train(), torch.randn(4, 8)
+    twin = copy.deepcopy(model)
+    qmodel = QuantModel(model, qconfig(bits=16)).train()
+    str(qmodel.coverage)
+    for _ in range(2):
+        torch.testing.assert_close(qmodel(x), twin(x), rtol=0, atol=1e-6)
+    qmodel.prepare_calibration()
+    qmodel.train()
+    torch.testing.assert_close(qmodel(x), twin(x), rtol=0, atol=1e-6)
+    qmodel.calc_qparams()
+    qmodel.set_quant(w_quant=True, a_quant=True)
+    torch.testing.assert_close(qmodel(x), twin(x), rtol=0, atol=1e-3)
+    buffers = {name.rpartition(".")[2]: value for name, value in twin.named_buffers()}
+    found = {name.rpartition(".")[2]: value for name, value in qmodel.model.named_buffers()}
+    for name, value in buffers.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)

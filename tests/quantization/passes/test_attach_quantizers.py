@@ -195,3 +195,40 @@ class TestSwitchesOfAnInputThatOthersQuantize:
         copied.set_quant()
         assert qmodel.is_quantized("feature") and not copied.is_quantized("feature")
         copied.model.b.set_quant()
+
+
+class WritesLater(nn.Module):
+    """Code that is no graph writes into what a layer, or a block with a graph of its own, has read."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 1e9:
+            x = x / 2
+        view = (x * 1)[:, ::2]
+        y = self.part(view)
+        view[..., 0] = view[..., -1]
+        return y
+
+
+class Sum(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.tanh()
+
+
+@pytest.mark.parametrize(
+    "part", [nn.Linear(4, 4), nn.ReLU(), nn.Sequential(nn.ReLU(), nn.Linear(4, 4)), Sum()], ids=str
+)
+def test_own_code_may_write_into_what_a_quantizer_has_read(part: nn.Module) -> None:
+    model, x = WritesLater(part).train(), torch.randn(3, 4, 2).repeat(1, 1, 2).transpose(1, 2)
+    qmodel = calibrated(model, [x], qconfig(bits=16)).train()
+    for quantizer in qmodel.quantizers():
+        quantizer.scale.data *= 1.01  # what rounds to beyond the end of its range has no gradient
+    gradients = []
+    for run in (model, qmodel):
+        given = x.clone().requires_grad_()
+        run(given).square().sum().backward()
+        gradients.append(given.grad)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0.05)
