@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from sparsebit.errors import ConfigError
 
@@ -25,9 +25,15 @@ class Registry(Generic[T]):
         self.kind = kind
         self._entries: dict[str, T] = {}
         self._aliases: dict[str, str] = {}
+        self._options: dict[str, type[Any]] = {}
 
-    def register(self, name: str, *, aliases: tuple[str, ...] = (), replace: bool = False) -> Callable[[T], T]:
-        """A decorator that files its object under `name`; a second one under the same name needs `replace=True`."""
+    def register(
+        self, name: str, *, aliases: tuple[str, ...] = (), replace: bool = False, options: type[Any] | None = None
+    ) -> Callable[[T], T]:
+        """A decorator that files its object under `name`; a second one under the same name needs `replace=True`.
+
+        `options`: the class of the options that configs may give it (`options_of`).
+        """
 
         def file(entry: T) -> T:
             for key in (name, *aliases):
@@ -36,7 +42,13 @@ class Registry(Generic[T]):
                         f"{self.kind} {key!r} is already registered as {self.get(key)!r}; "
                         "choose another name, or pass replace=True to take its place"
                     )
-            self._entries[name.lower()] = entry
+            key = name.lower()
+            self._aliases.pop(key, None)
+            if options is not None:
+                self._options[key] = options
+            elif not _extends(entry, self._entries.get(key)):
+                self._options.pop(key, None)  # those of the entry that is replaced
+            self._entries[key] = entry
             self._aliases.update({alias.lower(): name.lower() for alias in aliases})
             return entry
 
@@ -54,6 +66,20 @@ class Registry(Generic[T]):
     def get(self, name: str) -> T:
         return self._entries[self.canonical(name)]
 
+    def options_of(self, name: str) -> tuple[str, type[Any] | None]:
+        """The class of the options that `name` takes, and the name that they were registered with; None: it takes none.
+
+        A class that was registered without options has those of the class that it extends, under that class's name.
+        """
+        key = self.canonical(name)
+        entry = self._entries[key]
+        owners = [key, *(other for base in _bases(entry) for other in self.names() if self._entries[other] is base)]
+        return next(((owner, self._options[owner]) for owner in owners if owner in self._options), (key, None))
+
+    def own_options(self) -> dict[str, type[Any]]:
+        """By name, the classes of options that were registered."""
+        return {name: self._options[name] for name in self.names() if name in self._options}
+
     def names(self) -> list[str]:
         return sorted(self._entries)
 
@@ -62,6 +88,14 @@ class Registry(Generic[T]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
+
+
+def _bases(entry: object) -> tuple[type, ...]:
+    return entry.__mro__ if isinstance(entry, type) else ()
+
+
+def _extends(entry: object, other: object) -> bool:
+    return isinstance(other, type) and other in _bases(entry)
 
 
 def own_type(kind: type) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import hypothesis
 import pytest
@@ -17,6 +18,7 @@ import torch
 
 from sparsebit.graph.failures import RAISE_VARIABLE
 from sparsebit.quantization import QMODULE_MAP
+from sparsebit.registry import OBSERVERS, QUANTIZERS
 from tests import torchvision_shim
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,12 +51,16 @@ def _onednn() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _known_ops() -> Iterator[None]:
+def _known_names() -> Iterator[None]:
     """What a test, or a page of the documentation, registers is forgotten after it."""
-    before = dict(QMODULE_MAP)
+    tables: list[dict[Any, Any]] = [QMODULE_MAP]
+    for registry in (OBSERVERS, QUANTIZERS):
+        tables += [table for table in vars(registry).values() if isinstance(table, dict)]
+    before = [dict(table) for table in tables]
     yield
-    QMODULE_MAP.clear()
-    QMODULE_MAP.update(before)
+    for table, entries in zip(tables, before, strict=True):
+        table.clear()
+        table.update(entries)
 
 
 @pytest.fixture(scope="session")

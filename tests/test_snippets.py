@@ -25,4 +25,5 @@ def test_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for block in BLOCK.finditer(text):
         first_line = text.count("\n", 0, block.start(1))
         # Blank lines in front make a traceback point at the line of the page.
-        exec(compile("\n" * first_line + block[1], str(page), "exec"), names)
+        code = compile("\n" * first_line + block[1], str(page), "exec", dont_inherit=True)  # not this file's __future__
+        exec(code, names)

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from sparsebit.config.fields import Model, Names, choices, describe, field_at, meant, nearest, section_of
+from sparsebit.config.fields import Model, Names, choices, complete, describe, field_at, meant, nearest, section_of
 from sparsebit.config.reading import Document
 from sparsebit.errors import ConfigError, printable
 
@@ -30,7 +30,8 @@ class Fault:
 
     def __str__(self) -> str:
         site = f" at {printable(self.site, keep='')}" if self.site else ""
-        return f"{printable('.'.join(self.key), keep='')}{self.given}{site}: {self.reason}"
+        key = printable(".".join(self.key), keep="")
+        return f"{key}{self.given}{site}: {self.reason}" if key else self.reason
 
     def at(self, site: str) -> Fault:
         """The same fault, found in the `SPECIFIC` entry of that glob."""
@@ -128,7 +129,7 @@ def unknown_key(model: Model, path: Names, value: object = ..., prefix: Names = 
         reason = f"unknown key; {'.'.join((*prefix, *path[:known]))} holds no keys, it takes {describe(parent)}"
     else:
         assert section is not None
-        reason = f"unknown key; allowed here: {', '.join(section.model_fields)}"
+        reason = f"unknown key; allowed here: {', '.join(complete(section).model_fields)}"
         if field_at(model, tuple(path[-1].split("."))) and "." in path[-1]:
             steps = path[-1].split(".")
             reason += f"; keys nest, write {': {'.join(steps)}: ...{'}' * (len(steps) - 1)}"
@@ -141,7 +142,8 @@ def unknown_key(model: Model, path: Names, value: object = ..., prefix: Names = 
 def _wrong_value(model: Model, entry: ErrorDetails, cause: object, prefix: Names) -> Fault:
     path, value = _path(entry), entry["input"]
     field = field_at(model, path)
-    assert field is not None, path
+    if field is None:  # a rule between the keys of the model itself
+        return Fault(prefix, str(cause or entry["msg"]))
     names = choices(field)
     if isinstance(cause, ConfigError) and not names:
         return Fault((*prefix, *path), str(cause))
@@ -152,6 +154,8 @@ def _wrong_value(model: Model, entry: ErrorDetails, cause: object, prefix: Names
         reason += f"; did you mean {near}?"
     elif isinstance(value, str) and field.annotation in (int, float, bool) and _is_number(value):
         reason += "; it was given as text: take the quotes off"
+    elif cause is not None and not names:  # what a validator of the section says
+        reason += f"; {cause}"
     return Fault((*prefix, *path), reason, given(value))
 
 

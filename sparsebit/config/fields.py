@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen, MultipleOf
 from pydantic import BaseModel, GetCoreSchemaHandler
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
@@ -68,15 +69,24 @@ def describe(field: FieldInfo) -> str:
     for mark in field.metadata:
         if isinstance(mark, Allowed):
             return mark.text
-    if names := choices(field):
-        return ", ".join(names)
+        if isinstance(mark, OneOf):
+            return ", ".join(mark.names())
     if model := section_of(field):
         return f"a mapping of {', '.join(model.model_fields)}"
-    if field.annotation is bool:
-        return "true or false"
-    if field.annotation in (int, float):
-        return ", ".join(["a whole number" if field.annotation is int else "a number", *_bounds(field)])
-    return "text"
+    return ", ".join([_words(field.annotation), *_bounds(field)])
+
+
+def _words(kind: Any) -> str:
+    """A type as it is written in YAML."""
+    plain = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "null"}
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return ", ".join(map(str, parts))
+    if origin in (Union, UnionType):
+        return " or ".join(map(_words, parts))
+    if origin is tuple:
+        return f"a list, each {_words(parts[0])}" if parts[1:] == (...,) else f"a list of {len(parts)}"
+    return plain.get(kind) or str(getattr(kind, "__name__", kind))
 
 
 def _bounds(field: FieldInfo) -> Iterator[str]:
@@ -89,22 +99,38 @@ def _bounds(field: FieldInfo) -> Iterator[str]:
             yield f"at most {mark.le}"
         elif isinstance(mark, Lt):
             yield f"below {mark.lt}"
+        elif isinstance(mark, MultipleOf):
+            yield f"a multiple of {mark.multiple_of}"
+        elif isinstance(mark, MinLen):
+            yield f"of length {mark.min_length} or more"
+        elif isinstance(mark, MaxLen):
+            yield f"of length {mark.max_length} or less"
+        elif pattern := getattr(mark, "pattern", None):
+            yield f"that matches {pattern}"
 
 
 def choices(field: FieldInfo) -> list[str]:
     """The names a text may be, or none where it is not bound to names."""
-    return [name for mark in field.metadata if isinstance(mark, OneOf) for name in mark.names()]
+    names = [name for mark in field.metadata if isinstance(mark, OneOf) for name in mark.names()]
+    literal = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    return [*names, *(name for name in literal if isinstance(name, str))]
 
 
 def section_of(field: FieldInfo) -> Model | None:
     """The model of a key that holds further keys."""
     kind = field.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+    return complete(kind) if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def complete(model: Model) -> Model:
+    """The model with all its keys: some depend on what is registered."""
+    found: Model = model.complete() if hasattr(model, "complete") else model
+    return found
 
 
 def walk(model: Model, prefix: Names = ()) -> Iterator[tuple[Names, FieldInfo]]:
     """Every key of a model with its path, sections included, in the order of the schema."""
-    for name, field in model.model_fields.items():
+    for name, field in complete(model).model_fields.items():
         yield (*prefix, name), field
         if inner := section_of(field):
             yield from walk(inner, (*prefix, name))
@@ -113,7 +139,7 @@ def walk(model: Model, prefix: Names = ()) -> Iterator[tuple[Names, FieldInfo]]:
 def field_at(model: Model, path: Names) -> FieldInfo | None:
     """The field under a key path, if there is one."""
     field: FieldInfo | None = None
-    section: Model | None = model
+    section: Model | None = complete(model)
     for name in path:
         field = section.model_fields.get(name) if section else None
         section = section_of(field) if field else None
@@ -122,7 +148,7 @@ def field_at(model: Model, path: Names) -> FieldInfo | None:
 
 def meant(model: Model, path: Names) -> Names | None:
     """The existing key path nearest to one that does not exist: a neighbour of like name, else that name elsewhere."""
-    section = model if len(path) == 1 else section_of(field_at(model, path[:-1]) or FieldInfo())
+    section = complete(model) if len(path) == 1 else section_of(field_at(model, path[:-1]) or FieldInfo())
     leaf = path[-1].upper()
     if section and (close := nearest(leaf, section.model_fields)):
         return (*path[:-1], close)

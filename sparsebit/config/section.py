@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from sparsebit.config.faults import all_faults, error, given, unknown_key
 from sparsebit.config.fields import Names, field_at
@@ -30,6 +30,13 @@ class Section(BaseModel):
             return cls.model_validate(dict(document))
         except ValidationError:
             raise error(all_faults(document, cls), document) from None
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _constant(cls, value: object, info: ValidationInfo) -> object:
+        """YAML has lists, a frozen section has tuples."""
+        field = cls.model_fields[info.field_name or ""]
+        return _as_tuple(value) if isinstance(value, list) and get_origin(field.annotation) is tuple else value
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise ConfigError(f"{name}{given(value)}: a config is frozen; `replace` gives a changed and checked copy")
@@ -66,6 +73,10 @@ class Section(BaseModel):
         if field_at(type(self), path) is None:
             raise error([unknown_key(type(self), path)])
         return path
+
+
+def _as_tuple(value: object) -> object:
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
 def put(values: dict[str, Any], path: Names, value: object) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, cast
+from typing import Annotated, ClassVar, Literal, cast
 
 from pydantic import Field
 
 from sparsebit.backends import Granularity
 from sparsebit.config.fields import Allowed, OneOf
+from sparsebit.config.options import WithOptions
 from sparsebit.config.section import Section
-from sparsebit.registry import OBSERVERS, QUANTIZERS
+from sparsebit.registry import OBSERVERS, QUANTIZERS, Registry
 
 Kind = Literal["W", "A"]
 
@@ -20,11 +21,9 @@ _GROUP_SCHEMES = ("per-group-symmetric", "per-group-affine")
 Bits = Annotated[int, Field(ge=0, le=16), Allowed("a whole number, 1 to 16")]
 
 
-class Pact(Section):
-    ALPHA_VALUE: float = Field(10.0, gt=0, description="Where the learned clipping value of `pact` starts.")
+class QuantizerConfig(WithOptions):
+    registry: ClassVar[Registry[object]] = QUANTIZERS
 
-
-class QuantizerConfig(Section):
     TYPE: Annotated[str, OneOf.registered(QUANTIZERS)] = Field(
         "uniform", description="The quantizer; `register_quantizer` adds more."
     )
@@ -33,6 +32,8 @@ class QuantizerConfig(Section):
 
 
 class WeightQuantizer(QuantizerConfig):
+    target: ClassVar[str] = "weight"
+
     TYPE: Annotated[str, OneOf.registered(QUANTIZERS, "weight")] = Field(
         "uniform", description="The quantizer; `register_quantizer` adds more."
     )
@@ -42,38 +43,28 @@ class WeightQuantizer(QuantizerConfig):
 
 
 class ActivationQuantizer(QuantizerConfig):
+    target: ClassVar[str] = "feature"
+
     TYPE: Annotated[str, OneOf.registered(QUANTIZERS, "feature")] = Field(
         "uniform", description="The quantizer; `register_quantizer` adds more."
     )
-    PACT: Pact = Field(default_factory=Pact, description="Options of the quantizer `pact`.")
 
 
-class Percentile(Section):
-    ALPHA: float = Field(0.001, ge=0, lt=0.5, description="Fraction of the values cut off at each end.")
+class ObserverConfig(WithOptions):
+    registry: ClassVar[Registry[object]] = OBSERVERS
 
-
-class Aciq(Section):
-    DISTRIBUTION: Annotated[str, OneOf.fixed("GAUS", "LAPLACE", canonical=str.upper)] = Field(
-        "GAUS", description="The shape that the values are taken to have."
-    )
-
-
-class MovingAverage(Section):
-    EMA_RATIO: float = Field(0.9, ge=0, lt=1, description="Weight of the past against the newest batch.")
-
-
-class ObserverConfig(Section):
     TYPE: Annotated[str, OneOf.registered(OBSERVERS)] = Field(
         "minmax", description="How the range is chosen from the data seen; `register_observer` adds more."
     )
-    PERCENTILE: Percentile = Field(default_factory=Percentile, description="Options of the observer `percentile`.")
-    ACIQ: Aciq = Field(default_factory=Aciq, description="Options of the observer `aciq`.")
+
+
+class WeightObserver(ObserverConfig):
+    target: ClassVar[str] = "weight"
 
 
 class ActivationObserver(ObserverConfig):
-    MOVING_AVERAGE: MovingAverage = Field(
-        default_factory=MovingAverage, description="Options of the observer `moving_average`."
-    )
+    target: ClassVar[str] = "feature"
+
     LAYOUT: Annotated[str, OneOf.fixed("NCHW", "NLC", canonical=str.upper)] = Field(
         "NCHW", description="Where the channels are, for per-channel activations: axis 1, or the last."
     )
@@ -104,7 +95,7 @@ class WeightConfig(TensorConfig):
         "per-channel-symmetric", description="What shares a scale, and whether zero lies in the middle of the range."
     )
     QUANTIZER: WeightQuantizer = Field(default_factory=WeightQuantizer, description="The number format.")
-    OBSERVER: ObserverConfig = Field(default_factory=ObserverConfig, description="The choice of the range.")
+    OBSERVER: WeightObserver = Field(default_factory=WeightObserver, description="The choice of the range.")
 
 
 class ActivationConfig(TensorConfig):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sparsebit.config.section import Section
 from sparsebit.execution.distillation import DistillationLoss
 from sparsebit.graph.op_table import QMODULE_MAP
 from sparsebit.quantization.captured_step import CapturedStep
@@ -24,6 +25,7 @@ __all__ = [
     "QuantModel",
     "QuantOpr",
     "Quantizer",
+    "Section",
     "parse_qconfig",
     "register_observer",
     "register_qmodule",

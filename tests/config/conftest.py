@@ -28,8 +28,10 @@ def names(monkeypatch: pytest.MonkeyPatch) -> None:
     quantizers = {"uniform": ForBoth, "lsq": ForBoth, "lsq+": ForBoth, "dorefa": ForWeights, "pact": ForFeatures}
     monkeypatch.setattr(QUANTIZERS, "_entries", quantizers)
     monkeypatch.setattr(QUANTIZERS, "_aliases", {"lsq_plus": "lsq+"})
+    for registry in (QUANTIZERS, OBSERVERS):
+        monkeypatch.setattr(registry, "_options", dict(registry._options))
     observers = ("minmax", "moving_average", "percentile", "mse", "kl_histogram", "aciq")
-    monkeypatch.setattr(OBSERVERS, "_entries", dict.fromkeys(observers, object))
+    monkeypatch.setattr(OBSERVERS, "_entries", {name: type(name, (), {}) for name in observers})
     monkeypatch.setattr(OBSERVERS, "_aliases", {})
 
 

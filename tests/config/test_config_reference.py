@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
 import sys
 
 import pytest
+from pydantic import Field
 
 from sparsebit.config.reading import read
 from sparsebit.config.schema import QuantConfig
+from sparsebit.config.section import Section
+from sparsebit.registry import OBSERVERS, QUANTIZERS
 from tests.conftest import ROOT
 
 PAGE = ROOT / "docs" / "reference" / "config.md"
@@ -24,6 +28,22 @@ def test_in_step() -> None:
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_registered_options_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class MineOptions(Section):
+        PART: float = Field(0.5, gt=0, description="How much of the range is kept.")
+
+    class ForWeights:
+        TARGETS = ("weight",)
+
+    OBSERVERS.register("mine", options=MineOptions)(object)
+    QUANTIZERS.register("coarse", options=MineOptions)(ForWeights)
+    monkeypatch.syspath_prepend(str(PAGE.parents[1]))
+    page = importlib.import_module("generate_config_reference").render()
+    row = "PART` | a number, above 0 | `0.5` | How much of the range is kept. |"
+    assert f"| `W.OBSERVER.MINE.{row}" in page and f"| `A.OBSERVER.MINE.{row}" in page
+    assert f"| `W.QUANTIZER.COARSE.{row}" in page and "A.QUANTIZER.COARSE" not in page
 
 
 @pytest.mark.parametrize("text", EXAMPLES, ids=range(len(EXAMPLES)))

@@ -93,7 +93,7 @@ def test_spellings(key: str, given: object, kept: object) -> None:
         ("A.QUANTIZER.PACT.ALPHA_VALUE", float("inf"), "A.QUANTIZER.PACT.ALPHA_VALUE=inf: allowed: a number, above 0"),
         ("A.QSCHEME", "per-group-affine", "A.QSCHEME='per-group-affine': allowed: per-tensor-symmetric, "),
         ("A.QSCHEME", "per-tensor-symetric", "did you mean per-tensor-symmetric?"),
-        ("W.OBSERVER.LAYOUT", "NCHW", "W.OBSERVER.LAYOUT='NCHW': unknown key; allowed here: TYPE, PERCENTILE, ACIQ"),
+        ("W.OBSERVER.LAYOUT", "NCHW", "W.OBSERVER.LAYOUT='NCHW': unknown key; allowed here: TYPE, ACIQ, PERCENTILE"),
         ("W.BIT", 8, "allowed here: QSCHEME, QUANTIZER, OBSERVER, SPECIFIC; did you mean W.QUANTIZER.BIT?"),
     ],
 )

@@ -12,19 +12,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sparsebit.config.section import Section
 from sparsebit.errors import ConfigError
 from sparsebit.numerics import reference
 from sparsebit.numerics.spec import PerChannel, PerTensor, TensorSpec
 from sparsebit.quantization import QuantModel, parse_qconfig
-from sparsebit.quantization.observers import ObserverOptions, build_observer
+from sparsebit.quantization.observers import build_observer
+from sparsebit.quantization.observers.aciq import AciqOptions
 from tests.quantization.tiny import Residual, TwoLayers, calibrated, qconfig, run, simulated, site, sites
 
 IMAGES = (2, 3, 8, 8)
 INT8, UINT8 = TensorSpec(8, True, PerTensor()), TensorSpec(8, False, PerTensor())
 
 
-def observed(name: str, x: Tensor, spec: TensorSpec = INT8, **options: Any) -> tuple[Tensor, Tensor]:
-    observer = build_observer(name, spec, ObserverOptions(**options), "feature")
+def observed(name: str, x: Tensor, spec: TensorSpec = INT8, options: Section | None = None) -> tuple[Tensor, Tensor]:
+    observer = build_observer(name, spec, options, "feature")
     for batch in x if isinstance(x, list) else [x]:
         observer.update(batch)
     return observer.calc_range()
@@ -125,7 +127,8 @@ class TestNumbers:
     @pytest.mark.parametrize("bits", [1, 9, 12, 16])
     @pytest.mark.parametrize("distribution", ["GAUS", "LAPLACE"])
     def test_aciq_had_no_table_beyond_8_bits(self, bits: int, distribution: str) -> None:
-        _, high = observed("aciq", torch.randn(5000), TensorSpec(bits, True, PerTensor()), distribution=distribution)
+        spec, options = TensorSpec(bits, True, PerTensor()), AciqOptions(DISTRIBUTION=distribution)
+        _, high = observed("aciq", torch.randn(5000), spec, options)
         assert 0 <= high < 100 and bool(high.isfinite())
 
     def test_moving_average_ignored_per_channel(self) -> None:

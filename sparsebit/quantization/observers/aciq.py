@@ -10,10 +10,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from sparsebit.config.fields import OneOf
+from sparsebit.config.section import Section
 from sparsebit.numerics.spec import TensorSpec
 from sparsebit.quantization.observers.distortion import Distortion, distortion_of
 from sparsebit.quantization.observers.histogram import Histogram
@@ -125,17 +129,24 @@ MODELS = {
 }
 
 
-@register_observer("aciq")
+class AciqOptions(Section):
+    DISTRIBUTION: Annotated[str, OneOf.fixed("GAUS", "LAPLACE", canonical=str.upper)] = Field(
+        "GAUS", description="The shape that the values are taken to have."
+    )
+
+
+@register_observer("aciq", options=AciqOptions)
 class AciqObserver(Observer[Samples | Histogram]):
     """Analytical clipping for the distribution that the options name."""
 
     FORMATS = EVEN_STEPS
+    options: AciqOptions
 
     def new_statistic(self) -> Samples | Histogram:
         return Samples() if self.target == "weight" else Histogram()
 
     def range_of(self, statistic: Samples | Histogram) -> Range:
-        spec, distribution = self.spec, self.options.distribution
+        spec, distribution = self.spec, self.options.DISTRIBUTION
         return over_histograms(
             statistic, lambda h, rows: aciq_range(h, spec, distribution, distortion_of(h, rows, spec))
         )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
 
 from sparsebit.backends import Format
+from sparsebit.config.options import check_options, selected_options
+from sparsebit.config.section import Section
+from sparsebit.config.tensor_config import ActivationObserver, TensorConfig, WeightObserver
 from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.numerics.spec import PerTensor, TensorSpec, to_rows
 from sparsebit.quantization.observers.histogram import Histogram
@@ -28,41 +30,23 @@ EVEN_STEPS: frozenset[Format] = frozenset({"integer"})
 ROWS_AT_A_TIME = 64
 
 
-@dataclass(frozen=True)
-class ObserverOptions:
-    """The numbers that some observers take; the others ignore them."""
-
-    alpha: float = 0.001
-    """percentile: the fraction of the negative, and of the other values, that is cut off at their end."""
-    ema_ratio: float = 0.9
-    """moving_average: the weight of the past."""
-    distribution: str = "GAUS"
-    """aciq: GAUS or LAPLACE."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.alpha < 0.5:
-            raise ConfigError(f"ALPHA={self.alpha}: the fraction cut off at each end; allowed: 0 <= ALPHA < 0.5")
-        if not 0 <= self.ema_ratio < 1:
-            raise ConfigError(f"EMA_RATIO={self.ema_ratio}: the weight of the past; allowed: 0 <= EMA_RATIO < 1")
-        if self.distribution not in ("GAUS", "LAPLACE"):
-            raise ConfigError(f"DISTRIBUTION={self.distribution!r}; allowed: GAUS, LAPLACE")
-
-
 class Observer(Generic[S]):
     """The range of one tensor, from all that `update` was shown.
 
     A kind of observer says which statistic it needs (`new_statistic`) and what range follows from it (`range_of`).
     Rows, dtypes, empty batches, merging and state are the same for all of them. `FORMATS`: the number formats that it
-    knows a range for.
+    knows a range for. `options`: what it was registered with (`register_observer`), as the config gives it.
     """
 
     FORMATS: ClassVar[frozenset[Format]] = frozenset({"integer", "float8"})
+    OPTIONS: ClassVar[type[Section]] = Section
+    options: Section
 
-    def __init__(self, spec: TensorSpec, options: ObserverOptions | None = None, target: Target = "feature") -> None:
+    def __init__(self, spec: TensorSpec, options: Section | None = None, target: Target = "feature") -> None:
         if target not in ("weight", "feature"):
             raise ConfigError(f"observer target {target!r}; allowed: 'weight', 'feature'")
         self.spec = spec
-        self.options = options or ObserverOptions()
+        self.options = self.OPTIONS() if options is None else options
         self.target: Target = target
         self.statistic = self.new_statistic()
 
@@ -142,25 +126,35 @@ def over_histograms(statistic: Samples | Histogram, range_of: Callable[[Histogra
 
 
 @overload
-def register_observer(name: ObserverClass, *, replace: bool = False) -> ObserverClass: ...
+def register_observer(
+    name: ObserverClass, *, replace: bool = False, options: type[Section] | None = None
+) -> ObserverClass: ...
 @overload
-def register_observer(name: str, *, replace: bool = False) -> Callable[[ObserverClass], ObserverClass]: ...
-def register_observer(name: str | ObserverClass, *, replace: bool = False) -> Any:
+def register_observer(
+    name: str, *, replace: bool = False, options: type[Section] | None = None
+) -> Callable[[ObserverClass], ObserverClass]: ...
+def register_observer(name: str | ObserverClass, *, replace: bool = False, options: type[Section] | None = None) -> Any:
     """A class decorator that makes an observer known to configs as `OBSERVER: {TYPE: name}`.
 
-    Without a name (`@register_observer`) it is filed under the `TYPE` of the class.
+    Without a name (`@register_observer`) it is filed under the `TYPE` of the class. `options`: a `Section` whose keys
+    configs may set as `OBSERVER: {NAME: {...}}`; the observer has them as `self.options`. An observer that is
+    registered without options has those of the registered class that it extends, under that class's name.
 
+    >>> from pydantic import Field
     >>> from sparsebit.quantization.observers.statistics import MinMax
-    >>> @register_observer("half_range")
-    ... class HalfRange(Observer[MinMax]):
+    >>> class PartOptions(Section):
+    ...     PART: float = Field(0.5, gt=0, le=1, description="How much of the range is kept.")
+    >>> @register_observer("part_of_range", options=PartOptions)
+    ... class PartOfRange(Observer[MinMax]):
+    ...     options: PartOptions
     ...     def new_statistic(self):
     ...         return MinMax()
     ...     def range_of(self, statistic):
     ...         low, high = statistic.range()
-    ...         return low / 2, high / 2
+    ...         return self.options.PART * low, self.options.PART * high
     """
     if not isinstance(name, str):
-        return register_observer(own_type(name), replace=replace)(name)
+        return register_observer(own_type(name), replace=replace, options=options)(name)
 
     def file(kind: ObserverClass) -> ObserverClass:
         if not (isinstance(kind, type) and issubclass(kind, Observer)):
@@ -171,14 +165,23 @@ def register_observer(name: str | ObserverClass, *, replace: bool = False) -> An
                 f"observer {name!r}: {kind.__name__} must define new_statistic() and range_of(statistic){old}; "
                 "docs/guides/add-an-observer.md shows how"
             )
-        OBSERVERS.register(name, replace=replace)(kind)
+        if options is not None:
+            check_options(options, "observer", name, WeightObserver, ActivationObserver)
+        OBSERVERS.register(name, replace=replace, options=options)(kind)
+        if options is not None:
+            kind.OPTIONS = options
         return kind
 
     return file
 
 
+def observer_options(config: TensorConfig) -> Section:
+    """The options of the observer that a tensor's config selects, as that config gives them."""
+    return selected_options(config.OBSERVER)
+
+
 def build_observer(
-    name: str, spec: TensorSpec, options: ObserverOptions | None = None, target: Target = "feature"
+    name: str, spec: TensorSpec, options: Section | None = None, target: Target = "feature"
 ) -> Observer[Any]:
     """A fresh observer of the kind registered as `name` (case-insensitive)."""
     kind = cast("type[Observer[Any]]", OBSERVERS.get(name))

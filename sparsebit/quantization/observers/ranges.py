@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from sparsebit.config.section import Section
+from sparsebit.config.tensor_config import TensorConfig
 from sparsebit.quantization.observers.histogram import Histogram
-from sparsebit.quantization.observers.observer import Observer, Range, over_histograms, register_observer
+from sparsebit.quantization.observers.observer import Observer, Range, Target, over_histograms, register_observer
 from sparsebit.quantization.observers.statistics import MinMax, MovingMinMax, Samples
 
 
@@ -45,23 +50,44 @@ class MinMaxObserver(Observer[MinMax]):
         return statistic.range()
 
 
-@register_observer("moving_average")
+class MovingAverageOptions(Section):
+    # Of a weight there is one batch. One that is computed in each forward is averaged with the default.
+    TARGETS: ClassVar[tuple[Target, ...]] = ("feature",)
+
+    EMA_RATIO: float = Field(0.9, ge=0, lt=1, description="Weight of the past against the newest batch.")
+
+
+@register_observer("moving_average", options=MovingAverageOptions)
 class MovingAverageObserver(Observer[MovingMinMax]):
-    """The moving average of every batch's extremes, with the weight `ema_ratio` of the past."""
+    """The moving average of every batch's extremes, with the weight EMA_RATIO of the past."""
+
+    options: MovingAverageOptions
 
     def new_statistic(self) -> MovingMinMax:
-        return MovingMinMax(self.options.ema_ratio)
+        return MovingMinMax(self.options.EMA_RATIO)
 
     def range_of(self, statistic: MovingMinMax) -> Range:
         return statistic.range()
 
 
-@register_observer("percentile")
+class PercentileOptions(Section):
+    ALPHA: float = Field(0.001, ge=0, lt=0.5, description="Fraction of the values cut off at each end.")
+
+
+@register_observer("percentile", options=PercentileOptions)
 class PercentileObserver(Observer[Samples | Histogram]):
-    """All but the fraction `alpha` of the values on either side of zero."""
+    """All but the fraction ALPHA of the values on either side of zero."""
+
+    options: PercentileOptions
 
     def new_statistic(self) -> Samples | Histogram:
         return Samples() if self.target == "weight" else Histogram()
 
     def range_of(self, statistic: Samples | Histogram) -> Range:
-        return over_histograms(statistic, lambda histogram, _: percentile_range(histogram, self.options.alpha))
+        return over_histograms(statistic, lambda histogram, _: percentile_range(histogram, self.options.ALPHA))
+
+
+def ema_ratio(config: TensorConfig) -> float:
+    """EMA_RATIO of a tensor's config, whatever its observer: ranges that follow the data in training move by it too."""
+    options = getattr(config.OBSERVER, "MOVING_AVERAGE", None)
+    return options.EMA_RATIO if isinstance(options, MovingAverageOptions) else MovingAverageOptions().EMA_RATIO

@@ -23,7 +23,8 @@ from sparsebit.graph.op_rows import OpKind, OpRow
 from sparsebit.graph.op_table import keeps_grid, row_of
 from sparsebit.graph.rewrite import insert_module_after, insert_module_before
 from sparsebit.numerics.spec import PerTensor, TensorSpec, num_rows
-from sparsebit.quantization.observers import ObserverOptions
+from sparsebit.quantization.observers import observer_options
+from sparsebit.quantization.observers.ranges import ema_ratio
 from sparsebit.quantization.ops.layer_call import at_rest
 from sparsebit.quantization.ops.quant_opr import (
     FunctionalWeightedQuantOpr,
@@ -37,7 +38,7 @@ from sparsebit.quantization.passes.divisors import divisor_makers, reads_as_divi
 from sparsebit.quantization.passes.writes import Writes
 from sparsebit.quantization.placement import Plan, RegionPlan, feature_axis, layer_name, spec_of
 from sparsebit.quantization.quantizers.base import Quantizer, Target
-from sparsebit.quantization.quantizers.registration import build_quantizer
+from sparsebit.quantization.quantizers.registration import build_quantizer, quantizer_options
 
 
 def attach_quantizers(captured: Captured, plan: Plan, backend: str) -> None:
@@ -312,16 +313,9 @@ class _Maker:
             backend=self.backend,
             num_scales=num_scales,
             observer=config.OBSERVER.TYPE,
-            observer_options=ObserverOptions(
-                alpha=config.OBSERVER.PERCENTILE.ALPHA,
-                distribution=config.OBSERVER.ACIQ.DISTRIBUTION,
-                **(
-                    {"ema_ratio": config.OBSERVER.MOVING_AVERAGE.EMA_RATIO}
-                    if isinstance(config, ActivationConfig)
-                    else {}
-                ),
-            ),
-            options=config.QUANTIZER.PACT if isinstance(config, ActivationConfig) else None,
+            observer_options=observer_options(config),
+            options=quantizer_options(config),
+            ema_ratio=ema_ratio(config),
             observed_as=observed_as,
         )
 

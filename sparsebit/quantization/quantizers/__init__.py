@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from sparsebit.quantization.quantizers import dorefa, float8, lsq, pact, uniform
 from sparsebit.quantization.quantizers.base import Quantizer
-from sparsebit.quantization.quantizers.registration import build_quantizer, register_quantizer
+from sparsebit.quantization.quantizers.registration import build_quantizer, quantizer_options, register_quantizer
 
-__all__ = ["Quantizer", "build_quantizer", "dorefa", "float8", "lsq", "pact", "register_quantizer", "uniform"]
+__all__ = [
+    "Quantizer",
+    "build_quantizer",
+    "dorefa",
+    "float8",
+    "lsq",
+    "pact",
+    "quantizer_options",
+    "register_quantizer",
+    "uniform",
+]

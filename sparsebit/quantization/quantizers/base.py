@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsebit.backends import Format
+from sparsebit.config.section import Section
 from sparsebit.errors import BackendError, CalibrationError, CheckpointError, ConfigError
 from sparsebit.numerics import dispatch, operator
 from sparsebit.numerics.activations import ACTIVATIONS
@@ -22,7 +23,7 @@ from sparsebit.numerics.gradients import Gradient
 from sparsebit.numerics.operator import Grid
 from sparsebit.numerics.qparams import SMALLEST_SCALE, check_backend, dequantized_range, qparams_from_range
 from sparsebit.numerics.spec import PerChannel, TensorSpec
-from sparsebit.quantization.observers import Observer, ObserverOptions, build_observer
+from sparsebit.quantization.observers import Observer, build_observer
 from sparsebit.quantization.quantizers.handing_over import NOTHING, TakesOver
 
 Target = Literal["weight", "feature"]
@@ -44,6 +45,7 @@ class Quantizer(TakesOver):
 
     TYPE: ClassVar[str] = "base"
     TARGETS: ClassVar[tuple[Target, ...]] = ("weight", "feature")
+    OPTIONS: ClassVar[type[Section]] = Section
     FORMAT: ClassVar[Format] = "integer"
     ALWAYS_FOLLOWS: ClassVar[bool] = False
     GRADIENT: ClassVar[Gradient] = "ste"
@@ -53,6 +55,7 @@ class Quantizer(TakesOver):
     # One attribute for all switches: before every call, a compiled model looks at each attribute that it was built on.
     shortcut: Shortcut | None = None
 
+    options: Section  # what it was registered with (`register_quantizer`), as the config gives it
     scale: Tensor
     zero_point: Tensor
     calibrated: Tensor
@@ -67,19 +70,22 @@ class Quantizer(TakesOver):
         backend: str = "virtual",
         num_scales: int = 1,
         observer: str = "minmax",
-        observer_options: ObserverOptions | None = None,
-        options: Any = None,
+        observer_options: Section | None = None,
+        options: Section | None = None,
         observed_as: Target | None = None,
+        ema_ratio: float = 0.9,
     ) -> None:
         """`observed_as`: how the observer sees the tensor, where that is not its target: a weight that is computed on
-        the way is observed like a feature, over many forwards.
+        the way is observed like a feature, over many forwards. `ema_ratio`: the weight of the past in an activation's
+        range that follows the data.
         """
         super().__init__()
         if spec.format != self.FORMAT:
             spec = spec.replace(format=self.FORMAT, narrow=False)
         self.spec, self.target, self.name, self.backend = spec, target, name, backend
-        self.observer_name, self.observer_options = observer, observer_options or ObserverOptions()
-        self.options, self.observed_as = options, observed_as or target
+        self.observer_name, self.observer_options, self.ema_ratio = observer, observer_options, ema_ratio
+        self.options = self.OPTIONS() if options is None else options
+        self.observed_as = observed_as or target
         self.observer: Observer[Any] = self._new_observer()
         self.use_quant = self.fake_fused = self.observing = self.export_onnx = self.was_unseen = False
         # Whether the grid moves with the data while training, and whether it is held for the time being.
@@ -250,7 +256,7 @@ class Quantizer(TakesOver):
             return
         low, high = self.observer.calc_range(check=False)
         self.observer.reset()
-        spec, past = self.spec, 0.0 if self.observed_as == "weight" else self.observer_options.ema_ratio
+        spec, past = self.spec, 0.0 if self.observed_as == "weight" else self.ema_ratio
         scale, zero_point = qparams_from_range(low, high, spec, check=False)
         if past:
             start = (spec.qmin - self.zero_point) * self.scale

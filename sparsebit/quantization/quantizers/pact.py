@@ -5,15 +5,21 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
+from sparsebit.config.section import Section
 from sparsebit.numerics.gradients import Gradient
 from sparsebit.numerics.qparams import SMALLEST_SCALE, check_backend
 from sparsebit.quantization.quantizers.base import Quantizer, Target, as_number
 from sparsebit.quantization.quantizers.registration import register_quantizer
 
 
-@register_quantizer("pact")
+class PactOptions(Section):
+    ALPHA_VALUE: float = Field(10.0, gt=0, description="Where the learned clipping value of `pact` starts.")
+
+
+@register_quantizer("pact", options=PactOptions)
 class PACT(Quantizer):
     """`clamp(x, low, alpha)`, then round to nearest; `alpha` starts at PACT.ALPHA_VALUE and is learned.
 
@@ -24,12 +30,12 @@ class PACT(Quantizer):
     TARGETS: ClassVar[tuple[Target, ...]] = ("feature",)
     GRADIENT: ClassVar[Gradient] = "pact"
     NUMBERS: ClassVar[str] = "pact"
+    options: PactOptions
     alpha: Tensor
     is_signed: Tensor
 
     def make_parameters(self, num_scales: int) -> None:
-        start = float(getattr(self.options, "ALPHA_VALUE", 10.0))
-        self.alpha = nn.Parameter(torch.full((num_scales,), start))
+        self.alpha = nn.Parameter(torch.full((num_scales,), self.options.ALPHA_VALUE))
         self.register_buffer("is_signed", torch.tensor(float(self.spec.symmetric)))
 
     def calc_qparams_with_minmax(self, min_val: Tensor, max_val: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,9 @@ from typing import Any, TypeVar, overload
 
 from torch import Tensor
 
+from sparsebit.config.options import check_options, selected_options
+from sparsebit.config.section import Section
+from sparsebit.config.tensor_config import ActivationQuantizer, TensorConfig, WeightQuantizer
 from sparsebit.errors import BackendError, ConfigError
 from sparsebit.numerics.spec import TensorSpec
 from sparsebit.quantization.quantizers.base import Quantizer, Target
@@ -18,26 +21,41 @@ QuantizerClass = TypeVar("QuantizerClass", bound=type[Quantizer])
 
 @overload
 def register_quantizer(
-    name: QuantizerClass, *, aliases: tuple[str, ...] = (), replace: bool = False
+    name: QuantizerClass, *, aliases: tuple[str, ...] = (), replace: bool = False, options: type[Section] | None = None
 ) -> QuantizerClass: ...
 @overload
 def register_quantizer(
-    name: str, *, aliases: tuple[str, ...] = (), replace: bool = False
+    name: str, *, aliases: tuple[str, ...] = (), replace: bool = False, options: type[Section] | None = None
 ) -> Callable[[QuantizerClass], QuantizerClass]: ...
-def register_quantizer(name: str | QuantizerClass, *, aliases: tuple[str, ...] = (), replace: bool = False) -> Any:
+def register_quantizer(
+    name: str | QuantizerClass,
+    *,
+    aliases: tuple[str, ...] = (),
+    replace: bool = False,
+    options: type[Section] | None = None,
+) -> Any:
     """File a `Quantizer` subclass under `name`, the `QUANTIZER.TYPE` of configs.
 
     Without a name (`@register_quantizer`) it is filed under the `TYPE` of the class. A method `_forward(x)` or
     `_forward(x, scale, zero_point)` is taken for `fake_quantize`.
 
+    `options`: a `Section` whose keys configs may set as `QUANTIZER: {NAME: {...}}`; the quantizer has them as
+    `self.options`. A quantizer that is registered without options has those of the registered class that it extends,
+    under that class's name.
+
     >>> import torch
-    >>> @register_quantizer("stochastic")
+    >>> from pydantic import Field
+    >>> class StochasticOptions(Section):
+    ...     NOISE: float = Field(1.0, ge=0, description="Width of the noise, in steps.")
+    >>> @register_quantizer("stochastic", options=StochasticOptions)
     ... class Stochastic(Quantizer):
+    ...     options: StochasticOptions
     ...     def transform(self, x):
-    ...         return x + (torch.rand_like(x) - 0.5) * self.scale if self.training else x
+    ...         noise = self.options.NOISE * (torch.rand_like(x) - 0.5)
+    ...         return x + noise * self.scale if self.training else x
     """
     if not isinstance(name, str):
-        return register_quantizer(own_type(name), aliases=aliases, replace=replace)(name)
+        return register_quantizer(own_type(name), aliases=aliases, replace=replace, options=options)(name)
 
     def file(kind: QuantizerClass) -> QuantizerClass:
         if not (isinstance(kind, type) and issubclass(kind, Quantizer)):
@@ -45,8 +63,12 @@ def register_quantizer(name: str | QuantizerClass, *, aliases: tuple[str, ...] =
         _check_constructor(name, kind)
         if "_forward" in vars(kind) and "fake_quantize" not in vars(kind):
             kind.fake_quantize = _as_fake_quantize(vars(kind)["_forward"])  # type: ignore[assignment, method-assign]
+        if options is not None:
+            check_options(options, "quantizer", name, WeightQuantizer, ActivationQuantizer)
+        QUANTIZERS.register(name, aliases=aliases, replace=replace, options=options)(kind)
         kind.TYPE = name.lower()
-        QUANTIZERS.register(name, aliases=aliases, replace=replace)(kind)
+        if options is not None:
+            kind.OPTIONS = options
         return kind
 
     return file
@@ -69,6 +91,11 @@ def _as_fake_quantize(forward: Callable[..., Tensor]) -> Callable[[Quantizer, Te
         return forward(self, x, *self.qparams()) if takes_numbers else forward(self, x)
 
     return fake_quantize
+
+
+def quantizer_options(config: TensorConfig) -> Section:
+    """The options of the quantizer that a tensor's config selects, as that config gives them."""
+    return selected_options(config.QUANTIZER)
 
 
 def build_quantizer(kind: str, spec: TensorSpec, target: Target, **settings: Any) -> Quantizer:

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from sparsebit.numerics.spec import PerChannel, TensorSpec
-from sparsebit.quantization.observers import ObserverOptions, build_observer
+from sparsebit.quantization.observers import build_observer
+from sparsebit.quantization.observers.aciq import AciqOptions, best_step, moments
 from sparsebit.quantization.observers.aciq import aciq_range as aciq_range_by
-from sparsebit.quantization.observers.aciq import best_step, moments
 from sparsebit.quantization.observers.distortion import HistogramDistortion
 from sparsebit.quantization.observers.histogram import Histogram
 from sparsebit.quantization.observers.mse import mse_range
@@ -92,7 +92,7 @@ def test_per_channel_does_not_depend_on_the_number_of_channels() -> None:
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "affine"])
 @pytest.mark.parametrize("bits", [1, 2, 8, 9, 12])
 def test_any_bits_clip_a_long_tail(bits: int, symmetric: bool) -> None:
-    observer = build_observer("aciq", TensorSpec(bits, symmetric), ObserverOptions(distribution="LAPLACE"))
+    observer = build_observer("aciq", TensorSpec(bits, symmetric), AciqOptions(DISTRIBUTION="LAPLACE"))
     observer.update(torch.distributions.Laplace(0.0, 1.0).sample((100_000,)))
     low, high = observer.calc_range()
     assert low < 0 <= high

@@ -9,9 +9,10 @@ from torch import Tensor
 from sparsebit.numerics.qparams import qparams_from_range
 from sparsebit.numerics.reference import fake_quantize
 from sparsebit.numerics.spec import PerChannel, TensorSpec
-from sparsebit.quantization.observers import ObserverOptions, build_observer
+from sparsebit.quantization.observers import build_observer
 from sparsebit.quantization.observers.distortion import HistogramDistortion
 from sparsebit.quantization.observers.histogram import CHUNK, NUM_OCTAVES, Histogram
+from sparsebit.quantization.observers.ranges import PercentileOptions
 
 PER_TENSOR = TensorSpec(8, symmetric=False)
 PER_CHANNEL = PER_TENSOR.replace(granularity=PerChannel(0))
@@ -127,7 +128,7 @@ def test_percentile_of_data_with_far_outliers(
     batches = bodies(seed, num_rows, 3, relu)
     batch = batches[0 if place == "first" else -1]
     batch[:, : len(outliers)] = torch.tensor(outliers)
-    options, spec = ObserverOptions(alpha=0.01), PER_TENSOR if num_rows == 1 else PER_CHANNEL
+    options, spec = PercentileOptions(ALPHA=0.01), PER_TENSOR if num_rows == 1 else PER_CHANNEL
     observers = [build_observer("percentile", spec, options) for _ in batches]
     for index, values in enumerate(batches):
         observers[index if merged else 0].update(values)

@@ -2,17 +2,23 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pydantic import Field
+from torch import nn
 
+from sparsebit.config.section import Section
 from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.numerics.spec import PerChannel, PerGroup, PerTensor, TensorSpec
-from sparsebit.quantization.observers import Observer, ObserverOptions, build_observer, register_observer
+from sparsebit.quantization import QuantModel, parse_qconfig
+from sparsebit.quantization.observers import Observer, build_observer, observer_options, register_observer
 from sparsebit.quantization.observers import observer as observer_module
 from sparsebit.quantization.observers.statistics import MinMax
 from sparsebit.registry import OBSERVERS
+from tests.quantization.tiny import calibrated, qconfig, run, site
 
 NAMES = ["minmax", "moving_average", "percentile", "mse", "kl_histogram", "aciq"]
 AFFINE = TensorSpec(8, symmetric=False)
@@ -119,17 +125,18 @@ def test_non_finite_data_is_refused_at_once(name: str, bad: float, target: Any) 
 
 
 @pytest.mark.parametrize(
-    ("given", "complaint"),
+    ("kind", "given", "complaint"),
     [
-        ({"alpha": 0.5}, "ALPHA=0.5"),
-        ({"ema_ratio": 1.0}, "EMA_RATIO=1.0"),
-        ({"distribution": "gauss"}, "allowed: GAUS, LAPLACE"),
+        ("percentile", {"ALPHA": 0.5}, "^ALPHA=0.5: allowed: a number, at least 0, below 0.5$"),
+        ("moving_average", {"EMA_RATIO": 1.0}, "^EMA_RATIO=1.0: allowed: a number, at least 0, below 1$"),
+        ("aciq", {"DISTRIBUTION": "gauss"}, "^DISTRIBUTION='gauss': allowed: GAUS, LAPLACE; did you mean GAUS?"),
+        ("minmax", {"ALPHA": 0.1}, "^ALPHA=0.1: unknown key"),
     ],
-    ids=["alpha", "ema_ratio", "distribution"],
+    ids=["alpha", "ema_ratio", "distribution", "none"],
 )
-def test_options_are_checked(given: dict[str, Any], complaint: str) -> None:
+def test_options_are_checked(kind: str, given: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        ObserverOptions(**given)
+        type(build_observer(kind, AFFINE)).OPTIONS.from_dict(given)
 
 
 def test_constant_and_integer_data(name: str) -> None:
@@ -160,9 +167,7 @@ def test_users_observers_join_the_registry() -> None:
         register_observer("test_no_class")(dict)  # type: ignore[type-var]
 
 
-def test_registered_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OBSERVERS, "_entries", dict(OBSERVERS._entries))
-
+def test_registered_without_a_name() -> None:
     @register_observer
     class Doubled(Observer[MinMax]):
         TYPE = "DOUBLED"
@@ -197,3 +202,79 @@ def test_ranges_do_not_depend_on_the_rows_at_a_time(kind: str, target: Any, monk
     whole = observer.calc_range()
     monkeypatch.setattr(observer_module, "ROWS_AT_A_TIME", 2)
     assert all(torch.equal(*pair) for pair in zip(whole, observer.calc_range(), strict=True))
+
+
+class PartOptions(Section):
+    PART: float = Field(0.5, gt=0, le=1, description="How much of the range is kept.")
+
+
+def register_part() -> None:
+    @register_observer("part", options=PartOptions)
+    class Part(Observer[MinMax]):
+        options: PartOptions
+
+        def new_statistic(self) -> MinMax:
+            return MinMax()
+
+        def range_of(self, statistic: MinMax) -> tuple[torch.Tensor, torch.Tensor]:
+            low, high = statistic.range()
+            return self.options.PART * low, self.options.PART * high
+
+
+PARTS = """
+DEVICE: cpu
+W: {QUANTIZER: {BIT: 8}, OBSERVER: {TYPE: part, PART: {PART: 0.25}}}
+A: {QUANTIZER: {BIT: 8}, OBSERVER: {TYPE: part}, SPECIFIC: [{"1": [OBSERVER.PART.PART, 1]}]}
+"""
+
+
+class TestOptions:
+    def test_from_yaml_to_numbers_to_a_folder_and_back(self, tmp_path: Path) -> None:
+        register_part()
+        model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).eval(), torch.randn(16, 4)
+        config = parse_qconfig(PARTS)
+        qmodel = calibrated(model, [x], config)
+        plain = calibrated(model, [x], config.replace("W.OBSERVER.TYPE", "minmax", "A.OBSERVER.TYPE", "minmax"))
+        for name, part in (("0.weight", 0.25), ("1.weight", 0.25), ("0.input", 0.5), ("1.input", 1.0)):
+            found = site(qmodel, name)
+            assert found.observer.options == PartOptions(PART=part)
+            if name != "1.input":  # behind a layer that is quantized more coarsely
+                torch.testing.assert_close(found.scale, part * site(plain, name).scale)
+        qmodel.save(tmp_path / "saved")
+        loaded = QuantModel.load(tmp_path / "saved", model)
+        assert loaded.config == config and torch.equal(loaded(x), qmodel(x))
+        loaded.prepare_calibration()
+        run(loaded, [x])
+        loaded.calc_qparams()
+        assert torch.equal(site(loaded, "0.input").scale, site(qmodel, "0.input").scale)
+
+    def test_another_bit_width_keeps_them(self) -> None:
+        register_part()
+        config = parse_qconfig(PARTS).replace("A.SPECIFIC", [])
+        qmodel = calibrated(nn.Sequential(nn.Linear(4, 2)), [torch.randn(16, 4)], config)
+        quantizer = site(qmodel, "0.weight")
+        quantizer.set_bit(4)
+        assert quantizer.observer.options == PartOptions(PART=0.25)
+
+    def test_refusals(self) -> None:
+        register_part()
+        with pytest.raises(ConfigError, match=r"A.OBSERVER.PART.PART=0: allowed: a number, above 0, at most 1"):
+            qconfig({"A.OBSERVER.PART.PART": 0})
+        with pytest.raises(ConfigError, match=r"A.OBSERVER.PRAT.*did you mean A.OBSERVER.PART\?"):
+            qconfig({"A.OBSERVER.PRAT.PART": 1})
+        with pytest.raises(ConfigError, match="LAYOUT is a key already"):
+            register_observer("layout", options=PartOptions)(type(build_observer("part", AFFINE)))
+
+    def test_built_by_hand(self) -> None:
+        register_part()
+        observer = build_observer("part", AFFINE)
+        assert observer.options == PartOptions()
+        config = qconfig({"A.OBSERVER": {"TYPE": "part", "PART": {"PART": 0.75}}}).resolve("A", "fc")
+        assert observer_options(config) == PartOptions(PART=0.75)
+        with pytest.raises(CalibrationError, match="must be the same"):
+            observer.merge(build_observer("part", AFFINE, PartOptions(PART=0.75)))
+
+    def test_observers_have_their_own_options_only(self, name: str) -> None:
+        expected = {"percentile": ["ALPHA"], "moving_average": ["EMA_RATIO"], "aciq": ["DISTRIBUTION"]}
+        options = build_observer(name, AFFINE).options
+        assert list(type(options).model_fields) == expected.get(name, [])

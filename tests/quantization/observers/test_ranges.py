@@ -4,9 +4,14 @@ import pytest
 import torch
 
 from sparsebit.numerics.spec import PerChannel, TensorSpec
-from sparsebit.quantization.observers import ObserverOptions, build_observer
+from sparsebit.quantization.observers import build_observer
 from sparsebit.quantization.observers.histogram import Histogram
-from sparsebit.quantization.observers.ranges import magnitude_beyond, percentile_range
+from sparsebit.quantization.observers.ranges import (
+    MovingAverageOptions,
+    PercentileOptions,
+    magnitude_beyond,
+    percentile_range,
+)
 
 PER_TENSOR = TensorSpec(8, symmetric=False)
 
@@ -29,7 +34,7 @@ def test_minmax_takes_the_extremes_of_all_batches_per_channel() -> None:
 @pytest.mark.parametrize("axis", [None, 1], ids=["per_tensor", "per_channel"])
 def test_moving_average_is_per_channel_too(axis: int | None) -> None:
     spec = PER_TENSOR if axis is None else PER_TENSOR.replace(granularity=PerChannel(axis))
-    observer = build_observer("moving_average", spec, ObserverOptions(ema_ratio=0.5))
+    observer = build_observer("moving_average", spec, MovingAverageOptions(EMA_RATIO=0.5))
     observer.update(torch.tensor([[1.0, 8.0], [-1.0, -8.0]]))
     observer.update(torch.tensor([[3.0, 4.0]]))
     low, high = observer.calc_range()
@@ -70,13 +75,13 @@ def test_percentile_counts_the_zeros_of_a_relu() -> None:
 
 @pytest.mark.parametrize(("sign", "expected"), [(1, (0.0, 9.0)), (-1, (-9.0, 0.0))], ids=["positive", "negative"])
 def test_percentile_of_one_sided_data_keeps_zero(sign: int, expected: tuple[float, float]) -> None:
-    observer = build_observer("percentile", PER_TENSOR, ObserverOptions(alpha=0.1))
+    observer = build_observer("percentile", PER_TENSOR, PercentileOptions(ALPHA=0.1))
     observer.update(sign * torch.linspace(1, 9.888, 1001))
     assert [float(end) for end in observer.calc_range()] == pytest.approx(expected, abs=0.01)
 
 
 def test_percentile_zero_is_minmax() -> None:
     x = torch.randn(1000)
-    observer = build_observer("percentile", PER_TENSOR, ObserverOptions(alpha=0))
+    observer = build_observer("percentile", PER_TENSOR, PercentileOptions(ALPHA=0))
     observer.update(x)
     assert observer.calc_range() == (x.min(), x.max())

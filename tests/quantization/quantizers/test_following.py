@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.numerics.qparams import qparams_from_range
 from sparsebit.numerics.spec import PerChannel, PerTensor, TensorSpec
-from sparsebit.quantization.observers import ObserverOptions
 from sparsebit.quantization.quantizers.base import Quantizer, Target
 from sparsebit.quantization.quantizers.registration import build_quantizer
 from tests.quantization.tiny_training import data, numbers, ready, train
@@ -23,10 +22,7 @@ def following(
     spec: TensorSpec, first: Tensor, target: Target = "feature", *, ratio: float = 0.9, **settings: str
 ) -> Quantizer:
     num_scales = 1 if spec.granularity.kind == "tensor" else len(first)
-    options = ObserverOptions(ema_ratio=ratio)
-    quantizer = build_quantizer(
-        "uniform", spec, target, name="x", num_scales=num_scales, observer_options=options, **settings
-    )
+    quantizer = build_quantizer("uniform", spec, target, name="x", num_scales=num_scales, ema_ratio=ratio, **settings)
     quantizer.update_observer(first)
     quantizer.calc_qparams()
     quantizer.enable_quant()
