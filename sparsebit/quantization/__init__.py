@@ -13,6 +13,7 @@ from sparsebit.quantization.ops.registration import register_qmodule
 from sparsebit.quantization.quant_config import parse_qconfig
 from sparsebit.quantization.quant_model import QuantModel
 from sparsebit.quantization.quantizers import Quantizer, register_quantizer
+from sparsebit.quantization.sites import Plan, Site
 
 __all__ = [
     "QMODULE_MAP",
@@ -21,11 +22,13 @@ __all__ = [
     "FreezeSchedule",
     "MultipleInputsQuantOpr",
     "Observer",
+    "Plan",
     "QIdentity",
     "QuantModel",
     "QuantOpr",
     "Quantizer",
     "Section",
+    "Site",
     "parse_qconfig",
     "register_observer",
     "register_qmodule",

@@ -14,8 +14,8 @@ from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
 from sparsebit.quantization.ops.quant_opr import QIdentity, QuantOpr
 from sparsebit.quantization.parameter_sites import OwnedParameter, owned_parameters, quantizers_of_parameters
 from sparsebit.quantization.passes.masks import HIDDEN
-from sparsebit.quantization.placement import Plan, split_site
 from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.quantization.sites import Plan, split_site
 from sparsebit.records import Coverage, FloatLayer, OpaqueModule, ParameterRecord, QuantizedLayer
 
 

@@ -17,9 +17,9 @@ from sparsebit.graph.nested import map_nested
 from sparsebit.progress import track
 from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
 from sparsebit.quantization.ops.quant_opr import QIdentity, QuantOpr, WeightedQuantOpr
-from sparsebit.quantization.placement import split_site
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.site_errors import SiteErrors
+from sparsebit.quantization.sites import split_site
 from sparsebit.records import ErrorProfile, LayerError
 from sparsebit.records.phases import phase
 

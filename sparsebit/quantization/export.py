@@ -83,7 +83,7 @@ def build_onnx(
         keep_floats(model)
     if opset < LOWEST_WRITTEN:
         to_older_opset(model, opset)
-    off = {layer: reason for layer, reason in qmodel._plan.floats.items() if reason in SWITCHED_OFF}
+    off = {layer: reason for layer, reason in qmodel.plan.floats.items() if reason in SWITCHED_OFF}
     tidy(model, {"backend": qmodel.config.BACKEND}, off)
     return model, sites
 

@@ -8,7 +8,7 @@ from sparsebit.backends import BACKENDS
 from sparsebit.config.schema import WeightConfig
 from sparsebit.errors import BackendError
 from sparsebit.numerics.spec import PerGroup
-from sparsebit.quantization.placement import spec_of
+from sparsebit.quantization.sites import spec_of
 
 
 def check_groups(layer: str, config: WeightConfig, shape: Sequence[int], channel_axis: int, backend: str) -> None:

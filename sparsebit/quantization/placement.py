@@ -1,4 +1,4 @@
-"""`Plan`: which tensors are quantized and how, as a value; how its sites are named, and the number format of each."""
+"""Where the sites of a plan lie in the captured graphs: the planner's second result, used up by `attach_quantizers`."""
 
 from __future__ import annotations
 
@@ -6,68 +6,57 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from sparsebit.config.schema import ActivationConfig, TensorConfig, WeightConfig
-from sparsebit.graph.node_names import node_name
 from sparsebit.graph.op_rows import OpRow
-from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec
 
 
-@dataclass
-class RegionPlan:
-    """`inputs[consumer][source]`: how the consumer wants that input; `gates`: `silu` whose sigmoid is quantized too."""
+@dataclass(frozen=True)
+class AloneAt:
+    """A quantizer of its own in the graph, in front of the readers. `num_writes` into the tensor come before it."""
 
-    inputs: dict[fx.Node, dict[fx.Node, ActivationConfig]] = field(default_factory=dict)
-    outputs: dict[fx.Node, ActivationConfig] = field(default_factory=dict)
-    weights: dict[fx.Node, WeightConfig] = field(default_factory=dict)
-    gates: dict[fx.Node, ActivationConfig] = field(default_factory=dict)
-
-
-@dataclass
-class LoosePlan:
-    """A layer inside an untraced module."""
-
-    row: OpRow
-    input: ActivationConfig | None
-    weight: WeightConfig | None
+    site: str
+    source: fx.Node
+    readers: tuple[fx.Node, ...]
+    num_writes: int = 0
+    is_output: bool = False
 
 
-@dataclass
-class Plan:
-    """The whole model's placement: per region, per loose layer; `floats`: layers without a quantizer and the reason;
-    `warnings`: what the user's own keys cost against the runtime's profile.
+@dataclass(frozen=True)
+class SharedAt:
+    """Readers of a tensor that lies on the grid of another site, `owner`: nothing is rounded."""
+
+    name: str
+    owner: str
+    source: fx.Node
+    readers: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class InsideOf:
+    """An op that holds its quantizers; a role without a site is in float.
+
+    `node` is None for a layer outside graphs; `source`: whose value its input quantizer reads.
     """
 
-    regions: dict[str, RegionPlan] = field(default_factory=dict)
-    loose: dict[str, LoosePlan] = field(default_factory=dict)
-    floats: dict[str, str] = field(default_factory=dict)
-    layers: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+    node: fx.Node | None
+    row: OpRow
+    layer: str
+    source: fx.Node | None = None
+    input: str | None = None
+    weight: str | None = None
+    gate: str | None = None
 
 
-def layer_name(region_path: str, node: fx.Node) -> str:
-    """A node's name for configs and reports: its module's path, or the path of the module that calls it and the op."""
-    return f"{region_path}.{node_name(node)}" if region_path else node_name(node)
+@dataclass
+class RegionPlacement:
+    """Of one captured graph. `tensors`: in the order in which they are put in."""
+
+    tensors: list[AloneAt | SharedAt] = field(default_factory=list)
+    ops: list[InsideOf] = field(default_factory=list)
 
 
-def split_site(site: str) -> tuple[str, str]:
-    """A quantizer's name as layer and role: `layer1.conv.input.0` -> (`layer1.conv`, `input.0`)."""
-    parts = site.split(".")
-    for index in range(len(parts) - 1, 0, -1):
-        if parts[index] in ("input", "weight", "output", "shared", "gate"):
-            return ".".join(parts[:index]), ".".join(parts[index:])
-    return site, "input"
+@dataclass
+class Placement:
+    """Of the whole model: each captured graph, and each layer that no graph holds, by their paths."""
 
-
-def spec_of(config: TensorConfig, channel_axis: int) -> TensorSpec:
-    """The number format that one tensor's config asks for; `channel_axis` is the tensor's own."""
-    granularity: Granularity = PerTensor()
-    if config.granularity == "channel":
-        granularity = PerChannel(channel_axis)
-    elif config.granularity == "group":
-        assert isinstance(config, WeightConfig)
-        granularity = PerGroup(1 - channel_axis, config.QUANTIZER.GROUP_SIZE)
-    return TensorSpec(config.QUANTIZER.BIT, config.symmetric, granularity)
-
-
-def feature_axis(config: ActivationConfig) -> int:
-    return 1 if config.OBSERVER.LAYOUT == "NCHW" else -1
+    regions: dict[str, RegionPlacement] = field(default_factory=dict)
+    loose: dict[str, InsideOf] = field(default_factory=dict)

@@ -1,7 +1,11 @@
-"""Config + graph + runtime profile -> which tensors are quantized, how, and why the others are not."""
+"""Config + graph + runtime profile -> which tensors are quantized, how, and why the others are not.
+
+The result is a `Plan`, which is a value, and the `Placement` of its sites in the graphs.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Literal, TypeVar
 
@@ -19,14 +23,15 @@ from sparsebit.graph.tracer import LeafPolicy
 from sparsebit.graph.values import python_values, static_values, tensor_inputs
 from sparsebit.quantization.float_reasons import COMPLEX, SWITCHED_OFF
 from sparsebit.quantization.group_rules import check_groups
+from sparsebit.quantization.grouping import Grouping, Wants, with_sites
 from sparsebit.quantization.ops.layer_call import at_rest
 from sparsebit.quantization.passes.disable_unnecessary_quant import absorbed_by, chain_end
 from sparsebit.quantization.passes.divisors import NOT_ZERO, divisor_makers, reads_as_divisor
 from sparsebit.quantization.passes.masks import HIDDEN, hidden_values
 from sparsebit.quantization.passes.writes import IN_PLACE
-from sparsebit.quantization.placement import LoosePlan, Plan, RegionPlan, layer_name
+from sparsebit.quantization.placement import InsideOf, Placement
+from sparsebit.quantization.sites import Plan, Site, layer_name, site_of
 
-# Why a layer is in float, where the user wanted it so; files carry it.
 _INTEGER_PATH = frozenset({"batch_norm", "add", "cat", "max_pool", "avg_pool", "upsample"})
 PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum"})
 _ENDS_FOR_ADDS = frozenset({"add", "cat", "flatten", "permute", "reshape"})
@@ -34,47 +39,123 @@ _QUANTIZABLE = (OpKind.WEIGHTED, OpKind.UNARY, OpKind.MULTI)
 C = TypeVar("C", bound=TensorConfig)
 
 
-def make_plan(captured: Captured, config: QuantConfig) -> Plan:
+def make_plan(captured: Captured, config: QuantConfig) -> tuple[Plan, Placement]:
     """Place quantizers. `virtual`: every known op quantizes its inputs. A runtime: what its profile lists."""
-    profile = PROFILES[config.BACKEND]
-    plan = Plan(floats=dict(captured.untouched))
-    _note_costs(plan, config, profile)
+    draft = _Draft(config, PROFILES[config.BACKEND], floats=dict(captured.untouched))
+    placement = Placement()
     for path, region in captured.regions.items():
-        plan.regions[path] = _RegionPlanner(path, region, captured, config, profile, plan).make()
+        planner = _RegionPlanner(path, region, captured, draft)
+        wants, root = planner.make(), region.graph_module
+        grouping = Grouping(path, root, planner.rows, wants, draft.add_site, draft.free_name, draft.wrapped)
+        placement.regions[path] = grouping.place()
     for path, loose in captured.loose.items():
-        if path in captured.untouched or _is_skipped(plan, path, config):
-            continue
-        row = row_of_module(loose.module)
-        if row is None or row.kind not in _QUANTIZABLE:
-            _note_float(plan, path, row, type(loose.module))
-            continue
-        plan.layers.append(path)
-        if _is_complex(loose.module):
-            plan.floats[path] = COMPLEX
-            continue
-        if not _wants(row, profile) or row.name in profile.conv_fed:
-            plan.floats[path] = f"{profile.name} runs {row.name} in float"
-            continue
-        if getattr(loose.module, "inplace", False) is True:
-            plan.floats[path] = IN_PLACE
-            continue
-        activation = config.resolve("A", path)
-        weight = config.resolve("W", path) if row.kind is OpKind.WEIGHTED else None
-        has_input = bool(row.inputs) and row.kind is not OpKind.MULTI
-        if weight is not None:
-            _check_groups(path, weight, loose.module, row, config.BACKEND)
-        plan.loose[path] = LoosePlan(row, _enabled(activation) if has_input else None, _enabled(weight))
-        _note_disabled(plan, path, activation, weight)
-    return plan
+        planned = None if path in captured.untouched else _plan_loose(path, loose.module, draft)
+        if planned is not None:
+            placement.loose[path] = planned
+    return draft.plan(), placement
+
+
+@dataclass
+class _Draft:
+    """A plan in the making; `wrapped`: the modules (by id) whose sites are in it."""
+
+    config: QuantConfig
+    profile: RuntimeProfile
+    sites: dict[str, Site] = field(default_factory=dict)
+    floats: dict[str, str] = field(default_factory=dict)
+    layers: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
+    wrapped: dict[int, nn.Module] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """A warning for each key that the user wrote and the profile would set otherwise (adds: where it matters)."""
+        for setting in self.profile.costs:
+            key, _, value = setting.partition("=")
+            if key != "A.QADD.ENABLE_QUANT" and self.config.is_set(key) and str(_value_at(self.config, key)) == value:
+                self.note_cost(setting)
+
+    def plan(self) -> Plan:
+        return Plan(self.config, self.sites, self.floats, tuple(self.layers), tuple(self.warnings))
+
+    def free_name(self, wanted: str) -> str:
+        """The site's name; of a layer that the model calls twice, the second one's with a number."""
+        name, number = wanted, 1
+        while name in self.names:
+            number += 1
+            name = f"{wanted}.{number}"
+        self.names.add(name)
+        return name
+
+    def add_site(self, wanted: str, config: TensorConfig, channel_axis: int) -> str:
+        name = self.free_name(wanted)
+        self.sites[name] = site_of(name, config, channel_axis, narrow=self.profile.narrow_weights)
+        return name
+
+    def note_cost(self, setting: str) -> None:
+        cost = f"{setting} is obeyed, against the {self.profile.name} profile: {self.profile.costs[setting]}"
+        if cost not in self.warnings:
+            self.warnings.append(cost)
+
+    def note_float(self, name: str, row: OpRow | None, op: Any) -> None:
+        if row is None:
+            if isinstance(op, type) and not issubclass(op, nn.Module):
+                return  # a container or an output class
+            op_name = getattr(op, "__name__", op)
+            self.floats[name] = f"unknown op {op_name}: passes through in float (register_qmodule teaches it)"
+        elif row.kind is OpKind.FLOAT:
+            self.floats[name] = row.reason
+
+    def note_disabled(self, name: str, activation: TensorConfig | None, weight: TensorConfig | None) -> None:
+        given = [config for config in (activation, weight) if config is not None]
+        if given and all(config.QUANTIZER.DISABLE for config in given):
+            self.floats[name] = SWITCHED_OFF[0]
+
+    def is_skipped(self, name: str) -> bool:
+        """Whether the user keeps this module in float; it is noted then."""
+        is_skipped = LeafPolicy(skip=self.config.SKIP_TRACE_MODULES).is_skipped(name)
+        if is_skipped:
+            self.floats[name] = SWITCHED_OFF[1]
+        return is_skipped
+
+
+def _plan_loose(path: str, module: nn.Module, draft: _Draft) -> InsideOf | None:
+    """A layer that runs in a module's own code."""
+    if draft.is_skipped(path):
+        return None
+    config, profile, row = draft.config, draft.profile, row_of_module(module)
+    if row is None or row.kind not in _QUANTIZABLE:
+        draft.note_float(path, row, type(module))
+        return None
+    draft.layers.append(path)
+    if _is_complex(module):
+        draft.floats[path] = COMPLEX
+        return None
+    if not _wants(row, profile) or row.name in profile.conv_fed:
+        draft.floats[path] = f"{profile.name} runs {row.name} in float"
+        return None
+    if getattr(module, "inplace", False) is True:
+        draft.floats[path] = IN_PLACE
+        return None
+    activation = config.resolve("A", path)
+    weight = config.resolve("W", path) if row.kind is OpKind.WEIGHTED else None
+    has_input = bool(row.inputs) and row.kind is not OpKind.MULTI
+    if weight is not None:
+        _check_groups(path, weight, module, row, config.BACKEND)
+    draft.note_disabled(path, activation, weight)
+    if id(module) in draft.wrapped:
+        return InsideOf(None, row, path)
+    draft.wrapped[id(module)] = module
+    at = InsideOf(None, row, path)
+    return with_sites(at, draft.add_site, _enabled(activation) if has_input else None, _enabled(weight))
 
 
 class _RegionPlanner:
     """Walks one graph once."""
 
-    def __init__(
-        self, path: str, region: Region, captured: Captured, config: QuantConfig, profile: RuntimeProfile, plan: Plan
-    ) -> None:
-        self.path, self.config, self.profile, self.plan = path, config, profile, plan
+    def __init__(self, path: str, region: Region, captured: Captured, draft: _Draft) -> None:
+        self.path, self.draft = path, draft
+        self.config, self.profile = config, profile = draft.config, draft.profile
         self.root = region.graph_module
         self.graph = self.root.graph
         self.opaque = captured.untraced
@@ -89,9 +170,9 @@ class _RegionPlanner:
         self.divisor_makers = divisor_makers(self.graph, self.rows)
         self.hidden = hidden_values(self.graph, self.rows, self.python)
         self.conv_fed: dict[tuple[fx.Node, frozenset[str]], bool] = {}
-        self.out = RegionPlan()
+        self.out = Wants()
 
-    def make(self) -> RegionPlan:
+    def make(self) -> Wants:
         static = static_values(self.graph)  # how a weight is made is no arithmetic on activations
         for node in self.graph.nodes:
             if node.op not in ("call_module", "call_function", "call_method") or node in self.python:
@@ -111,21 +192,21 @@ class _RegionPlanner:
         return all(self.config.resolve(kind, name).QUANTIZER.DISABLE for kind in kinds)
 
     def _place(self, node: fx.Node, row: OpRow | None, name: str) -> None:
-        if node.op == "call_module" and (name in self.untouched or _is_skipped(self.plan, name, self.config)):
+        if node.op == "call_module" and (name in self.untouched or self.draft.is_skipped(name)):
             return
         if row is None or row.kind not in _QUANTIZABLE:
             if name not in self.opaque:
                 op = type(self.root.get_submodule(str(node.target))) if node.op == "call_module" else node.target
-                _note_float(self.plan, name, row, op)
+                self.draft.note_float(name, row, op)
             return
-        self.plan.layers.append(name)
+        self.draft.layers.append(name)
         activation = self.config.resolve("A", name)
         reason = self._why_float(node, row, activation)
         if reason:
-            self.plan.floats[name] = reason
+            self.draft.floats[name] = reason
             return
         weight = self.config.resolve("W", name) if row.kind is OpKind.WEIGHTED else None
-        _note_disabled(self.plan, name, activation, weight)
+        self.draft.note_disabled(name, activation, weight)
         if _enabled(activation) is not None:
             written = overwritten(node, self.root)
             hidden = [source for source in self._sources(node, row) if source in self.hidden]
@@ -133,13 +214,13 @@ class _RegionPlanner:
             if sources:
                 self.out.inputs[node] = dict.fromkeys(sources, activation)
             elif written is not None:
-                self.plan.floats[name] = IN_PLACE
+                self.draft.floats[name] = IN_PLACE
             elif hidden:
-                self.plan.floats[name] = HIDDEN
+                self.draft.floats[name] = HIDDEN
             elif reads_as_divisor(node):
-                self.plan.floats[name] = "a number divided by a tensor: the divisor stays in float"
+                self.draft.floats[name] = "a number divided by a tensor: the divisor stays in float"
             for divisor in reads_as_divisor(node) if sources else ():
-                self.plan.floats[f"{name}: divisor {layer_name(self.path, divisor)}"] = (
+                self.draft.floats[f"{name}: divisor {layer_name(self.path, divisor)}"] = (
                     "rounded to zero it would give infinity"
                 )
             if row.name in self.profile.gates and written is None:
@@ -184,7 +265,7 @@ class _RegionPlanner:
         if row.name == "add" and (self.profile.inputs is None or activation.is_set("QADD.ENABLE_QUANT")):
             wanted = activation.QADD.ENABLE_QUANT
             if self.profile.inputs is not None and wanted != self._is_conv_fed(node):
-                _note_cost(self.plan, self.profile, f"A.QADD.ENABLE_QUANT={wanted}")
+                self.draft.note_cost(f"A.QADD.ENABLE_QUANT={wanted}")
             return "" if wanted else "A.QADD.ENABLE_QUANT is off"
         if row.name in self.profile.conv_fed and not self._is_conv_fed(node):
             return f"no convolution feeds it: {self.profile.name} is faster with this {row.name} in float"
@@ -261,14 +342,6 @@ def _head(node: fx.Node, chains: dict[fx.Node, fx.Node]) -> fx.Node:
     return node
 
 
-def _is_skipped(plan: Plan, name: str, config: QuantConfig) -> bool:
-    """Whether the user keeps this module in float; it is noted then."""
-    is_skipped = LeafPolicy(skip=config.SKIP_TRACE_MODULES).is_skipped(name)
-    if is_skipped:
-        plan.floats[name] = SWITCHED_OFF[1]
-    return is_skipped
-
-
 def _is_complex(module: nn.Module) -> bool:
     """Whether the layer computes with complex numbers."""
     return any(parameter.is_complex() for parameter in module.parameters(recurse=False))
@@ -280,36 +353,6 @@ def _wants(row: OpRow, profile: RuntimeProfile) -> bool:
 
 def _enabled(config: C | None) -> C | None:
     return None if config is None or config.QUANTIZER.DISABLE else config
-
-
-def _note_float(plan: Plan, name: str, row: OpRow | None, op: Any) -> None:
-    if row is None:
-        if isinstance(op, type) and not issubclass(op, nn.Module):
-            return  # a container or an output class
-        op_name = getattr(op, "__name__", op)
-        plan.floats[name] = f"unknown op {op_name}: passes through in float (register_qmodule teaches it)"
-    elif row.kind is OpKind.FLOAT:
-        plan.floats[name] = row.reason
-
-
-def _note_disabled(plan: Plan, name: str, activation: TensorConfig | None, weight: TensorConfig | None) -> None:
-    given = [config for config in (activation, weight) if config is not None]
-    if given and all(config.QUANTIZER.DISABLE for config in given):
-        plan.floats[name] = SWITCHED_OFF[0]
-
-
-def _note_costs(plan: Plan, config: QuantConfig, profile: RuntimeProfile) -> None:
-    """A line for each key that the user wrote and the profile would set otherwise (adds: only where it matters)."""
-    for setting in profile.costs:
-        key, _, value = setting.partition("=")
-        if key != "A.QADD.ENABLE_QUANT" and config.is_set(key) and str(_value_at(config, key)) == value:
-            _note_cost(plan, profile, setting)
-
-
-def _note_cost(plan: Plan, profile: RuntimeProfile, setting: str) -> None:
-    cost = f"{setting} is obeyed, against the {profile.name} profile: {profile.costs[setting]}"
-    if cost not in plan.warnings:
-        plan.warnings.append(cost)
 
 
 def _value_at(config: QuantConfig, key: str) -> object:

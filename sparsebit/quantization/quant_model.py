@@ -34,6 +34,7 @@ from sparsebit.quantization.gate import check_loads, check_parity, check_rules
 from sparsebit.quantization.mermaid import draw
 from sparsebit.quantization.quant_config import parse_qconfig
 from sparsebit.quantization.simulation import shown
+from sparsebit.quantization.sites import Plan
 from sparsebit.quantization.training import TrainableModel
 from sparsebit.records import ErrorProfile
 
@@ -303,6 +304,7 @@ class QuantModel(TrainableModel):
             "folded_layers": self._folded_layers,
             "own_code": dict(self._policy.own_code),
             "untouched": dict(self._policy.untouched),
+            "plan": None if self._given_plan is None else self._given_plan.to_dict(),
             "sites": {q.name: q.describe() for q in self.quantizers() if not q.fake_fused},
         }
 
@@ -314,9 +316,10 @@ class QuantModel(TrainableModel):
         nn.Module.__init__(qmodel)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the user was warned when the model was built first
-            config = parse_qconfig(description["config"])
+            config, saved = parse_qconfig(description["config"]), description.get("plan")
+            plan = Plan.from_dict({**saved, "config": config.to_dict()}) if saved else None
             cuts = {name: description.get(name, {}) for name in ("own_code", "untouched")}
-            qmodel._set_up(model, config, example, cls._leaf_policy(config, **cuts))
+            qmodel._set_up(model, config, example, cls._leaf_policy(config, **cuts), plan=plan)
         qmodel._fold_norms(lambda name, *_: name in description["folded_layers"])
         for quantizer in (q for q in qmodel.quantizers() if not q.fake_fused):
             site = manifest.site_of(description, quantizer.name)

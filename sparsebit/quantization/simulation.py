@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import sys
 import warnings
@@ -17,7 +16,7 @@ from sparsebit.config.reading import Source
 from sparsebit.config.schema import QuantConfig
 from sparsebit.config.selectors import near_names
 from sparsebit.deploy.runtimes import PROFILES
-from sparsebit.errors import CaptureError
+from sparsebit.errors import CaptureError, ConfigError
 from sparsebit.execution.batches import Call, as_call
 from sparsebit.graph.capture import VARYING, CallForm, Captured, Region, call_form, capture
 from sparsebit.graph.copying import uncompiled
@@ -35,10 +34,10 @@ from sparsebit.quantization.ops.registration import registered_module_types
 from sparsebit.quantization.passes.attach_integer_ops import attach_integer_ops
 from sparsebit.quantization.passes.attach_parameter_quantizers import attach_parameter_quantizers
 from sparsebit.quantization.passes.attach_quantizers import attach_quantizers
-from sparsebit.quantization.placement import Plan
 from sparsebit.quantization.plan import make_plan
 from sparsebit.quantization.quant_config import as_qconfig, require_device
 from sparsebit.quantization.quantizers.base import Quantizer, Target
+from sparsebit.quantization.sites import Plan
 from sparsebit.records import Coverage
 
 log = logging.getLogger(__name__)
@@ -54,14 +53,25 @@ class SimulatedModel(nn.Module):
 
     model: nn.Module
 
-    def __init__(self, model: nn.Module, config: Source | QuantConfig, *, example_inputs: Any = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Source | QuantConfig | None = None,
+        *,
+        plan: Plan | None = None,
+        example_inputs: Any = None,
+    ) -> None:
         super().__init__()
         if not isinstance(model, nn.Module):
             raise CaptureError(f"QuantModel wants an nn.Module, not {type(model).__name__}")
         if any(isinstance(module, SimulatedModel) for module in model.modules()):
             raise CaptureError("the model is, or holds, a QuantModel, which is quantized already; give the float model")
-        config = as_qconfig(config)
-        self._set_up(model, config, None if example_inputs is None else as_call(example_inputs, model))
+        if (config is None) == (plan is None):
+            raise ConfigError("QuantModel wants a config, or a plan, which holds its config: give one of the two")
+        example = None if example_inputs is None else as_call(example_inputs, model)
+        wanted = config if plan is None else plan.config
+        assert wanted is not None
+        self._set_up(model, as_qconfig(wanted), example, plan=plan)
 
     # --- building
 
@@ -72,9 +82,10 @@ class SimulatedModel(nn.Module):
         example: Call | None,
         policy: LeafPolicy | None = None,
         form: CallForm | None = None,
+        plan: Plan | None = None,
     ) -> None:
         require_device(config)
-        self.config = config
+        self.config, self._given_plan = config, plan
         # In a tuple: the original is kept for a capture anew if a call shows another form, and is not our module.
         model = uncompiled(model)
         self._original = (model,)
@@ -99,12 +110,13 @@ class SimulatedModel(nn.Module):
             Tensor, lambda x: torch.zeros_like(x, device=device) if x.is_meta else x.to(device), example
         )
         captured = self._capture(example, form)
-        plan = make_plan(captured, self.config)
-        attach_quantizers(captured, plan, self.config.BACKEND)
-        attach_parameter_quantizers(captured, plan, self.config, example)
+        plan, placement = make_plan(captured, self.config)
+        plan = plan if self._given_plan is None else self._given_plan.fitted(plan)
+        attach_quantizers(captured, plan, placement)
+        plan = attach_parameter_quantizers(captured, plan, example, self._given_plan)
+        self._require_planned_sites(plan)
         attach_integer_ops(captured, PROFILES[self.config.BACKEND])
-        self._captured = captured
-        self._plan = dataclasses.replace(plan, regions={}, loose={})  # they have become modules
+        self._captured, self.plan = captured, plan
         self._example: Call | None = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), example)
         self._folded_layers: list[str] = []  # by batch-norm tuning
         self._ran_source = False
@@ -112,6 +124,15 @@ class SimulatedModel(nn.Module):
         self.training = self.model.training  # a capture anew asks for it
         self.to(self.config.DEVICE)
         self._tell(plan)
+
+    def _require_planned_sites(self, plan: Plan) -> None:
+        missing = [] if self._given_plan is None else self._given_plan.missing_in(plan)
+        if not missing:
+            return
+        told = f"the plan has {len(missing)} sites that this model has not: {', '.join(missing[:5])}"
+        if not self._policy.own_code and not self._policy.untouched:
+            raise ConfigError(f"{told}; make the plan from this model: QuantModel(model, config).plan")
+        warnings.warn(f"{told}: their modules run their own code", stacklevel=_users_level())
 
     def _capture(self, example: Call | None, form: CallForm | None) -> Captured:
         """The captured model, ready for a plan. A module whose graph cannot be made ready runs its own code."""
@@ -237,7 +258,7 @@ class SimulatedModel(nn.Module):
     @property
     def coverage(self) -> Coverage:
         """What is quantized, what is float and why."""
-        return describe_coverage(self.model, self._captured, self._plan)
+        return describe_coverage(self.model, self._captured, self.plan)
 
     def _code_modules(self) -> list[nn.Module]:
         """Every module whose own Python code may run, those behind captured graphs among them."""

@@ -39,6 +39,7 @@ from sparsebit.graph.verification import Compare, Reference, in_double
 from sparsebit.quantization.carried_state import BuiltState, CarriedState
 from sparsebit.quantization.ops.quant_opr import QIdentity, QuantOpr
 from sparsebit.quantization.simulation import SimulatedModel
+from sparsebit.quantization.sites import Plan
 from sparsebit.records import Coverage, GradientCheck
 
 log = logging.getLogger(__name__)
@@ -69,12 +70,13 @@ class VerifiedModel(SimulatedModel):
     def __init__(
         self,
         model: nn.Module,
-        config: Source | QuantConfig,
+        config: Source | QuantConfig | None = None,
         *,
+        plan: Plan | None = None,
         example_inputs: Any = None,
         verify: bool | Literal["calibration"] = True,
     ) -> None:
-        super().__init__(model, config, example_inputs=example_inputs)
+        super().__init__(model, config, plan=plan, example_inputs=example_inputs)
         self._verifies = verify
         if not verify:
             self._unproved = "verify=False: the copy was not compared with the model's own code"

@@ -24,9 +24,9 @@ from sparsebit.numerics.qparams import broadcast_to
 from sparsebit.numerics.spec import scale_shape
 from sparsebit.quantization.calibration import calibrate_weight
 from sparsebit.quantization.ops.quant_opr import QuantOpr, WeightedQuantOpr
-from sparsebit.quantization.placement import layer_name
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.quantizers.recognition import is_known
+from sparsebit.quantization.sites import layer_name
 
 log = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from sparsebit.quantization.ops.quant_opr import (
     WeightedQuantOpr,
 )
 from sparsebit.quantization.ops.repeated_calls import CallArithmetic, CallArithmetics
-from sparsebit.quantization.placement import split_site
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.quantizers.recognition import is_known
+from sparsebit.quantization.sites import split_site
 
 _LAYERS = frozenset({"conv", "linear", "addmm"})
 _CLIPS = frozenset({"relu", "relu6", "hardtanh"})  # they commute with rounding on a grid that holds their ends

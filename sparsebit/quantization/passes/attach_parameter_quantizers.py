@@ -7,6 +7,7 @@ stack of matrices is taken to be weights. Scales are per output channel, of each
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -29,8 +30,8 @@ from sparsebit.quantization.float_reasons import SWITCHED_OFF, TABLE, UNEXPLAINE
 from sparsebit.quantization.ops.parameter_reads import QuantizedParameter, read_quantized
 from sparsebit.quantization.ops.parameter_use import axis_of, observe_use
 from sparsebit.quantization.parameter_sites import owned_parameters, quantizers_of_parameters
-from sparsebit.quantization.passes.attach_quantizers import weight_quantizer
-from sparsebit.quantization.placement import Plan, spec_of
+from sparsebit.quantization.passes.attach_quantizers import quantizer_of
+from sparsebit.quantization.sites import LEFT_OUT, Plan, Site, site_of, spec_of
 
 # Of all parameters: a smaller stack that no example explains is no weight worth a guess.
 SIZEABLE = 0.01
@@ -63,9 +64,27 @@ class _Candidate:
         return self.axis is not None or self.channel_axis is not None
 
 
-def attach_parameter_quantizers(captured: Captured, plan: Plan, config: QuantConfig, example: Any = None) -> None:
-    """Put them into the captured model, in place; `plan` is told of the others and why they stay float."""
-    candidates = _candidates(captured, plan, config)
+@dataclass
+class _Notes:
+    """What is added to the plan."""
+
+    floats: dict[str, str]
+    given: Plan | None
+    sites: dict[str, Site] = field(default_factory=dict)
+    layers: list[str] = field(default_factory=list)
+
+    def note(self, candidate: _Candidate, reason: str) -> None:
+        if candidate.path not in self.floats:  # that of the whole layer says more
+            self.floats[candidate.site] = reason
+
+
+def attach_parameter_quantizers(captured: Captured, plan: Plan, example: Any = None, given: Plan | None = None) -> Plan:
+    """Put them into the captured model, in place; gives the plan with their sites, and why the others stay float.
+
+    `given`: a plan that says what is quantized, and how.
+    """
+    config, notes = plan.config, _Notes(dict(plan.floats), given)
+    candidates = _candidates(captured, config)
     watched = {c.site: c.parameter for c in candidates if c.is_watched and c.axis is None}
     if watched and example is not None:
         use = observe_use(watched, captured.model, *example)
@@ -73,15 +92,15 @@ def attach_parameter_quantizers(captured: Captured, plan: Plan, config: QuantCon
             candidate.axis = use.summed.get(candidate.site, candidate.axis)
             candidate.channel_axis = use.channels.get(candidate.site)
             if not candidate.is_weight and candidate.is_watched:
-                _note(plan, candidate, TABLE)
+                notes.note(candidate, TABLE)
     elif watched:
-        _guess(candidates, captured, plan)
+        _guess(candidates, captured, notes)
     chosen: dict[int, dict[str, QuantizedParameter]] = {}
     owners: dict[int, nn.Module] = {}
     for candidate in candidates:
         if not candidate.is_weight:
             continue
-        quantized = _quantized(candidate, plan, config)
+        quantized = _quantized(candidate, notes, config)
         if quantized is None:
             continue
         owners[id(candidate.owner)] = candidate.owner
@@ -92,12 +111,14 @@ def attach_parameter_quantizers(captured: Captured, plan: Plan, config: QuantCon
         read_quantized(owner, chosen[key])
     for region in captured.regions.values():
         region.graph_module.recompile()
+    sites, layers = {**plan.sites, **notes.sites}, (*plan.layers, *notes.layers)
+    return dataclasses.replace(plan, sites=sites, floats=notes.floats, layers=layers)
 
 
 # --- which parameters
 
 
-def _candidates(captured: Captured, plan: Plan, config: QuantConfig) -> list[_Candidate]:
+def _candidates(captured: Captured, config: QuantConfig) -> list[_Candidate]:
     known = quantizers_of_parameters(captured.model)
     policy = LeafPolicy(skip=config.SKIP_TRACE_MODULES, untouched=captured.untouched)
     found: dict[int, _Candidate] = {}
@@ -125,7 +146,7 @@ def _candidates(captured: Captured, plan: Plan, config: QuantConfig) -> list[_Ca
         else:
             candidate.is_watched = row is None or row.kind is OpKind.FLOAT
         found[id(owned.parameter)] = candidate
-    return [c for c in found.values() if not _is_left_alone(c, plan, policy)]
+    return [c for c in found.values() if not _is_left_alone(c, policy)]
 
 
 def is_matrix(parameter: Tensor) -> bool:
@@ -133,7 +154,7 @@ def is_matrix(parameter: Tensor) -> bool:
     return parameter.is_floating_point() and sum(size > 1 for size in parameter.shape) >= 2
 
 
-def _is_left_alone(candidate: _Candidate, plan: Plan, policy: LeafPolicy) -> bool:
+def _is_left_alone(candidate: _Candidate, policy: LeafPolicy) -> bool:
     """Whether the user keeps its module in float."""
     parts = candidate.path.split(".")
     above = [".".join(parts[: end + 1]) for end in range(len(parts))]
@@ -178,7 +199,7 @@ def _moved(user: fx.Node, source: fx.Node, value: Any) -> Any:
         return None
 
 
-def _guess(candidates: list[_Candidate], captured: Captured, plan: Plan) -> None:
+def _guess(candidates: list[_Candidate], captured: Captured, notes: _Notes) -> None:
     """Without an example: sizeable stacks of matrices `[n, out, in]`, or `[n, in, out]` where the module says
     `is_transposed`.
     """
@@ -193,34 +214,35 @@ def _guess(candidates: list[_Candidate], captured: Captured, plan: Plan) -> None
         if candidate.parameter.ndim == 3 and min(candidate.parameter.shape) > 1 and is_sizeable:
             candidate.axis = 1 if getattr(candidate.owner, "is_transposed", False) is True else 2
         else:
-            _note(plan, candidate, UNEXPLAINED)
-
-
-def _note(plan: Plan, candidate: _Candidate, reason: str) -> None:
-    if candidate.path not in plan.floats:  # that of the whole layer says more
-        plan.floats[candidate.site] = reason
+            notes.note(candidate, UNEXPLAINED)
 
 
 # --- how
 
 
-def _quantized(candidate: _Candidate, plan: Plan, config: QuantConfig) -> QuantizedParameter | None:
-    plan.layers += [candidate.site, candidate.path]
+def _quantized(candidate: _Candidate, notes: _Notes, config: QuantConfig) -> QuantizedParameter | None:
+    name = candidate.site
+    notes.layers += [name, candidate.path]
     if config.BACKEND in _INTEGER_LAYERS_ONLY:
-        plan.floats[candidate.site] = f"{config.BACKEND} takes quantized weights in its integer layers only"
+        notes.floats[name] = f"{config.BACKEND} takes quantized weights in its integer layers only"
         return None
     wanted = _config_of(candidate, config)
     if wanted.QUANTIZER.DISABLE:
-        plan.floats[candidate.site] = SWITCHED_OFF[0]
+        notes.floats[name] = SWITCHED_OFF[0]
+        return None
+    if notes.given is not None and name not in notes.given:
+        notes.floats[name] = LEFT_OUT
         return None
     try:
-        spec = _spec(wanted, candidate)
-        quantizer = weight_quantizer(
-            candidate.site, wanted, spec, num_rows(candidate.parameter.shape, spec.granularity)
-        )
+        site = site_of(name, wanted, 0).replace(spec=_spec(wanted, candidate))
+        site = site if notes.given is None else notes.given[name]
+        # The runtime reads it as float numbers: any format will do.
+        num_scales = num_rows(candidate.parameter.shape, site.spec.granularity)
+        quantizer = quantizer_of(site, "virtual", num_scales)
     except SpecError as error:
-        plan.floats[candidate.site] = str(error)
+        notes.floats[name] = str(error)
         return None
+    notes.sites[name] = site
     return QuantizedParameter(candidate.owner, candidate.name, candidate.path, quantizer)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sparsebit.errors import CheckpointError
 from sparsebit.quantization import QuantModel
-from sparsebit.quantization.placement import split_site
+from sparsebit.quantization.sites import split_site
 from tests.quantization.tiny import calibrated, qconfig, site, sites
 
 X = torch.randn(2, 3, 8, 8)

@@ -1,0 +1,261 @@
+"""`Site`: one quantized tensor and its number format. `Plan`: all sites of a model, and why the rest is in float.
+
+Both are values: `replace` gives a changed plan, and `QuantModel(model, plan=plan)` builds from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Literal, cast
+
+import torch
+from torch import fx
+
+from sparsebit.config.rules import format_of
+from sparsebit.config.schema import ActivationConfig, QuantConfig, TensorConfig, WeightConfig
+from sparsebit.config.selectors import near_names
+from sparsebit.errors import ConfigError
+from sparsebit.graph.node_names import node_name
+from sparsebit.numerics.qparams import check_backend
+from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec
+from sparsebit.quantization.observers import observer_options
+from sparsebit.quantization.observers.ranges import ema_ratio
+from sparsebit.quantization.quantizers.registration import quantizer_options
+from sparsebit.registry import OBSERVERS, QUANTIZERS
+
+Role = Literal["input", "weight", "output", "shared", "gate"]
+_ROLES: tuple[Role, ...] = ("input", "weight", "output", "shared", "gate")
+_SPEC_FIELDS = frozenset({"bits", "symmetric", "granularity", "narrow", "format"})
+_SITE_FIELDS = frozenset({"quantizer", "observer", "quantizer_options", "observer_options"})
+LEFT_OUT = "left out of the plan"
+EMA_RATIO = 0.9
+
+
+@dataclass(frozen=True)
+class Site:
+    """One tensor that is quantized.
+
+    `name`: the layer and the role, `layer1.conv.weight`. `quantizer`, `observer`: registered names; their options are
+    those of the config. `ema_ratio`: the weight of the past where a range follows the data in training.
+    """
+
+    name: str
+    role: Role
+    spec: TensorSpec
+    quantizer: str = "uniform"
+    observer: str = "minmax"
+    quantizer_options: Any = None
+    observer_options: Any = None
+    ema_ratio: float = EMA_RATIO
+
+    @property
+    def layer(self) -> str:
+        return split_site(self.name)[0]
+
+    def replace(self, **changes: Any) -> Site:
+        """A changed site. Fields of the number format (`bits`, `symmetric`, `granularity`, …) may be given directly."""
+        unknown = changes.keys() - _SPEC_FIELDS - _SITE_FIELDS - {"spec"}
+        if unknown:
+            allowed = ", ".join(sorted(_SPEC_FIELDS | _SITE_FIELDS | {"spec"}))
+            raise ConfigError(f"{self.name}: a site has no {', '.join(map(repr, sorted(unknown)))}; allowed: {allowed}")
+        for key, known in (("quantizer", QUANTIZERS), ("observer", OBSERVERS)):
+            if key in changes:
+                changes[key] = known.canonical(changes[key])
+                if changes[key] != getattr(self, key):  # the options of another kind: its defaults
+                    changes.setdefault(f"{key}_options", None)
+        spec = changes.pop("spec", self.spec)
+        of_spec = {key: changes.pop(key) for key in list(changes) if key in _SPEC_FIELDS}
+        if "bits" in of_spec:
+            of_spec.setdefault("narrow", spec.narrow and of_spec["bits"] == spec.bits)
+        return dataclasses.replace(self, spec=spec.replace(**of_spec), **changes)
+
+    def completed(self, planned: Site) -> Site:
+        """With the options of the site that the config plans, where this one has none and is of the same kind."""
+        changes = {
+            f"{kind}_options": getattr(planned, f"{kind}_options")
+            for kind in ("quantizer", "observer")
+            if getattr(self, f"{kind}_options") is None and getattr(self, kind) == getattr(planned, kind)
+        }
+        return dataclasses.replace(self, **changes)
+
+    @classmethod
+    def from_dict(cls, name: str, values: Mapping[str, Any]) -> Site:
+        """What `to_dict` gave; options are those of the config."""
+        try:
+            granularity = _granularity(**values["granularity"])
+            form = {key: values[key] for key in ("bits", "symmetric", "narrow", "format")}
+            spec = TensorSpec(granularity=granularity, **form)
+            return cls(name, values["role"], spec, values["quantizer"], values["observer"])
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"{name}: not a site of a plan ({error!r}); write it with Plan.to_dict()") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON; options are in the config."""
+        granularity = self.spec.granularity
+        return {
+            "role": self.role,
+            "bits": self.spec.bits,
+            "symmetric": self.spec.symmetric,
+            "granularity": {"kind": granularity.kind, "axis": granularity.axis, "size": granularity.size},
+            "narrow": self.spec.narrow,
+            "format": self.spec.format,
+            "quantizer": self.quantizer,
+            "observer": self.observer,
+        }
+
+
+@dataclass(frozen=True)
+class Plan(Mapping[str, Site]):
+    """Every site by its name, in the order of the model.
+
+    `floats`: what is not quantized, and why. `layers`: all names that a glob of the config may match. `warnings`: what
+    the user's own keys cost against the runtime's profile.
+    """
+
+    config: QuantConfig
+    sites: Mapping[str, Site] = field(default_factory=dict)
+    floats: Mapping[str, str] = field(default_factory=dict)
+    layers: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def __getitem__(self, name: str) -> Site:
+        if name not in self.sites:
+            raise KeyError(f"no site {name!r}; near names: {', '.join(near_names(name, list(self.sites)))}")
+        return self.sites[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.sites)
+
+    def __len__(self) -> int:
+        return len(self.sites)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.sites
+
+    def replace(self, changes: Mapping[str, Site | Mapping[str, Any] | None]) -> Plan:
+        """A new plan. Keys: names of sites, or globs. Values: fields to change, a whole site, or None for float.
+
+        A site that the backend cannot run is refused.
+
+        >>> site = Site("fc.weight", "weight", TensorSpec(8, symmetric=True))
+        >>> plan = Plan(QuantConfig(BACKEND="virtual"), {"fc.weight": site})
+        >>> plan.replace({"*.weight": {"bits": 4}})["fc.weight"].spec.dtype_name
+        'int4'
+        """
+        sites, floats = dict(self.sites), dict(self.floats)
+        for wanted, change in changes.items():
+            names = [wanted] if wanted in self.sites else [name for name in self.sites if fnmatchcase(name, wanted)]
+            if not names:
+                near = ", ".join(near_names(wanted, list(self.sites)))
+                raise ConfigError(f"the plan has no site {wanted!r}; near names: {near}")
+            for name in names:
+                if change is None:
+                    sites.pop(name, None)
+                    floats[name] = LEFT_OUT
+                    continue
+                site = change if isinstance(change, Site) else self.sites[name].replace(**change)
+                if site.name != name:
+                    raise ConfigError(f"the plan has {name!r}, and its new site is called {site.name!r}")
+                role: Literal["activation"] | None = None if site.role == "weight" else "activation"
+                check_backend(site.spec, torch.zeros(()), self.config.BACKEND, name, role)
+                sites[name] = site
+        return dataclasses.replace(self, sites=sites, floats=floats)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "config": self.config.to_dict(),
+            "sites": {name: site.to_dict() for name, site in self.sites.items()},
+            "floats": dict(self.floats),
+            "warnings": list(self.warnings),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Plan:
+        """What `to_dict` gave."""
+        missing = {"config", "sites"} - values.keys()
+        if missing:
+            raise ConfigError(f"not a plan: {', '.join(sorted(missing))} is missing; write it with Plan.to_dict()")
+        sites = {name: Site.from_dict(name, site) for name, site in values["sites"].items()}
+        config = QuantConfig.from_dict(values["config"])
+        return cls(config, sites, dict(values.get("floats", {})), warnings=tuple(values.get("warnings", ())))
+
+    def fitted(self, planned: Plan) -> Plan:
+        """`planned`, which the config makes of a model, with the sites of this plan; what this one lacks is float."""
+        sites = {name: self.sites[name].completed(site) for name, site in planned.sites.items() if name in self.sites}
+        left_out = {name: self.floats.get(name, LEFT_OUT) for name in planned.sites if name not in self.sites}
+        return dataclasses.replace(planned, sites=sites, floats={**planned.floats, **left_out})
+
+    def missing_in(self, built: Plan) -> list[str]:
+        """The sites of this plan that a model built from it does not have."""
+        return [name for name in self.sites if name not in built.sites]
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1)
+
+    def __str__(self) -> str:
+        rows = [("site", "format", "scale per", "quantizer", "observer")]
+        rows += [
+            (site.name, site.spec.dtype_name, site.spec.granularity.kind, site.quantizer, site.observer)
+            for site in self.sites.values()
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([*lines, *(f"{name}  float: {reason}" for name, reason in self.floats.items())])
+
+
+def _granularity(kind: str, axis: int | None, size: int) -> Granularity:
+    if kind == "group":
+        return PerGroup(cast("int", axis), size)
+    return PerTensor() if kind == "tensor" else PerChannel(cast("int", axis))
+
+
+def layer_name(region_path: str, node: fx.Node) -> str:
+    """A node's name for configs and reports: its module's path, or the path of the module that calls it and the op."""
+    return f"{region_path}.{node_name(node)}" if region_path else node_name(node)
+
+
+def split_site(site: str) -> tuple[str, str]:
+    """A quantizer's name as layer and role: `layer1.conv.input.0` -> (`layer1.conv`, `input.0`)."""
+    parts = site.split(".")
+    for index in range(len(parts) - 1, 0, -1):
+        if parts[index] in _ROLES:
+            return ".".join(parts[:index]), ".".join(parts[index:])
+    return site, "input"
+
+
+def spec_of(config: TensorConfig, channel_axis: int) -> TensorSpec:
+    """The number format that one tensor's config asks for; `channel_axis` is the tensor's own."""
+    granularity: Granularity = PerTensor()
+    if config.granularity == "channel":
+        granularity = PerChannel(channel_axis)
+    elif config.granularity == "group":
+        assert isinstance(config, WeightConfig)
+        granularity = PerGroup(1 - channel_axis, config.QUANTIZER.GROUP_SIZE)
+    return TensorSpec(config.QUANTIZER.BIT, config.symmetric, granularity, format=format_of(config))
+
+
+def site_of(name: str, config: TensorConfig, channel_axis: int, *, narrow: bool = False) -> Site:
+    """The site of a tensor with this config. `narrow`: symmetric 8-bit weights leave out their lowest code."""
+    role = split_site(name)[1].partition(".")[0]
+    is_weight = isinstance(config, WeightConfig)
+    spec = spec_of(config, channel_axis)
+    if narrow and is_weight and spec.format == "integer" and spec.symmetric and spec.bits == 8:
+        spec = spec.replace(narrow=True)
+    return Site(
+        name,
+        "weight" if is_weight else cast("Role", role),
+        spec,
+        config.QUANTIZER.TYPE,
+        config.OBSERVER.TYPE,
+        quantizer_options(config),
+        observer_options(config),
+        ema_ratio(config),
+    )
+
+
+def feature_axis(config: ActivationConfig) -> int:
+    return 1 if config.OBSERVER.LAYOUT == "NCHW" else -1

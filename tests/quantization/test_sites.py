@@ -1,0 +1,183 @@
+"""A plan is a value: what it says is what is built, and a changed one builds another model."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sparsebit.errors import BackendError, ConfigError
+from sparsebit.numerics.spec import PerChannel, PerTensor, TensorSpec
+from sparsebit.quantization import Plan, QuantModel, Site
+from sparsebit.quantization.sites import LEFT_OUT
+from tests.quantization.tiny import Residual, qconfig, run
+
+X = torch.randn(4, 3, 16, 16)
+
+
+def plan_of(backend: str = "virtual", changes: dict[str, Any] | None = None) -> Plan:
+    return QuantModel(Residual(), qconfig(changes, backend=backend)).plan
+
+
+def calibrate(qmodel: QuantModel, batches: list[Tensor]) -> QuantModel:
+    qmodel.prepare_calibration()
+    run(qmodel, batches)
+    qmodel.calc_qparams()
+    qmodel.set_quant(w_quant=True, a_quant=True)
+    return qmodel
+
+
+def calibrated_by(plan: Plan, model: nn.Module | None = None) -> QuantModel:
+    return calibrate(QuantModel(model or Residual(), plan=plan), [X])
+
+
+class TestPlan:
+    @pytest.mark.parametrize("backend", ["virtual", "onnxruntime", "openvino", "tensorrt"])
+    def test_it_is_what_was_built(self, backend: str) -> None:
+        qmodel = QuantModel(Residual(), qconfig(backend=backend))
+        built = {q.name: (q.spec, q.TYPE, q.observer_name) for q in qmodel.quantizers() if not q.fake_fused}
+        assert {name: (site.spec, site.quantizer, site.observer) for name, site in qmodel.plan.items()} == built
+        assert {name: site.role for name, site in qmodel.plan.items()} == {
+            name: name.removeprefix(f"{site.layer}.").split(".")[0] for name, site in qmodel.plan.items()
+        }
+
+    def test_it_is_printable(self) -> None:
+        lines = str(plan_of()).splitlines()
+        assert lines[0].split() == ["site", "format", "scale", "per", "quantizer", "observer"]
+        assert any(line.split() == ["stem.conv.weight", "int8", "channel", "uniform", "minmax"] for line in lines)
+        assert any("float: A.QADD.ENABLE_QUANT is off" in line for line in lines)
+
+    @pytest.mark.parametrize("backend", ["virtual", "onnxruntime"])
+    def test_json_and_back(self, backend: str) -> None:
+        plan = plan_of(backend).replace({"*.weight": {"bits": 4, "granularity": PerTensor()}})
+        again = Plan.from_dict(json.loads(plan.to_json()))
+        assert again.config == plan.config and again.floats == plan.floats
+        assert {n: s.to_dict() for n, s in again.items()} == {n: s.to_dict() for n, s in plan.items()}
+        torch.manual_seed(0)
+        left = calibrated_by(plan)
+        torch.manual_seed(0)
+        assert torch.equal(calibrated_by(again)(X), left(X))
+
+    @pytest.mark.parametrize(
+        ("values", "told"),
+        [({"sites": {}}, "not a plan: config is missing"), ({"config": {}, "sites": {"a": {"bits": 8}}}, "not a site")],
+    )
+    def test_other_json_is_refused(self, values: dict[str, Any], told: str) -> None:
+        with pytest.raises(ConfigError, match=told):
+            Plan.from_dict(values)
+
+
+class TestReplace:
+    def test_gives_a_new_plan(self) -> None:
+        plan = plan_of()
+        changed = plan.replace({"stem.conv.weight": {"bits": 4}, "fc.*": {"observer": "MSE"}})
+        assert plan["stem.conv.weight"].spec.bits == 8 and changed["stem.conv.weight"].spec.bits == 4
+        assert [name for name, site in changed.items() if site.observer == "mse"] == ["fc.input", "fc.weight"]
+        assert list(changed) == list(plan)
+
+    def test_the_model_follows(self) -> None:
+        plan = plan_of()
+        site = Site("fc.weight", "weight", TensorSpec(3, True, PerChannel(0)), "lsq")
+        qmodel = calibrated_by(plan.replace({"stem.conv.weight": {"bits": 2}, "fc.weight": site, "fc.input": None}))
+        found = {q.name: q for q in qmodel.quantizers() if not q.fake_fused}
+        assert found["stem.conv.weight"].spec.bits == 2 and found["conv.weight"].spec.bits == 8
+        assert found["fc.weight"].TYPE == "lsq" and "fc.input" not in found
+        assert qmodel.plan.floats["fc.input"] == LEFT_OUT
+        assert torch.isfinite(qmodel(X)).all()
+
+    def test_the_same_plan_builds_the_same_model(self) -> None:
+        torch.manual_seed(0)
+        model = Residual()
+        first = calibrate(QuantModel(model, qconfig(backend="onnxruntime")), [X])
+        second = calibrate(QuantModel(model, plan=first.plan), [X])
+        assert torch.equal(first(X), second(X)) and second.plan == first.plan
+
+    @pytest.mark.parametrize("name", ["relu.output", "stem.conv.input", "fc.input"])
+    def test_any_site_may_be_left_out(self, name: str, tmp_path: Path) -> None:
+        plan = plan_of("onnxruntime")
+        names = [site for site in plan if name in site or site.endswith(name.rpartition(".")[2])]
+        for one in names:
+            qmodel = calibrated_by(plan.replace({one: None}))
+            assert one not in {q.name for q in qmodel.quantizers() if not q.fake_fused}
+            assert torch.isfinite(qmodel(X)).all()
+
+    def test_bits_leave_a_narrow_grid(self) -> None:
+        plan = plan_of("onnxruntime")
+        assert (
+            plan["stem.conv.weight"].spec.narrow and not plan.replace({"*": {"bits": 8}})["stem.conv.input"].spec.narrow
+        )
+        assert not plan_of().replace({"stem.conv.weight": {"bits": 4}})["stem.conv.weight"].spec.narrow
+
+    @pytest.mark.parametrize(
+        ("changes", "told"),
+        [
+            ({"conv9.weight": {"bits": 4}}, r"no site 'conv9\.weight'; near names: .*conv"),
+            ({"stem.conv.weight": {"bit": 4}}, r"stem\.conv\.weight: a site has no 'bit'; allowed: bits, "),
+            ({"stem.conv.weight": {"quantizer": "lqs"}}, r"unknown quantizer 'lqs'.*did you mean 'lsq'"),
+            (
+                {"stem.conv.weight": Site("fc.weight", "weight", TensorSpec(8, True))},
+                r"its new site is called 'fc\.weight'",
+            ),
+        ],
+    )
+    def test_wrong_changes_are_told(self, changes: dict[str, Any], told: str) -> None:
+        with pytest.raises(ConfigError, match=told):
+            plan_of().replace(changes)
+
+    def test_what_the_backend_cannot_run_is_refused(self) -> None:
+        with pytest.raises(BackendError, match=r"4-bit .* at stem\.conv\.input: "):
+            plan_of("tensorrt").replace({"stem.conv.input": {"bits": 4}})
+
+
+class TestBuilding:
+    @pytest.mark.parametrize("given", [{}, {"config": "x", "plan": "y"}], ids=["neither", "both"])
+    def test_one_of_config_and_plan(self, given: dict[str, str]) -> None:
+        known: dict[str, Any] = {"config": qconfig(), "plan": plan_of()}
+        with pytest.raises(ConfigError, match="give one of the two"):
+            QuantModel(Residual(), **{name: known[name] for name in given})
+
+    def test_a_plan_of_another_model(self) -> None:
+        with pytest.raises(
+            ConfigError, match=r"sites that this model has not: stem\.conv\.input.*make the plan from this"
+        ):
+            QuantModel(nn.Sequential(nn.Linear(3, 3)), plan=plan_of())
+
+    @pytest.mark.parametrize("keep", ["folder", "deepcopy", "pickle"])
+    def test_it_survives(self, keep: str, tmp_path: Path) -> None:
+        torch.manual_seed(0)
+        plan = plan_of("onnxruntime").replace({"stem.conv.weight": {"granularity": PerTensor()}, "fc.weight": None})
+        qmodel = calibrated_by(plan)
+        kept = {
+            "folder": lambda: QuantModel.load(qmodel.save(tmp_path / "saved"), Residual()),
+            "deepcopy": lambda: copy.deepcopy(qmodel),
+            "pickle": lambda: pickle.loads(pickle.dumps(qmodel)),
+        }[keep]()
+        assert torch.equal(kept(X), qmodel(X))
+        assert {q.name: q.spec for q in kept.quantizers()} == {q.name: q.spec for q in qmodel.quantizers()}
+
+    def test_weights_that_no_op_owns(self) -> None:
+        class Recurrent(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.lstm = nn.LSTM(4, 4, batch_first=True)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.lstm(x)[0]  # type: ignore[no-any-return]
+
+        x, model = torch.randn(2, 5, 4), Recurrent().eval()
+        plan = QuantModel(model, qconfig(), example_inputs=x).plan
+        assert {"lstm.weight_ih_l0", "lstm.weight_hh_l0"} <= plan.keys()
+        changed = plan.replace({"lstm.weight_ih_l0": {"bits": 4}, "lstm.weight_hh_l0": None})
+        qmodel = QuantModel(model, plan=changed, example_inputs=x)
+        assert {q.name: q.spec.bits for q in qmodel.quantizers() if q.target == "weight" and not q.fake_fused} == {
+            "lstm.weight_ih_l0": 4
+        }
+        qmodel.prepare_calibration()
+        run(qmodel, [x])
+        qmodel.calc_qparams()
