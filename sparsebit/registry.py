@@ -78,7 +78,7 @@ class Registry(Generic[T]):
 
     def own_options(self) -> dict[str, type[Any]]:
         """By name, the classes of options that were registered."""
-        return {name: self._options[name] for name in self.names() if name in self._options}
+        return {name: options for name, options in sorted(self._options.items()) if name in self._entries}
 
     def names(self) -> list[str]:
         return sorted(self._entries)

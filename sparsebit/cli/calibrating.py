@@ -13,7 +13,7 @@ from torch import nn
 
 import sparsebit
 from sparsebit.cli.data import Data, DataOptions, Inputs, load_data, num_samples_in
-from sparsebit.cli.loading import load_model, users_code
+from sparsebit.cli.loading import load_model, resolve, users_code
 from sparsebit.cli.options import Arguments
 from sparsebit.cli.trial import Trial, run_first
 from sparsebit.config.rules import format_of
@@ -75,8 +75,13 @@ def without_data(model: str, arguments: Arguments | None, weights: Path | None, 
     return Calibrated(qmodel, 0, time.monotonic() - start)
 
 
-def read_config(source: str, device: str | None = None) -> QuantConfig:
-    """A config file or a backend's default, on `device` where one is named; a GPU that is not there is an error."""
+def read_config(source: str, device: str | None = None, *, model: str | None = None) -> QuantConfig:
+    """A config file or a backend's default, on `device` where one is named; a GPU that is not there is an error.
+
+    The module of `model` is imported first: it may register the observers and quantizers that the config names.
+    """
+    if model is not None:
+        resolve(model, "--model")
     config = as_qconfig(source)
     if device is not None:
         config = config.replace("DEVICE", device)
@@ -102,7 +107,7 @@ def planned(model: str, arguments: Arguments | None, config: str, data: str | No
 
     One sample of `data` shows how the model is called, which some models cannot be traced without.
     """
-    qconfig, net = read_config(config, device="cpu"), load_model(model, arguments)
+    qconfig, net = read_config(config, "cpu", model=model), load_model(model, arguments)
     if data is None:
         return QuantModel(net, qconfig)
     if Path(data).is_dir():

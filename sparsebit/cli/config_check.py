@@ -55,8 +55,11 @@ def check(
         raise typer.BadParameter("needs --model", param_hint="--model-args" if data is None else "--data")
     with speaking(as_json=json, quiet=quiet) as out:
         from sparsebit.cli.calibrating import formats, planned
+        from sparsebit.cli.loading import resolve
         from sparsebit.quantization.quant_config import as_qconfig
 
+        if model is not None:
+            resolve(model, "--model")  # it may register the observers and quantizers that the config names
         qconfig = as_qconfig(config)
         record: dict[str, Any] = {"config": qconfig.to_dict(defaults=True)}
         shown: list[RenderableType] = []

@@ -77,7 +77,7 @@ def profile(
         from sparsebit.cli.calibrating import calibrated, formats, load_subject, read_config
         from sparsebit.cli.data import DataOptions
 
-        qconfig = None if quantized is not None else read_config(config or "onnxruntime", device)
+        qconfig = None if quantized is not None else read_config(config or "onnxruntime", device, model=model)
         how = DataOptions(size, resize, mean, std, gray, batch_size, num_samples, input)
         subject = load_subject(model, model_args, weights, data, how)
         if qconfig is None:

@@ -78,7 +78,7 @@ def quantize(
             raise typer.BadParameter(f"{', '.join(limits.given())}: --no-check compares nothing")
         if where.file is None and written.given():
             raise typer.BadParameter(f"{', '.join(written.given())} need an --output that ends in .onnx")
-        qconfig = read_config(config, device)
+        qconfig = read_config(config, device, model=model)
         folder = None if where.folder is None else checked_target(where.folder)
         file = None if where.file is None else checked_file(where.file, qconfig.BACKEND, written)
         how = DataOptions(size, resize, mean, std, gray, batch_size, num_samples, input)

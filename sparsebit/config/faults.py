@@ -141,6 +141,8 @@ def unknown_key(model: Model, path: Names, value: object = ..., prefix: Names = 
 
 def _wrong_value(model: Model, entry: ErrorDetails, cause: object, prefix: Names) -> Fault:
     path, value = _path(entry), entry["input"]
+    while path and field_at(model, path) is None:  # below a key that takes several types, pydantic names the type
+        path = path[:-1]
     field = field_at(model, path)
     if field is None:  # a rule between the keys of the model itself
         return Fault(prefix, str(cause or entry["msg"]))
@@ -179,6 +181,6 @@ _SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxstring, _SHORT.maxlon
 def given(value: object) -> str:
     """`=4`, `='x'`: the value as the user gave it, cut where it is long."""
     try:
-        return f"={_SHORT.repr(value)}"
+        return f"={_SHORT.repr(list(value) if isinstance(value, tuple) else value)}"
     except ValueError:  # an integer of more digits than Python is willing to print
         return f"=<{type(value).__name__}>"

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen, MultipleOf
 from pydantic import BaseModel, GetCoreSchemaHandler
@@ -54,7 +54,12 @@ class OneOf:
 
 def registered_for(registry: Registry[object], target: str = "") -> list[str]:
     """The registered names whose class is made for a target: it says so in TARGETS, one that does not is for all."""
-    return [name for name in registry if not target or target in getattr(registry.get(name), "TARGETS", (target,))]
+    return [name for name in registry if is_for(registry.get(name), target)]
+
+
+def is_for(kind: object, target: str) -> bool:
+    """Whether a class, or a class of options, is made for a target; every one is for "", which stands for all."""
+    return not target or target in getattr(kind, "TARGETS", (target,))
 
 
 @dataclass(frozen=True)
@@ -73,13 +78,15 @@ def describe(field: FieldInfo) -> str:
             return ", ".join(mark.names())
     if model := section_of(field):
         return f"a mapping of {', '.join(model.model_fields)}"
-    return ", ".join([_words(field.annotation), *_bounds(field)])
+    return ", ".join([_words(field.annotation), *_bounds(field.metadata)])
 
 
 def _words(kind: Any) -> str:
     """A type as it is written in YAML."""
     plain = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "null"}
     origin, parts = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return ", ".join([_words(parts[0]), *_bounds(parts[1:])])
     if origin is Literal:
         return ", ".join(map(str, parts))
     if origin in (Union, UnionType):
@@ -89,9 +96,11 @@ def _words(kind: Any) -> str:
     return plain.get(kind) or str(getattr(kind, "__name__", kind))
 
 
-def _bounds(field: FieldInfo) -> Iterator[str]:
-    for mark in field.metadata:
-        if isinstance(mark, Ge):
+def _bounds(marks: Iterable[Any]) -> Iterator[str]:
+    for mark in marks:
+        if isinstance(mark, FieldInfo):
+            yield from _bounds(mark.metadata)
+        elif isinstance(mark, Ge):
             yield f"at least {mark.ge}"
         elif isinstance(mark, Gt):
             yield f"above {mark.gt}"

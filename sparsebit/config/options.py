@@ -11,7 +11,7 @@ from pydantic_core import CoreSchema, core_schema
 from typing_extensions import Self
 
 from sparsebit.config.faults import all_faults
-from sparsebit.config.fields import registered_for
+from sparsebit.config.fields import is_for
 from sparsebit.config.section import Section
 from sparsebit.errors import ConfigError
 from sparsebit.registry import Registry
@@ -108,11 +108,9 @@ Named = tuple[str, type[Section]]
 
 
 def _registered(section: type[WithOptions]) -> Iterator[Named]:
-    """The options that are keys of a section: those of classes made for its target, unless they say otherwise."""
-    target = section.target
-    names = set(registered_for(section.registry, target))
+    """The options that are keys of a section: those of classes for its target, where they are for it themselves."""
     for name, options in section.registry.own_options().items():
-        if name in names and (not target or target in getattr(options, "TARGETS", (target,))):
+        if is_for(section.registry.get(name), section.target) and is_for(options, section.target):
             yield name, options
 
 

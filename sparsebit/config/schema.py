@@ -214,13 +214,23 @@ class QuantConfig(Section):
 
     def _broken(self, kind: Kind, weight: Override | None, activation: Override | None) -> Iterator[Fault]:
         """The broken rules of a tensor whose layer goes by these overrides."""
+        try:
+            tensor = self._tensor(kind, weight if kind == "W" else activation)
+        except pydantic.ValidationError as invalid:  # a rule between the keys of a section of options
+            return iter(faults_of(invalid, _MODELS[kind], prefix=(kind,)))
         return broken_rules(
             kind,
-            self._tensor(kind, weight if kind == "W" else activation),
+            tensor,
             backend=self.BACKEND,
-            weight_only=kind == "W" and self._tensor("A", activation).QUANTIZER.DISABLE,
+            weight_only=kind == "W" and self._is_float("A", activation),
             bn_tuning=self.SCHEDULE.BN_TUNING,
         )
+
+    def _is_float(self, kind: Kind, override: Override | None) -> bool:
+        try:
+            return self._tensor(kind, override).QUANTIZER.DISABLE
+        except pydantic.ValidationError:  # told by `_broken`
+            return False
 
     def _tensor(self, kind: Kind, override: Override | None) -> TensorConfig:
         """The config of a tensor with the override's settings, made once."""
@@ -241,6 +251,7 @@ class QuantConfig(Section):
 
 
 _KINDS: tuple[Kind, Kind] = ("W", "A")
+_MODELS: dict[Kind, type[TensorConfig]] = {"W": WeightConfig, "A": ActivationConfig}
 C = TypeVar("C", bound=ActivationConfig)
 
 
@@ -272,24 +283,25 @@ def _with_default_scheme(config: C, backend: str) -> C:
 
 def _wrong(kind: Kind, override: Override) -> Iterator[Fault]:
     """What is wrong with the keys and values of one override, each by itself."""
-    model: type[TensorConfig] = WeightConfig if kind == "W" else ActivationConfig
+    model = _MODELS[kind]
     for key, value in override.settings:
         path = tuple(key.split("."))
         field = field_at(model, path)
+        faults: list[Fault] = []
         if field is None and path[0] in _KINDS and field_at(QuantConfig, path):
             remedy = f"write {'.'.join(path[1:])}" + (f" in {path[0]}.SPECIFIC" if path[0] != kind else "")
-            fault = Fault((kind, *path), f"keys of {kind}.SPECIFIC start below {kind}; {remedy}", given(value))
+            faults = [Fault((kind, *path), f"keys of {kind}.SPECIFIC start below {kind}; {remedy}", given(value))]
         elif field is None:
-            fault = unknown_key(model, path, value, prefix=(kind,))
+            faults = [unknown_key(model, path, value, prefix=(kind,))]
         elif section := section_of(field):
             inner = ", ".join(f"{key}.{name}" for name in section.model_fields)
-            fault = Fault((kind, *path), f"holds further keys; set one of {inner}", given(value))
+            faults = [Fault((kind, *path), f"holds further keys; set one of {inner}", given(value))]
         else:
             values: dict[str, Any] = {}
             put(values, path, value)
             try:
                 model.model_validate(values)
-                continue
             except pydantic.ValidationError as invalid:
-                (fault,) = faults_of(invalid, model, prefix=(kind,))
-        yield fault.at(override.glob)
+                # Rules between keys of a section are asked of all settings together.
+                faults = [fault for fault in faults_of(invalid, model, (kind,)) if fault.key == (kind, *path)]
+        yield from (fault.at(override.glob) for fault in dict.fromkeys(faults))

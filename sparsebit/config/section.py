@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn, TypeVar, get_origin
+from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
@@ -35,8 +35,9 @@ class Section(BaseModel):
     @classmethod
     def _constant(cls, value: object, info: ValidationInfo) -> object:
         """YAML has lists, a frozen section has tuples."""
-        field = cls.model_fields[info.field_name or ""]
-        return _as_tuple(value) if isinstance(value, list) and get_origin(field.annotation) is tuple else value
+        if not isinstance(value, list):
+            return value
+        return _as_tuple(value) if _holds_tuple(cls.model_fields[info.field_name or ""].annotation) else value
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise ConfigError(f"{name}{given(value)}: a config is frozen; `replace` gives a changed and checked copy")
@@ -73,6 +74,10 @@ class Section(BaseModel):
         if field_at(type(self), path) is None:
             raise error([unknown_key(type(self), path)])
         return path
+
+
+def _holds_tuple(annotation: Any) -> bool:
+    return get_origin(annotation) is tuple or any(map(_holds_tuple, get_args(annotation)))
 
 
 def _as_tuple(value: object) -> object:

@@ -103,3 +103,41 @@ def test_arguments_need_a_model(sparsebit: Sparsebit, config: Path) -> None:
     for option in (["--model-args", "[3]"], ["--data", "own_project:calls"]):
         answer = sparsebit("config", "check", "config.yaml", *option)
         assert answer.code == 2 and "needs --model" in answer.err
+
+
+OWN_OPTIONS = """
+from pydantic import Field
+from torch import nn
+
+from sparsebit.quantization import Observer, Section, register_observer
+from sparsebit.quantization.observers.statistics import MinMax
+
+
+class PartOptions(Section):
+    PART: float = Field(0.5, gt=0, le=1)
+
+
+@register_observer("part", options=PartOptions)
+class Part(Observer[MinMax]):
+    def new_statistic(self):
+        return MinMax()
+
+    def range_of(self, statistic):
+        low, high = statistic.range()
+        return self.options.PART * low, self.options.PART * high
+
+
+def net():
+    return nn.Sequential(nn.Linear(3, 3))
+"""
+
+
+def test_options_that_the_models_module_registers(sparsebit: Sparsebit, config: Path) -> None:
+    (config.parent / "own_options.py").write_text(OWN_OPTIONS)
+    written = "W: {QUANTIZER: {BIT: 8}}\nA: {QUANTIZER: {BIT: 8}, OBSERVER: {TYPE: part, PART: {PART: %s}}}\n"
+    config.write_text(written % 0.25)
+    answer = sparsebit("config", "check", "config.yaml", "-m", "own_options:net", "--full")
+    assert answer.code == 0 and "      PART: 0.25\n" in answer.out and "      PART: 0.5\n" in answer.out
+    config.write_text(written % 2)
+    answer = sparsebit("config", "check", "config.yaml", "-m", "own_options:net")
+    assert answer.code == 1 and "A.OBSERVER.PART.PART=2: allowed: a number, above 0, at most 1" in answer.err

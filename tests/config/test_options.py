@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import pytest
 import yaml
@@ -30,6 +30,8 @@ class MineOptions(Section):
     PART: float = Field(0.5, gt=0, le=1, description="How much of the range is kept.")
     MODE: Literal["fast", "exact"] = "fast"
     ENDS: tuple[float, ...] = ()
+    PAIR: tuple[float, float] | None = None
+    STEP: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
     LIMIT: int | None = Field(None, ge=0, multiple_of=2)
     INNER: Inner = Field(default_factory=Inner)
 
@@ -69,9 +71,9 @@ def made(changes: dict[str, object]) -> QuantConfig:
 class TestSection:
     @pytest.mark.parametrize("kind", ["W", "A"])
     def test_values_and_defaults(self, kind: str) -> None:
-        read = made({f"{kind}.OBSERVER": {"TYPE": "MINE", "MINE": {"PART": 1, "ENDS": [1, 2.5]}}})
+        read = made({f"{kind}.OBSERVER": {"TYPE": "MINE", "MINE": {"PART": 1, "ENDS": [1, 2.5], "PAIR": [0, 1]}}})
         options = selected_options(getattr(read, kind).OBSERVER)
-        assert options == MineOptions(PART=1.0, ENDS=(1.0, 2.5))
+        assert options == MineOptions(PART=1.0, ENDS=(1.0, 2.5), PAIR=(0.0, 1.0))
         assert read.is_set(f"{kind}.OBSERVER.MINE.PART") and not read.is_set(f"{kind}.OBSERVER.MINE.MODE")
         other = {"W": "A", "A": "W"}[kind]
         assert MineOptions() == getattr(read, other).OBSERVER.MINE
@@ -126,10 +128,13 @@ class TestSection:
             ("MODE", "exakt", "A.OBSERVER.MINE.MODE='exakt': allowed: fast, exact; did you mean exact?"),
             ("ENDS", [1, "x"], "A.OBSERVER.MINE.ENDS='x': allowed: a list, each a number"),
             ("ENDS", 1, "A.OBSERVER.MINE.ENDS=1: allowed: a list, each a number"),
+            ("PAIR", [1, 2, 3], "A.OBSERVER.MINE.PAIR=[1, 2, 3]: allowed: a list of 2 or null"),
+            ("STEP", "x", "A.OBSERVER.MINE.STEP='x': allowed: auto or a number, above 0"),
+            ("STEP", -1.0, "A.OBSERVER.MINE.STEP=-1.0: allowed: auto or a number, above 0"),
             ("LIMIT", 3, "A.OBSERVER.MINE.LIMIT=3: allowed: a whole number or null, at least 0, a multiple of 2"),
             ("INNER.DEPTH", 0, "A.OBSERVER.MINE.INNER.DEPTH=0: allowed: a whole number, at least 1"),
             ("INNER", 1, "A.OBSERVER.MINE.INNER=1: allowed: a mapping of DEPTH"),
-            ("PRAT", 1, "allowed here: PART, MODE, ENDS, LIMIT, INNER; did you mean A.OBSERVER.MINE.PART?"),
+            ("PRAT", 1, "allowed here: PART, MODE, ENDS, PAIR, STEP, LIMIT, INNER; did you mean A.OBSERVER.MINE.PART?"),
         ],
     )
     def test_refusals(self, key: str, value: object, expected: str, message: Message) -> None:
@@ -158,6 +163,11 @@ def test_rules_of_the_options(message: Message) -> None:
     assert "A.OBSERVER.ORDERED.ODD=2: allowed: a whole number; must be odd" in message({"A.OBSERVER.ORDERED.ODD": 2})
     told = message({"A.OBSERVER.ORDERED": {"LOW": 2.0}})
     assert told.startswith("A.OBSERVER.ORDERED={'LOW': 2.0}: ") and told.endswith("; LOW must be below HIGH")
+    sound = {"A.OBSERVER.ORDERED.HIGH": 3.0, "A.SPECIFIC": [{"fc": ["OBSERVER.ORDERED.LOW", 2.0]}]}
+    found = made(sound).resolve("A", "fc").OBSERVER.ORDERED
+    assert found == OrderedOptions(LOW=2.0, HIGH=3.0)
+    broken = message({"A.SPECIFIC": [{"fc": ["OBSERVER.ORDERED.LOW", 2.0]}]})
+    assert broken.startswith("A.OBSERVER.ORDERED={'LOW': 2.0} at fc: ") and broken.endswith("; LOW must be below HIGH")
     with pytest.raises(ConfigError, match=r"^LOW must be below HIGH$"):
         OrderedOptions.from_dict({"LOW": 2.0})
 
