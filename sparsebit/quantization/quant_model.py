@@ -35,6 +35,7 @@ from sparsebit.quantization.mermaid import draw
 from sparsebit.quantization.quant_config import parse_qconfig
 from sparsebit.quantization.simulation import shown
 from sparsebit.quantization.sites import Plan
+from sparsebit.quantization.stages import Transform, name_of
 from sparsebit.quantization.training import TrainableModel
 from sparsebit.records import ErrorProfile
 
@@ -265,21 +266,32 @@ class QuantModel(TrainableModel):
 
     @classmethod
     def load(
-        cls, folder: str | os.PathLike[str], model: nn.Module, *, example_inputs: Any = None, device: str | None = None
+        cls,
+        folder: str | os.PathLike[str],
+        model: nn.Module,
+        *,
+        example_inputs: Any = None,
+        device: str | None = None,
+        transforms: Sequence[Transform] = (),
     ) -> Self:
         """The saved model again, around a float `model` of the same architecture (its weights do not matter).
 
         `device`: in the place of the saved DEVICE. `example_inputs`: only where those of the saved model had no form in
-        JSON.
+        JSON. `transforms`: those that the saved model was built with; they are code, which a folder does not hold.
         """
         description, tensors = checkpoint.read(folder)
+        saved, given = description.get("transforms", []), [name_of(step) for step in transforms]
+        if saved != given:
+            raise CheckpointError(
+                f"{folder} was built with transforms={saved}, load() is given {given}; give those functions"
+            )
         if device is not None:
             description["config"]["DEVICE"] = device
         example = (
             checkpoint.decode(description["example"]) if example_inputs is None else as_call(example_inputs, model)
         )
         try:
-            return cls._revived(model, description, example, tensors)
+            return cls._revived(model, description, example, tensors, transforms)
         except ConfigError as error:  # a GPU that is not here, a quantizer that is not registered, ...
             raise CheckpointError(f"{folder}: {error}") from error
         except SparsebitError:
@@ -304,13 +316,19 @@ class QuantModel(TrainableModel):
             "folded_layers": self._folded_layers,
             "own_code": dict(self._policy.own_code),
             "untouched": dict(self._policy.untouched),
+            "transforms": [name_of(step) for step in self._transforms],
             "plan": None if self._given_plan is None else self._given_plan.to_dict(),
             "sites": {q.name: q.describe() for q in self.quantizers() if not q.fake_fused},
         }
 
     @classmethod
     def _revived(
-        cls, model: nn.Module, description: dict[str, Any], example: Call | None, tensors: dict[str, Tensor]
+        cls,
+        model: nn.Module,
+        description: dict[str, Any],
+        example: Call | None,
+        tensors: dict[str, Tensor],
+        transforms: Sequence[Transform] = (),
     ) -> Self:
         qmodel = cls.__new__(cls)
         nn.Module.__init__(qmodel)
@@ -319,7 +337,8 @@ class QuantModel(TrainableModel):
             config, saved = parse_qconfig(description["config"]), description.get("plan")
             plan = Plan.from_dict({**saved, "config": config.to_dict()}) if saved else None
             cuts = {name: description.get(name, {}) for name in ("own_code", "untouched")}
-            qmodel._set_up(model, config, example, cls._leaf_policy(config, **cuts), plan=plan)
+            policy = cls._leaf_policy(config, **cuts)
+            qmodel._set_up(model, config, example, policy, plan=plan, transforms=transforms)
         qmodel._fold_norms(lambda name, *_: name in description["folded_layers"])
         for quantizer in (q for q in qmodel.quantizers() if not q.fake_fused):
             site = manifest.site_of(description, quantizer.name)
@@ -330,7 +349,7 @@ class QuantModel(TrainableModel):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled as what makes it again: torch.fx graphs do not survive a pickle."""
-        parts = (*self._original, self._description(), self._example, self.state_dict())
+        parts = (*self._original, self._description(), self._example, self.state_dict(), self._transforms)
         return _unpickled, (type(self), self.training, *parts)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,26 +18,18 @@ from sparsebit.config.selectors import near_names
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.errors import CaptureError, ConfigError
 from sparsebit.execution.batches import Call, as_call
-from sparsebit.graph.capture import VARYING, CallForm, Captured, Region, call_form, capture
+from sparsebit.graph.capture import VARYING, CallForm, Captured, Region, call_form
 from sparsebit.graph.copying import uncompiled
 from sparsebit.graph.example import GuardError
-from sparsebit.graph.failures import report_own_fault
 from sparsebit.graph.outcome import undisturbed_randomness
-from sparsebit.graph.passes.fold_batchnorm import Folded, fold_batchnorm
-from sparsebit.graph.passes.functional_layers import lift_functional_layers
-from sparsebit.graph.passes.functionalize import functionalize
-from sparsebit.graph.passes.normalize import normalize
-from sparsebit.graph.passes.simplify import simplify
+from sparsebit.graph.passes.fold_batchnorm import Folded
 from sparsebit.graph.tracer import LeafPolicy
 from sparsebit.quantization.coverage import describe_coverage
 from sparsebit.quantization.ops.registration import registered_module_types
-from sparsebit.quantization.passes.attach_integer_ops import attach_integer_ops
-from sparsebit.quantization.passes.attach_parameter_quantizers import attach_parameter_quantizers
-from sparsebit.quantization.passes.attach_quantizers import attach_quantizers
-from sparsebit.quantization.plan import make_plan
 from sparsebit.quantization.quant_config import as_qconfig, require_device
 from sparsebit.quantization.quantizers.base import Quantizer, Target
 from sparsebit.quantization.sites import Plan
+from sparsebit.quantization.stages import Transform, attach, capture, make_plan, prepare, transform
 from sparsebit.records import Coverage
 
 log = logging.getLogger(__name__)
@@ -59,6 +51,7 @@ class SimulatedModel(nn.Module):
         config: Source | QuantConfig | None = None,
         *,
         plan: Plan | None = None,
+        transforms: Sequence[Transform] = (),
         example_inputs: Any = None,
     ) -> None:
         super().__init__()
@@ -71,7 +64,7 @@ class SimulatedModel(nn.Module):
         example = None if example_inputs is None else as_call(example_inputs, model)
         wanted = config if plan is None else plan.config
         assert wanted is not None
-        self._set_up(model, as_qconfig(wanted), example, plan=plan)
+        self._set_up(model, as_qconfig(wanted), example, plan=plan, transforms=transforms)
 
     # --- building
 
@@ -83,9 +76,10 @@ class SimulatedModel(nn.Module):
         policy: LeafPolicy | None = None,
         form: CallForm | None = None,
         plan: Plan | None = None,
+        transforms: Sequence[Transform] = (),
     ) -> None:
         require_device(config)
-        self.config, self._given_plan = config, plan
+        self.config, self._given_plan, self._transforms = config, plan, tuple(transforms)
         # In a tuple: the original is kept for a capture anew if a call shows another form, and is not our module.
         model = uncompiled(model)
         self._original = (model,)
@@ -112,10 +106,8 @@ class SimulatedModel(nn.Module):
         captured = self._capture(example, form)
         plan, placement = make_plan(captured, self.config)
         plan = plan if self._given_plan is None else self._given_plan.fitted(plan)
-        attach_quantizers(captured, plan, placement)
-        plan = attach_parameter_quantizers(captured, plan, example, self._given_plan)
+        plan = attach(captured, plan, placement, example=example, given=self._given_plan)
         self._require_planned_sites(plan)
-        attach_integer_ops(captured, PROFILES[self.config.BACKEND])
         self._captured, self.plan = captured, plan
         self._example: Call | None = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), example)
         self._folded_layers: list[str] = []  # by batch-norm tuning
@@ -137,13 +129,13 @@ class SimulatedModel(nn.Module):
     def _capture(self, example: Call | None, form: CallForm | None) -> Captured:
         """The captured model, ready for a plan. A module whose graph cannot be made ready runs its own code."""
         while True:
-            captured, policy = capture(self._original[0], self._policy, example=example, form=form), self._policy
-            for path, region in captured.regions.items():
-                reason = _why_not_prepared(region, fold=self._folds_batchnorm())
-                policy = policy.cut(path, reason) if reason else policy
-            if policy is self._policy:
+            captured = capture(self._original[0], self._policy, example=example, form=form)
+            reasons = prepare(captured, folds_batchnorm=self._folds_batchnorm())
+            if not reasons:
+                transform(captured, self._transforms)
                 return captured
-            self._policy = policy
+            for path, reason in reasons.items():
+                self._policy = self._policy.cut(path, reason)
 
     def _folds_batchnorm(self) -> bool:
         schedule = self.config.SCHEDULE
@@ -274,28 +266,6 @@ class SimulatedModel(nn.Module):
     def _source(self) -> nn.Module:
         """The copy's own Python code, with the copy's layers."""
         return self._root.source if self._root is not None else self.model
-
-
-def _why_not_prepared(region: Region, fold: bool) -> str:
-    """Prepare the region, in place; gives the reason where that fails."""
-    try:
-        _prepare(region, fold)
-    except Exception as error:
-        report_own_fault(error)
-        return f"its graph cannot be prepared: {type(error).__name__}: {error}"
-    return ""
-
-
-def _prepare(region: Region, fold: bool) -> None:
-    """The native passes, in order."""
-    functionalize(region.graph_module)
-    simplify(region.graph_module)
-    normalize(region.graph_module, region.source)
-    lift_functional_layers(region.graph_module)
-    if fold:
-        fold_batchnorm(region.graph_module)
-    for node in region.graph_module.graph.nodes:
-        node.meta.pop("example", None)  # fake tensors, which nobody reads any more
 
 
 def shown(form: CallForm) -> str:

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -40,6 +40,7 @@ from sparsebit.quantization.carried_state import BuiltState, CarriedState
 from sparsebit.quantization.ops.quant_opr import QIdentity, QuantOpr
 from sparsebit.quantization.simulation import SimulatedModel
 from sparsebit.quantization.sites import Plan
+from sparsebit.quantization.stages import Transform, name_of
 from sparsebit.records import Coverage, GradientCheck
 
 log = logging.getLogger(__name__)
@@ -73,10 +74,11 @@ class VerifiedModel(SimulatedModel):
         config: Source | QuantConfig | None = None,
         *,
         plan: Plan | None = None,
+        transforms: Sequence[Transform] = (),
         example_inputs: Any = None,
         verify: bool | Literal["calibration"] = True,
     ) -> None:
-        super().__init__(model, config, plan=plan, example_inputs=example_inputs)
+        super().__init__(model, config, plan=plan, transforms=transforms, example_inputs=example_inputs)
         self._verifies = verify
         if not verify:
             self._unproved = "verify=False: the copy was not compared with the model's own code"
@@ -186,6 +188,12 @@ class VerifiedModel(SimulatedModel):
             if found is None or (outcome is not None and self._is_rounding(given, randomness)):
                 log.info("the copy computes what the model's own code computes on %s", occasion)
                 break
+            if self._transforms:
+                raise CaptureError(
+                    f"after the transforms {', '.join(map(name_of, self._transforms))} the model computes something "
+                    f"else on {occasion}: {found}; a transform must keep what the graph computes (verify=False is for "
+                    "those that are meant to change it)"
+                )
             if registered := self._registered_ops():
                 self._unproved = f"with ops that you registered ({registered}) the copy differs on {occasion}: {found}"
                 break
@@ -346,7 +354,9 @@ class VerifiedModel(SimulatedModel):
         example, form = (call, None) if self._example is not None else (None, call_form(module, *call))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the user is warned when the whole is built
-            part._set_up(module, self.config, example, self._policy.below(path, module), form)
+            transforms = () if path else self._transforms  # they know the whole graph
+            policy = self._policy.below(path, module)
+            part._set_up(module, self.config, example, policy, form, transforms=transforms)
         return part.to(self.device).train(self.training)
 
     def _is_rounding(self, call: Call, randomness: Randomness) -> bool:

@@ -425,7 +425,7 @@ def test_a_graph_that_cannot_be_prepared_leaves_the_module_its_own_code(monkeypa
         raise RuntimeError("a fault")
 
     monkeypatch.delenv("SPARSEBIT_RAISE_OWN_FAULTS", raising=False)
-    monkeypatch.setattr("sparsebit.quantization.simulation.simplify", failing)
+    monkeypatch.setattr("sparsebit.quantization.stages.simplify", failing)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 8))).eval(), torch.randn(4, 8)
     qmodel = calibrated(model, [x], qconfig(bits=16))
     torch.testing.assert_close(qmodel(x), model(x), rtol=0, atol=1e-3)
