@@ -16,9 +16,10 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from sparsebit.errors import CalibrationError
+from sparsebit.execution.block_engine import BlockData, run_blocks
+from sparsebit.execution.blocks import single_layers
 from sparsebit.execution.distributed import gather, is_distributed, to_cpu
 from sparsebit.execution.value_store import MIB, SharedData
-from sparsebit.execution.visitor import GraphVisitor
 from sparsebit.progress import track
 from sparsebit.quantization.ops.layer_call import current_weight
 from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
@@ -142,23 +143,16 @@ class CalibrationRunner:
         if self.root is None:
             return self._calibrate_inside(self.model, self._run_model, switches)
         seen: set[int] = set()
-        nodes = [node for node in self.root.graph.nodes if node.op == "call_module"]
-        progress = track(nodes, "layers")
+        observed = {id(quantizer) for quantizer in self.features}
+        layers = single_layers(self.root, lambda layer: any(id(part) in observed for part in layer.modules()))
 
-        def visit(node: fx.Node, run: Callable[[], Iterator[Any]]) -> None:
-            if node.op == "call_module":
-                next(progress)
-                seen.update(self._calibrate_inside(module_at(node), run, switches, seen))
-
-        def module_at(node: fx.Node) -> nn.Module:
-            assert self.root is not None
-            return self.root.get_submodule(str(node.target))
+        def visit(data: BlockData) -> None:
+            (module,) = data.block.modules.values()
+            seen.update(self._calibrate_inside(module, data.outputs, switches, seen))
 
         assert self.inputs is not None
         store = SharedData(device_bytes=self.memory_budget, host_bytes=self.memory_budget)
-        GraphVisitor(self.root, store).run(len(self.inputs), self.inputs.get, visit)
-        for _ in progress:
-            pass
+        run_blocks(self.root, layers, len(self.inputs), self.inputs.get, visit, store=store, what="layers")
         return seen
 
     @torch.no_grad()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, TensorSpec, serialize_file
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -27,6 +27,7 @@ from sparsebit.errors import CheckpointError
 from sparsebit.folders import exchange, flush, is_staging_folder, locked, remove_abandoned, staging_folder
 from sparsebit.interrupts import deaf_to_interrupts
 from sparsebit.quantization import manifest
+from sparsebit.tensor_files import save_tensors
 
 TENSORS, MANIFEST = "model.safetensors", manifest.NAME
 _PENDING = f".{TENSORS}."
@@ -47,7 +48,7 @@ def write(folder: str | os.PathLike[str], description: dict[str, Any], tensors: 
     inside = target.is_dir() and not os.access(target.parent, os.W_OK | os.X_OK)
     try:
         with staging_folder(target, inside=inside) as staged:
-            _save_tensors(distinct, staged / TENSORS, {"key": key})
+            save_tensors(distinct, staged / TENSORS, {"key": key})
             files = {TENSORS: {"bytes": (staged / TENSORS).stat().st_size, "sha256": _sha256(staged / TENSORS)}}
             (staged / MANIFEST).write_text(manifest.written(description, key, aliases, files), encoding="utf-8")
             shutil.copymode(staged / MANIFEST, staged / TENSORS)  # as the user's umask wants it: safetensors makes 0600
@@ -245,24 +246,6 @@ def _sha256(path: Path) -> str:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def _save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """`safetensors.torch.save_file` without numpy, which the core does without."""
-    held = {name: tensor.cpu() for name, tensor in tensors.items()}  # their memory must outlive the call
-    serialize_file(
-        {
-            name: TensorSpec(
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                shape=list(tensor.shape),
-                data_ptr=tensor.data_ptr(),
-                data_len=tensor.nbytes,
-            )
-            for name, tensor in held.items()
-        },
-        path,
-        metadata=metadata,
-    )
 
 
 def _distinct(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

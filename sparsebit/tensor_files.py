@@ -1,0 +1,51 @@
+"""Tensors to and from safetensors files, without numpy, and checksums of them."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
+from torch import Tensor
+
+from sparsebit.errors import CheckpointError
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """`safetensors.torch.save_file` without numpy, which the core does without."""
+    held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}  # must outlive the call
+    serialize_file(
+        {
+            name: TensorSpec(
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=list(tensor.shape),
+                data_ptr=tensor.data_ptr(),
+                data_len=tensor.nbytes,
+            )
+            for name, tensor in held.items()
+        },
+        path,
+        metadata=metadata,
+    )
+
+
+def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a file, on the CPU, and its metadata."""
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error})") from None
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names, types, shapes and values."""
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        if tensor.nbytes:
+            found.update((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+    return found.hexdigest()

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsebit.errors import CheckpointError
+from sparsebit.tensor_files import digest, load_tensors, save_tensors
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    tensors = {
+        "a": torch.randn(3, 4).T,
+        "half": torch.randn(5).bfloat16(),
+        "scalar": torch.tensor(3),
+        "empty": torch.empty(0, 2),
+        "flags": torch.tensor([True, False]),
+        "parameter": torch.nn.Parameter(torch.randn(2)),
+    }
+    save_tensors(tensors, tmp_path / "file", {"key": "value"})
+    loaded, metadata = load_tensors(tmp_path / "file")
+    assert metadata == {"key": "value"} and loaded.keys() == tensors.keys()
+    assert all(
+        torch.equal(loaded[name], tensor) and loaded[name].dtype == tensor.dtype for name, tensor in tensors.items()
+    )
+    assert digest(loaded) == digest(tensors)
+
+
+def test_a_digest_sees_names_types_shapes_and_values() -> None:
+    ones = torch.ones(4)
+    others = [{"b": ones}, {"a": ones.double()}, {"a": ones.reshape(2, 2)}, {"a": 2 * ones}, {}]
+    assert len({digest(tensors) for tensors in ({"a": ones}, *others)}) == 6
+
+
+def test_a_file_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no tensors")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_tensors(tmp_path / "file")
