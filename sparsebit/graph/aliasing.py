@@ -50,8 +50,10 @@ def may_alias(node: fx.Node, root: fx.GraphModule) -> Iterator[fx.Node]:
             yield from node.all_input_nodes
     elif node.op in ("call_function", "call_method"):
         name = str(getattr(node.target, "__name__", node.target))
-        if name == "broadcast_tensors":
+        if name in ("broadcast_tensors", "meshgrid"):
             yield from node.all_input_nodes
+        elif name == "einsum":  # of one operand it may only move axes
+            yield from node.all_input_nodes if len(node.all_input_nodes) == 1 else ()
         elif node.target is getattr:
             yield from node.all_input_nodes[:1] if may_hold_view(str(node.args[1])) else ()
         elif may_be_view(name) or overwritten(node, root) is not None:

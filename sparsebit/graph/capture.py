@@ -25,7 +25,7 @@ from sparsebit.graph.example import UNKNOWN, Example, GuardError, guard
 from sparsebit.graph.failures import FAILURES, Untraced, describe_failure, forward_line, report_own_fault
 from sparsebit.graph.graph_module import CapturedGraph
 from sparsebit.graph.outcome import Randomness, Snapshot, cloned, undisturbed_randomness
-from sparsebit.graph.outer_state import undisturbed_outer_state
+from sparsebit.graph.outer_state import OuterState, undisturbed_outer_state
 from sparsebit.graph.passes.decompose import decompose
 from sparsebit.graph.stand_in import StandIn
 from sparsebit.graph.state import undisturbed_state
@@ -108,12 +108,14 @@ class Region(StandIn):
             return self.graph_module(**inputs)
         if reason is not None:
             raise GuardError(reason)
-        # What runs before a guard fails may write into inputs and buffers, or draw random numbers.
+        # What runs before a guard fails may write into inputs and buffers, draw random numbers, or call hooks.
         snapshot, randomness = Snapshot(self.graph_module, self.source, call=inputs), Randomness.now()
+        outside = OuterState(self.graph_module.modules(), {})
         try:
             output = self.graph_module(**inputs)
         except GuardError as error:
             snapshot.restore()
+            outside.restore()
             randomness.restore()
             reason = str(error)
             raise

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import FunctionType
 from typing import Any
 
+import torch.nn.functional as F
 from torch import nn
 
 from sparsebit.graph.graph_module import CapturedGraph
@@ -58,4 +59,21 @@ def _is_write(node: Any) -> bool:
         return False
     name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
     by_name = name.endswith("_") and not name.endswith("__")
-    return by_name or any(keyword.arg in ("out", "inplace") for keyword in node.keywords)
+    by_flag = any(keyword.arg in ("out", "inplace") for keyword in node.keywords)
+    return by_name or by_flag or _is_flagged(node, name)
+
+
+def _is_flagged(call: ast.Call, name: str) -> bool:
+    """Whether a function of torch.nn.functional may be told by position to work in place."""
+    place = _inplace_places().get(name)
+    if place is None or len(call.args) <= place:
+        return False
+    flag = call.args[place]
+    return not isinstance(flag, ast.Constant) or bool(flag.value)
+
+
+@cache
+def _inplace_places() -> dict[str, int]:
+    functions = ((name, function) for name, function in vars(F).items() if isinstance(function, FunctionType))
+    parameters = {name: list(inspect.signature(function).parameters) for name, function in functions}
+    return {name: names.index("inplace") for name, names in parameters.items() if "inplace" in names}

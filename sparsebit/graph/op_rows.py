@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules import dropout, padding
 
 from sparsebit.graph.example import guard
+from sparsebit.graph.passes.decompose import attention_layout
 
 Modules = tuple[type[nn.Module], ...]
 Functions = tuple[Callable[..., Any], ...]
@@ -244,7 +245,7 @@ _MOVES = (
     _moving(
         "identity",
         (nn.Identity,),
-        (torch.clone, torch.detach),
+        (torch.clone, torch.detach, attention_layout),
         ("clone", "contiguous", "detach", "to", "float", "double", "half", "bfloat16", "type_as", "cpu", "cuda"),
     ),
     _moving(

@@ -26,6 +26,18 @@ def module_may_draw(module: nn.Module) -> bool:
     return any(may_draw(type(part).forward) for part in module.modules())
 
 
+@lru_cache(maxsize=4096)
+def class_may_draw(kind: Any) -> bool:
+    """Whether code of a module's class, but for what initializes weights, may draw random numbers."""
+    own = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("torch", "builtins")]
+    members = ((name, member) for base in own for name, member in vars(base).items())
+    return may_draw(kind.forward) or any(
+        may_draw(member)
+        for name, member in members
+        if isinstance(member, types.FunctionType) and "init" not in name and "reset" not in name
+    )
+
+
 @cache
 def _drawing() -> frozenset[str]:
     """The names of all ops that torch says use a generator."""

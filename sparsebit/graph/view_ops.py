@@ -6,13 +6,14 @@ from functools import cache
 
 import torch
 
-# What the schemas do not say: attributes, conversions to the type that a tensor has already, dropout in eval mode,
-# views that autograd does not track, and Python's own operators.
+# What the schemas do not say: attributes, conversions to the type or form that a tensor has already, dropout in eval
+# mode, views that autograd does not track, and Python's own operators.
 _UNSAID = {
-    "alpha_dropout", "atleast_1d", "atleast_2d", "atleast_3d", "bfloat16", "bool", "byte", "cdouble", "cfloat",
-    "chalf", "char", "copy", "data", "double", "dropout", "dropout1d", "dropout2d", "dropout3d",
-    "feature_alpha_dropout", "float", "getitem", "half", "int", "long", "pos", "rename", "short", "T", "H", "type",
-    "type_as", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes",
+    "alpha_dropout", "as_tensor", "asarray", "atleast_1d", "atleast_2d", "atleast_3d", "bfloat16", "bool", "byte",
+    "cdouble", "cfloat", "chalf", "char", "conj_physical", "copy", "data", "dequantize", "double", "dropout",
+    "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout", "feature_dropout", "float", "getitem", "half",
+    "attention_layout", "clear_padding", "int", "long", "pos", "rename", "resize", "resize_as", "short", "sum_to_size",
+    "T", "H", "to_dense", "type", "type_as", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes",
 }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from sparsebit.quantization.algorithms.batchnorm_tuning import (
     restarted_statistics,
 )
 from sparsebit.quantization.compiling import with_options
+from sparsebit.quantization.first_calls import CheckedModel
 from sparsebit.quantization.freezing import Part
 from sparsebit.quantization.ops.quant_opr import FunctionalWeightedQuantOpr, WeightedQuantOpr
 from sparsebit.quantization.ops.recipes import packing
@@ -32,11 +33,10 @@ from sparsebit.quantization.passes.defer_activations import defer_activations
 from sparsebit.quantization.passes.defer_relus import choose, defer_relus
 from sparsebit.quantization.passes.join_selects import join_selects
 from sparsebit.quantization.passes.wrap_cheap_functions import wrap_cheap_functions
-from sparsebit.quantization.verified import VerifiedModel
 from sparsebit.quantization.weight_batches import WeightBatches
 
 
-class TrainableModel(VerifiedModel):
+class TrainableModel(CheckedModel):
     """What `QuantModel` does between `init_QAT` and the export."""
 
     _packs: bool | None = None  # whether a whole forward is packed; None: nobody has decided yet

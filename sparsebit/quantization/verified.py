@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -19,7 +18,7 @@ from sparsebit.errors import CaptureError, SparsebitError
 from sparsebit.execution.batches import Call, as_call, to_device
 from sparsebit.graph.capture import call_form, has_forward
 from sparsebit.graph.copying import copy_model
-from sparsebit.graph.nested import is_symbolic, tensors_of
+from sparsebit.graph.nested import tensors_of
 from sparsebit.graph.outcome import (
     Buffers,
     Outcome,
@@ -32,7 +31,7 @@ from sparsebit.graph.outcome import (
     undisturbed_randomness,
     with_gradients,
 )
-from sparsebit.graph.outer_state import undisturbed_outer_state
+from sparsebit.graph.outer_state import OuterState, undisturbed_outer_state
 from sparsebit.graph.passes.fold_batchnorm import Folded
 from sparsebit.graph.tracer import LeafPolicy
 from sparsebit.graph.verification import Compare, Reference, in_double
@@ -47,7 +46,6 @@ log = logging.getLogger(__name__)
 
 # How often the model is captured again, each time with less of it as graphs, before a difference is only reported.
 _ATTEMPTS = 12
-_FIRST_CALLS = threading.RLock()
 
 
 class VerifiedModel(SimulatedModel):
@@ -64,7 +62,7 @@ class VerifiedModel(SimulatedModel):
     _proof_is_due = False  # whether the next calibration batch has to be compared
     _built_weights: tuple[Any, ...] = ()
     _first_call_is_due = False
-    _is_comparing = False
+    _source_is_unproved = False  # whether the model's own code was not compared, with the copy's layers in it
     _built_state: BuiltState
     _unproved = ""  # why the copy is not known to be the same function
 
@@ -85,6 +83,7 @@ class VerifiedModel(SimulatedModel):
         elif verify != "calibration" and example_inputs is not None:
             self._verify_example(as_call(example_inputs, model))
         self._first_call_is_due = verify is True and example_inputs is None
+        self._source_is_unproved = verify is True
 
     @property
     def coverage(self) -> Coverage:
@@ -135,25 +134,7 @@ class VerifiedModel(SimulatedModel):
         if any(tensor.is_meta for tensor in tensors_of(call)):
             return
         with torch.no_grad(), undisturbed_randomness():
-            self._proved(call, "example_inputs", super().forward, keep_state=True)
-
-    def _verify_first_call(self, call: Call) -> None:
-        """Compare the copy on the first call's inputs, without a trace of that: the call itself runs afterwards.
-
-        Another thread's first call waits. A call without real tensors is not the first one.
-        """
-        if is_symbolic(tensors_of(call)):
-            return
-        with _FIRST_CALLS:
-            if not self._first_call_is_due or self._is_comparing:
-                return
-            self._is_comparing = True
-            try:
-                if not any(q.is_enable or q.is_calibrated for q in self.quantizers()):
-                    with torch.no_grad(), undisturbed_randomness():
-                        self._proved(cloned(call), "the first call", super().forward, keep_state=True)
-            finally:
-                self._first_call_is_due = self._is_comparing = False
+            self._proved(cloned(call), "example_inputs", super().forward, keep_state=True)
 
     def _verified(self, call: Call, occasion: str, run: Callable[..., Any]) -> Any:
         """What `run` gives for `call`, once that is what the original's own code gives; what differs is cut out."""
@@ -183,6 +164,7 @@ class VerifiedModel(SimulatedModel):
             log.debug("the model's own code fails on %s: %s: %s", occasion, type(error).__name__, error)
             return None
         outcome: Outcome | None = None
+        outside = OuterState(self._source.modules(), {})
         for attempt in range(_ATTEMPTS):
             found, outcome = self._compare(call, run, expected, keep_state)
             if found is None or (outcome is not None and self._is_rounding(given, randomness)):
@@ -206,6 +188,7 @@ class VerifiedModel(SimulatedModel):
                 break
             self._cut(given, found, reference, randomness)
             _put_back(call, given)
+            outside.restore()
             randomness.restore()
         return outcome
 
@@ -304,12 +287,15 @@ class VerifiedModel(SimulatedModel):
         """What differs, and what the copy did; None where it failed."""
         with self._unseen() if keep_state else contextlib.nullcontext():
             try:
-                outcome = outcome_of(run, call, buffers_of(self._source, self._original[0]))
+                outcome = outcome_of(run, call, self._watched_buffers())
             except SparsebitError:
                 raise
             except Exception as error:
                 return f"{type(error).__name__}: {error}", None
             return outcome.difference(expected), outcome
+
+    def _watched_buffers(self) -> Buffers:
+        return buffers_of(self._source, self._original[0])
 
     @contextlib.contextmanager
     def _unseen(self) -> Iterator[None]:
@@ -371,7 +357,8 @@ class VerifiedModel(SimulatedModel):
             reference = Reference(double, self.device, training=self.training)
             expected = reference.outcome(in_double(cloned(call)), randomness)
             randomness.restore()
-            outcome = outcome_of(part, in_double(cloned(call)), buffers_of(part._source, double))
+            with undisturbed_outer_state(double):
+                outcome = outcome_of(part, in_double(cloned(call)), buffers_of(part._source, double))
         except Exception as error:
             log.debug("no comparison in float64: %s: %s", type(error).__name__, error)
             return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,9 @@ STEP = 2.0**-15
 
 
 class Noise(TorchFunctionMode):
-    """Adds noise of one step of 16 bits to each new tensor that a function makes from tensors."""
+    """Adds noise of one step of 16 bits to each new tensor that a function makes from tensors, and to what a function
+    that works in place reads besides: there a quantizer stands in front of the reader.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -23,8 +26,10 @@ class Noise(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
+        if _works_in_place(name):
+            args = (*args[:1], *pytree.tree_map_only(Tensor, self._disturbed, args[1:]))
+        result = func(*args, **(kwargs or {}))
         if (
             not isinstance(result, Tensor)
             or not result.is_floating_point()
@@ -43,6 +48,10 @@ class Noise(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             return result + self._of(result)
 
+    def _disturbed(self, x: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            return x + self._of(x) if x.is_floating_point() and x.numel() else x
+
     def _of(self, x: Tensor) -> Tensor:
         x = x.detach()
         span = (x.max() - x.min().clamp(max=0)).nan_to_num(0, 0, 0)
@@ -56,3 +65,9 @@ class Noise(TorchFunctionMode):
                 if parameter.is_floating_point() and parameter.numel():
                     parameter.add_(self._of(parameter))
         return model
+
+
+def _works_in_place(name: str) -> bool:
+    """`add_`, `__iadd__`; not `__setitem__`, which only copies."""
+    is_operator = name.startswith("__i") and hasattr(operator, name.strip("_")) and name not in ("__index__", "__inv__")
+    return is_operator or (name.endswith("_") and not name.endswith("__"))

@@ -114,3 +114,11 @@ def test_shrinking_keeps_only_what_the_fault_needs() -> None:
     smallest = shrink(program(), lambda p: "tanh" in p.source())
     assert [s.feature for s in smallest.root.statements] == ["function"]
     assert nn.Module in type(properties.Compiled(smallest).make()).__mro__
+
+
+def test_a_model_that_cancels_its_own_rounding_is_unstable() -> None:
+    """`x -= y`, where both are the same memory: 0 in float, the rounding of y at 16 bits."""
+    same = Statement("method", ("v1 = x.mul_(1)",), "v1", "x")
+    cancel = Statement("operator", ("x -= v1",), "v1", "v1")
+    spoilt = Statement("function", ("v2 = x * 1",), "v2", "x")
+    assert judge(program(same, cancel, spoilt, result="v2"), "values").outcome in ("same", "unstable")

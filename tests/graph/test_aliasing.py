@@ -41,6 +41,8 @@ def graph_of(forward: Any) -> Any:
         pytest.param(lambda self, x: torch.view_as_complex(x), True, False, id="view_as_complex"),
         pytest.param(lambda self, x: torch.view_as_real(x), True, False, id="view_as_real"),
         pytest.param(lambda self, x: x.unsafe_chunk(2), True, False, id="unsafe_chunk"),
+        pytest.param(lambda self, x: torch.einsum("ij->ji", x), True, False, id="einsum"),
+        pytest.param(lambda self, x: torch.einsum("ij,jk->ik", x, x + 1), False, False, id="einsum of two"),
         pytest.param(lambda self, x: x.float(), True, False, id="conversion"),
         pytest.param(lambda self, x: x.shape, False, False, id="shape"),
         pytest.param(lambda self, x: x & x, False, False, id="and"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsebit.graph.capture import capture
@@ -35,6 +36,11 @@ class Out(nn.Module):
         return torch.add(x, x, out=x)
 
 
+class ByPosition(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu6(x, True)
+
+
 class Harmless(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -42,11 +48,11 @@ class Harmless(nn.Module):
         nn.init.zeros_(self.fc.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.fc(x)
-        return y + x
+        y = F.elu(F.relu(self.fc(x), False), 1.0)
+        return y + F.dropout(x, 0.5, self.training)
 
 
-@pytest.mark.parametrize("kind", [Item, Assigned, Method, Out])
+@pytest.mark.parametrize("kind", [Item, Assigned, Method, Out, ByPosition])
 def test_code_that_writes_is_found(kind: type[nn.Module]) -> None:
     assert module_may_write(kind()) and module_may_write(nn.Sequential(nn.Identity(), kind()))
 

@@ -7,7 +7,19 @@ from sparsebit.graph.view_ops import may_be_view, may_hold_view
 
 @pytest.mark.parametrize(
     "name",
-    ["view", "view_as_real", "view_as_complex", "dsplit", "diagonal", "unfold", "dropout", "to", "getitem", "conj"],
+    [
+        "view",
+        "view_as_real",
+        "view_as_complex",
+        "dsplit",
+        "diagonal",
+        "unfold",
+        "dropout",
+        "to",
+        "getitem",
+        "conj",
+        "sum_to_size",
+    ],
 )
 def test_views(name: str) -> None:
     assert may_be_view(name)

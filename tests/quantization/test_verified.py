@@ -630,3 +630,69 @@ def test_state_that_a_new_capture_would_lose_is_an_error() -> None:
     qmodel(x)
     with pytest.raises(CaptureError, match=r"inner\.box has changed since it was built"):
         qmodel(x, y=x)
+
+
+def test_own_code_that_runs_for_another_form_of_inputs_is_compared_at_its_first_call() -> None:
+    class Asks(nn.Module):
+        def __init__(self, by_type: bool) -> None:
+            super().__init__()
+            self.fc, self.by_type = nn.Linear(8, 8), by_type
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.reshape(len(x), 8) if len(x) == 4 else x * 1
+            is_plain = type(self.fc) is nn.Linear if self.by_type else isinstance(self.fc, nn.Linear)
+            return self.fc(x) if is_plain else x
+
+    x, other = torch.randn(4, 8), torch.randn(3, 8)
+    model = Asks(by_type=True).eval()
+    for qmodel in (QuantModel(model, qconfig(), example_inputs=x), calibrated(model, [x], example_inputs=x)):
+        with pytest.raises(CaptureError, match="when its layers are quantized: the output differs"):
+            qmodel(other)
+    model = Asks(by_type=False).eval()
+    qmodel = calibrated(model, [x], qconfig(bits=16), example_inputs=x)
+    with torch.no_grad():
+        torch.testing.assert_close(qmodel(other), model(other), rtol=0, atol=1e-3)
+        assert not qmodel._source_is_unproved and qmodel.is_quantized("weight")
+
+
+def test_a_hook_runs_once_where_a_guard_fails_behind_it() -> None:
+    seen: list[int] = []
+
+    class Loops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+            self.fc.register_forward_hook(lambda *_: seen.append(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.fc(x)
+            for index in range(x.shape[0]):
+                y[index] += index
+            return y
+
+    model, x = Loops().eval(), torch.randn(4, 8)
+    qmodel = QuantModel(model, qconfig(), example_inputs=x)
+    with torch.no_grad():
+        for batch in (torch.randn(3, 8), x, torch.randn(3, 8), torch.randn(2, 8)):
+            seen.clear()
+            output = qmodel(batch)
+            assert len(seen) == 1
+            torch.testing.assert_close(output, model(batch))
+
+
+def test_observing_the_example_leaves_state_and_inputs_alone() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.calls = nn.Parameter(torch.randn(8, 8)), 0
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            self.calls += 1
+            return y.mul_(x @ self.weight) + self.calls
+
+    model, x, y = Counts().eval(), torch.randn(4, 8), torch.randn(4, 8)
+    given = y.clone()
+    qmodel = QuantModel(model, qconfig(), example_inputs=(x, given))
+    torch.testing.assert_close(given, y, rtol=0, atol=0)
+    torch.testing.assert_close(qmodel(x, y.clone()), model(x, y.clone()))
+    assert "gives another result" not in str(qmodel.coverage)

@@ -11,13 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from sparsebit.graph.example import UNKNOWN, value_of
+from sparsebit.graph.random_ops import class_may_draw
 
 
 def decompose(model: nn.Module) -> nn.Module:
     """`model` with every decomposable attention replaced, in place; shared modules stay shared."""
     held = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    # Random ops draw in the order of memory: where there are some, outputs lie in memory as torch's own do.
+    kinds: list[Any] = [type(module) for module in model.modules() if not isinstance(module, nn.MultiheadAttention)]
+    draws = any(map(class_may_draw, kinds))
     plain = {
-        module: PlainMultiheadAttention(module)
+        module: PlainMultiheadAttention(module, keeps_layout=draws)
         for module in model.modules()
         if isinstance(module, nn.MultiheadAttention) and _is_decomposable(module, held)
     }
@@ -48,8 +52,10 @@ class PlainMultiheadAttention(nn.Module):
     in_proj_bias = None
     in_proj_weight = None
 
-    def __init__(self, original: nn.MultiheadAttention) -> None:
+    def __init__(self, original: nn.MultiheadAttention, *, keeps_layout: bool = False) -> None:
+        """`keeps_layout`: the output lies in memory as the original's does."""
         super().__init__()
+        self.keeps_layout = keeps_layout
         self.embed_dim, self.num_heads, self.head_dim = original.embed_dim, original.num_heads, original.head_dim
         self.batch_first, self.dropout = original.batch_first, original.dropout
         weights: tuple[Tensor, ...] = (original.q_proj_weight, original.k_proj_weight, original.v_proj_weight)
@@ -92,10 +98,12 @@ class PlainMultiheadAttention(nn.Module):
         if key_padding_mask is not None:
             scores = scores + _additive(key_padding_mask, scores).reshape(batch, 1, 1, keys)
         weights = F.dropout(torch.softmax(scores, dim=-1), p=self.dropout, training=self.training)
-        merged = torch.matmul(weights, v).transpose(1, 2).reshape(batch, queries, self.embed_dim)
-        output = self.out_proj(merged)
-        if not self.batch_first:
-            output = output.transpose(0, 1)
+        heads = torch.matmul(weights, v)
+        if self.batch_first:
+            output = self.out_proj(heads.transpose(1, 2).reshape(batch, queries, self.embed_dim))
+            output = _laid_out(output, self.training) if self.keeps_layout else output
+        else:
+            output = self.out_proj(heads.permute(2, 0, 1, 3).reshape(queries, batch, self.embed_dim))
         if unbatched:
             output = output.squeeze(0 if self.batch_first else 1)
         if not need_weights:
@@ -105,6 +113,24 @@ class PlainMultiheadAttention(nn.Module):
 
     def _split(self, x: Tensor, batch: Any, length: Any) -> Tensor:
         return x.reshape(batch, length, self.num_heads, self.head_dim).transpose(1, 2)
+
+
+def _laid_out(output: Tensor, is_training: bool) -> Tensor:
+    """`attention_layout` at run time."""
+    if isinstance(output, fx.Proxy):
+        laid: Tensor = output.tracer.create_proxy("call_function", attention_layout, (output, is_training), {})
+        return laid
+    return attention_layout(output, is_training)
+
+
+def attention_layout(output: Tensor, is_training: bool) -> Tensor:
+    """The same values, in memory as (L, N, E) where torch computes them so: not in its fused kernel for inference.
+
+    output (N, L, E)
+    """
+    if is_training or (torch.is_grad_enabled() and output.requires_grad):
+        return output.transpose(0, 1).contiguous().transpose(0, 1)
+    return output
 
 
 class PlainTransformerEncoder(nn.TransformerEncoder):

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from sparsebit.graph.outcome import cloned, state_kept, undisturbed_randomness
+from sparsebit.graph.outer_state import undisturbed_outer_state
 
 # By name: for each operand the axis along which products are summed up; None for what is no factor.
 _PRODUCTS: dict[str, tuple[int | None, ...]] = {
@@ -99,23 +101,14 @@ def _storage(tensor: Tensor) -> int:
 
 
 def observe_use(parameters: Mapping[str, Tensor], model: nn.Module, args: Any, kwargs: Any) -> UseOfParameters:
-    """What one forward in eval mode shows; it leaves buffers and random numbers as they were."""
+    """What one forward in eval mode shows; it leaves the call's tensors, all state and random numbers as they were."""
     modes = {module: module.training for module in model.modules()}
-    own = (module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule))
-    registries = [(module, dict(module._buffers)) for module in own]
-    values = {buffer: buffer.clone() for buffer in model.buffers()}
-    devices = {x.device.index for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_cuda}
+    args, kwargs = cloned((args, kwargs))
+    use = UseOfParameters(parameters)
     try:
-        model.eval()
-        use = UseOfParameters(parameters)
-        with torch.no_grad(), torch.random.fork_rng(devices=devices), use:
-            model(*args, **kwargs)
+        with state_kept(model), undisturbed_outer_state(model), undisturbed_randomness(), torch.no_grad(), use:
+            model.eval()(*args, **kwargs)
         return use
     finally:
         for module, training in modes.items():
             module.training = training
-        for module, registry in registries:
-            module._buffers.update(registry)
-        with torch.no_grad():
-            for buffer, value in values.items():
-                buffer.copy_(value)

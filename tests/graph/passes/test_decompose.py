@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsebit.graph.capture import capture
@@ -157,3 +158,26 @@ def test_encoder_with_padding() -> None:
         expected = model(x, src_key_padding_mask=padding)
         torch.testing.assert_close(captured.model(x, src_key_padding_mask=padding), expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(captured.model(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_random_ops_behind_an_attention_draw_as_behind_torchs_own(batch_first: bool, training: bool) -> None:
+    """They draw in the order of memory."""
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=batch_first)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(self.attention(x, x, x)[0], 0.5, training=True) + torch.rand_like(x)
+
+    model, x = Noisy().train(training), torch.randn(3, 4, 8)
+    for grad in (False, True):
+        results = []
+        for run in (model, capture(model, example=((x,), {})).model):
+            torch.manual_seed(0)
+            with torch.set_grad_enabled(grad):
+                results.append(run(x))
+        torch.testing.assert_close(results[1], results[0])
