@@ -23,7 +23,8 @@ def may_draw(function: Any) -> bool:
 
 def module_may_draw(module: nn.Module) -> bool:
     """Whether a forward of a module of torch.nn may draw random numbers, in train mode or in eval mode."""
-    return any(may_draw(type(part).forward) for part in module.modules())
+    kinds: list[Any] = [type(part) for part in module.modules()]
+    return any(may_draw(_forward_of(kind)) for kind in kinds)
 
 
 @lru_cache(maxsize=4096)
@@ -31,11 +32,16 @@ def class_may_draw(kind: Any) -> bool:
     """Whether code of a module's class, but for what initializes weights, may draw random numbers."""
     own = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("torch", "builtins")]
     members = ((name, member) for base in own for name, member in vars(base).items())
-    return may_draw(kind.forward) or any(
+    return may_draw(_forward_of(kind)) or any(
         may_draw(member)
         for name, member in members
         if isinstance(member, types.FunctionType) and "init" not in name and "reset" not in name
     )
+
+
+def _forward_of(kind: Any) -> Any:
+    """The class's forward; of a compiled module, whose code is not known, nothing."""
+    return None if issubclass(kind, torch.jit.ScriptModule) else kind.forward
 
 
 @cache
