@@ -13,8 +13,9 @@ from sparsebit.version import __version__
 
 if TYPE_CHECKING:
     from sparsebit.quantization.one_call import quantize
+    from sparsebit.quantization.recording import record
 
-__all__ = ["__version__", "quantize"]
+__all__ = ["__version__", "quantize", "record"]
 
 
 def __getattr__(name: str) -> Any:
@@ -23,4 +24,8 @@ def __getattr__(name: str) -> Any:
         from sparsebit.quantization.one_call import quantize
 
         return quantize
+    if name == "record":
+        from sparsebit.quantization.recording import record
+
+        return record
     raise AttributeError(f"module 'sparsebit' has no attribute {name!r}")

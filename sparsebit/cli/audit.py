@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from sparsebit.cli import options
+from sparsebit.cli.option_groups import OutputOptions, grouped
 from sparsebit.cli.output import facts_table, kilobytes, speaking
+from sparsebit.cli.recording import recording
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -36,6 +37,7 @@ def read_shape(text: str) -> InputShape:
     return InputShape(name, tuple(map(int, parts)))
 
 
+@grouped
 def audit(
     file: Annotated[Path, typer.Argument(metavar="MODEL.onnx", help="The quantized file, of any tool.")],
     against: Annotated[
@@ -65,8 +67,7 @@ def audit(
             help="The shape of an input whose dimensions are open; once per input.",
         ),
     ] = None,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
+    said: OutputOptions = OutputOptions(),
 ) -> None:
     """Look into the graph that a runtime really executes: which layers run in integers, which do not, and why.
 
@@ -76,10 +77,14 @@ def audit(
 
     sparsebit audit model.onnx --against float.onnx --runtime openvino --shape image=1x3x640x640
     """
-    with speaking(as_json=json, quiet=quiet) as out:
+    with (
+        speaking(as_json=said.json, quiet=said.quiet) as out,
+        recording(said.record, "audit", out) as recorded,
+    ):
         from sparsebit.deploy.audit import audit as run_audit
 
         out.remark(f"auditing {file} in {runtime}, {threads} thread{'s' if threads > 1 else ''}")
+        recorded.expect_file(file)
         found = run_audit(
             file,
             against=against,
@@ -90,9 +95,13 @@ def audit(
         )
         for warning in found.warnings:
             out.warn(warning)
+        if recorded:
+            from sparsebit.quantization.recording import file_record
+
+            recorded.write(file_record(file, found, run=recorded.run, warnings=recorded.warnings))
         record = found.to_dict()
         record.pop("warnings")  # the output adds its own list, which holds them
-        out.result(record, *([] if quiet else _tables(found)), found.verdict)
+        out.result({**record, **recorded.told()}, *([] if said.quiet else _tables(found)), found.verdict)
 
 
 def _tables(found: Audit) -> list[RenderableType]:

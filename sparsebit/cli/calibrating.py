@@ -12,9 +12,11 @@ import typer
 from torch import nn
 
 import sparsebit
-from sparsebit.cli.data import Data, DataOptions, Inputs, load_data, num_samples_in
+from sparsebit.cli.data import Data, Inputs, load_data, num_samples_in
 from sparsebit.cli.loading import load_model, resolve, users_code
+from sparsebit.cli.option_groups import DataOptions
 from sparsebit.cli.options import Arguments
+from sparsebit.cli.recording import Recording
 from sparsebit.cli.trial import Trial, run_first
 from sparsebit.config.rules import format_of
 from sparsebit.config.schema import QuantConfig
@@ -66,9 +68,12 @@ def calibrated(subject: Subject, config: QuantConfig, *, asym: bool) -> Calibrat
     return Calibrated(qmodel, num_samples, time.monotonic() - start)
 
 
-def without_data(model: str, arguments: Arguments | None, weights: Path | None, config: QuantConfig) -> Calibrated:
+def without_data(
+    model: str, arguments: Arguments | None, weights: Path | None, config: QuantConfig, recorded: Recording
+) -> Calibrated:
     """The model with its weights alone quantized: their ranges are read off them."""
     net = load_model(model, arguments, weights)
+    recorded.expect(net, model)
     start = time.monotonic()
     with users_code("quantization failed", theirs_alone=False):
         qmodel = sparsebit.quantize(net, config=config)

@@ -9,17 +9,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sparsebit.cli import options
+from sparsebit.cli.option_groups import DataOptions, Limits, OutputOptions, grouped
 from sparsebit.cli.output import decibel, speaking
+from sparsebit.cli.recording import Recording, recording
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from sparsebit.deploy.check import FileParity
     from sparsebit.deploy.parity import Parity
+    from sparsebit.quantization.quant_model import QuantModel
+    from sparsebit.records import RunRecord
 
-_LIMITS = "Limits"
 
-
+@grouped
 def check(
     file: Annotated[Path, typer.Argument(metavar="MODEL.onnx", help="The file, of any tool.")],
     data: options.Data,
@@ -41,41 +44,13 @@ def check(
             help="onnxruntime or openvino; by default the one that the file was exported for.",
         ),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            metavar="MODULE:FACTORY",
-            help="The model that the file comes from: compare with it, or with what --against DIR makes of it.",
-        ),
-    ] = None,
+    model: options.SourceModel = None,
     model_args: options.ModelArgs = None,
     weights: options.Weights = None,
-    exact: options.Exact = False,
-    min_sqnr: options.MinSqnr = None,
-    allow_nan: options.AllowNan = False,
-    min_top1: Annotated[
-        float | None,
-        typer.Option(
-            "--min-top1",
-            metavar="SHARE",
-            min=0,
-            max=1,
-            help="Samples with the same largest score, 0 to 1; less is a fault.",
-            rich_help_panel=_LIMITS,
-        ),
-    ] = None,
-    size: options.ImageSize = None,
-    resize: options.Resize = None,
-    mean: options.Mean = None,
-    std: options.Std = None,
-    gray: options.Gray = False,
-    batch_size: options.BatchSize = None,
-    num_samples: options.NumSamples = 64,
-    input: options.Arrays = None,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
+    limits: Limits = Limits(),
+    min_top1: options.MinTop1 = None,
+    how: DataOptions = DataOptions(num_samples=64),
+    said: OutputOptions = OutputOptions(),
 ) -> None:
     """Run an ONNX file on real data and compare.
 
@@ -92,16 +67,15 @@ def check(
 
     sparsebit check model.onnx --model my_model:Net --against quantized/ -d test.npz
     """
-    with speaking(as_json=json, quiet=quiet) as out:
+    with (
+        speaking(as_json=said.json, quiet=said.quiet) as out,
+        recording(said.record, "check", out) as recorded,
+    ):
         from sparsebit.cli.check_source import Source
-        from sparsebit.cli.data import DataOptions
-        from sparsebit.cli.exporting import Limits
         from sparsebit.cli.feeding import FileData
         from sparsebit.deploy.check import check_against, check_as_written, runtime_of
         from sparsebit.errors import DeploymentError
 
-        how = DataOptions(size, resize, mean, std, gray, batch_size, num_samples, input)
-        limits = Limits(exact, min_sqnr, allow_nan)
         chosen = runtime or runtime_of(file)
         batches = FileData(data, how, str(file))
         if model is not None:
@@ -109,26 +83,44 @@ def check(
                 raise typer.BadParameter("--runtime: with --model the file runs where it was exported for")
             source = Source(model, model_args, weights, against)
             out.remark(f"running {file} in {chosen}, and {source}")
-            found, description = source.compared(file, data, how, limits)
+            found, description, qmodel = source.compared(file, data, how, limits, recorded)
         else:
             _refuse_without_model(model_args, weights, against)
+            recorded.expect_file(file)
             out.remark(f"running {file} in {chosen}, and {against or 'node by node as it is written'}")
             tolerance = limits.tolerance()
             if against is None:
                 found = check_as_written(file, batches, chosen, tolerance)
             else:
                 found = check_against(file, against, batches, chosen, tolerance if limits else None)
-            description = batches.description
+            description, qmodel = batches.description, None
         fault = "; ".join(filter(None, (_fault(found, chosen), *_missed(found.parity, min_top1))))
         record = {
             **found.parity.to_dict(),
             "data": description,
             "first_divergence": None if found.divergence is None else asdict(found.divergence),
             "fault": fault or None,
+            **recorded.told(),
         }
-        out.result(record, *([] if quiet else [_table(found.parity)]), _verdict(found))
+        if recorded:
+            recorded.write(_record(file, model, qmodel, found, fault, description, recorded))
+        out.result(record, *([] if said.quiet else [_table(found.parity)]), _verdict(found))
         if fault:
             raise DeploymentError(f"{file}: {fault}")
+
+
+def _record(
+    file: Path, model: str | None, qmodel: QuantModel | None, found: FileParity, fault: str, data: str, to: Recording
+) -> RunRecord:
+    """What was found of the file; and of the quantized model, where it was compared with that."""
+    from sparsebit.quantization.recording import file_record, record
+    from sparsebit.records import ParityCheck
+
+    divergence = None if found.divergence is None else str(found.divergence)
+    check = ParityCheck(found.parity, fault or None, data, divergence)
+    if qmodel is None:
+        return file_record(file, check, run=to.run, warnings=to.warnings)
+    return record(qmodel, check, name=model, file=file, run=to.run, warnings=to.warnings)
 
 
 def _refuse_without_model(model_args: object, weights: object, against: Path | None) -> None:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from sparsebit.cli.images import UnreadableImage, channels_first, image_files, normalized, read_image
 from sparsebit.cli.loading import LoadingError, resolve, users_code
-from sparsebit.cli.options import Names, Numbers, Size
+from sparsebit.cli.option_groups import DataOptions
 from sparsebit.errors import MissingExtraError
 
 BATCH_SIZE = 32
@@ -25,28 +25,6 @@ _LARGEST_BATCH = 1 << 34  # bytes
 _UNREADABLE_SHARE = 0.1
 _LABELS = frozenset({"class", "classes", "label", "labels", "target", "targets", "y", "y_test", "y_train"})
 _FORMS = "an image folder, a .npz or .safetensors file, or MODULE:FACTORY that yields batches"
-
-
-@dataclass(frozen=True)
-class DataOptions:
-    """How the data is to be read; None: not said. `arrays`: those of a file of arrays that the model is given."""
-
-    size: Size | None = None
-    resize: int | None = None
-    mean: Numbers | None = None
-    std: Numbers | None = None
-    gray: bool = False
-    batch_size: int | None = None
-    num_samples: int = 256
-    arrays: Names | None = None
-
-    def refuse(self, names: Iterable[str], source: str) -> None:
-        """A usage error for options that this kind of data has no use for: no wish is dropped silently."""
-        typed = {"arrays": "input"}
-        used = [typed.get(name, name) for name in names if getattr(self, name) not in (None, False)]
-        given = [f"--{name.replace('_', '-')}" for name in used]
-        if given:
-            raise typer.BadParameter(f"{', '.join(given)} cannot be used with {source}")
 
 
 @dataclass(frozen=True)

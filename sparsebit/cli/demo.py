@@ -147,7 +147,6 @@ def _sweep(
     import torch
 
     import sparsebit
-    from sparsebit.cli.profile import layer_errors
     from sparsebit.cli.size import weight_size
     from sparsebit.deploy.parity import decibels
 
@@ -173,7 +172,7 @@ def _sweep(
         return sparsebit.quantize(model, batches, recommended(width, raised))
 
     profiled = quantized(_PROFILED_BITS)
-    worst = layer_errors(profiled, batches)
+    worst = list(profiled.profile(batches, histograms=False).layers)
     rows = [Row(32, _same(reference, digits.test_labels), None, None, weight_size(profiled).float_bytes, 1.0)]
     rows += [judged(profiled if width == _PROFILED_BITS else quantized(width), width) for width in bits]
     if min(bits) < 8:

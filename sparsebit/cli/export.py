@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sparsebit.cli import options
+from sparsebit.cli.option_groups import DataOptions, FileOptions, OutputOptions, grouped
 from sparsebit.cli.output import facts_table, speaking
+from sparsebit.cli.recording import Recording, recording
 
 if TYPE_CHECKING:
     from torch import nn
 
     from sparsebit.cli.calibrating import Subject
-    from sparsebit.cli.data import Data, DataOptions
-    from sparsebit.cli.exporting import Exported, FileOptions
+    from sparsebit.cli.data import Data
+    from sparsebit.cli.exporting import Exported
     from sparsebit.quantization.quant_model import QuantModel
+    from sparsebit.records import RunRecord
 
 
+@grouped
 def export(
     model: options.Model,
     output: Annotated[
@@ -31,35 +36,10 @@ def export(
     ] = None,
     model_args: options.ModelArgs = None,
     weights: options.Weights = None,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            "--data",
-            "-d",
-            metavar="SOURCE",
-            help="Shows how the model is called, and the file is compared on it: as in quantize.",
-            rich_help_panel="Data",
-        ),
-    ] = None,
-    size: options.ImageSize = None,
-    resize: options.Resize = None,
-    mean: options.Mean = None,
-    std: options.Std = None,
-    gray: options.Gray = False,
-    batch_size: options.BatchSize = None,
-    num_samples: options.NumSamples = 64,
-    input: options.Arrays = None,
-    no_check: options.NoCheck = False,
-    exact: options.Exact = False,
-    min_sqnr: options.MinSqnr = None,
-    allow_nan: options.AllowNan = False,
-    dynamic_batch: options.DynamicBatch = False,
-    opset: options.Opset = None,
-    input_names: options.InputNames = None,
-    output_names: options.OutputNames = None,
-    extra_info: options.ExtraInfo = False,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
+    data: options.ComparedData = None,
+    how: DataOptions = DataOptions(num_samples=64),
+    written: FileOptions = FileOptions(),
+    said: OutputOptions = OutputOptions(),
 ) -> None:
     """Write an ONNX file of a saved quantized model, or of a float model.
 
@@ -70,29 +50,33 @@ def export(
 
     sparsebit export -m my_model:Net -w net.safetensors --size 224 -o net-float.onnx
     """
-    with speaking(as_json=json, quiet=quiet) as out:
+    with (
+        speaking(as_json=said.json, quiet=said.quiet) as out,
+        recording(said.record, "export", out) as recorded,
+    ):
         from sparsebit.cli.calibrating import Subject
-        from sparsebit.cli.data import DataOptions, Inputs, load_data
-        from sparsebit.cli.exporting import FileOptions, Limits, check_names, checked_file
+        from sparsebit.cli.data import Inputs, load_data
+        from sparsebit.cli.exporting import check_names, checked_file
         from sparsebit.cli.exporting import export as export_quantized
         from sparsebit.cli.loading import load_model
         from sparsebit.cli.size import weight_size
         from sparsebit.cli.trial import run_first
         from sparsebit.quantization.quant_model import QuantModel
 
-        limits = Limits(exact, min_sqnr, allow_nan)
-        is_checked = data is not None and not no_check
-        if limits and not is_checked:
-            raise typer.BadParameter(f"{', '.join(limits.given())}: nothing is compared without --data")
+        is_checked = data is not None and not written.no_check
+        if written.limits and not is_checked:
+            raise typer.BadParameter(f"{', '.join(written.limits.given())}: nothing is compared without --data")
         if folder is not None and weights is not None:
             raise typer.BadParameter(f"--weights: {folder} holds the weights")
-        if extra_info and folder is None:
+        if written.extra_info and folder is None:
             raise typer.BadParameter("--extra-info: a float model has no sites")
-        written = FileOptions(opset, dynamic_batch, input_names, output_names, extra_info, not is_checked, limits)
+        written = replace(written, no_check=not is_checked)
         net = load_model(model, model_args, weights)
+        recorded.expect(net, model)
         qmodel = None if folder is None else QuantModel.load(folder, net, device="cpu")
+        if qmodel is not None:
+            recorded.expect_numbers(qmodel, model)
         target = checked_file(output, "virtual" if qmodel is None else qmodel.config.BACKEND, written)
-        how = DataOptions(size, resize, mean, std, gray, batch_size, num_samples, input)
         batches = made_up(how, qmodel) if data is None else load_data(data, how, Inputs.of(net))
         subject = Subject(net, batches, run_first(net, batches))
         check_names(subject, written)
@@ -103,8 +87,24 @@ def export(
             done = _export_float(subject, target, written)
         if not is_checked:
             out.warn("the file was not compared with the model" + ("" if data else ": no --data"))
+        if recorded:
+            words = batches.description if is_checked else None
+            recorded.write(_record(model, net, qmodel, done, words, recorded))
         record = {"model": model, "folder": None if folder is None else str(folder), "onnx": done.to_dict()}
-        out.result(record, *([] if quiet else [facts_table(done.facts())]))
+        out.result({**record, **recorded.told()}, *([] if said.quiet else [facts_table(done.facts())]))
+
+
+def _record(
+    name: str, net: nn.Module, qmodel: QuantModel | None, done: Exported, words: str | None, to: Recording
+) -> RunRecord:
+    """What is known of the model, and the file that it became."""
+    from sparsebit.quantization.recording import float_record, record
+
+    facts, found = done.file_facts(), done.results(words)
+    if qmodel is None:
+        return float_record(net, name, facts, *found, run=to.run, warnings=to.warnings)
+    made = record(qmodel, *found, name=name, file=done.file, run=to.run, warnings=to.warnings)
+    return made.replace(file=facts)
 
 
 def made_up(how: DataOptions, qmodel: QuantModel | None) -> Data:
@@ -139,20 +139,22 @@ def _export_float(subject: Subject, target: Path, written: FileOptions) -> Expor
     from sparsebit.deploy.runtimes import PROFILES
     from sparsebit.deploy.to_onnx import in_order, to_onnx
     from sparsebit.quantization.gate import compare_model
+    from sparsebit.records.phases import EXPORT, phase
 
     (args, keywords), axes = example_of(subject, written)
     signature = inspect.signature(subject.model.forward)
-    made: Any = to_onnx(
-        subject.model,
-        args,
-        in_order(keywords, signature),
-        signature=signature,
-        input_names=written.input_names,
-        output_names=written.output_names,
-        dynamic_axes=axes,
-        opset_version=written.opset or PROFILES["virtual"].opset,
-    )
-    tidy(made, {})
+    with phase(EXPORT):
+        made: Any = to_onnx(
+            subject.model,
+            args,
+            in_order(keywords, signature),
+            signature=signature,
+            input_names=written.input_names,
+            output_names=written.output_names,
+            dynamic_axes=axes,
+            opset_version=written.opset or PROFILES["virtual"].opset,
+        )
+        tidy(made, {})
     parity = None
     with staged(target) as path:
         write(made, path)

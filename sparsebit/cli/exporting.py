@@ -6,18 +6,19 @@ import importlib.util
 import inspect
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsebit.cli.calibrating import Subject
 from sparsebit.cli.data import num_samples_in
+from sparsebit.cli.option_groups import FileOptions
 from sparsebit.cli.options import Names
 from sparsebit.cli.output import kilobytes
 from sparsebit.deploy.audit import audit
-from sparsebit.deploy.model_file import checked_path, data_files
-from sparsebit.deploy.parity import Parity, Tolerance
+from sparsebit.deploy.model_file import checked_path, data_files, file_facts
+from sparsebit.deploy.parity import Parity
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.deploy.tensorrt_rules import Violation, violations
 from sparsebit.deploy.to_onnx import flat_inputs, in_order, input_names
@@ -25,46 +26,11 @@ from sparsebit.errors import MissingExtraError
 from sparsebit.execution.batches import Call
 from sparsebit.graph.nested import map_nested
 from sparsebit.quantization.quant_model import QuantModel
+from sparsebit.records import FileFacts, ParityCheck
 from sparsebit.records.audit import Audit
 
 PACKAGES = ("onnx", "onnxscript", "onnx_ir")
 _BATCH = "batch"
-
-
-class Limits(NamedTuple):
-    """How far a file may be from what it is compared with, beyond the gate's own limits."""
-
-    exact: bool = False
-    min_sqnr: float | None = None
-    allow_nan: bool = False
-
-    def given(self) -> list[str]:
-        """The options that were used, as they are typed."""
-        return _typed(self._asdict())
-
-    def __bool__(self) -> bool:
-        return bool(self.given())
-
-    def tolerance(self) -> Tolerance:
-        return Tolerance(exact=self.exact or None, min_sqnr_db=self.min_sqnr, allow_nan=self.allow_nan)
-
-
-@dataclass(frozen=True)
-class FileOptions:
-    """How the file is to be written; None: not said."""
-
-    opset: int | None = None
-    dynamic_batch: bool = False
-    input_names: Names | None = None
-    output_names: Names | None = None
-    extra_info: bool = False
-    no_check: bool = False
-    limits: Limits = Limits()  # noqa: RUF009  (a NamedTuple, never written to)
-
-    def given(self) -> list[str]:
-        """The options that were used, as they are typed."""
-        own = {name: value for name, value in vars(self).items() if name != "limits"}
-        return [*_typed(own), *self.limits.given()]
 
 
 @dataclass(frozen=True)
@@ -95,6 +61,16 @@ class Exported:
             "audit": None if self.audit is None else {"verdict": self.audit.verdict, "counts": self.audit.counts()},
             "tensorrt_advice": None if self.advice is None else [one.to_dict() for one in self.advice],
         }
+
+    def file_facts(self) -> FileFacts:
+        """What a record says of the file."""
+        advice = None if self.advice is None else tuple(map(str, self.advice))
+        return file_facts(self.file, float_bytes=self.float_bytes, advice=advice)
+
+    def results(self, data: str | None) -> list[ParityCheck | Audit]:
+        """What was found, for a record. `data`: what the file was run on."""
+        found = [] if self.parity is None else [ParityCheck(self.parity, data=data)]
+        return [*found, *([] if self.audit is None else [self.audit])]
 
     def facts(self) -> dict[str, str]:
         """A line or two on each."""
@@ -167,11 +143,6 @@ def example_of(subject: Subject, options: FileOptions) -> tuple[Call, dict[str, 
     # One sample would be taken for a fixed size by torch.export: two where the number is open.
     call = _sized(subject.trial.call, 2 if options.dynamic_batch else 1)
     return call, _batch_axes(subject, options.input_names) if options.dynamic_batch else None
-
-
-def _typed(values: dict[str, Any]) -> list[str]:
-    """`--dynamic-batch` and the like, of the values that were given."""
-    return [f"--{name.replace('_', '-')}" for name, value in values.items() if value is not None and value is not False]
 
 
 def _batch_axes(subject: Subject, given: Names | None) -> dict[str, dict[int, str]]:

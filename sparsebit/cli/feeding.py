@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from sparsebit.cli.data import DataOptions, Inputs, load_data
+from sparsebit.cli.data import Inputs, load_data
 from sparsebit.cli.loading import LoadingError
+from sparsebit.cli.option_groups import DataOptions
 from sparsebit.deploy.sessions import Session
 
 Feeds = dict[str, Any]

@@ -125,6 +125,15 @@ Model = Annotated[
         "--model", "-m", metavar="MODULE:FACTORY", help="The model: a function, class or nn.Module; '.' is on the path."
     ),
 ]
+SourceModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="MODULE:FACTORY",
+        help="The model that the file comes from: compare with it, or with what --against DIR makes of it.",
+    ),
+]
 ModelArgs = Annotated[
     Arguments | None,
     typer.Option(
@@ -142,6 +151,15 @@ Config = Annotated[
     str,
     typer.Option(
         "--config", "-c", metavar="FILE|BACKEND", help="A YAML config, or a backend's name for its 8-bit default."
+    ),
+]
+OptionalConfig = Annotated[
+    str | None,
+    typer.Option(
+        "--config",
+        "-c",
+        metavar="FILE|BACKEND",
+        help="A YAML config, or a backend's name for its 8-bit default (onnxruntime).",
     ),
 ]
 Device = Annotated[
@@ -178,6 +196,16 @@ Example = Annotated[
         "-d",
         metavar="SOURCE",
         help="Shows how the model is called, if it cannot be traced without: .npz, .safetensors or MODULE:FACTORY.",
+    ),
+]
+ComparedData = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        "-d",
+        metavar="SOURCE",
+        help="Shows how the model is called, and the file is compared on it: as in quantize.",
+        rich_help_panel=_DATA,
     ),
 ]
 ImageSize = Annotated[
@@ -292,10 +320,30 @@ ExtraInfo = Annotated[
         rich_help_panel=_FILE,
     ),
 ]
+MinTop1 = Annotated[
+    float | None,
+    typer.Option(
+        "--min-top1",
+        metavar="SHARE",
+        min=0,
+        max=1,
+        help="Samples with the same largest score, 0 to 1; less is a fault.",
+        rich_help_panel=_LIMITS,
+    ),
+]
 Json = Annotated[
     bool, typer.Option("--json", help="One JSON object on stdout, nothing else there.", rich_help_panel=_SAY)
 ]
 Quiet = Annotated[
     bool,
     typer.Option("--quiet", "-q", help="The result and faults only: no progress, no remarks.", rich_help_panel=_SAY),
+]
+Record = Annotated[
+    Path | None,
+    typer.Option(
+        "--record",
+        metavar="FILE.json",
+        help="Also keep what was found in this file, beside what other verbs found out about the same model.",
+        rich_help_panel=_SAY,
+    ),
 ]

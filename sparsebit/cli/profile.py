@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sparsebit.cli import options
+from sparsebit.cli.option_groups import DataOptions, OutputOptions, grouped
 from sparsebit.cli.output import decibel, speaking
+from sparsebit.cli.recording import Recording, recording
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from rich.table import Table
 
     from sparsebit.cli.calibrating import Subject
     from sparsebit.cli.trial import Trial
     from sparsebit.quantization import QuantModel
-    from sparsebit.records import Coverage, LayerError
+    from sparsebit.records import Coverage, ErrorProfile, LayerError, OutputError, RunRecord
 
 _ROWS = 20
 
 
+@grouped
 def profile(
     model: options.Model,
     data: options.Data,
-    config: Annotated[
-        str | None,
-        typer.Option(
-            "--config",
-            "-c",
-            metavar="FILE|BACKEND",
-            help="A YAML config, or a backend's name for its 8-bit default (onnxruntime).",
-        ),
-    ] = None,
+    config: options.OptionalConfig = None,
     quantized: Annotated[
         Path | None,
         typer.Option(
@@ -51,16 +45,8 @@ def profile(
     top: Annotated[
         int | None, typer.Option("--top", min=0, help=f"Layers shown; 0: all ({_ROWS}, with --json all).")
     ] = None,
-    size: options.ImageSize = None,
-    resize: options.Resize = None,
-    mean: options.Mean = None,
-    std: options.Std = None,
-    gray: options.Gray = False,
-    batch_size: options.BatchSize = None,
-    num_samples: options.NumSamples = 256,
-    input: options.Arrays = None,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
+    how: DataOptions = DataOptions(),
+    said: OutputOptions = OutputOptions(),
 ) -> None:
     """Show what quantization costs every layer, the worst first.
 
@@ -73,22 +59,29 @@ def profile(
         raise typer.BadParameter(
             "a saved model has its config: leave --config, --asym and --device out", param_hint="--quantized"
         )
-    with speaking(as_json=json, quiet=quiet) as out:
+    with (
+        speaking(as_json=said.json, quiet=said.quiet) as out,
+        recording(said.record, "profile", out) as recorded,
+    ):
         from sparsebit.cli.calibrating import calibrated, formats, load_subject, read_config
-        from sparsebit.cli.data import DataOptions
+        from sparsebit.records import OutputError
 
         qconfig = None if quantized is not None else read_config(config or "onnxruntime", device, model=model)
-        how = DataOptions(size, resize, mean, std, gray, batch_size, num_samples, input)
         subject = load_subject(model, model_args, weights, data, how)
+        recorded.expect(subject.model, model)
         if qconfig is None:
             assert quantized is not None
             qmodel, trial = _saved(quantized, subject)
+            recorded.expect_numbers(qmodel, model)
         else:
             out.remark(f"calibrating {model} ({formats(qconfig)}) on {subject.data.description}")
             qmodel, trial = calibrated(subject, qconfig, asym=asym).qmodel, subject.trial
         sqnr = trial.sqnr_db(qmodel, qmodel.config.DEVICE)
-        found = layer_errors(qmodel, subject.data, sync=sync)
-        wanted = top if top is not None else (0 if json else _ROWS)
+        errors = qmodel.profile(subject.data, sync=sync, histograms=bool(recorded))
+        found = list(errors.layers)
+        if recorded:
+            recorded.write(_record(model, subject, qmodel, OutputError(sqnr, trial.num_samples), errors, recorded))
+        wanted = top if top is not None else (0 if said.json else _ROWS)
         shown = found[:wanted] if wanted else found
         record = {
             "model": model,
@@ -97,6 +90,7 @@ def profile(
             "output_sqnr_db": sqnr,
             "num_layers": len(found),
             "layers": [as_record(error) for error in shown],
+            **recorded.told(),
         }
         title = _title(formats(qmodel.config), sync, sqnr)
         out.result(record, title, error_table(shown, qmodel.coverage), *_rest(found, shown))
@@ -114,17 +108,16 @@ def _saved(folder: Path, subject: Subject) -> tuple[QuantModel, Trial]:
     return qmodel, trial
 
 
-def layer_errors(qmodel: QuantModel, data: Iterable[object], *, sync: bool = False) -> list[LayerError]:
-    """Mean squared error and SQNR of every quantized layer's output, the worst SQNR first."""
-    from sparsebit.deploy.parity import decibels
-    from sparsebit.records import LayerError
+def _record(
+    name: str, subject: Subject, qmodel: QuantModel, output: OutputError, errors: ErrorProfile, to: Recording
+) -> RunRecord:
+    """What is known of the model, and what it loses."""
+    from sparsebit.quantization.recording import record
 
-    noise = qmodel.get_quantization_error(data, is_async=not sync)
-    signal = qmodel.get_quantization_error(
-        data, checker=lambda _, original: original.square().mean(), is_async=not sync
-    )
-    errors = [LayerError(name, noise[name], decibels(signal[name], noise[name])) for name in noise]
-    return sorted(errors, key=lambda error: error.sqnr_db)
+    words = subject.data.description
+    found = replace(errors, data=words)
+    made = record(qmodel, output, found, name=name, run=to.run, warnings=to.warnings)
+    return made.replace(calibration=made.calibration and replace(made.calibration, data=words))
 
 
 def as_record(error: LayerError) -> dict[str, object]:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from sparsebit.cli import options
+from sparsebit.cli.option_groups import DataOptions, FileOptions, OutputOptions, grouped
 from sparsebit.cli.output import decibel, facts_table, kilobytes, speaking
+from sparsebit.cli.recording import Recording, recording
 
 if TYPE_CHECKING:
     from sparsebit.cli.calibrating import Calibrated, Subject
-    from sparsebit.cli.data import DataOptions
+    from sparsebit.cli.exporting import Exported
     from sparsebit.config.schema import QuantConfig
-    from sparsebit.records import Coverage
+    from sparsebit.records import Coverage, RunRecord
 
 
+@grouped
 def quantize(
     model: options.Model,
     output: Annotated[
@@ -35,25 +39,9 @@ def quantize(
     weights: options.Weights = None,
     asym: options.Asym = False,
     device: options.Device = None,
-    size: options.ImageSize = None,
-    resize: options.Resize = None,
-    mean: options.Mean = None,
-    std: options.Std = None,
-    gray: options.Gray = False,
-    batch_size: options.BatchSize = None,
-    num_samples: options.NumSamples = 256,
-    input: options.Arrays = None,
-    no_check: options.NoCheck = False,
-    exact: options.Exact = False,
-    min_sqnr: options.MinSqnr = None,
-    allow_nan: options.AllowNan = False,
-    dynamic_batch: options.DynamicBatch = False,
-    opset: options.Opset = None,
-    input_names: options.InputNames = None,
-    output_names: options.OutputNames = None,
-    extra_info: options.ExtraInfo = False,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
+    how: DataOptions = DataOptions(),
+    written: FileOptions = FileOptions(),
+    said: OutputOptions = OutputOptions(),
 ) -> None:
     """Quantize a model on calibration data and save it.
 
@@ -65,29 +53,29 @@ def quantize(
     --mean 0.485,0.456,0.406 --std 0.229,0.224,0.225 -o resnet18-int8.onnx
     """
     where = read_outputs(output)
-    with speaking(as_json=json, quiet=quiet) as out:
+    with (
+        speaking(as_json=said.json, quiet=said.quiet) as out,
+        recording(said.record, "quantize", out) as recorded,
+    ):
         from sparsebit.cli.calibrating import calibrated, formats, load_subject, read_config, without_data
-        from sparsebit.cli.data import DataOptions
-        from sparsebit.cli.exporting import FileOptions, Limits, check_names, checked_file, export
+        from sparsebit.cli.exporting import check_names, checked_file, export
         from sparsebit.cli.size import weight_size
         from sparsebit.cli.writing import checked_target
 
-        limits = Limits(exact, min_sqnr, allow_nan)
-        written = FileOptions(opset, dynamic_batch, input_names, output_names, extra_info, no_check, limits)
-        if no_check and limits:
-            raise typer.BadParameter(f"{', '.join(limits.given())}: --no-check compares nothing")
+        if written.no_check and written.limits:
+            raise typer.BadParameter(f"{', '.join(written.limits.given())}: --no-check compares nothing")
         if where.file is None and written.given():
             raise typer.BadParameter(f"{', '.join(written.given())} need an --output that ends in .onnx")
         qconfig = read_config(config, device, model=model)
         folder = None if where.folder is None else checked_target(where.folder)
         file = None if where.file is None else checked_file(where.file, qconfig.BACKEND, written)
-        how = DataOptions(size, resize, mean, std, gray, batch_size, num_samples, input)
         subject, sqnr = None, None
         if data is None:
             _refuse_without_data(qconfig, how, wants_file=file is not None, asym=asym)
-            done = without_data(model, model_args, weights, qconfig)
+            done = without_data(model, model_args, weights, qconfig, recorded)
         else:
             subject = load_subject(model, model_args, weights, data, how)
+            recorded.expect(subject.model, model)
             if file is not None:
                 check_names(subject, written)
             out.remark(f"calibrating {model} ({formats(qconfig)}) on {subject.data.description}")
@@ -98,10 +86,12 @@ def quantize(
             done.qmodel.save(folder)
         exported = None
         if file is not None and subject is not None:
-            out.remark(f"writing {where.file}" + ("" if no_check else " and running it beside the simulation"))
+            out.remark(f"writing {where.file}" + ("" if written.no_check else " and running it beside the simulation"))
             exported = export(subject, done.qmodel, file, written, weight.float_bytes)
             for warning in () if exported.audit is None else exported.audit.warnings:
                 out.warn(warning)
+        if recorded:
+            recorded.write(_record(model, subject, done, sqnr, exported, recorded))
         before, after = kilobytes(weight.float_bytes), kilobytes(weight.quantized_bytes)
         quantized = f"{coverage.num_weighted_quantized} of {coverage.num_weighted} weighted layers"
         record = {
@@ -114,6 +104,7 @@ def quantize(
             "output_sqnr_db": sqnr,
             "weight_bytes": {"float": weight.float_bytes, "quantized": weight.quantized_bytes},
             "coverage": coverage.to_dict(),
+            **recorded.told(),
         }
         facts = {
             "quantized": f"{quantized}, {formats(qconfig)}",
@@ -125,7 +116,25 @@ def quantize(
             **({} if where.folder is None else {"saved": str(where.folder)}),
             **({} if exported is None else exported.facts()),
         }
-        out.result(record, *([] if quiet else [facts_table(facts)]))
+        out.result(record, *([] if said.quiet else [facts_table(facts)]))
+
+
+def _record(
+    name: str, subject: Subject | None, done: Calibrated, sqnr: float | None, exported: Exported | None, to: Recording
+) -> RunRecord:
+    """All that is known of the model at the end."""
+    from sparsebit.quantization.recording import record
+    from sparsebit.records import OutputError
+
+    words = None if subject is None else subject.data.description
+    found = [] if exported is None else exported.results(words)
+    output = None if subject is None or sqnr is None else OutputError(sqnr, subject.trial.num_samples)
+    file = None if exported is None else exported.file
+    made = record(done.qmodel, *found, output, name=name, file=file, run=to.run, warnings=to.warnings)
+    assert made.calibration is not None
+    return made.replace(
+        calibration=replace(made.calibration, data=words), file=None if exported is None else exported.file_facts()
+    )
 
 
 class Outputs(NamedTuple):

@@ -17,12 +17,14 @@ from sparsebit.deploy.feeds import made_up_feeds
 from sparsebit.deploy.float_twin import float_twin
 from sparsebit.deploy.fusion_reasons import reason_for
 from sparsebit.deploy.fusion_site import Site, is_heavy, is_layer, kind, label
+from sparsebit.deploy.model_file import num_bytes
 from sparsebit.deploy.qdq_graph import Graph, load_model
 from sparsebit.deploy.sessions import RUNTIMES, Session, open_session
 from sparsebit.deploy.timing import interleaved
 from sparsebit.deploy.verdict import verdict
 from sparsebit.errors import DeploymentError
 from sparsebit.records.audit import Audit, Latency, LayerRun
+from sparsebit.records.phases import phase
 
 _NUM_NAMES = 3
 _KEEP_FLOAT = (
@@ -36,6 +38,7 @@ _SATURATION = (
 )
 
 
+@phase("audit")
 def audit(
     file: str | os.PathLike[str],
     *,
@@ -70,7 +73,7 @@ def audit(
         num_threads=num_threads,
         layers=layers,
         leftovers=execution.leftovers,
-        num_bytes=_num_bytes(path),
+        num_bytes=num_bytes(path),
         warnings=tuple(_warnings(graph, layers)),
     )
     if repeats != 0:
@@ -143,7 +146,7 @@ def _latency(
 def _float_file(model: Any, against: Any) -> Iterator[tuple[Path, int]]:
     """The float file and its bytes; the twin lies in a folder that is gone afterwards."""
     if against is not None:
-        yield Path(against), _num_bytes(Path(against))
+        yield Path(against), num_bytes(Path(against))
         return
     with tempfile.TemporaryDirectory() as folder:
         path = _saved(float_twin(model), Path(folder) / "float.onnx")
@@ -201,17 +204,6 @@ def _with_types(model: Any) -> Any:
         return onnx.shape_inference.infer_shapes(model)
     except Exception:  # operators of a runtime's own: the types in the file must do
         return model
-
-
-def _num_bytes(path: Path) -> int:
-    """The file and the files of its weights."""
-    import onnx
-
-    if not path.is_file():
-        raise DeploymentError(f"{path}: no such file")
-    tensors = onnx.load(os.fspath(path), load_external_data=False).graph.initializer
-    parts = {item.value for tensor in tensors for item in tensor.external_data if item.key == "location"}
-    return sum(part.stat().st_size for part in (path, *(path.parent / name for name in sorted(parts))))
 
 
 def _version(runtime: str) -> str:

@@ -19,6 +19,7 @@ from sparsebit.deploy.qdq_graph import load_model
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.deploy.sessions import EXACT, Session, open_session
 from sparsebit.errors import DeploymentError
+from sparsebit.records.phases import phase
 
 AS_WRITTEN = "the file as it is written"
 
@@ -46,6 +47,7 @@ def runtime_of(file: Path) -> str:
     return (profile.executes if profile is not None else None) or "onnxruntime"
 
 
+@phase("check")
 def check_as_written(
     file: Path, batches: Batches, runtime: str | None = None, tolerance: Tolerance | None = None
 ) -> FileParity:
@@ -73,6 +75,7 @@ def check_as_written(
     return FileParity(parity, broken or first_divergence(differences), fault)
 
 
+@phase("check")
 def check_against(
     file: Path, against: Path, batches: Batches, runtime: str | None = None, tolerance: Tolerance | None = None
 ) -> FileParity:

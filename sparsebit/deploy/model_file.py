@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import uuid
 from collections.abc import Iterator
@@ -12,12 +13,14 @@ from typing import TYPE_CHECKING
 from sparsebit.errors import DeploymentError
 from sparsebit.folders import flush, staging_folder
 from sparsebit.interrupts import deaf_to_interrupts
+from sparsebit.records import FileFacts
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
 # A protobuf message holds 2^31 bytes; the graph itself needs some of them.
 LARGEST_SINGLE_FILE = (1 << 31) - (1 << 26)
+_BLOCK = 1 << 20  # bytes read at a time
 
 
 def checked_path(name: str | os.PathLike[str]) -> Path:
@@ -92,3 +95,32 @@ def data_files(path: Path) -> set[Path]:
     }
     folder = path.resolve().parent
     return {folder / name for name in names if Path(name).name == name and name.endswith(".onnx.data")}
+
+
+def all_files(path: Path) -> list[Path]:
+    """The file and the files of its weights, wherever it says that they are."""
+    import onnx
+
+    if not path.is_file():
+        raise DeploymentError(f"{path}: no such file")
+    try:
+        tensors = onnx.load(os.fspath(path), load_external_data=False).graph.initializer
+    except Exception as error:  # the readers' own exception classes differ by version
+        raise DeploymentError(f"{path} is not an ONNX file: {error}") from error
+    parts = {item.value for tensor in tensors for item in tensor.external_data if item.key == "location"}
+    return [path, *(path.parent / name for name in sorted(parts))]
+
+
+def num_bytes(path: Path) -> int:
+    """Of the file and the files of its weights."""
+    return sum(part.stat().st_size for part in all_files(path))
+
+
+def file_facts(path: Path, *, float_bytes: int | None = None, advice: tuple[str, ...] | None = None) -> FileFacts:
+    """What a record says of a file."""
+    digest = hashlib.sha256()
+    for part in all_files(path):
+        with part.open("rb") as stream:
+            while block := stream.read(_BLOCK):
+                digest.update(block)
+    return FileFacts(str(path), digest.hexdigest(), num_bytes(path), float_bytes, advice)

@@ -28,11 +28,13 @@ from sparsebit.quantization.float_reasons import SWITCHED_OFF
 from sparsebit.quantization.frozen import evaluating, frozen
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.simulation import SimulatedModel
+from sparsebit.records.phases import EXPORT, phase
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
 
+@phase(EXPORT)
 def build_onnx(
     qmodel: SimulatedModel,
     dummy_data: Any,

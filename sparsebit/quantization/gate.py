@@ -31,11 +31,13 @@ from sparsebit.quantization.ops.integer_ops import IntegerAdd, IntegerMultiply
 from sparsebit.quantization.ops.quant_opr import FunctionalWeightedQuantOpr, WeightedQuantOpr
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.simulation import SimulatedModel
+from sparsebit.records.phases import phase
 
 NUM_SAMPLES = 64
 _NUM_SHOWN = 5
 
 
+@phase("check")
 def check_parity(
     qmodel: SimulatedModel,
     file: Path,
@@ -94,6 +96,7 @@ def check_parity(
     return parity
 
 
+@phase("check")
 def compare_model(
     model: nn.Module,
     file: Path,

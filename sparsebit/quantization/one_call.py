@@ -17,6 +17,7 @@ from sparsebit.execution.batches import Call, calls
 from sparsebit.progress import track
 from sparsebit.quantization.quant_config import as_qconfig
 from sparsebit.quantization.quant_model import QuantModel
+from sparsebit.records.phases import note_calibration, phase
 
 log = logging.getLogger(__name__)
 
@@ -57,21 +58,25 @@ def quantize(
     first = next(stream, None)
     if first is None:
         raise CalibrationError("no calibration batches were given; a few dozen samples are enough to start with")
-    qmodel = QuantModel(model, qconfig, example_inputs=first)
+    with phase("capture"):
+        qmodel = QuantModel(model, qconfig, example_inputs=first)
     qmodel.prepare_calibration(keep_inputs=asym)
     counted = _Counted(calls(itertools.chain([first], stream), model, qconfig.DEVICE))
-    with torch.no_grad():
-        for args, kwargs in track(counted, "calibration"):
-            qmodel(*args, **kwargs)
-    if not qconfig.A.QUANTIZER.DISABLE:
-        counted.warn_of_few()
-    qmodel.calc_qparams(asym=asym)
+    with phase("calibration"):
+        with torch.no_grad():
+            for args, kwargs in track(counted, "calibration"):
+                qmodel(*args, **kwargs)
+        if not qconfig.A.QUANTIZER.DISABLE:
+            counted.warn_of_few()
+        qmodel.calc_qparams(asym=asym)
+    note_calibration(counted.num_samples, asym=asym)
     qmodel.set_quant(w_quant=True, a_quant=True)
     return qmodel
 
 
 def _without_data(model: nn.Module, qconfig: QuantConfig) -> QuantModel:
-    qmodel = QuantModel(model, qconfig)
+    with phase("capture"):
+        qmodel = QuantModel(model, qconfig)
     waiting = [q.name for q in qmodel.quantizers() if not q.fake_fused and q.observed_as == "feature"]
     if waiting:
         shown = ", ".join(waiting[:3]) + (", ..." if len(waiting) > 3 else "")
@@ -83,8 +88,10 @@ def _without_data(model: nn.Module, qconfig: QuantConfig) -> QuantModel:
         raise CalibrationError(
             f"no calibration batches were given, and {len(waiting)} ranges are found on data ({shown}); {remedy}"
         )
-    qmodel.prepare_calibration(keep_inputs=False)
-    qmodel.calc_qparams()
+    with phase("calibration"):
+        qmodel.prepare_calibration(keep_inputs=False)
+        qmodel.calc_qparams()
+    note_calibration(0, asym=False)
     qmodel.set_quant(w_quant=True, a_quant=True)
     return qmodel
 

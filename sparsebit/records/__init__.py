@@ -7,7 +7,7 @@ from sparsebit.records.coverage import Coverage, FloatLayer, OpaqueModule, Param
 from sparsebit.records.error_profile import ErrorProfile, LayerError, SiteError, ValueHistogram
 from sparsebit.records.files import extend_record, read_record, write_record
 from sparsebit.records.gradients import GradientCheck
-from sparsebit.records.parity import OutputParity, Parity, Tolerance
+from sparsebit.records.parity import OutputParity, Parity, ParityCheck, Tolerance
 from sparsebit.records.phases import Measured, measured
 from sparsebit.records.run_record import Calibration, Environment, FileFacts, ModelFacts, OutputError, Run, RunRecord
 
@@ -28,6 +28,7 @@ __all__ = [
     "OutputParity",
     "ParameterRecord",
     "Parity",
+    "ParityCheck",
     "QuantizedLayer",
     "Run",
     "RunRecord",

@@ -57,8 +57,12 @@ def merged(old: RunRecord, new: RunRecord, source: str = "the record") -> Merged
     dropped = tuple(name for name in old.sections if name not in kept.sections and name not in new.sections)
     lists = {
         "errors": _joined(kept.errors, new.errors, lambda profile: profile.sync),
-        "parity": _joined(kept.parity, new.parity, lambda parity: (parity.runtime, parity.against)),
-        "audits": _joined(kept.audits, new.audits, lambda audit: (audit.runtime, audit.num_threads)),
+        "parity": _joined(kept.parity, new.parity, lambda check: (check.parity.runtime, check.parity.against)),
+        "audits": _joined(  # one without timings says nothing that one with timings does not
+            sorted((*kept.audits, *new.audits), key=lambda audit: bool(audit.latency)),
+            (),
+            lambda audit: (audit.runtime, audit.num_threads),
+        ),
         "runs": (*old.runs, *new.runs),
     }
     filled = {name: getattr(new, name) for name in new.sections if name not in lists}

@@ -134,3 +134,16 @@ class Parity:
             f"{self.runtime} against {self.against}: at most {worst.max_difference:.2g} of the output range, "
             f"mean {worst.mean_difference:.2g}, SQNR {worst.sqnr_db:.1f} dB{top1}{told}, on {worst.num_samples} samples"
         )
+
+
+@dataclass(frozen=True)
+class ParityCheck:
+    """A comparison with its verdict. `fault`: what is beyond the limits that applied; None where nothing is.
+
+    `data`: the inputs in words. `first_divergence`: the first site whose integers differ, where that was looked for.
+    """
+
+    parity: Parity
+    fault: str | None = None
+    data: str | None = None
+    first_divergence: str | None = None

@@ -16,7 +16,9 @@ from contextvars import ContextVar
 from datetime import datetime, timezone
 from typing import Literal
 
-from sparsebit.records.run_record import Environment, Run
+from sparsebit.records.run_record import Calibration, Environment, Run
+
+EXPORT = "export"
 
 
 class Measured:
@@ -26,12 +28,18 @@ class Measured:
         self.verb = verb
         self.started = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self.phases: dict[str, float] = {}
+        self.calibration: Calibration | None = None
         self._begin, self._end = time.perf_counter(), 0.0
         self._inner = 0.0  # seconds of the phases that ended inside the one that runs
 
     @property
     def seconds(self) -> float:
         return (self._end or time.perf_counter()) - self._begin
+
+    @property
+    def made(self) -> tuple[Literal["model", "file"], ...]:
+        """What came about in the block: a calibrated model, an exported file."""
+        return (*(("model",) if self.calibration else ()), *(("file",) if EXPORT in self.phases else ()))
 
     def finish(self) -> None:
         self._end = time.perf_counter()
@@ -51,11 +59,11 @@ class Measured:
         self,
         environment: Environment,
         sections: tuple[str, ...],
-        made: tuple[Literal["model", "file"], ...] = (),
         warnings: tuple[str, ...] = (),
     ) -> Run:
         """What a record keeps of it."""
-        return Run(self.verb, self.started, self.seconds, dict(self.phases), sections, environment, made, warnings)
+        phases = dict(self.phases)
+        return Run(self.verb, self.started, self.seconds, phases, sections, environment, self.made, warnings)
 
 
 # What the block around measures with. Context-local: threads and tasks do not see each other's.
@@ -83,3 +91,10 @@ def phase(name: str) -> Iterator[None]:
         return
     with run.phase(name):
         yield
+
+
+def note_calibration(num_samples: int, *, asym: bool) -> None:
+    """Say what a model was calibrated on; without effect where nobody measures."""
+    run = _CURRENT.get()
+    if run is not None:
+        run.calibration = Calibration(num_samples, asym)

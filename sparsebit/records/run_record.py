@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,12 +17,14 @@ from sparsebit.records.audit import Audit
 from sparsebit.records.coverage import Coverage
 from sparsebit.records.error_profile import ErrorProfile
 from sparsebit.records.json_form import field_types, from_plain, to_plain
-from sparsebit.records.parity import Parity
+from sparsebit.records.parity import ParityCheck
 
 FORMAT = "sparsebit-record"
 # Grows with every change after which an older reader would refuse a new file or misread it: a field that is added,
 # removed, renamed or means something else. Files of every older version stay readable.
 VERSION = 1
+# A list of numbers, each on a line of its own. Texts hold no line breaks in JSON, so nothing else looks like this.
+_NUMBERS = re.compile(r"\[\n\s*(-?[\d.eE+-]+(?:,\n\s*-?[\d.eE+-]+)*)\n\s*\]")
 
 
 @dataclass(frozen=True)
@@ -108,9 +111,10 @@ class Run:
 class RunRecord:
     """One quantized model: what it is, how it was made, what it loses, how it runs. None or empty: no verb filled it.
 
-    `plan` is reserved for the plan of the quantized model (`Site` by `Site`); until it is filled, `coverage` says what
-    is quantized where and how. `errors`: one profile for `sync` and one without. `parity`: one comparison for each
-    runtime and thing compared with. `audits`: one for each runtime and number of threads. The last two are of `file`.
+    `plan`: every site with its number format, and what is float and why: `Plan.to_dict` without the config, which has a
+    section of its own. `coverage`: what became of it after calibration, and every parameter. `errors`: one profile for
+    `sync` and one without. `parity`: one comparison for each runtime and thing compared with. `audits`: one for each
+    runtime and number of threads. The last two are of `file`.
     """
 
     model: ModelFacts | None = None
@@ -121,7 +125,7 @@ class RunRecord:
     output: OutputError | None = None
     errors: tuple[ErrorProfile, ...] = ()
     file: FileFacts | None = None
-    parity: tuple[Parity, ...] = ()
+    parity: tuple[ParityCheck, ...] = ()
     audits: tuple[Audit, ...] = ()
     runs: tuple[Run, ...] = ()
     version: int = field(default=VERSION, init=False)
@@ -146,7 +150,8 @@ class RunRecord:
         return {"format": FORMAT, "version": self.version, **filled}
 
     def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        text = json.dumps(self.to_dict(), indent=1, ensure_ascii=False, allow_nan=False)
+        return _NUMBERS.sub(lambda found: f"[{', '.join(part.strip() for part in found[1].split(','))}]", text) + "\n"
 
     @classmethod
     def from_dict(cls, values: Any, source: str = "record") -> RunRecord:

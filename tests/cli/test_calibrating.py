@@ -9,8 +9,8 @@ import torch
 import typer
 
 from sparsebit.cli.calibrating import calibrated, formats, load_subject, planned, read_config
-from sparsebit.cli.data import DataOptions
 from sparsebit.cli.loading import LoadingError
+from sparsebit.cli.option_groups import DataOptions
 from sparsebit.errors import ConfigError
 from sparsebit.graph.capture import VARYING
 

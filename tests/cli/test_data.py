@@ -13,8 +13,9 @@ import typer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from sparsebit.cli.data import DataOptions, Inputs, load_data, num_samples_in, spread
+from sparsebit.cli.data import Inputs, load_data, num_samples_in, spread
 from sparsebit.cli.loading import LoadingError
+from sparsebit.cli.option_groups import DataOptions
 from sparsebit.cli.options import Names, Numbers, Size
 from sparsebit.errors import MissingExtraError
 

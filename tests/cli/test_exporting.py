@@ -18,8 +18,9 @@ pytest.importorskip("onnxruntime")
 
 import onnx
 
-from sparsebit.cli.exporting import FileOptions, checked_file, require
+from sparsebit.cli.exporting import checked_file, require
 from sparsebit.cli.loading import load_model
+from sparsebit.cli.option_groups import FileOptions
 from sparsebit.cli.options import Names
 from sparsebit.deploy.sessions import open_session
 from sparsebit.errors import DeploymentError, MissingExtraError

@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import nn
 
 import sparsebit as package
-from sparsebit.cli.profile import error_table, layer_errors
+from sparsebit.cli.profile import error_table
 from sparsebit.records import Coverage, LayerError, QuantizedLayer
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def test_errors_are_those_of_the_model() -> None:
     qmodel = package.quantize(
         model, [x], {"DEVICE": "cpu", "W": {"QUANTIZER": {"BIT": 4}}, "A": {"QUANTIZER": {"BIT": 4}}}
     )
-    (error,) = layer_errors(qmodel, [x])
+    (error,) = qmodel.profile([x]).layers
     with torch.no_grad():
         noise, signal = (qmodel(x) - model(x)).square().mean().item(), model(x).square().mean().item()
     assert error.error == pytest.approx(noise, rel=1e-4)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from sparsebit.deploy import model_file
-from sparsebit.deploy.model_file import checked_path, data_files, staged, write
+from sparsebit.deploy.model_file import all_files, checked_path, data_files, file_facts, staged, write
 from sparsebit.deploy.sessions import open_session
 from sparsebit.errors import DeploymentError
 
@@ -132,3 +133,18 @@ def test_what_is_no_model_has_no_data(tmp_path: Path) -> None:
     assert data_files(tmp_path / "m.onnx") == set()
     save(scaled(2.0), tmp_path / "m.onnx")
     assert answer(tmp_path / "m.onnx") == 2.0
+
+
+def test_facts_of_a_file_and_its_data(tmp_path: Path) -> None:
+    file = tmp_path / "net.onnx"
+    file.write_bytes(b"not a model")
+    with pytest.raises(DeploymentError, match=r"net\.onnx is not an ONNX file"):
+        file_facts(file)
+    with pytest.raises(DeploymentError, match="no such file"):
+        file_facts(tmp_path / "none.onnx")
+    save(scaled(2.0), file, largest_single_file=100)
+    parts = all_files(file)
+    assert len(parts) == 2 and parts[0] == file
+    found = file_facts(file, float_bytes=7)
+    assert found.sha256 == hashlib.sha256(b"".join(part.read_bytes() for part in parts)).hexdigest()
+    assert found.num_bytes == sum(part.stat().st_size for part in parts) and found.float_bytes == 7

@@ -17,6 +17,7 @@ from sparsebit.records import (
     OutputError,
     OutputParity,
     Parity,
+    ParityCheck,
     QuantizedLayer,
     Run,
     RunRecord,
@@ -39,8 +40,9 @@ def profile(sync: bool = False, sqnr_db: float = 30.0) -> ErrorProfile:
     return ErrorProfile(sync, 2, (LayerError("fc", 0.1, sqnr_db),), (site,))
 
 
-def parity(against: str = "the simulation", runtime: str = "onnxruntime") -> Parity:
-    return Parity("net.onnx", runtime, against, (OutputParity("y", 0.0, 0.0, math.inf, None, 30.0, 64),))
+def parity(against: str = "the simulation", runtime: str = "onnxruntime") -> ParityCheck:
+    outputs = (OutputParity("y", 0.0, 0.0, math.inf, None, 30.0, 64),)
+    return ParityCheck(Parity("net.onnx", runtime, against, outputs), data="64 images")
 
 
 def audit(runtime: str = "onnxruntime", num_threads: int = 1) -> Audit:

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 
 from sparsebit.errors import RecordError
 from sparsebit.records import FileFacts, RunRecord
+from sparsebit.records.audit import Latency
 from sparsebit.records.merging import merged
 from tests.records.examples import FILE, MODEL, RECORD, audit, parity, profile, run
 from tests.records.random_records import RECORDS
@@ -33,7 +34,7 @@ def test_newer_ones_of_the_same_kind_replace_older_ones() -> None:
     )
     record, _ = merged(RECORD, new)
     assert record.errors == (profile(sqnr_db=20.0), profile(sync=True))
-    assert [one.against for one in record.parity] == ["the simulation", "float.onnx"]
+    assert [one.parity.against for one in record.parity] == ["the simulation", "float.onnx"]
     assert [(one.runtime, one.num_threads) for one in record.audits] == [
         ("onnxruntime", 1),
         ("onnxruntime", 2),
@@ -97,3 +98,11 @@ def test_merging_with_nothing_and_with_itself(record: RunRecord) -> None:
     assert merged(RunRecord(), record.replace(errors=(), parity=(), audits=())).record.file == record.file
     again, dropped = merged(merged(record, RunRecord()).record, RunRecord())
     assert again.sections == record.sections and not dropped
+
+
+def test_an_audit_with_timings_is_kept() -> None:
+    times = Latency(1.0, (1.0, 1.0), 1.0, (1.0, 1.0), 1.0, 1.0, 5, 1)
+    timed = dataclasses.replace(audit(), latency={"float": times, "quantized": times})
+    for old, new in ((timed, audit()), (audit(), timed)):
+        record, _ = merged(RunRecord(file=FILE, audits=(old,)), RunRecord(file=FILE, audits=(new,)))
+        assert record.audits == (timed,)

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from sparsebit.records import measured
-from sparsebit.records.phases import phase
+from sparsebit.records import Calibration, measured
+from sparsebit.records.phases import note_calibration, phase
 from tests.records.examples import ENVIRONMENT
 
 
@@ -26,8 +26,8 @@ def test_phases_add_up_to_no_more_than_the_run() -> None:
         work()
     assert list(run.phases) == ["decorated", "inner", "outer"]
     assert 0 <= sum(run.phases.values()) <= run.seconds == run.seconds
-    kept = run.run(ENVIRONMENT, ("model",), ("model",), ("a warning",))
-    assert kept.phases == run.phases and kept.started.endswith("+00:00") and kept.made == ("model",)
+    kept = run.run(ENVIRONMENT, ("model",), ("a warning",))
+    assert kept.phases == run.phases and kept.started.endswith("+00:00") and kept.warnings == ("a warning",)
 
 
 def test_a_phase_that_fails_counts_and_the_next_run_starts_anew() -> None:
@@ -44,3 +44,13 @@ def test_threads_do_not_see_each_other() -> None:
         thread.start()
         thread.join()
     assert not run.phases
+
+
+def test_what_the_block_made() -> None:
+    note_calibration(4, asym=False)  # nobody measures
+    with measured("look") as run, phase("check"):
+        pass
+    assert run.calibration is None and run.made == ()
+    with measured("make") as run, phase("export"):
+        note_calibration(32, asym=True)
+    assert run.calibration == Calibration(32, True) and run.made == ("model", "file")

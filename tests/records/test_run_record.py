@@ -137,3 +137,9 @@ def test_deeply_nested_file() -> None:
 def test_a_config_that_json_would_not_give_back(value: object) -> None:
     with pytest.raises(RecordError, match=r"record\.config\.W\.SCALE: .* cannot be written to JSON"):
         RunRecord(config={"W": {"SCALE": value}}).to_json()
+
+
+def test_lists_of_numbers_take_one_line() -> None:
+    record = RECORD.replace(config={"text": "[\n 1,\n 2\n]", "list": [[1, -2.5e-9], [], [3]]})
+    assert '"counts": [1, 2, 3]' in record.to_json() and '"text": "[\\n 1,\\n 2\\n]"' in record.to_json()
+    assert RunRecord.from_json(record.to_json()) == record

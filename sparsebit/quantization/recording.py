@@ -1,0 +1,179 @@
+"""`record`: a quantized model and what verbs found out about it -> one `RunRecord`."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from sparsebit.deploy.environment import environment
+from sparsebit.deploy.model_file import file_facts
+from sparsebit.errors import RecordError
+from sparsebit.execution.distributed import gather_shards
+from sparsebit.quantization.quant_model import QuantModel
+from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.records import (
+    Audit,
+    ErrorProfile,
+    FileFacts,
+    Measured,
+    ModelFacts,
+    OutputError,
+    Parity,
+    ParityCheck,
+    RunRecord,
+)
+
+Result: TypeAlias = ErrorProfile | Parity | ParityCheck | Audit | OutputError
+
+
+def record(
+    qmodel: QuantModel,
+    *results: Result | None,
+    name: str | None = None,
+    file: str | os.PathLike[str] | None = None,
+    run: Measured | None = None,
+    warnings: tuple[str, ...] = (),
+) -> RunRecord:
+    """What the model is and what is quantized in it, with the results of its verbs; None among them is left out.
+
+    `file`: the ONNX file that was exported from it; that of the results where they name one. `name`: what to call the
+    model; its class where it is not given. `run`: what `measured` gave, for timings, versions and the machine.
+
+    >>> from sparsebit.records import measured
+    >>> import sparsebit, torch
+    >>> with measured("study") as run:
+    ...     qmodel = sparsebit.quantize(torch.nn.Linear(4, 2), [torch.randn(8, 4)], "onnxruntime")
+    ...     errors = qmodel.profile(torch.randn(8, 4))
+    >>> made = record(qmodel, errors, run=run)
+    >>> made.sections
+    ('model', 'config', 'plan', 'coverage', 'calibration', 'errors')
+    >>> list(made.runs[0].phases)
+    ['capture', 'calibration', 'profile']
+    """
+    found = [result for result in results if result is not None]
+    path = _one_file(found, file)
+    coverage = qmodel.coverage
+    float_bytes = sum(parameter.float_bytes for parameter in coverage.parameters)
+    made = RunRecord(
+        model=model_facts(qmodel, name),
+        config=qmodel.config.to_dict(),
+        plan={key: value for key, value in qmodel.plan.to_dict().items() if key != "config"},
+        coverage=coverage,
+        calibration=None if run is None else run.calibration,
+        file=None if path is None else file_facts(path, float_bytes=float_bytes),
+    )
+    return with_run(with_results(made, found), run, warnings)
+
+
+def file_record(
+    file: str | os.PathLike[str] | FileFacts, *results: Result, run: Measured, warnings: tuple[str, ...] = ()
+) -> RunRecord:
+    """The record of an ONNX file whose model is not known."""
+    facts = file if isinstance(file, FileFacts) else file_facts(Path(file))
+    return with_run(with_results(RunRecord(file=facts), list(results)), run, warnings)
+
+
+def float_record(
+    model: nn.Module, name: str, facts: FileFacts, *results: Result, run: Measured, warnings: tuple[str, ...] = ()
+) -> RunRecord:
+    """The record of a float model that was exported as it is."""
+    made = RunRecord(model=float_facts(model, name), file=facts)
+    return with_run(with_results(made, list(results)), run, warnings)
+
+
+def with_results(made: RunRecord, results: list[Result]) -> RunRecord:
+    """The record with each result in its section."""
+    for result in results:
+        match result:
+            case ErrorProfile():
+                made = made.replace(errors=(*made.errors, result))
+            case Parity():
+                made = made.replace(parity=(*made.parity, ParityCheck(result)))
+            case ParityCheck():
+                made = made.replace(parity=(*made.parity, result))
+            case Audit():
+                made = made.replace(audits=(*made.audits, result))
+            case OutputError():
+                made = made.replace(output=result)
+            case _:
+                raise RecordError(
+                    f"a {type(result).__name__} has no section in a record; give what profile, export_onnx, check_onnx "
+                    "or audit returned"
+                )
+    return made
+
+
+def with_run(made: RunRecord, run: Measured | None, warnings: tuple[str, ...]) -> RunRecord:
+    """The record with the run that filled it."""
+    if run is None:
+        return made
+    return made.replace(runs=(*made.runs, run.run(environment(), made.sections, warnings)))
+
+
+def model_facts(qmodel: QuantModel, name: str | None = None) -> ModelFacts:
+    """Which model it is: by its architecture, and by the numbers that quantization gave it."""
+    (model,) = qmodel._original
+    config = qmodel.config.to_dict(defaults=True)
+    config.pop("DEVICE")  # where it runs changes nothing in what it is
+    sites = {quantizer.name: quantizer.describe() for quantizer in qmodel.quantizers() if not quantizer.fake_fused}
+    # Whether quantization is on is no property of the model.
+    switches = {f"{path}._extra_state" for path, module in qmodel.named_modules() if isinstance(module, Quantizer)}
+    tensors = {key: value for key, value in gather_shards(qmodel.state_dict()).items() if key not in switches}
+    return _facts(model, name, _checksum(tensors, config, sites))
+
+
+def float_facts(model: nn.Module, name: str | None = None) -> ModelFacts:
+    """Which float model it is."""
+    return _facts(model, name, _checksum(gather_shards(model.state_dict()), "float"))
+
+
+def architecture_facts(model: nn.Module, name: str | None = None) -> ModelFacts:
+    """What is known of a model before it is quantized: enough to tell one architecture from another."""
+    return _facts(model, name, "")
+
+
+def _facts(model: nn.Module, name: str | None, numbers: str) -> ModelFacts:
+    kind = type(model).__name__
+    tensors = {key: value for key, value in model.state_dict().items() if isinstance(value, Tensor)}
+    forms = [kind, *(f"{key} {tuple(tensor.shape)} {tensor.dtype}" for key, tensor in sorted(tensors.items()))]
+    architecture = hashlib.sha256("\n".join(forms).encode()).hexdigest()
+    return ModelFacts(name or kind, kind, sum(p.numel() for p in model.parameters()), architecture, numbers)
+
+
+def _checksum(tensors: Mapping[str, Any], *values: object) -> str:
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode())
+    for key, value in sorted(tensors.items()):
+        if isinstance(value, Tensor):
+            digest.update(f"\n{key} {tuple(value.shape)} {value.dtype} ".encode())
+            _add_bytes(digest, value)
+    return digest.hexdigest()
+
+
+def _add_bytes(digest: Any, tensor: Tensor) -> None:
+    plain = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
+    size = plain.numel() * plain.element_size()
+    if size:  # read where it lies: numpy, which would give the bytes, is an optional package
+        digest.update((ctypes.c_char * size).from_address(plain.data_ptr()))
+
+
+def _one_file(results: list[Result], given: str | os.PathLike[str] | None) -> Path | None:
+    """The file that all of them are about."""
+    named = [result.parity.file if isinstance(result, ParityCheck) else result.file for result in _of_files(results)]
+    paths = {os.path.realpath(path): Path(path) for path in (*named, *([] if given is None else [given]))}
+    if len(paths) > 1:
+        raise RecordError(
+            f"results of different files ({', '.join(map(str, paths.values()))}) do not belong into one record; make a "
+            "record for each"
+        )
+    return next(iter(paths.values()), None)
+
+
+def _of_files(results: list[Result]) -> list[Parity | ParityCheck | Audit]:
+    return [result for result in results if isinstance(result, (Parity, ParityCheck, Audit))]
