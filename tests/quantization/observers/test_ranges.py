@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from sparsebit.numerics.spec import PerChannel, TensorSpec
+from sparsebit.quantization import QuantModel
 from sparsebit.quantization.observers import build_observer
 from sparsebit.quantization.observers.histogram import Histogram
 from sparsebit.quantization.observers.ranges import (
@@ -12,6 +14,7 @@ from sparsebit.quantization.observers.ranges import (
     magnitude_beyond,
     percentile_range,
 )
+from tests.quantization.tiny import qconfig
 
 PER_TENSOR = TensorSpec(8, symmetric=False)
 
@@ -85,3 +88,14 @@ def test_percentile_zero_is_minmax() -> None:
     observer = build_observer("percentile", PER_TENSOR, PercentileOptions(ALPHA=0))
     observer.update(x)
     assert observer.calc_range() == (x.min(), x.max())
+
+
+@pytest.mark.parametrize("observer", ["minmax", "moving_average"])
+def test_following_ranges_read_the_ratio_whatever_the_observer(observer: str) -> None:
+    changes = {
+        "A.OBSERVER": {"TYPE": observer, "MOVING_AVERAGE": {"EMA_RATIO": 0.5}},
+        "A.SPECIFIC": [{"1": ["OBSERVER.MOVING_AVERAGE.EMA_RATIO", 0.25]}],
+    }
+    qmodel = QuantModel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), qconfig(changes))
+    found = {quantizer.name: quantizer.ema_ratio for quantizer in qmodel.quantizers()}
+    assert found == {"0.input": 0.5, "0.weight": 0.9, "1.input": 0.25, "1.weight": 0.9}
