@@ -21,11 +21,13 @@ from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.deploy.sessions import require_runtime
 from sparsebit.errors import CalibrationError, CaptureError, CheckpointError, ConfigError, SparsebitError
 from sparsebit.execution.batches import Call, as_call, calls
+from sparsebit.execution.block_engine import Visit
 from sparsebit.execution.distributed import gather, gather_shards, once
 from sparsebit.execution.value_store import MIB
 from sparsebit.graph.capture import call_form
 from sparsebit.graph.copying import rebind_functions, without_history
 from sparsebit.quantization import checkpoint, manifest
+from sparsebit.quantization.block_visits import Blocks, visit_blocks
 from sparsebit.quantization.calibration import CalibrationRunner
 from sparsebit.quantization.error_profiler import profile_errors, profile_model
 from sparsebit.quantization.export import build_onnx, check_ready, describe, switched_on
@@ -147,6 +149,40 @@ class QuantModel(TrainableModel):
         self.set_quant(w_quant=True, a_quant=True)
         for quantizer in self.quantizers():
             quantizer.follow_range(follow_ranges)
+
+    def visit_blocks(
+        self,
+        data: Any,
+        visit: Visit,
+        *,
+        blocks: Blocks = None,
+        memory_budget: int = 1024 * MIB,
+        resume: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Call `visit(block_data)` for each block in order: its inputs from the quantized blocks in front of it, its
+        float inputs and targets, on `data` (batches as for calibration), with all that is calibrated switched on.
+
+        `blocks`: module paths, "layers" for single layers, or None to find them. `resume`: a folder that keeps each
+        finished block; a run that was killed goes on after them. `memory_budget`: bytes of activations in memory.
+        """
+        self._require_whole("visit_blocks")
+        check_ready(self)
+        if self._root is None:
+            raise CaptureError(
+                "visit_blocks() needs a graph of the whole model, which could not be traced: see coverage"
+            )
+        self.eval()
+        with switched_on(self):
+            visit_blocks(
+                self._root,
+                calls(data, self._original[0], self.device),
+                visit,
+                blocks=blocks,
+                memory_budget=memory_budget,
+                resume=resume,
+                settings=str(self.config.to_dict()),
+            )
+        self._make_room_for_biases()
 
     # --- looking inside
 

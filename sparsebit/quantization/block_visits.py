@@ -1,0 +1,98 @@
+"""The engine over blocks for a quantized model: its calibration batches, its float twin, and its state per block."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, fx
+
+from sparsebit.errors import CalibrationError
+from sparsebit.execution.batches import Call
+from sparsebit.execution.block_engine import Visit, run_blocks
+from sparsebit.execution.block_resume import Resume
+from sparsebit.execution.block_search import find_blocks
+from sparsebit.execution.blocks import Block, single_layers
+from sparsebit.execution.value_store import MIB, SharedData
+from sparsebit.graph.capture import Region
+from sparsebit.graph.example import GuardError
+from sparsebit.quantization.quantizers.base import Quantizer
+
+# Calibration batches that stay in memory; the rest waits on disk.
+_INPUT_BYTES = 32 * MIB
+Blocks = Sequence[str] | Literal["layers"] | None
+
+
+def visit_blocks(
+    root: Region,
+    batches: Iterable[Call],
+    visit: Visit,
+    *,
+    blocks: Blocks,
+    memory_budget: int,
+    resume: str | os.PathLike[str] | None,
+    settings: str,
+) -> None:
+    """Call `visit` for each block of a calibrated graph whose quantization is on. `batches`: calls of the model."""
+    graph_module = root.graph_module
+    inputs = SharedData(device_bytes=0, host_bytes=min(_INPUT_BYTES, memory_budget))
+    for args, kwargs in batches:
+        bound = root.bind(args, kwargs)
+        if bound is None:
+            raise CalibrationError(
+                f"batch {len(inputs)} has another form than the model was captured for; build the QuantModel with "
+                "example_inputs like the batches"
+            )
+        inputs.put(len(inputs), bound)
+    if not len(inputs):
+        raise CalibrationError("no batch was given; visit_blocks() needs at least one on every rank")
+    wanted = single_layers(graph_module) if blocks == "layers" else find_blocks(graph_module, blocks)
+    kept = None if resume is None else Resume(resume, block_state, load_block_state, settings)
+    store = SharedData(device_bytes=memory_budget, host_bytes=memory_budget)
+    try:
+        run_blocks(graph_module, wanted, len(inputs), inputs.get, visit, as_float=as_float, store=store, resume=kept)
+    except GuardError as error:
+        raise CalibrationError(f"{error}, and a batch differs; give example_inputs like the batches") from error
+    finally:
+        inputs.clear()
+
+
+@contextlib.contextmanager
+def as_float(block: Block) -> Iterator[None]:
+    """Inside, the quantizers of the block are off."""
+    found = [part for module in block.modules.values() for part in module.modules() if isinstance(part, Quantizer)]
+    before = [(quantizer, quantizer.use_quant) for quantizer in dict.fromkeys(found)]
+    for quantizer, _ in before:
+        quantizer.use_quant = False
+    try:
+        yield
+    finally:
+        for quantizer, was_on in before:
+            quantizer.use_quant = was_on
+
+
+def block_state(block: Block) -> Mapping[str, Tensor]:
+    """Every parameter and buffer that the block uses, by its path in the graph."""
+    return _tensors(block)
+
+
+@torch.no_grad()
+def load_block_state(block: Block, state: dict[str, Tensor]) -> None:
+    """Write into the block's parameters and buffers what `block_state` gave."""
+    for path, tensor in _tensors(block).items():
+        tensor.copy_(state[path])
+
+
+def _tensors(block: Block) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path, module in block.modules.items():
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            found[f"{path}.{name}"] = tensor.detach()
+    graph_module = block.nodes[0].graph.owning_module
+    assert isinstance(graph_module, fx.GraphModule)
+    own = {**dict(graph_module.named_parameters()), **dict(graph_module.named_buffers())}
+    read = {str(n.target) for node in block.nodes for n in node.all_input_nodes if n.op == "get_attr"}
+    return found | {path: own[path].detach() for path in read if path in own}
