@@ -78,10 +78,11 @@ class _Search:
         owner: str | None = None  # of the last span
         waiting: int | None = None  # where inserted nodes begin that belong to the next region
         for start, stop in regions:
-            if all(is_inserted(node, self.graph_module) for node in self.nodes[start:stop]) and stop < len(self.nodes):
+            traced = [i for i in range(start, stop) if not is_inserted(self.nodes[i], self.graph_module)]
+            if not traced and stop < len(self.nodes):
                 waiting = start if waiting is None else waiting
                 continue
-            own = owners[start]
+            own = owners[traced[0]] if traced else None
             start, waiting = (start, None) if waiting is None else (waiting, None)
             has_weights = self._has_weights((start, stop))
             is_same = own == owner and (own is not None or not (spans and has_weights and self._has_weights(spans[-1])))

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, fx
 
-from sparsebit.errors import CalibrationError
+from sparsebit.errors import CalibrationError, CheckpointError
 from sparsebit.execution.batches import Call
 from sparsebit.execution.block_engine import Visit, run_blocks
 from sparsebit.execution.block_resume import Resume
@@ -82,7 +82,13 @@ def block_state(block: Block) -> Mapping[str, Tensor]:
 @torch.no_grad()
 def load_block_state(block: Block, state: dict[str, Tensor]) -> None:
     """Write into the block's parameters and buffers what `block_state` gave."""
-    for path, tensor in _tensors(block).items():
+    here = _tensors(block)
+    if {path: t.shape for path, t in here.items()} != {path: t.shape for path, t in state.items()}:
+        raise CheckpointError(
+            f"block {block.name!r}: the kept parameters and buffers have other names or shapes than the model has; "
+            "a visit must not add, remove or reshape them where the run is to be resumed"
+        )
+    for path, tensor in here.items():
         tensor.copy_(state[path])
 
 

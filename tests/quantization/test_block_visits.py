@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from sparsebit.errors import CalibrationError, CheckpointError
 from sparsebit.execution.block_engine import BlockData
+from sparsebit.execution.block_search import find_blocks
 from sparsebit.quantization import QuantModel
 
 CONFIG = "{DEVICE: cpu, W: {QUANTIZER: {BIT: 4}}, A: {QUANTIZER: {BIT: 8}}}"
@@ -45,6 +46,29 @@ def test_targets_are_float_and_inputs_quantized() -> None:
         qmodel.set_quant(w_quant=True, a_quant=True)
         torch.testing.assert_close(last["outputs"], [qmodel(x) for x in batches])
     assert last["names"] == ["0", "2", "4"]
+
+
+@pytest.mark.parametrize("blocks", [None, ["layers.0", "layers.1"]], ids=["found", "named"])
+def test_quantizers_of_a_blocks_inputs_belong_to_it(blocks: list[str] | None) -> None:
+    """A tensor that several layers read is quantized once, by a node that is in no module of the traced model."""
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layers = (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2))
+            self.layers, self.head = nn.ModuleList(layers), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x.mean(1))
+
+    x = torch.randn(2, 5, 8)
+    qmodel = QuantModel(Encoder().eval(), "onnxruntime", example_inputs=x)
+    found = find_blocks(qmodel.model, blocks)
+    assert [block.name for block in found][:2] == ["layers.0", "layers.1"]
+    assert [(len(block.inputs), len(block.outputs)) for block in found[:2]] == [(1, 1), (1, 1)]
+    assert found[1].inputs == found[0].outputs and found[1].nodes[0].name == "layers_0_norm2_shared"
 
 
 def test_a_run_resumes_with_equal_bits(tmp_path: Path) -> None:
