@@ -90,7 +90,7 @@ def with_gradients(
     wanted = {name: tensor for name, tensor in wanted.items() if tensor.requires_grad}
     with torch.enable_grad():
         # As results of an operation: a module may write into its inputs, which torch forbids for leaves.
-        call = map_nested(Tensor, lambda x: x.view_as(x) if x.requires_grad else x, (args, kwargs))
+        call = map_nested(Tensor, lambda x: x.clone() if x.requires_grad else x, (args, kwargs))
         output = run(*call[0], **call[1])
         found = torch.autograd.grad(loss(output), list(wanted.values()), allow_unused=True)
     gradients = {
@@ -111,11 +111,19 @@ def cloned(call: Call) -> Call:
 
     def clone(tensor: Tensor) -> Tensor:
         if id(tensor) not in copies:
-            copies[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            copies[id(tensor)] = _like(tensor, tensor.detach().clone().requires_grad_(tensor.requires_grad))
         return copies[id(tensor)]
 
     result: Call = map_nested(Tensor, clone, call)
     return result
+
+
+def _like(tensor: Tensor, copied: Tensor) -> Tensor:
+    """The copy, as the result of an operation where the tensor is one: torch forbids writes into leaves that learn."""
+    if tensor.is_leaf:
+        return copied
+    with torch.enable_grad():
+        return copied.clone()
 
 
 def buffers_of(module: nn.Module, like: nn.Module | None = None) -> Buffers:

@@ -10,33 +10,11 @@ from tests.fuzz.choices import Choices
 from tests.fuzz.grammar import generate
 from tests.fuzz.properties import judge, smallest_like
 
-# Features that still fail, with the reason. They are left out here until the fault is fixed.
-OPEN_FAULTS = {
-    "branch": "some questions about types (issubclass, __class__, shape[0] is an int) take the wrong branch",
-    "layer_branch": "a wrapped layer has children, the original has none",
-    "computed_weight": "spectral_norm takes more steps in the copy than in the model",
-    "state": "a guard that fails behind a change of state runs the code twice",
-    "hook": "a guard that fails behind a hook runs the hook twice",
-    "patched_forward": "a deep copy of a QuantModel with a closure as forward reads the layers of the first one",
-}
-# With example inputs a guard that fails behind a write or a random number repeats it: it runs the code from the start.
-EFFECTS = (
-    "random_numbers",
-    "method",
-    "operator",
-    "setitem",
-    "through_view",
-    "out_argument",
-    "inplace_module",
-    "complex_view",
-    "loop",
-    "container",
-)
 NAMES = ["values", "example", "gradients", "copies"]
 
 
 def check(choices: Choices, name: str) -> None:
-    program = generate(choices, without=(*OPEN_FAULTS, *(EFFECTS if name in ("example", "copies") else ())))
+    program = generate(choices)
     verdict = judge(program, name)
     if verdict.is_fault:
         smallest = smallest_like(program, verdict, tries=60)

@@ -121,7 +121,7 @@ def gradients(program: Program, compiled: Compiled) -> None:
     try:
         expected = [_step(compiled, model, call, ours) for call in (0, 1)]
         for call in (2, 3):
-            run_call(compiled, model, call)
+            _step(compiled, model, call, {})
         expected += [_step(compiled, model, call, ours) for call in (4, 5)]
     except Exception as fault:
         raise Invalid(f"{type(fault).__name__}: {fault}") from fault
@@ -131,8 +131,8 @@ def gradients(program: Program, compiled: Compiled) -> None:
         compare(call, expected[call], _step(compiled, qmodel, call, theirs), EXACT * 10, "training, quantization off")
     qmodel.prepare_calibration()
     qmodel.train()
-    for call in (2, 3):
-        run_call(compiled, qmodel, call)
+    for call in (2, 3):  # as in training: a model may ask whether its input is a leaf
+        _step(compiled, qmodel, call, {})
     qmodel.calc_qparams()
     _widen(qmodel)
     _, theirs = _matched(model, qmodel)  # where a part of the copy gave way to the model's own code, they are new ones
@@ -169,5 +169,5 @@ def _disturbed_steps(compiled: Compiled, seed: int) -> list[Leaves]:
         for call in (0, 1):
             _step(compiled, model, call, names)
         for call in (2, 3):
-            run_call(compiled, model, call)
+            _step(compiled, model, call, {})
         return [_step(compiled, model, call, names) for call in (4, 5)]
