@@ -82,6 +82,8 @@ def shared_data() -> Path:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if " at 0x" in item.name:
+            raise pytest.UsageError(f"{item.nodeid}: an address in its name differs in every process; give it an id")
         if "shared_data" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.data)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():

@@ -10,19 +10,25 @@ from torch import nn
 from sparsebit.graph.random_ops import may_draw, module_may_draw
 
 
+def called(function: Any) -> str:
+    return getattr(function, "__name__", str(function))
+
+
 @pytest.mark.parametrize(
     "function",
     [
         torch.rand, torch.randint, torch.normal, "bernoulli", "multinomial", "random_", F.dropout, F.dropout2d, F.rrelu,
         F.gumbel_softmax, F.fractional_max_pool2d, F.multi_head_attention_forward, F.scaled_dot_product_attention,
     ],
-    ids=str,
+    ids=called,
 )  # fmt: skip
 def test_functions_that_draw(function: Any) -> None:
     assert may_draw(function)
 
 
-@pytest.mark.parametrize("function", [torch.relu, "view", "add_", F.max_pool2d, F.layer_norm, F.interpolate], ids=str)
+@pytest.mark.parametrize(
+    "function", [torch.relu, "view", "add_", F.max_pool2d, F.layer_norm, F.interpolate], ids=called
+)
 def test_functions_that_do_not(function: Any) -> None:
     assert not may_draw(function)
 
