@@ -28,7 +28,8 @@ class BlockRunner:
         block `writes_buffers`.
         """
         values = dict(zip(self.block.inputs, inputs, strict=True))
-        values.update(_copied({node: values[node] for node in self.block.written if node not in in_place}))
+        if self.block.written:
+            values.update(_copied({node: values[node] for node in self.block.written if node not in in_place}))
 
         def value_of(node: fx.Node) -> Any:
             if node.op != "get_attr":
