@@ -49,7 +49,9 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 def is_symbolic(tensors: list[torch.Tensor]) -> bool:
     """Whether the tensors, or what computes on them now, are none with values: a compiler, an export, `torch.func`."""
+    if torch.compiler.is_compiling():  # a compiler reads no further: it cannot trace the questions below
+        return True
     is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
-    is_traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    is_traced = torch._C._get_tracing_state() is not None
     is_watched = _get_current_dispatch_mode() is not None
     return is_transformed or is_traced or is_watched or any(x.is_meta or isinstance(x, FakeTensor) for x in tensors)

@@ -103,7 +103,7 @@ class QuantModel(TrainableModel):
         root = self._root.graph_module if self._root is not None else None
         self._runner = CalibrationRunner(self.model, root, keep_inputs=keep_inputs, memory_budget=memory_budget)
         self._runner.prepare()
-        self._proof_is_due = bool(self._verifies)
+        self._proof_is_due, self._first_call_is_due = bool(self._verifies), False
 
     def calc_qparams(self, asym: bool = False, w_quant: bool = False, a_quant: bool = False) -> None:
         """Scales and zero points from what was gathered.

@@ -15,9 +15,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from sparsebit import tensor_files
 from sparsebit.cli.loading import load_model
 from sparsebit.cli.options import Arguments
-from sparsebit.quantization import QuantModel, checkpoint
+from sparsebit.quantization import QuantModel
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Sparsebit
@@ -196,7 +197,7 @@ def test_interrupt_while_saving(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "serialize_file", half)
+        patch.setattr(tensor_files, "serialize_file", half)
         answer = sparsebit(*COMMAND, "--config", "virtual")
     assert answer.code == 130
     assert [name for name in os.listdir(project) if name.startswith(".")] == []

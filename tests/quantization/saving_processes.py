@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from sparsebit import tensor_files
 from sparsebit.quantization import checkpoint
 
 DESCRIPTION = {
@@ -135,7 +136,7 @@ def dying(step: int, act: Callable[[], None]) -> None:
         (os, "fsync"),
         (shutil, "copymode"),
         (shutil, "rmtree"),
-        (checkpoint, "serialize_file"),
+        (tensor_files, "serialize_file"),
         (checkpoint, "exchange"),
     ]:
         setattr(module, name, counted(getattr(module, name)))

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from sparsebit import tensor_files
 from sparsebit.errors import CheckpointError, SparsebitError
 from sparsebit.folders import exchange
 from sparsebit.quantization import QuantModel, checkpoint
@@ -260,7 +261,7 @@ class TestFaults:
 class TestNothingHalfWritten:
     def test_a_failure_leaves_no_trace(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         qmodel = calibrated(TwoLayers(), [torch.randn(4, 6)])
-        monkeypatch.setattr(checkpoint, "serialize_file", failing)
+        monkeypatch.setattr(tensor_files, "serialize_file", failing)
         with pytest.raises(KeyboardInterrupt):
             qmodel.save(tmp_path / "deep" / "saved")
         assert list(tmp_path.iterdir()) == []
@@ -271,7 +272,7 @@ class TestNothingHalfWritten:
         (folder / "notes.txt").write_text("mine")
         with torch.no_grad():
             qmodel.model.first.op.weight.zero_()
-        monkeypatch.setattr(checkpoint, "serialize_file", failing)
+        monkeypatch.setattr(tensor_files, "serialize_file", failing)
         with pytest.raises(KeyboardInterrupt):
             qmodel.save(folder)
         assert sorted(os.listdir(folder)) == ["model.safetensors", "notes.txt", "sparsebit.json"]
