@@ -141,8 +141,9 @@ class Plan(Mapping[str, Site]):
 
         A site that the backend cannot run is refused.
 
+        >>> from sparsebit.quantization import parse_qconfig
         >>> site = Site("fc.weight", "weight", TensorSpec(8, symmetric=True))
-        >>> plan = Plan(QuantConfig(BACKEND="virtual"), {"fc.weight": site})
+        >>> plan = Plan(parse_qconfig("virtual"), {"fc.weight": site})
         >>> plan.replace({"*.weight": {"bits": 4}})["fc.weight"].spec.dtype_name
         'int4'
         """
