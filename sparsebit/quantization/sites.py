@@ -23,7 +23,7 @@ from sparsebit.graph.node_names import node_name
 from sparsebit.numerics.qparams import check_backend
 from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec
 from sparsebit.quantization.observers import observer_options
-from sparsebit.quantization.observers.ranges import ema_ratio
+from sparsebit.quantization.observers.ranges import MovingAverageOptions, ema_ratio
 from sparsebit.quantization.quantizers.registration import quantizer_options
 from sparsebit.registry import OBSERVERS, QUANTIZERS
 
@@ -32,7 +32,6 @@ _ROLES: tuple[Role, ...] = ("input", "weight", "output", "shared", "gate")
 _SPEC_FIELDS = frozenset({"bits", "symmetric", "granularity", "narrow", "format"})
 _SITE_FIELDS = frozenset({"quantizer", "observer", "quantizer_options", "observer_options"})
 LEFT_OUT = "left out of the plan"
-EMA_RATIO = 0.9
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Site:
     observer: str = "minmax"
     quantizer_options: Any = None
     observer_options: Any = None
-    ema_ratio: float = EMA_RATIO
+    ema_ratio: float = MovingAverageOptions().EMA_RATIO
 
     @property
     def layer(self) -> str:
@@ -68,6 +67,9 @@ class Site:
                 if changes[key] != getattr(self, key):  # the options of another kind: its defaults
                     changes.setdefault(f"{key}_options", None)
         spec = changes.pop("spec", self.spec)
+        number = getattr(QUANTIZERS.get(changes.get("quantizer", self.quantizer)), "FORMAT", "integer")
+        if number != spec.format:  # another quantizer's numbers
+            spec = spec.replace(format=number, narrow=False)
         of_spec = {key: changes.pop(key) for key in list(changes) if key in _SPEC_FIELDS}
         if "bits" in of_spec:
             of_spec.setdefault("narrow", spec.narrow and of_spec["bits"] == spec.bits)
@@ -159,8 +161,11 @@ class Plan(Mapping[str, Site]):
                     floats[name] = LEFT_OUT
                     continue
                 site = change if isinstance(change, Site) else self.sites[name].replace(**change)
-                if site.name != name:
-                    raise ConfigError(f"the plan has {name!r}, and its new site is called {site.name!r}")
+                old = self.sites[name]
+                if (site.name, site.role) != (name, old.role):
+                    raise ConfigError(
+                        f"the plan has {name!r} ({old.role}), and its new site is called {site.name!r} ({site.role})"
+                    )
                 role: Literal["activation"] | None = None if site.role == "weight" else "activation"
                 check_backend(site.spec, torch.zeros(()), self.config.BACKEND, name, role)
                 sites[name] = site

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import pickle
 from pathlib import Path
@@ -129,6 +130,17 @@ class TestReplace:
     def test_wrong_changes_are_told(self, changes: dict[str, Any], told: str) -> None:
         with pytest.raises(ConfigError, match=told):
             plan_of().replace(changes)
+
+    def test_a_site_keeps_its_role(self) -> None:
+        site = dataclasses.replace(plan_of()["fc.weight"], role="input")
+        with pytest.raises(ConfigError, match=r"has 'fc\.weight' \(weight\), and its new site is called .* \(input\)"):
+            plan_of().replace({"fc.weight": site})
+
+    def test_the_format_is_the_quantizers(self) -> None:
+        plan = plan_of().replace({"fc.weight": {"quantizer": "fp8"}})
+        built = {q.name: q.spec for q in QuantModel(Residual(), plan=plan).quantizers()}
+        assert built["fc.weight"] == plan["fc.weight"].spec and plan["fc.weight"].spec.format == "float8"
+        assert plan.replace({"fc.weight": {"quantizer": "uniform"}})["fc.weight"].spec.format == "integer"
 
     def test_what_the_backend_cannot_run_is_refused(self) -> None:
         with pytest.raises(BackendError, match=r"4-bit .* at stem\.conv\.input: "):
