@@ -50,7 +50,7 @@ class Verbs(TyperGroup):
             _tell("interrupted", "nothing was left half-written")
             raise typer.Exit(TERMINATED if isinstance(stop, Terminated) else INTERRUPTED) from None
         except (SparsebitError, OSError, MemoryError, RuntimeError, SystemExit) as fault:
-            # A closed pipe (`| head`) is no fault of anybody's; typer ends quietly on it.
+            # A closed pipe (`| head`) is not an error; typer ends quietly on it.
             message = None if isinstance(fault, BrokenPipeError) else _told(fault)
             if ctx.params.get("traceback") or message is None:
                 raise

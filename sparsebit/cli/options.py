@@ -283,7 +283,7 @@ MinSqnr = Annotated[
 ]
 AllowNan = Annotated[
     bool,
-    typer.Option("--allow-nan", help="NaN on both sides is no fault.", rich_help_panel=_LIMITS),
+    typer.Option("--allow-nan", help="Accept NaN that is on both sides.", rich_help_panel=_LIMITS),
 ]
 DynamicBatch = Annotated[
     bool,

@@ -104,7 +104,7 @@ class UnmatchedGlob(NamedTuple):
         return f"{self.key}: the glob {self.glob!r} matches no layer, so its settings have no effect{near}"
 
 
-# So many globs without a match are given near names: looking for them takes time, and nobody reads more.
+# How many globs without a match are told with near names: the search for these takes time.
 MOST_NEAR_NAMES = 5
 
 

@@ -45,7 +45,7 @@ _NO_KERNEL = {
 class Reason:
     """`cause` groups layers and completes "because …"; `detail` is about this one; `remedy` says what to do.
 
-    `on_purpose`: it is no fault.
+    `on_purpose`: that is intended.
     """
 
     cause: str

@@ -36,7 +36,7 @@ class LayerRun:
     """One layer of the file. `heavy`: it multiplies matrices; `weight-only`: low-bit weights, float activations.
 
     A layer in float has a `cause` (the same words for all layers of its group), a `detail` of its own and a `remedy`.
-    `on_purpose`: it is no fault that it is; the profile leaves it so by design, or the config switched it off.
+    `on_purpose`: that is intended; the profile leaves it so by design, or the config switched it off.
     `rounds_weight`: the file keeps its weight in float, and the runtime rounds it to int8 all the same.
     """
 

@@ -18,7 +18,7 @@ class Tolerance:
     limit that no noise lowers; None: none.
 
     `exact`: True: every output bit by bit; False: within the limits above; None: bit by bit wherever the simulation has
-    the runtime's own arithmetic, and within the limits behind float ops. `allow_nan`: NaN on both sides is no fault.
+    the runtime's own arithmetic, and within the limits behind float ops. `allow_nan`: Accept NaN that is on both sides.
     """
 
     sqnr_db: float = 35.0
