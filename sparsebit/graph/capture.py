@@ -256,10 +256,9 @@ class _Explorer:
             reason = self.policy.own_code.get(path)
             if constants is None or reason is not None:
                 self.done[id(module)] = module
-                if reason is not None:
+                reason = reason or self._why_not_tried(module, is_root)
+                if reason:
                     self.captured.untraced[path] = Untraced(path, type(module).__name__, reason, forward_line(module))
-                elif has_forward(module):
-                    self.captured.untraced[path] = self._ambiguous(module, path)
                 self._enter(module, path)
             else:
                 self.done[id(module)] = self._capture_region(module, path, constants)
@@ -320,13 +319,15 @@ class _Explorer:
         # A child of an opaque module may be called with any of its optional arguments: only an example tells which.
         return defaults if is_root or not defaults else None
 
-    def _ambiguous(self, module: nn.Module, path: str) -> Untraced:
-        reason = (
-            "called in more than one way, or never, by the example"
-            if self.observed is not None
-            else "its forward has optional arguments, and how it is called is not known: pass example_inputs"
-        )
-        return Untraced(path, type(module).__name__, reason, forward_line(module))
+    def _why_not_tried(self, module: nn.Module, is_root: bool) -> str:
+        """Why no trace was begun; "" only for a container without code: that is no loss."""
+        if isinstance(module, torch.jit.ScriptModule):
+            return "TorchScript has no Python code that could be traced; give the module that was scripted"
+        if not has_forward(module):
+            return "it has no forward" if is_root else ""
+        if self.observed is not None:
+            return "called in more than one way, or never, by the example"
+        return "its forward has optional arguments, and how it is called is not known: pass example_inputs"
 
 
 class _Observed:
@@ -421,8 +422,10 @@ def _signature(module: nn.Module) -> inspect.Signature:
 
 
 def has_forward(module: nn.Module) -> bool:
-    has_none = isinstance(module, (nn.ModuleList, nn.ModuleDict, torch.jit.ScriptModule))
-    return not has_none and type(module).forward is not nn.Module.forward
+    """Whether the module has Python code that a call runs: of its class, or set on the module itself."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
+    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
 def _is_weighted_leaf(module: nn.Module) -> bool:

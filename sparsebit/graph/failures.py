@@ -40,7 +40,8 @@ def describe_failure(error: BaseException, path: str, module: nn.Module) -> Untr
 
 def forward_line(module: nn.Module) -> str:
     """Where the module's forward is defined."""
-    code = getattr(type(module).forward, "__code__", None)
+    forward = module.__dict__.get("forward") or inspect.getattr_static(type(module), "forward", None)
+    code = getattr(forward, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}: def forward" if code else "unknown line"
 
 

@@ -59,6 +59,11 @@ class SimulatedModel(nn.Module):
             raise CaptureError(f"QuantModel wants an nn.Module, not {type(model).__name__}")
         if any(isinstance(module, SimulatedModel) for module in model.modules()):
             raise CaptureError("the model is, or holds, a QuantModel, which is quantized already; give the float model")
+        if isinstance(model, torch.jit.ScriptModule):
+            raise CaptureError(
+                "the model is TorchScript (torch.jit.script or torch.jit.trace), which has no Python code to capture; "
+                "give the nn.Module that it was made from"
+            )
         if (config is None) == (plan is None):
             raise ConfigError("QuantModel wants a config, or a plan, which holds its config: give one of the two")
         example = None if example_inputs is None else as_call(example_inputs, model)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import types
 import warnings
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
@@ -183,6 +184,71 @@ def test_a_scripted_module_is_a_leaf() -> None:
     assert called(captured) == ["first", "part", "last"] and not captured.untraced
     x = torch.randn(2, 4)
     check_equal(captured.model(x), model(x))
+
+
+class ListWithCode(nn.ModuleList):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(x)
+        return x
+
+
+class DictWithCode(nn.ModuleDict):
+    def forward(self, x: Tensor) -> Tensor:
+        return self["linear"](x)
+
+
+def _with_code_of_its_own(model: nn.Module) -> nn.Module:
+    model.forward = types.MethodType(lambda self, x: 2 * self.linear(x), model)  # type: ignore[method-assign]
+    return model
+
+
+def _scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit itself
+        scripted: nn.Module = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    return scripted
+
+
+def _bare() -> nn.Module:
+    model = nn.Module()
+    model.linear = nn.Linear(4, 4)
+    return model
+
+
+_CONTAINERS = {
+    "a list with a forward": lambda: ListWithCode([nn.Linear(4, 4), nn.Linear(4, 4)]),
+    "a dict with a forward": lambda: DictWithCode({"linear": nn.Linear(4, 4)}),
+    "a module whose forward is set on it": lambda: _with_code_of_its_own(_bare()),
+    "a dict whose forward is set on it": lambda: _with_code_of_its_own(DictWithCode({"linear": nn.Linear(4, 4)})),
+}
+
+
+@pytest.mark.parametrize("with_example", [True, False], ids=["example", "no example"])
+@pytest.mark.parametrize("place", ["root", "in a graph", "in own code"])
+@pytest.mark.parametrize("make", _CONTAINERS.values(), ids=_CONTAINERS)
+def test_containers_with_code_are_captured(make: Any, place: str, with_example: bool) -> None:
+    part = make()
+    model = part if place == "root" else Host(part) if place == "in a graph" else nn.Sequential(DataBranch(), part)
+    x = torch.randn(2, 4)
+    captured = capture(model, example=((x,), {}) if with_example else None)
+    assert "" in captured.regions and not {"1", "part"} & captured.untraced.keys()
+    check_equal(captured.model(x), model(x))
+
+
+_WITHOUT_A_GRAPH = {
+    "TorchScript": (_scripted, "TorchScript"),
+    "no forward": (lambda: nn.ModuleList([nn.Linear(4, 4)]), "no forward"),
+    "a branch on data": (DataBranch, "control flow"),
+    "a policy": (Block, "the policy says so"),
+}
+
+
+@pytest.mark.parametrize(("make", "reason"), _WITHOUT_A_GRAPH.values(), ids=_WITHOUT_A_GRAPH)
+def test_a_root_without_a_graph_has_a_reason(make: Any, reason: str) -> None:
+    policy = LeafPolicy(own_code={"": reason}) if reason == "the policy says so" else None
+    captured = capture(make(), policy)
+    assert "" not in captured.regions and reason in captured.untraced[""].reason
 
 
 def test_a_compiled_model_is_captured_as_what_was_compiled() -> None:

@@ -62,6 +62,14 @@ class TestConstruction:
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
         assert all(parameter.grad is None for parameter in model.parameters())
 
+    @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+    @pytest.mark.parametrize(
+        "compile_model", [torch.jit.script, lambda model: torch.jit.trace(model, torch.ones(1, 3))]
+    )
+    def test_torchscript_is_refused(self, compile_model: Any) -> None:
+        with pytest.raises(CaptureError, match=r"TorchScript.*give the nn.Module that it was made from"):
+            QuantModel(compile_model(nn.Sequential(nn.Linear(3, 3))), qconfig())
+
     @pytest.mark.parametrize(
         ("model", "config", "message"),
         [
