@@ -118,7 +118,7 @@ def made_up(how: DataOptions, qmodel: QuantModel | None) -> Data:
     if how.size is not None:
         image = torch.randn(2, 1 if how.gray else 3, *how.size)
         return Data(f"random images of {how.size}", lambda: iter([image]))
-    example = None if qmodel is None else qmodel._example
+    example = None if qmodel is None else qmodel.example_inputs
     if example is None:
         raise typer.BadParameter("how is the model called? Give --data, or --size for a model of images")
 

@@ -62,7 +62,7 @@ def build_onnx(
             qmodel,
             args,
             kwargs,
-            signature=inspect.signature(qmodel._original[0].forward),
+            signature=inspect.signature(qmodel.original.forward),
             input_names=input_names,
             output_names=output_names,
             dynamic_axes=dynamic_axes,
@@ -97,7 +97,7 @@ def describe(model: ir.Model, qmodel: SimulatedModel, sites: Sequence[ExportedSi
 
 def export_call(qmodel: SimulatedModel, dummy_data: Any) -> Call:
     """The example call: a tensor, positional arguments (a last dict may hold keywords), or a mapping of keywords."""
-    model = qmodel._original[0]
+    model = qmodel.original
     signature = inspect.signature(model.forward)
     args, kwargs = as_call(dummy_data, model)  # of (images, labels) the images
     if isinstance(dummy_data, (tuple, list)):
@@ -112,7 +112,7 @@ def export_call(qmodel: SimulatedModel, dummy_data: Any) -> Call:
 
 def _refuse_projections(qmodel: SimulatedModel) -> None:
     """ONNX has no such layer, and torch writes a file that does not run."""
-    for name, module in qmodel._original[0].named_modules():
+    for name, module in qmodel.original.named_modules():
         if isinstance(module, torch.nn.LSTM) and module.proj_size:
             raise DeploymentError(
                 f"export_onnx: {name or 'the model'} is an LSTM with proj_size={module.proj_size}, and ONNX's LSTM has "

@@ -71,7 +71,7 @@ class CheckedModel(VerifiedModel):
         if reason:
             log.info("a call of another form is not compared with the model's own code: %s", reason)
             return
-        reference, randomness = Reference(self._original[0], self.device, training=self.training), Randomness.now()
+        reference, randomness = Reference(self.original, self.device, training=self.training), Randomness.now()
         try:
             expected = reference.outcome(cloned(call), randomness)
         except Exception as error:  # the user sees it next

@@ -65,7 +65,7 @@ def check_parity(
     comparison = Comparison(session.outputs)
     first: Call | None = None
     different: _Batch | None = None
-    for call in _calls(qmodel._original[0], qmodel.device, session, data, num_samples):
+    for call in _calls(qmodel.original, qmodel.device, session, data, num_samples):
         first = first or call
         expected, found = _run(qmodel, call), session.run(_feeds(session, call))
         comparison.add(expected, found, _run(qmodel, call, quantized=False))

@@ -7,14 +7,20 @@ from collections.abc import Sequence
 from sparsebit.backends import BACKENDS
 from sparsebit.config.schema import WeightConfig
 from sparsebit.errors import BackendError
-from sparsebit.numerics.spec import PerGroup
+from sparsebit.numerics.spec import PerGroup, TensorSpec
 from sparsebit.quantization.sites import spec_of
 
 
 def check_groups(layer: str, config: WeightConfig, shape: Sequence[int], channel_axis: int, backend: str) -> None:
+    """As `check_group_format`, for the format that a config asks for."""
+    if not config.QUANTIZER.DISABLE:
+        check_group_format(layer, spec_of(config, channel_axis), shape, backend)
+
+
+def check_group_format(layer: str, spec: TensorSpec, shape: Sequence[int], backend: str) -> None:
     """Refuses groups of bits that `backend` does not read, and a last group that is shorter than the others."""
-    spec, runs = spec_of(config, channel_axis), BACKENDS[backend]
-    if not isinstance(spec.granularity, PerGroup) or config.QUANTIZER.DISABLE:
+    runs = BACKENDS[backend]
+    if not isinstance(spec.granularity, PerGroup):
         return
     length, size = shape[spec.granularity.axis], spec.granularity.size
     if len(shape) == 2 and length <= size:  # one group: a scale per channel, and written so

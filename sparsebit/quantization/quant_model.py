@@ -34,9 +34,12 @@ from sparsebit.quantization.export import build_onnx, check_ready, describe, swi
 from sparsebit.quantization.first_sparsebit import refuse_first_sparsebit
 from sparsebit.quantization.gate import check_loads, check_parity, check_rules
 from sparsebit.quantization.mermaid import draw
+from sparsebit.quantization.passes.attach_integer_ops import attach_integer_ops
 from sparsebit.quantization.quant_config import parse_qconfig
+from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.simulation import shown
-from sparsebit.quantization.sites import Plan
+from sparsebit.quantization.site_changes import replaced, store_qparams
+from sparsebit.quantization.sites import Plan, Site
 from sparsebit.quantization.stages import Transform, name_of
 from sparsebit.quantization.training import TrainableModel
 from sparsebit.records import ErrorProfile
@@ -175,7 +178,7 @@ class QuantModel(TrainableModel):
         with switched_on(self):
             visit_blocks(
                 self._root,
-                calls(data, self._original[0], self.device),
+                calls(data, self.original, self.device),
                 visit,
                 blocks=blocks,
                 memory_budget=memory_budget,
@@ -183,6 +186,46 @@ class QuantModel(TrainableModel):
                 settings=str(self.config.to_dict()),
             )
         self._make_room_for_biases()
+
+    # --- changing single sites
+
+    def replace_quantizer(self, site: str, quantizer: Quantizer | Site | Mapping[str, Any]) -> Quantizer:
+        """Put another quantizer at a site of the plan, and into `plan`; gives it back.
+
+        `quantizer`: a new one, of a registered class and with the site's target; or, to have it built, a `Site` or the
+        fields of the site to change (`{"bits": 4}`, as for `plan.replace`). It gets the name, the device and the
+        switches of the one that it replaces. If that was calibrated and the new one is not, a weight's scales are
+        computed from the weight, and those of an activation from its calibrated range. An optimizer does not know the
+        new parameters. What the backend cannot run is refused.
+        """
+        self._require_settled("replace_quantizer")
+        is_unchanged = self._weights_now() == self._built_weights
+        self.plan, new = replaced(self.model, self.plan, site, quantizer)
+        self._given_plan = self.plan  # a saved model is built from it
+        attach_integer_ops(self._captured, PROFILES[self.config.BACKEND])
+        self._make_room_for_biases()
+        if is_unchanged:
+            self._built_weights = self._weights_now()
+        return new
+
+    def store_qparams(self, site: str, scale: Tensor | float, zero_point: Tensor | float = 0) -> None:
+        """Set scale and zero point of a site's quantizer, which counts as calibrated then.
+
+        One number for all channels or groups, or one for each. The tensors stay the same objects, as an optimizer may
+        hold them. Numbers that the number format or the backend does not have are refused. A weight's scale is raised
+        where the layer's bias would not fit into int32 otherwise.
+        """
+        self._require_settled("store_qparams")
+        store_qparams(self.model, self.plan, site, scale, zero_point)
+        self._make_room_for_biases()
+
+    def _require_settled(self, verb: str) -> None:
+        self._require_whole(verb)
+        if self._runner is not None:
+            raise CalibrationError(
+                f"{verb}() during calibration, which would overwrite it; call it before prepare_calibration() or after "
+                "calc_qparams()"
+            )
 
     # --- looking inside
 
@@ -211,7 +254,7 @@ class QuantModel(TrainableModel):
             isinstance(data, tuple) and any(isinstance(x, Tensor) for x in data)
         )
         batches: Iterable[Any] = [data] if is_batch else data
-        return calls(batches, self._original[0], self.device)
+        return calls(batches, self.original, self.device)
 
     def dump_mermaid(self, file: str | os.PathLike[str] | IO[str] | None = None) -> str:
         """The graph (every captured one) as a Mermaid diagram; written to `file`, a path or an open file, if given."""
@@ -385,20 +428,20 @@ class QuantModel(TrainableModel):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled as what makes it again: torch.fx graphs do not survive a pickle."""
-        parts = (*self._original, self._description(), self._example, self.state_dict(), self._transforms)
+        parts = (self.original, self._description(), self._example, self.state_dict(), self._transforms)
         return _unpickled, (type(self), self.training, *parts)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        memo.update(without_history(self) | without_history(self._original[0]))
+        memo.update(without_history(self) | without_history(self.original))
         made_again = ("_weights", "_built_state")
         own = {key: value for key, value in self.__dict__.items() if key not in made_again}
         new.__dict__.update(copy.deepcopy(own, memo))
         rebind_functions(self._code_modules(), new._code_modules(), memo)
         if self._weights_now() == self._built_weights:
             new._built_weights = new._weights_now()
-        new._built_state = self._built_state.of_copy(new._original[0], new._source)
+        new._built_state = self._built_state.of_copy(new.original, new._source)
         return new
 
 

@@ -119,7 +119,7 @@ def with_run(made: RunRecord, run: Measured | None, warnings: tuple[str, ...]) -
 
 def model_facts(qmodel: QuantModel, name: str | None = None) -> ModelFacts:
     """Which model it is: by its architecture, and by the numbers that quantization gave it."""
-    (model,) = qmodel._original
+    model = qmodel.original
     config = qmodel.config.to_dict(defaults=True)
     config.pop("DEVICE")  # where it runs changes nothing in what it is
     sites = {quantizer.name: quantizer.describe() for quantizer in qmodel.quantizers() if not quantizer.fake_fused}

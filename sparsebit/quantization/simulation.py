@@ -28,6 +28,7 @@ from sparsebit.quantization.coverage import describe_coverage
 from sparsebit.quantization.ops.registration import registered_module_types
 from sparsebit.quantization.quant_config import as_qconfig, require_device
 from sparsebit.quantization.quantizers.base import Quantizer, Target
+from sparsebit.quantization.site_changes import quantizers_by_site
 from sparsebit.quantization.sites import Plan
 from sparsebit.quantization.stages import Transform, attach, capture, make_plan, prepare, transform
 from sparsebit.records import Coverage
@@ -103,7 +104,7 @@ class SimulatedModel(nn.Module):
             self._build_trainable(example, form)
 
     def _build_trainable(self, example: Call | None, form: CallForm | None) -> None:
-        (model,) = self._original
+        model = self.original
         device = next((p.device for p in model.parameters()), torch.device(self.config.DEVICE))
         example = pytree.tree_map_only(
             Tensor, lambda x: torch.zeros_like(x, device=device) if x.is_meta else x.to(device), example
@@ -134,7 +135,7 @@ class SimulatedModel(nn.Module):
     def _capture(self, example: Call | None, form: CallForm | None) -> Captured:
         """The captured model, ready for a plan. A module whose graph cannot be made ready runs its own code."""
         while True:
-            captured = capture(self._original[0], self._policy, example=example, form=form)
+            captured = capture(self.original, self._policy, example=example, form=form)
             reasons = prepare(captured, folds_batchnorm=self._folds_batchnorm())
             if not reasons:
                 transform(captured, self._transforms)
@@ -149,7 +150,7 @@ class SimulatedModel(nn.Module):
         return PROFILES[self.config.BACKEND].folds_batchnorm
 
     def _tell(self, plan: Plan) -> None:
-        paths = [path for path, _ in self._original[0].named_modules()]
+        paths = [path for path, _ in self.original.named_modules()]
         skips = (
             f"SKIP_TRACE_MODULES: the glob {glob!r} matches no module; near names: {', '.join(near_names(glob, paths))}"
             for glob in self.config.SKIP_TRACE_MODULES
@@ -223,10 +224,25 @@ class SimulatedModel(nn.Module):
     def _rebuild(self, example: Call | None) -> None:
         training = self.training
         self._build(example)
-        if training != self._original[0].training:  # else the modes are those of the original, module by module
+        if training != self.original.training:  # else the modes are those of the original, module by module
             self.train(training)
 
     # --- looking inside
+
+    @property
+    def original(self) -> nn.Module:
+        """The float model that this one was built from; nothing here changes it."""
+        return self._original[0]
+
+    @property
+    def example_inputs(self) -> Call | None:
+        """The call `(args, kwargs)` that the model was captured with, tensors on the meta device; None without one."""
+        return self._example
+
+    @property
+    def sites(self) -> dict[str, Quantizer]:
+        """The quantizer of every site of `plan`, by the site's name. `replace_quantizer` changes one."""
+        return quantizers_by_site(self.model, self.plan)
 
     @property
     def cfg(self) -> QuantConfig:
@@ -251,9 +267,11 @@ class SimulatedModel(nn.Module):
                 quantizer.disable_quant()
 
     def is_quantized(self, target: Target) -> bool:
+        """Whether any quantizer of this target is on."""
         return any(q.is_enable for q in self.quantizers() if q.target == target)
 
     def quantizers(self) -> list[Quantizer]:
+        """Every quantizer, those that are off for good among them; `sites` has those of the plan by name."""
         return [module for module in self.model.modules() if isinstance(module, Quantizer)]
 
     @property

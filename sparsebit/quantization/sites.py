@@ -17,6 +17,7 @@ from torch import fx
 
 from sparsebit.config.rules import format_of
 from sparsebit.config.schema import ActivationConfig, QuantConfig, TensorConfig, WeightConfig
+from sparsebit.config.section import Section
 from sparsebit.config.selectors import near_names
 from sparsebit.errors import ConfigError
 from sparsebit.graph.node_names import node_name
@@ -31,6 +32,7 @@ Role = Literal["input", "weight", "output", "shared", "gate"]
 _ROLES: tuple[Role, ...] = ("input", "weight", "output", "shared", "gate")
 _SPEC_FIELDS = frozenset({"bits", "symmetric", "granularity", "narrow", "format"})
 _SITE_FIELDS = frozenset({"quantizer", "observer", "quantizer_options", "observer_options"})
+_DEFAULT_PAST = MovingAverageOptions().EMA_RATIO
 LEFT_OUT = "left out of the plan"
 
 
@@ -38,8 +40,9 @@ LEFT_OUT = "left out of the plan"
 class Site:
     """One tensor that is quantized.
 
-    `name`: the layer and the role, `layer1.conv.weight`. `quantizer`, `observer`: registered names; their options are
-    those of the config. `ema_ratio`: the weight of the past where a range follows the data in training.
+    `name`: the layer and the role, `layer1.conv.weight`. `quantizer`, `observer`: registered names. Their options are
+    those of the config where None is given. `ema_ratio`: the weight of the past where a range follows the data in
+    training.
     """
 
     name: str
@@ -47,9 +50,9 @@ class Site:
     spec: TensorSpec
     quantizer: str = "uniform"
     observer: str = "minmax"
-    quantizer_options: Any = None
-    observer_options: Any = None
-    ema_ratio: float = MovingAverageOptions().EMA_RATIO
+    quantizer_options: Section | None = None
+    observer_options: Section | None = None
+    ema_ratio: float = _DEFAULT_PAST
 
     @property
     def layer(self) -> str:
@@ -86,18 +89,23 @@ class Site:
 
     @classmethod
     def from_dict(cls, name: str, values: Mapping[str, Any]) -> Site:
-        """What `to_dict` gave; options are those of the config."""
+        """What `to_dict` gave."""
         try:
+            more: dict[str, Any] = {
+                f"{kind}_options": _options(name, kind, values) for kind in ("quantizer", "observer")
+            }
             granularity = _granularity(**values["granularity"])
             form = {key: values[key] for key in ("bits", "symmetric", "narrow", "format")}
             spec = TensorSpec(granularity=granularity, **form)
-            return cls(name, values["role"], spec, values["quantizer"], values["observer"])
+            more |= {"ema_ratio": values["ema_ratio"]} if "ema_ratio" in values else {}
+            return cls(name, values["role"], spec, values["quantizer"], values["observer"], **more)
         except (KeyError, TypeError) as error:
             raise ConfigError(f"{name}: not a site of a plan ({error!r}); write it with Plan.to_dict()") from None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; options are in the config."""
+        """Plain values, for JSON. Options, and an `ema_ratio` other than the default, only where there are any."""
         granularity = self.spec.granularity
+        options = {key: getattr(self, key) for key in ("quantizer_options", "observer_options")}
         return {
             "role": self.role,
             "bits": self.spec.bits,
@@ -107,6 +115,12 @@ class Site:
             "format": self.spec.format,
             "quantizer": self.quantizer,
             "observer": self.observer,
+            **({} if self.ema_ratio == _DEFAULT_PAST else {"ema_ratio": self.ema_ratio}),
+            **{
+                key: given.to_dict(defaults=True)
+                for key, given in options.items()
+                if given and type(given).model_fields
+            },
         }
 
 
@@ -211,6 +225,18 @@ class Plan(Mapping[str, Site]):
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([*lines, *(f"{name}  float: {reason}" for name, reason in self.floats.items())])
+
+
+def _options(site: str, kind: str, values: Mapping[str, Any]) -> Section | None:
+    """The options that were written; None where there are none: they are the config's then."""
+    given = values.get(f"{kind}_options")
+    if given is None:
+        return None
+    registry = QUANTIZERS if kind == "quantizer" else OBSERVERS
+    options: type[Section] | None = registry.options_of(values[kind])[1]
+    if options is None:
+        raise ConfigError(f"{site}: the {kind} {values[kind]!r} takes no options, the plan has {dict(given)}")
+    return options.from_dict(given)
 
 
 def _granularity(kind: str, axis: int | None, size: int) -> Granularity:

@@ -94,11 +94,11 @@ class VerifiedModel(SimulatedModel):
     def _build(self, *args: Any, **kwargs: Any) -> None:
         super()._build(*args, **kwargs)
         self._built_weights = self._weights_now()
-        self._built_state = BuiltState(self._original[0], self._source)
+        self._built_state = BuiltState(self.original, self._source)
 
     def _weights_now(self) -> tuple[Any, ...]:
         """Another value after any change to the weights, here or in the original."""
-        (original,) = self._original
+        original = self.original
         return tuple((id(p), p._version, p.dtype) for module in (original, self.model) for p in module.parameters())
 
     def _rebuild(self, example: Call | None) -> None:
@@ -125,7 +125,7 @@ class VerifiedModel(SimulatedModel):
         self._built_weights = self._weights_now()
 
     def _capture_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        state = CarriedState.of(self._built_state, self._original[0], self._source, self._folded_tensors())
+        state = CarriedState.of(self._built_state, self.original, self._source, self._folded_tensors())
         super()._capture_again(args, kwargs)
         state.put_into(self._source)
 
@@ -157,7 +157,7 @@ class VerifiedModel(SimulatedModel):
             log.info("%s is not compared with the model's own code: %s", occasion, reason)
             return None
         given, randomness = cloned(call), Randomness.now()
-        reference = Reference(self._original[0], self.device, training=self.training)
+        reference = Reference(self.original, self.device, training=self.training)
         try:
             expected = reference.outcome(cloned(call), randomness)
         except Exception as error:  # the copy's forward shows it to the user
@@ -200,7 +200,7 @@ class VerifiedModel(SimulatedModel):
         captured). The smallest module that differs runs its own code from then on; in a calibrated model, which cannot
         be captured again, it is an error that names the module.
         """
-        (model,) = self._original
+        model = self.original
         if self._weights_now() != self._built_weights:
             raise CaptureError(
                 "verify_training() after the weights have changed: there is nothing left to compare with; call it "
@@ -236,7 +236,7 @@ class VerifiedModel(SimulatedModel):
         randomness: Randomness,
     ) -> tuple[str | None, set[str]]:
         """What differs, and the names of what was compared; a weight that a norm was folded into is not."""
-        same = {name: twin for name, (_, twin) in _same_parameters(self._original[0], self).items()}
+        same = {name: twin for name, (_, twin) in _same_parameters(self.original, self).items()}
         switches = self.is_quantized("weight"), self.is_quantized("feature")
         is_training = self.training
         with undisturbed_randomness(randomness), state_kept(self.model, self._source):
@@ -269,7 +269,7 @@ class VerifiedModel(SimulatedModel):
     def _has_equal_buffers(self) -> bool:
         """Whether the original's buffers hold what the copy's hold; those of folded norms do not count."""
         folded = self._folded_tensors()
-        pairs = [(buffer, tensor_at(self._source, name)) for name, buffer in self._original[0].named_buffers()]
+        pairs = [(buffer, tensor_at(self._source, name)) for name, buffer in self.original.named_buffers()]
         return all(
             torch.equal(twin, buffer.to(twin))
             for buffer, twin in pairs
@@ -295,7 +295,7 @@ class VerifiedModel(SimulatedModel):
             return outcome.difference(expected), outcome
 
     def _watched_buffers(self) -> Buffers:
-        return buffers_of(self._source, self._original[0])
+        return buffers_of(self._source, self.original)
 
     @contextlib.contextmanager
     def _unseen(self) -> Iterator[None]:
@@ -307,7 +307,7 @@ class VerifiedModel(SimulatedModel):
         self, call: Call, found: str, reference: Reference, randomness: Randomness, compare: Compare | None = None
     ) -> dict[str, str]:
         """The smallest modules that differ, and how."""
-        paths, build = _with_code(self._original[0], self._policy), self._part_with_buffers
+        paths, build = _with_code(self.original, self._policy), self._part_with_buffers
         return reference.smallest_differing(cloned(call), paths, build, randomness, compare=compare) or {"": found}
 
     def _cut(
@@ -317,7 +317,7 @@ class VerifiedModel(SimulatedModel):
 
         Where such a module does already, the modules inside it do too; after that it stays untouched, in float.
         """
-        (model,) = self._original
+        model = self.original
         policy = self._policy
         for path, why in self._differing(call, found, reference, randomness, compare).items():
             log.warning("%s runs its own code: its graph computes something else: %s", path or "the model", why)
@@ -347,7 +347,7 @@ class VerifiedModel(SimulatedModel):
 
     def _is_rounding(self, call: Call, randomness: Randomness) -> bool:
         """Whether copy and original are the same in float64: then only rounding, amplified by the model, differs."""
-        (model,) = self._original
+        model = self.original
         if any(x.dtype == torch.float64 for x in (*model.parameters(), *tensors_of(call))):
             return False
         now = Randomness.now()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from sparsebit.deploy.runtimes import RuntimeProfile
 from sparsebit.graph.capture import Captured, Region
@@ -31,9 +31,13 @@ _CLIPS = frozenset({"relu", "relu6", "hardtanh"})  # they commute with rounding 
 
 
 def attach_integer_ops(captured: Captured, profile: RuntimeProfile) -> None:
-    """In place, after the quantizers are there; nothing where the runtime adds biases in float."""
+    """In place, after the quantizers are there; nothing where the runtime adds biases in float.
+
+    What an earlier call attached is removed first: quantizers may have been replaced since.
+    """
     if profile.bias != "int32":
         return
+    seen_biases = _detach(captured)
     is_exact = profile.executes == "onnxruntime"
     calls: dict[WeightedQuantOpr, list[_Call]] = {}
     for region in captured.regions.values():
@@ -61,6 +65,34 @@ def attach_integer_ops(captured: Captured, profile: RuntimeProfile) -> None:
             calls.setdefault(loose.module, []).append(_Call(None if source.fake_fused else source))
     for layer, those in calls.items():
         _attach_calls(layer, those, is_exact=is_exact)
+    for functional, bias in seen_biases.items():
+        if functional.bias_rounding is not None:
+            functional.bias_rounding.seen = bias
+
+
+def _detach(captured: Captured) -> dict[FunctionalWeightedQuantOpr, Tensor]:
+    """Remove what `attach_integer_ops` has put into graphs and layers; gives the biases that calibration has seen."""
+    seen: dict[FunctionalWeightedQuantOpr, Tensor] = {}
+    layers = [loose.module for loose in captured.loose.values()]
+    for region in captured.regions.values():
+        for node in region.graph_module.graph.nodes:
+            module = _module(node, region)
+            if isinstance(module, IntegerAdd):
+                region.graph_module.delete_submodule(str(node.target))
+                node.op = "call_method" if isinstance(module.op, str) else "call_function"
+                node.target = module.op
+            elif isinstance(module, nn.Module):
+                layers.append(module)
+    for layer in layers:
+        if isinstance(layer, FunctionalWeightedQuantOpr) and (bias := layer.stored_bias()) is not None:
+            seen[layer] = bias
+        if isinstance(layer, (WeightedQuantOpr, FunctionalWeightedQuantOpr)):
+            layer.bias_rounding = layer.integer = layer.per_call = None
+        elif isinstance(layer, GatedQuantOpr):
+            layer.product = None
+        elif isinstance(layer, (QIdentity, QShared)):
+            layer.notes_grid = False
+    return seen
 
 
 @dataclass(frozen=True)

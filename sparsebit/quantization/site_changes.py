@@ -1,0 +1,231 @@
+"""Changes to single sites of a built model: its quantizers by site, another quantizer at a site, given scales."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.config.selectors import near_names
+from sparsebit.errors import CalibrationError, ConfigError, SpecError
+from sparsebit.numerics.qparams import SMALLEST_SCALE, check_backend
+from sparsebit.numerics.spec import PerTensor, num_rows
+from sparsebit.quantization.calibration import calibrate_weight
+from sparsebit.quantization.group_rules import check_group_format
+from sparsebit.quantization.ops.bias import BiasRounding
+from sparsebit.quantization.ops.integer_ops import IntegerKernel
+from sparsebit.quantization.ops.layer_call import current_weight
+from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
+from sparsebit.quantization.ops.quant_opr import QShared, WeightedQuantOpr
+from sparsebit.quantization.passes.attach_quantizers import quantizer_of
+from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.quantization.sites import Plan, Site
+from sparsebit.registry import QUANTIZERS
+
+WeightOwner = WeightedQuantOpr | QuantizedParameter
+# Modules that may hold a quantizer of another module: these are updated or made again when it is replaced.
+_HOLDERS = (Quantizer, QShared, IntegerKernel, BiasRounding)
+
+
+def quantizers_by_site(model: nn.Module, plan: Plan) -> dict[str, Quantizer]:
+    """The quantizers of a built model by the names of its plan's sites, in the plan's order."""
+    found = {module.name: module for module in model.modules() if isinstance(module, Quantizer)}
+    return {name: found[name] for name in plan if name in found}
+
+
+def quantizer_at(model: nn.Module, plan: Plan, site: str) -> Quantizer:
+    """The quantizer of one site; an unknown name is an error that lists the nearest ones."""
+    found = quantizers_by_site(model, plan)
+    if site not in found:
+        raise ConfigError(f"the model has no site {site!r}; near names: {', '.join(near_names(site, list(found)))}")
+    return found[site]
+
+
+# --- another quantizer
+
+
+def replaced(
+    model: nn.Module, plan: Plan, site: str, wanted: Quantizer | Site | Mapping[str, Any]
+) -> tuple[Plan, Quantizer]:
+    """Put another quantizer at a site, in place; gives the changed plan and the new quantizer.
+
+    Everything is checked before the model is changed. The caller attaches the integer ops again: they hold quantizers.
+    """
+    old = quantizer_at(model, plan, site)
+    _refuse_fused(model, old)
+    owner = next((m for m in model.modules() if isinstance(m, WeightOwner) and m.weight_quantizer is old), None)
+    if isinstance(wanted, Quantizer):
+        _check_given(model, wanted, old)
+        wanted_site: Site | Mapping[str, Any] = _site_of(wanted, plan[site])
+    elif isinstance(wanted, (Site, Mapping)):
+        wanted_site = wanted.completed(plan[site]) if isinstance(wanted, Site) else wanted
+    else:
+        raise ConfigError(f"{site}: allowed: a Quantizer, a Site, or fields of the site to change; not {wanted!r}")
+    plan = plan.replace({site: wanted_site})
+    spec = plan[site].spec
+    shape = None if owner is None else _weight(owner).shape
+    num_scales = 1 if shape is None else num_rows(shape, spec.granularity)
+    if shape is not None:
+        check_group_format(site, spec, shape, old.backend)
+    new = (
+        wanted if isinstance(wanted, Quantizer) else quantizer_of(plan[site], old.backend, num_scales, old.observed_as)
+    )
+    if shape is not None and new.scale.numel() != num_scales:
+        raise SpecError(
+            f"{site}: the quantizer has {new.scale.numel()} scales, and a weight of shape {tuple(shape)} with "
+            f"{spec.granularity} needs {num_scales}; build it with num_scales={num_scales}"
+        )
+    check_backend(spec, new.zero_point.detach(), old.backend, site)
+    needs_range = old.is_calibrated and not new.is_calibrated
+    given_range = _range_for(new, old) if needs_range and owner is None else None
+    _prepare(new, old)
+    _swap(model, old, new)
+    if needs_range and owner is not None:
+        calibrate_weight(owner)
+    elif given_range is not None:
+        new.calc_qparams_with_minmax(*given_range)
+    return plan, new
+
+
+def _check_given(model: nn.Module, new: Quantizer, old: Quantizer) -> None:
+    """Refuse a quantizer that cannot stand at the place of `old`."""
+    if any(module is new for module in model.modules()):
+        raise ConfigError(f"{old.name}: the quantizer is that of {new.name!r} already; each site needs its own")
+    if new.target != old.target or new.observed_as != old.observed_as:
+        raise ConfigError(
+            f"{old.name}: the quantizer was built for target={new.target!r}, observed_as={new.observed_as!r}; this "
+            f"site needs target={old.target!r}, observed_as={old.observed_as!r}"
+        )
+    if new.target not in type(new).TARGETS:
+        raise ConfigError(
+            f"{old.name}: {type(new).__name__} is for {' and '.join(type(new).TARGETS)} tensors, not for a {new.target}"
+        )
+    if new.TYPE not in QUANTIZERS or QUANTIZERS.get(new.TYPE) is not type(new):
+        raise ConfigError(
+            f"{old.name}: {type(new).__name__} is not registered, so a saved model could not be loaded; register the "
+            "class with @register_quantizer(name)"
+        )
+
+
+def _site_of(quantizer: Quantizer, planned: Site) -> Site:
+    """The planned site with what a given quantizer brings."""
+    return dataclasses.replace(
+        planned,
+        spec=quantizer.spec,
+        quantizer=QUANTIZERS.canonical(quantizer.TYPE),
+        observer=quantizer.observer_name.lower(),
+        quantizer_options=quantizer.options,
+        observer_options=quantizer.observer_options,
+        ema_ratio=quantizer.ema_ratio,
+    )
+
+
+def _range_for(new: Quantizer, old: Quantizer) -> tuple[Tensor, Tensor]:
+    """The range of an activation that `old` was calibrated for, in the granularity of `new`."""
+    low, high = (end.detach() for end in old.dequantized_range())
+    if new.spec.granularity == old.spec.granularity:
+        return low, high
+    if isinstance(new.spec.granularity, PerTensor):
+        return low.min(), high.max()
+    raise CalibrationError(
+        f"{old.name}: its range is known per {old.spec.granularity.kind}, not per {new.spec.granularity.kind}; replace "
+        "the quantizer before calibration, or give one that is calibrated"
+    )
+
+
+def _prepare(new: Quantizer, old: Quantizer) -> None:
+    """Name, backend, device, mode and switches of the quantizer that is replaced."""
+    new.name, new.backend = old.name, old.backend
+    new.to(old.calibrated.device).train(old.training)
+    if old.fake_fused:  # calibration never reached the site
+        new.set_fake_fused()
+        new.was_unseen = old.was_unseen
+    new.follow_range(old.follows)
+    new.use_quant = old.use_quant
+
+
+def _swap(model: nn.Module, old: Quantizer, new: Quantizer) -> None:
+    for module in list(model.modules()):
+        for name, child in module._modules.items():
+            if child is old:
+                module._modules[name] = new
+            elif isinstance(child, QShared) and child.input_quantizer is old:
+                module._modules[name] = QShared(child.name, new).train(child.training)
+        if isinstance(module, Quantizer):
+            others = module.replaced_by
+            others.update({name: new for name, other in others.items() if other is old})
+
+
+def _refuse_fused(model: nn.Module, quantizer: Quantizer) -> None:
+    """Refuse a quantizer that is part of a fused op of the training graph: that op was chosen for its grid."""
+    for module in model.modules():
+        if not isinstance(module, _HOLDERS) and any(held is quantizer for held in _held(module)):
+            raise CalibrationError(
+                f"{quantizer.name}: it is part of a {type(module).__name__} of the training graph; replace quantizers "
+                "before the first train() with activation quantization on"
+            )
+
+
+def _held(module: nn.Module) -> Iterator[object]:
+    """What lies in the module's own lists, tuples and dicts."""
+    for value in list(module.__dict__.values()):
+        if isinstance(value, (tuple, list)):
+            yield from value
+        elif isinstance(value, dict) and value is not module._modules:
+            yield from value.values()
+
+
+def _weight(owner: WeightOwner) -> Tensor:
+    return owner.parameter if isinstance(owner, QuantizedParameter) else current_weight(owner.op)
+
+
+# --- given scales
+
+
+@torch.no_grad()
+def store_qparams(model: nn.Module, plan: Plan, site: str, scale: Tensor | float, zero_point: Tensor | float) -> None:
+    """Write scale and zero point into the quantizer of a site; its tensors stay the same objects."""
+    quantizer = quantizer_at(model, plan, site)
+    numbers = {**quantizer._parameters, **quantizer._buffers}
+    if not {"scale", "zero_point"} <= numbers.keys():
+        raise ConfigError(
+            f"{site}: the quantizer {quantizer.TYPE!r} computes its scale from other numbers "
+            f"({', '.join(quantizer._parameters)}); set those instead"
+        )
+    scale, zero_point = (torch.as_tensor(x).detach().to(quantizer.scale).reshape(-1) for x in (scale, zero_point))
+    _check_numbers(site, quantizer, scale, zero_point)
+    num_scales = _num_scales(model, quantizer, site, max(scale.numel(), zero_point.numel()))
+    for numel in (scale.numel(), zero_point.numel()):
+        if numel not in (1, num_scales):
+            allowed = "1" if num_scales == 1 else f"1 or {num_scales}"
+            raise SpecError(
+                f"{site}: {numel} scales or zero points with {quantizer.spec.granularity}; allowed: {allowed}"
+            )
+    check_backend(quantizer.spec, zero_point, quantizer.backend, site)
+    quantizer.revive()
+    for name, value in (("scale", scale), ("zero_point", zero_point)):
+        quantizer._store(name, value.expand(num_scales) if num_scales > 1 else value.reshape(()))
+    quantizer.calibrated.fill_(True)
+
+
+def _check_numbers(site: str, quantizer: Quantizer, scale: Tensor, zero_point: Tensor) -> None:
+    if not bool((torch.isfinite(scale) & (scale >= SMALLEST_SCALE)).all()):
+        raise CalibrationError(f"{site}: scale {scale.min():g}: a scale is finite and at least {SMALLEST_SCALE:g}")
+    spec = quantizer.spec
+    low, high = (0, 0) if spec.symmetric else (spec.qmin, spec.qmax)
+    if not bool(((zero_point >= low) & (zero_point <= high)).all()):
+        allowed = "0, as the format is symmetric" if spec.symmetric else f"{low} to {high}"
+        shown = f"{zero_point.min():g}" if zero_point.numel() == 1 else f"{zero_point.min():g}..{zero_point.max():g}"
+        raise CalibrationError(f"{site}: zero point {shown} with {spec.dtype_name}; allowed: {allowed}")
+
+
+def _num_scales(model: nn.Module, quantizer: Quantizer, site: str, given: int) -> int:
+    """How many scales the site has; those of an activation per channel are known only when it is calibrated."""
+    owner = next((m for m in model.modules() if isinstance(m, WeightOwner) and m.weight_quantizer is quantizer), None)
+    if owner is not None:
+        return num_rows(_weight(owner).shape, quantizer.spec.granularity)
+    is_open = not isinstance(quantizer.spec.granularity, PerTensor) and not quantizer.is_calibrated
+    return given if is_open else quantizer.scale.numel()
