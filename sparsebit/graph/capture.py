@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from sparsebit.graph.copying import copy_model, uncompiled
 from sparsebit.graph.example import UNKNOWN, Example, GuardError, guard
 from sparsebit.graph.failures import FAILURES, Untraced, describe_failure, forward_line, report_own_fault
 from sparsebit.graph.graph_module import CapturedGraph
-from sparsebit.graph.outcome import Randomness, Snapshot, cloned, undisturbed_randomness
+from sparsebit.graph.outcome import Call, Randomness, Snapshot, cloned, undisturbed_randomness
 from sparsebit.graph.outer_state import OuterState, undisturbed_outer_state
 from sparsebit.graph.passes.decompose import decompose
 from sparsebit.graph.stand_in import StandIn
@@ -41,8 +41,8 @@ CallForm = dict[str, Any]
 class Region(StandIn):
     """One captured graph standing in for the module it was traced from (`source`, which shares its leaves).
 
-    A call whose optional arguments differ from the captured ones runs the source's own code, so it is never wrong.
-    Attributes that the graph lacks are the source's, and code that asks `isinstance(block, Block)` gets its answer.
+    A call whose optional arguments differ from the captured ones runs the source's own code (`run_source`). Attributes
+    that the graph lacks are the source's, and code that asks `isinstance(block, Block)` gets its answer.
     """
 
     graph_module: CapturedGraph
@@ -51,7 +51,9 @@ class Region(StandIn):
         super().__init__()
         self.graph_module = graph_module
         self.constants = constants
-        self._blocks = _blocks_within(graph_module)
+        # Told of each call that the source's own code runs, before it does.
+        self.before_source: Callable[[Region, Call], None] | None = None
+        self._traced_blocks = _blocks_within(graph_module)
         self.has_guards = any(node.target is guard for node in graph_module.graph.nodes)
         # Per form of the inputs: why a guard fails, or "" where all of them hold.
         self.known_forms: dict[Any, str] = {}
@@ -85,13 +87,19 @@ class Region(StandIn):
             self._refuse_late_hooks()
             with contextlib.suppress(GuardError):
                 return self.attempt(inputs)
+        return self.run_source(args, kwargs)
+
+    def run_source(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The source's own code, with the layers that the graph has."""
+        if self.before_source is not None and not torch.compiler.is_compiling():
+            self.before_source(self, (args, kwargs))
         return self.source(*args, **kwargs)
 
     def _refuse_late_hooks(self) -> None:
         """Attributes that the graph lacks are the source's: a hook on a block that was found so would never run."""
         if torch.compiler.is_compiling():
             return
-        for path, block in self._blocks:
+        for path, block in self._traced_blocks:
             if block._forward_hooks or block._forward_pre_hooks or block._backward_hooks or block._backward_pre_hooks:
                 refuse_hook(f"a hook on {path}")
 
@@ -375,9 +383,15 @@ class _Observed:
 
 def _check_names(module: nn.Module, path: str) -> None:
     """A region below an opaque module is read by its code, which must find the module's own attributes."""
-    taken = [name for name in ("graph_module", "constants", "inputs", "bind", "source") if hasattr(module, name)]
+    taken = [name for name in _NAMES_OF_A_REGION if hasattr(module, name)]
     if path and taken:
         raise fx.proxy.TraceError(f"its attribute {taken[0]!r} has a name that a captured region uses itself")
+
+
+_NAMES_OF_A_REGION = (
+    "graph_module", "constants", "inputs", "bind", "source", "attempt", "run_source", "before_source", "has_guards",
+    "known_forms", "is_overruled",
+)  # fmt: skip
 
 
 def _form_of(inputs: dict[str, Any]) -> Any:

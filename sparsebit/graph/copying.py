@@ -21,13 +21,13 @@ _CONTAINERS = (list, tuple, set, frozenset, dict)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def copy_model(model: nn.Module, *, share_parameters: bool = False) -> nn.Module:
+def copy_model(model: nn.Module, *, share_parameters: bool = False, share: Iterable[object] = ()) -> nn.Module:
     """A deep copy. Functions on instances (a patched `forward`, hooks) call the copy's layers, not the original's.
 
     `share_parameters`: the copy reads the very same parameters, and has buffers and other state of its own: cheap, and
-    enough to run a forward without a trace in the original.
+    enough to run a forward without a trace in the original. `share`: other objects that both are to have.
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {id(part): part for part in share}
     if share_parameters:
         memo.update({id(parameter): parameter for parameter in model.parameters()})
     memo.update(without_history(model))

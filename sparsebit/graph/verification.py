@@ -7,7 +7,7 @@ changes: neither buffers, nor other state, nor the random numbers that come next
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,10 +38,12 @@ _CALLS_LOOKED_AT = 2  # of a module that a forward calls several times
 
 
 class Reference:
-    """The model's own code in one mode, on one device."""
+    """The model's own code on one device, in one mode, but for modules that `modes` has another one for, by path."""
 
-    def __init__(self, model: nn.Module, device: torch.device, *, training: bool) -> None:
-        self.model, self.device, self.training = model, device, training
+    def __init__(
+        self, model: nn.Module, device: torch.device, *, training: bool, modes: Mapping[str, bool] | None = None
+    ) -> None:
+        self.model, self.device, self.training, self.modes = model, device, training, modes or {}
 
     def outcome(self, call: Call, randomness: Randomness | None = None) -> Outcome:
         """What the model does with `call`, whose tensors it may write into."""
@@ -56,7 +58,10 @@ class Reference:
         module = copy_model(self.model, share_parameters=is_here)
         if not is_here:
             module.to(self.device)
-        return module.train(self.training)
+        module.train(self.training)
+        for path, part in module.named_modules():
+            part.training = self.modes.get(path, part.training)
+        return module
 
     def gradients(self, call: Call, loss: Callable[[Any], Tensor], randomness: Randomness) -> Outcome:
         """Output and gradients of the model's own code."""
@@ -88,7 +93,11 @@ class Reference:
                 stack.enter_context(watch.on(path, module.get_submodule(path)))
             module(*call[0], **call[1])
         found = watch.found
-        return {path: why for path, why in found.items() if not any(_is_below(other, path) for other in found)}
+        return {
+            path: why
+            for path, why in found.items()
+            if not any(other != path and is_within(other, path) for other in found)
+        }
 
 
 class _Watch:
@@ -138,8 +147,9 @@ class _Watch:
             return f"{type(error).__name__}: {error}"
 
 
-def _is_below(path: str, other: str) -> bool:
-    return path != other and (not other or path.startswith(f"{other}."))
+def is_within(path: str, other: str) -> bool:
+    """Whether the module at `path` is the one at `other`, or stands inside it."""
+    return path == other or not other or path.startswith(f"{other}.")
 
 
 def in_double(call: Call) -> Call:

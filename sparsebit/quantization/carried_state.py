@@ -22,7 +22,7 @@ class BuiltState:
     """The attributes of a copy's modules (`source`: its own code) as they are now, by their paths in the original."""
 
     def __init__(self, original: nn.Module, source: nn.Module) -> None:
-        twins = {path: (module, _twin(source, path)) for path, module in original.named_modules()}
+        twins = {path: (module, twin_at(source, path)) for path, module in original.named_modules()}
         self.states: dict[str, ModuleState] = {
             path: state
             for path, (module, twin) in twins.items()
@@ -77,7 +77,7 @@ class CarriedState:
     @torch.no_grad()
     def put_into(self, source: nn.Module) -> None:
         for (path, name), value in self.attributes.items():
-            module = _twin(source, path)
+            module = twin_at(source, path)
             if module is not None:
                 module.__dict__.pop(name, None)
                 module.__dict__.update({} if value is _MISSING else {name: value})
@@ -87,7 +87,7 @@ class CarriedState:
                 buffer.copy_(value)
 
 
-def _twin(source: nn.Module, path: str) -> nn.Module | None:
+def twin_at(source: nn.Module, path: str) -> nn.Module | None:
     """The module at `path` in the copy's own code, without what stands in for it."""
     module: nn.Module | None = source
     for name in path.split(".") if path else ():

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from sparsebit.errors import CaptureError
 from sparsebit.execution.batches import Call
+from sparsebit.graph.capture import Region
+from sparsebit.graph.copying import copy_model
 from sparsebit.graph.nested import is_symbolic, tensors_of
-from sparsebit.graph.outcome import Randomness, cloned, outcome_of, undisturbed_randomness
-from sparsebit.graph.verification import Reference
+from sparsebit.graph.outcome import Randomness, buffers_of, cloned, outcome_of, undisturbed_randomness
+from sparsebit.graph.outer_state import undisturbed_outer_state
+from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.verified import VerifiedModel
 
 log = logging.getLogger(__name__)
@@ -23,12 +26,21 @@ _FIRST_CALLS = threading.RLock()
 
 
 class CheckedModel(VerifiedModel):
-    """Compares the first call, where there were no example inputs, and the first one that runs the model's own code.
+    """Compares the first call, where there were no example inputs, and for every captured module the first one that
+    runs its own code in the place of its graph.
 
     Other threads wait meanwhile. A call without real tensors (an export, a compiler's) is not the first one.
     """
 
     _is_comparing = False
+    # What the own code of a module, by path, does differently with the copy's layers in it; "" where it does not.
+    _compared_sources: dict[str, str]
+
+    def _build(self, *args: Any, **kwargs: Any) -> None:
+        super()._build(*args, **kwargs)
+        self._compared_sources = {}
+        for region in self._captured.regions.values():
+            region.before_source = self._before_source
 
     def _verify_first_call(self, call: Call) -> None:
         """Compare the copy on the first call's inputs, without a trace of that: the call itself runs afterwards."""
@@ -36,26 +48,43 @@ class CheckedModel(VerifiedModel):
         def compare() -> None:
             quantizers = self.quantizers()
             is_exported = bool(self.plan) and not quantizers  # they are replaced for as long as an export takes
-            if not is_exported and not any(q.is_enable or q.is_calibrated for q in quantizers):
-                self._proved(cloned(call), "the first call", super(CheckedModel, self).forward, keep_state=True)
+            try:
+                if not is_exported and not any(q.is_enable or q.is_calibrated for q in quantizers):
+                    self._proved(cloned(call), "the first call", super(CheckedModel, self).forward, keep_state=True)
+            finally:
+                self._first_call_is_due = False
 
-        self._once("_first_call_is_due", call, compare)
+        self._alone(lambda: self._first_call_is_due, call, compare)
 
-    def _run_source(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """For a call that the graph does not stand for: the model's own code, with quantized layers in it.
+    def _before_source(self, region: Region, call: Call) -> None:
+        """For a call that a graph does not stand for: its module's own code runs, with quantized layers in it.
 
         Code that asks for a layer's very type, say, is another function then; the graph was not.
         """
-        if self._source_is_unproved:
-            self._once("_source_is_unproved", (args, kwargs), lambda: self._check_source((args, kwargs)))
-        return super()._run_source(args, kwargs)
+        if not self._compares_sources:
+            return
+        path = next((path for path, known in self._captured.regions.items() if known is region), None)
+        if path is None:  # of an earlier capture
+            return
 
-    def _once(self, flag: str, call: Call, compare: Callable[[], None]) -> None:
-        """Run `compare` if `flag` is still set, and clear it."""
+        def compare() -> None:
+            self._compared_sources[path] = self._source_difference(path, region.source, call)
+
+        if path not in self._compared_sources:
+            self._alone(lambda: path not in self._compared_sources, call, compare)
+        if found := self._compared_sources.get(path):
+            raise CaptureError(
+                f"the inputs of this call{f' of {path}' if path else ''} have another form than the captured ones, and "
+                f"the {'module' if path else 'model'}'s own code, which runs for them, computes something else when "
+                f"its layers are quantized: {found}; build the QuantModel with example_inputs like this call's"
+            )
+
+    def _alone(self, is_due: Callable[[], bool], call: Call, compare: Callable[[], None]) -> None:
+        """Run `compare` if it is still due, in one thread at a time, and not inside another comparison."""
         if is_symbolic(tensors_of(call)):
             return
         with _FIRST_CALLS:
-            if not getattr(self, flag) or self._is_comparing:
+            if self._is_comparing or not is_due():
                 return
             self._is_comparing = True
             try:
@@ -63,28 +92,27 @@ class CheckedModel(VerifiedModel):
                     compare()
             finally:
                 self._is_comparing = False
-                setattr(self, flag, False)
 
-    def _check_source(self, call: Call) -> None:
-        """An error where the copy's own code, with quantization off, does something else than the original's."""
-        reason = self._why_not_comparable()
+    def _source_difference(self, path: str, source: nn.Module, call: Call) -> str:
+        """What the copy's own code at `path`, with quantization off, does differently from the original's."""
+        reason = self._why_not_comparable(path)
         if reason:
             log.info("a call of another form is not compared with the model's own code: %s", reason)
-            return
-        reference, randomness = Reference(self.original, self.device, training=self.training), Randomness.now()
+            return ""
+        reference, randomness = self._reference(path), Randomness.now()
         try:
             expected = reference.outcome(cloned(call), randomness)
         except Exception as error:  # the user sees it next
             log.debug("the model's own code fails: %s: %s", type(error).__name__, error)
-            return
-        twin = copy.deepcopy(self)  # whose quantizers no other thread uses
-        twin.set_quant(w_quant=False, a_quant=False)
-        with self._unseen():
-            outcome = outcome_of(twin._source, cloned(call), twin._watched_buffers())
-        found = outcome.difference(expected)
-        if found is not None and reference.repeats(cloned(call), expected, randomness):
-            raise CaptureError(
-                "the inputs of this call have another form than the captured ones, and the model's own code, which "
-                f"runs for them, computes something else when its layers are quantized: {found}; build the QuantModel "
-                "with example_inputs like this call's"
-            )
+            return ""
+        twin = copy_model(source, share_parameters=True, share=[self])  # whose quantizers no other thread uses
+        for quantizer in twin.modules():
+            if isinstance(quantizer, Quantizer):
+                quantizer.use_quant = quantizer.observing = False
+        found: str | None
+        try:
+            with undisturbed_outer_state(source):
+                found = outcome_of(twin, cloned(call), buffers_of(twin, reference.model)).difference(expected)
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}"
+        return found if found is not None and reference.repeats(cloned(call), expected, randomness) else ""

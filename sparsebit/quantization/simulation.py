@@ -188,13 +188,9 @@ class SimulatedModel(nn.Module):
             output = self._root.attempt(inputs)
         except GuardError as error:
             self._warn_of_source(error)
-            output, inputs = self._run_source(args, kwargs), None
+            output, inputs = self._root.run_source(args, kwargs), None
         self._record(inputs)
         return output
-
-    def _run_source(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert self._root is not None
-        return self._root.source(*args, **kwargs)
 
     def _record(self, call: Any) -> None:
         """Told of every forward's inputs; None where the forward cannot be repeated from them."""

@@ -34,8 +34,8 @@ from sparsebit.graph.outcome import (
 from sparsebit.graph.outer_state import OuterState, undisturbed_outer_state
 from sparsebit.graph.passes.fold_batchnorm import Folded
 from sparsebit.graph.tracer import LeafPolicy
-from sparsebit.graph.verification import Compare, Reference, in_double
-from sparsebit.quantization.carried_state import BuiltState, CarriedState
+from sparsebit.graph.verification import Compare, Reference, in_double, is_within
+from sparsebit.quantization.carried_state import BuiltState, CarriedState, twin_at
 from sparsebit.quantization.ops.quant_opr import QIdentity, QuantOpr
 from sparsebit.quantization.simulation import SimulatedModel
 from sparsebit.quantization.sites import Plan
@@ -62,7 +62,7 @@ class VerifiedModel(SimulatedModel):
     _proof_is_due = False  # whether the next calibration batch has to be compared
     _built_weights: tuple[Any, ...] = ()
     _first_call_is_due = False
-    _source_is_unproved = False  # whether the model's own code was not compared, with the copy's layers in it
+    _compares_sources = False  # whether own code that runs in the place of a graph is compared, at its first call
     _built_state: BuiltState
     _unproved = ""  # why the copy is not known to be the same function
 
@@ -83,7 +83,7 @@ class VerifiedModel(SimulatedModel):
         elif verify != "calibration" and example_inputs is not None:
             self._verify_example(as_call(example_inputs, model))
         self._first_call_is_due = verify is True and example_inputs is None
-        self._source_is_unproved = verify is True
+        self._compares_sources = bool(verify)
 
     @property
     def coverage(self) -> Coverage:
@@ -157,7 +157,7 @@ class VerifiedModel(SimulatedModel):
             log.info("%s is not compared with the model's own code: %s", occasion, reason)
             return None
         given, randomness = cloned(call), Randomness.now()
-        reference = Reference(self.original, self.device, training=self.training)
+        reference = self._reference()
         try:
             expected = reference.outcome(cloned(call), randomness)
         except Exception as error:  # the copy's forward shows it to the user
@@ -255,21 +255,31 @@ class VerifiedModel(SimulatedModel):
         is_folded = any(isinstance(module, Folded) for module in self._code_modules())
         return is_folded or bool(self._captured.eval_branches)
 
-    def _why_not_comparable(self) -> str:
+    def _reference(self, path: str = "") -> Reference:
+        """The own code of the original's module at `path`, in the modes that the copy's modules have now."""
+        module = self.original.get_submodule(path)
+        prefix = f"{path}." if path else ""
+        twins = {name: twin_at(self._source, f"{prefix}{name}" if name else path) for name, _ in module.named_modules()}
+        modes = {name: twin.training for name, twin in twins.items() if twin is not None}
+        return Reference(module, self.device, training=modes.get("", self.training), modes=modes)
+
+    def _why_not_comparable(self, path: str = "") -> str:
+        """Why the original's module at `path` may well give something else than the copy's; "" where it may not."""
         if self._weights_now() != self._built_weights:
             return "the weights have changed since the model was captured"
-        if not self._has_equal_buffers():
+        if not self._has_equal_buffers(path):
             return "the buffers have changed since the model was captured"
-        if self._built_state.changes():
+        if any(is_within(module, path) for module, _ in self._built_state.changes()):
             return "attributes have changed since the model was captured"
         if self.training and self._has_one_mode:
             return "in train mode folded batch norms and captured eval branches differ from it by design"
         return ""
 
-    def _has_equal_buffers(self) -> bool:
-        """Whether the original's buffers hold what the copy's hold; those of folded norms do not count."""
+    def _has_equal_buffers(self, path: str) -> bool:
+        """Whether the original's buffers below `path` hold what the copy's hold; those of folded norms do not count."""
         folded = self._folded_tensors()
-        pairs = [(buffer, tensor_at(self._source, name)) for name, buffer in self.original.named_buffers()]
+        buffers = self.original.get_submodule(path).named_buffers(prefix=path)
+        pairs = [(buffer, tensor_at(self._source, name)) for name, buffer in buffers]
         return all(
             torch.equal(twin, buffer.to(twin))
             for buffer, twin in pairs
