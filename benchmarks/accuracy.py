@@ -18,8 +18,7 @@ from common import ROOT, emit, sqnr_db
 from models import TASKS, Task, top1
 
 import sparsebit
-from sparsebit.config.schema import QuantConfig
-from sparsebit.quantization import parse_qconfig
+from sparsebit.quantization import QuantConfig, parse_qconfig
 
 OBSERVERS = ("minmax", "moving_average", "percentile", "mse", "kl_histogram", "aciq")
 # Models that the plain configs do not suit, and the config that their example recommends.

@@ -44,8 +44,7 @@ def export_float(case: Case, _: Path, file: Path) -> dict[str, Any]:
 
 def sparsebit(case: Case, _: Path, file: Path, *, backend: str) -> dict[str, Any]:
     """Also `export_seconds`; `simulate`, the torch simulation on the evaluation inputs; the runtime to compare in."""
-    from sparsebit import quantize
-    from sparsebit.deploy.runtimes import PROFILES
+    from sparsebit import PROFILES, quantize
     from sparsebit.quantization import parse_qconfig
 
     if case.config is not None:

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from benchmarks.common import emit
 from sparsebit.numerics import decomposed
-from sparsebit.numerics.dispatch import fake_quantize
-from sparsebit.numerics.spec import Granularity, PerChannel, PerTensor, TensorSpec
+from sparsebit.quantization import Granularity, PerChannel, PerTensor, TensorSpec, fake_quantize
 
 GPU_SHAPE = (256, 256, 64, 64)
 BUSY_CYCLES = 2_000_000  # about a millisecond

@@ -38,7 +38,7 @@ def examine(name: str) -> dict[str, Any]:
 
 def _export(name: str, folder: Path, record: dict[str, Any]) -> dict[str, Any]:
     import sparsebit
-    from sparsebit.deploy.runtimes import PROFILES
+    from sparsebit import PROFILES
 
     torch.manual_seed(0)
     model, batch = ZOO[name]()

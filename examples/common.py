@@ -19,13 +19,8 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from sparsebit.deploy.audit import audit
-from sparsebit.deploy.parity import Parity, Tolerance
-from sparsebit.deploy.runtimes import PROFILES
-from sparsebit.deploy.sessions import open_session
-from sparsebit.errors import DeploymentError
+from sparsebit import PROFILES, Audit, DeploymentError, Parity, Tolerance, audit, open_session
 from sparsebit.quantization import QuantModel
-from sparsebit.records.audit import Audit
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 DATA = Path(os.environ.get("SPARSEBIT_DATA", CONFIGS.parents[2] / "shared" / "data"))

@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-from sparsebit.deploy.parity import Tolerance
+from sparsebit import Tolerance
 from sparsebit.quantization import DistillationLoss, FreezeSchedule, QuantModel, parse_qconfig
 
 Batches = Iterable[tuple[Tensor, Tensor]]

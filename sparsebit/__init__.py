@@ -7,25 +7,93 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
+from sparsebit.errors import (
+    BackendError,
+    CalibrationError,
+    CaptureError,
+    CheckpointError,
+    ConfigError,
+    DeploymentError,
+    MissingExtraError,
+    RecordError,
+    SparsebitError,
+    SpecError,
+)
 from sparsebit.version import __version__
 
 if TYPE_CHECKING:
+    from sparsebit.deploy.audit import audit
+    from sparsebit.deploy.runtimes import PROFILES, RuntimeProfile
+    from sparsebit.deploy.sessions import open_session
+    from sparsebit.deploy.tensorrt_rules import tensorrt_violations
     from sparsebit.quantization.one_call import quantize
     from sparsebit.quantization.recording import record
+    from sparsebit.records import (
+        Audit,
+        Coverage,
+        ErrorProfile,
+        GradientCheck,
+        Parity,
+        RunRecord,
+        Tolerance,
+        extend_record,
+        measured,
+        read_record,
+        write_record,
+    )
 
-__all__ = ["__version__", "quantize", "record"]
+__all__ = [
+    "PROFILES",
+    "Audit",
+    "BackendError",
+    "CalibrationError",
+    "CaptureError",
+    "CheckpointError",
+    "ConfigError",
+    "Coverage",
+    "DeploymentError",
+    "ErrorProfile",
+    "GradientCheck",
+    "MissingExtraError",
+    "Parity",
+    "RecordError",
+    "RunRecord",
+    "RuntimeProfile",
+    "SparsebitError",
+    "SpecError",
+    "Tolerance",
+    "__version__",
+    "audit",
+    "extend_record",
+    "measured",
+    "open_session",
+    "quantize",
+    "read_record",
+    "record",
+    "tensorrt_violations",
+    "write_record",
+]
+
+# Modules that are loaded at the first use of one of these names: `import sparsebit` alone stays fast.
+_LAZY = {
+    "PROFILES": "sparsebit.deploy.runtimes",
+    "RuntimeProfile": "sparsebit.deploy.runtimes",
+    "audit": "sparsebit.deploy.audit",
+    "open_session": "sparsebit.deploy.sessions",
+    "quantize": "sparsebit.quantization.one_call",
+    "record": "sparsebit.quantization.recording",
+    "tensorrt_violations": "sparsebit.deploy.tensorrt_rules",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded at first use: `import sparsebit` alone stays instant.
-    if name == "quantize":
-        from sparsebit.quantization.one_call import quantize
+    if name not in __all__:
+        raise AttributeError(f"module 'sparsebit' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY.get(name, "sparsebit.records")), name)
 
-        return quantize
-    if name == "record":
-        from sparsebit.quantization.recording import record
 
-        return record
-    raise AttributeError(f"module 'sparsebit' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""Faults of the user's input, one class per kind.
+"""Errors that a user can fix, one class per kind.
 
 Every message says what was given, where, what is allowed and what to do.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 def printable(text: str, keep: str = "\n\t") -> str:
-    """The text with control characters written as escapes: what a file holds must not steer a terminal."""
+    """The text with control characters written as escapes: text of a file must not control the terminal."""
     if text.isprintable():
         return text
     return "".join(
@@ -16,7 +16,7 @@ def printable(text: str, keep: str = "\n\t") -> str:
 
 
 class SparsebitError(ValueError):
-    """Any error that the user can fix. Bugs of our own are assertions, never this."""
+    """Base of all errors that the user can fix. Bugs of Sparsebit itself are assertions."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(printable(arg) if isinstance(arg, str) else arg for arg in args))
@@ -35,15 +35,15 @@ class BackendError(SparsebitError):
 
 
 class CaptureError(SparsebitError):
-    """A model, or a call of it, that the captured graph does not stand for."""
+    """A model that cannot be captured, or a call that the captured graph does not cover."""
 
 
 class CalibrationError(SparsebitError):
-    """A verb used before its data was there, or data that no range can be made from."""
+    """A method that was called before calibration, or calibration data that gives no range."""
 
 
 class CheckpointError(SparsebitError):
-    """Files that do not hold what this model needs."""
+    """A saved folder or a state_dict that is damaged or belongs to another model."""
 
 
 class DeploymentError(SparsebitError):

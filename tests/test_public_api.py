@@ -1,17 +1,37 @@
-"""Only the classes of `QuantModel` use its underscored attributes; everything else has public names."""
+"""Public names are declared and documented, and all that docs, examples and other code needs."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
 from torch import nn
 
 import sparsebit
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.simulation import SimulatedModel
 from tests.conftest import ROOT
+
+PUBLIC = ("sparsebit", "sparsebit.quantization")
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# Modules that these files may import besides: benchmarks of single kernels, and the data of the demo.
+DEVELOPER = {
+    "benchmarks/kernel_cuts.py": {"sparsebit.numerics"},
+    "benchmarks/fake_quant.py": {"sparsebit.numerics"},
+    "benchmarks/deploy.py": {"sparsebit.deploy.timing"},
+    "benchmarks/qat_step.py": {"sparsebit.numerics", "sparsebit.quantization.compiling"},
+    "examples/qat_accelerate.py": {"sparsebit.cli.digits"},
+    "examples/qat_digits.py": {"sparsebit.cli.digits"},
+    "examples/qat_lightning.py": {"sparsebit.cli.digits"},
+}
 
 HIERARCHY = [kind for kind in QuantModel.__mro__ if issubclass(kind, SimulatedModel)]
 FILES = {Path(inspect.getfile(kind)) for kind in HIERARCHY}
@@ -54,3 +74,68 @@ class TestPrivateNames:
     def test_no_function_outside_of_the_hierarchy_uses_them(self) -> None:
         files = [*PACKAGE.rglob("*.py"), *(ROOT / "examples").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
         assert [use for file in sorted(files) if file not in FILES for use in uses(file, private_names())] == []
+
+
+def undeclared(code: str, developer: Iterable[str] = ()) -> list[str]:
+    """The names that `code` takes from sparsebit and that are not public."""
+    found = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "sparsebit":
+            module = str(node.module)
+            if any(module == allowed or module.startswith(f"{allowed}.") for allowed in developer):
+                continue
+            known = importlib.import_module(module).__all__ if module in PUBLIC else ()
+            found += [f"{module}.{alias.name}" for alias in node.names if alias.name not in known]
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.startswith("sparsebit.")]
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "sparsebit":
+            found += [f"sparsebit.{node.attr}"] if node.attr not in sparsebit.__all__ else []
+    return found
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+class TestPublicNames:
+    @pytest.mark.parametrize("module", PUBLIC)
+    def test_each_is_there_and_sorted(self, module: str) -> None:
+        names = importlib.import_module(module).__all__
+        assert len(set(names)) == len(names)
+        assert all(hasattr(importlib.import_module(module), name) for name in names)
+        assert not [name for name in names if name.startswith("_") and name != "__version__"]
+
+    def test_an_unknown_name_is_an_attribute_error(self) -> None:
+        with pytest.raises(AttributeError, match="no attribute 'quantise'"):
+            sparsebit.quantise  # noqa: B018
+        assert {"quantize", "Tolerance", "__version__"} <= set(dir(sparsebit))
+
+    def test_the_page_lists_them_with_their_docstrings(self) -> None:
+        command = [sys.executable, "-W", "ignore", str(ROOT / "scripts" / "api_names.py"), "--check"]
+        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    @pytest.mark.parametrize(
+        ("code", "found"),
+        [
+            ("from sparsebit import quantize", []),
+            ("from sparsebit.quantization import _x, TensorSpec", ["sparsebit.quantization._x"]),
+            ("from sparsebit.numerics.spec import TensorSpec", ["sparsebit.numerics.spec.TensorSpec"]),
+            ("import sparsebit.deploy.audit", ["sparsebit.deploy.audit"]),
+            ("import sparsebit\nsparsebit.quantise(model)", ["sparsebit.quantise"]),
+        ],
+    )
+    def test_undeclared_names_are_found(self, code: str, found: list[str]) -> None:
+        assert undeclared(code) == found
+
+    @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+    def test_pages_use_no_others(self, page: Path) -> None:
+        blocks = BLOCK.findall(page.read_text(encoding="utf-8"))
+        assert [name for block in blocks for name in undeclared(block)] == []
+
+    def test_examples_and_benchmarks_use_no_others(self) -> None:
+        found = {}
+        for file in sorted([*(ROOT / "examples").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]):
+            name = file.relative_to(ROOT).as_posix()
+            found[name] = undeclared(file.read_text(encoding="utf-8"), DEVELOPER.get(name, ()))
+        assert {name: names for name, names in found.items() if names} == {}

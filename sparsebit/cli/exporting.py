@@ -20,7 +20,7 @@ from sparsebit.deploy.audit import audit
 from sparsebit.deploy.model_file import checked_path, data_files, file_facts
 from sparsebit.deploy.parity import Parity
 from sparsebit.deploy.runtimes import PROFILES
-from sparsebit.deploy.tensorrt_rules import Violation, violations
+from sparsebit.deploy.tensorrt_rules import Violation, tensorrt_violations
 from sparsebit.deploy.to_onnx import flat_inputs, in_order, input_names
 from sparsebit.errors import MissingExtraError
 from sparsebit.execution.batches import Call
@@ -134,7 +134,7 @@ def export(subject: Subject, qmodel: QuantModel, target: Path, options: FileOpti
         float_bytes,
         parity,
         None if profile.executes is None else audit(target, runtime=profile.executes, repeats=0),
-        tuple(violations(target)) if profile.name == "tensorrt" else None,
+        tuple(tensorrt_violations(target)) if profile.name == "tensorrt" else None,
     )
 
 

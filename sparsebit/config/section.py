@@ -17,7 +17,7 @@ S = TypeVar("S", bound="Section")
 
 
 class Section(BaseModel):
-    """A group of upper-case keys. It is a value: `replace` gives a changed, checked copy; nothing edits it."""
+    """A group of upper-case keys of a config, frozen: `replace` gives a changed, checked copy."""
 
     # defer_build: the validators are made when a config is read, not when the package is imported.
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)

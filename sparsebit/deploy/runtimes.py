@@ -16,7 +16,9 @@ from sparsebit.backends import Format
 
 @dataclass(frozen=True)
 class RuntimeProfile:
-    """`inputs`: ops whose tensor inputs are quantized (None: every known op). `conv_fed`: those of them that are worth
+    """What a runtime executes in integers, and how its files are written.
+
+    `inputs`: ops whose tensor inputs are quantized (None: every known op). `conv_fed`: those of them that are worth
     it only where a convolution feeds one of their inputs (residual adds of CNNs, not of transformers). `outputs`: ops
     whose result is quantized, behind the activation that they absorb (`absorbs`). `gates`: activations `x * sigmoid(x)`
     that run as two integer ops, with the sigmoid quantized in between. `folds_batchnorm`: unless the user

@@ -60,7 +60,7 @@ def open_session(
     optimized_file: Path | None = None,
     options: Mapping[str, str] | None = None,
 ) -> Session:
-    """Open `file` (a path, or a serialized model) on the CPU.
+    """Open an ONNX file (a path, or a serialized model) in a runtime, on the CPU.
 
     `num_threads`: 0 is the runtime's own choice. `optimize=False`: every node runs as it is written, which makes a QDQ
     file its own simulation (ONNX Runtime only). `optimized_file`: where ONNX Runtime writes the graph that it executes.

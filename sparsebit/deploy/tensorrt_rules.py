@@ -60,7 +60,7 @@ class Rule:
     check: Callable[[Graph], Found]
 
 
-def violations(model: str | os.PathLike[str] | Any) -> list[Violation]:
+def tensorrt_violations(model: str | os.PathLike[str] | Any) -> list[Violation]:
     """Every rule of TensorRT that a quantized file (a path or a ModelProto) breaks, errors first."""
     graph = Graph(load_model(model))
     found = [
@@ -69,6 +69,9 @@ def violations(model: str | os.PathLike[str] | Any) -> list[Violation]:
         for node, message in rule.check(graph)
     ]
     return sorted(found, key=lambda violation: violation.severity != "error")
+
+
+violations = tensorrt_violations  # its former name
 
 
 def _pairs(graph: Graph) -> Iterator[tuple[Any, Quantization]]:

@@ -125,7 +125,7 @@ def run_blocks(
 
 
 def mix(changed: Values, original: Values, share: float, generator: torch.Generator | None = None) -> Values:
-    """`changed` with each element of a float tensor, by chance `share`, that of `original` (QDrop, section 3.3)."""
+    """`changed` with a random share of its elements taken from `original` (QDrop, section 3.3)."""
 
     def mixed(one: Any, other: Any) -> Any:
         if not isinstance(one, Tensor) or not one.is_floating_point():

@@ -34,7 +34,7 @@ Span = tuple[int, int]
 
 
 def find_blocks(graph_module: fx.GraphModule, names: Sequence[str] | None = None) -> list[Block]:
-    """The graph as a sequence of blocks: the modules at the paths `names`, or found.
+    """The graph as a sequence of blocks: the modules at the paths `names`, or blocks that are found.
 
     Found ones hold every node that computes. Of named ones, the nodes between them belong to none; the engine runs
     these too. Residual blocks and transformer layers become one block each, plain layers one each, with the

@@ -21,7 +21,7 @@ from sparsebit.graph.node_names import node_name
 
 @dataclass(frozen=True)
 class Block:
-    """Neighbouring nodes of one graph, in its order.
+    """Consecutive nodes of one graph that are run and changed together.
 
     `inputs`: values that it reads and that are made in front of it. `outputs`: values that it makes, or writes into,
     and that something behind it reads; the graph's output counts. `written`: inputs that it writes into.

@@ -198,7 +198,9 @@ class Loose:
 
 @dataclass
 class Captured:
-    """`model` runs like the original; `regions` and `loose`, by path in the original model, are what passes work on.
+    """A captured copy of a model, which passes rewrite in place.
+
+    `model` runs like the original; `regions` and `loose`, by path in the original model, are what passes work on.
 
     `untraced`: modules that run their own code; `untouched`: those that stay as they are, with the reason.
     """
@@ -218,7 +220,7 @@ def capture(
     example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
     form: CallForm | None = None,
 ) -> Captured:
-    """A captured *copy* of `model`.
+    """A copy of `model` whose code is captured as torch.fx graphs.
 
     `example` (args, kwargs) tells which optional arguments are used, everywhere in the model; `form` does so for the
     model's own `forward` alone. Without either, optional arguments are taken as not given.

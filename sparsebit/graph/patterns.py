@@ -41,7 +41,10 @@ class MatchingNode:
 
 @dataclass(frozen=True)
 class SubgraphMatcher:
-    """Finds the pattern; all its nodes feed the *last* one. `joint_checkers` see all nodes of a candidate together."""
+    """Finds a pattern of nodes in a graph; all of them feed the *last* one.
+
+    `joint_checkers` see all nodes of a candidate together.
+    """
 
     nodes: Sequence[MatchingNode]
     joint_checkers: Sequence[JointChecker] = ()

@@ -26,7 +26,11 @@ from sparsebit.graph.random_ops import may_draw, module_may_draw
 
 
 class ReplacePatternBase:
-    """Subclass, give `nodes` (and `joint_checkers`), write `replace`. Once per place, or `until_stable`."""
+    """Base of graph passes that replace a pattern of nodes.
+
+    A subclass gives `nodes` (and `joint_checkers`) and writes `replace`. It is called once for each place of the
+    graph, or with `until_stable` until nothing changes.
+    """
 
     nodes: Sequence[MatchingNode] = ()
     joint_checkers: Sequence[JointChecker] = ()

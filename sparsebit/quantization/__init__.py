@@ -2,35 +2,80 @@
 
 from __future__ import annotations
 
+from sparsebit.config.schema import QuantConfig
 from sparsebit.config.section import Section
+from sparsebit.execution.block_engine import BlockData, mix, run_blocks
+from sparsebit.execution.block_search import find_blocks
+from sparsebit.execution.blocks import Block
 from sparsebit.execution.distillation import DistillationLoss
+from sparsebit.execution.distributed import gather
+from sparsebit.graph.capture import Captured, capture
 from sparsebit.graph.op_table import QMODULE_MAP
+from sparsebit.graph.patterns import MatchingNode, SubgraphMatcher
+from sparsebit.graph.rewrite import ReplacePatternBase
+from sparsebit.numerics.dispatch import fake_quantize
+from sparsebit.numerics.qparams import broadcast_to, qparams_from_range
+from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec
 from sparsebit.quantization.captured_step import CapturedStep
+from sparsebit.quantization.first_sparsebit import weights_of_first_sparsebit
 from sparsebit.quantization.freezing import FreezeSchedule
 from sparsebit.quantization.observers import Observer, register_observer
+from sparsebit.quantization.observers.histogram import Histogram
+from sparsebit.quantization.observers.statistics import MinMax, MovingMinMax, Samples
 from sparsebit.quantization.ops.quant_opr import MultipleInputsQuantOpr, QIdentity, QuantOpr
 from sparsebit.quantization.ops.registration import register_qmodule
 from sparsebit.quantization.quant_config import parse_qconfig
 from sparsebit.quantization.quant_model import QuantModel
 from sparsebit.quantization.quantizers import Quantizer, register_quantizer
 from sparsebit.quantization.sites import Plan, Site
+from sparsebit.quantization.stages import Transform, attach, make_plan, prepare, transform
 
 __all__ = [
     "QMODULE_MAP",
+    "Block",
+    "BlockData",
+    "Captured",
     "CapturedStep",
     "DistillationLoss",
     "FreezeSchedule",
+    "Granularity",
+    "Histogram",
+    "MatchingNode",
+    "MinMax",
+    "MovingMinMax",
     "MultipleInputsQuantOpr",
     "Observer",
+    "PerChannel",
+    "PerGroup",
+    "PerTensor",
     "Plan",
     "QIdentity",
+    "QuantConfig",
     "QuantModel",
     "QuantOpr",
     "Quantizer",
+    "ReplacePatternBase",
+    "Samples",
     "Section",
     "Site",
+    "SubgraphMatcher",
+    "TensorSpec",
+    "Transform",
+    "attach",
+    "broadcast_to",
+    "capture",
+    "fake_quantize",
+    "find_blocks",
+    "gather",
+    "make_plan",
+    "mix",
     "parse_qconfig",
+    "prepare",
+    "qparams_from_range",
     "register_observer",
     "register_qmodule",
     "register_quantizer",
+    "run_blocks",
+    "transform",
+    "weights_of_first_sparsebit",
 ]

@@ -21,7 +21,7 @@ from sparsebit.deploy.parity import Comparison, Parity, Tolerance
 from sparsebit.deploy.qdq_graph import Graph, load_model
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.deploy.sessions import EXACT, Session, open_session
-from sparsebit.deploy.tensorrt_rules import violations
+from sparsebit.deploy.tensorrt_rules import tensorrt_violations
 from sparsebit.deploy.to_onnx import flat_inputs, flat_outputs, in_order
 from sparsebit.errors import DeploymentError
 from sparsebit.execution.batches import Call, calls
@@ -204,7 +204,7 @@ def check_loads(qmodel: SimulatedModel, file: Path, name: str) -> None:
 
 def check_rules(file: Path, name: str) -> None:
     """Refuses a file that TensorRT, which does not run here, would not take."""
-    broken = [str(violation) for violation in violations(file) if violation.severity == "error"]
+    broken = [str(violation) for violation in tensorrt_violations(file) if violation.severity == "error"]
     if broken:
         more = f"\n  and {len(broken) - _NUM_SHOWN} more" if len(broken) > _NUM_SHOWN else ""
         raise DeploymentError(f"{name}: TensorRT would refuse it:\n  " + "\n  ".join(broken[:_NUM_SHOWN]) + more)

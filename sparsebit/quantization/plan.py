@@ -40,7 +40,10 @@ C = TypeVar("C", bound=TensorConfig)
 
 
 def make_plan(captured: Captured, config: QuantConfig) -> tuple[Plan, Placement]:
-    """Place quantizers. `virtual`: every known op quantizes its inputs. A runtime: what its profile lists."""
+    """The plan of a captured model, and where in its graphs each site is.
+
+    With `virtual` every known op quantizes its inputs, with a runtime those that its profile lists.
+    """
     draft = _Draft(config, PROFILES[config.BACKEND], floats=dict(captured.untouched))
     placement = Placement()
     for path, region in captured.regions.items():

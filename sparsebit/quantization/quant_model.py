@@ -48,7 +48,9 @@ log = logging.getLogger(__name__)
 
 
 class QuantModel(TrainableModel):
-    """A model with quantizers, and the verbs of its life. The float model that it is made from is never changed.
+    """A copy of a float model with quantizers in it: it is calibrated, trained, saved and exported.
+
+    The float model itself is never changed.
 
     Optional arguments of `forward` are taken as not given until a call (before calibration) or `example_inputs`, one
     batch, shows otherwise.

@@ -41,7 +41,7 @@ def record(
     run: Measured | None = None,
     warnings: tuple[str, ...] = (),
 ) -> RunRecord:
-    """What the model is and what is quantized in it, with the results of its verbs; None among them is left out.
+    """A `RunRecord` of a quantized model, with the results that are given; None among them is left out.
 
     `file`: the ONNX file that was exported from it; that of the results where they name one. `name`: what to call the
     model; its class where it is not given. `run`: what `measured` gave, for timings, versions and the machine.

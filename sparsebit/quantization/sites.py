@@ -126,7 +126,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Plan(Mapping[str, Site]):
-    """Every site by its name, in the order of the model.
+    """All sites of a model by name, in the order of the model.
 
     `floats`: what is not quantized, and why. `layers`: all names that a glob of the config may match. `warnings`: what
     the user's own keys cost against the runtime's profile.

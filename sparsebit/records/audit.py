@@ -55,10 +55,11 @@ class LayerRun:
 
 @dataclass(frozen=True)
 class Audit:
-    """What `audit` found. `leftovers`: conversions left in the runtime's graph, by op.
+    """Which layers of a file run in integers, and how fast it is, as `audit` found.
 
-    `latency` has the keys `float` and `quantized` where both were timed; `float_source` is the path of the float file,
-    or `twin` (the same file with its quantization taken out). `feeds` says what the model was run on.
+    `leftovers`: conversions left in the runtime's graph, by op. `latency` has the keys `float` and `quantized` where
+    both were timed; `float_source` is the path of the float file, or `twin` (the same file with its quantization taken
+    out). `feeds` says what the model was run on.
     """
 
     file: str

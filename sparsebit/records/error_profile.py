@@ -58,9 +58,10 @@ class SiteError:
 
 @dataclass(frozen=True)
 class ErrorProfile:
-    """What a profile found. `sync`: the layers' errors are those of all layers quantized together; else of each alone.
+    """The errors of layers and of quantized tensors, as `QuantModel.profile` measures them.
 
-    Sites are measured on float inputs either way. `data`: the inputs in words.
+    `sync`: the layers' errors are those of all layers quantized together; else of each alone.
+    Quantized tensors are measured on float inputs either way. `data`: the inputs in words.
     """
 
     sync: bool

@@ -23,7 +23,7 @@ def read_record(path: str | os.PathLike[str]) -> RunRecord:
 
 
 def write_record(path: str | os.PathLike[str], record: RunRecord) -> None:
-    """Write the record in the place of whatever file is there, as a whole."""
+    """Write the record to a file; an older file is replaced when the new one is complete."""
     replace_text(checked_record_path(path), record.to_json())
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class GradientCheck:
-    """One training step beside the model's own code: whose gradients were compared and found equal, whose could not be
-    compared (a norm was folded into them, or they were split), and which modules run their own code since, and why.
+    """Which gradients of a training step equal those of the model's own code, as `verify_training` found.
+
+    `not_compared`: parameters that have no counterpart, since a norm was folded into them or they were split.
+    `own_code`: modules that run their own code from now on, since their gradients differed, with the reason.
     """
 
     compared: tuple[str, ...]

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What a file may differ from its simulation.
+    """How much the outputs of a file may differ from the simulation.
 
     Both round; where a float op in between decides a rounding the other way, the two drift apart until they differ as
     much as quantized and float do. That is allowed: `noise_margin_db` below the SQNR of the simulation against float,
@@ -98,7 +98,7 @@ class OutputParity:
 
 @dataclass(frozen=True)
 class Parity:
-    """A file's outputs in `runtime` against what was expected (`against`: in words)."""
+    """How the outputs of a file, run in `runtime`, differ from what was expected (`against`: in words)."""
 
     file: str
     runtime: str

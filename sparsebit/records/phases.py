@@ -72,7 +72,7 @@ _CURRENT: ContextVar[Measured | None] = ContextVar("sparsebit_measured", default
 
 @contextlib.contextmanager
 def measured(verb: str) -> Iterator[Measured]:
-    """Inside, the phases that verbs go through are timed."""
+    """A context manager that times the phases of what is called inside it."""
     run = Measured(verb)
     token = _CURRENT.set(run)
     try:

@@ -29,7 +29,7 @@ class Statistic(Protocol):
 
 
 class MinMax:
-    """The extremes `low`, `high` of each row, float32 `(R,)`."""
+    """The lowest and the highest value of each row: `low` and `high`, float32 `(R,)`."""
 
     def __init__(self) -> None:
         self.low: Tensor | None = None

@@ -34,9 +34,9 @@ def register_quantizer(
     replace: bool = False,
     options: type[Section] | None = None,
 ) -> Any:
-    """File a `Quantizer` subclass under `name`, the `QUANTIZER.TYPE` of configs.
+    """Register a `Quantizer` subclass under `name`, the `QUANTIZER.TYPE` of configs.
 
-    Without a name (`@register_quantizer`) it is filed under the `TYPE` of the class. A method `_forward(x)` or
+    Without a name (`@register_quantizer`) it is registered under the `TYPE` of the class. A method `_forward(x)` or
     `_forward(x, scale, zero_point)` is taken for `fake_quantize`.
 
     `options`: a `Section` whose keys configs may set as `QUANTIZER: {NAME: {...}}`; the quantizer has them as
