@@ -19,6 +19,7 @@ from torch.nn.modules import dropout, padding
 
 from sparsebit.graph.example import guard
 from sparsebit.graph.passes.decompose import attention_layout
+from sparsebit.graph.values import copied
 
 Modules = tuple[type[nn.Module], ...]
 Functions = tuple[Callable[..., Any], ...]
@@ -245,7 +246,7 @@ _MOVES = (
     _moving(
         "identity",
         (nn.Identity,),
-        (torch.clone, torch.detach, attention_layout),
+        (torch.clone, torch.detach, attention_layout, copied),
         ("clone", "contiguous", "detach", "to", "float", "double", "half", "bfloat16", "type_as", "cpu", "cuda"),
     ),
     _moving(

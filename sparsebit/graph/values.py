@@ -46,6 +46,11 @@ def static_values(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
+def copied(value: Any) -> Any:
+    """A copy of a tensor; a number that stands in its place (`gain=1.0`) as it is."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
 def tensor_inputs(value: Any, python: set[fx.Node]) -> list[fx.Node]:
     """The tensor-valued nodes inside one argument (a node, or a nest of nodes)."""
     if isinstance(value, fx.Node):

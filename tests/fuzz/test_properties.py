@@ -122,3 +122,18 @@ def test_a_model_that_cancels_its_own_rounding_is_unstable() -> None:
     cancel = Statement("operator", ("x -= v1",), "v1", "v1")
     spoilt = Statement("function", ("v2 = x * 1",), "v2", "x")
     assert judge(program(same, cancel, spoilt, result="v2"), "values").outcome in ("same", "unstable")
+
+
+def test_a_state_that_leaves_the_calibrated_ranges_is_no_fault() -> None:
+    summing = Statement("state", ("self.total = self.total + 1", "v2 = v1 * self.total"), "v2", "v1")
+    members = (*LAYER.members, "self.total = torch.ones(8)")
+    layer = Statement("linear", ("v1 = self.m1(x)",), "v1", "x", members=members)
+    then = Statement("linear", ("v3 = self.m2(v2)",), "v3", "v2", members=("self.m2 = nn.Linear(8, 8)",))
+    assert judge(program(layer, summing, then), "values") == Verdict(
+        "values", "told", "its state leaves the ranges of the calibration"
+    )
+
+
+def test_a_write_that_hides_from_the_backward_is_no_fault() -> None:
+    write = Statement("through_view", ("if x.sum() > -1e9:", "    x.data.fill_(1.5)"), "v1", "x")
+    assert judge(program(LAYER, write, result="v1"), "gradients").outcome == "told"

@@ -195,3 +195,61 @@ def test_a_capture_anew_keeps_the_mode() -> None:
     model, x = Optional().eval(), torch.randn(4, 8)
     qmodel = QuantModel(model, qconfig())
     torch.testing.assert_close(qmodel(x, x), model(x, x))
+
+
+class Gained(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, gain: Any = 1.0) -> Tensor:
+        return self.fc(x) * gain
+
+
+class WritesAfterwards(nn.Module):
+    """Its own code writes into what its part has read."""
+
+    def __init__(self, gain: Any) -> None:
+        super().__init__()
+        self.part, self.gain = Gained(), gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x / 2 if x.sum() > 1e6 else x * 1
+        y = self.part(x, self.gain)
+        x += 1
+        return y + x
+
+
+@pytest.mark.parametrize("gain", [1.5, 2, torch.full((8,), 1.5)], ids=["float", "int", "tensor"])
+def test_a_number_in_the_place_of_a_tensor_is_read_as_it_is(gain: Any) -> None:
+    qmodel = assert_faithful(WritesAfterwards(gain), torch.randn(4, 8))
+    assert list(reasons(qmodel)) == [""]
+
+
+@pytest.mark.parametrize("with_example", [True, False], ids=["example", "no example"])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_own_code_may_write_into_what_an_attention_has_read(training: bool, with_example: bool) -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x / 2 if x.sum() > 1e6 else x * 1
+            y = self.attention(x, x, x)[0]
+            x += 1
+            return y
+
+    model, x = Attends().train(training), torch.randn(3, 5, 8)
+    qmodel = QuantModel(model, qconfig(bits=16), example_inputs=x if with_example else None)
+    expected = torch.autograd.grad(model(x).square().sum(), model.attention.out_proj.weight)[0]
+    for is_on in (False, True):
+        if is_on:
+            qmodel.prepare_calibration()
+            qmodel(x)
+            qmodel.init_QAT()
+            qmodel.train(training)
+        qmodel.zero_grad()
+        qmodel(x).square().sum().backward()
+        (weight,) = (p for name, p in qmodel.named_parameters() if name.endswith("out_proj.op.weight"))
+        torch.testing.assert_close(weight.grad, expected, rtol=1e-2, atol=1e-2)

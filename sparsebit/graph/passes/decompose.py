@@ -87,6 +87,9 @@ class PlainMultiheadAttention(nn.Module):
             key_padding_mask = key_padding_mask.unsqueeze(0) if key_padding_mask is not None else None
         if not self.batch_first:
             query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+        elif not unbatched and not isinstance(query, fx.Proxy) and torch.is_grad_enabled():
+            # Torch's own projections read (L, N, E), a copy: code behind may write into the inputs before a backward.
+            query, key, value = _copies(query, key, value)
         batch, queries, keys = query.shape[0], query.shape[1], key.shape[1]
         q = self._split(self.q_proj(query), batch, queries) * (1.0 / math.sqrt(self.head_dim))
         k = self._split(self.k_proj(key), batch, keys)
@@ -113,6 +116,12 @@ class PlainMultiheadAttention(nn.Module):
 
     def _split(self, x: Tensor, batch: Any, length: Any) -> Tensor:
         return x.reshape(batch, length, self.num_heads, self.head_dim).transpose(1, 2)
+
+
+def _copies(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """A copy of each tensor; what is one tensor stays one."""
+    copies = {id(tensor): tensor.clone() for tensor in tensors}
+    return tuple(copies[id(tensor)] for tensor in tensors)
 
 
 def _laid_out(output: Tensor, is_training: bool) -> Tensor:

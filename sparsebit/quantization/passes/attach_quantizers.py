@@ -14,6 +14,7 @@ from sparsebit.graph.hidden_writes import code_may_write
 from sparsebit.graph.op_rows import OpKind
 from sparsebit.graph.op_table import row_of
 from sparsebit.graph.rewrite import insert_module_after, insert_module_before
+from sparsebit.graph.values import copied
 from sparsebit.numerics.spec import PerTensor, TensorSpec, num_rows
 from sparsebit.quantization.ops.layer_call import at_rest
 from sparsebit.quantization.ops.quant_opr import (
@@ -128,8 +129,8 @@ class _RegionAttacher:
     def _copy_for(self, node: fx.Node, source: fx.Node) -> None:
         """Let a quantizer read a copy of memory that is written later: the backward needs what it has read."""
         with self.root.graph.inserting_before(node):
-            copied = self.root.graph.call_method("clone", (source,))
-        node.replace_input_with(source, copied)
+            copy = self.root.graph.call_function(copied, (source,))
+        node.replace_input_with(source, copy)
 
     def _wrap(self, op: InsideOf) -> None:
         node = op.node

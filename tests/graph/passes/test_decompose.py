@@ -181,3 +181,19 @@ def test_random_ops_behind_an_attention_draw_as_behind_torchs_own(batch_first: b
             with torch.set_grad_enabled(grad):
                 results.append(run(x))
         torch.testing.assert_close(results[1], results[0])
+
+
+@pytest.mark.parametrize("is_self", [True, False])
+def test_inputs_may_be_written_before_the_backward(is_self: bool) -> None:
+    module = attention(batch_first=True)
+    query, key, value = inputs(module)
+    key, value = (query, query) if is_self else (key, value)
+    gradients = []
+    for run in (module, PlainMultiheadAttention(module)):
+        tensors = {id(x): x.clone() for x in (query, key, value)}
+        output, _ = run(*(tensors[id(x)] for x in (query, key, value)))
+        for tensor in tensors.values():
+            tensor.mul_(2)
+        output.square().sum().backward()
+        gradients.append(run.out_proj.weight.grad)
+    torch.testing.assert_close(*gradients)
