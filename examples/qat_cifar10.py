@@ -6,7 +6,7 @@
 
 The student starts as the float model, and learns from the labels and from the float model's answers. Training images
 come from `cifar10/train.npz` in the data folder (all 50,000) or, where that is missing, from `train_10k.npz`. On a GPU
-a step is a CUDA graph (`CapturedStep`): a small network takes longer to start its kernels than to run them.
+a step is a CUDA graph (`CudaGraphStep`): a small network takes longer to start its kernels than to run them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
-from sparsebit.quantization import CapturedStep, DistillationLoss, QuantModel, parse_qconfig
+from sparsebit.quantization import CudaGraphStep, DistillationLoss, QuantModel, parse_qconfig
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def train(
     qmodel.train()
     loss = DistillationLoss(teacher, temperature=4.0, alpha=0.7)
     half = torch.bfloat16 if bf16 else None
-    step = CapturedStep(qmodel, lambda model, inputs, labels: loss(model(inputs), inputs, labels), half=half)
+    step = CudaGraphStep(qmodel, lambda model, inputs, labels: loss(model(inputs), inputs, labels), half=half)
     for _ in track(range(epochs), description="training", console=Console(stderr=True)):
         for inputs, labels in images.epoch(batch):
             step(inputs, labels)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from sparsebit.interrupts import deaf_to_interrupts
+from sparsebit.interrupts import ignored_interrupts
 
 _MARK = ".sparsebit-"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
@@ -39,7 +39,7 @@ def staging_folder(target: Path, *, inside: bool = False) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        with deaf_to_interrupts():
+        with ignored_interrupts():
             shutil.rmtree(folder, ignore_errors=True)
             if lock is not None:
                 os.close(lock)
@@ -81,7 +81,7 @@ def replace_text(target: Path, text: str) -> None:
     with staging_folder(target) as folder:
         (folder / target.name).write_text(text, encoding="utf-8")
         flush(folder / target.name)
-        with deaf_to_interrupts():
+        with ignored_interrupts():
             os.replace(folder / target.name, target)
 
 

@@ -1,4 +1,4 @@
-"""`deaf_to_interrupts`: moments in which Ctrl-C and SIGTERM do no harm."""
+"""`ignored_interrupts`: short sections in which Ctrl-C and SIGTERM are ignored."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def deaf_to_interrupts() -> Iterator[None]:
-    """For the milliseconds in which an impatient second Ctrl-C would do harm."""
+def ignored_interrupts() -> Iterator[None]:
+    """Inside, SIGINT and SIGTERM are ignored: for short work that must not be cut in half, such as a rename."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -72,7 +72,7 @@ def check(
         recording(said.record, "check", out) as recorded,
     ):
         from sparsebit.cli.check_source import Source
-        from sparsebit.cli.feeding import FileData
+        from sparsebit.cli.onnx_inputs import FileData
         from sparsebit.deploy.check import check_against, check_as_written, runtime_of
         from sparsebit.errors import DeploymentError
 

@@ -11,7 +11,7 @@ from sparsebit.cli.option_groups import DataOptions, Limits
 from sparsebit.cli.options import Arguments
 from sparsebit.cli.recording import Recording
 from sparsebit.deploy.check import FileParity
-from sparsebit.quantization.gate import check_parity, compare_model
+from sparsebit.quantization.export_checks import check_parity, compare_model
 from sparsebit.quantization.quant_model import QuantModel
 
 

@@ -71,7 +71,7 @@ def demo(
 
         from sparsebit.cli.demo_file import BACKEND, export_file
         from sparsebit.cli.digits import load_digits, train
-        from sparsebit.cli.exporting import PACKAGES, require
+        from sparsebit.cli.onnx_output import PACKAGES, require
         from sparsebit.cli.profile import as_record, error_table
         from sparsebit.deploy.model_file import checked_path
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from sparsebit.cli.calibrating import Subject
     from sparsebit.cli.data import Data
-    from sparsebit.cli.exporting import Exported
+    from sparsebit.cli.onnx_output import Exported
     from sparsebit.quantization.quant_model import QuantModel
     from sparsebit.records import RunRecord
 
@@ -56,9 +56,9 @@ def export(
     ):
         from sparsebit.cli.calibrating import Subject
         from sparsebit.cli.data import Inputs, load_data
-        from sparsebit.cli.exporting import check_names, checked_file
-        from sparsebit.cli.exporting import export as export_quantized
         from sparsebit.cli.loading import load_model
+        from sparsebit.cli.onnx_output import check_names, checked_file
+        from sparsebit.cli.onnx_output import export as export_quantized
         from sparsebit.cli.size import weight_size
         from sparsebit.cli.trial import run_first
         from sparsebit.quantization.quant_model import QuantModel
@@ -133,12 +133,12 @@ def _export_float(subject: Subject, target: Path, written: FileOptions) -> Expor
     """The model as it is, in a file for any runtime."""
     import torch
 
-    from sparsebit.cli.exporting import Exported, example_of
+    from sparsebit.cli.onnx_output import Exported, example_of
     from sparsebit.deploy.model_file import data_files, staged, write
     from sparsebit.deploy.naming import tidy
     from sparsebit.deploy.runtimes import PROFILES
     from sparsebit.deploy.to_onnx import in_order, to_onnx
-    from sparsebit.quantization.gate import compare_model
+    from sparsebit.quantization.export_checks import compare_model
     from sparsebit.records.phases import EXPORT, phase
 
     (args, keywords), axes = example_of(subject, written)

@@ -40,7 +40,7 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class Limits:
-    """How far a file may be from what it is compared with, beyond the gate's own limits."""
+    """How far a file may be from what it is compared with, beyond the limits of the parity check."""
 
     exact: options.Exact = False
     min_sqnr: options.MinSqnr = None

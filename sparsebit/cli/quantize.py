@@ -16,7 +16,7 @@ from sparsebit.cli.recording import Recording, recording
 
 if TYPE_CHECKING:
     from sparsebit.cli.calibrating import Calibrated, Subject
-    from sparsebit.cli.exporting import Exported
+    from sparsebit.cli.onnx_output import Exported
     from sparsebit.config.schema import QuantConfig
     from sparsebit.records import Coverage, RunRecord
 
@@ -58,7 +58,7 @@ def quantize(
         recording(said.record, "quantize", out) as recorded,
     ):
         from sparsebit.cli.calibrating import calibrated, formats, load_subject, read_config, without_data
-        from sparsebit.cli.exporting import check_names, checked_file, export
+        from sparsebit.cli.onnx_output import check_names, checked_file, export
         from sparsebit.cli.size import weight_size
         from sparsebit.cli.writing import checked_target
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from sparsebit.errors import DeploymentError
 from sparsebit.folders import flush, staging_folder
-from sparsebit.interrupts import deaf_to_interrupts
+from sparsebit.interrupts import ignored_interrupts
 from sparsebit.records import FileFacts
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def staged(target: Path) -> Iterator[Path]:
         yield folder / target.name
         for path in folder.iterdir():
             flush(path)
-        with deaf_to_interrupts():
+        with ignored_interrupts():
             stale = data_files(target) if target.exists() else set()
             fresh = [path for path in folder.iterdir() if path.name != target.name]
             for path in fresh:  # data first: the model that names it appears last

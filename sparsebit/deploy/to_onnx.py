@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from sparsebit.deploy.export_faults import export_fault, quiet
 from sparsebit.deploy.ports import DynamicAxes, apart, dynamic_shapes, named, rename_ports
-from sparsebit.deploy.size_questions import size_questions
+from sparsebit.deploy.size_branches import branches_on_sizes
 from sparsebit.errors import DeploymentError, MissingExtraError
 from sparsebit.numerics import float8
 from sparsebit.numerics.operator import OPERATOR
@@ -56,7 +56,7 @@ def to_onnx(
         outputs = named(call.output_paths(), output_names, "output_names")
     outputs = apart(inputs, outputs, len(output_names or ()))
     shapes = dynamic_shapes(inputs, call.tensors, dynamic_axes or {}, outputs)
-    with contextlib.nullcontext() if verbose else quiet(), torch.no_grad(), size_questions() as questions:
+    with contextlib.nullcontext() if verbose else quiet(), torch.no_grad(), branches_on_sizes() as branches:
         try:
             program: Any = torch.onnx.export(
                 call,
@@ -70,7 +70,7 @@ def to_onnx(
             )
         except Exception as error:
             raise DeploymentError(export_fault(error, module, inputs)) from error
-    for line in questions:
+    for line in branches:
         warnings.warn(
             f"export_onnx: the model branches on a size that dynamic_axes leaves open, at {line}; the file takes "
             "the branch of the example alone, and is wrong for sizes that would take another: leave that dimension "

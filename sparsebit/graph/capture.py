@@ -30,7 +30,7 @@ from sparsebit.graph.passes.decompose import decompose
 from sparsebit.graph.stand_in import StandIn
 from sparsebit.graph.state import undisturbed_state
 from sparsebit.graph.tracer import LeafPolicy, LeafTracer
-from sparsebit.graph.unkeepable import has_hooks
+from sparsebit.graph.untraceable import has_hooks
 
 # A parameter of `forward` that differs from call to call.
 VARYING = "<varying>"

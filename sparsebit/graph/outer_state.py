@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from sparsebit.graph.nested import tensors_of
-from sparsebit.graph.questions import depends_on_input
+from sparsebit.graph.node_queries import depends_on_input
 from sparsebit.graph.state import CONTAINERS, fingerprint, tensors_kept
 
 _MAX_FUNCTIONS = 300

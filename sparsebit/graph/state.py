@@ -21,7 +21,7 @@ import torch
 from torch import fx, nn
 
 from sparsebit.graph.nested import tensors_of
-from sparsebit.graph.questions import depends_on_input
+from sparsebit.graph.node_queries import depends_on_input
 from sparsebit.graph.training_flag import TrainingFlag
 
 # Every module's registries, of tensors, children and hooks.

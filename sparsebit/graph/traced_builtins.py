@@ -20,7 +20,7 @@ import torch
 from torch import fx, nn
 
 from sparsebit.graph.example import UNKNOWN, class_name, kind_of, value_of
-from sparsebit.graph.questions import is_part_of_input
+from sparsebit.graph.node_queries import is_part_of_input
 from sparsebit.graph.training_flag import TrainingFlag
 from sparsebit.graph.values import python_values
 

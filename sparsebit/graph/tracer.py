@@ -42,13 +42,13 @@ from sparsebit.graph.example import (
 from sparsebit.graph.failures import FAILURES, Untraced, describe_failure, forward_line, report_own_fault, user_line
 from sparsebit.graph.graph_module import NAME_KEY
 from sparsebit.graph.node_names import NodeNames
+from sparsebit.graph.node_queries import asks_for_sizes, depends_on_input, is_part_of_input, is_write_into
 from sparsebit.graph.outer_state import OuterState, Place, undisturbed_outer_state
 from sparsebit.graph.patched_torch import TRACING, traced_factories, unfused_attention
-from sparsebit.graph.questions import asks_for_sizes, depends_on_input, is_part_of_input, is_write_into
 from sparsebit.graph.state import PythonRandomness, states_of, undisturbed_state
 from sparsebit.graph.traced_builtins import class_of, traced_builtins
 from sparsebit.graph.training_flag import TrainingFlag, note_identity_test, tests_identity
-from sparsebit.graph.unkeepable import has_hooks, watched
+from sparsebit.graph.untraceable import has_hooks, watched
 from sparsebit.graph.values import python_values
 
 # Modules of torch.nn that are no ops themselves: their inside is traced, or entered.

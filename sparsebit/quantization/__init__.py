@@ -16,9 +16,10 @@ from sparsebit.graph.rewrite import ReplacePatternBase
 from sparsebit.numerics.dispatch import fake_quantize
 from sparsebit.numerics.qparams import broadcast_to, qparams_from_range
 from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec
-from sparsebit.quantization.captured_step import CapturedStep
+from sparsebit.quantization.cuda_graph_step import CapturedStep as CapturedStep  # the former name of CudaGraphStep
+from sparsebit.quantization.cuda_graph_step import CudaGraphStep
 from sparsebit.quantization.first_sparsebit import weights_of_first_sparsebit
-from sparsebit.quantization.freezing import FreezeSchedule
+from sparsebit.quantization.held_parts import FreezeSchedule
 from sparsebit.quantization.observers import Observer, register_observer
 from sparsebit.quantization.observers.histogram import Histogram
 from sparsebit.quantization.observers.statistics import MinMax, MovingMinMax, Samples
@@ -35,7 +36,7 @@ __all__ = [
     "Block",
     "BlockData",
     "Captured",
-    "CapturedStep",
+    "CudaGraphStep",
     "DistillationLoss",
     "FreezeSchedule",
     "Granularity",

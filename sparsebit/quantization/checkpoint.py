@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sparsebit.errors import CheckpointError
 from sparsebit.folders import exchange, flush, is_staging_folder, locked, remove_abandoned, staging_folder
-from sparsebit.interrupts import deaf_to_interrupts
+from sparsebit.interrupts import ignored_interrupts
 from sparsebit.quantization import manifest
 from sparsebit.tensor_files import save_tensors
 
@@ -54,7 +54,7 @@ def write(folder: str | os.PathLike[str], description: dict[str, Any], tensors: 
             shutil.copymode(staged / MANIFEST, staged / TENSORS)  # as the user's umask wants it: safetensors makes 0600
             for file in (staged / TENSORS, staged / MANIFEST, staged):
                 flush(file)
-            with deaf_to_interrupts():
+            with ignored_interrupts():
                 _publish(staged, target, key)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be written ({error}); what was there before is unchanged") from error

@@ -24,8 +24,8 @@ from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.deploy.to_onnx import in_order, to_onnx
 from sparsebit.errors import CalibrationError, DeploymentError
 from sparsebit.execution.batches import Call, as_call, to_device
+from sparsebit.quantization.export_constants import evaluating, quantizers_as_constants
 from sparsebit.quantization.float_reasons import SWITCHED_OFF
-from sparsebit.quantization.frozen import evaluating, frozen
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.simulation import SimulatedModel
 from sparsebit.records.phases import EXPORT, phase
@@ -57,7 +57,7 @@ def build_onnx(
         )
     _refuse_projections(qmodel)
     opset = _opset(qmodel, opset_version, profile.weight_widths, profile.opset)
-    with evaluating(qmodel), frozen(qmodel):
+    with evaluating(qmodel), quantizers_as_constants(qmodel):
         model = to_onnx(
             qmodel,
             args,

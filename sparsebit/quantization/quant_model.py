@@ -31,8 +31,8 @@ from sparsebit.quantization.block_visits import Blocks, visit_blocks
 from sparsebit.quantization.calibration import CalibrationRunner
 from sparsebit.quantization.error_profiler import profile_errors, profile_model
 from sparsebit.quantization.export import build_onnx, check_ready, describe, switched_on
+from sparsebit.quantization.export_checks import check_loads, check_parity, check_rules
 from sparsebit.quantization.first_sparsebit import refuse_first_sparsebit
-from sparsebit.quantization.gate import check_loads, check_parity, check_rules
 from sparsebit.quantization.mermaid import draw
 from sparsebit.quantization.passes.attach_integer_ops import attach_integer_ops
 from sparsebit.quantization.quant_config import parse_qconfig

@@ -16,7 +16,8 @@ from sparsebit.execution.distributed import is_distributed, is_sharded
 from sparsebit.graph.capture import Captured
 from sparsebit.graph.example import GuardError
 from sparsebit.numerics.compilation import is_exporting
-from sparsebit.quantization import freezing, saved_activations, sharding
+from sparsebit.quantization import held_parts as freezing
+from sparsebit.quantization import saved_activations, sharding
 from sparsebit.quantization.algorithms.batchnorm_tuning import (
     MayFold,
     fold_quantized_batchnorm,
@@ -24,7 +25,7 @@ from sparsebit.quantization.algorithms.batchnorm_tuning import (
 )
 from sparsebit.quantization.compiling import with_options
 from sparsebit.quantization.first_calls import CheckedModel
-from sparsebit.quantization.freezing import Part
+from sparsebit.quantization.held_parts import Part
 from sparsebit.quantization.ops.quant_opr import FunctionalWeightedQuantOpr, WeightedQuantOpr
 from sparsebit.quantization.ops.recipes import packing
 from sparsebit.quantization.parameter_groups import parameter_groups

@@ -18,8 +18,8 @@ pytest.importorskip("onnxruntime")
 
 import onnx
 
-from sparsebit.cli.exporting import checked_file, require
 from sparsebit.cli.loading import load_model
+from sparsebit.cli.onnx_output import checked_file, require
 from sparsebit.cli.option_groups import FileOptions
 from sparsebit.cli.options import Names
 from sparsebit.deploy.sessions import open_session

@@ -17,7 +17,7 @@ from sparsebit.deploy.parity import Tolerance
 from sparsebit.deploy.sessions import open_session
 from sparsebit.errors import DeploymentError
 from sparsebit.quantization import QuantModel
-from sparsebit.quantization.gate import check_parity, check_rules
+from sparsebit.quantization.export_checks import check_parity, check_rules
 from tests.quantization.tiny import calibrated, qconfig
 
 X = torch.randn(6, 3, 9, 9, generator=torch.Generator().manual_seed(0))

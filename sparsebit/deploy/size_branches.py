@@ -1,4 +1,4 @@
-"""Branches on sizes that a file leaves open: an ONNX graph holds the one that the example takes, for every size."""
+"""Finds branches on dynamic sizes: an ONNX file holds only the branch that the example takes, for every size."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 @contextlib.contextmanager
-def size_questions() -> Iterator[list[str]]:
-    """Inside, while torch exports: the lines of the model's code that branch on a dynamic size.
+def branches_on_sizes() -> Iterator[list[str]]:
+    """Inside, during an export, collects the lines of the model's code that branch on a dynamic size.
 
-    `assert` is left out: where it fails, the model does not run either. So are torch's own questions.
+    An `assert` is left out: where it fails, the model does not run either. Branches in torch's own code are too.
     """
     found: list[str] = []
     thread = threading.get_ident()
@@ -44,14 +44,14 @@ def size_questions() -> Iterator[list[str]]:
 
 
 def _is_open(question: torch.SymBool) -> bool:
-    """Whether some sizes answer it with yes and others with no."""
+    """Whether it is true for some sizes and false for others."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return not statically_known_true(question) and not statically_known_true(torch.sym_not(question))
 
 
 def _asking_line(frame: types.FrameType | None) -> str | None:
-    """`file:line: code` of the model's own code that asks; None where torch asks."""
+    """`file:line: code` of the model's own code that branches; None where torch's code does."""
     while frame is not None and frame.f_code.co_filename.startswith(_OURS):
         if frame.f_code is guard.__code__:  # asked when the model was captured
             return str(frame.f_locals["line"])

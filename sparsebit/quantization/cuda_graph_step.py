@@ -1,4 +1,4 @@
-"""A training step as one CUDA graph: the GPU runs it without waiting for Python to start its kernels."""
+"""A training step as one CUDA graph, replayed without launching each kernel from Python."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch.utils import _pytree as pytree
 LossOf = Callable[..., Tensor]
 
 
-class CapturedStep:
+class CudaGraphStep:
     """Forward and backward of a batch, captured at the first call on a GPU and replayed afterwards.
 
-    >>> step = CapturedStep(qmodel, lambda model, x, y: F.cross_entropy(model(x), y))  # doctest: +SKIP
+    >>> step = CudaGraphStep(qmodel, lambda model, x, y: F.cross_entropy(model(x), y))  # doctest: +SKIP
     >>> for x, y in loader:  # doctest: +SKIP
-    ...     loss = step(x, y)  # gradients are in their places, those of this batch alone
+    ...     loss = step(x, y)  # sets the gradients of this batch
     ...     optimizer.step()
 
     `loss_of(model, *batch)` gives the loss of a batch of tensors, or of dicts and lists of them. Python runs it for the
     capture only: what it prints or counts happens once. `half`: autocast to that type. A batch of another shape (the
-    last one of an epoch) is not captured but run as usual, and so is everything on a CPU. Gradients are those of the
-    last batch alone, nothing accumulates. The loss that is returned is overwritten by the next call.
+    last one of an epoch) is run without the graph, and so is everything on a CPU. Gradients are those of the last
+    batch; they do not accumulate. The next call overwrites the loss that is returned.
 
-    Capture after `init_QAT`, and anew after anything that changes what is run: `freeze`, `set_quant`, folding.
+    Make it after `init_QAT`, and a new one after anything that changes what is run: `freeze`, `set_quant`, folding.
     """
 
     WARM_UP = 3  # forwards and backwards before the capture, in which kernels are compiled and chosen
@@ -39,7 +39,7 @@ class CapturedStep:
             self._capture(batch)
         if self.graph is None or _form(batch) != _form(self.inputs):
             for parameter in self.model.parameters():
-                if not parameter.requires_grad:  # frozen since: an optimizer leaves it alone
+                if not parameter.requires_grad:  # frozen since the capture: without a gradient an optimizer skips it
                     parameter.grad = None
                 elif parameter.grad is not None:  # in place: the graph writes into it
                     parameter.grad.zero_()
@@ -47,7 +47,7 @@ class CapturedStep:
         for one, other in zip(_tensors(self.inputs), _tensors(batch), strict=True):
             one.copy_(other)
         self.graph.replay()
-        # An optimizer may have let go of some; a batch run as usual may have left more.
+        # `zero_grad(set_to_none=True)` may have removed some; a batch without the graph may have added others.
         for parameter, grad in self.grads:
             parameter.grad = grad
         return self.loss
@@ -61,7 +61,7 @@ class CapturedStep:
 
     def _capture(self, batch: tuple[Any, ...]) -> None:
         self.inputs = pytree.tree_map_only(Tensor, torch.clone, batch)
-        # Batch norms and the like count what is run on the way: it is undone.
+        # The warm-up updates buffers (statistics of batch norms): they are restored.
         buffers = {buffer: buffer.clone() for buffer in self.model.buffers()}
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
@@ -83,11 +83,14 @@ class CapturedStep:
         self.graph = graph
 
 
+CapturedStep = CudaGraphStep  # its former name
+
+
 def _tensors(batch: tuple[Any, ...]) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
 
 
 def _form(batch: tuple[Any, ...]) -> Any:
-    """What must be the same for a graph to serve: shapes and types of tensors, and all the rest."""
+    """What must be the same for the graph to be replayed: shapes and types of tensors, and all other values."""
     leaves, structure = pytree.tree_flatten(batch)
     return [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure

@@ -1,4 +1,4 @@
-"""The parity gate: an exported file runs in its runtime on real inputs, beside the simulation that it came from."""
+"""Checks of an exported file: it is run in its runtime on real inputs and compared with the simulation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sparsebit.deploy.to_onnx import flat_inputs, flat_outputs, in_order
 from sparsebit.errors import DeploymentError
 from sparsebit.execution.batches import Call, calls
 from sparsebit.graph.nested import map_nested
-from sparsebit.quantization.frozen import evaluating
+from sparsebit.quantization.export_constants import evaluating
 from sparsebit.quantization.ops.integer_ops import IntegerAdd, IntegerMultiply
 from sparsebit.quantization.ops.quant_opr import FunctionalWeightedQuantOpr, WeightedQuantOpr
 from sparsebit.quantization.quantizers.base import Quantizer

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from sparsebit.errors import DeploymentError
 from sparsebit.quantization import QuantModel, register_quantizer
-from sparsebit.quantization.frozen import FrozenSite, evaluating, frozen
+from sparsebit.quantization.export_constants import ConstantSite, evaluating, quantizers_as_constants
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.registry import QUANTIZERS
 from tests.quantization.tiny import Residual, TwoLayers, calibrated, qconfig
@@ -44,10 +44,10 @@ def test_inside_all_is_frozen_and_computes_the_same(backend: str) -> None:
     before = snapshot(qmodel)
     with torch.no_grad():
         expected = qmodel(x)
-        with frozen(qmodel):
+        with quantizers_as_constants(qmodel):
             found = qmodel(x)
             assert not any(quantizer.is_enable for quantizer in qmodel.quantizers())
-            assert any(isinstance(module, FrozenSite) for module in qmodel.modules())
+            assert any(isinstance(module, ConstantSite) for module in qmodel.modules())
     assert torch.allclose(found, expected, atol=1e-5 * float(expected.abs().max()))
     assert_same(before, snapshot(qmodel))
 
@@ -59,7 +59,7 @@ def test_afterwards_all_is_as_before_also_after_a_fault() -> None:
     before = snapshot(qmodel)
 
     def fails() -> None:
-        with evaluating(qmodel), frozen(qmodel):
+        with evaluating(qmodel), quantizers_as_constants(qmodel):
             assert not any(module.training for module in qmodel.modules())
             raise ZeroDivisionError
 
@@ -71,7 +71,7 @@ def test_afterwards_all_is_as_before_also_after_a_fault() -> None:
 def test_quantizers_are_told_that_they_are_exported() -> None:
     qmodel = calibrated(TwoLayers(), [X])
     quantizers = [quantizer for quantizer in qmodel.quantizers() if quantizer.is_enable]
-    with frozen(qmodel):
+    with quantizers_as_constants(qmodel):
         assert all(quantizer.export_onnx for quantizer in quantizers)
     assert not any(quantizer.export_onnx for quantizer in quantizers)
 
@@ -116,7 +116,7 @@ def test_weights_of_a_users_quantizer_are_what_it_gives(kind: type[Quantizer]) -
     qmodel = own(kind, "W")
     with torch.no_grad():
         expected = qmodel(X)
-        with frozen(qmodel):
+        with quantizers_as_constants(qmodel):
             assert torch.allclose(qmodel(X), expected, atol=1e-6)
 
 
@@ -125,7 +125,7 @@ def test_weights_off_the_grid_are_refused() -> None:
     before = snapshot(qmodel)
     with (
         pytest.raises(DeploymentError, match=r"first\.weight: the quantizer 'own' gives weights off the grid"),
-        frozen(qmodel),
+        quantizers_as_constants(qmodel),
     ):
         pass
     assert_same(before, snapshot(qmodel))
@@ -136,20 +136,20 @@ def test_activations_of_a_users_quantizer_are_what_it_gives(kind: type[Quantizer
     qmodel = own(kind, "A")
     with torch.no_grad():
         expected = qmodel(X)
-        with frozen(qmodel):
+        with quantizers_as_constants(qmodel):
             assert torch.equal(qmodel(X), expected)
 
 
 def test_a_disabled_quantizer_stays_out() -> None:
     qmodel = calibrated(TwoLayers(), [X])
     qmodel.set_quant(w_quant=True, a_quant=False)
-    with frozen(qmodel):
-        names = {module.name for module in qmodel.modules() if isinstance(module, FrozenSite)}
+    with quantizers_as_constants(qmodel):
+        names = {module.name for module in qmodel.modules() if isinstance(module, ConstantSite)}
     assert names == {"first.weight", "second.weight"}
 
 
 def test_numbers_pass_that_are_no_floats() -> None:
-    site = FrozenSite("ids", torch.ones(()), torch.zeros(()), None, 0, 0, 255)
+    site = ConstantSite("ids", torch.ones(()), torch.zeros(()), None, 0, 0, 255)
     ids = torch.tensor([1, 300])
     assert site(ids) is ids and site(3) == 3
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsebit.quantization import CapturedStep, QuantModel, parse_qconfig
+from sparsebit.quantization import CudaGraphStep, QuantModel, parse_qconfig
 
 
 def ready(device: str) -> QuantModel:
@@ -40,7 +40,7 @@ def test_training_is_that_of_plain_steps(device: str, drop: bool) -> None:
     captured = ready(device)
     plain = copy.deepcopy(captured)
     optimizers = [torch.optim.SGD(qmodel.parameters(), lr=0.05, momentum=0.9) for qmodel in (captured, plain)]
-    step = CapturedStep(captured, loss_of)
+    step = CudaGraphStep(captured, loss_of)
     for number in range(5):
         x, y = batch(device, size=8 if number != 3 else 5, seed=number)  # one of another shape
         found = step(x, y).clone()
@@ -64,8 +64,8 @@ def test_half_precision() -> None:
         return torch.nn.functional.mse_loss(model(x).float(), torch.zeros(len(x), 3))
 
     model = nn.Linear(4, 3)
-    CapturedStep(model, noting, half=torch.bfloat16)(torch.randn(2, 4), torch.zeros(2))
-    CapturedStep(model, noting)(torch.randn(2, 4), torch.zeros(2))
+    CudaGraphStep(model, noting, half=torch.bfloat16)(torch.randn(2, 4), torch.zeros(2))
+    CudaGraphStep(model, noting)(torch.randn(2, 4), torch.zeros(2))
     assert seen == [torch.bfloat16, torch.float32]
 
 
@@ -81,7 +81,7 @@ def test_no_gradient_is_left_by_a_batch_that_is_run_as_usual() -> None:
             return y + self.sometimes(x) if len(x) == 5 else y
 
     model = Net().cuda()
-    step = CapturedStep(model, lambda model, x: model(x).square().mean())
+    step = CudaGraphStep(model, lambda model, x: model(x).square().mean())
     for size in (8, 5):
         step(torch.randn(size, 4, device="cuda"))
     assert model.sometimes.weight.grad is not None
@@ -91,14 +91,14 @@ def test_no_gradient_is_left_by_a_batch_that_is_run_as_usual() -> None:
 
 def test_batches_may_be_dicts() -> None:
     model = nn.Linear(4, 3)
-    step = CapturedStep(model, lambda model, batch: model(batch["x"]).square().mean())
+    step = CudaGraphStep(model, lambda model, batch: model(batch["x"]).square().mean())
     assert step({"x": torch.randn(2, 4)}).ndim == 0 and model.weight.grad is not None
 
 
 def test_what_is_frozen_stands_still_whatever_the_optimizer_remembers() -> None:
     qmodel = ready("cpu")
     optimizer = torch.optim.AdamW(qmodel.parameters(), lr=0.05)
-    step = CapturedStep(qmodel, loss_of)
+    step = CudaGraphStep(qmodel, loss_of)
     for number in range(3):
         step(*batch("cpu", size=8, seed=number))
         optimizer.step()
@@ -108,3 +108,9 @@ def test_what_is_frozen_stands_still_whatever_the_optimizer_remembers() -> None:
         step(*batch("cpu", size=8, seed=number))
         optimizer.step()
     assert scales and all(torch.equal(qmodel.get_parameter(name), value) for name, value in scales.items())
+
+
+def test_the_former_name_works() -> None:
+    from sparsebit.quantization import CapturedStep
+
+    assert CapturedStep is CudaGraphStep

@@ -1,4 +1,4 @@
-"""What may stand still while the weights go on training: ranges that follow the data, batch-norm statistics, scales."""
+"""Parts that can be held fixed while the weights train: observed ranges, batch-norm statistics, learned scales."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def hold_ranges(model: nn.Module, held: bool) -> None:
 
 
 def hold_scales(model: nn.Module, held: bool) -> None:
-    """Those that were learning; what somebody else has frozen stays so."""
+    """Only scales that were learning: a parameter that the user froze stays frozen."""
     for quantizer in _quantizers(model):
         names = quantizer.held_parameters
         if held:
@@ -108,7 +108,7 @@ def hold_scales(model: nn.Module, held: bool) -> None:
 
 
 def hold_statistics(model: nn.Module, held: bool) -> None:
-    """Norms that compute with their running statistics and leave them alone, or what the model's mode says."""
+    """Held: norms use their running statistics and do not update them. Else they are in the model's mode."""
     for norm in _norms(model):
         norm.train(model.training and not held)
 

@@ -1,7 +1,7 @@
-"""What no graph can keep, noticed while a trace runs: then the module keeps its own code.
+"""Finds, during a trace, code that no graph can represent; its module then runs its own code.
 
-Random numbers and writes that torch carries out on the spot, parameters that are used by a way that the trace does not
-see, gradient and autocast modes, functions with a backward of their own, seeds.
+Such code is: random numbers and writes that run on real tensors during the trace, parameters that are read without an
+attribute access, gradient and autocast modes, functions with their own backward, seeds.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ConcreteOps(TorchDispatchMode):
 
 @contextlib.contextmanager
 def watched(tracer: Any, root: nn.Module) -> Iterator[None]:
-    """Inside, `tracer.refuse` is called where the model's code does what no graph can keep."""
+    """Inside, `tracer.refuse` is called where the model's code does something that no graph can represent."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -81,7 +81,7 @@ def watched(tracer: Any, root: nn.Module) -> Iterator[None]:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether the module, or every module, has hooks: what they do besides (count, store) is in no graph."""
+    """Whether the module, or every module, has hooks: their side effects (counting, storing) are not in the graph."""
     everywhere = torch.nn.modules.module
     return any(
         (

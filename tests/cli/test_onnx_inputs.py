@@ -11,8 +11,8 @@ pytest.importorskip("numpy")
 
 import numpy
 
-from sparsebit.cli.feeding import as_feeds, feeds
 from sparsebit.cli.loading import LoadingError
+from sparsebit.cli.onnx_inputs import as_feeds, feeds
 from sparsebit.deploy.sessions import Session
 
 

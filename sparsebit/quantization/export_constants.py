@@ -1,4 +1,4 @@
-"""Every quantizer as constants, for as long as a model is exported: what is simulated now is what the file holds."""
+"""Quantizers with constant scales, in place of the live ones while a model is exported."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.quantizers.recognition import is_known
 
 
-class FrozenSite(nn.Module):
-    """The one fake-quant operator with fixed numbers.
+class ConstantSite(nn.Module):
+    """The fake-quant operator with fixed scale and zero point.
 
-    `transform`: what the quantizer does in front of it (DoReFa: tanh). `value`: of a weight, the result of that.
+    `transform`: what the quantizer applies first (DoReFa: tanh). `value`: of a weight, the result of `transform`.
     `is_float8`: rounds to 8-bit floats, by their own operator.
     """
 
@@ -82,8 +82,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
-    """Inside, every enabled quantizer and bias of `model` is a `FrozenSite`; afterwards all is as before.
+def quantizers_as_constants(model: nn.Module) -> Iterator[None]:
+    """Inside, every enabled quantizer and bias of `model` is a `ConstantSite`; afterwards all is as before.
 
     A quantizer whose `fake_quantize` is the user's own stays, and is exported op by op.
     """
@@ -97,8 +97,8 @@ def frozen(model: nn.Module) -> Iterator[None]:
                     marked.append(child)
                 if child is not None and _is_swapped(parent, child):
                     swapped.append((parent, name, child))
-        # Only now: a bias is frozen with the numbers of its neighbours.
-        sites = [_frozen_site(parent, child) for parent, _, child in swapped]
+        # Only now: a bias is fixed with the numbers of its neighbours.
+        sites = [_constant_site(parent, child) for parent, _, child in swapped]
         for (parent, name, _), site in zip(swapped, sites, strict=True):
             parent._modules[name] = site
         yield
@@ -122,22 +122,22 @@ def _is_own_weight(parent: nn.Module, quantizer: Quantizer) -> bool:
 
 
 @torch.no_grad()
-def _frozen_site(parent: nn.Module, child: nn.Module) -> FrozenSite:
+def _constant_site(parent: nn.Module, child: nn.Module) -> ConstantSite:
     if isinstance(child, BiasRounding):
         scale = child.scale()
         axis = None if scale.numel() == 1 else 0
-        return FrozenSite(child.name, scale, torch.zeros_like(scale), axis, 0, *INT32)
+        return ConstantSite(child.name, scale, torch.zeros_like(scale), axis, 0, *INT32)
     if isinstance(child, QShared):
         return _site(child.name, child.input_quantizer)
     assert isinstance(child, Quantizer)
     if _is_own_weight(parent, child):
         if isinstance(parent, QuantizedParameter):
-            return _frozen_weight(child, parent.parameter)
-        return _frozen_weight(child, current_weight(parent.get_submodule("op")))
+            return _constant_weight(child, parent.parameter)
+        return _constant_weight(child, current_weight(parent.get_submodule("op")))
     return _site(child.name, child, transform=child.transform)
 
 
-def _frozen_weight(quantizer: Quantizer, weight: Tensor) -> FrozenSite:
+def _constant_weight(quantizer: Quantizer, weight: Tensor) -> ConstantSite:
     """Rounds to what the quantizer gives, by its own rule for rounding too (AdaRound)."""
     simulated = quantizer.fake_quantize(weight).detach()
     for value in (quantizer.transform(weight).detach(), simulated):
@@ -150,9 +150,9 @@ def _frozen_weight(quantizer: Quantizer, weight: Tensor) -> FrozenSite:
     )
 
 
-def _site(name: str, quantizer: Quantizer, **more: Any) -> FrozenSite:
+def _site(name: str, quantizer: Quantizer, **more: Any) -> ConstantSite:
     spec = quantizer.spec
-    return FrozenSite(
+    return ConstantSite(
         *(name, *quantizer.qparams(), spec.granularity.axis, spec.granularity.size, spec.qmin, spec.qmax),
         is_float8=spec.format == "float8",
         **more,

@@ -1,4 +1,4 @@
-"""What a tracer asks of a node that it has just made."""
+"""Questions about one node of a graph that is being traced: what it depends on, and what it reads or writes."""
 
 from __future__ import annotations
 
