@@ -1,4 +1,4 @@
-"""What each backend accepts as numbers, as data.
+"""The number formats that each backend accepts, as data.
 
 Read by the config's rules, by the numbers' rules and by the runtime profiles.
 """

@@ -1,4 +1,4 @@
-"""A progress bar for work that takes a person's time, silent where nobody watches."""
+"""A progress bar for long work; nothing is shown where the output is not a terminal."""
 
 from __future__ import annotations
 

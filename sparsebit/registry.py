@@ -1,4 +1,4 @@
-"""Names -> things: case-insensitive, no duplicates, and a miss names the nearest entries."""
+"""A registry of names: case-insensitive, without duplicates; the error for an unknown name lists the nearest ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Registry(Generic[T]):
     def register(
         self, name: str, *, aliases: tuple[str, ...] = (), replace: bool = False, options: type[Any] | None = None
     ) -> Callable[[T], T]:
-        """A decorator that files its object under `name`; a second one under the same name needs `replace=True`.
+        """A decorator that registers its object under `name`; a second one under the same name needs `replace=True`.
 
         `options`: the class of the options that configs may give it (`options_of`).
         """

@@ -1,4 +1,4 @@
-"""What `quantize` and `profile` share: config, model and data by name -> a calibrated model."""
+"""Shared by `quantize` and `profile`: from names of config, model and data to a calibrated model."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _FORMS = "an image folder, a .npz or .safetensors file, or MODULE:FACTORY that y
 
 @dataclass(frozen=True)
 class Data:
-    """Batches that can be walked through as often as one likes."""
+    """Batches that can be iterated over any number of times."""
 
     description: str
     walk: Callable[[], Iterator[Any]]

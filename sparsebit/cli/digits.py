@@ -1,4 +1,4 @@
-"""The demo's subject: scikit-learn's handwritten digits (8x8 pixels) and a small CNN trained on them within seconds."""
+"""The demo's data and model: scikit-learn's handwritten digits (8x8 pixels) and a small CNN trained on them."""
 
 from __future__ import annotations
 

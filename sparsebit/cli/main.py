@@ -1,4 +1,4 @@
-"""`app`: the command `sparsebit` with its verbs, and what becomes of a fault.
+"""`app`: the command `sparsebit` with its verbs, and how errors are shown.
 
 Exit codes: 0 done; 1 an error that the user can fix, told in one message; 2 a command line without sense; 130 Ctrl-C,
 143 SIGTERM.

@@ -22,7 +22,7 @@ _WIDTH_OF_FILES = 120
 
 
 class Output:
-    """One run's voice. `stdout` is the real one: while a verb works, `sys.stdout` goes to stderr (see `speaking`)."""
+    """Output of one run. `stdout` is the real one: during a command, `sys.stdout` goes to stderr (see `speaking`)."""
 
     def __init__(self, stdout: TextIO, *, as_json: bool, quiet: bool) -> None:
         self.as_json, self.quiet = as_json, quiet

@@ -1,4 +1,4 @@
-"""One batch through the float model: do model and data fit, and what is the quantized model compared with?"""
+"""Runs one batch through the float model, to check that model and data fit, and to compare with later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results on disk appear whole or not at all; what was there before stays until they do."""
+"""Results are written completely or not at all; an older result stays until the new one is complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong in a config, found and worded: all faults in one ConfigError, each with its file and line."""
+"""Finds and describes what is wrong in a config: all faults in one ConfigError, each with its file and line."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Fault:
 
 
 class Faults(ValueError):
-    """Carries faults out of a pydantic validator; users only ever see the ConfigError that `error` makes."""
+    """Carries faults out of a pydantic validator; users see the ConfigError that `error` makes of it."""
 
     def __init__(self, faults: Iterable[Fault]) -> None:
         self.faults = list(dict.fromkeys(faults))

@@ -1,4 +1,4 @@
-"""The fields of config models as things to talk about: what a key takes, which keys there are, which one was meant."""
+"""Descriptions of config keys: what a key takes, which keys there are, and which one a wrong key is nearest to."""
 
 from __future__ import annotations
 
@@ -58,8 +58,12 @@ def registered_for(registry: Registry[object], target: str = "") -> list[str]:
 
 
 def is_for(kind: object, target: str) -> bool:
-    """Whether a class, or a class of options, is made for a target; every one is for "", which stands for all."""
-    return not target or target in getattr(kind, "TARGETS", (target,))
+    """Whether a class, or a class of options, is made for a target; every one is for "", which stands for all.
+
+    In `TARGETS`, "activation" and the older word "feature" are the same.
+    """
+    targets = getattr(kind, "TARGETS", (target,))
+    return not target or target in targets or (target == "feature" and "activation" in targets)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from sparsebit.errors import ConfigError
 KeyPath = tuple[str, ...]
 Source = Union[str, "os.PathLike[str]", Mapping[str, Any]]
 
-# Far above any honest config; keeps a hostile one (a huge file, aliases that multiply) from eating the machine.
+# Far above the size of real configs; a hostile file (huge, or with aliases that multiply) must not use up the memory.
 MAX_BYTES = 1 << 18
 MAX_NODES = 100_000
 
@@ -144,7 +144,7 @@ def _check_node(
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
                 raise ConfigError(f"{where}line {line}: a key must be text, not a list or a mapping")
-            if key.tag not in (_TEXT, _MERGE):  # 1, null, and in YAML 1.1 also on, off, yes, no
+            if key.tag not in (_TEXT, _MERGE):  # numbers, null, and in YAML 1.1 also on, off, yes, no
                 raise ConfigError(f"{where}line {line}: a key must be text; put {key.value or 'it'} in quotes")
             here = (*path, key.value)
             if key.value in first and key.tag != _MERGE:

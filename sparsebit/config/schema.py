@@ -84,7 +84,7 @@ class ActivationSection(ActivationConfig):
 
 
 class UnmatchedGlob(NamedTuple):
-    """A `SPECIFIC` glob without effect: no layer answers to it, or an earlier glob (`behind`) wins for all that do.
+    """A `SPECIFIC` glob without effect: it matches no layer, or an earlier glob (`behind`) wins for all of them.
 
     Its text is the warning.
     """
@@ -277,7 +277,7 @@ def _with_default_scheme(config: C, backend: str) -> C:
     if config.is_set("QSCHEME") or False in BACKENDS[backend].activation.symmetric:
         return config
     completed = config.model_copy(update={"QSCHEME": "per-tensor-symmetric"})
-    completed.model_fields_set.discard("QSCHEME")  # it is still a default: nobody wrote it
+    completed.model_fields_set.discard("QSCHEME")  # it is still a default: the user did not write it
     return completed
 
 

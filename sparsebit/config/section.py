@@ -43,7 +43,7 @@ class Section(BaseModel):
         raise ConfigError(f"{name}{given(value)}: a config is frozen; `replace` gives a changed and checked copy")
 
     def is_set(self, key: str) -> bool:
-        """Whether the user wrote this key (`"A.QADD.ENABLE_QUANT"`), as opposed to living with its default."""
+        """Whether the user wrote this key (`"A.QADD.ENABLE_QUANT"`), as opposed to a key that has its default."""
         section: Any = self
         for name in self._existing(key):
             if name not in section.model_fields_set:

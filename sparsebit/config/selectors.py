@@ -87,7 +87,7 @@ def _read_entry(entry: object) -> Iterator[Override | str]:
 def matches(glob: str, name: str) -> bool:
     """Whether `glob` means the layer `name`; case-sensitive, `*` crosses dots.
 
-    A layer answers to its module path and to the name of its torch.fx node, in which the configs of the first
+    A layer matches by its module path and by the name of its torch.fx node, in which the configs of the first
     Sparsebit are written:
 
     >>> matches("patch_embed.proj", "patch_embed.proj"), matches("patch_embed_proj", "patch_embed.proj")

@@ -144,7 +144,7 @@ def _latency(
 
 @contextlib.contextmanager
 def _float_file(model: Any, against: Any) -> Iterator[tuple[Path, int]]:
-    """The float file and its bytes; the twin lies in a folder that is gone afterwards."""
+    """The float file and its size in bytes; a float twin is written to a temporary folder."""
     if against is not None:
         yield Path(against), num_bytes(Path(against))
         return

@@ -1,4 +1,4 @@
-"""What ONNX Runtime really runs, read from the optimized graph that it writes when a session opens."""
+"""The kernels that ONNX Runtime runs, read from the optimized graph that it writes when a session opens."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class _Finder:
         return name if name in self._graph.initializers else ""
 
     def _makers(self, value: str) -> Iterator[Any]:
-        """Who makes the value in the optimized graph, and who made what was merely moved or converted into it."""
+        """The node that makes the value in the optimized graph, and those whose values were moved or cast into it."""
         node = self._optimized.producer.get(value)
         while node is not None:
             yield node

@@ -1,4 +1,4 @@
-"""What OpenVINO really runs, read from the execution graph of the compiled model."""
+"""The kernels that OpenVINO runs, read from the execution graph of the compiled model."""
 
 from __future__ import annotations
 

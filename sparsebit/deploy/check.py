@@ -1,4 +1,4 @@
-"""A file judged by itself: as its runtime executes it, beside the same file as it is written, or beside a float one.
+"""Compares a file as its runtime executes it with the same file as it is written, or with a float file.
 
 A runtime rewrites the graph before it executes it. ONNX Runtime without its optimizations runs node by node what is
 written, which makes any QDQ file, of whatever tool, its own simulation.
@@ -69,7 +69,7 @@ def check_as_written(
         return FileParity(parity, fault=parity.fault(tolerance))
     codes = site_codes(file, "onnxruntime", first, optimize=False)
     differences = site_differences(file, runtime, first, codes)
-    # OpenVINO hands out the codes of a graph that it fuses less; only its outputs are judged.
+    # With codes as outputs OpenVINO fuses less, so only its outputs are compared.
     broken = kernel_fault(differences) if runtime == "onnxruntime" else None
     fault = parity.fault(tolerance) or ("one of its kernels is wrong" if broken else "")
     return FileParity(parity, broken or first_divergence(differences), fault)
@@ -92,7 +92,7 @@ def check_against(
         )
     names = dict(zip(session.inputs, other.inputs, strict=True))
     comparison = Comparison(session.outputs, judge_all=True)
-    # The one with a fixed batch says how the data is cut.
+    # The file with a fixed batch size decides how the data is split.
     for feeds in _made(batches, session, session.batch_size or other.batch_size):
         with _running(against, feeds):
             renamed = {names[name]: array.astype(other.input_types[names[name]]) for name, array in feeds.items()}
@@ -109,7 +109,7 @@ def _made(batches: Batches, session: Session, batch_size: int | None) -> Iterabl
 
 
 def _twin(file: Path) -> Session | None:
-    """The file without its rounding, which shows how loud that is; None where there is no telling."""
+    """The file without its rounding, which shows how large the rounding noise is; None where it cannot be made."""
     try:
         return open_session(_serialized(float_twin(file)), "onnxruntime")
     except DeploymentError:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def fold_constants(model: ir.Model, values: Iterable[ir.Value | None], *, stop: Callable[[ir.Node], bool]) -> None:
-    """Fold those of `values` that hang on no input of the model and on no node that `stop` holds back, of any size."""
+    """Fold those of `values`, of any size, that depend on no input of the model and on no node in `stop`."""
     wanted: set[ir.Node] = set()
     for value in values:
         producer = value.producer() if value is not None and value.const_value is None else None

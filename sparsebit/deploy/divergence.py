@@ -1,4 +1,4 @@
-"""Where a file leaves its simulation: the integer codes of every site, in the runtime and in the simulation, compared.
+"""Finds where a file differs from its simulation: compares the integer codes of every site in both.
 
 The output of a QuantizeLinear is made an output of the graph. That disturbs no fusion of a layer: the fused kernel
 writes the same tensor. (It keeps ONNX Runtime from merging two roundings in a row, which our files do not have.)

@@ -1,4 +1,4 @@
-"""What torch's exporter says: nothing while all goes well, and in a few lines, with the place, where it fails."""
+"""Output of torch's exporter: none if it succeeds, and a short message with the place if it fails."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ADVICE = {
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """The exporter tells its steps on stdout, stderr and in warnings of torch's own; faults still raise."""
+    """Inside, what the exporter prints and warns of is suppressed; errors are still raised."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -1,4 +1,4 @@
-"""Inputs made up for a model from what its file says of them: enough to time it, not to judge it."""
+"""Random inputs for a model in the shapes and types that its file declares: for timing, not for accuracy."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _shape(name: str, value: Any, wanted: tuple[int, ...] | None) -> tuple[int, 
 
 
 def _refuse_huge(name: str, shape: tuple[int, ...]) -> None:
-    """No array is made that no machine has memory for: what a damaged or hostile file declares costs nothing."""
+    """Refuse shapes that no machine has memory for, as a damaged or hostile file may declare."""
     count = math.prod(shape)
     if count > LARGEST_INPUT:
         raise DeploymentError(

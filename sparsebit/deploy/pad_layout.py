@@ -72,7 +72,7 @@ def _takes(conv: ir.Node) -> bool:
 
 
 def _only_producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
-    """The node that makes the value, if it is of this kind and nobody else reads it."""
+    """The node that makes the value, if it is of this kind and has no other reader."""
     node = value.producer() if value is not None else None
     if value is None or node is None or node.op_type != op_type or len(value.uses()) != 1 or value.is_graph_output():
         return None

@@ -1,4 +1,4 @@
-"""What a file's inputs and outputs are called, and which of their axes are free: as the user wishes, checked first."""
+"""Names and dynamic axes of a file's inputs and outputs, as the user gives them, checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model file open in its runtime, ONNX Runtime or OpenVINO, behind one face: names in, arrays out."""
+"""A model file opened in ONNX Runtime or OpenVINO, with one interface for both: arrays by name in, arrays out."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def _running(runtime: str) -> Any:
 
 
 def _told(error: Exception) -> str:
-    """The runtime's own words, unless the fault is known and better words are."""
+    """The runtime's message, or a better one where the fault is known."""
     return _PLAIN_ADVICE if any(words in str(error) for words in _OF_ONE_SCALE) else _first_lines(error)
 
 

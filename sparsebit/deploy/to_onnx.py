@@ -106,7 +106,7 @@ def flat_outputs(output: Any) -> list[Tensor]:
 
 
 class _Call(nn.Module):
-    """The module with a flat face: tensors in, tensors out. Inputs that are the same tensor twice stay two."""
+    """The module with flat tensor inputs and outputs. Inputs that are the same tensor twice stay two."""
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()

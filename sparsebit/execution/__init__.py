@@ -1,1 +1,1 @@
-"""Data through graphs in bounded memory."""
+"""Runs data through graphs in bounded memory: batches, blocks, stores, processes."""

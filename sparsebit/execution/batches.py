@@ -1,4 +1,4 @@
-"""Whatever a loader yields -> the arguments of a model's forward."""
+"""Batches of any loader -> the arguments of a model's forward."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def calls(batches: Iterable[Any], model: nn.Module, device: torch.device | str |
 
 
 def to_device(value: Any, device: torch.device | str | None) -> Any:
-    """The same nest of containers with its tensors on `device`."""
+    """The same nested structure with its tensors on `device`."""
     return value if device is None else map_nested(torch.Tensor, lambda tensor: tensor.to(device), value)
 
 
@@ -66,7 +66,7 @@ def _from_mapping(batch: Mapping[Any, Any], signature: inspect.Signature) -> Cal
 def _num_required(model: nn.Module, given: int) -> int:
     try:
         signature = inspect.signature(model.forward)
-    except ValueError:  # compiled code: it tells nothing about its arguments
+    except ValueError:  # compiled code has no Python signature
         return given
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in signature.parameters.values()):
         return given

@@ -197,7 +197,7 @@ class _Run:
 
     def _put(self, stream: Stream, node: fx.Node, index: int, value: Any) -> None:
         if node in self.kept_whole:
-            # An input of the graph is the caller's, not ours to write into.
+            # An input of the graph belongs to the caller: it is not written into.
             is_input = node.op == "placeholder" and (stream, node, index) not in self.held
             self.held[stream, node, index] = map_nested(Tensor, torch.clone, value) if is_input else value
         else:

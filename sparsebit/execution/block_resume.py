@@ -1,4 +1,4 @@
-"""`Resume`: a folder in which each finished block is kept, so that a run that was killed goes on behind it.
+"""`Resume`: a folder in which each finished block is kept, so that a killed run continues after the last one.
 
 `run.json` tells what the run is of; `00003.safetensors` holds what block 3 became, and the random state after it. Each
 file appears whole or not at all.
@@ -54,7 +54,7 @@ class Resume:
         num_batches: int,
         inputs_of: Callable[[int], dict[str, Any]],
     ) -> None:
-        """Begin a run, or go on with the one that the folder holds."""
+        """Begin a run, or continue the one in the folder."""
         parts = {
             "model": _model_digest(graph_module),
             "data": _hash("".join(gather(_data_digest(num_batches, inputs_of)))),

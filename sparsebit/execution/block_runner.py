@@ -1,4 +1,4 @@
-"""`BlockRunner`: one block on the values that it reads, as often as wanted, without a trace in those values."""
+"""`BlockRunner`: runs one block on given input values, any number of times, without changing them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class BlockRunner:
                 if node not in values:
                     values[node] = map_nested(Tensor, torch.clone, self._interpreter.fetch_attr(str(node.target)))
                 return values[node]
-            return self._interpreter.fetch_attr(str(node.target))  # now: a visit may have put another in its place
+            return self._interpreter.fetch_attr(str(node.target))  # at every run: a visit may have replaced it
 
         for node in self.block.nodes:
             args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)

@@ -46,7 +46,7 @@ class Flow:
     def __init__(self, graph_module: fx.GraphModule) -> None:
         self.graph_module = graph_module
         self.position = {node: index for index, node in enumerate(graph_module.graph.nodes)}
-        # Parameters and buffers are read where they live; inputs and the output are nobody's.
+        # Parameters and buffers are read from the module; inputs and the output belong to no block.
         self.nodes = [n for n in self.position if n.op not in ("placeholder", "get_attr", "output")]
         self.last_read = {n: max((self.position[user] for user in n.users), default=-1) for n in self.position}
         families, self._written_by = Families(), {}

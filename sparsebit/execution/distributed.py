@@ -1,4 +1,4 @@
-"""What several processes have to agree on."""
+"""Communication between the processes of a distributed run."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def barrier() -> None:
 
 
 def once(name: str, act: Callable[[], object]) -> None:
-    """Rank 0 acts, and the others wait until it has; alone, it just acts. What fails on rank 0 is an error on all.
+    """Run `act` on rank 0 while the others wait; a single process just runs it. Its error is an error on all ranks.
 
-    Rank 0 itself waits for nobody: code that calls this on rank 0 only is right too. Ranks meet by `name` and by how
+    Rank 0 itself does not wait: code that calls this on rank 0 only is right too. Ranks meet by `name` and by how
     often they have used it.
     """
     if not is_distributed():

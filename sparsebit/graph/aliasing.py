@@ -1,4 +1,4 @@
-"""Which values share memory, and which nodes write into it. In doubt: shared."""
+"""Which values share memory, and which nodes write into it. Where it is not known, memory counts as shared."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PASSING = (nn.Identity, nn.Flatten, nn.Unflatten, nn.modules.dropout._DropoutNd
 
 
 class Families:
-    """Nodes in families that may share memory; grows as nodes are added."""
+    """Groups of nodes whose values may share memory; nodes can be added."""
 
     def __init__(self) -> None:
         self._family: dict[fx.Node, set[fx.Node]] = {}
@@ -71,7 +71,7 @@ def overwritten(node: fx.Node, root: fx.GraphModule) -> fx.Node | None:
 
 
 def written_by(node: fx.Node, root: fx.GraphModule) -> list[fx.Node]:
-    """The values that the node may write into: the overwritten one, or those that code outside the graph is given."""
+    """The values that the node may write into: the overwritten one, or the arguments of code outside the graph."""
     known = overwritten(node, root)
     if node.op == "call_module":
         module = module_of(node, root)

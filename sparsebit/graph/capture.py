@@ -1,4 +1,4 @@
-"""Model -> graphs: one where torch.fx can, several inside opaque modules where it cannot, and a report which and why.
+"""Captures a model as torch.fx graphs: one graph if possible, else one for each part that can be traced, with reasons.
 
 The result holds *regions* (captured graphs, by path) and *loose* modules (leaves that live inside an opaque module and
 are called by its own code). Whatever a pass does to a region's leaves also happens to the module it came from, so the
@@ -51,7 +51,7 @@ class Region(StandIn):
         super().__init__()
         self.graph_module = graph_module
         self.constants = constants
-        # Told of each call that the source's own code runs, before it does.
+        # Called before each call that runs the source's own code.
         self.before_source: Callable[[Region, Call], None] | None = None
         self._traced_blocks = _blocks_within(graph_module)
         self.has_guards = any(node.target is guard for node in graph_module.graph.nodes)
@@ -258,7 +258,7 @@ class _Explorer:
         self.done: dict[int, nn.Module] = {}
 
     def explore(self, module: nn.Module, path: str, is_root: bool = False) -> nn.Module:
-        """What stands at `path` from now on. Modules registered in two places are explored once."""
+        """The module to put at `path`. A module that is registered in two places is explored once."""
         if path in self.policy.untouched:
             return module
         if id(module) not in self.done:
@@ -301,7 +301,7 @@ class _Explorer:
         return region
 
     def _enter(self, module: nn.Module, path: str) -> None:
-        """Go on with the children of an opaque module."""
+        """Explore the children of an opaque module."""
         for name, child in list(module._modules.items()):
             if child is None:
                 continue
@@ -330,7 +330,7 @@ class _Explorer:
         return defaults if is_root or not defaults else None
 
     def _why_not_tried(self, module: nn.Module, is_root: bool) -> str:
-        """Why no trace was begun; "" only for a container without code: that is no loss."""
+        """Why the module was not traced; "" for a container without code of its own."""
         if isinstance(module, torch.jit.ScriptModule):
             return "TorchScript has no Python code that could be traced; give the module that was scripted"
         if not has_forward(module):
@@ -341,7 +341,7 @@ class _Explorer:
 
 
 class _Observed:
-    """How each module is called in one forward: its form, its inputs as examples; called in different ways, neither."""
+    """How each module is called in one forward: form and example inputs; neither if there are several ways."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.example = Example()
@@ -397,7 +397,7 @@ _NAMES_OF_A_REGION = (
 
 
 def _form_of(inputs: dict[str, Any]) -> Any:
-    """What guards can ask of inputs, hashable; None where something in them is not known well enough."""
+    """What guards can read of the inputs, hashable; None where something in them cannot be described."""
     leaves, structure = pytree.tree_flatten(inputs)
     parts: list[Any] = []
     for leaf in leaves:

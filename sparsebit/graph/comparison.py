@@ -1,4 +1,4 @@
-"""Whether two nests of values are the same but for rounding, and if not, where they first differ."""
+"""Whether two nested structures of values are equal up to rounding, and if not, where they first differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A copy of a model that shares nothing with it that a forward or a training step could change.
+"""A copy of a model that shares no state that a forward or a training step could change.
 
 `copy.deepcopy` alone is not enough: it keeps functions as they are, so that a `forward` or a hook that was put onto an
 instance goes on calling the layers of the original, and it refuses tensors with a gradient history.

@@ -25,5 +25,5 @@ def to_mermaid(
 
 
 def _identifier(node: fx.Node) -> str:
-    # `end` and friends are Mermaid keywords: a prefix keeps any node name safe.
+    # `end` and other words are Mermaid keywords: a prefix makes every node name valid.
     return f"n_{node.name}"

@@ -28,7 +28,7 @@ from sparsebit.graph.nested import map_nested
 
 
 class GuardError(Exception):
-    """A call that the captured graph does not stand for. Never seen by users: the module's own code takes over."""
+    """A call that the captured graph does not cover. Users do not see it: the module's own code runs instead."""
 
 
 class _Unknown:
@@ -43,7 +43,7 @@ GIVEN = "given"
 
 
 def guard(value: Any, expected: Any, line: str) -> None:
-    """A node of captured graphs: what the trace took for granted at `line`.
+    """A node of captured graphs that checks what the trace assumed at `line`.
 
     `expected`: None; GIVEN (not None); a number; a length where the value has one; a mapping's keys as a tuple.
     """
@@ -52,7 +52,7 @@ def guard(value: Any, expected: Any, line: str) -> None:
             holds = (value is None) == (expected is None)
         else:
             holds = bool(_answer(value, expected) == expected)
-    except (TypeError, ValueError, RuntimeError):  # not even of that kind
+    except (TypeError, ValueError, RuntimeError):  # of another kind
         holds = False
     if not holds:
         raise GuardError(f"{line}: {expected!r} was captured")
@@ -81,10 +81,10 @@ class Example:
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.evaluate(lambda: torch.ones(1) + 1)  # torch loads much at the first use: not while a trace has it patched
+        self.evaluate(lambda: torch.ones(1) + 1)  # torch imports modules at first use: before it is patched
 
     def fake(self, value: Any) -> Any:
-        """The same nest with fake tensors in it."""
+        """The same nested structure with fake tensors in it."""
         return map_nested(torch.Tensor, self._fake_tensor, value)
 
     def _fake_tensor(self, tensor: torch.Tensor) -> Any:
@@ -98,7 +98,7 @@ class Example:
 
     def evaluate(self, compute: Callable[[], Any]) -> Any:
         """`compute()` without data; UNKNOWN where it needs data, or anything else that fakes do not have."""
-        _quiet.is_on = True  # an op that fakes do not have is no error here
+        _quiet.is_on = True  # an op that fake tensors do not support is not an error here
         try:
             with self.mode, torch.no_grad():
                 return evaluate_plainly(compute)
@@ -119,7 +119,7 @@ def value_of(node: fx.Node) -> Any:
 
 
 def forget_values(graph: fx.Graph) -> None:
-    """Of every example tensor only shape and type stay: a graph outlives its example."""
+    """Keep only shape and type of every example tensor, since the graph is kept longer than the example."""
     for node in graph.nodes:
         if "example" in node.meta:
             node.meta["example"] = map_nested(torch.Tensor, _outline, node.meta["example"])
@@ -130,7 +130,7 @@ def _outline(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Answers:
-    """Python's questions to a traced value, answered from the example where there is one."""
+    """Answers `len(x)`, `bool(x)`, iteration and the like for a traced value, from its example if there is one."""
 
     node: fx.Node
     tracer: Any
@@ -228,7 +228,7 @@ def _inplace_method(inplace: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-# fx takes `x += y` for `x = x + y`; whoever holds the same tensor by another name would not see it.
+# fx takes `x += y` for `x = x + y`; code that holds the same tensor by another name would not see the write.
 for _inplace in OPERATORS:
     setattr(_Answers, f"__{_inplace.__name__}__", _inplace_method(_inplace))
 
@@ -264,7 +264,7 @@ def reads_class(frame: types.FrameType) -> bool:
 
 
 def _unpacked_into(frame: types.FrameType | None) -> int | None:
-    """Into how many names the caller unpacks (`b, n, c = x.shape`); None where it does something else."""
+    """How many names the caller unpacks the value into (`b, n, c = x.shape`); None where it does not unpack."""
     caller = frame.f_back if frame is not None else None
     if caller is None:
         return None

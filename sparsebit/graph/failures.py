@@ -1,4 +1,4 @@
-"""Where a trace broke, and why, in the user's own lines."""
+"""Where a trace failed, and why, as a line of the user's code."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import fx, nn
 
 log = logging.getLogger(__name__)
 
-# What may come out of a module's own code: a model that calls sys.exit() must not end the run that captures it.
+# What a module's code may raise: a model that calls sys.exit() must not end the capture.
 FAILURES: tuple[type[BaseException], ...] = (Exception, SystemExit)
-# For tests: an error from our own lines is raised instead of logged.
+# For tests: an error in Sparsebit's own code is raised instead of logged.
 RAISE_VARIABLE = "SPARSEBIT_RAISE_OWN_FAULTS"
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
@@ -24,7 +24,7 @@ _HERE = os.path.dirname(__file__) + os.sep
 
 @dataclass(frozen=True)
 class Untraced:
-    """One module that stays opaque: where the trace broke and why. `line` is `file:number: source`."""
+    """One module that was not traced: where the trace failed and why. `line` is `file:number: source`."""
 
     path: str
     module_type: str
@@ -46,7 +46,7 @@ def forward_line(module: nn.Module) -> str:
 
 
 def report_own_fault(error: BaseException) -> None:
-    """Logs an error that comes from our own lines: a bug here, but the module's own code still runs."""
+    """Log an error of Sparsebit's own code. The module runs its own code instead."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames or not frames[-1].filename.startswith(_HERE) or isinstance(error, fx.proxy.TraceError):
         return

@@ -49,7 +49,7 @@ class CapturedGraph(fx.GraphModule):
 
     def train(self, mode: bool = True) -> CapturedGraph:
         super().train(mode)
-        self.source.train(mode)  # last: it may keep parts of itself in eval mode
+        self.source.train(mode)  # last, since the source may keep parts of itself in eval mode
         self._follow_modes()
         return self
 
@@ -59,7 +59,7 @@ class CapturedGraph(fx.GraphModule):
         return added
 
     def release_unread(self) -> None:
-        """Let go of parameters and buffers whose readers were rewritten away."""
+        """Remove parameters and buffers that no node reads any more."""
         read = self._read_namespaces()
         for path, module in self._namespaces():
             if path not in read:
@@ -104,7 +104,7 @@ class CapturedGraph(fx.GraphModule):
         memo[id(self)] = copied
         for node, twin in zip(self.graph.nodes, copied.graph.nodes, strict=True):
             twin.meta = dict(node.meta)
-            memo[id(node)] = twin  # who holds a node by itself holds the copy's
+            memo[id(node)] = twin  # a value that is a single node is the copy's node
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -125,7 +125,7 @@ def source_path(target: str) -> str:
 
 
 def _filed_path(path: str, is_module: bool) -> str:
-    """Where the module or tensor at `path` stands in a graph."""
+    """The path in a graph of the module or tensor at `path` in the source."""
     first, dot, _ = path.partition(".")
     if not _is_taken(first) or path == "training":
         return path
@@ -135,7 +135,7 @@ def _filed_path(path: str, is_module: bool) -> str:
 
 
 def _is_taken(name: str) -> bool:
-    """Whether a GraphModule needs the name, or it looks like one that was changed for that reason."""
+    """Whether a GraphModule uses the name itself, or the name looks like one that was changed for that reason."""
     while name not in _RESERVED and name.startswith(_PREFIX):
         name = name.removeprefix(_PREFIX)
     return name in _RESERVED

@@ -1,4 +1,4 @@
-"""Whether Python code that is not in the graph may write into the tensors that it is given. In doubt: it may."""
+"""Whether Python code outside the graph may write into its arguments. Where that is not known, it may."""
 
 from __future__ import annotations
 

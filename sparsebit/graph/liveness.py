@@ -6,7 +6,7 @@ from torch import fx
 
 
 def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Per node, the values that nobody reads after it."""
+    """Per node, the values that no later node reads."""
     dying: dict[fx.Node, list[fx.Node]] = {node: [] for node in graph.nodes}
     seen: set[fx.Node] = set()
     for node in reversed(graph.nodes):

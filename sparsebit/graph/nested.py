@@ -1,4 +1,4 @@
-"""Nests of values: tuples, dictionaries, dataclasses, a tokenizer's or a model's output class."""
+"""Nested structures of values: tuples, dictionaries, dataclasses, output classes of tokenizers and models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
 def map_nested(kind: type | tuple[type, ...], function: Callable[[Any], Any], value: Any) -> Any:
-    """`value` with `function` applied to everything of `kind` in it; containers and dataclasses are made anew.
+    """`value` with `function` applied to everything of `kind` in it; containers and dataclasses are new objects.
 
     >>> map_nested(int, str, {"a": (1, [2.5, 3])})
     {'a': ('1', [2.5, '3'])}
@@ -41,15 +41,15 @@ def map_nested(kind: type | tuple[type, ...], function: Callable[[Any], Any], va
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Every tensor in a nest."""
+    """Every tensor in a nested structure."""
     found: list[torch.Tensor] = []
     map_nested(torch.Tensor, found.append, value)
     return found
 
 
 def is_symbolic(tensors: list[torch.Tensor]) -> bool:
-    """Whether the tensors, or what computes on them now, are none with values: a compiler, an export, `torch.func`."""
-    if torch.compiler.is_compiling():  # a compiler reads no further: it cannot trace the questions below
+    """Whether the tensors have no values now: under a compiler, in an export, inside `torch.func`."""
+    if torch.compiler.is_compiling():  # first, since a compiler cannot trace the tests below
         return True
     is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
     is_traced = torch._C._get_tracing_state() is not None

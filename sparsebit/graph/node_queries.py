@@ -28,7 +28,7 @@ def depends_on_input(node: fx.Node) -> bool:
 
 
 def asks_for_sizes(node: fx.Node) -> bool:
-    """`self.weight.shape[0] // 2`: what can be told of weights without an example, and without computing with them."""
+    """Whether the node only reads sizes of weights, as `self.weight.shape[0] // 2`: known without an example."""
     if node.op == "call_method":
         return node.target in SIZE_METHODS - {"item", "tolist"}
     return getattr(node.target, "__module__", None) in ("_operator", "math", "builtins") and not any(
@@ -37,7 +37,7 @@ def asks_for_sizes(node: fx.Node) -> bool:
 
 
 def is_part_of_input(node: fx.Node) -> bool:
-    """`batch["x"]`, `batch.x`: something that a caller may leave out, as far as can be known."""
+    """Whether the node reads a part of an input that a caller may leave out: `batch["x"]`, `batch.x`."""
     if node.target not in (operator.getitem, getattr) or not isinstance(node.args[0], fx.Node):
         return False
     source, key = node.args[0], node.args[1]

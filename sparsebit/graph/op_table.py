@@ -17,7 +17,7 @@ _BY_NAME: dict[str, OpRow] = {name: row for row in ROWS for name in row.names}
 
 
 def row_of(node: fx.Node, root: fx.GraphModule) -> OpRow | None:
-    """The row of a graph node; None for an op that nobody registered."""
+    """The row of a graph node; None for an op that is not registered."""
     if node.op == "call_module":
         return row_of_module(root.get_submodule(str(node.target)))
     if node.op in ("call_function", "call_method"):

@@ -51,7 +51,7 @@ class Outcome:
 
 
 class Notes:
-    """What is there before a call, to tell afterwards what it wrote. `buffers` gives the buffers to watch, by name."""
+    """The values before a call, to find what the call wrote. `buffers` gives the buffers to watch, by name."""
 
     def __init__(self, call: Call, buffers: Buffers = dict) -> None:
         self.tensors, self.buffers = tensors_of(call), buffers
@@ -119,7 +119,7 @@ def cloned(call: Call) -> Call:
 
 
 def _like(tensor: Tensor, copied: Tensor) -> Tensor:
-    """The copy, as the result of an operation where the tensor is one: torch forbids writes into leaves that learn."""
+    """The copy, made the result of an operation if the tensor is one: torch forbids writes into trainable leaves."""
     if tensor.is_leaf:
         return copied
     with torch.enable_grad():
@@ -173,7 +173,7 @@ def _modules_of(roots: tuple[nn.Module, ...]) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def state_kept(*roots: nn.Module) -> Iterator[None]:
-    """What happens inside to buffers, plain attributes and modes of the modules is undone."""
+    """Undo, at the end of the block, changes to buffers, plain attributes and modes of the modules."""
     snapshot = Snapshot(*roots)
     try:
         yield
@@ -194,7 +194,7 @@ def _at(module: Any, path: str) -> Any:
 
 
 def _version(tensor: Tensor) -> Any:
-    """Another value after a write into the tensor; an inference tensor does not count them: its values tell."""
+    """A value that changes with every write into the tensor; inference tensors, which count none, give their values."""
     return _Values(tensor.detach().clone()) if tensor.is_inference() else tensor._version
 
 
@@ -236,7 +236,7 @@ class Randomness:
 
 @contextlib.contextmanager
 def undisturbed_randomness(state: Randomness | None = None) -> Iterator[None]:
-    """Inside, random numbers come as from `state` (default: as now); afterwards as if nothing had been drawn."""
+    """Inside, random generators start from `state` (default: the current one); afterwards they are as before."""
     now = Randomness.now()
     (state or now).restore()
     try:

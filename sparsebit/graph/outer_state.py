@@ -1,6 +1,6 @@
 """State that a module's code and hooks keep outside of it: globals, class attributes, closures, default arguments.
 
-A graph has no place for it either: a module whose call changes some must run its own code.
+A graph cannot represent it: a module whose call changes such state must run its own code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 @dataclass(frozen=True)
 class Place:
-    """Where code can keep something from one call to the next."""
+    """A place where code can keep a value between calls."""
 
     name: str
     read: Callable[[], Any]
@@ -37,7 +37,7 @@ class Place:
 
 
 class OuterState:
-    """What the places that the code of some modules can reach hold now."""
+    """The current values of all places that the code of some modules can reach."""
 
     def __init__(self, modules: Iterable[nn.Module], known: dict[type, list[Place]]) -> None:
         """`known`: the places of classes that were looked at before."""
@@ -47,7 +47,7 @@ class OuterState:
         self.prints = [_print(value, self.undo) for _, value in self.held]
 
     def changed(self) -> str | None:
-        """The name of something that holds another value now; None where all is as it was."""
+        """The name of a place whose value has changed; None where none has."""
         for (place, before), print_before in zip(self.held, self.prints, strict=True):
             now = place.read()
             if _print(now, []) != print_before and not _is_memo(before, now, print_before):
@@ -64,7 +64,7 @@ class OuterState:
 
 @contextlib.contextmanager
 def undisturbed_outer_state(*roots: nn.Module, known: dict[type, list[Place]] | None = None) -> Iterator[None]:
-    """What code of the roots' modules does inside to such state is undone. `known`: see `OuterState`."""
+    """Undo, at the end, changes that code of the roots' modules makes to such state. `known`: see `OuterState`."""
     modules = {id(module): module for root in roots for module in root.modules()}.values()
     state = OuterState(modules, {} if known is None else known)
     with tensors_kept(value for _, value in state.held):

@@ -1,4 +1,4 @@
-"""What torch does differently while a trace runs."""
+"""Patches of torch that are active while a trace runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRACING = threading.RLock()
 
 @contextlib.contextmanager
 def unfused_attention() -> Iterator[None]:
-    """Inside, torch's encoder layers do not ask whether a fused kernel fits, which no trace can answer."""
+    """Inside, torch's encoder layers do not test for their fused kernel, since a trace cannot follow that test."""
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -36,7 +36,7 @@ def unfused_attention() -> Iterator[None]:
 @contextlib.contextmanager
 def traced_factories(tracer: Any) -> Iterator[None]:
     """Inside, factories called with traced values, and random ones always, become nodes of the tracer's graph."""
-    torch.overrides.get_overridable_functions()  # torch lists its functions once: not while some are ours
+    torch.overrides.get_overridable_functions()  # torch lists its functions once: before some are patched
     saved = {name: getattr(torch, name) for name in (*_FACTORIES, *_RANDOM_FACTORIES)}
 
     def wrap(factory: Callable[..., Any]) -> Callable[..., Any]:

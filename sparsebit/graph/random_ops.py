@@ -1,6 +1,6 @@
 """Which functions and modules may draw random numbers, by torch's own schemas.
 
-A draw is an effect, whether its result is read or not: it decides the numbers that come next.
+A draw is a side effect even if its result is not read: it changes the random numbers that follow.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def class_may_draw(kind: Any) -> bool:
 
 
 def _forward_of(kind: Any) -> Any:
-    """The class's forward; of a compiled module, whose code is not known, nothing."""
+    """The class's forward; None for a compiled module, whose code is not known."""
     return None if issubclass(kind, torch.jit.ScriptModule) else kind.forward
 
 

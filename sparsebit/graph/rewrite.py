@@ -1,4 +1,4 @@
-"""Rewriting: a match gives way to something else; uses are rewired and dead nodes swept.
+"""Rewriting: a matched pattern is replaced, its uses are rewired and dead nodes are removed.
 
 >>> class DropDoubleRelu(ReplacePatternBase):
 ...     nodes = (
@@ -46,7 +46,7 @@ class ReplacePatternBase:
         raise NotImplementedError(f"{type(self).__name__} must define replace(match, graph_module)")
 
     def apply(self, graph_module: fx.GraphModule) -> int:
-        """Rewrite `graph_module` in place; gives the number of places. A pattern that never settles is an error."""
+        """Rewrite `graph_module` in place; gives the number of places. One that never stops matching is an error."""
         matcher = SubgraphMatcher(self.nodes, self.joint_checkers)
         limit = 1000 + 10 * len(graph_module.graph.nodes)
         total = 0
@@ -78,7 +78,7 @@ class ReplacePatternBase:
 
 
 def sweep(graph_module: fx.GraphModule) -> None:
-    """Erase nodes nobody reads (unused inputs stay: they are the caller's), then submodules nobody calls; recompile."""
+    """Erase nodes that are not read (unused inputs stay), then submodules that are not called, and recompile."""
 
     def is_impure(node: fx.Node) -> bool:
         is_fixed = node.op in ("placeholder", "output") or node.target is guard
@@ -119,7 +119,7 @@ def insert_module_before(
 
 
 def _last_of_block(node: fx.Node) -> fx.Node:
-    """Placeholders stay in front: what follows an input goes behind the last of them."""
+    """The node to insert behind: for an input, the last placeholder, so that placeholders stay in front."""
     if node.op != "placeholder":
         return node
     while node.next.op == "placeholder":

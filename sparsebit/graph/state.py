@@ -1,6 +1,6 @@
 """Plain attributes of modules as state: what they hold, whether it changed, and how to put it back.
 
-A graph has no place for a counter, a list or a tensor that `forward` keeps as an attribute: a module whose call changes
+A graph cannot represent a counter, a list or a tensor that `forward` keeps as an attribute: a module whose call changes
 one must run its own code.
 """
 
@@ -44,7 +44,7 @@ class ModuleState:
         self.prints = _prints(module, self.undo)
 
     def changed(self) -> str | None:
-        """The name of an attribute that holds something else now; None where all is as it was."""
+        """The name of an attribute whose value has changed; None where none has."""
         now = _prints(self.module, [])
         for name in {**self.prints, **now}:
             if self.prints.get(name) != now.get(name) and not self._is_memo(name):
@@ -56,7 +56,7 @@ class ModuleState:
         return None
 
     def changes(self) -> list[str]:
-        """The names of all attributes but `training` that hold something else now."""
+        """The names of all attributes but `training` whose values have changed."""
         now = _prints(self.module, [])
         names = {**self.prints, **now}.keys() - {"training"}
         return sorted(name for name in names if self.prints.get(name) != now.get(name))
@@ -90,7 +90,7 @@ _NOTHING = ("value", type(None), "None")
 
 @contextlib.contextmanager
 def undisturbed_state(root: nn.Module, *, tensors: bool = False) -> Iterator[None]:
-    """Whatever happens inside to attributes of `root`'s modules, and to lists and dictionaries in them, is undone.
+    """Undo, at the end of the block, changes to attributes of `root`'s modules and to lists and dictionaries in them.
 
     `tensors`: also what is written into tensors that are attributes.
     """
@@ -105,7 +105,7 @@ def undisturbed_state(root: nn.Module, *, tensors: bool = False) -> Iterator[Non
 
 @contextlib.contextmanager
 def tensors_kept(held: Iterable[Any]) -> Iterator[None]:
-    """What is written inside into tensors in `held` is undone."""
+    """Undo, at the end of the block, writes into tensors in `held`."""
     kept = [(tensor, _version(tensor), tensor.detach().clone()) for tensor in tensors_of(list(held))]
     try:
         yield

@@ -39,7 +39,7 @@ _OF_TUPLES = (nn.RNNBase, nn.MultiheadAttention)
 
 @contextlib.contextmanager
 def traced_builtins(tracer: Any, root: nn.Module) -> Iterator[None]:
-    """Inside, modules that are neither torch's, Python's nor ours ask about traced values and get the right answers."""
+    """Inside, these builtins answer for traced values in modules that are neither torch's, Python's nor Sparsebit's."""
     replacements = _replacements(tracer)
     modules = [vars(module) for module in list(sys.modules.values()) if _is_users(module)]
     spaces = {id(space): space for space in (*modules, *_namespaces(root))}.values()
@@ -122,7 +122,7 @@ def _replacements(tracer: Any) -> dict[str, Any]:
 
 
 def class_of(tracer: Any, value: Any) -> type:
-    """The class of what a traced value stands for; guarded where an input decides it."""
+    """The class of the value that is traced; guarded where it depends on an input."""
     if isinstance(value, TrainingFlag):
         return bool
     example = value_of(value.node)

@@ -1,4 +1,4 @@
-"""The symbolic tracer: which modules are leaves, and what happens where torch.fx alone would give up or guess wrong.
+"""The symbolic tracer: which modules are leaves, and what happens where torch.fx alone would fail or be wrong.
 
 What differs from `torch.fx.Tracer`:
 
@@ -217,7 +217,7 @@ class LeafTracer(fx.Tracer):
         return self.constants[name] if name in self.constants else self.create_proxy("placeholder", name, (), {})
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> Any:
-        """None itself where the example has None, so that `if mask is not None` asks the right thing."""
+        """None itself where the example is None, so that `if mask is not None` takes the right branch."""
         if args and isinstance(args[0], torch.Tensor) and writes_by_name(target):
             raise fx.proxy.TraceError("writes a traced value into a tensor that is not traced")
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **more)
@@ -241,7 +241,7 @@ class LeafTracer(fx.Tracer):
         return node
 
     def _name_of(self, kind: str, target: Any, wanted: str | None) -> str | None:
-        """The node's readable name; None where its target says it all."""
+        """The node's readable name; None where its target is that name already."""
         if kind in ("output", "call_module"):
             return None
         if kind == "placeholder":
@@ -338,7 +338,7 @@ class LeafTracer(fx.Tracer):
 
     @contextlib.contextmanager
     def _kept_faithful(self, module: nn.Module, path: str) -> Iterator[None]:
-        """Around one call of `module`, whose code is traced: an error where the call does what a graph cannot keep."""
+        """Around one call of `module`, whose code is traced: an error where the call does what no graph represents."""
         refusals, randomness = len(self._refusals), PythonRandomness()
         states, outside = states_of(module), OuterState([module], self._places)
         try:
@@ -374,7 +374,7 @@ class LeafTracer(fx.Tracer):
                     raise fx.proxy.TraceError(f"assigns its buffer {name!r}: the next call depends on this one")
 
     def _installed_path(self, module: nn.Module) -> str:
-        """The module's path; one that forward makes on the spot (`nn.ReLU()(x)`) is installed first."""
+        """The module's path; one that forward creates (`nn.ReLU()(x)`) is installed first."""
         assert isinstance(self.root, nn.Module) and isinstance(self.submodule_paths, dict)
         if module not in self.submodule_paths:
             place = f"{self.scope.module_path}.".lstrip(".").replace(".", "_")
@@ -384,7 +384,7 @@ class LeafTracer(fx.Tracer):
         return self.path_of_module(module)
 
     def _uninstall(self, names: set[str]) -> None:
-        """Take out modules that were made on the spot in code whose trace was given up."""
+        """Remove modules that `forward` created in code whose trace was given up."""
         assert isinstance(self.root, nn.Module) and isinstance(self.submodule_paths, dict)
         for name in names:
             module = self.root._modules.pop(name)
@@ -414,7 +414,7 @@ class LeafTracer(fx.Tracer):
         return argument
 
     def _typed_dict(self, a: dict[Any, Any]) -> fx.Node:
-        """A mapping that is more than a dict (a model's output class) is made anew by its own type."""
+        """A mapping of another type than dict (a model's output class) is created by its own type."""
         if dataclasses.is_dataclass(a):
             given = {f.name: a[f.name] for f in dataclasses.fields(a) if a.get(f.name) is not None}
             return self.create_node("call_function", type(a), (), {key: self.create_arg(given[key]) for key in given})

@@ -14,7 +14,7 @@ from sparsebit.graph.failures import forward_line, user_line
 
 
 class TrainingFlag:
-    """Handed on it stays alive; asked for its value it is False, as in eval mode, and the tracer is told.
+    """Passed on as an argument it is read at run time; as a condition it is False, as in eval mode, and is reported.
 
     A module without weights that asks is refused: it runs its own code, in both modes.
     """

@@ -1,4 +1,4 @@
-"""What flows along an edge: tensors, or sizes and other Python values."""
+"""Which nodes give tensors, and which give sizes and other Python values."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def copied(value: Any) -> Any:
 
 
 def tensor_inputs(value: Any, python: set[fx.Node]) -> list[fx.Node]:
-    """The tensor-valued nodes inside one argument (a node, or a nest of nodes)."""
+    """The tensor-valued nodes inside one argument (a node, or a nested structure of nodes)."""
     if isinstance(value, fx.Node):
         return [] if value in python else [value]
     if isinstance(value, (list, tuple)):

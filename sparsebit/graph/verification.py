@@ -1,6 +1,6 @@
-"""Is a copy the same function as the model it was made from? Asked with real data; a difference is traced to a module.
+"""Checks with real data that a copy computes what its model computes; finds the modules that differ.
 
-The truth is the model's own code. It runs on a copy that shares the parameters, so that nothing of the user's model
+The reference is the model's own code. It runs on a copy that shares the parameters, so that nothing of the user's model
 changes: neither buffers, nor other state, nor the random numbers that come next.
 """
 
@@ -101,7 +101,7 @@ class Reference:
 
 
 class _Watch:
-    """Compares modules with their stand-ins while the model's own code calls them."""
+    """Compares modules with their captured counterparts while the model's own code calls them."""
 
     def __init__(self, model: nn.Module, build: BuildPart, compare: Compare | None) -> None:
         self.model, self.build, self.compare = model, build, compare

@@ -1,4 +1,4 @@
-"""The engine over blocks for a quantized model: its calibration batches, its float twin, and its state per block."""
+"""Runs the block engine on a quantized model: its batches, its float values, and the state of each block."""
 
 from __future__ import annotations
 

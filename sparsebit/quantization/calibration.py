@@ -1,6 +1,6 @@
 """`CalibrationRunner`: the user's forward passes -> every quantizer's scale and zero point.
 
-Plainly, statistics are gathered during the forwards themselves and no activation is kept. With `asym`, layers are
+Without `asym`, statistics are gathered during the forwards and no activation is kept. With `asym`, layers are
 calibrated in order, each on inputs that come from quantized predecessors; for that the *inputs* of the forwards are
 kept (a little in memory, the rest on disk), and the values between layers only until their last reader.
 """
@@ -72,7 +72,7 @@ class CalibrationRunner:
         self._given = None
 
     def check(self, *, asym: bool) -> None:
-        """Refuse what cannot be calibrated, before anything is touched."""
+        """Refuse what cannot be calibrated, before anything is changed."""
         if self.features and not sum(gather(self.num_batches)):
             raise CalibrationError(
                 "no batch was run since prepare_calibration(); run the model on a few batches, then call calc_qparams()"
@@ -195,7 +195,7 @@ def calibrate_weight(layer: WeightedQuantOpr | QuantizedParameter) -> None:
 
 
 def merge_across_ranks(quantizers: list[Quantizer]) -> None:
-    """Every rank's statistics into every rank's observers, in rank order, so that all compute the same numbers."""
+    """Merge all ranks' statistics into every rank's observers, in rank order, so that all compute the same numbers."""
     if not is_distributed():
         return
     states = gather({q.name: to_cpu(q.observer.state()) for q in quantizers if not q.observer.is_empty})

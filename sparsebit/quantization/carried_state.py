@@ -1,4 +1,4 @@
-"""What calls have changed in a copy since it was built, in buffers and plain attributes: a capture anew keeps it."""
+"""Changes that calls made to buffers and attributes of a copy; they are kept when it is captured again."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def write(folder: str | os.PathLike[str], description: dict[str, Any], tensors: 
 def read(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The description and the tensors of a folder, checked.
 
-    A fault counts only if the folder stood still while it was read; else another process has just saved, and it is read
+    A fault counts only if the folder did not change meanwhile; else another process has just saved, and it is read
     again.
     """
     path = Path(folder)
@@ -79,7 +79,7 @@ def read(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tens
 
 
 def foreign_files(folder: Path) -> list[str]:
-    """What lies in the folder and is not of a saved model (or of a save() that was killed)."""
+    """Files in the folder that do not belong to a saved model (or of a save() that was killed)."""
     return sorted(
         name
         for name in os.listdir(folder)
@@ -170,7 +170,7 @@ def _settle(target: Path) -> None:
 
 
 def _is_current(folder: Path) -> bool:
-    """Whether this process stands in the folder, and would stand in one that is gone."""
+    """Whether the folder is this process's current folder, which must not be swapped out."""
     with contextlib.suppress(OSError):
         return os.path.samefile(folder, os.curdir)
     return False

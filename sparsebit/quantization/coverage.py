@@ -20,7 +20,7 @@ from sparsebit.records import Coverage, FloatLayer, OpaqueModule, ParameterRecor
 
 
 def describe_coverage(model: nn.Module, captured: Captured, plan: Plan) -> Coverage:
-    """Read off the model as it is now (quantizers switched off for good do not count)."""
+    """The coverage of the model as it is now (quantizers that are off for good do not count)."""
     layers: dict[str, QuantizedLayer] = {}
     unseen: dict[str, str] = {}
     own_code: Counter[str] = Counter()

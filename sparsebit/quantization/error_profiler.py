@@ -1,4 +1,4 @@
-"""Which layer and which site loses what: outputs and values with and without quantization, on real data."""
+"""The error of each layer and each site: values with and without quantization, on real data."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def _hooked(modules: Iterable[nn.Module], hook: Callable[..., None]) -> Iterator
 
 @contextlib.contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
-    """Whatever is switched inside is as before afterwards; the model runs in eval mode."""
+    """Inside, the model is in eval mode; afterwards mode and switches are as before."""
     switches = {q: q.use_quant for q in model.modules() if isinstance(q, Quantizer)}
     training = model.training
     model.eval()

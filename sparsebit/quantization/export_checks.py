@@ -57,7 +57,7 @@ def check_parity(
     tolerance, name = tolerance or Tolerance(), name or str(file)
     try:
         session = open_session(file, runtime, optimize=optimize, options=EXACT[runtime])
-    except DeploymentError as error:  # in the user's words, not with the place where it is staged
+    except DeploymentError as error:  # the name that the user gave, not the temporary path
         raise DeploymentError(str(error).replace(str(file), name)) from error
     shown = runtime if optimize else f"{runtime}, node by node"
     if optimize and not any(q.is_enable for q in qmodel.quantizers() if q.target == "feature"):
@@ -131,7 +131,7 @@ class _Batch(NamedTuple):
 
 
 class _Trace(NamedTuple):
-    """`unexplained`: a site or an output that has no reason to differ; empty where there is none, or none is known."""
+    """`unexplained`: a site or an output that differs without a known reason; empty where there is none."""
 
     differences: list[SiteDifference]
     unexplained: str = ""

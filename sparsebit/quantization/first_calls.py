@@ -1,4 +1,4 @@
-"""`CheckedModel`: calls that take a way through the copy for the first time are compared with the model's own code."""
+"""`CheckedModel`: compares the first call of each path through the copy with the model's own code."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ AddSite = Callable[[str, TensorConfig, int], str]
 
 @dataclass
 class _Group:
-    """One tensor (`source`) under one config, and everyone who reads it so; `num_writes` into it were before."""
+    """One tensor (`source`) under one config, and all ops that read it so; `num_writes` into it were before."""
 
     source: fx.Node
     config: ActivationConfig

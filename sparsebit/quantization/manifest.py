@@ -1,4 +1,4 @@
-"""`sparsebit.json`, the manifest of a saved model: how it is written, and what is checked before it is believed.
+"""`sparsebit.json`, the manifest of a saved model: how it is written, and what is checked when it is read.
 
 It holds a checksum of itself and of the file of tensors. A manifest of version 1 has none; its parts are checked. Since
 version 3 functions are named by the module that calls them (`layer1.0.add`), before by their number in the graph.

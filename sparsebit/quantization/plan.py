@@ -60,7 +60,7 @@ def make_plan(captured: Captured, config: QuantConfig) -> tuple[Plan, Placement]
 
 @dataclass
 class _Draft:
-    """A plan in the making; `wrapped`: the modules (by id) whose sites are in it."""
+    """A plan that is being built; `wrapped`: the modules (by id) whose sites are in it."""
 
     config: QuantConfig
     profile: RuntimeProfile
@@ -332,7 +332,7 @@ class _RegionPlanner:
 
 
 def _check_groups(name: str, config: WeightConfig, module: nn.Module, row: OpRow, backend: str) -> None:
-    """Before any work is done; what a weight is that the model computes on the way, only the export sees."""
+    """Check groups before calibration. A weight that the model computes in its forward is checked by the export."""
     with at_rest(module):
         weight = getattr(module, row.weight or "weight", None)
     if isinstance(weight, Tensor):

@@ -1,4 +1,4 @@
-"""`QuantModel`: the life of a quantized model, one verb per method."""
+"""`QuantModel`: a quantized model with a method for each step: calibrate, train, inspect, export, save."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class QuantModel(TrainableModel):
             self.train(training)
 
     def prepare_calibration(self, *, keep_inputs: bool = True, memory_budget: int = 1024 * MIB) -> None:
-        """From now on forwards gather statistics, with quantization off, in eval mode.
+        """Make every following forward gather statistics, with quantization off, in eval mode.
 
         `keep_inputs=False`: do not keep the inputs (32 MiB in memory, the rest on disk) that `calc_qparams(asym=True)`
         would need. `memory_budget`: bytes of activations that `asym` may hold in memory at once.

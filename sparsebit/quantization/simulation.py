@@ -6,7 +6,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from sparsebit.graph.tracer import LeafPolicy
 from sparsebit.quantization.coverage import describe_coverage
 from sparsebit.quantization.ops.registration import registered_module_types
 from sparsebit.quantization.quant_config import as_qconfig, require_device
-from sparsebit.quantization.quantizers.base import Quantizer, Target
+from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.site_changes import quantizers_by_site
 from sparsebit.quantization.sites import Plan
 from sparsebit.quantization.stages import Transform, attach, capture, make_plan, prepare, transform
@@ -86,10 +86,10 @@ class SimulatedModel(nn.Module):
     ) -> None:
         require_device(config)
         self.config, self._given_plan, self._transforms = config, plan, tuple(transforms)
-        # In a tuple: the original is kept for a capture anew if a call shows another form, and is not our module.
+        # In a tuple, so that it is no child module. It is kept to capture again if a call has another form.
         model = uncompiled(model)
         self._original = (model,)
-        self.training = model.training  # a capture anew brings all modules into this mode
+        self.training = model.training  # when the model is captured again, all modules are put into this mode
         self._policy = policy or self._leaf_policy(config)
         self._build(example, form)
 
@@ -119,7 +119,7 @@ class SimulatedModel(nn.Module):
         self._folded_layers: list[str] = []  # by batch-norm tuning
         self._ran_source = False
         self.model = captured.model.graph_module if isinstance(captured.model, Region) else captured.model
-        self.training = self.model.training  # a capture anew asks for it
+        self.training = self.model.training  # used when the model is captured again
         self.to(self.config.DEVICE)
         self._tell(plan)
 
@@ -193,7 +193,7 @@ class SimulatedModel(nn.Module):
         return output
 
     def _record(self, call: Any) -> None:
-        """Told of every forward's inputs; None where the forward cannot be repeated from them."""
+        """Called after every forward with its inputs; None where the forward cannot be repeated from them."""
 
     def _warn_of_source(self, error: GuardError) -> None:
         if not self._ran_source:
@@ -205,7 +205,7 @@ class SimulatedModel(nn.Module):
             )
 
     def _capture_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Capture anew for a call of another form than the captured one."""
+        """Capture again for a call of another form than the captured one."""
         assert self._root is not None
         form = call_form(self._root.source, args, kwargs)
         log.warning(
@@ -247,13 +247,13 @@ class SimulatedModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the model is now: `DEVICE` says where it began."""
+        """The device of the model now; the config's `DEVICE` is the one that it was built on."""
         return next((parameter.device for parameter in self.parameters()), torch.device(self.config.DEVICE))
 
     def set_quant(self, w_quant: bool = False, a_quant: bool = False) -> None:
         """Switch weight and activation quantization on or off."""
         wanted = {"weight": w_quant, "feature": a_quant}
-        # One that refuses does so first. One that others do the work of goes last: it refuses to differ from them.
+        # Uncalibrated ones first, as they refuse. Replaced ones last: they refuse to differ from their replacements.
         quantizers = sorted(self.quantizers(), key=lambda q: (bool(q.replaced_by), q.is_calibrated))
         for quantizer in quantizers:
             if wanted[quantizer.target]:
@@ -262,9 +262,10 @@ class SimulatedModel(nn.Module):
             if not wanted[quantizer.target]:
                 quantizer.disable_quant()
 
-    def is_quantized(self, target: Target) -> bool:
-        """Whether any quantizer of this target is on."""
-        return any(q.is_enable for q in self.quantizers() if q.target == target)
+    def is_quantized(self, target: Literal["weight", "activation", "feature"]) -> bool:
+        """Whether any quantizer of weights, or of activations, is on. "feature" is the older word for "activation"."""
+        wanted = "feature" if target == "activation" else target
+        return any(q.is_enable for q in self.quantizers() if q.target == wanted)
 
     def quantizers(self) -> list[Quantizer]:
         """Every quantizer, those that are off for good among them; `sites` has those of the plan by name."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparsebit.config.fields import is_for
 from sparsebit.config.selectors import near_names
 from sparsebit.errors import CalibrationError, ConfigError, SpecError
 from sparsebit.numerics.qparams import SMALLEST_SCALE, check_backend
@@ -99,7 +100,7 @@ def _check_given(model: nn.Module, new: Quantizer, old: Quantizer) -> None:
             f"{old.name}: the quantizer was built for target={new.target!r}, observed_as={new.observed_as!r}; this "
             f"site needs target={old.target!r}, observed_as={old.observed_as!r}"
         )
-    if new.target not in type(new).TARGETS:
+    if not is_for(type(new), new.target):
         raise ConfigError(
             f"{old.name}: {type(new).__name__} is for {' and '.join(type(new).TARGETS)} tensors, not for a {new.target}"
         )

@@ -69,7 +69,7 @@ def name_of(step: Transform) -> str:
 def attach(
     captured: Captured, plan: Plan, placement: Placement, *, example: Any = None, given: Plan | None = None
 ) -> Plan:
-    """Put the plan's quantizers into the captured model, in place; gives the plan with what only now is known.
+    """Put the plan's quantizers into the captured model, in place; gives the completed plan.
 
     `given`: a plan that decides about the sites of parameters that no op owns; they are found here.
     """

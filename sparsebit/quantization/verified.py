@@ -44,7 +44,7 @@ from sparsebit.records import Coverage, GradientCheck
 
 log = logging.getLogger(__name__)
 
-# How often the model is captured again, each time with less of it as graphs, before a difference is only reported.
+# How often the model is captured again, each time with fewer modules as graphs, before a difference is only reported.
 _ATTEMPTS = 12
 
 

@@ -14,8 +14,8 @@ class Latency:
     """One call's time in milliseconds: median and quartiles over the rounds.
 
     `cpu_ms` is the time of the whole process, all its threads together: with one thread it is what the call costs, and
-    it hardly feels the neighbours. `wall_ratio` and `cpu_ratio` are against the first run of the same rounds: the
-    median of the ratios round by round, which a drifting clock leaves alone; 1 for the first run itself.
+    other processes hardly change it. `wall_ratio` and `cpu_ratio` are against the first run of the same rounds: the
+    median of the ratios round by round, which a changing clock frequency does not affect; 1 for the first run itself.
     """
 
     wall_ms: float

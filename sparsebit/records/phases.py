@@ -1,4 +1,4 @@
-"""How long the phases of a run take: a verb names its phases, and who wants to know them measures around the call.
+"""How long the phases of a run take: methods name their phases, and `measured` around the call times them.
 
 >>> with measured("nap") as run:
 ...     with phase("sleep"):
@@ -84,7 +84,7 @@ def measured(verb: str) -> Iterator[Measured]:
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """A phase of a verb; also as a decorator. Without effect where nobody measures."""
+    """A phase of a verb; also as a decorator. Without effect outside of `measured`."""
     run = _CURRENT.get()
     if run is None:
         yield
@@ -94,7 +94,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def note_calibration(num_samples: int, *, asym: bool) -> None:
-    """Say what a model was calibrated on; without effect where nobody measures."""
+    """Say what a model was calibrated on; without effect outside of `measured`."""
     run = _CURRENT.get()
     if run is not None:
         run.calibration = Calibration(num_samples, asym)

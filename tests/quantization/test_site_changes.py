@@ -373,3 +373,29 @@ class TestStoreQparams:
         qmodel = residual("onnxruntime")
         qmodel.store_qparams("fc.weight", 1e-20)
         assert float(qmodel.sites["fc.weight"].scale.min()) > 1e-20
+
+
+class TestWords:
+    """`activation` is the word; `feature`, which the first Sparsebit had, works too."""
+
+    def test_is_quantized(self) -> None:
+        qmodel = residual()
+        qmodel.set_quant(w_quant=True, a_quant=False)
+        assert qmodel.is_quantized("weight")
+        assert not qmodel.is_quantized("activation") and not qmodel.is_quantized("feature")
+        qmodel.set_quant(w_quant=False, a_quant=True)
+        assert qmodel.is_quantized("activation") and qmodel.is_quantized("feature")
+
+    @pytest.mark.parametrize("word", ["activation", "feature"])
+    def test_targets(self, word: str) -> None:
+        name = f"for_{word}_for_test"
+        register_quantizer(name)(type("Own", (Quantizer,), {"TARGETS": (word,)}))
+        try:
+            assert residual(changes={"A.QUANTIZER.TYPE": name}).plan["fc.input"].quantizer == name
+            with pytest.raises(ConfigError, match=name):
+                residual(changes={"W.QUANTIZER.TYPE": name})
+            qmodel = residual()
+            with pytest.raises((ConfigError, BackendError), match="not for a weight"):
+                qmodel.replace_quantizer("fc.weight", {"quantizer": name})
+        finally:
+            QUANTIZERS._entries.pop(name)

@@ -1,1 +1,1 @@
-"""Graph to graph, one idea a file."""
+"""Passes that rewrite float graphs, one per file."""

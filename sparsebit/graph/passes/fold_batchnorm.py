@@ -66,7 +66,7 @@ def fold_into(layer: nn.Module, norm: _BatchNorm) -> None:
 
 
 class Folded:
-    """A norm whose numbers are in the layer in front of it. In train mode too: neutral ones would normalize there."""
+    """A norm that was folded into the layer in front of it: an identity, in train mode too."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return input
@@ -126,7 +126,7 @@ def _is_own(hook: object) -> bool:
 
 
 class FoldBatchNorm(ReplacePatternBase):
-    """Folds wherever the layer feeds the norm alone, both are called once, and they share their weights with nobody."""
+    """Folds wherever the layer feeds the norm alone, both are called once, and no other module shares their weights."""
 
     nodes = (
         MatchingNode("layer", types=(_ConvNd, nn.Linear)),
@@ -156,7 +156,7 @@ def fold_batchnorm(graph_module: fx.GraphModule) -> int:
 
 
 def _feeds_alone(layer: fx.Node, norm: fx.Node) -> bool:
-    """Nobody else reads the layer's values (its shape, which the norm keeps, may be read)."""
+    """Whether only the norm reads the layer's values (its shape, which the norm keeps, may be read)."""
     others = layer.users.keys() - {norm}
     return not others or others <= python_values(layer.graph)
 

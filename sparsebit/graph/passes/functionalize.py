@@ -1,4 +1,4 @@
-"""In-place ops -> out-of-place ones, so that a value is what its node computed, whoever runs later."""
+"""In-place ops -> out-of-place ones, so that no later node changes the value of a node."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sparsebit.graph.values import python_values
 def functionalize(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Rewrite in place: later readers of an overwritten value read the op's result; `inplace` flags are cleared.
 
-    A write stays a write where somebody may see it by another way: through a view, in a buffer, or in the caller's own
+    A write stays a write where it can be seen elsewhere: through a view, in a buffer, or in the caller's own
     tensor.
     """
     graph = graph_module.graph
@@ -35,7 +35,7 @@ def functionalize(graph_module: fx.GraphModule) -> fx.GraphModule:
         source = overwritten(node, graph_module)
         is_hidden = source is not None and not _is_seen(families.of(source), source, node, order)
         if source is not None and (source in python or is_hidden) and _has_plain_form(node, graph_module):
-            if source not in python:  # `height += 1` makes a new number; who reads the old one keeps it
+            if source not in python:  # `height += 1` makes a new number; earlier readers keep the old one
                 for reader in [user for user in source.users if order[user] > order[node]]:
                     reader.replace_input_with(source, node)
                     relied_on.update({node.target} if node.op == "call_module" else ())

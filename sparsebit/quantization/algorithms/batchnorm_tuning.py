@@ -1,6 +1,6 @@
 """Batch-norm tuning: running statistics taken again under quantization, then folded into the quantized layers.
 
-Quantized weights and activations shift the statistics that batch norms were trained with; a few forwards put that right
+Quantized weights and activations shift the statistics that batch norms were trained with; a few forwards correct that
 (Sun et al., "Hybrid 8-bit Floating Point Training and Inference for Deep Neural Networks", 2019).
 """
 

@@ -4,7 +4,7 @@ The classic search (clip the histogram, merge its bins into levels, spread the l
 thresholds at once by running sums, and with three corrections, each of a fault that was measured:
 
 - Zeros are left out. Every grid holds zero exactly, but in a histogram the zeros behind a ReLU are a spike that the
-  merged level seems to smear. Only finer levels mend that: the threshold of a rectified Gaussian fell from 4.9 to
+  merged level seems to smear. Only finer levels correct that: the threshold of a rectified Gaussian fell from 4.9 to
   2 sigma at 8 bits, and the squared error in EfficientNet-Lite0 rose up to 20,000-fold.
 - A finite sample looks rougher than its distribution, by (bins - 1) / 2 counts per level (Miller and Madow, 1955).
   Wider levels hold more bins, so this noise, too, speaks for clipping, and below some 10^6 values it speaks louder.

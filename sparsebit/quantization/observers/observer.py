@@ -1,4 +1,4 @@
-"""Observer: gathers the statistic of one tensor and turns it into a range; new kinds join by `register_observer`."""
+"""Observer: gathers the statistic of one tensor and turns it into a range; `register_observer` adds new kinds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ObserverClass = TypeVar("ObserverClass", bound="type[Observer[Any]]")
 Target = Literal["weight", "feature"]
 Range = tuple[Tensor, Tensor]
 
-# An observer that weighs the even steps between integers knows nothing of floats.
+# An observer that assumes even steps between integers does not fit floats.
 EVEN_STEPS: frozenset[Format] = frozenset({"integer"})
 # A row's histogram with its running sums takes some 400 KB.
 ROWS_AT_A_TIME = 64
@@ -136,7 +136,7 @@ def register_observer(
 def register_observer(name: str | ObserverClass, *, replace: bool = False, options: type[Section] | None = None) -> Any:
     """A class decorator that makes an observer known to configs as `OBSERVER: {TYPE: name}`.
 
-    Without a name (`@register_observer`) it is filed under the `TYPE` of the class. `options`: a `Section` whose keys
+    Without a name (`@register_observer`) its name is the `TYPE` of the class. `options`: a `Section` whose keys
     configs may set as `OBSERVER: {NAME: {...}}`; the observer has them as `self.options`. An observer that is
     registered without options has those of the registered class that it extends, under that class's name.
 

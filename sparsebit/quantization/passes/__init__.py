@@ -1,1 +1,1 @@
-"""Passes that know about quantizers."""
+"""Passes that plan, place and attach quantizers."""

@@ -163,7 +163,7 @@ def _constants(region: Region) -> set[fx.Node]:
 def _adds_plainly(node: fx.Node, layer: FunctionalWeightedQuantOpr, constants: set[fx.Node]) -> bool:
     """Whether the call is `x @ weight + bias` without factors, and a bias, if there is one, is constant.
 
-    A kernel takes its int32 bias from the file, and no QuantizeLinear makes one: a bias that hangs on the input stays
+    A kernel takes its int32 bias from the file, and no QuantizeLinear makes one: a bias that depends on the input stays
     float, and with it the layer.
     """
     place = bias_argument(layer.row, node.args, node.kwargs)

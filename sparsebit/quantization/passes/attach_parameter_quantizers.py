@@ -1,7 +1,7 @@
 """Quantizers for weights that no op of the graph owns: stacked experts, gates of recurrent layers, factors in own code.
 
 A parameter is a weight where a matrix product reads it. In a graph that is seen from the nodes; in a module's own code
-(and in ops that nobody registered) it is observed in one forward on the example inputs. Without an example a sizeable
+(and in ops that are not registered) it is observed in one forward on the example inputs. Without an example a sizeable
 stack of matrices is taken to be weights. Scales are per output channel, of each matrix of a stack its own.
 """
 

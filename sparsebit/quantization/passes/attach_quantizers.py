@@ -1,4 +1,4 @@
-"""A plan becomes modules: ops get wrapped, tensors that stand alone get a `QIdentity`."""
+"""Puts the quantizers of a plan into the graphs: inside wrapped ops, or alone as a `QIdentity`."""
 
 from __future__ import annotations
 

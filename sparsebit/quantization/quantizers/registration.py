@@ -8,6 +8,7 @@ from typing import Any, TypeVar, overload
 
 from torch import Tensor
 
+from sparsebit.config.fields import is_for
 from sparsebit.config.options import check_options, selected_options
 from sparsebit.config.section import Section
 from sparsebit.config.tensor_config import ActivationQuantizer, TensorConfig, WeightQuantizer
@@ -102,7 +103,7 @@ def build_quantizer(kind: str, spec: TensorSpec, target: Target, **settings: Any
     """The registered quantizer `kind` for one tensor; a kind that is not made for this target is refused."""
     quantizer_class = QUANTIZERS.get(kind)
     assert isinstance(quantizer_class, type) and issubclass(quantizer_class, Quantizer)
-    if target not in quantizer_class.TARGETS:
+    if not is_for(quantizer_class, target):
         raise BackendError(
             f"{settings.get('name', '')}: quantizer {kind!r} is for {' and '.join(quantizer_class.TARGETS)} tensors, "
             f"not for a {target}; set another QUANTIZER.TYPE there"
