@@ -32,6 +32,7 @@ from sparsebit.quantization.calibration import CalibrationRunner
 from sparsebit.quantization.error_profiler import profile_errors, profile_model
 from sparsebit.quantization.export import build_onnx, check_ready, describe, switched_on
 from sparsebit.quantization.export_checks import check_loads, check_parity, check_rules
+from sparsebit.quantization.export_constants import evaluating
 from sparsebit.quantization.first_sparsebit import refuse_first_sparsebit
 from sparsebit.quantization.mermaid import draw
 from sparsebit.quantization.passes.attach_integer_ops import attach_integer_ops
@@ -202,7 +203,9 @@ class QuantModel(TrainableModel):
         """
         self._require_settled("replace_quantizer")
         is_unchanged = self._weights_now() == self._built_weights
-        self.plan, new = replaced(self.model, self.plan, site, quantizer)
+        with evaluating(self):  # fused steps of training are chosen for the quantizers that there are
+            self.plan, new = replaced(self.model, self.plan, site, quantizer)
+        new.train(self.training)
         self._given_plan = self.plan  # a saved model is built from it
         attach_integer_ops(self._captured, PROFILES[self.config.BACKEND])
         self._make_room_for_biases()

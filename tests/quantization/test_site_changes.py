@@ -17,7 +17,7 @@ from sparsebit.config.section import Section
 from sparsebit.errors import BackendError, CalibrationError, ConfigError, SpecError
 from sparsebit.numerics.spec import PerChannel, PerGroup, PerTensor, TensorSpec
 from sparsebit.quantization import Plan, Quantizer, QuantModel, register_quantizer
-from sparsebit.quantization.ops.integer_ops import IntegerAdd
+from sparsebit.quantization.ops.integer_ops import IntegerAdd, IntegerLayer
 from sparsebit.quantization.quantizers.lsq import LSQ
 from sparsebit.registry import QUANTIZERS
 from tests.quantization.tiny import Residual, calibrated, qconfig
@@ -274,6 +274,32 @@ class TestReplaceQuantizer:
         qmodel = residual(backend, changes)
         with pytest.raises(BackendError, match="fc"):
             qmodel.replace_quantizer("fc.weight", change)
+
+    def test_in_train_mode(self) -> None:
+        qmodel = residual("onnxruntime").train()
+        norm = nn.BatchNorm2d(4)
+        qmodel.model.add_module("held_by_the_user", norm.eval())
+        new = qmodel.replace_quantizer("fc.weight", {"quantizer": "lsq"})
+        assert qmodel.training and new.training and not norm.training
+        kernels = [module for module in qmodel.modules() if isinstance(module, (IntegerLayer, IntegerAdd))]
+        assert kernels and all(kernel.training for kernel in kernels)
+        qmodel(X).sum().backward()
+        assert new.scale.grad is not None
+
+    def test_a_quantizer_that_is_fused_for_training(self) -> None:
+        """It is replaced, or refused with the reason; the model trains with the one that it shows."""
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).eval()
+        x = torch.randn(8, 4)
+        qmodel = calibrated(model, [x], qconfig({"A.QUANTIZER.TYPE": "lsq"})).train()
+        qmodel(x).sum().backward()
+        old = qmodel.sites["2.input"]
+        try:
+            new = qmodel.replace_quantizer("2.input", {"bits": 3, "symmetric": True})
+        except CalibrationError:
+            assert qmodel.sites["2.input"] is old and qmodel.plan["2.input"].spec.bits == 8 and qmodel.training
+        else:
+            qmodel(x).sum().backward()
+            assert new.scale.grad is not None
 
     def test_not_during_calibration(self) -> None:
         qmodel = QuantModel(Residual(), qconfig())
