@@ -60,7 +60,7 @@ def _rules(
 _ANYTHING = _rules(_ANY_BITS, _ALL, _BOTH, "set 1 to 16 bits")
 _ANY_WEIGHT = _rules(_ANY_BITS, _ALL, _BOTH, "set 1 to 16 bits", "float8")
 
-# What a format allows by itself, wherever it runs.
+# What a number format allows on every backend.
 FORMATS: dict[Format, NumberRules] = {
     "integer": _ANYTHING,
     "float8": NumberRules(

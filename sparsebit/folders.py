@@ -66,7 +66,7 @@ def is_staging_folder(name: str) -> bool:
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Swap what two names stand for, in one step; False, and nothing is changed, where the system cannot."""
+    """Swap two files or folders in one step; False, and nothing is changed, where the system cannot."""
     rename = _renameat2()
     if rename is None:
         return False

@@ -248,7 +248,7 @@ def _read_safetensors(file: Path) -> Mapping[str, Tensor]:
 
 
 def _readable(files: list[Path], read: Callable[[Path], Tensor]) -> Iterator[Tensor]:
-    """The images that can be read; the others are told, and are an error where they are more than a tenth."""
+    """The images that can be read; the others are reported, and are an error where they are more than a tenth."""
     faults: list[str] = []
     for file in files:
         image = _read_or_none(file, read, faults)

@@ -114,7 +114,7 @@ def demo(
 
 @contextlib.contextmanager
 def _place(kept: Path | None) -> Iterator[Path]:
-    """Where the file goes: the user's place, or a folder that is gone afterwards."""
+    """The path of the file: the one that the user gave, or one in a temporary folder."""
     if kept is not None:
         yield kept
         return

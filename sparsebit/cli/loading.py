@@ -56,7 +56,7 @@ def load_model(name: str, arguments: Arguments | None = None, weights: Path | No
 
 
 def resolve(name: str, option: str) -> Any:
-    """What `package.module:attribute` stands for; modules in the current folder are found too."""
+    """The object that `package.module:attribute` names; modules in the current folder are found too."""
     module_name, _, attribute = name.partition(":")
     if option == "--model":
         _refuse_files(name)
@@ -128,7 +128,7 @@ def _unpickled(file: Path) -> Any:
         raise LoadingError(f"--weights {file}: not a file of torch.save (it starts with {start!r})")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # on pickles of other programs; what counts is told below
+            warnings.simplefilter("ignore")  # of pickles of other programs; errors are handled below
             return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise LoadingError(

@@ -111,7 +111,7 @@ def require(*packages: str, extra: str | None = None) -> None:
 
 
 def export(subject: Subject, qmodel: QuantModel, target: Path, options: FileOptions, float_bytes: int) -> Exported:
-    """Write the file; unless told not to, compare it with the simulation and look how its runtime executes it."""
+    """Write the file; by default compare it with the simulation and check how its runtime executes it."""
     (args, kwargs), axes = example_of(subject, options)
     parity = qmodel.export_onnx(
         kwargs or args,

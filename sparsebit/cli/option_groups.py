@@ -30,7 +30,7 @@ class DataOptions:
     arrays: options.Arrays = None
 
     def refuse(self, names: Iterable[str], source: str) -> None:
-        """A usage error for options that this kind of data has no use for: no wish is dropped silently."""
+        """A usage error for options that do not apply to this kind of data: no option is ignored silently."""
         typed = {"arrays": "input"}
         used = [typed.get(name, name) for name in names if getattr(self, name) not in (None, False)]
         given = [f"--{name.replace('_', '-')}" for name in used]

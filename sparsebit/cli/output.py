@@ -40,7 +40,7 @@ class Output:
         console = Console(file=self._stdout, width=width, highlight=False, markup=False, emoji=False)
         for item in shown:
             console.print(item)
-        self._stdout.flush()  # a full disk is told here, not when the interpreter ends
+        self._stdout.flush()  # a full disk is an error here, not when the interpreter ends
 
     def raw(self, text: str) -> None:
         """Text as it is: no wrapping, no colour."""
@@ -53,7 +53,7 @@ class Output:
             typer.echo(text, err=True)
 
     def warn(self, text: str) -> None:
-        """A warning, once; with `--quiet` too, since it tells of a wish that was not obeyed to the letter."""
+        """A warning, shown once; with `--quiet` too, since something was not done as asked."""
         if text not in self.warnings:
             self.warnings.append(text)
             typer.echo(f"{typer.style('warning', fg='yellow', bold=True)}: {text}", err=True)
@@ -80,7 +80,7 @@ def speaking(*, as_json: bool, quiet: bool) -> Iterator[Output]:
 
 
 class _Told(logging.Handler):
-    """What the library logs as a warning is told as one."""
+    """Shows what the library logs as a warning."""
 
     def __init__(self, output: Output) -> None:
         super().__init__(logging.WARNING)

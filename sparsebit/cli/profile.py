@@ -121,7 +121,7 @@ def _record(
 
 
 def as_record(error: LayerError) -> dict[str, object]:
-    """What programs are told of one layer."""
+    """The values of one layer for `--json`."""
     return {"layer": error.layer, "mse": error.error, "sqnr_db": error.sqnr_db}
 
 

@@ -182,7 +182,7 @@ def _measured(subject: Subject | None, done: Calibrated, sqnr: float | None) -> 
 
 
 def _left_out(coverage: Coverage) -> dict[str, str]:
-    """What stays float and why, by reason; ops that another op absorbs cost nothing and are not told."""
+    """What stays float and why, by reason; ops that another op absorbs cost nothing and are left out."""
     reasons = Counter(layer.reason for layer in coverage.float_layers if not layer.reason.startswith("absorbed by"))
     told = [f"{count} x {reason}" if count > 1 else reason for reason, count in reasons.most_common()]
     untraced = [f"{module.path or '(model)'} [{module.module_type}]: {module.reason}" for module in coverage.opaque]

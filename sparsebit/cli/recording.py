@@ -30,7 +30,7 @@ class Recording:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What was told so far."""
+        """The messages so far."""
         return tuple(self._out.warnings)
 
     def expect(self, model: nn.Module, name: str) -> None:
@@ -64,7 +64,7 @@ class Recording:
                 )
 
     def told(self) -> dict[str, Any]:
-        """What programs are told of it."""
+        """Its values for `--json`."""
         return {} if self.path is None else {"record": str(self.path)}
 
 

@@ -162,7 +162,7 @@ def _wrong_value(model: Model, entry: ErrorDetails, cause: object, prefix: Names
 
 
 def _path(entry: ErrorDetails) -> Names:
-    # List places (a wrong item of SKIP_TRACE_MODULES) are dropped: the fault is told of the key.
+    # Places in lists (a wrong item of SKIP_TRACE_MODULES) are dropped: the fault names the key.
     return tuple(part for part in entry["loc"] if isinstance(part, str))
 
 

@@ -104,7 +104,7 @@ class UnmatchedGlob(NamedTuple):
         return f"{self.key}: the glob {self.glob!r} matches no layer, so its settings have no effect{near}"
 
 
-# How many globs without a match are told with near names: the search for these takes time.
+# For how many globs without a match near names are searched, which takes time.
 MOST_NEAR_NAMES = 5
 
 
@@ -229,7 +229,7 @@ class QuantConfig(Section):
     def _is_float(self, kind: Kind, override: Override | None) -> bool:
         try:
             return self._tensor(kind, override).QUANTIZER.DISABLE
-        except pydantic.ValidationError:  # told by `_broken`
+        except pydantic.ValidationError:  # reported by `_broken`
             return False
 
     def _tensor(self, kind: Kind, override: Override | None) -> TensorConfig:

@@ -142,7 +142,7 @@ class _Finder:
 
 
 def _may_be(node: Any, candidate: Any) -> bool:
-    """Whether the optimized node can stand for the layer; a light layer may vanish into whatever makes its output."""
+    """Whether the optimized node can be the layer; a light layer may be fused into the node that makes its output."""
     if candidate.op_type in (*_CONVERSIONS, "Transpose", "Reshape", "ReorderOutput"):
         return False
     if not is_heavy(node.op_type):

@@ -1,4 +1,4 @@
-"""Integer operators (QLinearConv, MatMulInteger, MatMulNBits, …) written as the float ones that they stand for.
+"""Integer operators (QLinearConv, MatMulInteger, MatMulNBits, …) written as the corresponding float operators.
 
 A table: operator name -> what writes its float namesake. `writer` is the twin under construction (see `float_twin`).
 """

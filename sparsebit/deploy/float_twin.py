@@ -100,7 +100,7 @@ class _Writer:
         return tensor is not None and type_name(tensor.data_type) in _CODE_TYPES
 
     def comes_from_quantize(self, name: str) -> bool:
-        """Whether a Q, or an operator with integer output, lies behind the value, maybe behind others in between."""
+        """Whether the value comes from a Q or an operator with integer output, directly or through other nodes."""
         node = self.graph.producer.get(name)
         while node is not None:
             if node.op_type in (QUANTIZE, "DynamicQuantizeLinear") or is_integer_operator(node):

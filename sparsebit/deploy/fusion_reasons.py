@@ -82,7 +82,7 @@ def reason_for(site: Site, runtime: str) -> Reason:
 
 
 def _advice(remedy: str, site: Site, runtime: str) -> str:
-    """The remedy; a file that was made for this runtime is not told to be."""
+    """The remedy, without the advice to export for this runtime where the file was."""
     if site.graph.backend == runtime:
         for words in (f"; {_BACKEND}", f"{_BACKEND}; ", ", or BACKEND: {runtime}"):
             remedy = remedy.replace(words, "")

@@ -38,7 +38,7 @@ def checked_path(name: str | os.PathLike[str]) -> Path:
 
 @contextlib.contextmanager
 def staged(target: Path) -> Iterator[Path]:
-    """A path in a hidden folder beside `target` to write to; what lies there at the end takes the target's place.
+    """A path in a hidden folder beside `target` to write to; at the end the files there replace the target.
 
     After an exception (or a kill) the target is as it was; what a killed run has left is removed by the next.
     """

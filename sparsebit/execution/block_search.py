@@ -71,7 +71,7 @@ class _Search:
                 yield low, high
 
     def joined(self, regions: Iterable[Span]) -> list[Span]:
-        """Regions without weights to their neighbours, and the regions of one repeated module to each other."""
+        """Join regions without weights to their neighbours, and the regions of one repeated module to each other."""
         repeated = self._repeated_modules()
         owners = [next((p for p in repeated if node_name(n).startswith(f"{p}.")), None) for n in self.nodes]
         spans: list[Span] = []

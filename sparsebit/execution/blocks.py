@@ -1,4 +1,4 @@
-"""`Block`: a run of neighbouring nodes of a graph, with the values that cross its border.
+"""`Block`: consecutive nodes of a graph, with the values that cross its border.
 
 `named_blocks` cuts a graph at modules that the caller names, `single_layers` at every call of a module, and
 `find_blocks` (in `block_search.py`) where few tensors cross.

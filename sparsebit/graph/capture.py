@@ -104,7 +104,7 @@ class Region(StandIn):
                 refuse_hook(f"a hook on {path}")
 
     def attempt(self, inputs: dict[str, Any]) -> Any:
-        """The graph on `inputs`; a GuardError, and nothing changed, where the graph does not stand for such a call.
+        """The graph on `inputs`; a GuardError, and nothing changed, where the graph does not cover such a call.
 
         Guards ask for sizes, types and numbers, never for values: inputs of one form always give the same answers.
         """
@@ -162,7 +162,7 @@ def _blocks_within(graph_module: CapturedGraph) -> tuple[tuple[str, nn.Module], 
 
 
 class ContainerRegion(Region):
-    """A region in the place of an `nn.Sequential`, or of another module that is indexed, counted or iterated over."""
+    """A region that replaces an `nn.Sequential` or another module that is indexed, counted or iterated over."""
 
     def __len__(self) -> int:
         return len(self._container)

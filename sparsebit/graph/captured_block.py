@@ -1,4 +1,4 @@
-"""`CapturedBlock`: what a graph has in the place of a block that it was traced through."""
+"""`CapturedBlock`: what a graph holds instead of a block that it was traced through."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an example input tells a trace: every traced value also has an example value, without data and without compute.
+"""Example values during a trace: every traced value also has an example value, without data and without compute.
 
 With it, questions that a trace cannot answer by itself (`if x.dim() == 4`, `for k in features`, `(*x.shape[:-1], -1)`)
 are answered from the example. Each answer that another input could change becomes a guard in the graph: a call for
@@ -107,7 +107,7 @@ class Example:
 
 
 def evaluate_plainly(compute: Callable[[], Any]) -> Any:
-    """`compute()`; UNKNOWN where that fails: the trace goes on without an answer."""
+    """`compute()`; UNKNOWN where that fails: the trace continues without a value."""
     try:
         return compute()
     except FAILURES:
@@ -198,7 +198,7 @@ class _Answers:
         return tuple(self._specialise(tuple(value)))
 
     def _attribute(self, name: str) -> Any:
-        """`x.name`: lazily, except where its example already tells what Python would ask next."""
+        """`x.name`: a lazy attribute, or its value where the example already gives it."""
         if name in ("items", "keys", "values", "get"):
             method = self._mapping_method(name)
             if method is not None:

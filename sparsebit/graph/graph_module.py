@@ -72,7 +72,7 @@ class CapturedGraph(fx.GraphModule):
         return self
 
     def _namespaces(self) -> list[tuple[str, nn.Module]]:
-        """Modules that stand for a path and compute nothing, this one first; none below modules that are called."""
+        """Modules that only hold others under a path, this one first; none below modules that are called."""
         found: list[tuple[str, nn.Module]] = [("", self)]
         for path, module in found:
             below = [(f"{path}.{name}" if path else name, child) for name, child in module._modules.items()]

@@ -64,7 +64,7 @@ def _is_write(node: Any) -> bool:
 
 
 def _is_flagged(call: ast.Call, name: str) -> bool:
-    """Whether a function of torch.nn.functional may be told by position to work in place."""
+    """Whether a function of torch.nn.functional takes `inplace` by position."""
     place = _inplace_places().get(name)
     if place is None or len(call.args) <= place:
         return False

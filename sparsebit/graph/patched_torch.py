@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-# These take sizes and types, not tensors, so torch.fx never sees them unless it is told.
+# These take sizes and types, not tensors, so torch.fx does not trace them by itself.
 _FACTORIES = ("arange", "zeros", "ones", "full", "empty", "linspace", "eye", "tensor", "as_tensor", "finfo", "iinfo")
 # Traced always: other numbers at every call.
 _RANDOM_FACTORIES = (

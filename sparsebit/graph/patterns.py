@@ -63,7 +63,7 @@ class SubgraphMatcher:
             )
 
     def find(self, graph_module: fx.GraphModule) -> Iterator[Match]:
-        """Matches in graph order; the graph may be rewritten between two of them, gone nodes match nothing."""
+        """Matches in graph order; the graph may be rewritten between two of them; erased nodes do not match."""
         patterns = {pattern.name: pattern for pattern in self.nodes}
         for node in list(graph_module.graph.nodes):
             if node._erased:

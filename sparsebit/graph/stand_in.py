@@ -1,4 +1,4 @@
-"""`StandIn`: a module in the place of another one, which answers `isinstance` as that one does."""
+"""`StandIn`: a module that replaces another one and answers `isinstance` as that one does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class StandIn(nn.Module):
-    """Code that asks `isinstance(layer, nn.Linear)` gets the answer of the module that this one stands for."""
+    """Code that asks `isinstance(layer, nn.Linear)` gets the answer of the module that this one replaces."""
 
     def _stands_for(self) -> nn.Module | None:
         """That module; None where there is none (yet)."""

@@ -1,4 +1,4 @@
-"""`isinstance(x, Tensor)`, `type(x)`, `hasattr(x, "shape")` in a model's code, answered for what x stands for.
+"""`isinstance(x, Tensor)`, `type(x)`, `hasattr(x, "shape")` in a model's code, answered for the traced value.
 
 A traced value is an object of another class. While a trace runs, the model's Python modules therefore see these
 builtins in a form that knows traced values; torch's own modules and ours do not. Each answer that another input could

@@ -85,7 +85,7 @@ class LeafPolicy:
         return dataclasses.replace(self, own_code={**self.own_code, path: reason})
 
     def below(self, path: str, module: nn.Module) -> LeafPolicy:
-        """The same policy for `module`, which stands at `path`, taken by itself."""
+        """The same policy for `module`, which is at `path`, with paths relative to it."""
         names = {f"{path}.{name}" if path and name else path or name: name for name, _ in module.named_modules()}
         own_code, untouched = (
             {names[full]: reason for full, reason in reasons.items() if full in names}

@@ -1,4 +1,4 @@
-"""`TrainingFlag`: stands for one module's `training` while its forward is traced."""
+"""`TrainingFlag`: the value of one module's `training` while its forward is traced."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def describe_coverage(model: nn.Module, captured: Captured, plan: Plan) -> Cover
     floats = {
         name: reason
         for name, reason in {**unseen, **plan.floats}.items()
-        if name not in layers and name not in names  # of parameters, those that matter are told by their share
+        if name not in layers and name not in names  # parameters are reported by their share
     }
     weighted = _weighted(model)
     return Coverage(

@@ -97,7 +97,7 @@ def quantizers_as_constants(model: nn.Module) -> Iterator[None]:
                     marked.append(child)
                 if child is not None and _is_swapped(parent, child):
                     swapped.append((parent, name, child))
-        # Only now: a bias is fixed with the numbers of its neighbours.
+        # After all quantizers are collected: a bias uses the scales of its input and weight.
         sites = [_constant_site(parent, child) for parent, _, child in swapped]
         for (parent, name, _), site in zip(swapped, sites, strict=True):
             parent._modules[name] = site

@@ -57,7 +57,7 @@ class CheckedModel(VerifiedModel):
         self._alone(lambda: self._first_call_is_due, call, compare)
 
     def _before_source(self, region: Region, call: Call) -> None:
-        """For a call that a graph does not stand for: its module's own code runs, with quantized layers in it.
+        """Called before a module's own code runs instead of its graph, with quantized layers in it.
 
         Code that asks for a layer's very type, say, is another function then; the graph was not.
         """

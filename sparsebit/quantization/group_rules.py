@@ -1,4 +1,4 @@
-"""Weights in groups that a backend would refuse in a file: told when a model is planned, where shapes are known."""
+"""Refuses weight groups that a backend does not read, when the model is planned and shapes are known."""
 
 from __future__ import annotations
 

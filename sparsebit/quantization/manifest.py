@@ -124,6 +124,6 @@ def _damaged(path: Path, how: str) -> CheckpointError:
 
 
 def _checksum(manifest: Mapping[str, Any]) -> str:
-    """Of the values, not of how they are laid out: a manifest that a tool has indented anew is still whole."""
+    """A checksum of the values, not of the text: a manifest that a tool has indented differently is still valid."""
     text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -325,7 +325,7 @@ class _RegionPlanner:
         return None if node in self.python or self._is_entered(node) else row_of(node, self.root)
 
     def _is_entered(self, node: fx.Node) -> bool:
-        """Whether the node is an untraced module whose inside is planned by itself."""
+        """Whether the node is an untraced module whose layers are planned one by one."""
         if node.op != "call_module" or layer_name(self.path, node) not in self.opaque:
             return False
         return any(True for _ in self.root.get_submodule(str(node.target)).children())

@@ -159,7 +159,7 @@ def _checksum(tensors: Mapping[str, Any], *values: object) -> str:
 def _add_bytes(digest: Any, tensor: Tensor) -> None:
     plain = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
     size = plain.numel() * plain.element_size()
-    if size:  # read where it lies: numpy, which would give the bytes, is an optional package
+    if size:  # without numpy, which is an optional package
         digest.update((ctypes.c_char * size).from_address(plain.data_ptr()))
 
 

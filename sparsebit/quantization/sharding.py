@@ -47,7 +47,7 @@ def shard(
 
 
 def block_modules(model: nn.Module, captured: Captured, block: str) -> list[nn.Module]:
-    """The modules with weights that are called in the place of the float model's module `block`, in order."""
+    """The modules with weights that the graph calls for the float model's module `block`, in order."""
     paths = dict.fromkeys(_called(model, captured, block))
     if not paths:
         known = [path for path, _ in model.named_modules() if path]

@@ -98,7 +98,7 @@ class SimulatedModel(nn.Module):
         return LeafPolicy(config.SKIP_TRACE_MODULES, registered_module_types(), **cuts)
 
     def _build(self, example: Call | None, form: CallForm | None = None) -> None:
-        """Capture, plan, attach. Of an example on the meta device the shapes are known: zeros stand for the values."""
+        """Capture, plan, attach. An example on the meta device has shapes only: its values are zeros."""
         # Parameters that are made in inference mode could never be trained.
         with torch.inference_mode(False), undisturbed_randomness():
             self._build_trainable(example, form)

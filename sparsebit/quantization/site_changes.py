@@ -171,7 +171,7 @@ def _refuse_fused(model: nn.Module, quantizer: Quantizer) -> None:
 
 
 def _held(module: nn.Module) -> Iterator[object]:
-    """What lies in the module's own lists, tuples and dicts."""
+    """The objects in the module's own lists, tuples and dicts."""
     for value in list(module.__dict__.values()):
         if isinstance(value, (tuple, list)):
             yield from value

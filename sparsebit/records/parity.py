@@ -85,7 +85,7 @@ class OutputParity:
         limit = min(tolerance.sqnr_db, noise_db - tolerance.noise_margin_db)
         if self.sqnr_db < limit:
             return f"output {self.name}: SQNR {self.sqnr_db:.1f} dB against {against}; {limit:.1f} dB is needed"
-        # One sample is never enough to judge.
+        # One sample is not enough for a share.
         if self.top1 is not None and self.top1 < min(tolerance.top1, 1 - 1 / max(self.num_samples, 1)):
             return f"output {self.name}: top-1 agrees on {self.top1:.1%} of the samples; {tolerance.top1:.1%} is needed"
         if tolerance.max_difference is not None and self.max_difference > tolerance.max_difference:

@@ -1,4 +1,4 @@
-"""`nn.MultiheadAttention` -> projections, products and softmax as ops of their own, each seen by itself."""
+"""`nn.MultiheadAttention` -> projections, products and softmax as ops of their own, so that each can be quantized."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class _RegionAttacher:
         self.root = region.graph_module
         self.calls = Counter(node.target for node in self.root.graph.nodes if node.op == "call_module")
         self.quantized_outputs: dict[fx.Node, fx.Node] = {}
-        # The quantizers in front of an op, which others may read too, by the names that a user is told.
+        # The quantizers in front of an op, which other ops may read too, by the names that errors show.
         self.served: dict[fx.Node, dict[str, Quantizer]] = {}
         self.homes = _homes(self.root, region.source)
         self.writes = Writes(self.root, outside=writes_outside)

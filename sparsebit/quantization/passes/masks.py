@@ -15,7 +15,7 @@ from torch.fx.node import map_aggregate
 from sparsebit.graph.op_rows import OpKind, OpRow
 
 HIDDEN = "a mask hides values in it with minus infinity (or a number as large): it has no grid"
-LARGEST = 1e4  # what masks are made of lies beyond: -1e4 (half precision), -1e9, finfo.min, -inf
+LARGEST = 1e4  # numbers of masks are larger: -1e4 (half precision), -1e9, finfo.min, -inf
 _ENDS = frozenset(
     {"matmul", "bmm", "baddbmm", "einsum", "attention", "batch_norm", "layer_norm", "group_norm", "instance_norm"}
     | {"rms_norm", "softmax", "log_softmax", "relu", "relu6", "sigmoid", "hardsigmoid", "hardtanh", "tanh", "clamp"}
