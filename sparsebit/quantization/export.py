@@ -20,7 +20,7 @@ from sparsebit.deploy.pad_layout import lay_out_pads
 from sparsebit.deploy.pool_layout import lay_out_pools
 from sparsebit.deploy.ports import DynamicAxes
 from sparsebit.deploy.qdq import ExportedSite, lower, required_opset
-from sparsebit.deploy.runtimes import PROFILES
+from sparsebit.deploy.runtimes import PROFILES, RuntimeProfile
 from sparsebit.deploy.to_onnx import in_order, to_onnx
 from sparsebit.errors import CalibrationError, DeploymentError
 from sparsebit.execution.batches import Call, as_call, to_device
@@ -48,13 +48,7 @@ def build_onnx(
     """The model in memory, and its sites in the order of the graph."""
     profile = PROFILES[qmodel.config.BACKEND]
     args, kwargs = export_call(qmodel, dummy_data)
-    if profile.name != "virtual" and any(p.dtype == torch.bfloat16 for p in qmodel.parameters()):
-        # ONNX convolutions of TensorRT's opset have no bfloat16 either.
-        runtime = profile.executes or f"ONNX Runtime, where files for {profile.name} are checked,"
-        raise DeploymentError(
-            f"export_onnx: the model computes in bfloat16, for which {runtime} has no kernels on a CPU; "
-            "call qmodel.float() first"
-        )
+    _refuse_number_types(qmodel, profile)
     _refuse_projections(qmodel)
     opset = _opset(qmodel, opset_version, profile.weight_widths, profile.opset)
     with evaluating(qmodel), quantizers_as_constants(qmodel):
@@ -108,6 +102,20 @@ def export_call(qmodel: SimulatedModel, dummy_data: Any) -> Call:
         args, kwargs = next((form for form in forms if _binds(signature, *form)), (args, kwargs))
     kwargs = in_order(kwargs, signature)
     return to_device(args, qmodel.device), to_device(kwargs, qmodel.device)
+
+
+def _refuse_number_types(qmodel: SimulatedModel, profile: RuntimeProfile) -> None:
+    """What the runtime has no kernels for, or none that compute in integers: the file would be of no use."""
+    lacks = {torch.bfloat16: "no kernels", torch.float64: "no integer kernels"}
+    dtype = next((p.dtype for p in qmodel.parameters() if p.dtype in lacks), None)
+    if profile.name == "virtual" or dtype is None:
+        return
+    # ONNX convolutions of TensorRT's opset have no bfloat16 either.
+    runtime = profile.executes or f"ONNX Runtime, where files for {profile.name} are checked,"
+    raise DeploymentError(
+        f"export_onnx: the model computes in {str(dtype).removeprefix('torch.')}, for which {runtime} has "
+        f"{lacks[dtype]} on a CPU; call qmodel.float() first, and give float32 inputs"
+    )
 
 
 def _refuse_projections(qmodel: SimulatedModel) -> None:

@@ -189,16 +189,17 @@ def _behind(differences: Sequence[SiteDifference]) -> str:
 
 
 def check_loads(qmodel: SimulatedModel, file: Path, name: str) -> None:
-    """Refuses a file in half precision, for no runtime in particular, that ONNX Runtime cannot open."""
-    is_half = any(p.dtype in (torch.bfloat16, torch.float16) for p in qmodel.parameters())
-    if not is_half or qmodel.config.BACKEND != "virtual" or importlib.util.find_spec("onnxruntime") is None:
+    """Refuses a file in half or double precision, for no runtime in particular, that ONNX Runtime cannot open."""
+    names = {torch.bfloat16: "half", torch.float16: "half", torch.float64: "double"}
+    precision = next((names[p.dtype] for p in qmodel.parameters() if p.dtype in names), None)
+    if precision is None or qmodel.config.BACKEND != "virtual" or importlib.util.find_spec("onnxruntime") is None:
         return
     try:
         open_session(file, optimize=False)
     except DeploymentError as error:
         raise DeploymentError(
-            f"{str(error).replace(str(file), name)}\nthe model computes in half precision, for which not every op "
-            "has a kernel on a CPU; call qmodel.float() first"
+            f"{str(error).replace(str(file), name)}\nthe model computes in {precision} precision, for which not every "
+            "op has a kernel on a CPU; call qmodel.float() first"
         ) from error
 
 

@@ -309,6 +309,23 @@ def test_bfloat16_that_no_runtime_loads_is_refused(tmp_path: Path) -> None:
         assert os.listdir(tmp_path) == []
 
 
+def test_float64_that_no_runtime_has_integer_kernels_for_is_refused(tmp_path: Path) -> None:
+    images = IMAGES[:, :3].double()
+    qmodel = calibrated(nn.Sequential(nn.Conv2d(3, 4, 3)).double(), [images])
+    with pytest.raises(DeploymentError, match=r"m\.onnx does not load[^$]*double precision[^$]*qmodel\.float\(\)"):
+        qmodel.export_onnx(images, tmp_path / "m.onnx")
+    for backend in ("onnxruntime", "openvino", "tensorrt"):
+        for model, x in ((TwoLayers(), X.double()), (nn.Sequential(nn.Conv2d(3, 4, 3)), images)):
+            qmodel = calibrated(model.double(), [x], qconfig(backend=backend))
+            with pytest.raises(DeploymentError, match="float64, for which .* no integer kernels"):
+                qmodel.export_onnx(x, tmp_path / "m.onnx")
+            assert os.listdir(tmp_path) == []
+    x = X.float()
+    qmodel = calibrated(TwoLayers().double(), [X.double()], qconfig(backend="onnxruntime")).float()
+    parity = qmodel.export_onnx(x, tmp_path / "m.onnx", check=[x])
+    assert parity is not None and parity.worst.max_difference <= EXACT
+
+
 def test_tensorrt_files(tmp_path: Path) -> None:
     qmodel = calibrated(Residual().eval(), [IMAGES[:, :3]], qconfig(backend="tensorrt"))
     qmodel.export_onnx(IMAGES[:, :3], tmp_path / "m.onnx")
