@@ -18,7 +18,7 @@ from sparsebit.deploy.float_twin import float_twin
 from sparsebit.deploy.fusion_reasons import reason_for
 from sparsebit.deploy.fusion_site import Site, is_heavy, is_layer, kind, label
 from sparsebit.deploy.model_file import num_bytes
-from sparsebit.deploy.qdq_graph import Graph, load_model
+from sparsebit.deploy.qdq_graph import MOVES, Graph, load_model
 from sparsebit.deploy.sessions import RUNTIMES, Session, open_session
 from sparsebit.deploy.timing import interleaved
 from sparsebit.deploy.verdict import verdict
@@ -31,6 +31,7 @@ _KEEP_FLOAT = (
     "what the file keeps in float is not computed in float; export_onnx of this release keeps it so, or open the "
     "session with session.disable_quant_qdq=1, which runs everything in float"
 )
+_MOVING = MOVES | {"Concat", "Gather", "MaxPool", "Pad", "Resize", "Slice", "Split"}
 _TWO_GIGABYTES = 2**31 - 2**20
 _SATURATION = (
     "this CPU has no VNNI: sums of uint8 x int8 products may clip at 16 bits, which costs accuracy; compare the file's "
@@ -86,15 +87,16 @@ def audit(
 def _layers(graph: Graph, execution: Execution, runtime: str) -> tuple[LayerRun, ...]:
     runs = []
     for node in filter(lambda node: is_layer(graph, node), graph.nodes):
-        kernel = execution.kernels[label(node)]
+        kernel, site = execution.kernels[label(node)], Site(graph, node)
         run = LayerRun(
             *(label(node), node.op_type, kind(node.op_type), is_heavy(node.op_type), kernel.arithmetic, kernel.op),
             rounds_weight=kernel.rounds_weight,
+            meant_float=site.is_meant_float,
         )
         if kernel.arithmetic == "unknown":
             run = replace(run, cause="it was not found in the runtime's graph")
         elif kernel.arithmetic == "float":
-            reason = reason_for(Site(graph, node), runtime)
+            reason = reason_for(site, runtime)
             run = replace(
                 run, cause=reason.cause, detail=reason.detail, remedy=reason.remedy, on_purpose=reason.on_purpose
             )
@@ -185,8 +187,20 @@ def _warnings(graph: Graph, layers: tuple[LayerRun, ...]) -> Iterator[str]:
             f"the runtime rounds the float weights of {_some(rounded)} to int8 by itself, with one scale for all "
             f"channels: {_KEEP_FLOAT}"
         )
+    if changed := [layer.name for layer in layers if _is_rounded_against_the_plan(layer)]:
+        yield (
+            f"{_some(changed)} {'is' if len(changed) == 1 else 'are'} meant to be computed in float, as the export "
+            "noted in the file, but the runtime computes in integers: if the file was changed after the export, "
+            "export it again; else open the session with session.disable_quant_qdq=1 to compare the two"
+        )
     if any(item.HasField("g") for node in graph.nodes for item in node.attribute):
         yield "layers inside If, Loop and Scan are not looked into"
+
+
+def _is_rounded_against_the_plan(layer: LayerRun) -> bool:
+    """Whether a layer that the export noted as float runs in integers; ops that only move values give the same."""
+    is_integer = layer.arithmetic in ("integer", "weight-only") and not layer.rounds_weight
+    return layer.meant_float and is_integer and layer.op not in _MOVING
 
 
 def _some(names: list[str]) -> str:

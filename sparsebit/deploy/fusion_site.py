@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from sparsebit.deploy.qdq_graph import MOVES, OFF_KEY, QUANTIZE, Graph, Quantization
+from sparsebit.deploy.qdq_graph import FLOAT_KEY, MOVES, OFF_KEY, QUANTIZE, Graph, Quantization
 from sparsebit.deploy.runtimes import PROFILES, RuntimeProfile
 
 ABSORBED = frozenset({"Relu", "Clip"})
@@ -129,6 +129,11 @@ class Site:
     def switched_off(self) -> str:
         """The key of the config that keeps the layer in float, as the export noted it; else empty."""
         return next((item.value for item in self.node.metadata_props if item.key == OFF_KEY), "")
+
+    @property
+    def is_meant_float(self) -> bool:
+        """Whether the export noted that the layer is to be computed in float."""
+        return any(item.key in (OFF_KEY, FLOAT_KEY) for item in self.node.metadata_props)
 
     @property
     def profile(self) -> RuntimeProfile | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +25,11 @@ from sparsebit.deploy.runtimes import PROFILES, RuntimeProfile
 from sparsebit.deploy.to_onnx import in_order, to_onnx
 from sparsebit.errors import CalibrationError, DeploymentError
 from sparsebit.execution.batches import Call, as_call, to_device
+from sparsebit.quantization.call_state import state_between_calls
 from sparsebit.quantization.export_constants import evaluating, quantizers_as_constants
 from sparsebit.quantization.float_reasons import SWITCHED_OFF
 from sparsebit.quantization.quantizers.base import Quantizer
-from sparsebit.quantization.simulation import SimulatedModel
+from sparsebit.quantization.simulation import SimulatedModel, users_level
 from sparsebit.records.phases import EXPORT, phase
 
 if TYPE_CHECKING:
@@ -50,6 +52,12 @@ def build_onnx(
     args, kwargs = export_call(qmodel, dummy_data)
     _refuse_number_types(qmodel, profile)
     _refuse_projections(qmodel)
+    if state := state_between_calls(qmodel, (args, kwargs)):
+        warnings.warn(
+            f"export_onnx: every call changes {', '.join(state)}, and the next one depends on that; a file keeps "
+            "nothing between calls: it computes each of them from the state that the model has now",
+            stacklevel=users_level(),
+        )
     opset = _opset(qmodel, opset_version, profile.weight_widths, profile.opset)
     with evaluating(qmodel), quantizers_as_constants(qmodel):
         model = to_onnx(

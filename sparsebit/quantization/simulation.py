@@ -130,7 +130,7 @@ class SimulatedModel(nn.Module):
         told = f"the plan has {len(missing)} sites that this model has not: {', '.join(missing[:5])}"
         if not self._policy.own_code and not self._policy.untouched:
             raise ConfigError(f"{told}; make the plan from this model: QuantModel(model, config).plan")
-        warnings.warn(f"{told}: their modules run their own code", stacklevel=_users_level())
+        warnings.warn(f"{told}: their modules run their own code", stacklevel=users_level())
 
     def _capture(self, example: Call | None, form: CallForm | None) -> Captured:
         """The captured model, ready for a plan. A module whose graph cannot be made ready runs its own code."""
@@ -157,7 +157,7 @@ class SimulatedModel(nn.Module):
             if not any(LeafPolicy(skip=(glob,)).is_skipped(path) for path in paths)
         )
         for message in (*map(str, self.config.unmatched_globs(plan.layers)), *skips, *plan.warnings):
-            warnings.warn(message, stacklevel=_users_level())
+            warnings.warn(message, stacklevel=users_level())
         coverage = self.coverage
         log.info("captured: %s; %s", str(coverage).splitlines()[0], coverage.weights)
 
@@ -298,9 +298,13 @@ def shown(form: CallForm) -> str:
     return ", ".join([*given, *fixed]) or "nothing"
 
 
-def _users_level() -> int:
+def users_level() -> int:
     """How far up the stack, from the function that asks, the first caller outside this package is."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("sparsebit."):
+    while frame.f_back is not None and _is_passed(frame.f_globals.get("__name__", "")):
         frame, level = frame.f_back, level + 1
     return level
+
+
+def _is_passed(name: str) -> bool:
+    return name.startswith("sparsebit.") or name == "contextlib"  # whose decorators stand in between

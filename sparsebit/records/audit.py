@@ -38,6 +38,7 @@ class LayerRun:
     A layer in float has a `cause` (the same words for all layers of its group), a `detail` of its own and a `remedy`.
     `on_purpose`: that is intended; the profile leaves it so by design, or the config switched it off.
     `rounds_weight`: the file keeps its weight in float, and the runtime rounds it to int8 all the same.
+    `meant_float`: the export noted that it is to be computed in float.
     """
 
     name: str
@@ -51,6 +52,7 @@ class LayerRun:
     remedy: str = ""
     on_purpose: bool = False
     rounds_weight: bool = False
+    meant_float: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.deploy.audit import audit
-from sparsebit.deploy.qdq_graph import FLOAT_KEY
+from sparsebit.deploy.qdq_graph import FLOAT_KEY, OFF_KEY
 from sparsebit.quantization import QuantModel
 from tests.deploy.exporting import metadata, optimized_ops
 from tests.deploy.tiny_files import Tiny
@@ -117,6 +117,24 @@ def test_the_audit_sees_what_the_runtime_rounds_by_itself(tmp_path: Path) -> Non
     found = audit(file, repeats=0)
     assert {layer.name for layer in found.layers if layer.rounds_weight} == {"float_conv", "up"}
     assert any("rounds the float weights of float_conv, up to int8 by itself" in words for words in found.warnings)
+
+
+@pytest.mark.parametrize("key", [FLOAT_KEY, OFF_KEY])
+def test_the_audit_compares_what_is_meant_to_be_float_with_what_is(key: str, tmp_path: Path) -> None:
+    """A file that another tool has quantized further: a layer that the export noted as float has integers now."""
+    import onnx
+
+    t = Tiny()
+    file = t.save(tmp_path / "m.onnx", t.conv(t.quantized(t.conv(t.quantized("x"), "first")), "last"))
+    assert not audit(file, repeats=0).warnings
+    model = onnx.load(str(file))
+    (first,) = (node for node in model.graph.node if node.name == "first")
+    first.metadata_props.add(key=key, value="Conv")
+    onnx.save(model, str(file))
+    found = audit(file, repeats=0)
+    (layer,) = (layer for layer in found.layers if layer.meant_float)
+    assert (layer.name, layer.arithmetic) == ("first", "integer")
+    assert any("first is meant to be computed in float" in words for words in found.warnings)
 
 
 class UNet(nn.Module):

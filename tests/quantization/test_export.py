@@ -317,7 +317,7 @@ def test_float64_that_no_runtime_has_integer_kernels_for_is_refused(tmp_path: Pa
     for backend in ("onnxruntime", "openvino", "tensorrt"):
         for model, x in ((TwoLayers(), X.double()), (nn.Sequential(nn.Conv2d(3, 4, 3)), images)):
             qmodel = calibrated(model.double(), [x], qconfig(backend=backend))
-            with pytest.raises(DeploymentError, match="float64, for which .* no integer kernels"):
+            with pytest.raises(DeploymentError, match=r"float64, for which .* no integer kernels"):
                 qmodel.export_onnx(x, tmp_path / "m.onnx")
             assert os.listdir(tmp_path) == []
     x = X.float()
