@@ -2,7 +2,7 @@
 
     python benchmarks/kernel_cuts.py [--only rows_backward] [--batch 256] [--output build/kernel_cuts.jsonl]
 
-For whoever tunes `sparsebit.numerics.triton_kernels.WHOLE` and `HALF` for another GPU. `ratio_to_limit` is as in
+For whoever tunes `sparsebit.kernels.fake_quant.WHOLE` and `HALF` for another GPU. `ratio_to_limit` is as in
 `fake_quant.py`: the kernel's time over that in which a copy moves as many bytes. Look at small batches too: with many
 programs, each of which leaves a sum, the last sum takes longer than the pass.
 """
@@ -20,8 +20,8 @@ from rich.progress import track
 
 from benchmarks.common import emit
 from benchmarks.fake_quant import gpu_times
+from sparsebit.kernels.fake_quant import UNLIMITED, Cut, Cuts
 from sparsebit.numerics import triton_kernels
-from sparsebit.numerics.triton_kernels import UNLIMITED, Cut, Cuts
 
 IMAGE = (256, 64, 64)
 REACH: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {

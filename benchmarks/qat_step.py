@@ -27,7 +27,7 @@ from torch import nn
 from benchmarks.common import ROOT, emit
 from sparsebit.numerics import decomposed
 from sparsebit.quantization import QuantModel, parse_qconfig
-from sparsebit.quantization.compiling import compiler_options
+from sparsebit.quantization.speed.inductor_options import compiler_options
 
 
 def recipe(name: str) -> Path:

@@ -97,8 +97,8 @@ def interpreted_kernels() -> dict[str, ModuleType]:
         pytest.skip("triton is not installed")
     if torch.cuda.is_available():
         pytest.skip("the kernels run on the GPU here")
-    names = ("triton_programs", "triton_kernels", "triton_parts", "row_batch")
-    return {name: importlib.import_module(f"sparsebit.numerics.{name}") for name in names}
+    names = ("programs", "fake_quant", "stacked", "weight_rows")
+    return {name: importlib.import_module(f"sparsebit.kernels.{name}") for name in names}
 
 
 @pytest.fixture(autouse=True)

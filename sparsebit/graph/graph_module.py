@@ -111,7 +111,8 @@ class CapturedGraph(fx.GraphModule):
         return _restored, (self._state(), type(self).__name__, _to_rows(self.graph))
 
     def _state(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_graph"}
+        # Nor a forward in the instance, which is put there for training.
+        return {name: value for name, value in self.__dict__.items() if name not in ("_graph", "forward")}
 
 
 _RESERVED = frozenset({*dir(fx.GraphModule), "meta", "source", "release_unread", "self"})

@@ -1,13 +1,9 @@
-"""fake_quantize: the only door to fake-quant for the rest of the house, and the slot where a device's kernels go in.
+"""`fake_quantize`, which all code outside this package calls, and `register_kernels` for one device's kernels.
 
-A GPU's are in it from the start (`triton_kernels`), compiled at first use; without triton plain torch runs.
+Without kernels, plain torch runs. `sparsebit.kernels` registers those for CUDA.
 """
 
 from __future__ import annotations
-
-import logging
-from functools import lru_cache
-from typing import Any
 
 from torch import Tensor
 
@@ -15,8 +11,6 @@ from sparsebit.numerics import float8, operator
 from sparsebit.numerics.gradients import Gradient
 from sparsebit.numerics.operator import KERNELS, PLAIN, Kernels
 from sparsebit.numerics.spec import TensorSpec
-
-log = logging.getLogger(__name__)
 
 __all__ = ["PLAIN", "Kernels", "fake_quantize", "register_kernels"]
 
@@ -55,25 +49,3 @@ def register_kernels(device_type: str, kernels: Kernels | None) -> None:
         KERNELS.pop(device_type, None)
     else:
         KERNELS[device_type] = kernels
-
-
-@lru_cache(maxsize=1)
-def _gpu_kernels() -> Kernels:
-    try:
-        from sparsebit.numerics.triton_kernels import KERNELS
-    except ImportError as error:
-        log.warning("fake-quant runs as plain torch on this GPU, several times slower: %s; pip install triton", error)
-        return PLAIN
-    register_kernels("cuda", KERNELS)  # from now on without the detour
-    return KERNELS
-
-
-def _forward_on_gpu(*arguments: Any) -> Tensor:
-    return _gpu_kernels().forward(*arguments)
-
-
-def _backward_on_gpu(*arguments: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    return _gpu_kernels().backward(*arguments)
-
-
-register_kernels("cuda", Kernels(_forward_on_gpu, _backward_on_gpu))

@@ -20,10 +20,8 @@ from torch.autograd.function import once_differentiable
 
 from sparsebit.errors import SpecError
 from sparsebit.numerics import decomposed, gradients, plain
-from sparsebit.numerics.activations import ACTIVATIONS
-from sparsebit.numerics.compilation import KERNEL_DTYPES, is_exporting
+from sparsebit.numerics.compilation import is_exporting
 from sparsebit.numerics.gradients import GRADIENTS, LEARNING
-from sparsebit.numerics.reference import compute_dtype
 from sparsebit.numerics.spec import TensorSpec
 
 Found: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]  # gradients of x, scale and zero point
@@ -33,8 +31,8 @@ Found: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]  # gradien
 class Kernels:
     """One device's implementation: `forward` as `plain.fake_quantize`, `backward` as `gradients.backward`.
 
-    `fuses`: they do more in the same pass. The forward takes the type of the result and the name of an activation
-    function in front (`activations`), the backward that name.
+    `fuses`: they compute more in the same pass. The forward also takes the type of the result and the name of an
+    activation function in front (`sparsebit.kernels.activations`), the backward that name.
     """
 
     forward: Callable[..., Tensor]
@@ -72,12 +70,11 @@ def fake_quantize(
     gradient: str,
     tag: str,
 ) -> Tensor:
-    """The operator, called the shortest way.
+    """The operator. Where no compiler, tracer, mode or transform has to see it, its functions are called directly.
 
-    The way through torch's dispatcher and back into Python, twice, costs as much as the arithmetic on a small tensor.
-    Where nobody watches, the same functions are called without that detour.
+    Going through torch's dispatcher and back into Python costs as much as the arithmetic on a small tensor.
     """
-    if is_watched(x, scale, zero_point):
+    if is_intercepted(x, scale, zero_point):
         if is_transformed() and not torch.compiler.is_compiling():
             _needs_grad(x, scale, zero_point, gradient, tag)  # which checks the arguments
             return _transformed(x, scale, zero_point, (axis, group_size, qmin, qmax, gradient, tag))[0]
@@ -88,7 +85,8 @@ def fake_quantize(
         return _forward(x, scale, zero_point, axis, group_size, qmin, qmax, gradient, tag)
 
 
-def _kernels(x: Tensor) -> Kernels:
+def kernels_for(x: Tensor) -> Kernels:
+    """Those that were registered for the tensor's device, else plain torch."""
     return KERNELS.get("cuda" if x.is_cuda else x.device.type, PLAIN) if KERNELS else PLAIN
 
 
@@ -104,13 +102,13 @@ def _forward(
     tag: str,
 ) -> Tensor:
     try:
-        return _kernels(x).forward(x, scale, zero_point, axis, group_size, qmin, qmax)
+        return kernels_for(x).forward(x, scale, zero_point, axis, group_size, qmin, qmax)
     except SpecError as error:
         raise SpecError(f"{tag or 'fake_quantize'}: {error}") from None
 
 
 def _backward(grad: Tensor, x: Tensor, *rest: Any) -> list[Tensor]:
-    return [needed for needed in _kernels(x).backward(grad, x, *rest) if needed is not None]
+    return [needed for needed in kernels_for(x).backward(grad, x, *rest) if needed is not None]
 
 
 def _fake_forward(x: Tensor, *rest: Any) -> Tensor:
@@ -130,36 +128,6 @@ def grid_of(spec: TensorSpec) -> Grid:
     return spec.granularity.axis, spec.granularity.size, spec.qmin, spec.qmax
 
 
-def quantized(
-    x: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    grid: Grid,
-    dtype: torch.dtype,
-    tag: str,
-    activation: str = "",
-    *,
-    watched: bool | None = None,
-) -> Tensor:
-    """Below autograd: `x`, or the activation function of that name of it, on its grid, in the type `dtype`.
-
-    `watched`: what `is_watched` says, for whoever has asked it.
-    """
-    if is_watched(x, scale, zero_point) if watched is None else watched:
-        value = ACTIVATIONS[activation].value(x) if activation else x
-        return _below_autograd(value, scale, zero_point, *grid, "ste", tag).to(dtype)
-    kernels = _kernels(x)
-    if activation and not kernels.fuses:
-        x, activation = ACTIVATIONS[activation].value(x), ""
-    try:
-        if activation or (dtype != x.dtype and kernels.fuses):
-            return kernels.forward(x, scale, zero_point, *grid, dtype, activation)
-        y = kernels.forward(x, scale, zero_point, *grid)
-    except SpecError as error:
-        raise SpecError(f"{tag}: {error}") from None
-    return y if dtype == x.dtype else y.to(dtype)
-
-
 def gradients_of(
     grad: Tensor,
     x: Tensor,
@@ -168,45 +136,15 @@ def gradients_of(
     grid: Grid,
     gradient: str,
     needs: tuple[bool, ...],
-    activation: str = "",
-    *,
-    watched: bool | None = None,
 ) -> Found:
-    """Below autograd: what `grad` gives to x, scale and zero point, where it is needed and learned; as `quantized`."""
+    """Below autograd: what `grad` gives to x, scale and zero point, where it is needed and learned."""
     if gradient not in LEARNING:
         needs = (needs[0], False, False)
-    rest = (*grid, gradient, *needs)
-    if is_watched(grad, x, scale) if watched is None else watched:
-        return around(_as_operator, grad, x, scale, zero_point, rest, activation)
-    kernels = _kernels(x)
-    if kernels.fuses:
-        return kernels.backward(grad, x, scale, zero_point, *rest, activation)
-    return around(kernels.backward, grad, x, scale, zero_point, rest, activation)
+    backward = _backward_by_operator if is_intercepted(grad, x, scale) else kernels_for(x).backward
+    return backward(grad, x, scale, zero_point, *grid, gradient, *needs)
 
 
-def fuses(x: Tensor) -> bool:
-    """Whether the kernels for such a tensor do more in the same pass."""
-    return _kernels(x).fuses and x.dtype in KERNEL_DTYPES
-
-
-def around(
-    backward: Callable[..., Found],
-    grad: Tensor,
-    x: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    rest: tuple[Any, ...],
-    activation: str,
-) -> Found:
-    """A backward of fake-quant alone, with that of an activation function in front in a pass of its own."""
-    if not activation:
-        return backward(grad, x, scale, zero_point, *rest)
-    function = ACTIVATIONS[activation]
-    grad_x, by_scale, by_zero_point = backward(grad, function.value(x), scale, zero_point, *rest)
-    return None if grad_x is None else function.gradient(grad_x, x), by_scale, by_zero_point
-
-
-def _as_operator(*arguments: Any) -> Found:
+def _backward_by_operator(*arguments: Any) -> Found:
     needs = arguments[-3:]
     # The needed gradients only: an operator's list of tensors has no room for None.
     found = iter(_fake_quantize_backward(*arguments))
@@ -214,32 +152,8 @@ def _as_operator(*arguments: Any) -> Found:
     return by_x, by_scale, by_zero_point
 
 
-def slopes(
-    x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, gradient: str, needs: tuple[bool, bool], tag: str
-) -> tuple[Tensor, list[Tensor]]:
-    """`x` on the grid of one scale, and how fast each number moves with scale and zero point, as far as is needed.
-
-    Without LSQ's factor, and below autograd; in the type of `x`.
-    """
-    wide = x.to(compute_dtype(x.dtype))
-    y = fake_quantize(wide, scale, zero_point, *grid, "ste", tag)
-    step = plain.magnitude(plain.align(scale, x, None, 0))
-
-    def where_inside(values: Tensor) -> Tensor:
-        found = gradients_of(values, wide, scale, zero_point, grid, gradient, (True, False, False))[0]
-        assert found is not None
-        return found
-
-    found = []
-    if needs[0]:
-        found.append((y - where_inside(y if gradient == "pact" else wide)) * (scale.sign() / step))
-    if needs[1]:
-        found.append((where_inside(torch.ones_like(wide)) - 1.0) * step)
-    return y.to(x.dtype), [slope.to(x.dtype) for slope in found]
-
-
 class _FakeQuantize(torch.autograd.Function):
-    """Where nobody watches. `rest` is one argument: autograd looks at each."""
+    """Used when no compiler, tracer, mode or transform is active. `rest` is one argument: autograd looks at each."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, rest: tuple[Any, ...]) -> Tensor:
@@ -252,14 +166,14 @@ class _FakeQuantize(torch.autograd.Function):
         return (_gradients_with_history if torch.is_grad_enabled() else _gradients)(ctx, grad)
 
 
-class _WatchedFakeQuantize(_FakeQuantize):
-    """The operator is called again, below autograd, for whoever wants to see it."""
+class _InterceptedFakeQuantize(_FakeQuantize):
+    """Calls the operator again, below autograd, where the active mode or tracer sees it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, rest: tuple[Any, ...]) -> Tensor:
         ctx.save_for_backward(x, scale, zero_point)
         ctx.rest = rest
-        return _below_autograd(x, scale, zero_point, *rest)
+        return below_autograd(x, scale, zero_point, *rest)
 
 
 class _TransformedFakeQuantize(torch.autograd.Function):
@@ -342,20 +256,21 @@ def _gradients_with_history(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]
     return torch.where(mask > 0, grad, 0.0), None, None, None
 
 
-# Without the detour through Python that `Function.apply` makes for functorch's sake: those are who watches.
+# `Function.apply` runs Python code for functorch first, whose transforms never get here.
 _record: Callable[..., Tensor] = super(torch.autograd.Function, _FakeQuantize).apply
-_record_watched: Callable[..., Tensor] = _WatchedFakeQuantize.apply
+_record_intercepted: Callable[..., Tensor] = _InterceptedFakeQuantize.apply
 
 
 def _autograd(x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> Tensor:
     if not _needs_grad(x, scale, zero_point, *rest[-2:]):
-        return _below_autograd(x, scale, zero_point, *rest)
-    return (_record_watched if is_watched(x, scale, zero_point) else _record)(x, scale, zero_point, rest)
+        return below_autograd(x, scale, zero_point, *rest)
+    return (_record_intercepted if is_intercepted(x, scale, zero_point) else _record)(x, scale, zero_point, rest)
 
 
-def _below_autograd(x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> Tensor:
+def below_autograd(x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> Tensor:
+    """The operator without a record for the backward; `rest` as `fake_quantize` takes it."""
     with torch._C._AutoDispatchBelowAutograd():
-        return (OPERATOR if is_watched(x, scale, zero_point) else _forward)(x, scale, zero_point, *rest)
+        return (OPERATOR if is_intercepted(x, scale, zero_point) else _forward)(x, scale, zero_point, *rest)
 
 
 def _needs_grad(x: Tensor, scale: Tensor, zero_point: Tensor, gradient: str, tag: str) -> bool:
@@ -369,8 +284,8 @@ def _needs_grad(x: Tensor, scale: Tensor, zero_point: Tensor, gradient: str, tag
     return x.requires_grad or (gradient in LEARNING and (scale.requires_grad or zero_point.requires_grad))
 
 
-def is_watched(x: Tensor, scale: Tensor, zero_point: Tensor) -> bool:
-    """Whether a compiler, mode, transform, tracer or tensor subclass stands in between and has to see the operator."""
+def is_intercepted(x: Tensor, scale: Tensor, zero_point: Tensor) -> bool:
+    """Whether a compiler, mode, transform, tracer or tensor subclass is active that has to see the operator."""
     return bool(
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()

@@ -16,8 +16,7 @@ from sparsebit.quantization.ops.bias import INT32, BiasRounding
 from sparsebit.quantization.ops.layer_call import current_weight
 from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
 from sparsebit.quantization.ops.quant_opr import QShared, WeightedQuantOpr
-from sparsebit.quantization.quantizers.base import Quantizer
-from sparsebit.quantization.quantizers.recognition import is_known
+from sparsebit.quantization.quantizers.base import Quantizer, rounds_by_operator
 
 
 class ConstantSite(nn.Module):
@@ -111,9 +110,9 @@ def quantizers_as_constants(model: nn.Module) -> Iterator[None]:
 
 def _is_swapped(parent: nn.Module, child: nn.Module) -> bool:
     if isinstance(child, Quantizer):
-        return child.is_enable and (_is_own_weight(parent, child) or is_known(child))
+        return child.is_enable and (_is_own_weight(parent, child) or rounds_by_operator(child))
     if isinstance(child, QShared):
-        return child.input_quantizer.is_enable and is_known(child.input_quantizer)
+        return child.input_quantizer.is_enable and rounds_by_operator(child.input_quantizer)
     return isinstance(child, BiasRounding) and child.is_enable
 
 

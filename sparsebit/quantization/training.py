@@ -1,114 +1,93 @@
-"""`TrainableModel`: a simulated model that trains: what a training step may leave out, and the verbs of training."""
+"""`TrainableModel`: a simulated model that trains, and the verbs of training."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import nn
 from typing_extensions import Self
 
+import sparsebit.kernels  # noqa: F401  # puts a GPU's kernels behind the operator
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.errors import CalibrationError
-from sparsebit.execution.distributed import is_distributed, is_sharded
-from sparsebit.graph.capture import Captured
+from sparsebit.execution.distributed import is_sharded
 from sparsebit.graph.example import GuardError
-from sparsebit.numerics.compilation import is_exporting
-from sparsebit.quantization import held_parts as freezing
-from sparsebit.quantization import saved_activations, sharding
+from sparsebit.quantization import held_parts, sharding
 from sparsebit.quantization.algorithms.batchnorm_tuning import (
     MayFold,
     fold_quantized_batchnorm,
     restarted_statistics,
 )
-from sparsebit.quantization.compiling import with_options
 from sparsebit.quantization.first_calls import CheckedModel
 from sparsebit.quantization.held_parts import Part
 from sparsebit.quantization.ops.quant_opr import FunctionalWeightedQuantOpr, WeightedQuantOpr
-from sparsebit.quantization.ops.recipes import packing
 from sparsebit.quantization.parameter_groups import parameter_groups
 from sparsebit.quantization.passes.attach_integer_ops import attach_integer_ops
-from sparsebit.quantization.passes.defer_activations import defer_activations
-from sparsebit.quantization.passes.defer_relus import choose, defer_relus
-from sparsebit.quantization.passes.join_selects import join_selects
-from sparsebit.quantization.passes.wrap_cheap_functions import wrap_cheap_functions
-from sparsebit.quantization.weight_batches import WeightBatches
+
+if find_spec("sparsebit.quantization.speed") is not None:
+    from sparsebit.quantization import speed
+else:  # the plain path needs nothing of it
+    speed = None  # type: ignore[assignment]
 
 
 class TrainableModel(CheckedModel):
     """What `QuantModel` does between `init_QAT` and the export."""
 
-    _packs: bool | None = None  # whether a whole forward is packed; None: nobody has decided yet
-    _weights: WeightBatches | None = None
-    _rewritten: Captured | None = None  # whose graph is rewritten for training
+    _packs: bool | None = None  # what `pack_saved_activations` was told
+    _is_accelerated = True  # what `accelerate` was told
+    _speed: speed.Acceleration | None = None  # in training
     _holds_statistics = False  # of batch norms
 
     # --- a step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.training or not torch.is_grad_enabled() or is_exporting():
+        if not self.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            return self._compiled_forward(*args, **kwargs)
-        with packing() if self._packs else contextlib.nullcontext(), self._batched_weights():
+        self._choose_path()
+        with contextlib.nullcontext() if self._speed is None else self._speed.step():
             return super().forward(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        self._choose_path()
+        if self._holds_statistics:
+            held_parts.hold_statistics(self.model, held=True)
+        return self
+
+    def accelerate(self, enabled: bool = True) -> None:
+        """Whether training runs fused steps, as it does by default, or the plain modules one by one.
+
+        Values and gradients are the same, but for the order of sums; the plain path is slower and takes more memory.
+        """
+        self._is_accelerated = enabled
+        self._choose_path()
+
+    def _choose_path(self) -> None:
+        """Put the fused steps in, or take them out."""
+        if speed is None or not self.training or not self._is_accelerated:
+            if self._speed is not None:
+                self._speed.undo()
+            self._speed = None
+        elif self._speed is None or self._speed.captured is not self._captured or self._speed.packs is not self._packs:
+            self._speed = speed.accelerate(self.model, self._captured, packs=self._packs)
+
+    def _warn_of_source(self, error: GuardError) -> None:
+        super()._warn_of_source(error)
+        if self._speed is not None:
+            self._speed.release_weights()
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """As `nn.Module.compile`, with options for inductor that make a training step faster; yours are added to them.
 
         `torch.compile(qmodel)` gives the same values.
         """
-        if not args and kwargs.get("backend", "inductor") == "inductor":
-            kwargs = with_options(kwargs, self.device.type)
+        if speed is not None and not args and kwargs.get("backend", "inductor") == "inductor":
+            kwargs = speed.with_options(kwargs, self.device.type)
         super().compile(*args, **kwargs)
-
-    def _compiled_forward(self, *args: Any, **kwargs: Any) -> Any:
-        weights = self._weights
-        # Other processes want gradients as soon as there are any.
-        if weights is None or weights.root is not self._root or is_distributed():
-            return super().forward(*args, **kwargs)
-        weights.quantize()
-        try:
-            return super().forward(*args, **kwargs)
-        finally:
-            weights.clear()
-
-    def _batched_weights(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, layers find their weights quantized (on a GPU)."""
-        if self._root is None:
-            return contextlib.nullcontext()
-        self._know_weights()
-        assert self._weights is not None
-        return self._weights.ready()
-
-    def _know_weights(self) -> None:
-        if self._root is not None and (self._weights is None or self._weights.root is not self._root):
-            self._weights = WeightBatches(self._root)
-
-    def _warn_of_source(self, error: GuardError) -> None:
-        super()._warn_of_source(error)
-        if self._weights is not None:  # the model's own code may run a layer again in the backward
-            self._weights.clear()
-
-    def train(self, mode: bool = True) -> Self:
-        super().train(mode)
-        if mode and self.is_quantized("feature"):
-            if self._rewritten is not self._captured:
-                defer_relus(self._captured)
-                defer_activations(self._captured)
-                join_selects(self._captured)
-                self._rewritten = self._captured
-                if self._packs:
-                    self._install_packing()
-            choose(self.model)
-            self._know_weights()  # before a compiler looks
-            if self._packs is None and self.device.type == "cuda":
-                saved_activations.recompute(self.model, above=saved_activations.LARGE)
-        if self._holds_statistics:
-            freezing.hold_statistics(self.model, held=True)
-        return self
 
     # --- switches
 
@@ -125,10 +104,10 @@ class TrainableModel(CheckedModel):
         self._hold(parts, held=False)
 
     def _hold(self, parts: tuple[Part, ...], *, held: bool) -> None:
-        for part in freezing.chosen(self.model, parts):
+        for part in held_parts.chosen(self.model, parts):
             if part == "batchnorm":
                 self._holds_statistics = held
-            freezing.HOLD[part](self.model, held)
+            held_parts.HOLD[part](self.model, held)
 
     def pack_saved_activations(self, enabled: bool = True) -> None:
         """Train in less memory than the float model takes; gradients stay the same, bit by bit.
@@ -137,14 +116,8 @@ class TrainableModel(CheckedModel):
         there. `False` keeps everything. Without a call, on a GPU, large quantized copies alone are computed again.
         Under `torch.compile` the compiler decides by itself.
         """
-        saved_activations.remove(self.model)
-        if enabled:
-            self._install_packing()
         self._packs = enabled
-
-    def _install_packing(self) -> None:
-        wrap_cheap_functions(self._captured)
-        saved_activations.install(self.model)
+        self._choose_path()
 
     # --- for the training loop
 

@@ -136,12 +136,12 @@ def gradients(program: Program, compiled: Compiled) -> None:
     qmodel.calc_qparams()
     _widen(qmodel)
     _, theirs = _matched(model, qmodel)  # where a part of the copy gave way to the model's own code, they are new ones
-    # Quantizers that are switched on after train() find the graph as it was captured: the plain path.
     qmodel.train()
     qmodel.set_quant(w_quant=True, a_quant=True)
+    qmodel.accelerate(False)
     with state_kept(qmodel.model, qmodel._source):  # both paths start from the same
         plain = [_step(compiled, qmodel, call, theirs) for call in (4, 5)]
-    qmodel.train()
+    qmodel.accelerate()
     for call, right in zip((4, 5), plain, strict=True):
         accelerated = _step(compiled, qmodel, call, theirs)
         compare(call, right, accelerated, 1e-3, "16 bits, the accelerated training path against the plain one")

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sparsebit.quantization import DistillationLoss, QuantModel
-from sparsebit.quantization.compiling import compiler_options
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 from tests.quantization.tiny import qconfig, run
 from tests.quantization.tiny_training import WAYS, Net, data, numbers, ready, train
@@ -99,33 +98,6 @@ def test_inductor() -> None:
     x, labels = data()
     torch.testing.assert_close(step(compiled, x, labels), step(plain, x, labels))
     assert_alike(qmodel, plain, 1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own modules
-@pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize("mode", [None, "max-autotune-no-cudagraphs"])
-def test_compiled_in_place(mode: str | None) -> None:
-    from torch._inductor import config
-
-    qmodel = ready("lsq")
-    plain = copy.deepcopy(qmodel)
-    seen = []
-
-    def watch(graph: torch.fx.Graph) -> None:
-        seen.append((config.max_autotune, type(config.post_grad_custom_post_pass)))
-
-    qmodel.compile(fullgraph=True, mode=mode, options={"joint_custom_pre_pass": watch})
-    x, labels = data()
-    torch.testing.assert_close(step(qmodel, x, labels), step(plain, x, labels))
-    assert_alike(qmodel, plain, 1e-4)
-    assert seen == [(mode is not None, type(compiler_options("cpu")["post_grad_custom_post_pass"]))]
-
-
-def test_options_are_inductors() -> None:
-    from torch._inductor import config
-
-    assert all(hasattr(config, name) for name in compiler_options("cuda"))
 
 
 @pytest.mark.usefixtures("_fresh_compiler")

@@ -24,8 +24,7 @@ from sparsebit.numerics.qparams import broadcast_to
 from sparsebit.numerics.spec import scale_shape
 from sparsebit.quantization.calibration import calibrate_weight
 from sparsebit.quantization.ops.quant_opr import QuantOpr, WeightedQuantOpr
-from sparsebit.quantization.quantizers.base import Quantizer
-from sparsebit.quantization.quantizers.recognition import is_known
+from sparsebit.quantization.quantizers.base import Quantizer, rounds_by_operator
 from sparsebit.quantization.sites import layer_name
 
 log = logging.getLogger(__name__)
@@ -144,7 +143,7 @@ def rescale(quantizer: Quantizer, weight: Tensor, channel_axis: int, factor: Ten
     spec = quantizer.spec
     shape = scale_shape(weight.shape, spec.granularity)  # (), (out,), or that of the weight in groups
     place = channel_axis if len(shape) > 1 else 0
-    if not quantizer.is_calibrated or not is_known(quantizer) or not shape or shape[place] != len(factor):
+    if not quantizer.is_calibrated or not rounds_by_operator(quantizer) or not shape or shape[place] != len(factor):
         if quantizer.is_calibrated and any(True for _ in quantizer.parameters()):
             log.warning(
                 "%s: its learned scale cannot take in a factor per channel, and is calibrated anew; "

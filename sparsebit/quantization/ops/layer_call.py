@@ -106,6 +106,12 @@ def call_with_hooks(
     return output
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a call of the module runs more than its forward."""
+    own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(own) or bool(_has_any_global_hook())
+
+
 def _told_of(layer: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
     return lambda _, *rest: hook(layer, *rest)
 

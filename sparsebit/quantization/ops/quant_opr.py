@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 from typing_extensions import Self
 
 from sparsebit.graph.op_rows import OpKind, OpRow
 from sparsebit.graph.op_table import bias_argument, input_argument, weight_argument
 from sparsebit.graph.stand_in import StandIn
 from sparsebit.quantization.ops.bias import BiasRounding
-from sparsebit.quantization.ops.first_layer import first_layer
 from sparsebit.quantization.ops.integer_ops import IntegerLayer, IntegerMultiply, with_gradient_of
-from sparsebit.quantization.ops.layer_call import call_with_hooks, forward_with
-from sparsebit.quantization.ops.quantized_layer import quantized_layer
-from sparsebit.quantization.ops.recipes import as_autocast, recipe_of
+from sparsebit.quantization.ops.layer_call import call_with_hooks, forward_with, is_hooked
 from sparsebit.quantization.ops.repeated_calls import CallArithmetics, note_grid
 from sparsebit.quantization.quantizers.base import Quantizer
-from sparsebit.quantization.quantizers.recognition import is_hooked
-
-# Layers whose arithmetic is known by their class.
-_LAYERS = frozenset(
-    kind
-    for home in (torch.nn.modules.conv, torch.nn.modules.linear)
-    for kind in vars(home).values()
-    if isinstance(kind, type) and issubclass(kind, nn.Linear | _ConvNd)
-)
 
 
 class QuantOpr(StandIn):
@@ -68,7 +54,6 @@ class QuantOpr(StandIn):
     ) -> None:
         self.op = op
         self.row = row
-        self.has_input = bool(row.inputs)
         self.input_quantizer = input_quantizer
         self.weight_quantizer = weight_quantizer
 
@@ -103,11 +88,10 @@ class QuantOpr(StandIn):
 
     def quantize_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The positional arguments with the input quantized; one that came by name is replaced in `kwargs`."""
-        input_quantizer: Any = self._modules["input_quantizer"]
-        if len(args) == 1 and not kwargs and self.has_input:
-            return (input_quantizer(args[0]),)
+        if len(args) == 1 and not kwargs and self.row.inputs:
+            return (self.input_quantizer(args[0]),)
         place = input_argument(self.row, args, kwargs, is_module="op" in self._modules)
-        return args if place is None else _replaced(args, kwargs, place, input_quantizer)
+        return args if place is None else _replaced(args, kwargs, place, self.input_quantizer)
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         """The op itself on quantized values."""
@@ -157,55 +141,29 @@ class WeightedQuantOpr(QuantOpr):
     op: nn.Module
     weight_quantizer: Quantizer
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        # Quantized for this forward, together with others (`weight_batches`).
-        self.ready_weight: torch.Tensor | None = None
-        # Bytes of the quantized input that are kept for the backward rather than computed again.
-        self.kept_below = math.inf
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        modules: dict[str, Any] = self._modules  # at every step: without the way through `__getattr__`
-        op = modules["op"]
-        if is_hooked(op):
-            return call_with_hooks(op, self._compute_quantized, args, kwargs)
-        if not modules["weight_quantizer"].is_enable:
-            return op(*self.quantize_input(args, kwargs), **kwargs)
-        return self._compute_quantized(*args, **kwargs)
+        if is_hooked(self.op):  # hooks see the layer itself, and its input before it is quantized
+            return call_with_hooks(self.op, self.compute_layer, args, kwargs)
+        return self.compute_layer(*args, **kwargs)
 
-    def _compute_quantized(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's forward on its quantized input, without its hooks."""
-        modules: dict[str, Any] = self._modules
-        op, input_quantizer, weight_quantizer = modules["op"], modules["input_quantizer"], modules["weight_quantizer"]
-        if not weight_quantizer.is_enable:
-            return op.forward(*self.quantize_input(args, kwargs), **kwargs)
-        weight = weight_quantizer(op.weight) if self.ready_weight is None else self.ready_weight
-        bias = getattr(op, "bias", None)
-        bias_rounding, integer = self.bias_rounding, self.integer
-        if self.per_call is not None and args:
-            bias_rounding, integer = self.per_call.choose(args[0])
+    def compute_layer(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's forward on its quantized input and weight, without its hooks."""
+        bias_rounding, integer = self.arithmetic_for(args)
+        args = self.quantize_input(args, kwargs)
+        if not self.weight_quantizer.is_enable:
+            return self.op.forward(*args, **kwargs)
+        weight, bias = self.weight_quantizer(self.op.weight), self.stored_bias()
         if bias is not None and bias_rounding is not None:
             bias = bias_rounding(bias)
-        runs_in_integers = integer is not None and integer.is_active
-        if len(args) == 1 and not kwargs and not runs_in_integers and _is_plain(op):
-            found = first_layer(op, input_quantizer, args[0], weight, bias)
-            if found is None:
-                found = quantized_layer(op, input_quantizer, args[0], weight, bias, kept_below=self.kept_below)
-            if found is not None:
-                return found
-        args = self.quantize_input(args, kwargs)
-        if integer is not None and runs_in_integers and _is_one_float32(args, kwargs):
+        if integer is not None and integer.is_active and _is_one_float32(args, kwargs):
             return self._in_integers(integer, args[0], weight, bias)
-        if args and recipe_of(args[0]) is not None:
-            args = (as_autocast(args[0]), *args[1:])  # autocast would keep a copy of its own
-        return forward_with(op, weight, bias, args, kwargs)
+        return forward_with(self.op, weight, bias, args, kwargs)
 
-    def hand_weight(self, weight: torch.Tensor | None) -> None:
-        """The quantized weight for this forward; None: the layer quantizes its own."""
-        if torch.compiler.is_compiling():
-            self.ready_weight = weight
-        else:
-            self.__dict__["ready_weight"] = weight  # at every step: without what `nn.Module` does for an attribute
+    def arithmetic_for(self, args: tuple[Any, ...]) -> tuple[BiasRounding | None, IntegerLayer | None]:
+        """The int32 bias and the integer kernel of a call with these arguments."""
+        if self.per_call is not None and args:
+            return self.per_call.choose(args[0])
+        return self.bias_rounding, self.integer
 
     def stored_bias(self) -> torch.Tensor | None:
         return getattr(self.op, "bias", None)
@@ -321,10 +279,9 @@ class QIdentity(QuantOpr):
         self.notes_grid = False  # for a layer that chooses its arithmetic by it
 
     def forward(self, x: Any) -> Any:
-        quantizer: Any = self._modules["input_quantizer"]
-        x = quantizer(x)
+        x = self.input_quantizer(x)
         if self.notes_grid:
-            note_grid(x, quantizer)
+            note_grid(x, self.input_quantizer)
         return x
 
     def _get_name(self) -> str:
@@ -392,8 +349,3 @@ def _in_integers(
 
 def _is_one_float32(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return len(args) == 1 and not kwargs and args[0].dtype == torch.float32
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """A layer of torch itself, with torch's own forward."""
-    return type(module) in _LAYERS and "forward" not in module.__dict__

@@ -22,8 +22,7 @@ from sparsebit.quantization.ops.quant_opr import (
     WeightedQuantOpr,
 )
 from sparsebit.quantization.ops.repeated_calls import CallArithmetic, CallArithmetics
-from sparsebit.quantization.quantizers.base import Quantizer
-from sparsebit.quantization.quantizers.recognition import is_known
+from sparsebit.quantization.quantizers.base import Quantizer, rounds_by_operator
 from sparsebit.quantization.sites import split_site
 
 _LAYERS = frozenset({"conv", "linear", "addmm"})
@@ -237,7 +236,7 @@ def _fits(layer: WeightedQuantOpr | FunctionalWeightedQuantOpr, quantizer: Quant
     weight, feature = layer.weight_quantizer.spec, quantizer.spec
     return (
         layer.row.name in _LAYERS
-        and all(is_known(q) for q in (layer.weight_quantizer, quantizer))
+        and all(rounds_by_operator(q) for q in (layer.weight_quantizer, quantizer))
         and not layer.weight_quantizer.fake_fused
         and feature.granularity.kind == "tensor"
         and (weight.granularity.kind == "tensor" or weight.granularity == PerChannel(layer.row.channel_axis))

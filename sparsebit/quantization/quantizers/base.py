@@ -1,42 +1,33 @@
-"""The life of one fake-quantized tensor: observe, fix scale and zero point, switch on and off.
+"""`Quantizer`: observes a tensor, fixes scale and zero point, fake-quantizes.
 
-A quantizer is built from a `TensorSpec` and keeps its numbers as buffers (or parameters, where they are learned).
-It is enabled when it is switched on and not logically off for good (`fake_fused`). What a forward does is decided when
-one of its switches is set, not at every forward (`shortcut`).
+It is built from a `TensorSpec` and keeps its numbers as buffers (or parameters, where they are learned). It is enabled
+when it is switched on and not off for good (`fake_fused`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any, ClassVar, Literal, TypeAlias
+from functools import lru_cache
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparsebit.backends import Format
 from sparsebit.config.section import Section
 from sparsebit.errors import BackendError, CalibrationError, CheckpointError, ConfigError
-from sparsebit.numerics import dispatch, operator
-from sparsebit.numerics.activations import ACTIVATIONS
+from sparsebit.numerics import dispatch
 from sparsebit.numerics.gradients import Gradient
-from sparsebit.numerics.operator import Grid
 from sparsebit.numerics.qparams import SMALLEST_SCALE, check_backend, dequantized_range, qparams_from_range
 from sparsebit.numerics.spec import PerChannel, TensorSpec
 from sparsebit.quantization.observers import Observer, build_observer
-from sparsebit.quantization.quantizers.handing_over import NOTHING, TakesOver
 
 Target = Literal["weight", "feature"]
 
-# What the operator is given besides its tensors: the grid, the gradient and the site's name. Nothing: it is not called.
-Shortcut: TypeAlias = tuple[Grid, Gradient, str] | tuple[()]
-# What an instance may have in the place of its class's.
-_REPLACEABLE = frozenset({"fake_quantize", "transform", "take_over", "operands", "GRADIENT"})
 _NUM_FLAGS = 2  # of `flags`; subclasses have more
-_SWITCHES = frozenset({"use_quant", "fake_fused", "observing", "follows", "spec", "name"}) | _REPLACEABLE
 
 
-class Quantizer(TakesOver):
+class Quantizer(nn.Module):
     """Base of all quantizers, and by itself the uniform one.
 
     Subclasses change how numbers become quantized (`transform`, `fake_quantize`) or learned (`make_parameters`,
@@ -50,10 +41,6 @@ class Quantizer(TakesOver):
     ALWAYS_FOLLOWS: ClassVar[bool] = False
     GRADIENT: ClassVar[Gradient] = "ste"
     NUMBERS: ClassVar[str] = "uniform"  # whose numbers a state_dict has: calibrated and learned step sizes are the same
-    use_quant = fake_fused = observing = follows = False
-    # A forward that is the operator on `operands()` and nothing else, or nothing at all; None: it does more than that.
-    # One attribute for all switches: before every call, a compiled model looks at each attribute that it was built on.
-    shortcut: Shortcut | None = None
 
     options: Section  # what it was registered with (`register_quantizer`), as the config gives it
     scale: Tensor
@@ -94,10 +81,6 @@ class Quantizer(TakesOver):
         # Where others do the work of this one, which is off: they, by the names that a user is told.
         self.replaced_by: dict[str, Quantizer] = {}
         self.saw_infinity = False  # in calibration: what a mask hides has no grid, and stays in float
-        self.handed = None
-        self.rectifies = False  # can stand for a ReLU in front of it too, in training
-        # Told what a forward was given and gave; a hook that costs nothing where there is none.
-        self.noted: Callable[[Quantizer, Tensor, Tensor], None] | None = None
         self.make_parameters(num_scales)
         # Both travel with the state_dict, so that a fresh model is as the saved one was. They are 0 or 1 in float:
         # averages of models (`torch.optim.swa_utils`) subtract and divide every buffer.
@@ -124,58 +107,37 @@ class Quantizer(TakesOver):
 
     def qparams(self) -> tuple[Tensor, Tensor]:
         """Scale and zero point in force."""
-        return buffer(self, "scale"), buffer(self, "zero_point")
+        return self.scale, self.zero_point
 
     def operands(self) -> tuple[Tensor, Tensor]:
         """Scale and zero point as the operator is given them: it takes a scale by its magnitude."""
         return self.qparams()
 
     def fake_quantize(self, x: Tensor) -> Tensor:
+        """`transform(x)` rounded to the grid, with the gradients of this quantizer."""
         scale, zero_point = self.operands()
         if self.is_following:  # a later forward moves them in place, and the backward of this one wants these
             scale, zero_point = scale.clone(), zero_point.clone()
-        how: dict[str, Any] = {"gradient": self.GRADIENT, "tag": self.name}
-        return dispatch.fake_quantize(self.transform(x), scale, zero_point, self.spec, **how)
+        x = self.transform(x)
+        return dispatch.fake_quantize(x, scale, zero_point, self.spec, gradient=self.GRADIENT, tag=self.name)
 
     # --- forward
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` unchanged while off; sizes, indices, masks and sparse tensors always pass."""
-        if not isinstance(x, Tensor) or not x.is_floating_point() or x.layout is not torch.strided:
+        if not _is_quantizable(x):
             return x
-        taken: Gradient | None = None
-        if self.handed is not None:
-            taken, first = self.take_over(x)
-            if first == NOTHING:
-                return x
-            x = ACTIVATIONS[first].value(x) if first else x
-        shortcut = self.shortcut
-        if shortcut is None:
-            if self.observing:
-                self.update_observer(x)
-            if not self.is_enable:
-                return x
-            if self.follows and self.is_following:
-                self.follow(x)
-            quantized = self.fake_quantize(x)
-        elif not shortcut:
+        if self.observing:
+            self.update_observer(x)
+        if not self.is_enable:
             return x
-        else:
-            grid, gradient, tag = shortcut
-            scale, zero_point = self.operands()
-            quantized = operator.fake_quantize(x, scale, zero_point, *grid, taken or gradient, tag)
-        if self.noted is not None:
-            self.noted(self, x, quantized)
-        return quantized
+        if self.is_following:
+            self.follow(x)
+        return self.fake_quantize(x)
 
     @property
     def is_enable(self) -> bool:
         return self.use_quant and not self.fake_fused
-
-    @property
-    def is_rectifying(self) -> bool:
-        """Whether a ReLU in front of it may hand its input over (`passes.defer_relus`)."""
-        return self.rectifies and bool(self.shortcut) and self.training and torch.is_grad_enabled()
 
     @property
     def is_following(self) -> bool:
@@ -272,23 +234,6 @@ class Quantizer(TakesOver):
 
     # --- switches
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if name in _SWITCHES:
-            self._decide()
-
-    def _decide(self) -> None:
-        """Told of every switch that is set: writes down what follows from all of them."""
-        self.__dict__["shortcut"] = self._shortcut()
-
-    def _shortcut(self) -> Shortcut | None:
-        has_its_own = not _REPLACEABLE.isdisjoint(self.__dict__) or not _rounds_as_base(type(self))
-        if self.observing or self.follows or has_its_own:
-            return None
-        if not self.is_enable:
-            return ()
-        return (operator.grid_of(self.spec), self.GRADIENT, self.name) if self.spec.format == "integer" else None
-
     def enable_quant(self) -> None:
         if not self.is_calibrated and not self.fake_fused:
             raise CalibrationError(
@@ -373,8 +318,6 @@ class Quantizer(TakesOver):
 
     def _store(self, name: str, value: Tensor) -> None:
         """Write a number of any shape; the tensor object (an optimizer may hold it) stays the same."""
-        if self.rectifies:
-            self.rectifies = False  # until `choose` has looked at the new grid
         tensor = getattr(self, name)
         value = value.detach().to(tensor)
         with torch.no_grad():
@@ -434,7 +377,6 @@ class Quantizer(TakesOver):
             check_backend(self.spec, self.zero_point.detach(), self.backend, self.name)
         except BackendError as error:
             args[-1].append(str(error))
-        self.rectifies = False
         if bool(self.fused) and not self.fake_fused:
             self.set_fake_fused()
             self.was_unseen = True  # it was planned, and went off in calibration
@@ -491,16 +433,24 @@ def _hides_values(x: Tensor) -> bool:
     return bool(torch.isinf(x).any()) and not bool(torch.isnan(x).any())
 
 
-def _rounds_as_base(kind: type[Quantizer]) -> bool:
-    same = ("forward", "fake_quantize", "transform", "take_over", "is_enable", "__call__")
-    return all(getattr(kind, method) is getattr(Quantizer, method) for method in same)
+def _is_quantizable(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point() and x.layout is torch.strided
 
 
-def buffer(quantizer: Quantizer, name: str) -> Tensor:
-    """A number that is a buffer as a rule: at every forward, without the way through `nn.Module.__getattr__`."""
-    buffers: dict[str, Any] = quantizer._buffers
-    number: Tensor = buffers[name] if name in buffers else getattr(quantizer, name)
-    return number
+def rounds_by_operator(quantizer: Quantizer) -> bool:
+    """Whether it rounds with the one operator behind `transform`, as ours do; a user's own may do anything."""
+    return has_our_methods(quantizer, "fake_quantize", "operands")
+
+
+def has_our_methods(quantizer: Quantizer, *methods: str) -> bool:
+    """Whether its class has these methods from this package."""
+    kind: Any = type(quantizer)
+    return _are_ours(kind, *methods)
+
+
+@lru_cache(maxsize=256)
+def _are_ours(kind: Any, *methods: str) -> bool:
+    return all(getattr(kind, method).__module__.startswith("sparsebit.") for method in methods)
 
 
 def as_number(param: Tensor) -> Tensor:

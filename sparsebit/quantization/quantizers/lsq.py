@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from sparsebit.numerics.compilation import is_exporting
 from sparsebit.numerics.gradients import Gradient
 from sparsebit.numerics.qparams import SMALLEST_SCALE
-from sparsebit.quantization.quantizers.base import Quantizer, as_number, buffer
+from sparsebit.quantization.quantizers.base import Quantizer, as_number
 from sparsebit.quantization.quantizers.registration import register_quantizer
 
 
@@ -25,7 +25,6 @@ class LSQ(Quantizer):
 
     GRADIENT: ClassVar[Gradient] = "lsq"
     learns_zero_point: ClassVar[bool] = False
-    zero_point_is: Literal["zero", "calibrated", "learned"]
 
     def make_parameters(self, num_scales: int) -> None:
         super().make_parameters(num_scales)
@@ -41,19 +40,14 @@ class LSQ(Quantizer):
 
     def operands(self) -> tuple[Tensor, Tensor]:
         """As they are learned: none of the small kernels that `qparams` starts."""
-        scale, kind = self.scale, self.zero_point_is
-        if kind == "learned":
+        if self.spec.symmetric:
+            if torch.compiler.is_dynamo_compiling() and not is_exporting():
+                return self.scale, torch.zeros_like(self.scale)  # which a compiler leaves out
+        elif self.learns_zero_point:
             # Four kernels fewer than `clamp` in the backward. The operator rounds: up to a quarter beyond an end, where
             # it still learns, it is the end.
-            return scale, F.hardtanh(self.zero_point, self.spec.qmin - 0.25, self.spec.qmax + 0.25)
-        if kind == "zero" and torch.compiler.is_dynamo_compiling() and not is_exporting():
-            return scale, torch.zeros_like(scale)  # which a compiler leaves out
-        return scale, buffer(self, "zero_point")
-
-    def _decide(self) -> None:
-        super()._decide()
-        learned = "learned" if self.learns_zero_point else "calibrated"
-        self.__dict__["zero_point_is"] = "zero" if self.spec.symmetric else learned
+            return self.scale, F.hardtanh(self.zero_point, self.spec.qmin - 0.25, self.spec.qmax + 0.25)
+        return self.scale, self.zero_point
 
 
 @register_quantizer("lsq+", aliases=("lsq_plus",))

@@ -1,0 +1,9 @@
+"""What makes a training step fast. Nothing outside this package depends on it: without it the plain path trains."""
+
+from __future__ import annotations
+
+import sparsebit.kernels  # noqa: F401  # the fused steps start its kernels
+from sparsebit.quantization.speed.acceleration import Acceleration, accelerate
+from sparsebit.quantization.speed.inductor_options import with_options
+
+__all__ = ["Acceleration", "accelerate", "with_options"]

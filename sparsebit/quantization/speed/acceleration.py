@@ -1,0 +1,87 @@
+"""`accelerate`: everything that makes a training step fast, put into a captured model, and taken out again.
+
+The model's modules and graphs stay as they are. In training, the forwards of layers and graphs are replaced by ones
+that fuse steps, with the same values and gradients:
+
+    layers            `fused_layer`: a layer and its input's quantizer as one autograd node; `first_layer`
+    graphs            `training_graph` with `fused_activations`, `stacked_selects`
+    weights           `weight_batches`: all weights quantized in a few kernels before a forward
+    saved tensors     `saved_activations`: cheap values computed again in the backward (on request)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from sparsebit.graph.capture import Captured
+from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
+from sparsebit.quantization.speed.fused_activations import fuse_activations
+from sparsebit.quantization.speed.fused_layer import FusedLayer
+from sparsebit.quantization.speed.fusion_guards import restore, substitute, substitute_of
+from sparsebit.quantization.speed.recomputation import packing
+from sparsebit.quantization.speed.saved_activations import give_recipes, record_functions
+from sparsebit.quantization.speed.stacked_selects import stack_selects
+from sparsebit.quantization.speed.training_graph import FusedStep, TrainingGraph
+from sparsebit.quantization.speed.weight_batches import WeightBatches
+
+
+class Acceleration:
+    """What is in force for `captured`, until `undo`. A copy of the model has none: it is accelerated anew."""
+
+    def __init__(self, model: nn.Module, captured: Captured, *, packs: bool | None) -> None:
+        """`packs`: as in `QuantModel.pack_saved_activations`; None: only large copies are computed again."""
+        self.model, self.captured, self.packs = model, captured, packs
+        rewrites = (fuse_activations, stack_selects, *((record_functions,) if packs else ()))
+        self.undo()
+        for module in model.modules():
+            if type(module) is WeightedQuantOpr:
+                substitute(module, FusedLayer(module, packs))
+        for region in captured.regions.values():
+            substitute(region.graph_module, TrainingGraph(region.graph_module, rewrites))
+        if packs:
+            give_recipes(model)
+        root = captured.regions.get("")
+        self.weights = None if root is None else WeightBatches(root)
+
+    def undo(self) -> None:
+        """All forwards are the modules' own again."""
+        for module in self.model.modules():
+            restore(module)
+        for region in self.captured.regions.values():
+            restore(region.graph_module)
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """For one forward with gradients."""
+        with packing() if self.packs else contextlib.nullcontext():
+            if self.weights is None:
+                yield
+                return
+            with self.weights.ready():
+                yield
+
+    @property
+    def steps(self) -> list[FusedStep]:
+        """The fused steps of all graphs."""
+        graphs = (substitute_of(region.graph_module) for region in self.captured.regions.values())
+        return [step for graph in graphs if isinstance(graph, TrainingGraph) for step in graph.steps]
+
+    def release_weights(self) -> None:
+        """Layers quantize their own weights again: own code may run a layer a second time in the backward."""
+        if self.weights is not None:
+            self.weights.clear()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def accelerate(model: nn.Module, captured: Captured, *, packs: bool | None = None) -> Acceleration:
+    """Put the fused forwards into `model`, the captured one, for training."""
+    return Acceleration(model, captured, packs=packs)

@@ -1,0 +1,249 @@
+"""A convolution or linear layer and the quantizer of its input as one node of autograd.
+
+Two nodes would keep two tensors for the backward: the quantizer its input, for the gradient of the scale, and the layer
+the quantized copy of it, for that of the weight. One node can compute the copy again, which is one pass over memory,
+and half of what it takes to start two nodes from Python. Values and gradients are those of the two. An activation
+function in front of the quantizer can be part of the node too: what it gave is not kept then either.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from sparsebit.kernels.activations import ACTIVATIONS
+from sparsebit.numerics import dispatch, operator
+from sparsebit.numerics.gradients import LEARNING, Gradient
+from sparsebit.numerics.operator import Grid, grid_of
+from sparsebit.quantization.ops.layer_call import forward_with
+from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
+from sparsebit.quantization.speed.below_autograd import gradients_of, quantized
+from sparsebit.quantization.speed.first_layer import first_layer
+from sparsebit.quantization.speed.fusion_guards import Substitute, is_seen, may_fuse, rounds_otherwise, substitute_of
+from sparsebit.quantization.speed.recomputation import as_autocast, autocast_dtype, recipe_of
+
+LARGE = 16 << 20  # bytes; below, starting a kernel again costs more than the memory is worth
+# Layers whose arithmetic is known by their class.
+_LAYERS = frozenset(
+    kind
+    for home in (torch.nn.modules.conv, torch.nn.modules.linear)
+    for kind in vars(home).values()
+    if isinstance(kind, type) and issubclass(kind, nn.Linear | _ConvNd)
+)
+Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
+_convolution_backward = torch.ops.aten.convolution_backward.default
+
+
+class _Linear:
+    """The layer's arithmetic, below autograd."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y = F.linear(x, weight, bias)
+        # Not a view (of a matrix): what a node of one's own gives as a view may not be changed in place.
+        return torch.unsafe_chunk(y, 1)[0] if y._is_view() else y
+
+    def reads_input(self, needs_weight: bool) -> bool:
+        """Whether the backward does."""
+        return needs_weight
+
+    def backward(self, grad: Tensor, x: Tensor | None, weight: Tensor, needs: tuple[bool, bool, bool]) -> Grads:
+        """The gradients of x, weight and bias, where they are needed."""
+        rows = grad.reshape(-1, grad.shape[-1])
+        by_x = rows.mm(weight).view(*grad.shape[:-1], weight.shape[1]) if needs[0] else None
+        by_weight = None if x is None else rows.t().mm(x.reshape(-1, x.shape[-1]))
+        return by_x, by_weight, rows.sum(0) if needs[2] else None
+
+
+class _Conv(NamedTuple):
+    """The same for a convolution, transposed or not, of any number of dimensions."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    is_transposed: bool
+    output_padding: tuple[int, ...]
+    groups: int
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.convolution(x, weight, bias, *self)
+
+    def reads_input(self, needs_weight: bool) -> bool:
+        return True
+
+    def backward(self, grad: Tensor, x: Tensor | None, weight: Tensor, needs: tuple[bool, bool, bool]) -> Grads:
+        bias_size = [grad.shape[1]] if needs[2] else None
+        found: Grads = _convolution_backward(grad, x, weight, bias_size, *self, needs)
+        return found
+
+
+class _Plan(NamedTuple):
+    """What a call needs besides its tensors.
+
+    `activation`: in front of the quantizer. `kept_below`: bytes; a larger quantized copy is computed again.
+    """
+
+    grid: Grid
+    gradient: Gradient
+    activation: str
+    dtype: torch.dtype
+    layer: _Linear | _Conv
+    kept_below: float
+    tag: str
+
+    @property
+    def rounding(self) -> tuple[Grid, torch.dtype, str, str]:
+        return self.grid, self.dtype, self.tag, self.activation
+
+
+class _QuantizedLayer(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan
+    ) -> Tensor:
+        copy = quantized(x, scale, zero_point, *plan.rounding, intercepted=False)
+        is_kept = copy.nbytes < plan.kept_below and plan.layer.reads_input(ctx.needs_input_grad[3])
+        ctx.save_for_backward(x, scale, zero_point, weight, copy if is_kept else None)
+        ctx.plan = plan
+        return plan.layer.forward(copy, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (_gradients_with_history if torch.is_grad_enabled() else _gradients)(ctx, grad)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, scale, zero_point, weight, copy = ctx.saved_tensors
+    plan: _Plan = ctx.plan
+    *needs, needs_weight, needs_bias, _ = ctx.needs_input_grad
+    if copy is None and plan.layer.reads_input(needs_weight):
+        copy = quantized(x, scale, zero_point, *plan.rounding)
+    by_input, by_weight, by_bias = plan.layer.backward(grad, copy, weight, (any(needs), needs_weight, needs_bias))
+    found: tuple[Tensor | None, ...] = (None, None, None)
+    if by_input is not None:
+        found = gradients_of(by_input, x, scale, zero_point, plan.grid, plan.gradient, tuple(needs), plan.activation)
+    return (*found, by_weight, by_bias, None)
+
+
+def _gradients_with_history(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """For derivatives of derivatives: those of the two nodes, as far as they have any."""
+    x, scale, zero_point, weight, _ = ctx.saved_tensors
+    plan: _Plan = ctx.plan
+    value = ACTIVATIONS[plan.activation].value(x) if plan.activation else x
+    copy = operator.fake_quantize(value, scale, zero_point, *plan.grid, plan.gradient, plan.tag).to(plan.dtype)
+    needs = ctx.needs_input_grad[:5]
+    # Whatever its value, a bias is added.
+    bias = (
+        weight.new_zeros(grad.shape[1 if isinstance(plan.layer, _Conv) else -1]).requires_grad_() if needs[4] else None
+    )
+    output = plan.layer.forward(copy, weight, bias)
+    inputs = [tensor for tensor, needed in zip((x, scale, zero_point, weight, bias), needs, strict=True) if needed]
+    found = iter(torch.autograd.grad(output, inputs, grad, create_graph=True, allow_unused=True))
+    return (*(next(found) if needed else None for needed in needs), None)
+
+
+_apply: Callable[..., Tensor] = super(torch.autograd.Function, _QuantizedLayer).apply  # as in `numerics.operator`
+_LINEAR = _Linear()
+
+
+class FusedLayer(Substitute):
+    """In the place of a layer's forward: the layer and the quantizer of its input as one node, where they may be.
+
+    `packs`: whether what can be computed again is not kept for the backward; None: on a GPU, where it is large.
+    """
+
+    def __init__(self, layer: WeightedQuantOpr, packs: bool | None) -> None:
+        self.layer, self.packs = layer, packs
+        rounds_otherwise(layer.input_quantizer)  # for a compiler: the answer is known for this class from now on
+        self.quantized_weight: Tensor | None = None  # together with others, for this forward (`weight_batches`)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        layer = self.layer
+        if len(args) == 1 and not kwargs and self.computes_itself and not self._is_left_to_a_compiler(args[0]):
+            return self.compute(args[0])
+        return type(layer).forward(layer, *args, **kwargs)
+
+    def _is_left_to_a_compiler(self, x: Any) -> bool:
+        """A compiler fuses by itself. Only the first layer is written otherwise for it."""
+        return torch.compiler.is_compiling() and (x.requires_grad or type(self.layer.op) is not nn.Conv2d)
+
+    @property
+    def computes_itself(self) -> bool:
+        """Whether the layer trains and is nothing but its arithmetic; else it is asked."""
+        layer = self.layer
+        return layer.training and layer.weight_quantizer.is_enable and _is_plain(layer.op) and not is_seen(layer.op)
+
+    def compute(self, x: Any, gradient: Gradient | None = None, activation: str = "") -> Any:
+        """The layer on the quantized `x`, with the activation function of that name in front of the quantizer.
+
+        `gradient`: that of the quantizer, and of a ReLU in front of it.
+        """
+        layer = self.layer
+        op, quantizer = layer.op, layer.input_quantizer
+        weight = layer.weight_quantizer(op.weight) if self.quantized_weight is None else self.quantized_weight
+        bias = layer.stored_bias()
+        may_be_fused = may_fuse(quantizer, (op,), x)
+        if may_be_fused and not activation:
+            found = first_layer(op, quantizer, x, weight, bias, gradient or quantizer.GRADIENT)
+            if found is not None:
+                return found
+        if may_be_fused and not torch.compiler.is_compiling():
+            found = self._as_one_node(x, weight, bias, gradient or quantizer.GRADIENT, activation)
+            if found is not None:
+                return found
+        return forward_with(op, weight, bias, (self._quantized_input(x, gradient, activation),), {})
+
+    def _quantized_input(self, x: Any, gradient: Gradient | None, activation: str) -> Any:
+        quantizer = self.layer.input_quantizer
+        if gradient is None:
+            x = quantizer(ACTIVATIONS[activation].value(x) if activation else x)
+        else:
+            x = dispatch.fake_quantize(x, *quantizer.operands(), quantizer.spec, gradient=gradient, tag=quantizer.name)
+        return as_autocast(x) if recipe_of(x) is not None else x  # autocast would keep a copy of its own
+
+    def _as_one_node(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, gradient: Gradient, activation: str
+    ) -> Tensor | None:
+        """None where that cannot be one node, or would keep more than two."""
+        quantizer = self.layer.input_quantizer
+        arithmetic = _arithmetic(self.layer.op, x)
+        scale, zero_point = quantizer.operands()
+        learns = gradient in LEARNING and (scale.requires_grad or zero_point.requires_grad)
+        if arithmetic is None or not (x.requires_grad or learns) or operator.is_intercepted(x, weight, scale):
+            return None
+        dtype: torch.dtype = x.dtype
+        half = autocast_dtype(x.device.type)
+        if half is not None and all(t is None or t.dtype in (torch.float32, half) for t in (x, weight, bias)):
+            dtype = half
+            weight, bias = weight.to(dtype), bias if bias is None else bias.to(dtype)
+        elif half is not None or weight.dtype != dtype or (bias is not None and bias.dtype != dtype):
+            return None  # two nodes convert it, or refuse it
+        kept_below = 0.0 if self.packs else LARGE if self.packs is None and x.is_cuda else math.inf
+        plan = _Plan(grid_of(quantizer.spec), gradient, activation, dtype, arithmetic, kept_below, quantizer.name)
+        return _apply(x, scale, zero_point, weight, bias, plan)
+
+
+def fused_layer_of(layer: WeightedQuantOpr) -> FusedLayer | None:
+    """What stands in the place of the layer's forward, where it would compute itself."""
+    found = substitute_of(layer)
+    return found if isinstance(found, FusedLayer) and found.computes_itself else None
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """A layer of torch itself, whose arithmetic is known by its class."""
+    return type(module) in _LAYERS
+
+
+def _arithmetic(op: nn.Module, x: Tensor) -> _Linear | _Conv | None:
+    if isinstance(op, nn.Linear):
+        return _LINEAR
+    if not isinstance(op, _ConvNd) or isinstance(op.padding, str) or op.padding_mode != "zeros":
+        return None
+    if x.ndim != len(op.stride) + 2:  # an image without a batch
+        return None
+    return _Conv(op.stride, op.padding, op.dilation, op.transposed, op.output_padding, op.groups)

@@ -1,0 +1,120 @@
+"""`why_not_fuse`: every reason for which ops and the quantizers behind them are computed one by one.
+
+A fused step computes what the plain modules would. It may stand in for them only where nothing else runs with them and
+nothing else sees the values in between. Hooks and switches may come at any time: the reasons are asked at every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.quantization.ops.layer_call import is_hooked
+from sparsebit.quantization.quantizers.base import Quantizer, has_our_methods
+
+# Methods that decide what a quantizer's forward computes.
+_METHODS = ("forward", "fake_quantize", "transform", "is_enable", "__call__")
+_ON_INSTANCES = ("fake_quantize", "transform", "operands", "GRADIENT")
+
+
+class Substitute:
+    """Has a `forward` that stands in the place of a module's own, and computes what that would.
+
+    It is the instance's attribute: names, hooks and the state_dict stay those of the module.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+def substitute(module: nn.Module, by: Substitute) -> None:
+    """Put its forward in the place of the module's, unless there is one that a user put there."""
+    if not has_own_forward(module):
+        module.__dict__["forward"] = by.forward
+
+
+def substitute_of(module: nn.Module) -> Substitute | None:
+    """What stands in the place of the module's forward."""
+    found = getattr(module.__dict__.get("forward"), "__self__", None)
+    return found if isinstance(found, Substitute) else None
+
+
+def restore(module: nn.Module) -> None:
+    """The module's own forward again."""
+    if substitute_of(module) is not None:
+        del module.__dict__["forward"]
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether a user put a forward into the instance."""
+    return "forward" in module.__dict__ and substitute_of(module) is None
+
+
+def is_seen(module: nn.Module) -> bool:
+    """Whether a call of the module runs a user's code: a hook, a forward of the instance, or a compiler of its own."""
+    return is_hooked(module) or has_own_forward(module) or module._compiled_call_impl is not None
+
+
+def has_seen_part(modules: Iterable[nn.Module]) -> bool:
+    return any(is_seen(module) for module in modules)
+
+
+def is_replica(module: nn.Module) -> bool:
+    """Whether it is `nn.DataParallel`'s copy, whose references to other modules are to those of the original."""
+    return "_is_replica" in module.__dict__
+
+
+def rounds_otherwise(quantizer: Quantizer) -> bool:
+    """Whether its forward is more, or something else, than the operator on `operands()`."""
+    kind: Any = type(quantizer)
+    has_own = any(name in quantizer.__dict__ for name in _ON_INSTANCES)
+    return has_own or quantizer.spec.format != "integer" or not _rounds_as_base(kind)
+
+
+_ROUND_AS_BASE: dict[Any, bool] = {}  # by class; a compiler reads it, and cannot look at the methods itself
+
+
+def _rounds_as_base(kind: Any) -> bool:
+    if kind not in _ROUND_AS_BASE:
+        _ROUND_AS_BASE[kind] = all(getattr(kind, method) is getattr(Quantizer, method) for method in _METHODS)
+    return _ROUND_AS_BASE[kind]
+
+
+def repeats(quantizer: Quantizer) -> bool:
+    """Whether it gives the same for the same again: it draws nothing at random, and its range follows no data."""
+    return not quantizer.follows and has_our_methods(quantizer, "fake_quantize", "operands", "qparams", "transform")
+
+
+Reason = Callable[[Quantizer, tuple[nn.Module, ...], Any], bool]
+# In the order in which they are cheap to ask.
+REASONS: dict[str, Reason] = {
+    "no gradients are recorded": lambda quantizer, modules, x: not torch.is_grad_enabled(),
+    "the input is no floating-point tensor": lambda quantizer, modules, x: (
+        not isinstance(x, Tensor) or not x.is_floating_point()
+    ),
+    "a part is in eval mode": lambda quantizer, modules, x: not all(module.training for module in modules),
+    "the quantizer is off": lambda quantizer, modules, x: not quantizer.is_enable,
+    "the quantizer observes its input, or its range follows it": lambda quantizer, modules, x: (
+        quantizer.observing or quantizer.follows
+    ),
+    "the quantizer rounds otherwise": lambda quantizer, modules, x: rounds_otherwise(quantizer),
+    "a part is a DataParallel copy": lambda quantizer, modules, x: any(map(is_replica, modules)),
+    "a hook, a forward of its own or a compiler sees a part": lambda quantizer, modules, x: (
+        has_seen_part(modules) or is_seen(quantizer)
+    ),
+}
+
+
+def why_not_fuse(quantizer: Quantizer, modules: tuple[nn.Module, ...], x: Any) -> str | None:
+    """The first reason why `x`, `modules` and `quantizer` are computed one by one; None where there is none."""
+    for reason, holds in REASONS.items():
+        if holds(quantizer, modules, x):
+            return reason
+    return None
+
+
+def may_fuse(quantizer: Quantizer, modules: tuple[nn.Module, ...], x: Any) -> bool:
+    return why_not_fuse(quantizer, modules, x) is None

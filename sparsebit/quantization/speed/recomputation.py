@@ -1,0 +1,183 @@
+"""`Recipe`: how a tensor is computed again, which autograd keeps in the place of the tensor (`saved_activations`)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparsebit.errors import SparsebitError
+
+_RECIPE = "_sparsebit_recipe"
+_NOTHING = contextlib.nullcontext()
+_CHANGED = (
+    "a tensor that the backward needs again was changed in place (by an optimizer's step before the backward?); "
+    "change a copy of it, or keep everything with pack_saved_activations(False)"
+)
+
+
+class Recipe:
+    """How a tensor is computed again: a function and its arguments, of which some have recipes themselves.
+
+    Between forward and backward nothing may change that the function reads: what it needs are its arguments, and `read`
+    besides, all of which are watched.
+    """
+
+    def __init__(
+        self,
+        output: Tensor,
+        function: Callable[..., Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        read: tuple[Tensor, ...],
+        *,
+        autocasts: bool,
+    ) -> None:
+        self.num_readers = 0
+        self.value: Tensor | None = None
+        self.version = output._version
+        self.function = function
+        # Without their history: a recipe must not keep the autograd graph alive.
+        self.args = [_without_history(arg) for arg in args]
+        self.kwargs = {name: _without_history(arg) for name, arg in kwargs.items()}
+        self.watched: list[Tensor] = list(read)
+        for arg in (*self.args, *self.kwargs.values()):
+            if isinstance(arg, Recipe):
+                arg.num_readers += 1
+            elif isinstance(arg, Tensor):
+                self.watched.append(arg)
+        self.versions = [tensor._version for tensor in self.watched]
+        self.autocast = _autocast_state(output.device.type) if autocasts else None
+
+    def read(self) -> Tensor:
+        """The tensor: computed for the first reader, and released after the last expected one."""
+        self.num_readers -= 1
+        value = self.value if self.value is not None else self._computed()
+        self.value = value if self.num_readers > 0 else None
+        return value
+
+    def _computed(self) -> Tensor:
+        if self.versions != [tensor._version for tensor in self.watched]:
+            raise SparsebitError(_CHANGED)
+        args = [_unpack(arg) for arg in self.args]
+        kwargs = {name: _unpack(arg) for name, arg in self.kwargs.items()}
+        if self.autocast is None and not torch.is_grad_enabled():  # as in nearly every backward
+            return self.function(*args, **kwargs)
+        with torch.no_grad(), _NOTHING if self.autocast is None else torch.autocast(**self.autocast):
+            return self.function(*args, **kwargs)
+
+
+def give_recipe(
+    output: Tensor,
+    function: Callable[..., Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    read: tuple[Tensor, ...] = (),
+    *,
+    autocasts: bool = True,
+) -> None:
+    """`autocasts`: whether the function's types depend on autocast; `read`: what it reads besides its arguments."""
+    setattr(output, _RECIPE, Recipe(output, function, args, kwargs or {}, read, autocasts=autocasts))
+
+
+def recipe_of(tensor: Any) -> Recipe | None:
+    """None too for a tensor that was changed in place since."""
+    recipe: Recipe | None = getattr(tensor, _RECIPE, None)
+    return recipe if recipe is not None and recipe.version == tensor._version else None
+
+
+def as_autocast(x: Tensor) -> Tensor:
+    """A float32 tensor with a recipe in the type that autocast is about to give it, with a recipe too."""
+    dtype = autocast_dtype(x.device.type)
+    if x.dtype != torch.float32 or dtype is None:
+        return x
+    half = x.to(dtype)
+    give_recipe(half, torch.Tensor.to, (x, dtype), autocasts=False)
+    return half
+
+
+# Asked once: a compiler cannot look into the question.
+_WITH_AUTOCAST = frozenset(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")))
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The type that autocast gives to a layer's tensors, where it is on."""
+    if device_type not in _WITH_AUTOCAST or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def relu(input: Tensor, inplace: bool = False) -> Tensor:
+    """A relu keeps its output; where its input has a recipe it is written as a threshold, which keeps that."""
+    return F.threshold(input, 0.0, 0.0) if recipe_of(input) is not None else F.relu(input)
+
+
+def packing() -> torch.autograd.graph.saved_tensors_hooks:
+    """Inside, autograd keeps the recipe of a tensor that has one, else the tensor."""
+    return _PACKING
+
+
+@dataclass(frozen=True)
+class View:
+    """A view of a tensor with a recipe: a linear layer keeps its input as a matrix, whatever its dimensions were."""
+
+    base: Recipe
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def read(self) -> Tensor:
+        return self.base.read().as_strided(self.size, self.stride, self.offset)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A tensor itself; torch does not watch what it is given by hooks."""
+
+    tensor: Tensor
+    version: int
+
+    def read(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise SparsebitError(_CHANGED)
+        return self.tensor
+
+
+def _pack(tensor: Tensor) -> Recipe | View | Kept:
+    recipe = recipe_of(tensor)
+    if recipe is not None:
+        recipe.num_readers += 1
+        return recipe
+    recipe = recipe_of(tensor._base)  # None for one that is no view
+    if recipe is None:
+        # An op that keeps its own output would keep itself alive by it.
+        return Kept(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
+    recipe.num_readers += 1
+    return View(recipe, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+
+def _unpack(kept: Any) -> Any:
+    return kept.read() if isinstance(kept, Recipe | View | Kept) else kept
+
+
+_PACKING = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
+
+
+def _without_history(arg: Any) -> Any:
+    if not isinstance(arg, Tensor):
+        return arg
+    return recipe_of(arg) or (arg if arg.grad_fn is None else arg.detach())
+
+
+def _autocast_state(device_type: str) -> dict[str, Any]:
+    return {
+        "device_type": device_type,
+        "dtype": torch.get_autocast_dtype(device_type),
+        "enabled": torch.is_autocast_enabled(device_type),
+        "cache_enabled": False,
+    }

@@ -1,0 +1,174 @@
+"""What autograd keeps for the backward, made smaller: cheap values are computed again instead of being kept.
+
+A convolution keeps its input for the gradient of its weight. That input is a fake-quantized copy of a tensor which is
+kept anyway, for the gradient of the scale: so the copy need not be. The same holds behind normalizations and activation
+functions, which keep their own inputs. What is kept then is what the heavy ops gave, once; in the backward the same
+kernels run again on the same numbers, so that gradients are equal bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from sparsebit.graph.patterns import is_itself
+from sparsebit.numerics import dispatch
+from sparsebit.numerics.spec import TensorSpec
+from sparsebit.quantization.ops.layer_call import is_hooked
+from sparsebit.quantization.ops.quant_opr import QuantOpr
+from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.quantization.speed.fusion_guards import Substitute, repeats, substitute, substitute_of
+from sparsebit.quantization.speed.recomputation import give_recipe, recipe_of, relu
+from sparsebit.quantization.speed.training_graph import Draft, FusedStep
+
+# Ops that keep their input for the backward and are few operations each, by their names in the table of ops: modules
+# and functions. A ReLU is no such op: it keeps its output.
+_RECOMPUTED: dict[str, tuple[type[nn.Module], tuple[Callable[..., Any], ...]]] = {
+    "layer_norm": (nn.LayerNorm, (F.layer_norm, torch.layer_norm)),
+    "group_norm": (nn.GroupNorm, (F.group_norm, torch.group_norm)),
+    "gelu": (nn.GELU, (F.gelu,)),
+    "silu": (nn.SiLU, (F.silu,)),
+    "hardswish": (nn.Hardswish, (F.hardswish,)),
+    "hardsigmoid": (nn.Hardsigmoid, (F.hardsigmoid,)),
+    "hardtanh": (nn.Hardtanh, (F.hardtanh,)),
+    "relu6": (nn.ReLU6, (F.relu6,)),
+    "leaky_relu": (nn.LeakyReLU, (F.leaky_relu,)),
+}
+_FUNCTIONS = frozenset(function for _, functions in _RECOMPUTED.values() for function in functions)
+_RELUS = frozenset({F.relu, torch.relu})
+_MODULES = frozenset(
+    {module for module, _ in _RECOMPUTED.values()} | {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.ReLU}
+)
+
+
+def give_recipes(model: nn.Module) -> None:
+    """Tensors get recipes where they are computed: by substitutes for the forwards of quantizers and cheap modules."""
+    for module in model.modules():
+        if is_itself(module, Quantizer):
+            substitute(module, RecordedQuantizer(module))
+        elif _is_recomputed(module):
+            substitute(module, RecordedModule(module))
+
+
+def record_functions(draft: Draft) -> None:
+    """The same for functions that a training graph calls."""
+    for node in draft.graph.nodes:
+        is_known = node.op == "call_function" and node.target in _FUNCTIONS | _RELUS
+        if is_known and not node.kwargs.get("inplace"):
+            node.target = RecordedFunction(relu if node.target in _RELUS else node.target)
+
+
+class RecordedQuantizer(Substitute):
+    """A quantizer whose output has a recipe."""
+
+    def __init__(self, quantizer: Quantizer) -> None:
+        self.quantizer = quantizer
+
+    def forward(self, x: Any) -> Any:
+        output = type(self.quantizer).forward(self.quantizer, x)
+        if output is not x:
+            note_quantized(self.quantizer, x, output)
+        return output
+
+
+def note_quantized(quantizer: Quantizer, x: Tensor, output: Tensor) -> None:
+    """Give what the quantizer made of `x` a recipe, where it is recorded."""
+    is_packed = isinstance(substitute_of(quantizer), RecordedQuantizer)
+    if not is_packed or not _is_kept(output) or not repeats(quantizer):
+        return
+    function = _Requantized(quantizer.spec, quantizer.transform)
+    give_recipe(output, function, (x, *quantizer.operands()), autocasts=False)
+
+
+class _Requantized:
+    def __init__(self, spec: TensorSpec, transform: Callable[[Tensor], Tensor]) -> None:
+        self.spec, self.transform = spec, transform
+
+    def __call__(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+        return dispatch.fake_quantize(self.transform(x), scale, zero_point, self.spec)
+
+
+class RecordedModule(Substitute):
+    """A module whose output has a recipe."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        is_relu = type(module) is nn.ReLU
+        output = relu(*args, **kwargs) if is_relu else type(module).forward(module, *args, **kwargs)
+        # Hooks may change what it is given, or count how often it is called.
+        if _is_kept(output) and not any(map(is_hooked, module.modules())):
+            self._note(output, args, kwargs)
+        return output
+
+    def _note(self, output: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        module = self.module
+        x = next(iter((*args, *kwargs.values())))
+        if type(module) is nn.ReLU and recipe_of(x) is None:
+            return  # its input would be kept for its sake alone
+        if not all(repeats(inner) for inner in module.modules() if is_itself(inner, Quantizer)):
+            return
+        function = _Normalized(module) if is_itself(module, _BatchNorm) else _Called(module)
+        give_recipe(output, function, args, kwargs, (*module.parameters(), *function.buffers))
+
+
+class RecordedFunction(FusedStep):
+    """A function whose output has a recipe."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(f"recorded_{function.__name__}")
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.function(*args, **kwargs)
+        x = next(iter((*args, *kwargs.values())))
+        if _is_kept(output) and (self.function is not relu or recipe_of(x) is not None):
+            give_recipe(output, self.function, args, kwargs)
+        return output
+
+
+def _is_kept(output: Any) -> bool:
+    """Whether a backward may ask for it."""
+    return isinstance(output, Tensor) and output.requires_grad and not torch.compiler.is_compiling()
+
+
+def _is_recomputed(module: nn.Module) -> bool:
+    if is_itself(module, QuantOpr):
+        return type(module) is QuantOpr and module.weight_quantizer is None and module.row.name in _RECOMPUTED
+    return type(module) in _MODULES and not getattr(module, "inplace", False)
+
+
+class _Normalized:
+    """A batch norm that leaves the running statistics alone: they have seen this batch."""
+
+    def __init__(self, norm: _BatchNorm) -> None:
+        by_batch = norm.training or norm.running_mean is None
+        self.statistics = (None, None) if by_batch else (norm.running_mean, norm.running_var)
+        self.settings: dict[str, Any] = {"weight": norm.weight, "bias": norm.bias, "eps": norm.eps}
+        self.settings |= {"training": by_batch, "momentum": 0.0}
+        self.buffers = [buffer for buffer in self.statistics if buffer is not None]
+
+    def __call__(self, input: Tensor) -> Tensor:
+        return F.batch_norm(input, *self.statistics, **self.settings)
+
+
+class _Called:
+    """A module with the parameters that it has now."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.parameters: dict[str, Tensor] = dict(module.named_parameters())
+        self.buffers = list(module.buffers())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        if not self.parameters:
+            return self.module(*args, **kwargs)  # type: ignore[no-any-return]
+        found: Tensor = torch.func.functional_call(self.module, self.parameters, args, kwargs)
+        return found

@@ -1,0 +1,97 @@
+"""`TrainingGraph`: a captured graph as it is run in training, with fused steps in the place of single nodes.
+
+The graph itself stays as it is: diagrams, coverage, copies and exports see it. Only what runs in training, with
+gradients, is generated from a rewritten copy of its nodes. A fused step is a callable that knows the modules it stands
+for, and calls them one by one where they may not be fused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.graph_module import _forward_from_src
+
+from sparsebit.graph.graph_module import CapturedGraph
+from sparsebit.quantization.speed.fusion_guards import Substitute
+
+Rewrite = Callable[["Draft"], None]
+
+
+class Draft:
+    """The nodes that are rewritten: a copy of those of `root`."""
+
+    def __init__(self, root: CapturedGraph) -> None:
+        self.root, self.graph = root, fx.Graph()
+        self.copies: dict[fx.Node, fx.Node] = {}
+        self.graph.output(self.graph.graph_copy(root.graph, self.copies))
+        self.originals = {copy: node for node, copy in self.copies.items()}
+
+    def replace(self, node: fx.Node, step: FusedStep, args: tuple[Any, ...]) -> None:
+        """`step(*args)` in the place of a call of a module or function."""
+        node.op, node.target, node.args, node.kwargs = "call_function", step, args, {}
+
+    def drop_unread(self, *nodes: fx.Node) -> None:
+        """Erase nodes that fused steps stand for, the last one first."""
+        for node in nodes:
+            self.graph.erase_node(node)
+
+
+class FusedStep:
+    """A callable in a training graph."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name  # as torch.fx wants of a function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class TrainingGraph(Substitute):
+    """In the place of `root`'s forward."""
+
+    def __init__(self, root: CapturedGraph, rewrites: tuple[Rewrite, ...]) -> None:
+        self.root, self.rewrites = root, rewrites
+        self._code: str | None = None
+        self._parts: list[tuple[nn.Module, str, nn.Module]] = []
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        root = self.root
+        if not root.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return type(root).forward(root, *args, **kwargs)
+        if not self._is_current():
+            self._build()
+        return self._function(root, *args, **kwargs)
+
+    @property
+    def steps(self) -> list[FusedStep]:
+        """What is fused in it, in the order of calls."""
+        if not self._is_current():
+            self._build()
+        return self._steps
+
+    def _is_current(self) -> bool:
+        """Whether the graph, and the modules that it calls, are those that the function was made of."""
+        if self._code is not self.root._code:
+            return False
+        return all(parent._modules.get(name) is module for parent, name, module in self._parts)
+
+    def _build(self) -> None:
+        draft = Draft(self.root)
+        for rewrite in self.rewrites:
+            rewrite(draft)
+        self._steps = [node.target for node in draft.graph.nodes if isinstance(node.target, FusedStep)]
+        made = draft.graph.python_code("self")
+        self._function: Callable[..., Any] = _forward_from_src(made.src, made.globals)
+        self._code, self._parts = self.root._code, list(_called_modules(self.root))
+
+
+def _called_modules(root: CapturedGraph) -> list[tuple[nn.Module, str, nn.Module]]:
+    found = []
+    for target in {str(node.target): None for node in root.graph.find_nodes(op="call_module")}:
+        path, _, name = target.rpartition(".")
+        parent = root.get_submodule(path)
+        found.append((parent, name, root.get_submodule(target)))
+    return found
