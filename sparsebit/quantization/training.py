@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -39,6 +39,7 @@ class TrainableModel(CheckedModel):
 
     _packs: bool | None = None  # what `pack_saved_activations` was told
     _is_accelerated = True  # what `accelerate` was told
+    _savings: speed.Savings | None = None
     _speed: speed.Acceleration | None = None  # in training
     _holds_statistics = False  # of batch norms
 
@@ -58,11 +59,14 @@ class TrainableModel(CheckedModel):
             held_parts.hold_statistics(self.model, held=True)
         return self
 
-    def accelerate(self, enabled: bool = True) -> None:
+    def accelerate(self, enabled: bool = True, *, without: Collection[str] = ()) -> None:
         """Whether training runs fused steps, as it does by default, or the plain modules one by one.
 
         Values and gradients are the same, but for the order of sums; the plain path is slower and takes more memory.
+        `without`: savings to leave out, by name, to find out what each gives: `fused_layers`, `first_layer`,
+        `weight_batches`, `relus`, `activations`, `joined_selects`, `stacked_quantizers`, `recomputed_copies`.
         """
+        self._savings = None if speed is None else speed.Savings.without(without)
         self._is_accelerated = enabled
         self._choose_path()
 
@@ -72,8 +76,8 @@ class TrainableModel(CheckedModel):
             if self._speed is not None:
                 self._speed.undo()
             self._speed = None
-        elif self._speed is None or self._speed.captured is not self._captured or self._speed.packs is not self._packs:
-            self._speed = speed.accelerate(self.model, self._captured, packs=self._packs)
+        elif self._speed is None or not self._speed.is_for(self._captured, self._packs, self._savings):
+            self._speed = speed.accelerate(self.model, self._captured, packs=self._packs, savings=self._savings)
 
     def _warn_of_source(self, error: GuardError) -> None:
         super()._warn_of_source(error)

@@ -19,33 +19,48 @@ from torch import nn
 
 from sparsebit.graph.capture import Captured
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
-from sparsebit.quantization.speed.fused_activations import fuse_activations
+from sparsebit.quantization.speed.fused_activations import fuse_activations, fuse_relus
 from sparsebit.quantization.speed.fused_layer import FusedLayer
 from sparsebit.quantization.speed.fusion_guards import restore, substitute, substitute_of
 from sparsebit.quantization.speed.recomputation import packing
 from sparsebit.quantization.speed.saved_activations import give_recipes, record_functions
-from sparsebit.quantization.speed.stacked_selects import stack_selects
-from sparsebit.quantization.speed.training_graph import FusedStep, TrainingGraph
+from sparsebit.quantization.speed.savings import Savings
+from sparsebit.quantization.speed.stacked_selects import join_selects, stack_quantizers
+from sparsebit.quantization.speed.training_graph import FusedStep, Rewrite, TrainingGraph
 from sparsebit.quantization.speed.weight_batches import WeightBatches
 
 
 class Acceleration:
     """What is in force for `captured`, until `undo`. A copy of the model has none: it is accelerated anew."""
 
-    def __init__(self, model: nn.Module, captured: Captured, *, packs: bool | None) -> None:
+    def __init__(self, model: nn.Module, captured: Captured, *, packs: bool | None, savings: Savings) -> None:
         """`packs`: as in `QuantModel.pack_saved_activations`; None: only large copies are computed again."""
-        self.model, self.captured, self.packs = model, captured, packs
-        rewrites = (fuse_activations, stack_selects, *((record_functions,) if packs else ()))
+        self.model, self.captured, self.packs, self.savings = model, captured, packs, savings
         self.undo()
         for module in model.modules():
             if type(module) is WeightedQuantOpr:
-                substitute(module, FusedLayer(module, packs))
+                substitute(module, FusedLayer(module, packs, savings))
+        rewrites = self._rewrites()
         for region in captured.regions.values():
             substitute(region.graph_module, TrainingGraph(region.graph_module, rewrites))
         if packs:
             give_recipes(model)
         root = captured.regions.get("")
-        self.weights = None if root is None else WeightBatches(root)
+        self.weights = WeightBatches(root) if root is not None and savings.weight_batches else None
+
+    def _rewrites(self) -> tuple[Rewrite, ...]:
+        wanted = {
+            fuse_relus: self.savings.relus,
+            fuse_activations: self.savings.activations,
+            stack_quantizers: self.savings.joined_selects and self.savings.stacked_quantizers,
+            join_selects: self.savings.joined_selects,
+            record_functions: bool(self.packs),
+        }
+        return tuple(rewrite for rewrite, is_wanted in wanted.items() if is_wanted)
+
+    def is_for(self, captured: Captured, packs: bool | None, savings: Savings | None) -> bool:
+        """Whether this is what `accelerate` would make."""
+        return self.captured is captured and self.packs is packs and self.savings == (savings or Savings())
 
     def undo(self) -> None:
         """All forwards are the modules' own again."""
@@ -82,6 +97,8 @@ class Acceleration:
         return type(None), ()
 
 
-def accelerate(model: nn.Module, captured: Captured, *, packs: bool | None = None) -> Acceleration:
+def accelerate(
+    model: nn.Module, captured: Captured, *, packs: bool | None = None, savings: Savings | None = None
+) -> Acceleration:
     """Put the fused forwards into `model`, the captured one, for training."""
-    return Acceleration(model, captured, packs=packs)
+    return Acceleration(model, captured, packs=packs, savings=savings or Savings())

@@ -8,14 +8,14 @@ what the function gives is not kept for the backward. Values and gradients stay 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from sparsebit.graph.aliasing import written_later
-from sparsebit.graph.patterns import module_of, only_reader
+from sparsebit.graph.patterns import is_itself, module_of, only_reader
 from sparsebit.kernels.activations import name_of
 from sparsebit.numerics import dispatch
 from sparsebit.numerics.gradients import Gradient
@@ -43,13 +43,16 @@ class FusedActivation(FusedStep):
     """
 
     def __init__(
-        self, name: str, activation: nn.Module | Function, settings: dict[str, Any], dropouts: list[nn.Dropout],
+        self,
+        name: str,
+        activation: nn.Module | Function,
+        settings: dict[str, Any],
+        dropouts: list[nn.Dropout],
         reader: QuantOpr,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(f"fused_{name}")
-        self.name, self.activation, self.settings, self.dropouts, self.reader = (
-            name, activation, settings, dropouts, reader,
-        )  # fmt: skip
+        self.name, self.reader = name, reader
+        self.activation, self.settings, self.dropouts = activation, settings, dropouts
         op = reader._modules.get("op")
         parts = (activation, *dropouts, reader, op)
         self.modules = tuple(part for part in parts if isinstance(part, nn.Module))
@@ -101,32 +104,48 @@ class FusedReLU(FusedActivation):
         return self._known[2]
 
 
-def fuse_activations(draft: Draft) -> None:
-    """Replace the activation functions in question, with what reads them, by fused steps."""
-    written = {draft.copies[node] for node in written_later(draft.root) if node in draft.copies}
-    for node in list(draft.graph.nodes):
-        if len(node.all_input_nodes) != 1 or node in written or node.all_input_nodes[0] in written:
+def fuse_relus(draft: Draft) -> None:
+    """ReLUs, each with the quantizer that alone reads it."""
+    for node in _single_input_calls(draft):
+        if not _is_relu(node, draft.root):
             continue
-        is_relu = _is_relu(node, draft.root)
-        name = "relu" if is_relu else _name(node, draft.root)
+        reader = only_reader(node, draft.root)
+        if _rectifies(reader):
+            _fuse(draft, FusedReLU("relu", module_of(node, draft.root) or relu, {}, [], reader), [node])
+
+
+def fuse_activations(draft: Draft) -> None:
+    """GELU and SiLU, each with the layer that alone reads it, behind dropouts or not."""
+    for node in _single_input_calls(draft):
+        name = _name(node, draft.root)
         if name is None:
             continue
         dropouts = _dropouts_behind(node, draft.root)
-        last = dropouts[-1] if dropouts else node
-        reader = only_reader(last, draft.root)
-        if not (_rectifies(reader) and not dropouts if is_relu else type(reader) is WeightedQuantOpr):
-            continue
-        assert isinstance(reader, QuantOpr)
-        (call,) = last.users
-        if len(call.args) != 1 or call.kwargs:
-            continue
-        settings = {key: value for key, value in node.kwargs.items() if key != "input"}
-        kind = FusedReLU if is_relu else FusedActivation
-        activation = module_of(node, draft.root) or (relu if is_relu else node.target)
-        modules = [module_of(dropout, draft.root) for dropout in dropouts]
-        step = kind(name, activation, {} if is_relu else settings, modules, reader)  # type: ignore[arg-type]
-        draft.replace(call, step, (node.all_input_nodes[0],))
-        draft.drop_unread(*reversed(dropouts), node)
+        chain = [node, *dropouts]
+        reader = only_reader(chain[-1], draft.root)
+        if type(reader) is WeightedQuantOpr:
+            settings = {key: value for key, value in node.kwargs.items() if key != "input"}
+            modules: list[Any] = [module_of(dropout, draft.root) for dropout in dropouts]
+            activation: Any = module_of(node, draft.root) or node.target
+            _fuse(draft, FusedActivation(name, activation, settings, modules, reader), chain)
+
+
+def _single_input_calls(draft: Draft) -> list[fx.Node]:
+    """Calls of one tensor. What is written into later is read where it is: a fused step would read it later."""
+    written = {draft.copies[node] for node in written_later(draft.root) if node in draft.copies}
+    return [
+        node
+        for node in draft.graph.nodes
+        if len(node.all_input_nodes) == 1 and node not in written and node.all_input_nodes[0] not in written
+    ]
+
+
+def _fuse(draft: Draft, step: FusedActivation, chain: list[fx.Node]) -> None:
+    """`step` in the place of the nodes of `chain` and of the one that alone reads the last of them."""
+    (call,) = chain[-1].users
+    if len(call.args) == 1 and not call.kwargs:
+        draft.replace(call, step, (chain[0].all_input_nodes[0],))
+        draft.drop_unread(*reversed(chain))
 
 
 def _is_relu(node: fx.Node, root: fx.GraphModule) -> bool:
@@ -136,11 +155,10 @@ def _is_relu(node: fx.Node, root: fx.GraphModule) -> bool:
     return type(module) is nn.ReLU and not module.inplace
 
 
-def _rectifies(reader: nn.Module | None) -> bool:
+def _rectifies(reader: nn.Module | None) -> TypeGuard[QuantOpr]:
     """Whether its quantizer can stand for a ReLU too; a user's own may do anything with its input."""
-    if type(reader) not in _RELU_READERS:
+    if not is_itself(reader, QuantOpr) or type(reader) not in _RELU_READERS:
         return False
-    assert isinstance(reader, QuantOpr)
     quantizer = reader.input_quantizer
     return type(quantizer) in (LSQ, Uniform) and quantizer.spec.qmin == 0
 

@@ -27,6 +27,7 @@ from sparsebit.quantization.speed.below_autograd import gradients_of, quantized
 from sparsebit.quantization.speed.first_layer import first_layer
 from sparsebit.quantization.speed.fusion_guards import Substitute, is_seen, may_fuse, rounds_otherwise, substitute_of
 from sparsebit.quantization.speed.recomputation import as_autocast, autocast_dtype, recipe_of
+from sparsebit.quantization.speed.savings import Savings
 
 LARGE = 16 << 20  # bytes; below, starting a kernel again costs more than the memory is worth
 # Layers whose arithmetic is known by their class.
@@ -157,8 +158,8 @@ class FusedLayer(Substitute):
     `packs`: whether what can be computed again is not kept for the backward; None: on a GPU, where it is large.
     """
 
-    def __init__(self, layer: WeightedQuantOpr, packs: bool | None) -> None:
-        self.layer, self.packs = layer, packs
+    def __init__(self, layer: WeightedQuantOpr, packs: bool | None, savings: Savings) -> None:
+        self.layer, self.packs, self.savings = layer, packs, savings
         rounds_otherwise(layer.input_quantizer)  # for a compiler: the answer is known for this class from now on
         self.quantized_weight: Tensor | None = None  # together with others, for this forward (`weight_batches`)
 
@@ -188,11 +189,11 @@ class FusedLayer(Substitute):
         weight = layer.weight_quantizer(op.weight) if self.quantized_weight is None else self.quantized_weight
         bias = layer.stored_bias()
         may_be_fused = may_fuse(quantizer, (op,), x)
-        if may_be_fused and not activation:
+        if may_be_fused and not activation and self.savings.first_layer:
             found = first_layer(op, quantizer, x, weight, bias, gradient or quantizer.GRADIENT)
             if found is not None:
                 return found
-        if may_be_fused and not torch.compiler.is_compiling():
+        if may_be_fused and self.savings.fused_layers and not torch.compiler.is_compiling():
             found = self._as_one_node(x, weight, bias, gradient or quantizer.GRADIENT, activation)
             if found is not None:
                 return found
@@ -223,9 +224,15 @@ class FusedLayer(Substitute):
             weight, bias = weight.to(dtype), bias if bias is None else bias.to(dtype)
         elif half is not None or weight.dtype != dtype or (bias is not None and bias.dtype != dtype):
             return None  # two nodes convert it, or refuse it
-        kept_below = 0.0 if self.packs else LARGE if self.packs is None and x.is_cuda else math.inf
-        plan = _Plan(grid_of(quantizer.spec), gradient, activation, dtype, arithmetic, kept_below, quantizer.name)
+        grid, kept_below = grid_of(quantizer.spec), self._kept_below(x)
+        plan = _Plan(grid, gradient, activation, dtype, arithmetic, kept_below, quantizer.name)
         return _apply(x, scale, zero_point, weight, bias, plan)
+
+    def _kept_below(self, x: Tensor) -> float:
+        """Bytes of a quantized copy from which on it is computed again."""
+        if self.packs:
+            return 0.0
+        return LARGE if self.packs is None and x.is_cuda and self.savings.recomputed_copies else math.inf
 
 
 def fused_layer_of(layer: WeightedQuantOpr) -> FusedLayer | None:

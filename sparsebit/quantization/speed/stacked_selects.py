@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import operator as python_operator
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
@@ -84,39 +84,58 @@ def _are_alike(quantizers: list[Quantizer]) -> bool:
     return len(kinds) == 1 and quantizers[0].GRADIENT != "pact"
 
 
-def stack_selects(draft: Draft) -> None:
-    """Replace groups of selects, and the quantizers that alone read them."""
-    written = written_later(draft.root)  # what `unbind` gives may not be written into
-    groups: dict[tuple[fx.Node, int], dict[int, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
+def stack_quantizers(draft: Draft) -> None:
+    """Groups of selects that quantizers alone read, with the quantizers."""
+    for group in _groups(draft):
+        calls = [node for same in group.selects.values() for node in same]
+        readers = [only_reader(node, draft.root) for node in calls]
+        if len(calls) != len(group.selects) or not all(type(reader) is QIdentity for reader in readers):
+            continue
+        step: Any = StackedQuantizers(group.dim, tuple(group.selects), readers)  # type: ignore[arg-type]
+        group.join(draft, step, (group.source,))
+        for node in calls:
+            (read,) = node.users
+            read.replace_all_uses_with(node)
+            draft.drop_unread(read)
+
+
+def join_selects(draft: Draft) -> None:
+    """The other groups of selects."""
+    for group in _groups(draft):
+        group.join(draft, unstacked, (group.source, group.dim, tuple(group.selects)))
+
+
+class _Group(NamedTuple):
+    """The selects of one tensor along one dimension, by index."""
+
+    source: fx.Node
+    dim: int
+    selects: dict[int, list[fx.Node]]
+
+    def join(self, draft: Draft, function: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
+        """`function(*args)` in front of them gives what each of them gives."""
+        first = next(iter(self.selects.values()))[0]
+        with draft.graph.inserting_before(first):
+            whole = draft.graph.call_function(function, args)
+        for place, same in enumerate(self.selects.values()):
+            for node in same:
+                node.op, node.target, node.args = "call_function", python_operator.getitem, (whole, place)
+        return whole
+
+
+def _groups(draft: Draft) -> list[_Group]:
+    """Where neither the parts nor what reads them is written into: what `unbind` gives may not be."""
+    written = {draft.copies[node] for node in written_later(draft.root) if node in draft.copies}
+    found: dict[tuple[fx.Node, int], dict[int, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
     for node in draft.graph.nodes:
         if node.op == "call_method" and node.target == "select" and len(node.args) == 3 and not node.kwargs:
             source, dim, index = node.args
             if isinstance(source, fx.Node) and isinstance(dim, int) and isinstance(index, int):
-                groups[source, dim][index].append(node)
-    for (source, dim), selects in groups.items():
-        nodes = [node for same in selects.values() for node in same]
-        touched = {*nodes, *(reader for node in nodes for reader in node.users)}
-        if len(selects) > 1 and written.isdisjoint(
-            draft.originals[node] for node in touched if node in draft.originals
-        ):
-            _stack(draft, source, dim, selects)
+                found[source, dim][index].append(node)
+    groups = [_Group(*key, dict(selects)) for key, selects in found.items() if len(selects) > 1]
 
+    def touched(group: _Group) -> set[fx.Node]:
+        calls = [node for same in group.selects.values() for node in same]
+        return {*calls, *(reader for node in calls for reader in node.users)}
 
-def _stack(draft: Draft, source: fx.Node, dim: int, selects: dict[int, list[fx.Node]]) -> None:
-    nodes = [node for same in selects.values() for node in same]
-    readers = [only_reader(node, draft.root) for node in nodes]
-    known = [reader for reader in readers if type(reader) is QIdentity]
-    with draft.graph.inserting_before(nodes[0]):
-        if len(known) == len(nodes) == len(selects):
-            step = StackedQuantizers(dim, tuple(selects), known)
-            joined = draft.graph.call_function(step, (source,))
-        else:
-            joined = draft.graph.call_function(unstacked, (source, dim, tuple(selects)))
-            known = []
-    for place, same in enumerate(selects.values()):
-        for node in same:
-            node.op, node.target, node.args = "call_function", python_operator.getitem, (joined, place)
-            if known:
-                (read,) = node.users
-                read.replace_all_uses_with(node)
-                draft.drop_unread(read)
+    return [group for group in groups if written.isdisjoint(touched(group))]

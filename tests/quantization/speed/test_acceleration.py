@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from sparsebit.errors import ConfigError
 from sparsebit.quantization import QuantModel
+from sparsebit.quantization.speed import Savings
 from sparsebit.quantization.speed.fusion_guards import REASONS, substitute_of
 from tests.quantization.tiny import calibrated, qconfig
 from tests.quantization.tiny_training import data, ready
@@ -35,8 +38,10 @@ class Chain(nn.Module):
         for place, step in enumerate(self.steps):
             if step == "conv":
                 x = self.convs[place](x)
-            elif step in ("relu", "gelu", "silu", "dropout"):
+            elif step in ("relu", "dropout"):
                 x = getattr(self, step)(x)
+            elif step in ("gelu", "silu"):
+                x = getattr(self, step)(self.convs[place](x))
             elif step == "function relu":
                 x = F.relu(x)
             elif step == "norm":
@@ -46,7 +51,8 @@ class Chain(nn.Module):
             elif step == "selects":
                 y = x.reshape(x.shape[0], 3, 2, 4, 4)
                 q, k, v = (y.select(1, index) for index in range(3))
-                x = torch.cat([torch.matmul(q, k), v, q + v], 1)
+                scores = torch.matmul(q, k)
+                x = torch.cat([scores, v, scores], 1)
             elif step == "reused":
                 x = self.convs[0](self.relu(self.convs[0](x)))
             else:
@@ -157,6 +163,25 @@ def test_a_module_that_is_replaced_while_it_trains() -> None:
     found = qmodel(images())
     qmodel.accelerate(False)
     torch.testing.assert_close(found, qmodel(images()))
+
+
+@pytest.mark.parametrize("left_out", [field.name for field in fields(Savings)])
+def test_each_saving_can_be_left_out(left_out: str) -> None:
+    qmodel = trained(["conv", "relu", "gelu", "conv", "selects"])
+    expected = step(qmodel, images())
+    qmodel.accelerate(without=[left_out])
+    found = step(qmodel, images())
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    kinds = {type(each).__name__ for each in qmodel._speed.steps}  # type: ignore[union-attr]
+    assert ("FusedReLU" in kinds) == (left_out != "relus")
+    assert ("FusedActivation" in kinds) == (left_out != "activations")
+    assert ("StackedQuantizers" in kinds) == (left_out not in ("joined_selects", "stacked_quantizers"))
+
+
+def test_a_saving_that_there_is_not() -> None:
+    with pytest.raises(ConfigError, match=r"without='relu'\): give a list of names out of fused_layers, first_layer"):
+        ready("lsq").accelerate(without=["relu"])
 
 
 def test_every_reason_is_one_sentence() -> None:
