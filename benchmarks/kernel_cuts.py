@@ -20,8 +20,8 @@ from rich.progress import track
 
 from benchmarks.common import emit
 from benchmarks.fake_quant import gpu_times
+from sparsebit.kernels import fake_quant
 from sparsebit.kernels.fake_quant import UNLIMITED, Cut, Cuts
-from sparsebit.numerics import triton_kernels
 
 IMAGE = (256, 64, 64)
 REACH: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {
@@ -48,28 +48,28 @@ def work(kernel: str, per_channel: bool, dtype: torch.dtype, batch: int) -> tupl
     scale = torch.full((IMAGE[0] if per_channel else 1,), 0.2, device="cuda")
     arguments = (x, scale, torch.zeros_like(scale), 1 if per_channel else None, 0, -8, 7)
     if kernel.endswith("forward"):
-        return x, lambda: triton_kernels.fake_quantize(*arguments)
-    return x, lambda: triton_kernels.backward(grad, *arguments, "lsq", True, True, False)
+        return x, lambda: fake_quant.fake_quantize(*arguments)
+    return x, lambda: fake_quant.backward(grad, *arguments, "lsq", True, True, False)
 
 
 def measure(kernel: str, per_channel: bool, dtype: torch.dtype, batch: int, rounds: int) -> list[dict[str, Any]]:
     x, call = work(kernel, per_channel, dtype, batch)
     target = torch.empty_like(x)
     name = "WHOLE" if x.itemsize == 4 else "HALF"
-    before: Cuts = getattr(triton_kernels, name)
+    before: Cuts = getattr(fake_quant, name)
     moves = 2 if kernel.endswith("forward") else 3
     in_use: Cut = getattr(before, kernel)
     found = []
     try:
         for cut in track([in_use, *cuts(kernel)], f"{kernel} {dtype}", transient=True):
-            setattr(triton_kernels, name, before._replace(**{kernel: cut}))
-            triton_kernels._tiles.cache_clear()
+            setattr(fake_quant, name, before._replace(**{kernel: cut}))
+            fake_quant._tiles.cache_clear()
             times = gpu_times(kernel, {"copy": lambda: target.copy_(x), "kernel": call}, rounds)
             ratio = times["kernel"] / (times["copy"] / 2 * moves)
             found.append({"cut": cut._asdict(), "in_use": cut is in_use, "ratio_to_limit": ratio})
     finally:
-        setattr(triton_kernels, name, before)
-        triton_kernels._tiles.cache_clear()
+        setattr(fake_quant, name, before)
+        fake_quant._tiles.cache_clear()
     return sorted(found, key=lambda record: float(record["ratio_to_limit"]))
 
 

@@ -8,6 +8,11 @@ node, not as algebra; `same_options`: float with the options of `qmodel.compile`
 (`graphed`), where Python's part is nothing. `in_a_row`: the time of a step where the next one does not wait for its
 end, as in a training loop. `start_us`: what the host takes to start a kernel. `torch_ao` is torch's own QAT, which
 runs in tf32 only; its ratio is to float tf32.
+
+    python benchmarks/qat_step.py resnet50 vit_small --ablate [--output results/qat_ablation.jsonl]
+
+has a row for each saving of a training step, left out alone, beside the whole in the same run: eager, graphed, and
+compiled where a compiler is concerned. Ratios are to the step with all savings: above 1 is what a saving gives.
 """
 
 from __future__ import annotations
@@ -17,8 +22,10 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +34,7 @@ from torch import nn
 from benchmarks.common import ROOT, emit
 from sparsebit.numerics import decomposed
 from sparsebit.quantization import QuantModel, parse_qconfig
+from sparsebit.quantization.speed import Savings
 from sparsebit.quantization.speed.inductor_options import compiler_options
 
 
@@ -94,6 +102,10 @@ def torch_ao(float_model: nn.Module, example: torch.Tensor) -> nn.Module:
     return model.to(example.device, memory_format=torch.channels_last).train()
 
 
+# way: how the model is made, in bfloat16, and what it is compared with; a graph is captured of the way in front of it.
+Ways: TypeAlias = dict[str, tuple[Callable[[], nn.Module], bool, str]]
+
+
 class Measured(NamedTuple):
     """Median step in milliseconds; the mean of steps in a row; the peak memory in MiB of steps that follow a first."""
 
@@ -135,16 +147,59 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--seconds", type=float, default=3.0, help="of measuring, each way")
     parser.add_argument("--ways", default="", help="only these, with commas between")
+    parser.add_argument("--ablate", action="store_true", help="a row for each saving, left out alone")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
     torch.compiler.config.force_disable_caches = True  # they do not tell the opaque form from the other
     for name in options.models:
-        compare(name, options)
+        compare(name, options, ablated_ways(name, options) if options.ablate else ways_of(name, options))
 
 
-def compare(name: str, options: argparse.Namespace) -> None:
+def ablated_ways(name: str, options: argparse.Namespace) -> Ways:
+    """The whole, and each saving left out alone."""
+    device = options.device
+    example = torch.randn(16, 3, options.size, options.size, device=device)
+
+    def without(*savings: str) -> nn.Module:
+        torch.manual_seed(0)
+        qmodel = quantized(name, build(name), example)
+        qmodel.accelerate(without=savings)
+        return qmodel
+
+    def compiled(*savings: str, **inductor: Any) -> nn.Module:
+        qmodel = without(*savings)
+        assert isinstance(qmodel, QuantModel)
+        qmodel.compile(fullgraph=True, options=inductor)
+        return qmodel
+
+    def plain() -> nn.Module:
+        qmodel = without()
+        assert isinstance(qmodel, QuantModel)
+        qmodel.accelerate(False)
+        return qmodel
+
+    from torch._inductor import config
+
+    thresholds = {key: getattr(config, key) for key in compiler_options("cuda") if "threshold" in key}
+    makers: dict[str, Callable[[], nn.Module]] = {"all": without}
+    makers |= {f"without_{field.name}": partial(without, field.name) for field in fields(Savings)}
+    makers |= {"plain": plain, "compiled_all": compiled}
+    makers["compiled_without_first_layer"] = partial(compiled, "first_layer")
+    makers["compiled_without_fusions"] = partial(compiled, pre_grad_custom_pass=None)
+    makers["compiled_without_thresholds"] = partial(compiled, **thresholds)
+    ways: Ways = {}
+    for way, make in makers.items():
+        base = "compiled_all" if way.startswith("compiled") else "all"
+        ways[way] = (make, True, base)
+        if device == "cuda":
+            ways[f"{way}_graphed"] = (make, True, f"{base}_graphed")
+    return ways
+
+
+def ways_of(name: str, options: argparse.Namespace) -> Ways:
+    """Float, quantized and torch's own QAT, in all forms."""
     device = options.device
 
     def plain() -> nn.Module:
@@ -186,8 +241,7 @@ def compare(name: str, options: argparse.Namespace) -> None:
     def eager() -> nn.Module:
         return quantized(name, plain(), example)
 
-    # way: (how the model is made, in bfloat16, what it is compared with); a graph is captured of the way in front of it
-    ways: dict[str, tuple[Callable[[], nn.Module], bool, str]] = {
+    return {
         "float_bf16_compiled": (float_compiled, True, ""),
         "float_bf16_compiled_graphed": (float_compiled, True, ""),
         "sparsebit_bf16_compiled": (compiled, True, "float_bf16_compiled"),
@@ -209,13 +263,17 @@ def compare(name: str, options: argparse.Namespace) -> None:
         ),
         "sparsebit_bf16_compiled_opaque": (opaque, True, "float_bf16_compiled"),
     }
+
+
+def compare(name: str, options: argparse.Namespace, ways: Ways) -> None:
+    device, benchmark = options.device, "qat_ablation" if options.ablate else "qat_step"
     if options.ways:
         ways = {way: ways[way] for way in options.ways.split(",")}
     found: dict[str, Measured] = {}
     stepper: Stepper | None = None
     start = start_us(device)
     for way, (make, half, base) in ways.items():
-        record: dict[str, Any] = {"benchmark": "qat_step", "model": name, "batch": options.batch, "way": way}
+        record: dict[str, Any] = {"benchmark": benchmark, "model": name, "batch": options.batch, "way": way}
         record |= {"start_us": start} if start is not None else {}
         is_graphed = way.endswith("_graphed")
         try:
