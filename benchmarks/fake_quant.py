@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import sparsebit.kernels  # noqa: F401  # the operator's kernels for CUDA
 from benchmarks.common import emit
 from sparsebit.numerics import decomposed
 from sparsebit.quantization import Granularity, PerChannel, PerTensor, TensorSpec, fake_quantize

@@ -24,7 +24,7 @@ def state_between_calls(qmodel: SimulatedModel, call: Call) -> list[str]:
     Nothing of that is left behind. What changes without an effect on the output (a call counter, a kept attention map)
     does not count.
     """
-    source = qmodel._source
+    source = qmodel.source
     outside = OuterState(source.modules(), {})
     with contextlib.ExitStack() as stack:
         stack.callback(outside.restore)

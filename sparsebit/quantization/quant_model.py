@@ -446,7 +446,7 @@ class QuantModel(TrainableModel):
         rebind_functions(self._code_modules(), new._code_modules(), memo)
         if self._weights_now() == self._built_weights:
             new._built_weights = new._weights_now()
-        new._built_state = self._built_state.of_copy(new.original, new._source)
+        new._built_state = self._built_state.of_copy(new.original, new.source)
         return new
 
 

@@ -278,7 +278,7 @@ class SimulatedModel(nn.Module):
 
     def _code_modules(self) -> list[nn.Module]:
         """Every module whose own Python code may run, those behind captured graphs among them."""
-        sources = (self._source, *(region.source for region in self._captured.regions.values()))
+        sources = (self.source, *(region.source for region in self._captured.regions.values()))
         return list({id(module): module for source in sources for module in source.modules()}.values())
 
     def _folded_tensors(self) -> set[int]:
@@ -287,7 +287,7 @@ class SimulatedModel(nn.Module):
         return {id(tensor) for norm in folded for tensor in (*norm.parameters(), *norm.buffers())}
 
     @property
-    def _source(self) -> nn.Module:
+    def source(self) -> nn.Module:
         """The copy's own Python code, with the copy's layers."""
         return self._root.source if self._root is not None else self.model
 

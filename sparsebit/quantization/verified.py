@@ -94,7 +94,7 @@ class VerifiedModel(SimulatedModel):
     def _build(self, *args: Any, **kwargs: Any) -> None:
         super()._build(*args, **kwargs)
         self._built_weights = self._weights_now()
-        self._built_state = BuiltState(self.original, self._source)
+        self._built_state = BuiltState(self.original, self.source)
 
     def _weights_now(self) -> tuple[Any, ...]:
         """Another value after any change to the weights, here or in the original."""
@@ -125,9 +125,9 @@ class VerifiedModel(SimulatedModel):
         self._built_weights = self._weights_now()
 
     def _capture_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        state = CarriedState.of(self._built_state, self.original, self._source, self._folded_tensors())
+        state = CarriedState.of(self._built_state, self.original, self.source, self._folded_tensors())
         super()._capture_again(args, kwargs)
-        state.put_into(self._source)
+        state.put_into(self.source)
 
     def _verify_example(self, call: Call) -> None:
         call = to_device(call, self.device)
@@ -164,7 +164,7 @@ class VerifiedModel(SimulatedModel):
             log.debug("the model's own code fails on %s: %s: %s", occasion, type(error).__name__, error)
             return None
         outcome: Outcome | None = None
-        outside = OuterState(self._source.modules(), {})
+        outside = OuterState(self.source.modules(), {})
         for attempt in range(_ATTEMPTS):
             found, outcome = self._compare(call, run, expected, keep_state)
             if found is None or (outcome is not None and self._is_rounding(given, randomness)):
@@ -239,7 +239,7 @@ class VerifiedModel(SimulatedModel):
         same = {name: twin for name, (_, twin) in _same_parameters(self.original, self).items()}
         switches = self.is_quantized("weight"), self.is_quantized("feature")
         is_training = self.training
-        with undisturbed_randomness(randomness), state_kept(self.model, self._source):
+        with undisturbed_randomness(randomness), state_kept(self.model, self.source):
             self.set_quant(w_quant=False, a_quant=False)
             self.train(training)
             try:
@@ -259,7 +259,7 @@ class VerifiedModel(SimulatedModel):
         """The own code of the original's module at `path`, in the modes that the copy's modules have now."""
         module = self.original.get_submodule(path)
         prefix = f"{path}." if path else ""
-        twins = {name: twin_at(self._source, f"{prefix}{name}" if name else path) for name, _ in module.named_modules()}
+        twins = {name: twin_at(self.source, f"{prefix}{name}" if name else path) for name, _ in module.named_modules()}
         modes = {name: twin.training for name, twin in twins.items() if twin is not None}
         return Reference(module, self.device, training=modes.get("", self.training), modes=modes)
 
@@ -279,7 +279,7 @@ class VerifiedModel(SimulatedModel):
         """Whether the original's buffers below `path` hold what the copy's hold; those of folded norms do not count."""
         folded = self._folded_tensors()
         buffers = self.original.get_submodule(path).named_buffers(prefix=path)
-        pairs = [(buffer, tensor_at(self._source, name)) for name, buffer in buffers]
+        pairs = [(buffer, tensor_at(self.source, name)) for name, buffer in buffers]
         return all(
             torch.equal(twin, buffer.to(twin))
             for buffer, twin in pairs
@@ -305,12 +305,12 @@ class VerifiedModel(SimulatedModel):
             return outcome.difference(expected), outcome
 
     def _watched_buffers(self) -> Buffers:
-        return buffers_of(self._source, self.original)
+        return buffers_of(self.source, self.original)
 
     @contextlib.contextmanager
     def _unseen(self) -> Iterator[None]:
         """What forwards of the copy do inside to state is undone, in the copy and outside of it."""
-        with undisturbed_outer_state(self._source), state_kept(self.model, self._source):
+        with undisturbed_outer_state(self.source), state_kept(self.model, self.source):
             yield
 
     def _differing(
@@ -341,7 +341,7 @@ class VerifiedModel(SimulatedModel):
 
     def _part_with_buffers(self, path: str, module: nn.Module, call: Call) -> tuple[nn.Module, Buffers]:
         part = self._part(path, module, call)
-        return part, buffers_of(part._source, module)
+        return part, buffers_of(part.source, module)
 
     def _part(self, path: str, module: nn.Module, call: Call) -> SimulatedModel:
         """A copy of one module, captured and with quantizers as in the whole, off."""
@@ -368,7 +368,7 @@ class VerifiedModel(SimulatedModel):
             expected = reference.outcome(in_double(cloned(call)), randomness)
             randomness.restore()
             with undisturbed_outer_state(double):
-                outcome = outcome_of(part, in_double(cloned(call)), buffers_of(part._source, double))
+                outcome = outcome_of(part, in_double(cloned(call)), buffers_of(part.source, double))
         except Exception as error:
             log.debug("no comparison in float64: %s: %s", type(error).__name__, error)
             return False
@@ -403,7 +403,7 @@ def _module_gradients(module: nn.Module, part: nn.Module, call: Call) -> str | N
 def _same_parameters(model: nn.Module, copied: SimulatedModel) -> dict[str, tuple[Tensor, Tensor]]:
     """The model's parameters and the copy's, by name, where nothing was folded into the copy's or taken out of it."""
     folded = copied._folded_tensors()
-    pairs = {name: (parameter, tensor_at(copied._source, name)) for name, parameter in model.named_parameters()}
+    pairs = {name: (parameter, tensor_at(copied.source, name)) for name, parameter in model.named_parameters()}
     return {
         name: (parameter, twin)
         for name, (parameter, twin) in pairs.items()

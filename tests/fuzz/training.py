@@ -139,7 +139,7 @@ def gradients(program: Program, compiled: Compiled) -> None:
     qmodel.train()
     qmodel.set_quant(w_quant=True, a_quant=True)
     qmodel.accelerate(False)
-    with state_kept(qmodel.model, qmodel._source):  # both paths start from the same
+    with state_kept(qmodel.model, qmodel.source):  # both paths start from the same
         plain = [_step(compiled, qmodel, call, theirs) for call in (4, 5)]
     qmodel.accelerate()
     for call, right in zip((4, 5), plain, strict=True):

@@ -615,7 +615,7 @@ def test_state_is_kept_in_a_new_capture() -> None:
         torch.testing.assert_close(qmodel(x, **extra), twin(x, **extra))
     assert model.inner.block.seen == []  # type: ignore[union-attr]
     for name, buffer in twin.named_buffers():
-        torch.testing.assert_close(tensor_at(qmodel._source, name), buffer, rtol=0, atol=1e-5)
+        torch.testing.assert_close(tensor_at(qmodel.source, name), buffer, rtol=0, atol=1e-5)
 
 
 def test_a_copy_of_a_copy_knows_what_has_changed() -> None:
