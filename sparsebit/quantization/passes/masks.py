@@ -20,20 +20,65 @@ _ENDS = frozenset(
     {"matmul", "bmm", "baddbmm", "einsum", "attention", "batch_norm", "layer_norm", "group_norm", "instance_norm"}
     | {"rms_norm", "softmax", "log_softmax", "relu", "relu6", "sigmoid", "hardsigmoid", "hardtanh", "tanh", "clamp"}
 )
+_SOFTMAX = ("softmax", "log_softmax")
+_ARITHMETIC = ("add", "sub", "mul", "div")
 
 
 def hidden_values(graph: fx.Graph, rows: dict[fx.Node, OpRow], python: set[fx.Node]) -> set[fx.Node]:
-    """Nodes whose values hold such numbers, as far as constants of the graph show it."""
-    found: set[fx.Node] = set()
+    """Nodes whose values hold such numbers, as far as constants of the graph show it, or may hold them: masks that are
+    inputs of the graph, and what they are added to in front of a softmax.
+    """
+    found = _given_masks(graph, rows, python)
     for node in graph.nodes:
-        row = rows.get(node)
         if node in python or node.op not in ("call_module", "call_function", "call_method"):
             continue
-        if row is not None and (row.name in _ENDS or row.kind in (OpKind.WEIGHTED, OpKind.FLOAT)):
+        if _uses_up(node, rows):
             continue
         if _has_large_constant(node) or any(source in found for source in node.all_input_nodes):
             found.add(node)
     return found
+
+
+def _uses_up(node: fx.Node, rows: dict[fx.Node, OpRow]) -> bool:
+    row = rows.get(node)
+    return row is not None and (row.name in _ENDS or row.kind in (OpKind.WEIGHTED, OpKind.FLOAT))
+
+
+def _given_masks(graph: fx.Graph, rows: dict[fx.Node, OpRow], python: set[fx.Node]) -> set[fx.Node]:
+    """Inputs of the graph, and what light ops make of them alone, that are added to what a softmax reads.
+
+    An input that a layer or a product reads too is no mask.
+    """
+    origins: dict[fx.Node, set[fx.Node]] = {}
+    activations: set[fx.Node] = set()
+    for node in graph.nodes:
+        tensors = [source for source in node.all_input_nodes if source not in python]
+        if node.op == "placeholder":
+            origins[node] = {node}
+        elif node.op == "call_module" or _uses_up(node, rows):
+            activations.update(*(origins.get(source, ()) for source in tensors))
+        elif node.op in ("call_function", "call_method") and tensors and origins.keys() >= set(tensors):
+            origins[node] = set().union(*(origins[source] for source in tensors))
+    return {
+        source
+        for node in _in_front_of_softmax(graph, rows)
+        if rows[node].name in ("add", "sub") and node not in origins
+        for source in node.all_input_nodes
+        if source in origins and activations.isdisjoint(origins[source])
+    }
+
+
+def _in_front_of_softmax(graph: fx.Graph, rows: dict[fx.Node, OpRow]) -> list[fx.Node]:
+    """Sums, products and moves whose result a softmax reads."""
+    names = {node: row.name for node, row in rows.items()}
+    waiting = [source for node in graph.nodes if names.get(node) in _SOFTMAX for source in node.all_input_nodes[:1]]
+    found: dict[fx.Node, None] = {}
+    for node in waiting:
+        row = rows.get(node)
+        if node not in found and row is not None and (row.kind is OpKind.TRANSPARENT or row.name in _ARITHMETIC):
+            found[node] = None
+            waiting += node.all_input_nodes
+    return list(found)
 
 
 def _has_large_constant(node: fx.Node) -> bool:

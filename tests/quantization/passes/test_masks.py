@@ -85,3 +85,62 @@ def test_a_mask_that_is_given(observer: str, adds: bool) -> None:
     torch.testing.assert_close(weights, expected, atol=0.02, rtol=0.1)
     reasons = {layer.name: layer.reason for layer in qmodel.coverage.float_layers}
     assert "a mask hides values" in reasons["softmax"]
+
+
+class Biased(Attention):
+    """What is added in front of the softmax comes from layers: it has a grid."""
+
+    def forward(self, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        weights = torch.softmax(self.q(x) @ self.k(x).transpose(-2, -1) + self.v(other)[..., :4], -1)
+        return weights, weights @ other
+
+
+GIVEN: dict[str, Hide] = {
+    "added": lambda scores, mask: scores + mask,
+    "in place": lambda scores, mask: (scores * 1).add_(mask),
+    "subtracted": lambda scores, mask: scores - -mask,
+    "of a larger batch": lambda scores, mask: (scores.unsqueeze(1) + mask[None, None]).squeeze(1),
+    "scaled": lambda scores, mask: (scores + mask) * 1.5,
+    "logarithm": lambda scores, mask: scores + mask.exp().log(),
+    "cast": lambda scores, mask: scores + mask.to(scores.dtype).unsqueeze(0),
+}
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["", "adds"])
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_given_mask_hides_though_calibration_has_not_seen_it(name: str, adds: bool) -> None:
+    torch.manual_seed(0)
+    model, x, hidden = Attention(GIVEN[name]).eval(), torch.randn(2, 4, 8), hidden_pairs()
+    mask = torch.zeros(4, 4).masked_fill(hidden, -math.inf)
+    with torch.no_grad():
+        qmodel = calibrated(model, [(x, torch.zeros(4, 4))], qconfig({"A.QADD.ENABLE_QUANT": adds}))
+        weights, expected = qmodel(x, mask)[0], model(x, mask)[0]
+    assert not bool(weights[..., hidden].any()) and "softmax.input" not in sites(qmodel)
+    torch.testing.assert_close(weights, expected, atol=0.02, rtol=0.1)
+
+
+def test_a_mask_of_torchs_attention_hides_though_calibration_has_not_seen_it() -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            output: Tensor = self.attention(x, x, x, attn_mask=mask)[0]
+            return output
+
+    torch.manual_seed(0)
+    model, x = Attends().eval(), torch.randn(2, 4, 8)
+    mask = torch.zeros(4, 4).masked_fill(hidden_pairs(), -math.inf)
+    with torch.no_grad():
+        qmodel = calibrated(model, [(x, torch.zeros(4, 4))], qconfig({"A.QADD.ENABLE_QUANT": True}))
+        other = x.clone()
+        other[:, 3] += 1  # which the first three must not see
+        torch.testing.assert_close(qmodel(other, mask)[:, :3], qmodel(x, mask)[:, :3], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["", "adds"])
+def test_an_activation_in_front_of_a_softmax_is_quantized(adds: bool) -> None:
+    model, x = Biased(GIVEN["added"]).eval(), torch.randn(2, 4, 8)
+    qmodel = calibrated(model, [(x, x)], qconfig({"A.QADD.ENABLE_QUANT": adds}))
+    assert {"softmax.input", "q.input"} <= sites(qmodel)
