@@ -24,6 +24,7 @@ from sparsebit.graph.copying import copy_model, uncompiled
 from sparsebit.graph.example import UNKNOWN, Example, GuardError, guard
 from sparsebit.graph.failures import FAILURES, Untraced, describe_failure, forward_line, report_own_fault
 from sparsebit.graph.graph_module import CapturedGraph
+from sparsebit.graph.hidden_writes import may_write_parameters
 from sparsebit.graph.outcome import Call, Randomness, Snapshot, cloned, undisturbed_randomness
 from sparsebit.graph.outer_state import OuterState, undisturbed_outer_state
 from sparsebit.graph.passes.decompose import decompose
@@ -352,7 +353,8 @@ class _Observed:
         modes = {module: module.training for module in model.modules()}
         own = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
         buffers = [(module, dict(module._buffers)) for module in own]
-        values = {buffer: buffer.clone() for buffer in model.buffers()}
+        written = [*model.buffers(), *(model.parameters() if may_write_parameters(model) else ())]
+        values = {tensor: tensor.detach().clone() for tensor in written}
         try:
             model.eval()
             args, kwargs = cloned((args, kwargs))  # the model may write into its inputs
@@ -369,8 +371,8 @@ class _Observed:
             for module, registry in buffers:
                 module._buffers.update(registry)
             with torch.no_grad():
-                for buffer, value in values.items():
-                    buffer.copy_(value)
+                for tensor, value in values.items():
+                    tensor.copy_(value)
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         form = call_form(module, args, kwargs)

@@ -135,6 +135,12 @@ class _Answers:
     node: fx.Node
     tracer: Any
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """`weight.data = ...`, `x.requires_grad = True`: a graph has no place for what user code sets on a tensor."""
+        if not is_ours(sys._getframe(1).f_code.co_filename):
+            self.tracer.refuse(f"sets the attribute {name!r} of a tensor")
+        super().__setattr__(name, value)
+
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         """For code that reads `x.__class__`; `isinstance`, in C and in torch, gets the real class."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from sparsebit.graph.comparison import difference
 from sparsebit.graph.graph_module import CapturedGraph
+from sparsebit.graph.hidden_writes import may_write_parameters
 from sparsebit.graph.nested import map_nested, tensors_of
 from sparsebit.graph.state import states_of
 
@@ -138,7 +139,9 @@ def buffers_of(module: nn.Module, like: nn.Module | None = None) -> Buffers:
 
 
 class Snapshot:
-    """The buffers, attributes and modes of the roots' modules, and the tensors of a call, as they are now."""
+    """The buffers, attributes and modes of the roots' modules, and the tensors of a call, as they are now; parameters
+    too, where a forward may write into them.
+    """
 
     def __init__(self, *roots: nn.Module, call: Any = ()) -> None:
         self.states = [state for module in _modules_of(roots) for state in states_of(module, inside=False)]
@@ -147,7 +150,10 @@ class Snapshot:
         self.values = {id(tensor): (tensor, _version(tensor), tensor.detach().clone()) for tensor in written}
         # Of buffers torch does not count all writes: not those of batch norms.
         buffers = [buffer for state in self.states for buffer in state.registries["_buffers"].values()]
-        self.values |= {id(buffer): (buffer, None, buffer.detach().clone()) for buffer in buffers if buffer is not None}
+        kept = [buffer for buffer in buffers if buffer is not None]
+        if any(map(may_write_parameters, roots)):  # `.data` hides its writes
+            kept += [p for state in self.states for p in state.registries["_parameters"].values() if p is not None]
+        self.values |= {id(tensor): (tensor, None, tensor.detach().clone()) for tensor in kept}
 
     def restore(self) -> None:
         """Put everything back, in place."""
@@ -155,7 +161,8 @@ class Snapshot:
             state.restore()
         with torch.no_grad():
             for tensor, version, value in self.values.values():
-                if _version(tensor) != version:
+                is_written = not torch.equal(tensor, value) if version is None else _version(tensor) != version
+                if is_written:
                     tensor.copy_(value)
 
 

@@ -40,6 +40,7 @@ class ModuleState:
         # A counter cannot be set back: a copy of it takes its place.
         self.attributes = {k: copy.copy(v) if isinstance(v, itertools.count) else v for k, v in module.__dict__.items()}
         self.registries = {name: dict(module.__dict__[name]) for name in ("_parameters", "_buffers")}
+        self.children = dict(module._modules)
         self.undo: list[Callable[[], None]] = []
         self.prints = _prints(module, self.undo)
 
@@ -53,7 +54,10 @@ class ModuleState:
             for name, value in self.module.__dict__[registry].items():
                 if held.get(name) is not value and not isinstance(value, fx.Proxy):
                     return str(name)
-        return None
+        # Others may have come: a trace installs modules that are made on the spot.
+        return next(
+            (name for name, child in self.children.items() if self.module._modules.get(name) is not child), None
+        )
 
     def changes(self) -> list[str]:
         """The names of all attributes but `training` whose values have changed."""
@@ -69,6 +73,7 @@ class ModuleState:
         for registry, held in self.registries.items():
             self.module.__dict__[registry].clear()
             self.module.__dict__[registry].update(held)
+        self.module._modules.update(self.children)
         for undo in self.undo:
             undo()
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.graph.copying import copy_model
+from sparsebit.graph.hidden_writes import may_write_parameters
 from sparsebit.graph.nested import map_nested
 from sparsebit.graph.outcome import (
     Buffers,
@@ -55,7 +56,7 @@ class Reference:
         """The model in the state that it has now; what it does to its state is not seen in the original."""
         parameters = self.model.parameters()
         is_here = all(parameter.device == self.device for parameter in parameters)
-        module = copy_model(self.model, share_parameters=is_here)
+        module = copy_model(self.model, share_parameters=is_here and not may_write_parameters(self.model))
         if not is_here:
             module.to(self.device)
         module.train(self.training)

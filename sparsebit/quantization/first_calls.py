@@ -14,6 +14,7 @@ from sparsebit.errors import CaptureError
 from sparsebit.execution.batches import Call
 from sparsebit.graph.capture import Region
 from sparsebit.graph.copying import copy_model
+from sparsebit.graph.hidden_writes import may_write_parameters
 from sparsebit.graph.nested import is_symbolic, tensors_of
 from sparsebit.graph.outcome import Randomness, buffers_of, cloned, outcome_of, undisturbed_randomness
 from sparsebit.graph.outer_state import undisturbed_outer_state
@@ -105,7 +106,8 @@ class CheckedModel(VerifiedModel):
         except Exception as error:  # the user sees it next
             log.debug("the model's own code fails: %s: %s", type(error).__name__, error)
             return ""
-        twin = copy_model(source, share_parameters=True, share=[self])  # whose quantizers no other thread uses
+        shares = not may_write_parameters(reference.model)
+        twin = copy_model(source, share_parameters=shares, share=[self])  # whose quantizers no other thread uses
         for quantizer in twin.modules():
             if isinstance(quantizer, Quantizer):
                 quantizer.use_quant = quantizer.observing = False

@@ -18,6 +18,7 @@ from sparsebit.errors import CaptureError, SparsebitError
 from sparsebit.execution.batches import Call, as_call, to_device
 from sparsebit.graph.capture import call_form, has_forward
 from sparsebit.graph.copying import copy_model
+from sparsebit.graph.hidden_writes import may_write_parameters
 from sparsebit.graph.nested import tensors_of
 from sparsebit.graph.outcome import (
     Buffers,
@@ -190,6 +191,8 @@ class VerifiedModel(SimulatedModel):
             _put_back(call, given)
             outside.restore()
             randomness.restore()
+        if keep_state:  # parameters that the forward wrote into are what they were
+            self._built_weights = self._weights_now()
         return outcome
 
     def verify_training(self, batch: Any, loss: Callable[[Any], Tensor]) -> GradientCheck:
@@ -392,7 +395,7 @@ def _module_gradients(module: nn.Module, part: nn.Module, call: Call) -> str | N
         return sum(((x * torch.randn(x.shape, generator=generator).to(x)).sum() for x in floats), torch.zeros(()))
 
     assert isinstance(part, SimulatedModel)
-    own = copy_model(module, share_parameters=True).train(part.training)
+    own = copy_model(module, share_parameters=not may_write_parameters(module)).train(part.training)
     pairs, randomness = _same_parameters(own, part), Randomness.now()
     expected = with_gradients(own, call, directional, {name: parameter for name, (parameter, _) in pairs.items()})
     randomness.restore()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import warnings
 from typing import Any
@@ -253,3 +254,94 @@ def test_own_code_may_write_into_what_an_attention_has_read(training: bool, with
         qmodel(x).square().sum().backward()
         (weight,) = (p for name, p in qmodel.named_parameters() if name.endswith("out_proj.op.weight"))
         torch.testing.assert_close(weight.grad, expected, rtol=1e-2, atol=1e-2)
+
+
+class Changing(nn.Module):
+    """Its forward changes its own parameters or children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change()
+        return self.b(torch.relu(self.a(x)))
+
+    def change(self) -> None:
+        raise NotImplementedError
+
+
+class Decays(Changing):
+    def change(self) -> None:
+        with torch.no_grad():
+            self.a.weight.mul_(0.9)
+
+
+class Shifts(Changing):
+    def change(self) -> None:
+        self.a.bias.data.add_(0.1)
+
+
+class Clips(Changing):
+    def change(self) -> None:
+        for parameter in self.parameters():
+            parameter.data.clamp_(-0.2, 0.2)
+
+
+class Normalizes(Changing):
+    @staticmethod
+    def normalize(weight: nn.Parameter) -> None:
+        with torch.no_grad():
+            weight.data.div_(weight.norm())
+
+    def change(self) -> None:
+        self.normalize(self.a.weight)
+
+
+class Replaces(Changing):
+    def change(self) -> None:
+        self.a.weight.data = self.a.weight.data * 0.9
+
+
+class Swaps(Changing):
+    def change(self) -> None:
+        self.a, self.b = self.b, self.a
+
+
+class Bounded(nn.Sequential):
+    """`max_norm` shortens the rows that a forward reads, in place."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(10, 8, max_norm=0.5), nn.Linear(8, 8))
+
+
+@pytest.mark.parametrize("with_example", [True, False], ids=["example", "no example"])
+@pytest.mark.parametrize("kind", [Decays, Shifts, Clips, Normalizes, Replaces, Swaps, Bounded])
+def test_a_model_that_changes_its_own_weights(kind: type[nn.Module], with_example: bool) -> None:
+    model = kind().eval()
+    x = torch.randint(0, 10, (3, 4)) if kind is Bounded else torch.randn(4, 8)
+    before = {name: (id(tensor), tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
+    reference, qmodel = copy.deepcopy(model), plain_copy(model, x, with_example=with_example)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(qmodel(x), reference(x))
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        assert id(tensor) == before[name][0]
+        torch.testing.assert_close(tensor, before[name][1], rtol=0, atol=0)
+
+
+class Tags(Changing):
+    """Leaves a note on a tensor, for whoever reads it outside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Any = self.b(torch.relu(self.a(x)))
+        y.note = "seen"
+        return y  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("with_example", [True, False], ids=["example", "no example"])
+def test_what_is_set_on_a_tensor_is_there(with_example: bool) -> None:
+    x = torch.randn(4, 8)
+    qmodel = plain_copy(Tags().eval(), x, with_example=with_example)
+    assert qmodel(x).note == "seen"
+    assert "sets the attribute 'note' of a tensor" in reasons(qmodel)[""]

@@ -143,4 +143,4 @@ def test_a_mask_of_torchs_attention_hides_though_calibration_has_not_seen_it() -
 def test_an_activation_in_front_of_a_softmax_is_quantized(adds: bool) -> None:
     model, x = Biased(GIVEN["added"]).eval(), torch.randn(2, 4, 8)
     qmodel = calibrated(model, [(x, x)], qconfig({"A.QADD.ENABLE_QUANT": adds}))
-    assert {"softmax.input", "q.input"} <= sites(qmodel)
+    assert "softmax.input" in sites(qmodel)
