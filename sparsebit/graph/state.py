@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import dataclasses
 import enum
 import itertools
 import random
@@ -20,7 +21,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from sparsebit.graph.nested import tensors_of
 from sparsebit.graph.node_queries import depends_on_input
 from sparsebit.graph.training_flag import TrainingFlag
 
@@ -111,7 +111,8 @@ def undisturbed_state(root: nn.Module, *, tensors: bool = False) -> Iterator[Non
 @contextlib.contextmanager
 def tensors_kept(held: Iterable[Any]) -> Iterator[None]:
     """Undo, at the end of the block, writes into tensors in `held`."""
-    kept = [(tensor, _version(tensor), tensor.detach().clone()) for tensor in tensors_of(list(held))]
+    tensors = [tensor for value in held for tensor in _tensors_in(value)]
+    kept = [(tensor, _version(tensor), tensor.detach().clone()) for tensor in tensors]
     try:
         yield
     finally:
@@ -119,6 +120,19 @@ def tensors_kept(held: Iterable[Any]) -> Iterator[None]:
             for tensor, version, values in kept:
                 if _version(tensor) != version:
                     tensor.copy_(values)
+
+
+def _tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    """The tensors that a value holds. Unlike `tensors_of`, it makes nothing anew: the value may be anything."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type) and depth < _MAX_DEPTH:
+        for field in dataclasses.fields(value):
+            yield from _tensors_in(getattr(value, field.name, None), depth + 1)
+    elif isinstance(value, (tuple, *CONTAINERS)) and depth < _MAX_DEPTH:
+        items = list(value) if isinstance(value, tuple) else _held(value)
+        for item in items[:_MAX_ITEMS]:
+            yield from _tensors_in(item, depth + 1)
 
 
 def _version(tensor: torch.Tensor) -> int | None:
@@ -181,7 +195,8 @@ def _print(value: Any, undo: list[Callable[[], None]], seen: set[int], depth: in
     seen.add(id(value))
     if isinstance(value, CONTAINERS):
         undo.append(_undo_of(value))
-        items = _items(value, undo, seen, depth) if len(value) <= _MAX_ITEMS else len(value)
+        size = _base(value).__len__(value)
+        items = _items(value, undo, seen, depth) if size <= _MAX_ITEMS else size
         return "container", type(value), id(value), items
     return "object", id(value), _inside(value, undo, seen, depth)
 
@@ -190,9 +205,12 @@ def _items(value: Any, undo: list[Callable[[], None]], seen: set[int], depth: in
     def printed(item: Any) -> Any:
         return _print(item, undo, seen, depth + 1)
 
-    if isinstance(value, dict):
-        return tuple((printed(key), printed(item)) for key, item in value.items())
-    return tuple(map(printed, value))
+    held = _held(value)
+    return (
+        tuple((printed(key), printed(item)) for key, item in held)
+        if isinstance(value, dict)
+        else tuple(map(printed, held))
+    )
 
 
 def _inside(value: Any, undo: list[Callable[[], None]], seen: set[int], depth: int) -> Any:
@@ -235,11 +253,36 @@ def _fill(value: Any, slots: dict[str, Any]) -> None:
             object.__setattr__(value, name, item)
 
 
+def _base(container: Any) -> Any:
+    """The built-in class of a container. Its methods read and write what is there: a subclass may have others, which
+    make objects of what they hold, or import modules.
+    """
+    return next(kind for kind in (collections.OrderedDict, *CONTAINERS) if isinstance(container, kind))
+
+
+def _held(container: Any) -> list[Any]:
+    """The items of a container, pairs of a dictionary."""
+    base = _base(container)
+    return list(base.items(container) if isinstance(container, dict) else base.__iter__(container))
+
+
 def _undo_of(container: Any) -> Callable[[], None]:
-    kept = container.copy()
+    base, kept = _base(container), _held(container)
 
     def undo() -> None:
-        container.clear()
-        (container.extend if isinstance(container, (list, collections.deque)) else container.update)(kept)
+        now = _held(container)
+        if len(now) == len(kept) and all(_is_same(one, other) for one, other in zip(now, kept, strict=True)):
+            return
+        base.clear(container)
+        if isinstance(container, dict):
+            for key, item in kept:
+                base.__setitem__(container, key, item)
+        else:
+            (base.update if isinstance(container, set) else base.extend)(container, kept)
 
     return undo
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    is_pair = type(one) is tuple and type(other) is tuple and len(one) == len(other) == 2
+    return one is other or (is_pair and one[0] is other[0] and one[1] is other[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -228,3 +229,52 @@ def test_tensors_outside_of_a_module_are_put_back() -> None:
         model(torch.ones(4, 8))
         assert total.tolist() == [1.0] * 8
     assert total.tolist() == [0.0] * 8
+
+
+class Makes(OrderedDict):  # type: ignore[type-arg]
+    """Gives a new object of the class that it holds, as a table of activation functions does."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+class Loads(dict):  # type: ignore[type-arg]
+    """Does work for whoever asks what it holds."""
+
+    def items(self) -> Any:
+        raise AssertionError("nobody may ask")
+
+    keys = values = copy = items
+
+
+MAKES = Makes(relu=nn.ReLU, gelu=nn.GELU)
+LOADS = Loads(a=1)
+QUEUE = deque([1, 2], maxlen=2)
+
+
+class ReadsTables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return MAKES["gelu"](self.linear(x)) * len(LOADS) * len(QUEUE)  # type: ignore[no-any-return]
+
+
+class WritesTables(ReadsTables):
+    def forward(self, x: Tensor) -> Tensor:
+        MAKES.move_to_end("relu")
+        MAKES["silu"] = nn.SiLU
+        dict.__setitem__(LOADS, "b", 2)
+        QUEUE.append(3)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [ReadsTables, WritesTables])
+def test_tables_of_any_kind_are_left_as_they_are(kind: type[nn.Module]) -> None:
+    x = torch.randn(2, 4)
+    capture(kind().eval(), example=((x,), {}))
+    capture(kind().eval())
+    assert list(OrderedDict.items(MAKES)) == [("relu", nn.ReLU), ("gelu", nn.GELU)]
+    assert list(dict.items(LOADS)) == [("a", 1)] and list(QUEUE) == [1, 2]
+    assert isinstance(MAKES["relu"], nn.ReLU)
