@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from sparsebit.config.reading import Source
@@ -64,6 +65,12 @@ class SimulatedModel(nn.Module):
             raise CaptureError(
                 "the model is TorchScript (torch.jit.script or torch.jit.trace), which has no Python code to capture; "
                 "give the nn.Module that it was made from"
+            )
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        if unmade := [name for name, tensor in tensors if is_lazy(tensor)]:
+            raise CaptureError(
+                f"the model has lazy layers, whose weights are not there yet ({', '.join(unmade[:3])}); run it once, "
+                "model(x), before it is quantized"
             )
         if (config is None) == (plan is None):
             raise ConfigError("QuantModel wants a config, or a plan, which holds its config: give one of the two")

@@ -62,6 +62,16 @@ class TestConstruction:
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
         assert all(parameter.grad is None for parameter in model.parameters())
 
+    @pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+    @pytest.mark.parametrize("with_example", [True, False])
+    def test_lazy_layers_are_made_first(self, with_example: bool) -> None:
+        model, x = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d()).eval(), torch.randn(4, 3)
+        example = x if with_example else None
+        with pytest.raises(CaptureError, match=r"lazy layers.*\(0\.weight, 0\.bias, 1\.weight\); run it once"):
+            QuantModel(model, qconfig(), example_inputs=example)
+        expected = model(x)
+        torch.testing.assert_close(QuantModel(model, qconfig(), example_inputs=example)(x), expected)
+
     @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
     @pytest.mark.parametrize(
         "compile_model", [torch.jit.script, lambda model: torch.jit.trace(model, torch.ones(1, 3))]
