@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sparsebit.numerics import layer_matrix as module
+from sparsebit.numerics.layer_matrix import layer_matrix
+
+LAYERS = {
+    "linear": (nn.Linear(6, 4), (2, 3, 6)),
+    "linear, one row": (nn.Linear(6, 4), (6,)),
+    "conv": (nn.Conv2d(4, 6, 3), (3, 4, 7, 8)),
+    "strided, dilated, padded": (nn.Conv2d(4, 6, (3, 2), stride=(2, 1), dilation=(1, 2), padding=(1, 2)), (3, 4, 9, 8)),
+    "same": (nn.Conv2d(4, 6, (4, 3), padding="same", dilation=2), (2, 4, 9, 8)),
+    "valid": (nn.Conv2d(4, 6, 3, padding="valid"), (2, 4, 9, 8)),
+    "reflect": (nn.Conv2d(4, 6, 3, padding=(1, 2), padding_mode="reflect"), (2, 4, 7, 8)),
+    "circular": (nn.Conv2d(4, 6, 3, padding=(1, 2), padding_mode="circular"), (2, 4, 7, 8)),
+    "grouped": (nn.Conv2d(4, 6, 3, groups=2, padding=1), (2, 4, 7, 8)),
+    "depthwise": (nn.Conv2d(4, 4, 3, groups=4, padding=1), (2, 4, 7, 8)),
+    "depthwise, multiplied": (nn.Conv2d(4, 8, 3, groups=4), (2, 4, 7, 8)),
+    "unbatched": (nn.Conv2d(4, 6, 3), (4, 7, 8)),
+    "1d": (nn.Conv1d(4, 6, 3, stride=2, padding=1, groups=2), (2, 4, 9)),
+    "3d": (nn.Conv3d(4, 6, (1, 2, 3), stride=(1, 2, 1), padding=(0, 1, 1), groups=2), (2, 4, 3, 5, 6)),
+    "transposed": (nn.ConvTranspose2d(4, 6, 3), (2, 4, 5, 6)),
+    "transposed, everything": (
+        nn.ConvTranspose2d(4, 6, (3, 2), stride=(2, 3), padding=(1, 0), output_padding=(1, 2), dilation=2, groups=2),
+        (2, 4, 5, 6),
+    ),
+    "transposed, cropped": (nn.ConvTranspose2d(4, 6, 2, stride=2, padding=2), (2, 4, 5, 6)),
+    "transposed depthwise 1d": (nn.ConvTranspose1d(4, 4, 4, stride=2, padding=1, groups=4), (2, 4, 9)),
+    "transposed 3d": (nn.ConvTranspose3d(2, 4, 2, stride=2, groups=2), (1, 2, 3, 2, 4)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("chunk", [1, 1 << 20], ids=["sample by sample", "whole"])
+def test_the_product_is_the_layers_output(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CHUNK", chunk)
+    layer, shape = LAYERS[name]
+    layer = layer.double()
+    x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    form = layer_matrix(layer)
+    assert form is not None
+    patches = torch.cat(list(form.patches(x)), 1)  # (groups, positions, columns)
+    product = patches @ form.matrix(layer.weight).mT  # (groups, positions, rows)
+    expected = layer(x) - 0
+    with torch.no_grad():
+        assert torch.equal(form.weight(form.matrix(layer.weight), layer.weight.shape), layer.weight)
+        torch.testing.assert_close(product, _per_group(expected, layer, form.groups, form.num_dims))
+
+
+def _per_group(output: Tensor, layer: nn.Module, groups: int, num_dims: int) -> Tensor:
+    if num_dims == 0:
+        return (output - layer.bias).reshape(1, -1, output.shape[-1])
+    output = output if output.ndim == num_dims + 2 else output[None]
+    rows = (output.movedim(1, -1) - layer.bias).flatten(0, -2)
+    return rows.unflatten(1, (groups, -1)).movedim(1, 0)
+
+
+def test_layers_without_a_matrix() -> None:
+    class Own(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) * 2
+
+    patched = nn.Linear(2, 2)
+    patched.forward = lambda x: x  # type: ignore[method-assign, assignment]
+    assert all(layer_matrix(layer) is None for layer in (Own(2, 2), patched, nn.Embedding(3, 2), nn.ReLU()))
+
+
+def test_no_images() -> None:
+    form = layer_matrix(nn.Conv2d(2, 2, 3))
+    assert form is not None and not list(form.patches(torch.zeros(0, 2, 8, 8)))
