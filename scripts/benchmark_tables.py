@@ -148,6 +148,31 @@ def qat_step(records: list[Record]) -> str:
     return table(head, rows, numeric=6) + told
 
 
+def qat_ablation(records: list[Record]) -> str:
+    """One line for each saving that was left out alone."""
+    head = ("model", "left out", "as a CUDA graph", "time", "eager", "time", "peak memory", "memory")
+    found = {(record["model"], record["way"]): record for record in records}
+    rows = []
+    for (model, way), eager in found.items():
+        if way.endswith("_graphed"):
+            continue
+        graphed = found.get((model, f"{way}_graphed"), {})
+        told = {"all": "nothing", "plain": "everything", "compiled_all": "nothing, compiled"}.get(way)
+        rows.append(
+            (
+                model,
+                told or way.replace("without_", "").replace("_", " "),
+                _number(graphed.get("step_ms"), ".1f", " ms"),
+                _number(graphed.get("time_ratio"), ".2f"),
+                _number(eager.get("step_ms"), ".1f", " ms"),
+                _number(eager.get("time_ratio"), ".2f"),
+                _number(eager.get("peak_mib"), ",.0f", " MiB"),
+                _number(eager.get("memory_ratio"), ".2f"),
+            )
+        )
+    return table(head, rows, numeric=6)
+
+
 def qat_summary(records: list[Record]) -> str:
     """Ratios to the float model alone, one line for each model."""
     head = ("model", "eager", "as a CUDA graph", "compiled", "compiled, as a CUDA graph", "memory", "memory, packed")
@@ -265,6 +290,7 @@ SECTIONS: Sections = {
     "deploy onnxruntime": (deploy, {"benchmark": "deploy", "runtime": "onnxruntime"}),
     "deploy openvino": (deploy, {"benchmark": "deploy", "runtime": "openvino"}),
     "qat step": (qat_step, {"benchmark": "qat_step"}),
+    "qat ablation": (qat_ablation, {"benchmark": "qat_ablation"}),
     "qat accuracy": (qat_accuracy, {"benchmark": "qat_accuracy"}),
     "fake quant gpu": (fake_quant_gpu, {"benchmark": "fake_quant", "device": "cuda"}),
     "fake quant cpu": (fake_quant_cpu, {"benchmark": "fake_quant", "device": "cpu"}),

@@ -14,7 +14,7 @@ HARDWARE = {"cpu": "some CPU", "machine": "x86_64", "cores": 2, "gpu": None, "to
 NAMES = (
     *("accuracy", "calibration time", "calibration memory", "calibration search"),
     *("deploy onnxruntime", "deploy openvino", "zoo", "zoo export"),
-    *("qat step", "qat accuracy", "fake quant gpu", "fake quant cpu"),
+    *("qat step", "qat ablation", "qat accuracy", "fake quant gpu", "fake quant cpu"),
 )
 GUIDE_NAMES = ("qat summary", "qat accuracy")
 ACCURACY = {
