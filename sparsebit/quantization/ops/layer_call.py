@@ -11,7 +11,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -64,7 +64,7 @@ def forward_with(
     """`layer.forward(*args, **kwargs)` with these tensors in the place of its own; hooks are not called."""
     kind: type[nn.Module] = type(layer).__bases__[0] if is_parametrized(layer) else type(layer)
     if "forward" in layer.__dict__:
-        return _patched_forward(layer, kind, weight, bias, args, kwargs)
+        return _patched_forward(_Call(layer, kind, _tensors(weight, bias), args, kwargs))
     forward: Any = kind.forward
     if len(args) == 1 and not kwargs:
         if forward is nn.Linear.forward:
@@ -75,9 +75,8 @@ def forward_with(
         return _transposed(layer, weight, bias, *args, **kwargs)
     if forward is nn.Embedding.forward:
         return _embedded(layer, weight, *args, **kwargs)
-    if torch.compiler.is_dynamo_compiling():
-        return _swapped(layer, kind, weight, bias, args, kwargs)
-    return _by_a_twin(layer, kind, forward, _tensors(weight, bias), args, kwargs)
+    call = _Call(layer, kind, _tensors(weight, bias), args, kwargs)
+    return _swapped(call) if torch.compiler.is_dynamo_compiling() else _by_a_twin(call, forward)
 
 
 def call_with_hooks(
@@ -136,59 +135,60 @@ def _tensors(weight: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
     return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
 
 
-def _by_a_twin(
-    layer: nn.Module,
-    kind: type[nn.Module],
-    forward: Callable[..., Any],
-    tensors: dict[str, Tensor],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+class _Call(NamedTuple):
+    """A call of a layer with `tensors` in the place of its own; `kind`: its class, without parametrizations."""
+
+    layer: nn.Module
+    kind: type[nn.Module]
+    tensors: dict[str, Tensor]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def is_parametrized(self) -> bool:
+        return self.kind is not type(self.layer)
+
+    def other_children(self) -> dict[str, nn.Module | None]:
+        """The layer's children but its parametrizations, which have done their work."""
+        return {name: child for name, child in self.layer._modules.items() if name != "parametrizations"}
+
+
+def _by_a_twin(call: _Call, forward: Callable[..., Any]) -> Any:
     """What the forward assigns to itself is the layer's afterwards."""
-    twin = object.__new__(kind)
+    layer, tensors = call.layer, call.tensors
+    twin = object.__new__(call.kind)
     attributes: dict[str, Any] = {**layer.__dict__, "_parameters": dict(layer._parameters)}
-    if kind is not type(layer):  # the parametrizations have done their work
+    if call.is_parametrized:
         made: Mapping[str, Any] = layer._modules["parametrizations"]._modules  # type: ignore[union-attr]
         tensors = {name: getattr(layer, name) for name in made} | tensors
-        attributes["_modules"] = {name: child for name, child in layer._modules.items() if name != "parametrizations"}
+        attributes["_modules"] = call.other_children()
     for name, tensor in tensors.items():
         (attributes if name in attributes else attributes["_parameters"])[name] = tensor
     twin.__dict__.update(attributes)
-    output = forward(twin, *args, **kwargs)
+    output = forward(twin, *call.args, **call.kwargs)
     for name, value in twin.__dict__.items():
         if attributes.get(name, _ABSENT) is not value and name not in tensors:
             layer.__dict__[name] = value
     return output
 
 
-def _patched_forward(
-    layer: nn.Module,
-    kind: type[nn.Module],
-    weight: Tensor,
-    bias: Tensor | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    forward = layer.__dict__.get("forward")
-    if isinstance(forward, MethodType) and forward.__self__ is layer and not torch.compiler.is_dynamo_compiling():
-        return _by_a_twin(layer, kind, forward.__func__, _tensors(weight, bias), args, kwargs)
-    return _swapped(layer, kind, weight, bias, args, kwargs)
+def _patched_forward(call: _Call) -> Any:
+    """By the forward that was put into the instance."""
+    forward = call.layer.__dict__.get("forward")
+    if isinstance(forward, MethodType) and forward.__self__ is call.layer and not torch.compiler.is_dynamo_compiling():
+        return _by_a_twin(call, forward.__func__)
+    return _swapped(call)
 
 
-def _swapped(
-    layer: nn.Module,
-    kind: type[nn.Module],
-    weight: Tensor,
-    bias: Tensor | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    if kind is not type(layer):
-        plain = object.__new__(kind)
-        modules = {name: child for name, child in layer._modules.items() if name != "parametrizations"}
-        plain.__dict__.update(layer.__dict__, _modules=modules, _parameters={**layer._parameters, "weight": None})
+def _swapped(call: _Call) -> Any:
+    """With the layer's parameters swapped for as long as the call takes."""
+    layer = call.layer
+    if call.is_parametrized:
+        plain = object.__new__(call.kind)
+        parameters = {**layer._parameters, "weight": None}
+        plain.__dict__.update(layer.__dict__, _modules=call.other_children(), _parameters=parameters)
         layer = plain
     if torch.compiler.is_dynamo_compiling():
-        return torch.func.functional_call(layer, _tensors(weight, bias), args, kwargs)
-    with _SWAPPING, _reparametrize_module(layer, _tensors(weight, bias)):
-        return layer.forward(*args, **kwargs)
+        return torch.func.functional_call(layer, call.tensors, call.args, call.kwargs)
+    with _SWAPPING, _reparametrize_module(layer, call.tensors):
+        return layer.forward(*call.args, **call.kwargs)
