@@ -92,8 +92,10 @@ class Region(StandIn):
 
     def run_source(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The source's own code, with the layers that the graph has."""
-        if self.before_source is not None and not torch.compiler.is_compiling():
-            self.before_source(self, (args, kwargs))
+        if not torch.compiler.is_compiling():
+            self.graph_module.update_source()
+            if self.before_source is not None:
+                self.before_source(self, (args, kwargs))
         return self.source(*args, **kwargs)
 
     def _refuse_late_hooks(self) -> None:

@@ -6,6 +6,7 @@ training flags, factories). Here the nodes themselves are stored.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,6 +66,25 @@ class CapturedGraph(fx.GraphModule):
             if path not in read:
                 module.__dict__.update(_parameters={}, _buffers={}, _non_persistent_buffers_set=set())
 
+    def note_leaves(self) -> None:
+        """Remember which modules the graph and the source both call: from now on a replaced one is replaced in both."""
+        found = []
+        for target in {str(node.target): None for node in self.graph.find_nodes(op="call_module")}:
+            path, _, name = source_path(target).rpartition(".")
+            with contextlib.suppress(AttributeError):
+                parent, module = self.source.get_submodule(path), self.get_submodule(target)
+                if parent._modules.get(name) is module:
+                    found.append((target, parent, name, module))
+        self.__dict__["_leaves"] = found
+
+    def update_source(self) -> None:
+        """Put modules that were replaced in the graph (`graph_module.conv = other`) into the source too."""
+        for target, parent, name, module in self.__dict__.get("_leaves", ()):
+            with contextlib.suppress(AttributeError):  # it was deleted
+                current = self.get_submodule(target)
+                if current is not module and parent._modules.get(name) is module:
+                    setattr(parent, name, current)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CapturedGraph:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         # What only the source's code uses moves along; a second move of the rest changes nothing.
@@ -115,7 +135,9 @@ class CapturedGraph(fx.GraphModule):
         return {name: value for name, value in self.__dict__.items() if name not in ("_graph", "forward")}
 
 
-_RESERVED = frozenset({*dir(fx.GraphModule), "meta", "source", "release_unread", "self"})
+_RESERVED = frozenset(
+    {*dir(fx.GraphModule), "meta", "source", "release_unread", "note_leaves", "update_source", "self"}
+)
 _PREFIX = "user_"
 
 

@@ -121,6 +121,8 @@ class SimulatedModel(nn.Module):
         plan = plan if self._given_plan is None else self._given_plan.fitted(plan)
         plan = attach(captured, plan, placement, example=example, given=self._given_plan)
         self._require_planned_sites(plan)
+        for region in captured.regions.values():
+            region.graph_module.note_leaves()
         self._captured, self.plan = captured, plan
         self._example: Call | None = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), example)
         self._folded_layers: list[str] = []  # by batch-norm tuning

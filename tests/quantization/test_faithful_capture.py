@@ -345,3 +345,24 @@ def test_what_is_set_on_a_tensor_is_there(with_example: bool) -> None:
     qmodel = plain_copy(Tags().eval(), x, with_example=with_example)
     assert qmodel(x).note == "seen"
     assert "sets the attribute 'note' of a tensor" in reasons(qmodel)[""]
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.b(self.a(x).relu())
+        return y + 1 if x.shape[0] > 4 else y  # type: ignore[no-any-return]
+
+
+def test_a_layer_that_is_replaced_in_the_copy_is_replaced_in_its_own_code_too() -> None:
+    torch.manual_seed(0)
+    qmodel = QuantModel(Branching(), qconfig(bits=16), example_inputs=torch.randn(2, 8), verify=False)
+    other = nn.Linear(8, 8)
+    qmodel.model.b = other
+    for batch in (2, 6):  # the graph, then own code behind a guard that does not hold
+        x = torch.randn(batch, 8)
+        expected = other(qmodel.original.a(x).relu()) + (batch > 4)
+        torch.testing.assert_close(qmodel(x), expected)
