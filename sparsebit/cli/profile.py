@@ -101,7 +101,7 @@ def _saved(folder: Path, subject: Subject) -> tuple[QuantModel, Trial]:
     from sparsebit.quantization import QuantModel
 
     qmodel = QuantModel.load(folder, subject.model)
-    switches = qmodel.is_quantized("weight"), qmodel.is_quantized("feature")
+    switches = qmodel.is_quantized("weight"), qmodel.is_quantized("activation")
     qmodel.set_quant(w_quant=False, a_quant=False)
     trial = subject.trial.again(qmodel, qmodel.config.DEVICE)
     qmodel.set_quant(*switches)

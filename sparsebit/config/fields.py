@@ -13,6 +13,7 @@ from pydantic import BaseModel, GetCoreSchemaHandler
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
+from sparsebit.config.targets import is_for
 from sparsebit.registry import Registry
 
 Model = type[BaseModel]
@@ -55,15 +56,6 @@ class OneOf:
 def registered_for(registry: Registry[object], target: str = "") -> list[str]:
     """The registered names whose class is made for a target: it says so in TARGETS, one that does not is for all."""
     return [name for name in registry if is_for(registry.get(name), target)]
-
-
-def is_for(kind: object, target: str) -> bool:
-    """Whether a class, or a class of options, is made for a target; every one is for "", which stands for all.
-
-    In `TARGETS`, "activation" and the older word "feature" are the same.
-    """
-    targets = getattr(kind, "TARGETS", (target,))
-    return not target or target in targets or (target == "feature" and "activation" in targets)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from pydantic_core import CoreSchema, core_schema
 from typing_extensions import Self
 
 from sparsebit.config.faults import all_faults
-from sparsebit.config.fields import is_for
 from sparsebit.config.section import Section
+from sparsebit.config.targets import is_for
 from sparsebit.errors import ConfigError
 from sparsebit.registry import Registry
 

@@ -11,7 +11,6 @@ from sparsebit.config.tensor_config import Kind, TensorConfig
 from sparsebit.registry import OBSERVERS, QUANTIZERS
 
 _NOUNS = {"W": "weight", "A": "activation"}
-_TARGETS = {"W": "weight", "A": "feature"}
 _ESCAPE = "BACKEND: virtual"
 
 
@@ -47,7 +46,7 @@ def schemes(rules: NumberRules) -> list[str]:
 
 def quantizers_for(kind: Kind) -> list[str]:
     """The quantizers made for weights or activations: a class says so in TARGETS, one that does not is for both."""
-    return registered_for(QUANTIZERS, _TARGETS[kind])
+    return registered_for(QUANTIZERS, _NOUNS[kind])
 
 
 def _bits(kind: Kind, tensor: TensorConfig) -> Iterator[Fault]:

@@ -43,9 +43,9 @@ class WeightQuantizer(QuantizerConfig):
 
 
 class ActivationQuantizer(QuantizerConfig):
-    target: ClassVar[str] = "feature"
+    target: ClassVar[str] = "activation"
 
-    TYPE: Annotated[str, OneOf.registered(QUANTIZERS, "feature")] = Field(
+    TYPE: Annotated[str, OneOf.registered(QUANTIZERS, "activation")] = Field(
         "uniform", description="The quantizer; `register_quantizer` adds more."
     )
 
@@ -63,7 +63,7 @@ class WeightObserver(ObserverConfig):
 
 
 class ActivationObserver(ObserverConfig):
-    target: ClassVar[str] = "feature"
+    target: ClassVar[str] = "activation"
 
     LAYOUT: Annotated[str, OneOf.fixed("NCHW", "NLC", canonical=str.upper)] = Field(
         "NCHW", description="Where the channels are, for per-channel activations: axis 1, or the last."

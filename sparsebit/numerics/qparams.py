@@ -122,6 +122,29 @@ def check_backend(spec: TensorSpec, zero_point: Tensor, backend: str, site: str,
         )
 
 
+def checked_qparams(
+    scale: Tensor, zero_point: Tensor, spec: TensorSpec, num_scales: int | None, site: str
+) -> tuple[Tensor, Tensor]:
+    """A given scale and zero point, one of each per scale: `()` or `(num_scales,)`; impossible numbers are refused.
+
+    `num_scales`: how many there are; None: as many as are given. A single number is meant for all of them.
+    """
+    if not bool((torch.isfinite(scale) & (scale >= SMALLEST_SCALE)).all()):
+        raise CalibrationError(f"{site}: scale {scale.min():g}: a scale is finite and at least {SMALLEST_SCALE:g}")
+    low, high = (0, 0) if spec.symmetric else (spec.qmin, spec.qmax)
+    if not bool(((zero_point >= low) & (zero_point <= high)).all()):
+        allowed = "0, as the format is symmetric" if spec.symmetric else f"{low} to {high}"
+        shown = "..".join(dict.fromkeys(f"{end:g}" for end in (zero_point.min(), zero_point.max())))
+        raise CalibrationError(f"{site}: zero point {shown} with {spec.dtype_name}; allowed: {allowed}")
+    wanted = num_scales or max(scale.numel(), zero_point.numel())
+    for numel in (scale.numel(), zero_point.numel()):
+        if numel not in (1, wanted):
+            allowed = "1" if wanted == 1 else f"1 or {wanted}"
+            raise SpecError(f"{site}: {numel} scales or zero points with {spec.granularity}; allowed: {allowed}")
+    shape = (wanted,) if wanted > 1 else ()
+    return scale.reshape(-1).expand(wanted).reshape(shape), zero_point.reshape(-1).expand(wanted).reshape(shape)
+
+
 def _check_range(low: Tensor, high: Tensor) -> None:
     # One test, hence one device synchronisation, on the good path; NaN fails the comparison too.
     good = (low <= high) & torch.isfinite(low) & torch.isfinite(high)

@@ -48,10 +48,10 @@ class CalibrationRunner:
         # Quantizers that learn their range from forwards: all but those of weights that layers own.
         owned = {id(layer.weight_quantizer) for layer in self.layers}
         quantizers = (m for m in model.modules() if isinstance(m, Quantizer))
-        self.features = [q for q in quantizers if id(q) not in owned and not q.fake_fused]
+        self.data_quantizers = [q for q in quantizers if id(q) not in owned and not q.fake_fused]
 
     def prepare(self) -> None:
-        for quantizer in self.features:
+        for quantizer in self.data_quantizers:
             quantizer.observer.reset()
             quantizer.saw_infinity = False
             quantizer.observing = True
@@ -73,17 +73,17 @@ class CalibrationRunner:
 
     def check(self, *, asym: bool) -> None:
         """Refuse what cannot be calibrated, before anything is changed."""
-        if self.features and not sum(gather(self.num_batches)):
+        if self.data_quantizers and not sum(gather(self.num_batches)):
             raise CalibrationError(
                 "no batch was run since prepare_calibration(); run the model on a few batches, then call calc_qparams()"
             )
-        saw_any = any(q.saw_infinity or not q.observer.is_empty for q in self.features)
-        if self.features and not any(gather(saw_any)):
+        saw_any = any(q.saw_infinity or not q.observer.is_empty for q in self.data_quantizers)
+        if self.data_quantizers and not any(gather(saw_any)):
             raise CalibrationError(
-                f"none of the {len(self.features)} activation quantizers saw a float tensor in {self.num_batches} "
-                "batches: they were empty, held integers, or ran the model's own code past all of them; build the "
-                "QuantModel with example_inputs like the batches, or set A.QUANTIZER.DISABLE: true to quantize weights "
-                "alone"
+                f"none of the {len(self.data_quantizers)} activation quantizers saw a float tensor in "
+                f"{self.num_batches} batches: they were empty, held integers, or ran the model's own code past all of "
+                "them; build the QuantModel with example_inputs like the batches, or set A.QUANTIZER.DISABLE: true to "
+                "quantize weights alone"
             )
         if asym and self.inputs is not None and not sum(gather(len(self.inputs))):
             raise CalibrationError(
@@ -98,7 +98,7 @@ class CalibrationRunner:
             )
 
     def finish(self) -> None:
-        for quantizer in self.features:
+        for quantizer in self.data_quantizers:
             quantizer.observing = False
             quantizer.observer.reset()
         self._stop_copying()
@@ -115,14 +115,14 @@ class CalibrationRunner:
         self._stop_copying()
         for layer in track(self.layers, "weights"):
             calibrate_weight(layer)
-        seen = self._calibrate_in_order(w_quant, a_quant) if asym else self._calibrate_features(self.features)
-        unseen = [quantizer for quantizer in self.features if id(quantizer) not in seen]
+        seen = self._calibrate_in_order(w_quant, a_quant) if asym else self._calibrate_on_data(self.data_quantizers)
+        unseen = [quantizer for quantizer in self.data_quantizers if id(quantizer) not in seen]
         for quantizer in unseen:
             quantizer.set_fake_fused()
             quantizer.was_unseen = True
         return [quantizer.name for quantizer in unseen]
 
-    def _calibrate_features(self, quantizers: list[Quantizer]) -> set[int]:
+    def _calibrate_on_data(self, quantizers: list[Quantizer]) -> set[int]:
         """Ranges from what was observed, on all ranks; gives the quantizers (by id) that had observed something."""
         merge_across_ranks(quantizers)
         hidden = set().union(*gather({q.name for q in quantizers if q.saw_infinity}))
@@ -134,16 +134,16 @@ class CalibrationRunner:
     # --- in order
 
     def _calibrate_in_order(self, w_quant: bool, a_quant: bool) -> set[int]:
-        for quantizer in self.features:
+        for quantizer in self.data_quantizers:
             quantizer.observing = False
             quantizer.observer.reset()
         for layer in self.layers:
             layer.weight_quantizer.use_quant = w_quant
-        switches = {"weight": w_quant, "feature": a_quant}
+        switches = {"weight": w_quant, "activation": a_quant}
         if self.root is None:
             return self._calibrate_inside(self.model, self._run_model, switches)
         seen: set[int] = set()
-        observed = {id(quantizer) for quantizer in self.features}
+        observed = {id(quantizer) for quantizer in self.data_quantizers}
         layers = single_layers(self.root, lambda layer: any(id(part) in observed for part in layer.modules()))
 
         def visit(data: BlockData) -> None:
@@ -164,7 +164,7 @@ class CalibrationRunner:
         done: Iterable[int] = (),
     ) -> set[int]:
         """Calibrate the module's quantizers one after the other, in the order in which its code reaches them."""
-        wanted = {id(quantizer) for quantizer in self.features}.difference(done)
+        wanted = {id(quantizer) for quantizer in self.data_quantizers}.difference(done)
         pending = [m for m in module.modules() if isinstance(m, Quantizer) and id(m) in wanted]
         seen: set[int] = set()
         for group in _in_call_order(pending, run) if len(pending) > 1 else [pending]:
@@ -172,7 +172,7 @@ class CalibrationRunner:
                 quantizer.observing = True
             for _ in run() if group else ():
                 pass
-            seen |= self._calibrate_features(group)
+            seen |= self._calibrate_on_data(group)
             for quantizer in group:
                 quantizer.observing = False
                 quantizer.use_quant = switches[quantizer.target] and id(quantizer) in seen

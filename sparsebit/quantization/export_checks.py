@@ -60,7 +60,7 @@ def check_parity(
     except DeploymentError as error:  # the name that the user gave, not the temporary path
         raise DeploymentError(str(error).replace(str(file), name)) from error
     shown = runtime if optimize else f"{runtime}, node by node"
-    if optimize and not any(q.is_enable for q in qmodel.quantizers() if q.target == "feature"):
+    if optimize and not any(q.is_enable for q in qmodel.quantizers() if q.target == "activation"):
         shown += f" ({', '.join(f'{key}={value}' for key, value in EXACT[runtime].items())})"
     comparison = Comparison(session.outputs)
     first: Call | None = None
@@ -168,8 +168,8 @@ def _is_rounded_alike(expected: Any, found: Any) -> bool:
 
 
 def _has_channel_scales(qmodel: SimulatedModel) -> bool:
-    features = (q.spec.granularity.kind for q in qmodel.quantizers() if q.target == "feature" and q.is_enable)
-    return any(kind != "tensor" for kind in features)
+    kinds = (q.spec.granularity.kind for q in qmodel.quantizers() if q.target == "activation" and q.is_enable)
+    return any(kind != "tensor" for kind in kinds)
 
 
 def _try_default_session(file: Path, name: str, feeds: dict[str, Any]) -> None:
@@ -290,7 +290,7 @@ def _codes(qmodel: SimulatedModel, call: Call) -> tuple[dict[str, Any], Simulate
         name = kernel.sources[2].name  # an addition that broadcasts is not computed in the kernel's steps
         sums[name] = sums.get(name, True) and kernel.is_active and left.shape == right.shape
 
-    quantizers = [q for q in qmodel.quantizers() if q.target == "feature" and q.is_enable]
+    quantizers = [q for q in qmodel.quantizers() if q.target == "activation" and q.is_enable]
     handles = [quantizer.register_forward_hook(note) for quantizer in quantizers]
     modules = list(qmodel.modules())
     handles += [module.register_forward_hook(note_sum) for module in modules if isinstance(module, IntegerAdd)]

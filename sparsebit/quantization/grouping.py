@@ -21,7 +21,7 @@ from sparsebit.graph.op_table import keeps_grid
 from sparsebit.numerics.spec import TensorSpec
 from sparsebit.quantization.passes.writes import Writes
 from sparsebit.quantization.placement import AloneAt, InsideOf, RegionPlacement, SharedAt
-from sparsebit.quantization.sites import feature_axis, layer_name, spec_of
+from sparsebit.quantization.sites import activation_axis, layer_name, spec_of
 
 
 @dataclass
@@ -150,7 +150,7 @@ class Grouping:
             name = f"{layer_name(self.path, consumer)}.input.{place}"
         else:
             name = f"{source}.shared"
-        site = self.add_site(name, group.config, feature_axis(group.config))
+        site = self.add_site(name, group.config, activation_axis(group.config))
         if group.is_output:
             self.outputs.setdefault(group.source, (site, group.config))
         return AloneAt(site, group.source, tuple(group.consumers), group.num_writes, group.is_output)
@@ -178,16 +178,16 @@ def with_sites(
     """The op with a site for each config."""
     sites: dict[str, str] = {}
     if activation is not None:
-        sites["input"] = add_site(f"{at.layer}.input", activation, feature_axis(activation))
+        sites["input"] = add_site(f"{at.layer}.input", activation, activation_axis(activation))
     if weight is not None and at.row.kind is OpKind.WEIGHTED:
         sites["weight"] = add_site(f"{at.layer}.weight", weight, at.row.channel_axis)
     if gate is not None:
-        sites["gate"] = add_site(f"{at.layer}.gate", gate, feature_axis(gate))
+        sites["gate"] = add_site(f"{at.layer}.gate", gate, activation_axis(gate))
     return dataclasses.replace(at, **sites)  # type: ignore[arg-type]
 
 
 def _group_key(source: fx.Node, config: ActivationConfig) -> tuple[fx.Node, TensorSpec, ActivationConfig]:
-    return source, spec_of(config, feature_axis(config)), _sharing_key(config)
+    return source, spec_of(config, activation_axis(config)), _sharing_key(config)
 
 
 def _sharing_key(config: ActivationConfig) -> ActivationConfig:

@@ -1,7 +1,8 @@
 """`sparsebit.json`, the manifest of a saved model: how it is written, and what is checked when it is read.
 
 It holds a checksum of itself and of the file of tensors. A manifest of version 1 has none; its parts are checked. Since
-version 3 functions are named by the module that calls them (`layer1.0.add`), before by their number in the graph.
+version 3 functions are named by the module that calls them (`layer1.0.add`), before by their number in the graph. Since
+version 4 the switch of activations is called `activation`, before `feature`.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from sparsebit.errors import CheckpointError
 
 NAME = "sparsebit.json"
 FORMAT = "sparsebit-quantized"
-VERSION = 3
-_READABLE = (1, 2, 3)
+VERSION = 4
+_READABLE = (1, 2, 3, 4)
 
 
 class _Switches(BaseModel):
     weight: bool
-    feature: bool
+    activation: bool = Field(validation_alias=AliasChoices("activation", "feature"))
 
 
 class _Site(BaseModel):
@@ -97,6 +98,12 @@ def read(path: Path) -> dict[str, Any]:
         faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg'].lower()}" for fault in error.errors()[:3]]
         raise _damaged(path, "; ".join(faults)) from None
     return manifest
+
+
+def switches_of(description: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether weights and activations were quantized."""
+    found = _Switches.model_validate(description["switches"])
+    return found.weight, found.activation
 
 
 def site_of(description: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -77,7 +77,7 @@ def quantize(
 def _without_data(model: nn.Module, qconfig: QuantConfig) -> QuantModel:
     with phase("capture"):
         qmodel = QuantModel(model, qconfig)
-    waiting = [q.name for q in qmodel.quantizers() if not q.fake_fused and q.observed_as == "feature"]
+    waiting = [q.name for q in qmodel.quantizers() if not q.fake_fused and q.observed_as == "activation"]
     if waiting:
         shown = ", ".join(waiting[:3]) + (", ..." if len(waiting) > 3 else "")
         remedy = (

@@ -39,7 +39,7 @@ from sparsebit.quantization.passes.attach_integer_ops import attach_integer_ops
 from sparsebit.quantization.quant_config import parse_qconfig
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.simulation import shown
-from sparsebit.quantization.site_changes import replaced, store_qparams
+from sparsebit.quantization.site_changes import quantizer_at, replaced
 from sparsebit.quantization.sites import Plan, Site
 from sparsebit.quantization.stages import Transform, name_of
 from sparsebit.quantization.training import TrainableModel
@@ -221,7 +221,7 @@ class QuantModel(TrainableModel):
         where the layer's bias would not fit into int32 otherwise.
         """
         self._require_settled("store_qparams")
-        store_qparams(self.model, self.plan, site, scale, zero_point)
+        quantizer_at(self.model, self.plan, site).store_qparams(scale, zero_point)
         self._make_room_for_biases()
 
     def _require_settled(self, verb: str) -> None:
@@ -396,7 +396,7 @@ class QuantModel(TrainableModel):
         return {
             "config": self.config.to_dict(),
             "example": checkpoint.encode(self._example),
-            "switches": {"weight": self.is_quantized("weight"), "feature": self.is_quantized("feature")},
+            "switches": {"weight": self.is_quantized("weight"), "activation": self.is_quantized("activation")},
             "folded_layers": self._folded_layers,
             "own_code": dict(self._policy.own_code),
             "untouched": dict(self._policy.untouched),
@@ -428,7 +428,7 @@ class QuantModel(TrainableModel):
             site = manifest.site_of(description, quantizer.name)
             quantizer.set_bit(site.get("bits", quantizer.spec.bits))
         qmodel.load_state_dict(tensors)
-        qmodel.set_quant(w_quant=description["switches"]["weight"], a_quant=description["switches"]["feature"])
+        qmodel.set_quant(*manifest.switches_of(description))
         return qmodel.eval()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from sparsebit.config.reading import Source
 from sparsebit.config.schema import QuantConfig
 from sparsebit.config.selectors import near_names
+from sparsebit.config.targets import Target, as_target
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.errors import CaptureError, ConfigError
 from sparsebit.execution.batches import Call, as_call
@@ -261,7 +262,7 @@ class SimulatedModel(nn.Module):
 
     def set_quant(self, w_quant: bool = False, a_quant: bool = False) -> None:
         """Switch weight and activation quantization on or off."""
-        wanted = {"weight": w_quant, "feature": a_quant}
+        wanted = {"weight": w_quant, "activation": a_quant}
         # Uncalibrated ones first, as they refuse. Replaced ones last: they refuse to differ from their replacements.
         quantizers = sorted(self.quantizers(), key=lambda q: (bool(q.replaced_by), q.is_calibrated))
         for quantizer in quantizers:
@@ -271,9 +272,9 @@ class SimulatedModel(nn.Module):
             if not wanted[quantizer.target]:
                 quantizer.disable_quant()
 
-    def is_quantized(self, target: Literal["weight", "activation", "feature"]) -> bool:
+    def is_quantized(self, target: Target) -> bool:
         """Whether any quantizer of weights, or of activations, is on. "feature" is the older word for "activation"."""
-        wanted = "feature" if target == "activation" else target
+        wanted = as_target(target)
         return any(q.is_enable for q in self.quantizers() if q.target == wanted)
 
     def quantizers(self) -> list[Quantizer]:

@@ -1,4 +1,4 @@
-"""Changes to single sites of a built model: its quantizers by site, another quantizer at a site, given scales."""
+"""Changes to single sites of a built model: its quantizers by site, another quantizer at a site."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from sparsebit.config.fields import is_for
 from sparsebit.config.selectors import near_names
+from sparsebit.config.targets import is_for, mismatch
 from sparsebit.errors import CalibrationError, ConfigError, SpecError
-from sparsebit.numerics.qparams import SMALLEST_SCALE, check_backend
+from sparsebit.numerics.qparams import check_backend
 from sparsebit.numerics.spec import PerTensor, num_rows
 from sparsebit.quantization.calibration import calibrate_weight
 from sparsebit.quantization.group_rules import check_group_format
@@ -101,9 +100,7 @@ def _check_given(model: nn.Module, new: Quantizer, old: Quantizer) -> None:
             f"site needs target={old.target!r}, observed_as={old.observed_as!r}"
         )
     if not is_for(type(new), new.target):
-        raise ConfigError(
-            f"{old.name}: {type(new).__name__} is for {' and '.join(type(new).TARGETS)} tensors, not for a {new.target}"
-        )
+        raise ConfigError(f"{old.name}: {type(new).__name__} {mismatch(type(new), new.target)}")
     if new.TYPE not in QUANTIZERS or QUANTIZERS.get(new.TYPE) is not type(new):
         raise ConfigError(
             f"{old.name}: {type(new).__name__} is not registered, so a saved model could not be loaded; register the "
@@ -181,52 +178,3 @@ def _held(module: nn.Module) -> Iterator[object]:
 
 def _weight(owner: WeightOwner) -> Tensor:
     return owner.parameter if isinstance(owner, QuantizedParameter) else current_weight(owner.op)
-
-
-# --- given scales
-
-
-@torch.no_grad()
-def store_qparams(model: nn.Module, plan: Plan, site: str, scale: Tensor | float, zero_point: Tensor | float) -> None:
-    """Write scale and zero point into the quantizer of a site; its tensors stay the same objects."""
-    quantizer = quantizer_at(model, plan, site)
-    numbers = {**quantizer._parameters, **quantizer._buffers}
-    if not {"scale", "zero_point"} <= numbers.keys():
-        raise ConfigError(
-            f"{site}: the quantizer {quantizer.TYPE!r} computes its scale from other numbers "
-            f"({', '.join(quantizer._parameters)}); set those instead"
-        )
-    scale, zero_point = (torch.as_tensor(x).detach().to(quantizer.scale).reshape(-1) for x in (scale, zero_point))
-    _check_numbers(site, quantizer, scale, zero_point)
-    num_scales = _num_scales(model, quantizer, site, max(scale.numel(), zero_point.numel()))
-    for numel in (scale.numel(), zero_point.numel()):
-        if numel not in (1, num_scales):
-            allowed = "1" if num_scales == 1 else f"1 or {num_scales}"
-            raise SpecError(
-                f"{site}: {numel} scales or zero points with {quantizer.spec.granularity}; allowed: {allowed}"
-            )
-    check_backend(quantizer.spec, zero_point, quantizer.backend, site)
-    quantizer.revive()
-    for name, value in (("scale", scale), ("zero_point", zero_point)):
-        quantizer._store(name, value.expand(num_scales) if num_scales > 1 else value.reshape(()))
-    quantizer.calibrated.fill_(True)
-
-
-def _check_numbers(site: str, quantizer: Quantizer, scale: Tensor, zero_point: Tensor) -> None:
-    if not bool((torch.isfinite(scale) & (scale >= SMALLEST_SCALE)).all()):
-        raise CalibrationError(f"{site}: scale {scale.min():g}: a scale is finite and at least {SMALLEST_SCALE:g}")
-    spec = quantizer.spec
-    low, high = (0, 0) if spec.symmetric else (spec.qmin, spec.qmax)
-    if not bool(((zero_point >= low) & (zero_point <= high)).all()):
-        allowed = "0, as the format is symmetric" if spec.symmetric else f"{low} to {high}"
-        shown = f"{zero_point.min():g}" if zero_point.numel() == 1 else f"{zero_point.min():g}..{zero_point.max():g}"
-        raise CalibrationError(f"{site}: zero point {shown} with {spec.dtype_name}; allowed: {allowed}")
-
-
-def _num_scales(model: nn.Module, quantizer: Quantizer, site: str, given: int) -> int:
-    """How many scales the site has; those of an activation per channel are known only when it is calibrated."""
-    owner = next((m for m in model.modules() if isinstance(m, WeightOwner) and m.weight_quantizer is quantizer), None)
-    if owner is not None:
-        return num_rows(_weight(owner).shape, quantizer.spec.granularity)
-    is_open = not isinstance(quantizer.spec.granularity, PerTensor) and not quantizer.is_calibrated
-    return given if is_open else quantizer.scale.numel()

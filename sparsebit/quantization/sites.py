@@ -289,5 +289,5 @@ def site_of(name: str, config: TensorConfig, channel_axis: int, *, narrow: bool 
     )
 
 
-def feature_axis(config: ActivationConfig) -> int:
+def activation_axis(config: ActivationConfig) -> int:
     return 1 if config.OBSERVER.LAYOUT == "NCHW" else -1

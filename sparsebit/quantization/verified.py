@@ -240,7 +240,7 @@ class VerifiedModel(SimulatedModel):
     ) -> tuple[str | None, set[str]]:
         """What differs, and the names of what was compared; a weight that a norm was folded into is not."""
         same = {name: twin for name, (_, twin) in _same_parameters(self.original, self).items()}
-        switches = self.is_quantized("weight"), self.is_quantized("feature")
+        switches = self.is_quantized("weight"), self.is_quantized("activation")
         is_training = self.training
         with undisturbed_randomness(randomness), state_kept(self.model, self.source):
             self.set_quant(w_quant=False, a_quant=False)

@@ -36,7 +36,7 @@ class TestCalibrated:
         subject = load_subject("own_project:Net", None, None, "own_project:batches", DataOptions(num_samples=17))
         done = calibrated(subject, read_config("virtual", "cpu"), asym=asym)
         assert done.num_samples == 20  # whole batches
-        assert done.qmodel.is_quantized("weight") and done.qmodel.is_quantized("feature")
+        assert done.qmodel.is_quantized("weight") and done.qmodel.is_quantized("activation")
         assert subject.trial.sqnr_db(done.qmodel, "cpu") > 25
 
     def test_a_fault_of_the_model_on_a_later_batch(self, project: Path) -> None:

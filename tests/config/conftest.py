@@ -19,13 +19,13 @@ class ForWeights:
     TARGETS = ("weight",)
 
 
-class ForFeatures:
-    TARGETS = ("feature",)
+class ForActivations:
+    TARGETS = ("activation",)
 
 
 @pytest.fixture(autouse=True)
 def names(monkeypatch: pytest.MonkeyPatch) -> None:
-    quantizers = {"uniform": ForBoth, "lsq": ForBoth, "lsq+": ForBoth, "dorefa": ForWeights, "pact": ForFeatures}
+    quantizers = {"uniform": ForBoth, "lsq": ForBoth, "lsq+": ForBoth, "dorefa": ForWeights, "pact": ForActivations}
     monkeypatch.setattr(QUANTIZERS, "_entries", quantizers)
     monkeypatch.setattr(QUANTIZERS, "_aliases", {"lsq_plus": "lsq+"})
     for registry in (QUANTIZERS, OBSERVERS):

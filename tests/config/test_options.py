@@ -17,7 +17,7 @@ from sparsebit.config.section import Section
 from sparsebit.config.tensor_config import ActivationObserver, WeightObserver
 from sparsebit.errors import ConfigError
 from sparsebit.registry import OBSERVERS, QUANTIZERS
-from tests.config.conftest import ForFeatures, ForWeights, config
+from tests.config.conftest import ForActivations, ForWeights, config
 
 Message = Callable[[dict[str, object]], str]
 
@@ -202,17 +202,17 @@ def test_registered_again_after_a_config_was_read() -> None:
 
 
 def test_targets_of_classes_and_of_options() -> None:
-    class AlsoForFeatures(Section):
-        TARGETS: ClassVar[tuple[str, ...]] = ("feature",)
+    class AlsoForActivations(Section):
+        TARGETS: ClassVar[tuple[str, ...]] = ("activation",)
         STEP: int = 1
 
     QUANTIZERS.register("weights", options=Inner)(ForWeights)
-    QUANTIZERS.register("features", options=Inner)(ForFeatures)
-    QUANTIZERS.register("both", options=AlsoForFeatures)(Mine)
+    QUANTIZERS.register("activations", options=Inner)(ForActivations)
+    QUANTIZERS.register("both", options=AlsoForActivations)(Mine)
     keys = made({}).to_dict(defaults=True)
-    assert {"WEIGHTS"} == set(keys["W"]["QUANTIZER"]) & {"WEIGHTS", "FEATURES", "BOTH"}
-    assert {"FEATURES", "BOTH"} == set(keys["A"]["QUANTIZER"]) & {"WEIGHTS", "FEATURES", "BOTH"}
-    assert selected_options(made({"W.QUANTIZER.TYPE": "both"}).W.QUANTIZER) == AlsoForFeatures()
+    assert {"WEIGHTS"} == set(keys["W"]["QUANTIZER"]) & {"WEIGHTS", "ACTIVATIONS", "BOTH"}
+    assert {"ACTIVATIONS", "BOTH"} == set(keys["A"]["QUANTIZER"]) & {"WEIGHTS", "ACTIVATIONS", "BOTH"}
+    assert selected_options(made({"W.QUANTIZER.TYPE": "both"}).W.QUANTIZER) == AlsoForActivations()
 
 
 class NoDefault(Section):

@@ -37,8 +37,8 @@ class Told(Exception):
 
 def _config(**schedule: bool) -> QuantConfig:
     quantizer = {"QUANTIZER": {"BIT": 16}}
-    features = {**quantizer, "QADD": {"ENABLE_QUANT": True}}
-    return parse_qconfig({"BACKEND": "virtual", "DEVICE": "cpu", "W": quantizer, "A": features, "SCHEDULE": schedule})
+    inputs = {**quantizer, "QADD": {"ENABLE_QUANT": True}}
+    return parse_qconfig({"BACKEND": "virtual", "DEVICE": "cpu", "W": quantizer, "A": inputs, "SCHEDULE": schedule})
 
 
 FOLDING, KEEPING = _config(FUSE_BN=True), _config(FUSE_BN=False)

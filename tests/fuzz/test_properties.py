@@ -49,7 +49,7 @@ def test_other_values_are_noticed(monkeypatch: pytest.MonkeyPatch, name: str) ->
 def test_fault_at_16_bits_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     def forward(self: QuantModel, *args: Any, **kwargs: Any) -> Any:
         output = QuantModel.forward(self, *args, **kwargs)
-        return output * 1.1 if self.is_quantized("feature") else output
+        return output * 1.1 if self.is_quantized("activation") else output
 
     found = planted(monkeypatch, name, forward=forward)
     assert found.outcome == "different" and "16 bits" in found.details

@@ -13,6 +13,7 @@ from sparsebit.numerics.qparams import (
     Role,
     broadcast_to,
     check_backend,
+    checked_qparams,
     dequantized_range,
     qparams_from_range,
 )
@@ -181,3 +182,14 @@ def test_backends_refuse_the_rest_by_site(
 ) -> None:
     with pytest.raises(BackendError, match=message):
         check_backend(spec, zero_point, backend, "layer1.conv", role)
+
+
+def test_given_numbers_have_one_for_each_scale() -> None:
+    one, three = torch.tensor(0.5), torch.ones(3)
+    assert [tuple(number.shape) for number in checked_qparams(one, ZERO, UINT8, 1, "x")] == [(), ()]
+    assert [tuple(number.shape) for number in checked_qparams(three, ZERO, WEIGHT, None, "x")] == [(3,), (3,)]
+    assert checked_qparams(one, ZERO, WEIGHT, 2, "x")[0].tolist() == [0.5, 0.5]
+    with pytest.raises(SpecError, match=r"x: 3 scales or zero points with PerChannel.*; allowed: 1 or 2"):
+        checked_qparams(three, ZERO, WEIGHT, 2, "x")
+    with pytest.raises(CalibrationError, match=r"x: zero point -1\.\.3 with uint8; allowed: 0 to 255"):
+        checked_qparams(one, torch.tensor([-1.0, 3.0]), UINT8, 2, "x")

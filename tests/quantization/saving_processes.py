@@ -23,7 +23,7 @@ from sparsebit.quantization import checkpoint
 DESCRIPTION = {
     "config": {},
     "example": None,
-    "switches": {"weight": True, "feature": True},
+    "switches": {"weight": True, "activation": True},
     "folded_layers": [],
     "sites": {},
 }

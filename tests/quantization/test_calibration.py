@@ -90,9 +90,9 @@ class TestOrderOfVerbs:
     def test_switches_are_separate(self) -> None:
         qmodel = calibrated(TwoLayers(), [torch.randn(4, 6)])
         qmodel.set_quant(w_quant=True)
-        assert qmodel.is_quantized("weight") and not qmodel.is_quantized("feature")
+        assert qmodel.is_quantized("weight") and not qmodel.is_quantized("activation")
         qmodel.set_quant(a_quant=True)
-        assert qmodel.is_quantized("feature") and not qmodel.is_quantized("weight")
+        assert qmodel.is_quantized("activation") and not qmodel.is_quantized("weight")
 
     @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
     def test_under_any_grad_mode(self, mode: Any) -> None:
@@ -192,7 +192,7 @@ class TestData:
             qmodel(torch.full((2, 6), float("nan")))
 
 
-class TestPerChannelFeatures:
+class TestPerChannelActivations:
     @pytest.mark.parametrize("observer", OBSERVERS)
     def test_nchw_with_batches_of_different_size(self, observer: str) -> None:
         config = qconfig({"A.QSCHEME": "per-channel-affine", "A.OBSERVER.TYPE": observer})

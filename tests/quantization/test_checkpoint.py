@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from sparsebit import tensor_files
 from sparsebit.errors import CheckpointError, SparsebitError
 from sparsebit.folders import exchange
-from sparsebit.quantization import QuantModel, checkpoint
+from sparsebit.quantization import QuantModel, checkpoint, manifest
 from tests.quantization.tiny import Opaque, Residual, TwoLayers, calibrated, qconfig, run, site, sites
 
 CONFIGS = {
     "uniform": {},
-    "per-channel features": {"A.QSCHEME": "per-channel-affine"},
+    "per-channel activations": {"A.QSCHEME": "per-channel-affine"},
     "pact": {"A.QUANTIZER.TYPE": "pact"},
     "per-channel pact": {"A.QUANTIZER.TYPE": "pact", "A.QSCHEME": "per-channel-symmetric"},
     "lsq": {"A.QUANTIZER.TYPE": "lsq", "W.QUANTIZER.TYPE": "lsq"},
@@ -73,7 +73,34 @@ class TestRoundTrip:
         qmodel = calibrated(TwoLayers(), [torch.randn(4, 6)])
         qmodel.set_quant(w_quant=w_quant, a_quant=a_quant)
         loaded = QuantModel.load(qmodel.save(tmp_path / "saved"), TwoLayers())
-        assert (loaded.is_quantized("weight"), loaded.is_quantized("feature")) == (w_quant, a_quant)
+        assert (loaded.is_quantized("weight"), loaded.is_quantized("activation")) == (w_quant, a_quant)
+
+    @pytest.mark.parametrize("version", [1, 3])
+    @pytest.mark.parametrize(("w_quant", "a_quant"), [(True, False), (False, True)])
+    def test_a_folder_with_the_older_word(self, tmp_path: Path, version: int, w_quant: bool, a_quant: bool) -> None:
+        """Before version 4 the switch of activations was called `feature`."""
+        qmodel = calibrated(TwoLayers(), [torch.randn(4, 6)])
+        qmodel.set_quant(w_quant=w_quant, a_quant=a_quant)
+        folder = qmodel.save(tmp_path / "saved")
+        written = json.loads((folder / "sparsebit.json").read_text())
+        assert written["switches"] == {"weight": w_quant, "activation": a_quant} and written["version"] == 4
+        older = {**written, "version": version, "switches": {"weight": w_quant, "feature": a_quant}}
+        del older["checksum"]
+        if version == 1:
+            del older["files"]
+        else:
+            older["checksum"] = manifest._checksum(older)
+        (folder / "sparsebit.json").write_text(json.dumps(older))
+        loaded = QuantModel.load(folder, TwoLayers())
+        assert (loaded.is_quantized("weight"), loaded.is_quantized("activation")) == (w_quant, a_quant)
+
+    def test_a_pickle_with_the_older_word(self) -> None:
+        qmodel = calibrated(TwoLayers(), [torch.randn(4, 6)])
+        qmodel.set_quant(w_quant=False, a_quant=True)
+        make, (kind, training, model, description, *rest) = qmodel.__reduce__()
+        older = {**description, "switches": {"weight": False, "feature": True}}
+        loaded = make(kind, training, model, older, *rest)
+        assert not loaded.is_quantized("weight") and loaded.is_quantized("activation")
 
     def test_bits_changed_by_hand_are_kept(self, tmp_path: Path) -> None:
         qmodel, x = calibrated(TwoLayers(), [torch.randn(4, 6)]), torch.randn(4, 6)

@@ -26,7 +26,7 @@ INT8, UINT8 = TensorSpec(8, True, PerTensor()), TensorSpec(8, False, PerTensor()
 
 
 def observed(name: str, x: Tensor, spec: TensorSpec = INT8, options: Section | None = None) -> tuple[Tensor, Tensor]:
-    observer = build_observer(name, spec, options, "feature")
+    observer = build_observer(name, spec, options, "activation")
     for batch in x if isinstance(x, list) else [x]:
         observer.update(batch)
     return observer.calc_range()
@@ -85,8 +85,8 @@ class TestNumbers:
         )
         quantizer = site(qmodel, "0.input")
         quantizer.spec = spec
-        quantizer._store("scale", torch.ones(channels) if channels > 1 else torch.ones(()))
-        quantizer._store("zero_point", torch.zeros_like(quantizer.scale))
+        high = torch.full((channels,) if channels > 1 else (), 127.0)
+        quantizer.calc_qparams_with_minmax(-high, high)  # scale 1
         x = torch.full((channels, 1_400_000), 0.25, requires_grad=True)
         quantizer(x).sum().backward()
         assert x.grad is not None and bool((x.grad == 1).all())

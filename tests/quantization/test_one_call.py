@@ -25,7 +25,7 @@ X = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
 )
 def test_batches_in_any_form(batches: Any) -> None:
     qmodel = sparsebit.quantize(TwoLayers(), batches, qconfig())
-    assert qmodel.is_quantized("weight") and qmodel.is_quantized("feature") and not qmodel.training
+    assert qmodel.is_quantized("weight") and qmodel.is_quantized("activation") and not qmodel.training
     assert site(qmodel, "first.input").scale == pytest.approx(float((X.max() - X.min()) / 255))
 
 
@@ -99,7 +99,7 @@ class TestWithoutData:
     def test_weights_only(self, config: str) -> None:
         model = Residual().eval()
         qmodel = sparsebit.quantize(model, config=config)
-        assert qmodel.is_quantized("weight") and not qmodel.is_quantized("feature") and not qmodel.training
+        assert qmodel.is_quantized("weight") and not qmodel.is_quantized("activation") and not qmodel.training
         x = torch.randn(2, 3, 8, 8)
         assert not torch.equal(qmodel(x), model(x))
         torch.testing.assert_close(qmodel(x), model(x), atol=0.05, rtol=0.05)

@@ -517,7 +517,7 @@ def test_op(case: Case) -> None:
     floats = [layer for layer in qmodel.coverage.float_layers if "divisor" not in layer.name]
     assert floats == []
     assert targets.count("weight") == (case.kind == "weighted")
-    assert targets.count("feature") == (1 if "div" in case.id else len(case.shapes))  # a divisor stays in float
+    assert targets.count("activation") == (1 if "div" in case.id else len(case.shapes))  # a divisor stays in float
     assert_same(qmodel(*inputs), quantized_by_hand(model, qmodel, inputs))
     assert any((a != b).any() for a, b in zip(leaves(qmodel(*inputs)), leaves(expected), strict=True))
 

@@ -79,7 +79,7 @@ def test_a_state_dict_brings_the_switches() -> None:
     trained.set_quant(w_quant=True, a_quant=False)
     fresh = QuantModel(Net(), qconfig(bits=4))
     fresh.load_state_dict(trained.state_dict())
-    assert fresh.is_quantized("weight") and not fresh.is_quantized("feature")
+    assert fresh.is_quantized("weight") and not fresh.is_quantized("activation")
     assert [q.follows for q in fresh.quantizers()] == [q.follows for q in trained.quantizers()]
 
 

@@ -52,8 +52,8 @@ def test_learned_numbers_can_be_sharded_and_are_read_as_scalars(kind: str) -> No
     qmodel = QuantModel(Residual(), qconfig({"W.QUANTIZER.TYPE": weight, "A.QUANTIZER.TYPE": kind}))
     assert [name for name, parameter in qmodel.named_parameters() if parameter.ndim == 0] == []
     assert all(scale.shape == zero_point.shape for scale, zero_point in (q.qparams() for q in qmodel.quantizers()))
-    features = [quantizer for quantizer in qmodel.quantizers() if quantizer.target == "feature"]
-    assert all(quantizer.qparams()[0].shape == () for quantizer in features)
+    activations = [quantizer for quantizer in qmodel.quantizers() if quantizer.target == "activation"]
+    assert all(quantizer.qparams()[0].shape == () for quantizer in activations)
 
 
 @pytest.mark.parametrize("kind", ["lsq", "lsq+", "pact"])

@@ -242,7 +242,7 @@ class TestReplaceQuantizer:
     @pytest.mark.parametrize(
         ("make", "told"),
         [
-            (lambda q: LSQ(q["fc.weight"].spec, "feature"), "needs target='weight', observed_as='weight'"),
+            (lambda q: LSQ(q["fc.weight"].spec, "activation"), "needs target='weight', observed_as='weight'"),
             (lambda q: q["stem.conv.weight"], "is that of 'stem.conv.weight' already"),
             (
                 lambda q: type("Own", (Quantizer,), {})(q["fc.weight"].spec, "weight", num_scales=10),
@@ -411,6 +411,31 @@ class TestWords:
         assert not qmodel.is_quantized("activation") and not qmodel.is_quantized("feature")
         qmodel.set_quant(w_quant=False, a_quant=True)
         assert qmodel.is_quantized("activation") and qmodel.is_quantized("feature")
+
+    @pytest.mark.parametrize("word", ["activation", "feature"])
+    def test_a_quantizers_target(self, word: str) -> None:
+        """Code that asks for the older word finds the same quantizers."""
+        qmodel = residual()
+        found = [name for name, quantizer in qmodel.sites.items() if quantizer.target == word]
+        assert found == [name for name, site in qmodel.plan.items() if site.role != "weight"] != []
+        assert all(q.observed_as == q.observer.target == word for q in qmodel.quantizers() if q.target == word)
+        assert not any(quantizer.target == "weight" for quantizer in map(qmodel.sites.get, found) if quantizer)
+
+    @pytest.mark.parametrize("word", ["activation", "feature"])
+    def test_a_quantizer_of_ones_own(self, word: Any) -> None:
+        qmodel = residual()
+        old = qmodel.sites["fc.input"]
+        new = Quantizer(TensorSpec(4, False), word, observed_as=word)
+        assert new.target == new.observed_as == new.observer.target == "activation" and str(new.target) == "activation"
+        assert copy.deepcopy(new).target == "feature"
+        assert new.target == old.target and repr(new.observer).endswith("target='activation')")
+
+    @pytest.mark.parametrize("word", ["features", "input"])
+    def test_other_words_are_refused(self, word: Any) -> None:
+        with pytest.raises(ConfigError, match=f"target '{word}'; allowed: 'weight', 'activation'"):
+            Quantizer(TensorSpec(8, False), word)
+        with pytest.raises(ConfigError, match=f"target '{word}'; allowed: 'weight', 'activation'"):
+            residual().is_quantized(word)
 
     @pytest.mark.parametrize("word", ["activation", "feature"])
     def test_targets(self, word: str) -> None:

@@ -17,7 +17,7 @@ FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 def quantizer(low: Tensor, high: Tensor, spec: TensorSpec | None = None) -> Quantizer:
     spec = spec or TensorSpec(8, False, PerTensor())
-    made = Quantizer(spec, "feature", name="fc.input", num_scales=low.numel())
+    made = Quantizer(spec, "activation", name="fc.input", num_scales=low.numel())
     made.calc_qparams_with_minmax(low, high)
     return made
 

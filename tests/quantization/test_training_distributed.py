@@ -75,7 +75,7 @@ def labels(rank: int | None = None) -> Tensor:
 def prepared(
     model: type[nn.Module],
     weight: str,
-    feature: str,
+    activation: str,
     rank: int | None,
     *,
     follow_ranges: bool = False,
@@ -83,8 +83,8 @@ def prepared(
 ) -> QuantModel:
     """`init_QAT` on this rank's data; the same weights everywhere."""
     torch.manual_seed(0)
-    changes = {"W.QUANTIZER.TYPE": weight, "A.QUANTIZER.TYPE": feature, "A.QADD.ENABLE_QUANT": True, **changes}
-    if feature == "pact":
+    changes = {"W.QUANTIZER.TYPE": weight, "A.QUANTIZER.TYPE": activation, "A.QADD.ENABLE_QUANT": True, **changes}
+    if activation == "pact":
         changes["A.QUANTIZER.PACT.ALPHA_VALUE"] = 1.0
     qmodel = QuantModel(model(), qconfig(changes, bits=4))
     qmodel.prepare_calibration()

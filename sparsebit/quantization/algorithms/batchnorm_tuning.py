@@ -20,7 +20,7 @@ from sparsebit.graph.capture import Captured
 from sparsebit.graph.passes.fold_batchnorm import can_fold, fold_factor, fold_into
 from sparsebit.graph.patterns import Match, MatchingNode, is_itself, module_of
 from sparsebit.graph.rewrite import ReplacePatternBase
-from sparsebit.numerics.qparams import broadcast_to
+from sparsebit.numerics.qparams import SMALLEST_SCALE, broadcast_to
 from sparsebit.numerics.spec import scale_shape
 from sparsebit.quantization.calibration import calibrate_weight
 from sparsebit.quantization.ops.quant_opr import QuantOpr, WeightedQuantOpr
@@ -153,12 +153,12 @@ def rescale(quantizer: Quantizer, weight: Tensor, channel_axis: int, factor: Ten
         return False
     scale, zero_point = (number.reshape(shape) for number in quantizer.qparams())
     factor = factor.to(scale).reshape([-1 if axis == place else 1 for axis in range(len(shape))])
-    scale = torch.where(factor == 0, scale, scale * factor.abs())
-    quantizer._store("scale", scale.flatten())
+    scale = torch.where(factor == 0, scale, scale * factor.abs()).clamp_min(SMALLEST_SCALE)
     if spec.symmetric:
         lowest = torch.where(factor < 0, -spec.qmax * scale, float("-inf")).flatten()
         weight.clamp_(min=broadcast_to(lowest, weight.shape, spec.granularity))
     else:
         mirrored = spec.qmin + spec.qmax - zero_point.round()
-        quantizer._store("zero_point", torch.where(factor < 0, mirrored, zero_point).flatten())
+        zero_point = torch.where(factor < 0, mirrored, zero_point)
+    quantizer.store_qparams(scale.flatten(), zero_point.flatten())
     return True

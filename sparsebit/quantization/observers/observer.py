@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Generic, Literal, TypeVar, cast, overload
+from typing import Any, ClassVar, Generic, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from sparsebit.backends import Format
 from sparsebit.config.options import check_options, selected_options
 from sparsebit.config.section import Section
+from sparsebit.config.targets import ACTIVATION, Target, as_target
 from sparsebit.config.tensor_config import ActivationObserver, TensorConfig, WeightObserver
 from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.numerics.spec import PerTensor, TensorSpec, to_rows
@@ -21,7 +22,6 @@ from sparsebit.registry import OBSERVERS, own_type
 S = TypeVar("S", bound=Statistic)
 ObserverClass = TypeVar("ObserverClass", bound="type[Observer[Any]]")
 
-Target = Literal["weight", "feature"]
 Range = tuple[Tensor, Tensor]
 
 # An observer that assumes even steps between integers does not fit floats.
@@ -42,12 +42,10 @@ class Observer(Generic[S]):
     OPTIONS: ClassVar[type[Section]] = Section
     options: Section
 
-    def __init__(self, spec: TensorSpec, options: Section | None = None, target: Target = "feature") -> None:
-        if target not in ("weight", "feature"):
-            raise ConfigError(f"observer target {target!r}; allowed: 'weight', 'feature'")
+    def __init__(self, spec: TensorSpec, options: Section | None = None, target: Target = ACTIVATION) -> None:
         self.spec = spec
         self.options = self.OPTIONS() if options is None else options
-        self.target: Target = target
+        self.target = as_target(target)
         self.statistic = self.new_statistic()
 
     def new_statistic(self) -> S:
@@ -181,7 +179,7 @@ def observer_options(config: TensorConfig) -> Section:
 
 
 def build_observer(
-    name: str, spec: TensorSpec, options: Section | None = None, target: Target = "feature"
+    name: str, spec: TensorSpec, options: Section | None = None, target: Target = ACTIVATION
 ) -> Observer[Any]:
     """A fresh observer of the kind registered as `name` (case-insensitive)."""
     kind = cast("type[Observer[Any]]", OBSERVERS.get(name))

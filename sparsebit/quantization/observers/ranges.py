@@ -9,9 +9,10 @@ from pydantic import Field
 from torch import Tensor
 
 from sparsebit.config.section import Section
+from sparsebit.config.targets import ACTIVATION, Target
 from sparsebit.config.tensor_config import TensorConfig
 from sparsebit.quantization.observers.histogram import Histogram
-from sparsebit.quantization.observers.observer import Observer, Range, Target, over_histograms, register_observer
+from sparsebit.quantization.observers.observer import Observer, Range, over_histograms, register_observer
 from sparsebit.quantization.observers.statistics import MinMax, MovingMinMax, Samples
 
 
@@ -52,7 +53,7 @@ class MinMaxObserver(Observer[MinMax]):
 
 class MovingAverageOptions(Section):
     # Of a weight there is one batch. One that is computed in each forward is averaged with the default.
-    TARGETS: ClassVar[tuple[Target, ...]] = ("feature",)
+    TARGETS: ClassVar[tuple[Target, ...]] = (ACTIVATION,)
 
     EMA_RATIO: float = Field(0.9, ge=0, lt=1, description="Weight of the past against the newest batch.")
 

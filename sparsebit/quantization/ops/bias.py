@@ -55,7 +55,7 @@ class BiasRounding(nn.Module):
         smallest = bias.detach().to(scale.device).abs().float() / (source.qparams()[0].detach() * LARGEST_BIAS)
         smallest = smallest.max() if scale.numel() == 1 else smallest
         if bool((scale < smallest).any()):
-            weight._store("scale", torch.maximum(scale, smallest))
+            weight.store_qparams(torch.maximum(scale, smallest), weight.qparams()[1])
 
     def extra_repr(self) -> str:
         return "int32"

@@ -233,14 +233,14 @@ def _output_quantizer(node: fx.Node, region: Region) -> Quantizer | None:
 
 def _fits(layer: WeightedQuantOpr | FunctionalWeightedQuantOpr, quantizer: Quantizer) -> bool:
     """One scale for the input, at most one per output channel for the weight, both of 8 bits or fewer."""
-    weight, feature = layer.weight_quantizer.spec, quantizer.spec
+    weight, activation = layer.weight_quantizer.spec, quantizer.spec
     return (
         layer.row.name in _LAYERS
         and all(rounds_by_operator(q) for q in (layer.weight_quantizer, quantizer))
         and not layer.weight_quantizer.fake_fused
-        and feature.granularity.kind == "tensor"
+        and activation.granularity.kind == "tensor"
         and (weight.granularity.kind == "tensor" or weight.granularity == PerChannel(layer.row.channel_axis))
         and weight.symmetric
         and weight.format == "integer"
-        and max(weight.bits, feature.bits) <= 8
+        and max(weight.bits, activation.bits) <= 8
     )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from sparsebit.config.targets import ACTIVATION, Target
 from sparsebit.graph.capture import Captured, Region
 from sparsebit.graph.hidden_writes import code_may_write
 from sparsebit.graph.op_rows import OpKind
@@ -28,7 +29,7 @@ from sparsebit.quantization.ops.quant_opr import (
 from sparsebit.quantization.passes.divisors import divisor_makers, reads_as_divisor
 from sparsebit.quantization.passes.writes import Writes
 from sparsebit.quantization.placement import AloneAt, InsideOf, Placement, RegionPlacement, SharedAt
-from sparsebit.quantization.quantizers.base import Quantizer, Target
+from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.quantizers.registration import build_quantizer
 from sparsebit.quantization.sites import Plan, Site
 
@@ -106,7 +107,7 @@ class _RegionAttacher:
             [r for r in before.users if not self._divides_by(before, r)] if tensor.is_output else list(tensor.readers)
         )
         name = self._module_name(tensor.site)
-        quantizer = self.maker.feature(tensor.site)
+        quantizer = self.maker.activation(tensor.site)
         if tensor.num_writes:
             first = self.writes.first(list(tensor.readers))
             node = insert_module_before(self.root, first, before, name, QIdentity(quantizer))
@@ -170,9 +171,9 @@ class _Maker:
             return op
         if isinstance(op, nn.Module) and id(op) in self.wrapped:
             return self.wrapped[id(op)][1]
-        input_quantizer = self.feature(at.input) if at.input in self.plan else _off(f"{at.layer}.input", "feature")
+        input_quantizer = self.activation(at.input) if at.input in self.plan else _off(f"{at.layer}.input", ACTIVATION)
         if at.gate is not None:
-            gate = self.feature(at.gate) if at.gate in self.plan else _off(f"{at.layer}.gate", "feature")
+            gate = self.activation(at.gate) if at.gate in self.plan else _off(f"{at.layer}.gate", ACTIVATION)
             return GatedQuantOpr(op, at.row, input_quantizer, gate)
         weight_quantizer = self._weight(op, at) if at.row.kind is OpKind.WEIGHTED else None
         kind: type[Any] = at.row.implementation or QuantOpr
@@ -184,7 +185,7 @@ class _Maker:
             self.wrapped[id(op)] = (op, wrapped)  # the op is held, so that its id stays its own
         return wrapped
 
-    def feature(self, site: str | None) -> Quantizer:
+    def activation(self, site: str | None) -> Quantizer:
         assert site is not None
         return self._build(self.plan[site], 1)
 
@@ -193,7 +194,7 @@ class _Maker:
             return _off(f"{at.layer}.weight", "weight")
         site = self.plan[at.weight]
         if not isinstance(op, nn.Module):  # `F.conv2d(x, w)`: w may be computed on the way, from anything
-            return self._build(site, 1, observed_as="feature")
+            return self._build(site, 1, observed_as=ACTIVATION)
         with at_rest(op):
             weight = getattr(op, at.row.weight or "weight")
         return self._build(site, num_rows(weight.shape, site.spec.granularity))
@@ -209,7 +210,7 @@ def quantizer_of(site: Site, backend: str, num_scales: int, observed_as: Target 
     return build_quantizer(
         site.quantizer,
         site.spec,
-        "weight" if site.role == "weight" else "feature",
+        "weight" if site.role == "weight" else ACTIVATION,
         name=site.name,
         backend=backend,
         num_scales=num_scales,

@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import json
 from functools import lru_cache
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from sparsebit.backends import Format
 from sparsebit.config.section import Section
+from sparsebit.config.targets import ACTIVATION, Target, as_target
 from sparsebit.errors import BackendError, CalibrationError, CheckpointError, ConfigError
 from sparsebit.numerics import dispatch
 from sparsebit.numerics.gradients import Gradient
-from sparsebit.numerics.qparams import SMALLEST_SCALE, check_backend, dequantized_range, qparams_from_range
+from sparsebit.numerics.qparams import (
+    SMALLEST_SCALE,
+    check_backend,
+    checked_qparams,
+    dequantized_range,
+    qparams_from_range,
+)
 from sparsebit.numerics.spec import PerChannel, TensorSpec
 from sparsebit.quantization.observers import Observer, build_observer
-
-Target = Literal["weight", "feature"]
 
 _NUM_FLAGS = 2  # of `flags`; subclasses have more
 
@@ -35,7 +40,7 @@ class Quantizer(nn.Module):
     """
 
     TYPE: ClassVar[str] = "base"
-    TARGETS: ClassVar[tuple[Target, ...]] = ("weight", "feature")
+    TARGETS: ClassVar[tuple[Target, ...]] = ("weight", ACTIVATION)
     OPTIONS: ClassVar[type[Section]] = Section
     FORMAT: ClassVar[Format] = "integer"
     ALWAYS_FOLLOWS: ClassVar[bool] = False
@@ -63,16 +68,16 @@ class Quantizer(nn.Module):
         ema_ratio: float = 0.9,
     ) -> None:
         """`observed_as`: how the observer sees the tensor, where that is not its target: a weight that is computed on
-        the way is observed like a feature, over many forwards. `ema_ratio`: the weight of the past in an activation's
-        range that follows the data.
+        the way is observed like an activation, over many forwards. `ema_ratio`: the weight of the past in the range of
+        an activation that follows the data.
         """
         super().__init__()
         if spec.format != self.FORMAT:
             spec = spec.replace(format=self.FORMAT, narrow=False)
-        self.spec, self.target, self.name, self.backend = spec, target, name, backend
+        self.spec, self.target, self.name, self.backend = spec, as_target(target), name, backend
         self.observer_name, self.observer_options, self.ema_ratio = observer, observer_options, ema_ratio
         self.options = self.OPTIONS() if options is None else options
-        self.observed_as = observed_as or target
+        self.observed_as = as_target(observed_as or target)
         self.observer: Observer[Any] = self._new_observer()
         self.use_quant = self.fake_fused = self.observing = self.export_onnx = self.was_unseen = False
         # Whether the grid moves with the data while training, and whether it is held for the time being.
@@ -175,7 +180,7 @@ class Quantizer(nn.Module):
         try:
             self.observer.update(self.transform(x.detach()))
         except CalibrationError as error:
-            if self.target == "feature" and _hides_values(x.detach()):
+            if self.target == "activation" and _hides_values(x.detach()):
                 self.saw_infinity = True
                 return
             raise CalibrationError(f"{self.name}: {error}") from None
@@ -205,6 +210,31 @@ class Quantizer(nn.Module):
         self._store("zero_point", zero_point)
         self.calibrated.fill_(True)
         return self.qparams()
+
+    @torch.no_grad()
+    def store_qparams(self, scale: Tensor | float, zero_point: Tensor | float = 0) -> None:
+        """Set scale and zero point; the quantizer counts as calibrated then.
+
+        One number for all channels or groups, or one for each. The tensors stay the same objects, as an optimizer may
+        hold them. Numbers that the number format or the backend does not have are refused. So is a quantizer that
+        computes its scale from other numbers (PACT: `alpha`), unless its class defines this method.
+        """
+        self._refuse_elsewhere("store_qparams()")
+        if not {"scale", "zero_point"} <= {**self._parameters, **self._buffers}.keys():
+            raise ConfigError(
+                f"{self.name}: the quantizer {self.TYPE!r} computes its scale from other numbers "
+                f"({', '.join(self._parameters)}); set those instead, or define store_qparams() in its class"
+            )
+        # How many channels an activation has is known when it is calibrated.
+        is_open = self.spec.granularity.kind != "tensor" and self.observed_as == "activation" and not self.is_calibrated
+        num_scales = None if is_open else self.scale.numel()
+        scale, zero_point = (torch.as_tensor(number).detach().to(self.scale) for number in (scale, zero_point))
+        scale, zero_point = checked_qparams(scale, zero_point, self.spec, num_scales, self.name)
+        check_backend(self.spec, zero_point, self.backend, self.name)
+        self.revive()
+        self._store("scale", scale)
+        self._store("zero_point", zero_point)
+        self.calibrated.fill_(True)
 
     @torch.no_grad()
     def follow(self, x: Tensor) -> None:
@@ -360,7 +390,7 @@ class Quantizer(nn.Module):
                 "state was saved with, as QuantModel.load() does"
             )
             return
-        # Per-channel features know their number of channels only from data: a checkpoint brings its own shape.
+        # Per-channel activations know their number of channels only from data: a checkpoint brings its own shape.
         for name in ("scale", "zero_point", "alpha"):
             stored, own = state_dict.get(prefix + name), getattr(self, name, None)
             if isinstance(stored, Tensor) and isinstance(own, Tensor) and stored.shape != own.shape:

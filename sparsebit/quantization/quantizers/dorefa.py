@@ -7,7 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sparsebit.quantization.quantizers.base import Quantizer, Target
+from sparsebit.config.targets import Target
+from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.quantizers.registration import register_quantizer
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from sparsebit.backends import Format
-from sparsebit.quantization.quantizers.base import Quantizer, Target
+from sparsebit.config.targets import Target
+from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.quantizers.registration import register_quantizer
 
 

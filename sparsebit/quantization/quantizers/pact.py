@@ -9,9 +9,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from sparsebit.config.section import Section
+from sparsebit.config.targets import ACTIVATION, Target
 from sparsebit.numerics.gradients import Gradient
 from sparsebit.numerics.qparams import SMALLEST_SCALE, check_backend
-from sparsebit.quantization.quantizers.base import Quantizer, Target, as_number
+from sparsebit.quantization.quantizers.base import Quantizer, as_number
 from sparsebit.quantization.quantizers.registration import register_quantizer
 
 
@@ -27,7 +28,7 @@ class PACT(Quantizer):
     never negative during calibration, else the grid's middle; `low` is the grid's lower end.
     """
 
-    TARGETS: ClassVar[tuple[Target, ...]] = ("feature",)
+    TARGETS: ClassVar[tuple[Target, ...]] = (ACTIVATION,)
     GRADIENT: ClassVar[Gradient] = "pact"
     NUMBERS: ClassVar[str] = "pact"
     options: PactOptions

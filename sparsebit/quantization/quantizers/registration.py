@@ -8,13 +8,13 @@ from typing import Any, TypeVar, overload
 
 from torch import Tensor
 
-from sparsebit.config.fields import is_for
 from sparsebit.config.options import check_options, selected_options
 from sparsebit.config.section import Section
+from sparsebit.config.targets import Target, is_for, mismatch
 from sparsebit.config.tensor_config import ActivationQuantizer, TensorConfig, WeightQuantizer
 from sparsebit.errors import BackendError, ConfigError
 from sparsebit.numerics.spec import TensorSpec
-from sparsebit.quantization.quantizers.base import Quantizer, Target
+from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.registry import QUANTIZERS, own_type
 
 QuantizerClass = TypeVar("QuantizerClass", bound=type[Quantizer])
@@ -105,7 +105,7 @@ def build_quantizer(kind: str, spec: TensorSpec, target: Target, **settings: Any
     assert isinstance(quantizer_class, type) and issubclass(quantizer_class, Quantizer)
     if not is_for(quantizer_class, target):
         raise BackendError(
-            f"{settings.get('name', '')}: quantizer {kind!r} is for {' and '.join(quantizer_class.TARGETS)} tensors, "
-            f"not for a {target}; set another QUANTIZER.TYPE there"
+            f"{settings.get('name', '')}: quantizer {kind!r} {mismatch(quantizer_class, target)}; "
+            "set another QUANTIZER.TYPE there"
         )
     return quantizer_class(spec, target, **settings)

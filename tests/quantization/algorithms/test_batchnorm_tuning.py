@@ -32,7 +32,7 @@ def test_inside_quantization_is_on_and_statistics_start_from_nothing() -> None:
     qmodel = calibrated(Residual().eval(), [torch.randn(SHAPE)], qconfig(CONFIG))
     qmodel.set_quant()
     with torch.no_grad(), qmodel.batchnorm_tuning():
-        assert qmodel.training and qmodel.is_quantized("weight") and qmodel.is_quantized("feature")
+        assert qmodel.training and qmodel.is_quantized("weight") and qmodel.is_quantized("activation")
         assert all(int(norm.num_batches_tracked) == 0 and not norm.running_mean.any() for norm in norms(qmodel))
         qmodel(torch.randn(SHAPE))
 
@@ -55,7 +55,7 @@ def test_on_leaving_norms_are_folded_and_everything_is_off() -> None:
     with torch.no_grad(), qmodel.batchnorm_tuning():
         run(qmodel, batches)
         reference = copy.deepcopy(qmodel)
-    assert not qmodel.training and not qmodel.is_quantized("weight") and not qmodel.is_quantized("feature")
+    assert not qmodel.training and not qmodel.is_quantized("weight") and not qmodel.is_quantized("activation")
     assert norms(qmodel) == [] and len(norms(reference)) == 2
     reference.eval().set_quant()
     x = torch.randn(SHAPE)
@@ -208,7 +208,7 @@ class TestTrainedScales:
         qmodel, x = train(ready("lsq", bits=8), lr=1e-3).eval(), data()[0]
         expected, before = qmodel(x), {layer: self.codes(qmodel, layer).abs() for layer in ("conv1", "conv2")}
         qmodel.fold_batchnorm()
-        assert norms(qmodel) == [] and qmodel.is_quantized("weight") and qmodel.is_quantized("feature")
+        assert norms(qmodel) == [] and qmodel.is_quantized("weight") and qmodel.is_quantized("activation")
         torch.testing.assert_close(qmodel(x), expected, rtol=1e-3, atol=1e-4)
         for layer, codes in before.items():
             assert (self.codes(qmodel, layer).abs() - codes).abs().max() <= 1  # mirrored, -128 becomes 127

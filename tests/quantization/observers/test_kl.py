@@ -116,7 +116,7 @@ def test_rows_are_searched_independently() -> None:
     torch.testing.assert_close(together[1], turned[1].flip(0))
 
 
-@pytest.mark.parametrize("target", ["weight", "feature"])
+@pytest.mark.parametrize("target", ["weight", "activation"])
 @pytest.mark.parametrize("bits", [1, 4, 8, 16])
 def test_observer_for_any_bits(target: str, bits: int) -> None:
     observer = build_observer("kl_histogram", TensorSpec(bits, True, PerChannel(0)), target=target)  # type: ignore[arg-type]

@@ -32,7 +32,7 @@ DATA = {
 }
 
 
-@pytest.mark.parametrize("target", ["weight", "feature"])
+@pytest.mark.parametrize("target", ["weight", "activation"])
 @pytest.mark.parametrize("kind", DATA)
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "affine"])
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
@@ -47,7 +47,7 @@ def test_nearly_the_best_of_all_ranges(bits: int, symmetric: bool, kind: str, ta
     assert float(found) <= best * 1.01 + 1e-9
 
 
-@pytest.mark.parametrize("target", ["weight", "feature"])
+@pytest.mark.parametrize("target", ["weight", "activation"])
 def test_never_worse_than_minmax_in_any_row(target: str) -> None:
     x, spec = torch.randn(64, 30) ** 3, TensorSpec(4, True, PerChannel(0))
     distortion = SampleDistortion(x, spec, MEAN_SHARE if target == "weight" else 0)
@@ -76,7 +76,7 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
 
 def test_range_scales_with_the_data() -> None:
     x, spec = torch.randn(5000), TensorSpec(4, True)
-    for target in ("weight", "feature"):
+    for target in ("weight", "activation"):
         small, large = observed(x, spec, target), observed(x * 1024, spec, target)
         torch.testing.assert_close(large[1], small[1] * 1024)
 
@@ -91,5 +91,5 @@ def test_long_weights_go_by_their_histogram_and_groups_by_their_values() -> None
 
 
 def test_zeros_only() -> None:
-    for target in ("weight", "feature"):
+    for target in ("weight", "activation"):
         assert [end.tolist() for end in observed(torch.zeros(3, 4), TensorSpec(4, True), target)] in ([0, 0], [-8, 7])

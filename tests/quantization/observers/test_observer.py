@@ -36,7 +36,7 @@ def test_all_six_are_registered_whatever_the_case() -> None:
         build_observer("percentil", AFFINE)
 
 
-@pytest.mark.parametrize("target", ["weight", "feature"])
+@pytest.mark.parametrize("target", ["weight", "activation"])
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "affine"])
 @pytest.mark.parametrize(
     ("granularity", "num_rows"),
@@ -86,7 +86,7 @@ def test_merging_unlike_observers_is_refused(name: str) -> None:
         build_observer(name, AFFINE).merge(build_observer(name, AFFINE.replace(bits=4)))
 
 
-@pytest.mark.parametrize("target", ["weight", "feature"])
+@pytest.mark.parametrize("target", ["weight", "activation"])
 def test_state_deepcopy_pickle_and_reset(name: str, target: Any) -> None:
     observer = build_observer(name, AFFINE, target=target)
     observer.update(torch.randn(100))
@@ -117,7 +117,7 @@ def test_no_data_no_range(name: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("target", ["weight", "feature"])
+@pytest.mark.parametrize("target", ["weight", "activation"])
 def test_non_finite_data_is_refused_at_once(name: str, bad: float, target: Any) -> None:
     observer = build_observer(name, AFFINE, target=target)
     with pytest.raises(CalibrationError, match="NaN or infinity"):
@@ -195,7 +195,7 @@ def test_an_observer_of_the_first_sparsebit_is_explained() -> None:
 
 
 @pytest.mark.parametrize("kind", ["percentile", "mse", "kl_histogram", "aciq"])
-@pytest.mark.parametrize("target", ["weight", "feature"])
+@pytest.mark.parametrize("target", ["weight", "activation"])
 def test_ranges_do_not_depend_on_the_rows_at_a_time(kind: str, target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     observer = build_observer(kind, TensorSpec(4, False, PerChannel(0)), target=target)
     observer.update(torch.randn(5, 3000, generator=torch.Generator().manual_seed(0)) * 3.0 ** torch.arange(5)[:, None])

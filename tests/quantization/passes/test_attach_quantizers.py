@@ -193,7 +193,7 @@ class TestSwitchesOfAnInputThatOthersQuantize:
         qmodel = calibrated(self.Shared(), [torch.randn(2, 4)])
         copied = copy.deepcopy(qmodel)
         copied.set_quant()
-        assert qmodel.is_quantized("feature") and not copied.is_quantized("feature")
+        assert qmodel.is_quantized("activation") and not copied.is_quantized("activation")
         copied.model.b.set_quant()
 
 

@@ -19,7 +19,9 @@ UINT8 = TensorSpec(8, False, PerTensor())
 INT8 = TensorSpec(8, True, PerTensor())
 
 
-def quantizer(kind: str = "uniform", spec: TensorSpec = UINT8, target: Any = "feature", **settings: Any) -> Quantizer:
+def quantizer(
+    kind: str = "uniform", spec: TensorSpec = UINT8, target: Any = "activation", **settings: Any
+) -> Quantizer:
     return build_quantizer(kind, spec, target, name="layer.input", **settings)
 
 
@@ -259,9 +261,9 @@ class TestRegistration:
         with pytest.raises(ConfigError, match="is no subclass of Quantizer"):
             register_quantizer("thing")(nn.Linear)  # type: ignore[type-var]
 
-    @pytest.mark.parametrize(("kind", "target"), [("dorefa", "feature"), ("fp8", "feature"), ("pact", "weight")])
+    @pytest.mark.parametrize(("kind", "target"), [("dorefa", "activation"), ("fp8", "activation"), ("pact", "weight")])
     def test_a_quantizer_for_other_tensors_is_refused(self, kind: str, target: str) -> None:
-        with pytest.raises(BackendError, match=rf"layer.input: quantizer '{kind}' is for .* not for a {target}"):
+        with pytest.raises(BackendError, match=rf"layer.input: quantizer '{kind}' is for .* not for an? {target}"):
             quantizer(kind, target=target)
 
     @pytest.mark.parametrize("name", ["LSQ", "lsq_plus", "LSQ_Plus", "Lsq+", "UNIFORM", "PACT"])
@@ -282,9 +284,9 @@ def test_describe_goes_to_json() -> None:
 
 class TestNamesOfTheFirstSparsebit:
     def test_parts_of_the_spec(self) -> None:
-        quantizer = Quantizer(TensorSpec(4, True, PerChannel(1)), "feature", num_scales=3)
+        quantizer = Quantizer(TensorSpec(4, True, PerChannel(1)), "activation", num_scales=3)
         assert (quantizer.bit, quantizer.ch_axis, quantizer.is_symmetric, quantizer.is_perchannel) == (4, 1, True, True)
-        quantizer = Quantizer(TensorSpec(8, False), "feature")
+        quantizer = Quantizer(TensorSpec(8, False), "activation")
         assert (quantizer.bit, quantizer.ch_axis, quantizer.is_symmetric, quantizer.is_perchannel) == (
             8,
             0,
@@ -295,14 +297,14 @@ class TestNamesOfTheFirstSparsebit:
         assert quantizer.bit == 2
 
     def test_numbers_are_returned(self) -> None:
-        quantizer = Quantizer(TensorSpec(8, False), "feature")
+        quantizer = Quantizer(TensorSpec(8, False), "activation")
         scale, zero_point = quantizer.calc_qparams_with_minmax(torch.tensor(-1.0), torch.tensor(1.55))
         assert (float(scale), float(zero_point)) == (pytest.approx(0.01), 100)
         quantizer.update_observer(torch.tensor([0.0, 2.55]))
         assert float(quantizer.calc_qparams()[0]) == pytest.approx(0.01)
 
     def test_off_for_good_stays_so(self) -> None:
-        quantizer = Quantizer(TensorSpec(8, False), "feature")
+        quantizer = Quantizer(TensorSpec(8, False), "activation")
         quantizer.set_fake_fused()
         numbers = quantizer.calc_qparams_with_minmax(torch.tensor(-1.0), torch.tensor(1.0))
         assert [float(number) for number in numbers] == [1, 0] == [float(number) for number in quantizer.calc_qparams()]
@@ -310,7 +312,7 @@ class TestNamesOfTheFirstSparsebit:
 
 
 def test_tensorrt_refuses_zero_points_when_they_are_loaded() -> None:
-    quantizer = Quantizer(TensorSpec(8, True), "feature", name="fc.input", backend="tensorrt")
+    quantizer = Quantizer(TensorSpec(8, True), "activation", name="fc.input", backend="tensorrt")
     state = quantizer.state_dict() | {"zero_point": torch.tensor(3.0)}
     with pytest.raises(RuntimeError, match=r"fc\.input.*zero point"):
         quantizer.load_state_dict(state)
@@ -325,3 +327,51 @@ def test_a_negative_scale_is_loaded_by_its_magnitude() -> None:
     fixed = build_quantizer("uniform", TensorSpec(8, True, PerTensor()), "weight", name="w")
     fixed.load_state_dict(learned.state_dict())
     assert float(fixed.qparams()[0]) == float(learned.qparams()[0].detach()) > 0
+
+
+class TestStoreQparams:
+    def test_what_is_stored_is_used(self) -> None:
+        quantizer = Quantizer(TensorSpec(8, False), "activation", name="x")
+        scale = quantizer.scale
+        quantizer.store_qparams(0.5, 3)
+        quantizer.enable_quant()
+        assert quantizer.scale is scale and quantizer.is_calibrated
+        assert torch.equal(quantizer(torch.tensor([0.6, -9.0])), torch.tensor([0.5, -1.5]))
+
+    def test_a_weight_has_as_many_scales_as_it_was_built_for(self) -> None:
+        quantizer = Quantizer(TensorSpec(8, True, PerChannel(0)), "weight", name="w", num_scales=3)
+        quantizer.store_qparams(torch.tensor([1.0, 2.0, 3.0]))
+        assert quantizer.scale.tolist() == [1.0, 2.0, 3.0] and quantizer.zero_point.tolist() == [0.0, 0.0, 0.0]
+        with pytest.raises(SpecError, match=r"w: 2 scales or zero points .*; allowed: 1 or 3"):
+            quantizer.store_qparams(torch.ones(2))
+        assert quantizer.scale.tolist() == [1.0, 2.0, 3.0]
+
+    def test_one_that_others_replace_names_them(self) -> None:
+        quantizer, other = (Quantizer(TensorSpec(8, False), "activation", name=name) for name in ("x", "y"))
+        quantizer.set_fake_fused()
+        quantizer.replaced_by["y"] = other
+        with pytest.raises(ConfigError, match=r"x\.store_qparams\(\): this quantizer is off.*quantized by y"):
+            quantizer.store_qparams(0.1)
+
+    def test_a_class_may_set_the_numbers_that_it_computes_its_scale_from(self) -> None:
+        class Halved(Quantizer):
+            def make_parameters(self, num_scales: int) -> None:
+                super().make_parameters(num_scales)
+                del self._buffers["scale"]
+                self.twice = nn.Parameter(torch.ones(()))
+
+            scale = property(lambda self: self.twice.detach() / 2)  # type: ignore[assignment]
+
+            def qparams(self) -> tuple[Tensor, Tensor]:
+                return self.twice / 2, self.zero_point
+
+        with pytest.raises(ConfigError, match=r"computes its scale from other numbers \(twice\); .* in its class"):
+            Halved(TensorSpec(8, True), "activation", name="x").store_qparams(0.1)
+
+        class Storing(Halved):
+            def store_qparams(self, scale: Tensor | float, zero_point: Tensor | float = 0) -> None:
+                self.twice.data.fill_(float(scale) * 2)
+
+        quantizer = Storing(TensorSpec(8, True), "activation", name="x")
+        quantizer.store_qparams(0.25)
+        assert float(quantizer.scale) == 0.25

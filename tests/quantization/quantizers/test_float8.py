@@ -45,9 +45,9 @@ def test_other_bits_are_refused() -> None:
         float8(torch.randn(2, 3), PerTensor()).set_bit(4)
 
 
-def test_a_feature_is_refused() -> None:
-    with pytest.raises(BackendError, match=r"fc.input: quantizer 'fp8' is for weight tensors, not for a feature"):
-        build_quantizer("fp8", TensorSpec(8, True), "feature", name="fc.input")
+def test_an_activation_is_refused() -> None:
+    with pytest.raises(BackendError, match=r"fc.input: quantizer 'fp8' is for weight tensors, not for an activation"):
+        build_quantizer("fp8", TensorSpec(8, True), "activation", name="fc.input")
 
 
 class TestConfig:

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from sparsebit.config.targets import Target
 from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.numerics.qparams import qparams_from_range
 from sparsebit.numerics.spec import PerChannel, PerTensor, TensorSpec
-from sparsebit.quantization.quantizers.base import Quantizer, Target
+from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.quantizers.registration import build_quantizer
 from tests.quantization.tiny_training import data, numbers, ready, train
 
@@ -19,7 +20,7 @@ CHANNELS = TensorSpec(8, True, PerChannel(0))
 
 
 def following(
-    spec: TensorSpec, first: Tensor, target: Target = "feature", *, ratio: float = 0.9, **settings: str
+    spec: TensorSpec, first: Tensor, target: Target = "activation", *, ratio: float = 0.9, **settings: str
 ) -> Quantizer:
     num_scales = 1 if spec.granularity.kind == "tensor" else len(first)
     quantizer = build_quantizer("uniform", spec, target, name="x", num_scales=num_scales, ema_ratio=ratio, **settings)

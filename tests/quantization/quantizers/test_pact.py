@@ -13,7 +13,7 @@ X = torch.linspace(-15, 15, 301)
 
 def pact(bits: int = 8, symmetric: bool = False, per_channel: bool = False) -> Quantizer:
     spec = TensorSpec(bits, symmetric, PerChannel(1) if per_channel else PerTensor())
-    return build_quantizer("pact", spec, "feature", name="x", options=qconfig().A.QUANTIZER.PACT)
+    return build_quantizer("pact", spec, "activation", name="x", options=qconfig().A.QUANTIZER.PACT)
 
 
 def calibrated(quantizer: Quantizer, x: torch.Tensor) -> Quantizer:

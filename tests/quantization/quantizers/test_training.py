@@ -14,8 +14,8 @@ from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 from tests.quantization.tiny import qconfig, run, site
 
 COMBINATIONS = [
-    *((weight, feature) for weight in ("uniform", "dorefa", "fp8", "lsq", "lsq+") for feature in ("uniform",)),
-    *(("uniform", feature) for feature in ("pact", "lsq", "lsq+")),
+    *((weight, activation) for weight in ("uniform", "dorefa", "fp8", "lsq", "lsq+") for activation in ("uniform",)),
+    *(("uniform", activation) for activation in ("pact", "lsq", "lsq+")),
     ("lsq+", "lsq+"),
 ]
 LEARNED = {
@@ -46,14 +46,14 @@ def data() -> tuple[Tensor, Tensor]:
     return x, labels
 
 
-@pytest.mark.parametrize(("weight", "feature"), COMBINATIONS)
-def test_training(weight: str, feature: str) -> None:
+@pytest.mark.parametrize(("weight", "activation"), COMBINATIONS)
+def test_training(weight: str, activation: str) -> None:
     x, labels = data()
     config = qconfig(
         {
             "W.QUANTIZER.TYPE": weight,
             "W.QUANTIZER.BIT": 8 if weight == "fp8" else 4,
-            "A.QUANTIZER.TYPE": feature,
+            "A.QUANTIZER.TYPE": activation,
             "A.QUANTIZER.PACT": {"ALPHA_VALUE": 2.0},
         },
         bits=4,
@@ -68,7 +68,7 @@ def test_training(weight: str, feature: str) -> None:
         for name, parameter in qmodel.named_parameters()
         if "_quantizer" in name and parameter.requires_grad
     }
-    assert {name.rpartition(".")[2] for name in learned} == LEARNED[weight] | LEARNED[feature]
+    assert {name.rpartition(".")[2] for name in learned} == LEARNED[weight] | LEARNED[activation]
     before = {name: parameter.detach().clone() for name, parameter in learned.items()}
 
     qmodel.train()
@@ -81,7 +81,7 @@ def test_training(weight: str, feature: str) -> None:
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.75 * losses[0]
     moved = {name.rpartition(".")[2] for name, parameter in learned.items() if not torch.equal(parameter, before[name])}
-    assert moved == LEARNED[weight] | LEARNED[feature]
+    assert moved == LEARNED[weight] | LEARNED[activation]
 
     qmodel.eval()
     with torch.no_grad():
