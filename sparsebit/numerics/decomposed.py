@@ -24,7 +24,7 @@ ROW = 256  # elements and more for a first sum
 def register() -> None:
     """Hand the algebra to inductor; called when something is compiled, because inductor is slow to import.
 
-    torch's cache of compiled graphs on disk does not see this table: whoever changes the algebra renames the operator.
+    torch's cache of compiled graphs on disk does not see this table: rename the operator when the algebra changes.
     """
     from torch._inductor import decomposition
 

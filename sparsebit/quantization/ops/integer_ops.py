@@ -24,7 +24,7 @@ class IntegerKernel(nn.Module):
 
     def __init__(self, *quantizers: Quantizer) -> None:
         super().__init__()
-        self.sources = quantizers  # in a tuple: nobody's children here
+        self.sources = quantizers  # in a tuple: they are children of other modules
 
     @property
     def is_active(self) -> bool:

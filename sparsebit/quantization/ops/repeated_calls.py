@@ -1,7 +1,7 @@
 """The integer arithmetic of a layer that the model calls on several tensors: each call has its own input's grid.
 
-The grid stands in front of the layer (`QIdentity`, `QShared`). It notes its name at the tensor that it gives, and the
-layer chooses by that name: so a model can be shared between threads.
+The grid is that of a `QIdentity` or `QShared` in front of the layer, which notes its name at the tensor that it gives.
+The layer chooses by that name: so a model can be shared between threads.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ class LSQ(Quantizer):
             if torch.compiler.is_dynamo_compiling() and not is_exporting():
                 return self.scale, torch.zeros_like(self.scale)  # which a compiler leaves out
         elif self.learns_zero_point:
-            # Four kernels fewer than `clamp` in the backward. The operator rounds: up to a quarter beyond an end, where
-            # it still learns, it is the end.
+            # Values up to 0.25 outside round to the end of the codes; the margin keeps a gradient there. `hardtanh`
+            # starts four kernels fewer than `clamp` in the backward.
             return self.scale, F.hardtanh(self.zero_point, self.spec.qmin - 0.25, self.spec.qmax + 0.25)
         return self.scale, self.zero_point
 

@@ -23,7 +23,7 @@ from sparsebit.quantization.speed.fused_activations import fuse_activations, fus
 from sparsebit.quantization.speed.fused_layer import FusedLayer
 from sparsebit.quantization.speed.fusion_guards import restore, substitute, substitute_of
 from sparsebit.quantization.speed.recomputation import packing
-from sparsebit.quantization.speed.saved_activations import give_recipes, record_functions
+from sparsebit.quantization.speed.saved_activations import record_functions, record_modules
 from sparsebit.quantization.speed.savings import Savings
 from sparsebit.quantization.speed.stacked_selects import join_selects, stack_quantizers
 from sparsebit.quantization.speed.training_graph import FusedStep, Rewrite, TrainingGraph
@@ -44,7 +44,7 @@ class Acceleration:
         for region in captured.regions.values():
             substitute(region.graph_module, TrainingGraph(region.graph_module, rewrites))
         if packs:
-            give_recipes(model)
+            record_modules(model)
         root = captured.regions.get("")
         self.weights = WeightBatches(root) if root is not None and savings.weight_batches else None
 

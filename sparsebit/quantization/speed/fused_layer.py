@@ -26,7 +26,7 @@ from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 from sparsebit.quantization.speed.below_autograd import gradients_of, quantized
 from sparsebit.quantization.speed.first_layer import first_layer
 from sparsebit.quantization.speed.fusion_guards import Substitute, is_seen, may_fuse, rounds_otherwise, substitute_of
-from sparsebit.quantization.speed.recomputation import as_autocast, autocast_dtype, recipe_of
+from sparsebit.quantization.speed.recomputation import as_autocast, autocast_dtype, recompute_of
 from sparsebit.quantization.speed.savings import Savings
 
 LARGE = 16 << 20  # bytes; below, starting a kernel again costs more than the memory is worth
@@ -205,7 +205,7 @@ class FusedLayer(Substitute):
             x = quantizer(ACTIVATIONS[activation].value(x) if activation else x)
         else:
             x = dispatch.fake_quantize(x, *quantizer.operands(), quantizer.spec, gradient=gradient, tag=quantizer.name)
-        return as_autocast(x) if recipe_of(x) is not None else x  # autocast would keep a copy of its own
+        return as_autocast(x) if recompute_of(x) is not None else x  # autocast would keep a copy of its own
 
     def _as_one_node(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, gradient: Gradient, activation: str

@@ -83,8 +83,8 @@ def _rounds_as_base(kind: Any) -> bool:
     return _ROUND_AS_BASE[kind]
 
 
-def repeats(quantizer: Quantizer) -> bool:
-    """Whether it gives the same for the same again: it draws nothing at random, and its range follows no data."""
+def is_deterministic(quantizer: Quantizer) -> bool:
+    """Whether equal inputs give equal outputs: it draws nothing at random, and its range follows no data."""
     return not quantizer.follows and has_our_methods(quantizer, "fake_quantize", "operands", "qparams", "transform")
 
 

@@ -1,4 +1,4 @@
-"""Fusions in the graph that inductor is given, where gradients are recorded: what stands in front of a fake-quant.
+"""Fusions of ops with the fake-quant behind them, in the graph that inductor is given, where gradients are recorded.
 
 `FuseQuantizers` is for inductor's option `pre_grad_custom_pass`.
 """
@@ -73,12 +73,12 @@ def _fuse_activation(graph: fx.Graph, node: fx.Node) -> None:
         fused = graph.call_function(torch.ops.sparsebit.fake_quantize_activated.default, arguments)
     fused.meta = dict(node.meta)
     node.replace_all_uses_with(fused)
-    for dead in (node, *chain):  # and nothing else: this graph has writes that nobody reads
+    for dead in (node, *chain):  # and nothing else: in-place writes have no readers, and must stay
         graph.erase_node(dead)
 
 
 def _chain(node: Any) -> list[fx.Node]:
-    """Dropouts that drop nothing, and the function in front of them; nothing where somebody else reads one of them."""
+    """Dropouts that drop nothing, and the function in front of them; empty where one of them has other readers."""
     chain: list[fx.Node] = []
     while isinstance(node, fx.Node) and node.op == "call_function" and len(node.users) == 1:
         chain.append(node)

@@ -1,4 +1,4 @@
-"""`Recipe`: how a tensor is computed again, which autograd keeps in the place of the tensor (`saved_activations`)."""
+"""`Recompute`: how to compute a tensor again. Autograd saves that in the place of the tensor (`saved_activations`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparsebit.errors import SparsebitError
 
-_RECIPE = "_sparsebit_recipe"
+_ATTRIBUTE = "_sparsebit_recompute"
 _NOTHING = contextlib.nullcontext()
 _CHANGED = (
     "a tensor that the backward needs again was changed in place (by an optimizer's step before the backward?); "
@@ -21,11 +21,11 @@ _CHANGED = (
 )
 
 
-class Recipe:
-    """How a tensor is computed again: a function and its arguments, of which some have recipes themselves.
+class Recompute:
+    """How to compute a tensor again: a function and its arguments, some of which are recomputed themselves.
 
     Between forward and backward nothing may change that the function reads: what it needs are its arguments, and `read`
-    besides, all of which are watched.
+    besides; the versions of all of them are compared.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class Recipe:
         self.value: Tensor | None = None
         self.version = output._version
         self.function = function
-        # Without their history: a recipe must not keep the autograd graph alive.
+        # Without their history: this must not keep the autograd graph alive.
         self.args = [_without_history(arg) for arg in args]
         self.kwargs = {name: _without_history(arg) for name, arg in kwargs.items()}
         self.watched: list[Tensor] = list(read)
         for arg in (*self.args, *self.kwargs.values()):
-            if isinstance(arg, Recipe):
+            if isinstance(arg, Recompute):
                 arg.num_readers += 1
             elif isinstance(arg, Tensor):
                 self.watched.append(arg)
@@ -72,7 +72,7 @@ class Recipe:
             return self.function(*args, **kwargs)
 
 
-def give_recipe(
+def attach_recompute(
     output: Tensor,
     function: Callable[..., Tensor],
     args: tuple[Any, ...],
@@ -82,22 +82,22 @@ def give_recipe(
     autocasts: bool = True,
 ) -> None:
     """`autocasts`: whether the function's types depend on autocast; `read`: what it reads besides its arguments."""
-    setattr(output, _RECIPE, Recipe(output, function, args, kwargs or {}, read, autocasts=autocasts))
+    setattr(output, _ATTRIBUTE, Recompute(output, function, args, kwargs or {}, read, autocasts=autocasts))
 
 
-def recipe_of(tensor: Any) -> Recipe | None:
+def recompute_of(tensor: Any) -> Recompute | None:
     """None too for a tensor that was changed in place since."""
-    recipe: Recipe | None = getattr(tensor, _RECIPE, None)
-    return recipe if recipe is not None and recipe.version == tensor._version else None
+    found: Recompute | None = getattr(tensor, _ATTRIBUTE, None)
+    return found if found is not None and found.version == tensor._version else None
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """A float32 tensor with a recipe in the type that autocast is about to give it, with a recipe too."""
+    """A float32 tensor that is recomputed, in the type that autocast is about to give it, which is recomputed too."""
     dtype = autocast_dtype(x.device.type)
     if x.dtype != torch.float32 or dtype is None:
         return x
     half = x.to(dtype)
-    give_recipe(half, torch.Tensor.to, (x, dtype), autocasts=False)
+    attach_recompute(half, torch.Tensor.to, (x, dtype), autocasts=False)
     return half
 
 
@@ -113,20 +113,20 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 
 
 def relu(input: Tensor, inplace: bool = False) -> Tensor:
-    """A relu keeps its output; where its input has a recipe it is written as a threshold, which keeps that."""
-    return F.threshold(input, 0.0, 0.0) if recipe_of(input) is not None else F.relu(input)
+    """ReLU saves its output. Where its input is recomputed, use a threshold, which saves its input instead."""
+    return F.threshold(input, 0.0, 0.0) if recompute_of(input) is not None else F.relu(input)
 
 
 def packing() -> torch.autograd.graph.saved_tensors_hooks:
-    """Inside, autograd keeps the recipe of a tensor that has one, else the tensor."""
+    """Inside, autograd saves the recompute function of a tensor that has one, else the tensor."""
     return _PACKING
 
 
 @dataclass(frozen=True)
 class View:
-    """A view of a tensor with a recipe: a linear layer keeps its input as a matrix, whatever its dimensions were."""
+    """A view of a recomputed tensor: a linear layer saves its input as a matrix, whatever its dimensions were."""
 
-    base: Recipe
+    base: Recompute
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -137,7 +137,7 @@ class View:
 
 @dataclass(frozen=True)
 class Kept:
-    """A tensor itself; torch does not watch what it is given by hooks."""
+    """A tensor itself, with its version: torch does not compare versions of what hooks return."""
 
     tensor: Tensor
     version: int
@@ -148,21 +148,21 @@ class Kept:
         return self.tensor
 
 
-def _pack(tensor: Tensor) -> Recipe | View | Kept:
-    recipe = recipe_of(tensor)
-    if recipe is not None:
-        recipe.num_readers += 1
-        return recipe
-    recipe = recipe_of(tensor._base)  # None for one that is no view
-    if recipe is None:
+def _pack(tensor: Tensor) -> Recompute | View | Kept:
+    recompute = recompute_of(tensor)
+    if recompute is not None:
+        recompute.num_readers += 1
+        return recompute
+    recompute = recompute_of(tensor._base)  # None for one that is no view
+    if recompute is None:
         # An op that keeps its own output would keep itself alive by it.
         return Kept(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
-    recipe.num_readers += 1
-    return View(recipe, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+    recompute.num_readers += 1
+    return View(recompute, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
 
 def _unpack(kept: Any) -> Any:
-    return kept.read() if isinstance(kept, Recipe | View | Kept) else kept
+    return kept.read() if isinstance(kept, Recompute | View | Kept) else kept
 
 
 _PACKING = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
@@ -171,7 +171,7 @@ _PACKING = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
 def _without_history(arg: Any) -> Any:
     if not isinstance(arg, Tensor):
         return arg
-    return recipe_of(arg) or (arg if arg.grad_fn is None else arg.detach())
+    return recompute_of(arg) or (arg if arg.grad_fn is None else arg.detach())
 
 
 def _autocast_state(device_type: str) -> dict[str, Any]:

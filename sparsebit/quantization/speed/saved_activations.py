@@ -22,8 +22,8 @@ from sparsebit.numerics.spec import TensorSpec
 from sparsebit.quantization.ops.layer_call import is_hooked
 from sparsebit.quantization.ops.quant_opr import QuantOpr
 from sparsebit.quantization.quantizers.base import Quantizer
-from sparsebit.quantization.speed.fusion_guards import Substitute, repeats, substitute, substitute_of
-from sparsebit.quantization.speed.recomputation import give_recipe, recipe_of, relu
+from sparsebit.quantization.speed.fusion_guards import Substitute, is_deterministic, substitute, substitute_of
+from sparsebit.quantization.speed.recomputation import attach_recompute, recompute_of, relu
 from sparsebit.quantization.speed.training_graph import Draft, FusedStep
 
 # Ops that keep their input for the backward and are few operations each, by their names in the table of ops: modules
@@ -46,8 +46,8 @@ _MODULES = frozenset(
 )
 
 
-def give_recipes(model: nn.Module) -> None:
-    """Tensors get recipes where they are computed: by substitutes for the forwards of quantizers and cheap modules."""
+def record_modules(model: nn.Module) -> None:
+    """Attach a recompute function to the outputs of quantizers and cheap modules, by substitutes for their forwards."""
     for module in model.modules():
         if is_itself(module, Quantizer):
             substitute(module, RecordedQuantizer(module))
@@ -64,7 +64,7 @@ def record_functions(draft: Draft) -> None:
 
 
 class RecordedQuantizer(Substitute):
-    """A quantizer whose output has a recipe."""
+    """A quantizer whose output is recomputed."""
 
     def __init__(self, quantizer: Quantizer) -> None:
         self.quantizer = quantizer
@@ -77,12 +77,12 @@ class RecordedQuantizer(Substitute):
 
 
 def note_quantized(quantizer: Quantizer, x: Tensor, output: Tensor) -> None:
-    """Give what the quantizer made of `x` a recipe, where it is recorded."""
+    """Attach a recompute function to what the quantizer made of `x`, where activations are packed."""
     is_packed = isinstance(substitute_of(quantizer), RecordedQuantizer)
-    if not is_packed or not _is_kept(output) or not repeats(quantizer):
+    if not is_packed or not _is_kept(output) or not is_deterministic(quantizer):
         return
     function = _Requantized(quantizer.spec, quantizer.transform)
-    give_recipe(output, function, (x, *quantizer.operands()), autocasts=False)
+    attach_recompute(output, function, (x, *quantizer.operands()), autocasts=False)
 
 
 class _Requantized:
@@ -94,7 +94,7 @@ class _Requantized:
 
 
 class RecordedModule(Substitute):
-    """A module whose output has a recipe."""
+    """A module whose output is recomputed."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -111,16 +111,16 @@ class RecordedModule(Substitute):
     def _note(self, output: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         module = self.module
         x = next(iter((*args, *kwargs.values())))
-        if type(module) is nn.ReLU and recipe_of(x) is None:
+        if type(module) is nn.ReLU and recompute_of(x) is None:
             return  # its input would be kept for its sake alone
-        if not all(repeats(inner) for inner in module.modules() if is_itself(inner, Quantizer)):
+        if not all(is_deterministic(inner) for inner in module.modules() if is_itself(inner, Quantizer)):
             return
         function = _Normalized(module) if is_itself(module, _BatchNorm) else _Called(module)
-        give_recipe(output, function, args, kwargs, (*module.parameters(), *function.buffers))
+        attach_recompute(output, function, args, kwargs, (*module.parameters(), *function.buffers))
 
 
 class RecordedFunction(FusedStep):
-    """A function whose output has a recipe."""
+    """A function whose output is recomputed."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(f"recorded_{function.__name__}")
@@ -129,8 +129,8 @@ class RecordedFunction(FusedStep):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self.function(*args, **kwargs)
         x = next(iter((*args, *kwargs.values())))
-        if _is_kept(output) and (self.function is not relu or recipe_of(x) is not None):
-            give_recipe(output, self.function, args, kwargs)
+        if _is_kept(output) and (self.function is not relu or recompute_of(x) is not None):
+            attach_recompute(output, self.function, args, kwargs)
         return output
 
 

@@ -50,7 +50,9 @@ def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     x, *numbers = ctx.saved_tensors
     stack: Stack = ctx.stack
     needs_x, _, *needs = ctx.needs_input_grad
-    learns = [grad is not None and stack.gradient in LEARNING for grad in grads]  # what nobody reads learns nothing
+    learns = [
+        grad is not None and stack.gradient in LEARNING for grad in grads
+    ]  # a part without a reader has no gradient
     needs = [needed and learned for needed, learned in zip(needs, learns * 2, strict=True)]
     each = zip(grads, x.unbind(stack.dim), strict=True)
     known = [torch.zeros_like(piece) if grad is None else grad for grad, piece in each]

@@ -127,7 +127,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], int]:
         def note_all(found: Any) -> None:
             if isinstance(found, recomputation.View | recomputation.Kept):
                 note_all(found.base if isinstance(found, recomputation.View) else found.tensor)
-            elif isinstance(found, recomputation.Recipe):
+            elif isinstance(found, recomputation.Recompute):
                 for each in (*found.watched, *found.args):
                     note_all(each)
             elif isinstance(found, Tensor):
@@ -271,7 +271,7 @@ def test_the_model_is_the_same_in_eval_mode_saved_and_copied() -> None:
 
 
 class TestWhatMayHappenInBetween:
-    """Forward and backward of a packed model with something between them that a recipe could miss."""
+    """Forward and backward of a packed model with something between them that a recompute function could miss."""
 
     def check(self, run: Callable[[QuantModel], Tensor], qmodel: QuantModel) -> None:
         packed = copy.deepcopy(qmodel)
