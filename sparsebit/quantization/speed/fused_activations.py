@@ -99,6 +99,8 @@ class FusedReLU(FusedActivation):
     def _begins_at_zero(self, quantizer: Quantizer) -> bool:
         """Whether all zero points are 0. On a GPU the answer waits for the GPU: it is kept until they change."""
         zero_point = quantizer.zero_point
+        if zero_point.is_cpu:
+            return not bool(zero_point.detach().any())
         if self._known is None or self._known[0] is not zero_point or self._known[1] != zero_point._version:
             self._known = (zero_point, zero_point._version, not bool(zero_point.detach().any()))
         return self._known[2]

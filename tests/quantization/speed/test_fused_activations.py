@@ -136,7 +136,7 @@ def test_a_grid_that_has_changed_is_seen() -> None:
     qmodel = ready().train()
     quantizer = next(quantizer for quantizer in qmodel.quantizers() if quantizer.name == "conv3.input")
     assert "conv3.input" in rectifying(qmodel)
-    quantizer.zero_point.fill_(3.0)
+    quantizer.zero_point.data.fill_(3.0)
     assert rectifying(qmodel) == ["fc.input"]
 
 
