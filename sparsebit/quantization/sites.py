@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, cast
 
-import torch
 from torch import fx
 
 from sparsebit.config.rules import format_of
@@ -21,11 +20,11 @@ from sparsebit.config.section import Section
 from sparsebit.config.selectors import near_names
 from sparsebit.errors import ConfigError
 from sparsebit.graph.node_names import node_name
-from sparsebit.numerics.qparams import check_backend
 from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec
 from sparsebit.quantization.observers import observer_options
 from sparsebit.quantization.observers.ranges import MovingAverageOptions, ema_ratio
 from sparsebit.quantization.quantizers.registration import quantizer_options
+from sparsebit.quantization.site_rules import check_change
 from sparsebit.registry import OBSERVERS, QUANTIZERS
 
 Role = Literal["input", "weight", "output", "shared", "gate"]
@@ -74,8 +73,8 @@ class Site:
         if number != spec.format:  # another quantizer's numbers
             spec = spec.replace(format=number, narrow=False)
         of_spec = {key: changes.pop(key) for key in list(changes) if key in _SPEC_FIELDS}
-        if "bits" in of_spec:
-            of_spec.setdefault("narrow", spec.narrow and of_spec["bits"] == spec.bits)
+        is_same = of_spec.get("bits", spec.bits) == spec.bits and of_spec.get("symmetric", True)
+        of_spec.setdefault("narrow", spec.narrow and is_same)  # 8-bit symmetric weights alone have it
         return dataclasses.replace(self, spec=spec.replace(**of_spec), **changes)
 
     def completed(self, planned: Site) -> Site:
@@ -155,7 +154,8 @@ class Plan(Mapping[str, Site]):
     def replace(self, changes: Mapping[str, Site | Mapping[str, Any] | None]) -> Plan:
         """A new plan. Keys: names of sites, or globs. Values: fields to change, a whole site, or None for float.
 
-        A site that the backend cannot run is refused.
+        A site that a config of the same backend could not ask for is refused. Weights beside activations that are left
+        out of the plan go by the rules for weights alone.
 
         >>> from sparsebit.quantization import parse_qconfig
         >>> site = Site("fc.weight", "weight", TensorSpec(8, symmetric=True))
@@ -180,10 +180,24 @@ class Plan(Mapping[str, Site]):
                     raise ConfigError(
                         f"the plan has {name!r} ({old.role}), and its new site is called {site.name!r} ({site.role})"
                     )
-                role: Literal["activation"] | None = None if site.role == "weight" else "activation"
-                check_backend(site.spec, torch.zeros(()), self.config.BACKEND, name, role)
                 sites[name] = site
-        return dataclasses.replace(self, sites=sites, floats=floats)
+        changed = dataclasses.replace(self, sites=sites, floats=floats)
+        for name, site in sites.items():
+            if site is not self.sites[name]:
+                check_change(site, self.sites[name], self.config, weight_only=changed._is_beside_float(site))
+        return changed
+
+    def _is_beside_float(self, site: Site) -> bool:
+        """Whether the activations of a weight's layer are float: by the config, or as they are left out of the plan.
+
+        A plan does not tell which op's quantized output a layer reads: then the config alone counts.
+        """
+        layers = {site.layer, site.name.rpartition(".")[0]}  # `gru.weight_hh_l0` is a site of its own, in `gru`
+        return (
+            self.floats.get(f"{site.layer}.input") == LEFT_OUT
+            or all(other.role == "weight" for other in self.sites.values())
+            or any(self.config.resolve("A", layer).QUANTIZER.DISABLE for layer in layers)
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return {

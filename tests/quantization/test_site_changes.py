@@ -193,7 +193,7 @@ class TestReplaceQuantizer:
         qmodel = residual("onnxruntime")
         layer = next(m for m in qmodel.modules() if getattr(m, "weight_quantizer", None) is qmodel.sites["fc.weight"])
         assert layer.integer is not None
-        qmodel.replace_quantizer("fc.weight", {"granularity": PerGroup(1, 2)})
+        qmodel.replace_quantizer("fc.weight", {"symmetric": False})
         assert layer.integer is None and layer.bias_rounding is None
 
     def test_saved_and_loaded(self, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import BackendError, ConfigError
-from sparsebit.numerics.spec import PerChannel, PerTensor, TensorSpec
+from sparsebit.numerics.spec import PerChannel, PerGroup, PerTensor, TensorSpec
 from sparsebit.quantization import Plan, QuantModel, Site
 from sparsebit.quantization.sites import LEFT_OUT
 from tests.quantization.tiny import Residual, qconfig, run
@@ -56,7 +56,8 @@ class TestPlan:
 
     @pytest.mark.parametrize("backend", ["virtual", "onnxruntime"])
     def test_json_and_back(self, backend: str) -> None:
-        plan = plan_of(backend).replace({"*.weight": {"bits": 4, "granularity": PerTensor()}})
+        bits = {"virtual": 4, "onnxruntime": 8}[backend]
+        plan = plan_of(backend).replace({"*.weight": {"bits": bits, "granularity": PerTensor()}})
         again = Plan.from_dict(json.loads(plan.to_json()))
         assert again.config == plan.config and again.floats == plan.floats
         assert {n: s.to_dict() for n, s in again.items()} == {n: s.to_dict() for n, s in plan.items()}
@@ -114,6 +115,9 @@ class TestReplace:
             plan["stem.conv.weight"].spec.narrow and not plan.replace({"*": {"bits": 8}})["stem.conv.input"].spec.narrow
         )
         assert not plan_of().replace({"stem.conv.weight": {"bits": 4}})["stem.conv.weight"].spec.narrow
+        assert plan.replace({"stem.conv.weight": {"symmetric": False}})["stem.conv.weight"].spec == TensorSpec(
+            8, False, PerChannel(0)
+        )
 
     @pytest.mark.parametrize(
         ("changes", "told"),
@@ -145,6 +149,97 @@ class TestReplace:
     def test_what_the_backend_cannot_run_is_refused(self) -> None:
         with pytest.raises(BackendError, match=r"4-bit .* at stem\.conv\.input: "):
             plan_of("tensorrt").replace({"stem.conv.input": {"bits": 4}})
+
+    @pytest.mark.parametrize(
+        ("backend", "site", "change", "key", "told"),
+        [
+            ("onnxruntime", "fc.weight", {"bits": 4}, {"W.QUANTIZER.BIT": 4}, "8-bit weights beside 8-bit activations"),
+            ("openvino", "fc.weight", {"bits": 4}, {"W.QUANTIZER.BIT": 4}, "8-bit weights beside 8-bit activations"),
+            ("tensorrt", "fc.weight", {"bits": 4}, {"W.QUANTIZER.BIT": 4}, "set 8, or A.QUANTIZER.DISABLE: true"),
+            (
+                "tensorrt",
+                "fc.weight",
+                {"granularity": PerTensor()},
+                {"W.QSCHEME": "per-tensor-symmetric"},
+                "8-bit per-channel-symmetric weights; set per-channel-symmetric",
+            ),
+            (
+                "onnxruntime",
+                "fc.weight",
+                {"granularity": PerGroup(1, 2)},
+                {"W.QSCHEME": "per-group-symmetric"},
+                "8-bit weights beside 8-bit activations",
+            ),
+            (
+                "onnxruntime",
+                "fc.weight",
+                {"quantizer": "fp8"},
+                {"W.QUANTIZER.TYPE": "fp8"},
+                "fp8 weights beside float activations only",
+            ),
+            (
+                "onnxruntime",
+                "stem.conv.input",
+                {"granularity": PerChannel(1)},
+                {"A.QSCHEME": "per-channel-affine"},
+                "per-tensor activations",
+            ),
+            (
+                "virtual",
+                "fc.weight",
+                {"quantizer": "fp8", "observer": "kl_histogram"},
+                {"W.QUANTIZER.TYPE": "fp8", "W.OBSERVER.TYPE": "kl_histogram"},
+                "even steps",
+            ),
+        ],
+    )
+    def test_what_the_config_refuses_is_refused(
+        self, backend: str, site: str, change: dict[str, Any], key: dict[str, Any], told: str
+    ) -> None:
+        """With the same reason."""
+        with pytest.raises(ConfigError, match=told):
+            qconfig(key, backend=backend)
+        with pytest.raises((BackendError, ConfigError), match=rf" at {site}: .*{told}"):
+            plan_of(backend).replace({site: change})
+
+    @pytest.mark.parametrize(
+        ("change", "told"),
+        [
+            ({"fc.input": {"quantizer": "dorefa"}}, "'dorefa' at fc.input: it is for weight tensors, not for an activ"),
+            (
+                {"fc.weight": {"quantizer": "pact"}},
+                "'pact' at fc.weight: it is for activation tensors, not for a w",
+            ),
+            ({"fc.input": {"granularity": PerGroup(1, 4)}}, "8-bit per-group-affine at fc.input: .*per-channel-affine"),
+        ],
+    )
+    def test_what_no_backend_runs(self, change: dict[str, Any], told: str) -> None:
+        with pytest.raises(ConfigError, match=told):
+            plan_of().replace(change)
+
+    def test_bn_tuning_needs_weights_per_channel(self) -> None:
+        plan = plan_of(changes={"SCHEDULE.BN_TUNING": True})
+        with pytest.raises(ConfigError, match=r"per-tensor-symmetric at fc\.weight: BN tuning wants per-channel"):
+            plan.replace({"fc.weight": {"granularity": PerTensor()}})
+
+    @pytest.mark.parametrize("backend", ["onnxruntime", "openvino", "tensorrt"])
+    def test_fewer_bits_beside_float_activations(self, backend: str) -> None:
+        """In one call, in two, and where the config has left the activations float."""
+        plan = plan_of(backend)
+        both = plan.replace({"stem.conv.weight": {"bits": 4}, "stem.conv.input": None})
+        later = plan.replace({"stem.conv.input": None}).replace({"stem.conv.weight": {"bits": 4}})
+        by_config = plan_of(backend, {"A.SPECIFIC": [{"stem.conv": ["QUANTIZER.DISABLE", True]}]})
+        for changed in (both, later, by_config.replace({"stem.conv.weight": {"bits": 4}})):
+            assert changed["stem.conv.weight"].spec.bits == 4
+            with pytest.raises(BackendError, match=r"4-bit .* at fc\.weight: "):
+                changed.replace({"fc.weight": {"bits": 4}})
+        floats = {name: None for name, site in plan.items() if site.role != "weight"}
+        assert plan.replace({**floats, "fc.weight": {"bits": 4}})["fc.weight"].spec.bits == 4
+
+    @pytest.mark.parametrize("backend", ["virtual", "onnxruntime", "openvino", "tensorrt"])
+    def test_a_plan_may_be_replaced_by_itself(self, backend: str) -> None:
+        plan = plan_of(backend)
+        assert plan.replace(dict(plan)) == plan and plan.replace({"*": {}}) == plan
 
 
 class TestBuilding:
