@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from sparsebit.deploy.runtimes import PROFILES, RuntimeProfile
     from sparsebit.deploy.sessions import open_session
     from sparsebit.deploy.tensorrt_rules import tensorrt_violations
-    from sparsebit.quantization.one_call import quantize
+    from sparsebit.quantization.post_training import quantize
     from sparsebit.quantization.recording import record
     from sparsebit.records import (
         Audit,
@@ -83,7 +83,7 @@ _LAZY = {
     "RuntimeProfile": "sparsebit.deploy.runtimes",
     "audit": "sparsebit.deploy.audit",
     "open_session": "sparsebit.deploy.sessions",
-    "quantize": "sparsebit.quantization.one_call",
+    "quantize": "sparsebit.quantization.post_training",
     "record": "sparsebit.quantization.recording",
     "tensorrt_violations": "sparsebit.deploy.tensorrt_rules",
 }

@@ -54,7 +54,7 @@ def check(
     if model is None and (model_args is not None or data is not None):
         raise typer.BadParameter("needs --model", param_hint="--model-args" if data is None else "--data")
     with speaking(as_json=json, quiet=quiet) as out:
-        from sparsebit.cli.calibrating import formats, planned
+        from sparsebit.cli.calibrated_model import formats, planned
         from sparsebit.cli.loading import resolve
         from sparsebit.quantization.quant_config import as_qconfig
 

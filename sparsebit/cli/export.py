@@ -17,7 +17,7 @@ from sparsebit.cli.recording import Recording, recording
 if TYPE_CHECKING:
     from torch import nn
 
-    from sparsebit.cli.calibrating import Subject
+    from sparsebit.cli.calibrated_model import Subject
     from sparsebit.cli.data import Data
     from sparsebit.cli.onnx_output import Exported
     from sparsebit.quantization.quant_model import QuantModel
@@ -54,13 +54,13 @@ def export(
         speaking(as_json=said.json, quiet=said.quiet) as out,
         recording(said.record, "export", out) as recorded,
     ):
-        from sparsebit.cli.calibrating import Subject
+        from sparsebit.cli.calibrated_model import Subject
         from sparsebit.cli.data import Inputs, load_data
+        from sparsebit.cli.first_batch import run_first_batch
         from sparsebit.cli.loading import load_model
         from sparsebit.cli.onnx_output import check_names, checked_file
         from sparsebit.cli.onnx_output import export as export_quantized
         from sparsebit.cli.size import weight_size
-        from sparsebit.cli.trial import run_first
         from sparsebit.quantization.quant_model import QuantModel
 
         is_checked = data is not None and not written.no_check
@@ -78,7 +78,7 @@ def export(
             recorded.expect_numbers(qmodel, model)
         target = checked_file(output, "virtual" if qmodel is None else qmodel.config.BACKEND, written)
         batches = made_up(how, qmodel) if data is None else load_data(data, how, Inputs.of(net))
-        subject = Subject(net, batches, run_first(net, batches))
+        subject = Subject(net, batches, run_first_batch(net, batches))
         check_names(subject, written)
         out.remark(f"writing {output}" + (" and running it beside the model" if is_checked else ""))
         if qmodel is not None:

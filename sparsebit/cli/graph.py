@@ -32,8 +32,8 @@ def graph(
     sparsebit graph -m torchvision.models:resnet18 -c tensorrt -o resnet18.md
     """
     with speaking(as_json=json, quiet=quiet) as out:
-        from sparsebit.cli.calibrating import planned
-        from sparsebit.cli.writing import replace_text
+        from sparsebit.cli.calibrated_model import planned
+        from sparsebit.cli.output_files import replace_text
 
         qmodel = planned(model, model_args, config, data)
         diagram = qmodel.dump_mermaid()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsebit.cli.calibrating import Subject
+from sparsebit.cli.calibrated_model import Subject
 from sparsebit.cli.data import num_samples_in
 from sparsebit.cli.option_groups import FileOptions
 from sparsebit.cli.options import Names
@@ -141,19 +141,19 @@ def export(subject: Subject, qmodel: QuantModel, target: Path, options: FileOpti
 def example_of(subject: Subject, options: FileOptions) -> tuple[Call, dict[str, dict[int, str]] | None]:
     """The call that is exported, and its dynamic axes."""
     # One sample would be taken for a fixed size by torch.export: two where the number is open.
-    call = _sized(subject.trial.call, 2 if options.dynamic_batch else 1)
+    call = _sized(subject.first_batch.call, 2 if options.dynamic_batch else 1)
     return call, _batch_axes(subject, options.input_names) if options.dynamic_batch else None
 
 
 def _batch_axes(subject: Subject, given: Names | None) -> dict[str, dict[int, str]]:
     """Axis 0 of every input that has as many rows as the batch has samples."""
     tensors = _named_inputs(subject, given).items()
-    return {name: {0: _BATCH} for name, tensor in tensors if _is_batch(tensor, subject.trial.num_samples)}
+    return {name: {0: _BATCH} for name, tensor in tensors if _is_batch(tensor, subject.first_batch.num_samples)}
 
 
 def _named_inputs(subject: Subject, given: Names | None) -> dict[str, Tensor]:
     """What the file's inputs will be called, in its order: that of forward's parameters, whatever the data's is."""
-    args, keywords = subject.trial.call
+    args, keywords = subject.first_batch.call
     signature = inspect.signature(subject.model.forward)
     kwargs = in_order(keywords, signature)
     return dict(zip(input_names(args, kwargs, signature, given), flat_inputs(args, kwargs), strict=True))

@@ -16,8 +16,8 @@ from sparsebit.cli.recording import Recording, recording
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from sparsebit.cli.calibrating import Subject
-    from sparsebit.cli.trial import Trial
+    from sparsebit.cli.calibrated_model import Subject
+    from sparsebit.cli.first_batch import FirstBatch
     from sparsebit.quantization import QuantModel
     from sparsebit.records import Coverage, ErrorProfile, LayerError, OutputError, RunRecord
 
@@ -63,7 +63,7 @@ def profile(
         speaking(as_json=said.json, quiet=said.quiet) as out,
         recording(said.record, "profile", out) as recorded,
     ):
-        from sparsebit.cli.calibrating import calibrated, formats, load_subject, read_config
+        from sparsebit.cli.calibrated_model import calibrated, formats, load_subject, read_config
         from sparsebit.records import OutputError
 
         qconfig = None if quantized is not None else read_config(config or "onnxruntime", device, model=model)
@@ -71,16 +71,18 @@ def profile(
         recorded.expect(subject.model, model)
         if qconfig is None:
             assert quantized is not None
-            qmodel, trial = _saved(quantized, subject)
+            qmodel, first_batch = _saved(quantized, subject)
             recorded.expect_numbers(qmodel, model)
         else:
             out.remark(f"calibrating {model} ({formats(qconfig)}) on {subject.data.description}")
-            qmodel, trial = calibrated(subject, qconfig, asym=asym).qmodel, subject.trial
-        sqnr = trial.sqnr_db(qmodel, qmodel.config.DEVICE)
+            qmodel, first_batch = calibrated(subject, qconfig, asym=asym).qmodel, subject.first_batch
+        sqnr = first_batch.sqnr_db(qmodel, qmodel.config.DEVICE)
         errors = qmodel.profile(subject.data, sync=sync, histograms=bool(recorded))
         found = list(errors.layers)
         if recorded:
-            recorded.write(_record(model, subject, qmodel, OutputError(sqnr, trial.num_samples), errors, recorded))
+            recorded.write(
+                _record(model, subject, qmodel, OutputError(sqnr, first_batch.num_samples), errors, recorded)
+            )
         wanted = top if top is not None else (0 if said.json else _ROWS)
         shown = found[:wanted] if wanted else found
         record = {
@@ -96,16 +98,16 @@ def profile(
         out.result(record, title, error_table(shown, qmodel.coverage), *_rest(found, shown))
 
 
-def _saved(folder: Path, subject: Subject) -> tuple[QuantModel, Trial]:
+def _saved(folder: Path, subject: Subject) -> tuple[QuantModel, FirstBatch]:
     """A saved model, and the first batch through its own float weights: those of the model given do not matter."""
     from sparsebit.quantization import QuantModel
 
     qmodel = QuantModel.load(folder, subject.model)
     switches = qmodel.is_quantized("weight"), qmodel.is_quantized("activation")
     qmodel.set_quant(w_quant=False, a_quant=False)
-    trial = subject.trial.again(qmodel, qmodel.config.DEVICE)
+    first_batch = subject.first_batch.again(qmodel, qmodel.config.DEVICE)
     qmodel.set_quant(*switches)
-    return qmodel, trial
+    return qmodel, first_batch
 
 
 def _record(

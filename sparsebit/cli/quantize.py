@@ -15,7 +15,7 @@ from sparsebit.cli.output import decibel, facts_table, kilobytes, speaking
 from sparsebit.cli.recording import Recording, recording
 
 if TYPE_CHECKING:
-    from sparsebit.cli.calibrating import Calibrated, Subject
+    from sparsebit.cli.calibrated_model import Calibrated, Subject
     from sparsebit.cli.onnx_output import Exported
     from sparsebit.config.schema import QuantConfig
     from sparsebit.records import Coverage, RunRecord
@@ -57,10 +57,10 @@ def quantize(
         speaking(as_json=said.json, quiet=said.quiet) as out,
         recording(said.record, "quantize", out) as recorded,
     ):
-        from sparsebit.cli.calibrating import calibrated, formats, load_subject, read_config, without_data
+        from sparsebit.cli.calibrated_model import calibrated, formats, load_subject, read_config, without_data
         from sparsebit.cli.onnx_output import check_names, checked_file, export
+        from sparsebit.cli.output_files import checked_target
         from sparsebit.cli.size import weight_size
-        from sparsebit.cli.writing import checked_target
 
         if written.no_check and written.limits:
             raise typer.BadParameter(f"{', '.join(written.limits.given())}: --no-check compares nothing")
@@ -80,7 +80,7 @@ def quantize(
                 check_names(subject, written)
             out.remark(f"calibrating {model} ({formats(qconfig)}) on {subject.data.description}")
             done = calibrated(subject, qconfig, asym=asym)
-            sqnr = subject.trial.sqnr_db(done.qmodel, qconfig.DEVICE)
+            sqnr = subject.first_batch.sqnr_db(done.qmodel, qconfig.DEVICE)
         coverage, weight = done.qmodel.coverage, weight_size(done.qmodel)
         if folder is not None:  # first: it is of use even if the file then fails
             done.qmodel.save(folder)
@@ -128,7 +128,7 @@ def _record(
 
     words = None if subject is None else subject.data.description
     found = [] if exported is None else exported.results(words)
-    output = None if subject is None or sqnr is None else OutputError(sqnr, subject.trial.num_samples)
+    output = None if subject is None or sqnr is None else OutputError(sqnr, subject.first_batch.num_samples)
     file = None if exported is None else exported.file
     made = record(done.qmodel, *found, output, name=name, file=file, run=to.run, warnings=to.warnings)
     assert made.calibration is not None
@@ -177,7 +177,7 @@ def _measured(subject: Subject | None, done: Calibrated, sqnr: float | None) -> 
         return {"calibrated": f"without data, in {done.seconds:.1f} s"}
     return {
         "calibrated": f"{done.num_samples} samples in {done.seconds:.1f} s",
-        "output": f"SQNR {decibel(sqnr)} against float, on the first {subject.trial.num_samples} samples",
+        "output": f"SQNR {decibel(sqnr)} against float, on the first {subject.first_batch.num_samples} samples",
     }
 
 

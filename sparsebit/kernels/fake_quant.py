@@ -26,7 +26,7 @@ from torch import Tensor
 
 from sparsebit.kernels.activations import ACTIVATIONS, with_activation
 from sparsebit.kernels.compilation import KERNEL_DTYPES
-from sparsebit.kernels.memory import is_dense
+from sparsebit.kernels.memory_layout import is_dense
 from sparsebit.kernels.programs import (
     IS_INTERPRETED,
     LARGEST_CODE,

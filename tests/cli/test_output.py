@@ -16,8 +16,8 @@ from sparsebit.cli.output import decibel, facts_table, kilobytes, plain, speakin
 def test_warnings_of_the_library_are_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     with speaking(as_json=True, quiet=True) as out:
         for _ in range(2):
-            logging.getLogger("sparsebit.quantization.one_call").warning("calibrated on %d samples", 3)
-            logging.getLogger("sparsebit.quantization.one_call").info("details")
+            logging.getLogger("sparsebit.quantization.post_training").warning("calibrated on %d samples", 3)
+            logging.getLogger("sparsebit.quantization.post_training").info("details")
     assert out.warnings == ["calibrated on 3 samples"]
     assert capsys.readouterr().err == "warning: calibrated on 3 samples\n"
     assert logging.getLogger("sparsebit").handlers == []

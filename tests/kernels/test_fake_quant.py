@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsebit.kernels.activations import ACTIVATIONS, with_activation
-from sparsebit.kernels.memory import form_of
+from sparsebit.kernels.memory_layout import stack_form
 from sparsebit.numerics import gradients, plain
 from sparsebit.numerics.dispatch import fake_quantize
 from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec, num_rows
@@ -289,7 +289,7 @@ def test_parts_of_one_tensor(
         request.getfixturevalue("interpreted_kernels")
     kernels = importlib.import_module("sparsebit.kernels.stacked")
     x = torch.randn(2, 5, num_parts, 4, 6, device=device).permute(2, 0, 3, 1, 4)
-    pieces, form = x.unbind(0), form_of(x, 0)
+    pieces, form = x.unbind(0), stack_form(x, 0)
     assert form == (10, 24)
     scales = [torch.tensor([sign * 0.2], device=device) for sign in (1.0, -1.0, 1.1)[:num_parts]]
     zero_points = [torch.tensor([float(place)], device=device) for place in range(num_parts)]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparsebit.kernels.compilation import show_kernels
-from sparsebit.kernels.memory import is_dense
+from sparsebit.kernels.memory_layout import is_dense
 from sparsebit.numerics.gradients import LEARNING
 from sparsebit.quantization.speed.below_autograd import gradients_of, quantized
 

@@ -18,7 +18,7 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from sparsebit.kernels import activations
 from sparsebit.kernels.activations import name_of
 from sparsebit.kernels.compilation import shows_kernels
-from sparsebit.kernels.memory import form_of
+from sparsebit.kernels.memory_layout import stack_form
 from sparsebit.numerics.operator import OPERATOR
 from sparsebit.quantization.speed import activation_fake_quant, stacked_fake_quant
 
@@ -98,7 +98,7 @@ def _fuse_stack(graph: fx.Graph, whole: fx.Node) -> None:
     if len(grids) != 1 or not _can_be_fused(source, [*scales, *zero_points]):
         return
     ((_, _, qmin, qmax, gradient),) = grids
-    if gradient not in ("ste", "lsq") or form_of(source.meta["example_value"], dim) is None:
+    if gradient not in ("ste", "lsq") or stack_form(source.meta["example_value"], dim) is None:
         return
     order = list(graph.nodes)
     with graph.inserting_before(max(quantizers, key=order.index)):

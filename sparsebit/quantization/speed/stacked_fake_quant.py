@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sparsebit.kernels.compilation import show_kernels
-from sparsebit.kernels.memory import form_of
+from sparsebit.kernels.memory_layout import stack_form
 from sparsebit.numerics.gradients import LEARNING
 from sparsebit.quantization.speed.below_autograd import fuses, gradients_of, quantized
 
@@ -68,7 +68,7 @@ _record: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Fak
 def fake_quantize_stacked(
     x: Tensor, stack: Stack, scales: Sequence[Tensor], zero_points: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """`x.unbind(stack.dim)`, each on its own grid. `x` has a form (`form_of`)."""
+    """`x.unbind(stack.dim)`, each on its own grid. `x` has a form (`stack_form`)."""
     return _record(x, stack, *scales, *zero_points)
 
 
@@ -81,7 +81,7 @@ def _forward(
     in_graph: bool = False,
 ) -> list[Tensor]:
     dim, qmin, qmax, _, tags = stack
-    pieces, form = x.unbind(dim), form_of(x, dim)
+    pieces, form = x.unbind(dim), stack_form(x, dim)
     if form is not None and (in_graph or fuses(x)):
         from sparsebit.kernels import stacked
 
@@ -102,7 +102,7 @@ def _backward(
 ) -> Gradients:
     """`needs`: of x, each scale, each zero point."""
     dim, qmin, qmax, gradient, _ = stack
-    pieces, form = x.unbind(dim), form_of(x, dim)
+    pieces, form = x.unbind(dim), stack_form(x, dim)
     needs_x, by_scale, by_zero_point = needs[0], *_halves(needs[1:])
     if form is not None and (in_graph or fuses(x)):
         from sparsebit.kernels import stacked

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from sparsebit.graph.aliasing import written_later
 from sparsebit.graph.patterns import only_reader
-from sparsebit.kernels.memory import form_of
+from sparsebit.kernels.memory_layout import stack_form
 from sparsebit.numerics import operator
 from sparsebit.numerics.gradients import LEARNING
 from sparsebit.quantization.ops.quant_opr import QIdentity
@@ -54,7 +54,7 @@ class StackedQuantizers(FusedStep):
         if not isinstance(x, Tensor) or not fuses(x) or x.shape[self.dim] != num_parts:
             return None
         place_of = {index: place for place, index in enumerate(self.indices)}
-        if place_of.keys() != set(range(num_parts)) or form_of(x, self.dim) is None:
+        if place_of.keys() != set(range(num_parts)) or stack_form(x, self.dim) is None:
             return None
         readers = [self.readers[place_of[index]] for index in range(num_parts)]  # in the order of memory
         quantizers = [reader.input_quantizer for reader in readers]

@@ -1,4 +1,4 @@
-"""The whole flow in one call."""
+"""`quantize`: post-training quantization in one call."""
 
 from __future__ import annotations
 

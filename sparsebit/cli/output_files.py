@@ -1,4 +1,4 @@
-"""Results are written completely or not at all; an older result stays until the new one is complete."""
+"""Where verbs write: a result is written completely or not at all, and an older one stays until then."""
 
 from __future__ import annotations
 

@@ -16,14 +16,14 @@ from sparsebit.execution.batches import Call, as_call, to_device
 
 
 @dataclass(frozen=True)
-class Trial:
+class FirstBatch:
     """The first batch as a call, and what the float model answers."""
 
     call: Call
     outputs: list[Tensor]
     num_samples: int
 
-    def again(self, model: nn.Module, device: str) -> Trial:
+    def again(self, model: nn.Module, device: str) -> FirstBatch:
         """The same call, answered by another model."""
         args, kwargs = to_device(self.call, device)
         with torch.no_grad():
@@ -37,7 +37,7 @@ class Trial:
         return decibels(signal, noise)
 
 
-def run_first(model: nn.Module, data: Data) -> Trial:
+def run_first_batch(model: nn.Module, data: Data) -> FirstBatch:
     """Run the first batch before any long work; a model and data that do not fit are named with their shapes."""
     batch = next(iter(data), None)
     if batch is None:
@@ -47,7 +47,7 @@ def run_first(model: nn.Module, data: Data) -> Trial:
     args, kwargs = call = as_call(batch, model)
     with users_code(f"the float model cannot run this data ({_shapes(call)})"), torch.no_grad():
         outputs = model(*args, **kwargs)
-    return Trial(call, _floats(outputs), num_samples_in(batch))
+    return FirstBatch(call, _floats(outputs), num_samples_in(batch))
 
 
 def _floats(outputs: Any) -> list[Tensor]:

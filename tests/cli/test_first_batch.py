@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.cli.data import Data
+from sparsebit.cli.first_batch import run_first_batch
 from sparsebit.cli.loading import LoadingError
-from sparsebit.cli.trial import run_first
 from sparsebit.deploy.parity import decibels
 
 
@@ -40,29 +40,29 @@ class Noisy(nn.Module):
 
 
 def test_outputs_are_the_float_tensors_of_any_nest() -> None:
-    trial = run_first(Nested(), data(torch.ones(4, 2)))
-    assert [output.mean().item() for output in trial.outputs] == [2.0, 2.0] and trial.num_samples == 4
+    first_batch = run_first_batch(Nested(), data(torch.ones(4, 2)))
+    assert [output.mean().item() for output in first_batch.outputs] == [2.0, 2.0] and first_batch.num_samples == 4
 
 
 def test_sqnr_is_over_all_outputs() -> None:
-    trial = run_first(Nested(), data(torch.ones(4, 2)))
-    assert trial.sqnr_db(Nested(), "cpu") == math.inf
-    assert trial.sqnr_db(Noisy(), "cpu") == pytest.approx(10 * math.log10(8 * (4 + 4) / (8 * 0.04)), abs=1e-3)
+    first_batch = run_first_batch(Nested(), data(torch.ones(4, 2)))
+    assert first_batch.sqnr_db(Nested(), "cpu") == math.inf
+    assert first_batch.sqnr_db(Noisy(), "cpu") == pytest.approx(10 * math.log10(8 * (4 + 4) / (8 * 0.04)), abs=1e-3)
 
 
 def test_misfit_names_shapes_and_reason() -> None:
     with pytest.raises(LoadingError, match=r"cannot run this data \(\(4, 3\) float32\): RuntimeError: "):
-        run_first(nn.Linear(2, 2), data(torch.ones(4, 3)))
+        run_first_batch(nn.Linear(2, 2), data(torch.ones(4, 3)))
 
 
 def test_misfit_of_keywords() -> None:
     with pytest.raises(LoadingError, match=r"\(input=\(4, 3\) float32\): RuntimeError"):
-        run_first(nn.Linear(2, 2), data({"input": torch.ones(4, 3)}))
+        run_first_batch(nn.Linear(2, 2), data({"input": torch.ones(4, 3)}))
 
 
 def test_no_batch() -> None:
     with pytest.raises(LoadingError, match="test data gave no batch"):
-        run_first(nn.Linear(2, 2), data())
+        run_first_batch(nn.Linear(2, 2), data())
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ class Leaving(nn.Module):
 
 def test_no_samples() -> None:
     with pytest.raises(LoadingError, match="the first batch of test data holds no samples"):
-        run_first(nn.ReLU(), data(torch.ones(0, 2)))
+        run_first_batch(nn.ReLU(), data(torch.ones(0, 2)))
 
 
 class OwnKind(BaseException):
@@ -94,9 +94,9 @@ class Odd(nn.Module):
 
 def test_a_model_that_raises_no_exception_but_a_base_of_them() -> None:
     with pytest.raises(LoadingError, match="OwnKind: odd"):
-        run_first(Odd(), data(torch.ones(4, 2)))
+        run_first_batch(Odd(), data(torch.ones(4, 2)))
 
 
 def test_a_model_that_ends_the_process() -> None:
     with pytest.raises(LoadingError, match=r"cannot run this data .* it called sys.exit\('no license'\) \("):
-        run_first(Leaving(), data(torch.ones(4, 2)))
+        run_first_batch(Leaving(), data(torch.ones(4, 2)))

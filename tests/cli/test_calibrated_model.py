@@ -8,7 +8,7 @@ import pytest
 import torch
 import typer
 
-from sparsebit.cli.calibrating import calibrated, formats, load_subject, planned, read_config
+from sparsebit.cli.calibrated_model import calibrated, formats, load_subject, planned, read_config
 from sparsebit.cli.loading import LoadingError
 from sparsebit.cli.option_groups import DataOptions
 from sparsebit.errors import ConfigError
@@ -37,7 +37,7 @@ class TestCalibrated:
         done = calibrated(subject, read_config("virtual", "cpu"), asym=asym)
         assert done.num_samples == 20  # whole batches
         assert done.qmodel.is_quantized("weight") and done.qmodel.is_quantized("activation")
-        assert subject.trial.sqnr_db(done.qmodel, "cpu") > 25
+        assert subject.first_batch.sqnr_db(done.qmodel, "cpu") > 25
 
     def test_a_fault_of_the_model_on_a_later_batch(self, project: Path) -> None:
         (project / "fickle.py").write_text(FICKLE)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsebit.cli.writing import checked_target, replace_text
+from sparsebit.cli.output_files import checked_target, replace_text
 from sparsebit.deploy.model_file import staged
 from sparsebit.errors import CheckpointError
 

@@ -23,7 +23,7 @@ def is_dense(x: Tensor) -> bool:
     return True
 
 
-def form_of(x: Tensor, dim: int) -> tuple[int, int] | None:
+def stack_form(x: Tensor, dim: int) -> tuple[int, int] | None:
     """(rows, elements): in memory, `x` is rows that hold as many elements of each part, one part behind the other.
 
     None for another tensor, for one of more than three parts, and where a compiler does not know how long those are.

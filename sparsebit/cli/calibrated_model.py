@@ -13,11 +13,11 @@ from torch import nn
 
 import sparsebit
 from sparsebit.cli.data import Data, Inputs, load_data, num_samples_in
+from sparsebit.cli.first_batch import FirstBatch, run_first_batch
 from sparsebit.cli.loading import load_model, resolve, users_code
 from sparsebit.cli.option_groups import DataOptions
 from sparsebit.cli.options import Arguments
 from sparsebit.cli.recording import Recording
-from sparsebit.cli.trial import Trial, run_first
 from sparsebit.config.rules import format_of
 from sparsebit.config.schema import QuantConfig
 from sparsebit.errors import ConfigError
@@ -31,7 +31,7 @@ class Subject:
 
     model: nn.Module
     data: Data
-    trial: Trial
+    first_batch: FirstBatch
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def load_subject(
     """The model and the data, and the first batch run through the model."""
     net = load_model(model, arguments, weights)
     batches = load_data(data, options, Inputs.of(net))
-    return Subject(net, batches, run_first(net, batches))
+    return Subject(net, batches, run_first_batch(net, batches))
 
 
 def calibrated(subject: Subject, config: QuantConfig, *, asym: bool) -> Calibrated:
@@ -118,5 +118,5 @@ def planned(model: str, arguments: Arguments | None, config: str, data: str | No
     if Path(data).is_dir():
         raise typer.BadParameter(f"{data} is a folder; name a file or MODULE:FACTORY", param_hint="--data")
     batches = load_data(data, DataOptions(num_samples=1), Inputs.of(net))
-    run_first(net, batches)
+    run_first_batch(net, batches)
     return QuantModel(net, qconfig, example_inputs=next(iter(batches)))
