@@ -16,6 +16,7 @@ from sparsebit.graph.rewrite import ReplacePatternBase
 from sparsebit.numerics.dispatch import fake_quantize
 from sparsebit.numerics.qparams import broadcast_to, qparams_from_range
 from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec
+from sparsebit.quantization.algorithms.gptq import LayerRounding, gptq
 from sparsebit.quantization.cuda_graph_step import CapturedStep as CapturedStep  # the former name of CudaGraphStep
 from sparsebit.quantization.cuda_graph_step import CudaGraphStep
 from sparsebit.quantization.first_sparsebit import weights_of_first_sparsebit
@@ -41,6 +42,7 @@ __all__ = [
     "FreezeSchedule",
     "Granularity",
     "Histogram",
+    "LayerRounding",
     "MatchingNode",
     "MinMax",
     "MovingMinMax",
@@ -68,6 +70,7 @@ __all__ = [
     "fake_quantize",
     "find_blocks",
     "gather",
+    "gptq",
     "make_plan",
     "mix",
     "parse_qconfig",

@@ -50,12 +50,17 @@ class BiasRounding(nn.Module):
         Such a channel's weights are next to nothing beside its bias (a dead channel after batch-norm folding): a
         coarser grid costs it nothing, an overflow everything.
         """
+        weight = self.sources[1]
+        scale, smallest = weight.qparams()[0].detach(), self.smallest_scale(bias)
+        if bool((scale < smallest).any()):
+            weight.store_qparams(torch.maximum(scale, smallest), weight.qparams()[1])
+
+    def smallest_scale(self, bias: Tensor) -> Tensor:
+        """The weight scales below which this bias would not fit into int32, one per scale."""
         source, weight = self.sources
         scale = weight.qparams()[0].detach()
         smallest = bias.detach().to(scale.device).abs().float() / (source.qparams()[0].detach() * LARGEST_BIAS)
-        smallest = smallest.max() if scale.numel() == 1 else smallest
-        if bool((scale < smallest).any()):
-            weight.store_qparams(torch.maximum(scale, smallest), weight.qparams()[1])
+        return smallest.max() if scale.numel() == 1 else smallest
 
     def extra_repr(self) -> str:
         return "int32"

@@ -1,0 +1,262 @@
+"""GPTQ on a calibrated model: each layer's weight is rounded such that its output stays near that of the float model.
+
+The arithmetic is in `gptq_math.py`. Here layers are visited in order, each with the input that the quantized layers in
+front of it give; afterwards the weight holds the values of its codes, and the quantizer the scales that belong to them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from sparsebit.errors import CalibrationError, ConfigError
+from sparsebit.execution.block_engine import BlockData
+from sparsebit.execution.distributed import gather
+from sparsebit.execution.value_store import MIB
+from sparsebit.numerics.hessian import InputMoments
+from sparsebit.numerics.layer_matrix import LayerMatrix, layer_matrix
+from sparsebit.numerics.qparams import SMALLEST_SCALE, broadcast_to
+from sparsebit.numerics.reference import quantize as codes_of
+from sparsebit.quantization.algorithms.gptq_math import Grid, Rounding, ScaleSearch, quantize, target_weight
+from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
+from sparsebit.quantization.quant_model import QuantModel
+from sparsebit.quantization.quantizers.base import Quantizer, rounds_by_operator
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LayerRounding:
+    """The squared error of one layer's output (mean over its input rows, summed over channels), by how it is rounded.
+
+    `nearest`: each weight to the nearest value of the calibrated grid. `rounded`: as GPTQ left it.
+    """
+
+    nearest: float
+    rounded: float
+
+
+@dataclass(frozen=True)
+class _Options:
+    rounding: Rounding
+    input_correction: float
+    correct_bias: bool
+
+
+def gptq(
+    qmodel: QuantModel,
+    data: Any,
+    *,
+    act_order: bool = True,
+    damping: float = 0.01,
+    scale_search: ScaleSearch = "nearest",
+    refit: bool = True,
+    sweeps: int = 2,
+    input_correction: float = 1.0,
+    correct_bias: bool = True,
+    block_size: int = 128,
+    memory_budget: int = 1024 * MIB,
+    resume: str | os.PathLike[str] | None = None,
+) -> dict[str, LayerRounding]:
+    """Round the weights of a calibrated model with GPTQ, in place, on `data` (batches as for calibration, no labels).
+
+    Linear layers and convolutions of every kind are rounded, in the order of the graph; gives what each one gained.
+    Other weights (embeddings, tied or computed ones) stay rounded to nearest, and are logged.
+
+    `act_order`: columns with the largest inputs first. `damping`: of the Hessian, as a share of its mean diagonal.
+    `scale_search`: scales are multiplied by the best factor in [0.5, 1], judged by the error of round-to-nearest
+    ("nearest"), by that of GPTQ itself ("gptq", slower), or not ("none"). `refit`: scales are fitted to the codes in
+    closed form. `sweeps`: how often codes are improved one by one afterwards. `input_correction`: from 0 (off) to 1,
+    how much of the difference between the quantized and the float input the weight takes up. `correct_bias`: the bias
+    takes up the mean error. `block_size`: columns between two updates of the whole weight; it changes the time, not the
+    method. `resume`: a folder that keeps each finished layer; a run that was killed goes on after them.
+
+    >>> gptq(qmodel, batches)  # doctest: +SKIP
+    {'conv1': LayerRounding(nearest=0.0113, rounded=0.0021), ...}
+    """
+    options = _Options(
+        Rounding(act_order, damping, block_size, scale_search, sweeps=sweeps, refit=refit),
+        input_correction,
+        correct_bias,
+    )
+    _check(options)
+    owners = _num_owners(qmodel.model)
+    found: dict[str, LayerRounding] = {}
+    reasons: dict[str, str] = {}
+
+    @torch.no_grad()
+    def visit(data: BlockData) -> None:
+        (layer,) = data.block.modules.values()
+        if not isinstance(layer, WeightedQuantOpr) or not _is_first_call(data.block.nodes[0]):
+            return
+        if not layer.weight_quantizer.is_enable:  # as the config has it
+            return
+        name = data.block.name
+        form = _matrix_form(layer, data.block.nodes[0], owners)
+        if isinstance(form, str):
+            reasons[name] = form
+        else:
+            found[name] = _round_layer(layer, form, data, options)
+            log.debug("%s: error %.4g to nearest, %.4g with GPTQ", name, found[name].nearest, found[name].rounded)
+
+    folder = None if resume is None else Path(resume) / _digest(options)
+    qmodel.visit_blocks(data, visit, blocks="layers", memory_budget=memory_budget, resume=folder)
+    log.info("GPTQ: %d layers rounded", len(found))
+    if reasons:
+        shown = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        log.warning("GPTQ left %d weights rounded to nearest: %s", len(reasons), shown)
+    return found
+
+
+def _check(options: _Options) -> None:
+    rounding = options.rounding
+    if rounding.scale_search not in ("none", "nearest", "gptq"):
+        raise ConfigError(f"gptq(scale_search={rounding.scale_search!r}): allowed: none, nearest, gptq")
+    if not 0 <= options.input_correction <= 1:
+        raise ConfigError(f"gptq(input_correction={options.input_correction}): allowed: 0 to 1")
+    if not rounding.damping >= 0:
+        raise ConfigError(f"gptq(damping={rounding.damping}): allowed: 0 or more; 0.01 is usual")
+    if rounding.sweeps < 0 or rounding.block_size < 1:
+        raise ConfigError(
+            f"gptq(sweeps={rounding.sweeps}, block_size={rounding.block_size}): allowed: sweeps of 0 or more, a block "
+            "size of 1 or more"
+        )
+
+
+def _digest(options: _Options) -> str:
+    """The name of a folder for runs with these options."""
+    return f"gptq-{hashlib.sha256(repr(sorted(asdict(options).items())).encode()).hexdigest()[:12]}"
+
+
+# --- which layers
+
+
+def _num_owners(model: nn.Module) -> dict[int, int]:
+    """How many layers hold each parameter."""
+    owners: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    return owners
+
+
+def _is_first_call(node: fx.Node) -> bool:
+    """Whether no node in front of it calls the same layer, whose weight is rounded once."""
+    root = node.graph.owning_module
+    assert root is not None
+    layer = root.get_submodule(str(node.target))
+    calls = (n for n in node.graph.nodes if n.op == "call_module" and root.get_submodule(str(n.target)) is layer)
+    return next(calls) is node
+
+
+def _matrix_form(layer: WeightedQuantOpr, node: fx.Node, owners: dict[int, int]) -> LayerMatrix | str:
+    """How the layer is a matrix product, or the reason why its weight stays as it is."""
+    weight, quantizer = layer.op._parameters.get("weight"), layer.weight_quantizer
+    form = layer_matrix(layer.op)
+    if is_parametrized(layer.op) or weight is None:
+        return "its weight is computed (pruning, a norm of the weight)"
+    if form is None:
+        return f"{type(layer.op).__name__} is not a plain linear layer or convolution"
+    if owners.get(id(weight), 1) > 1:
+        return "its weight belongs to several layers"
+    if len(node.args) + len(node.kwargs) != 1:
+        return "it is called with more than its input"
+    if not rounds_by_operator(quantizer) or type(quantizer).transform is not Quantizer.transform:
+        return f"the quantizer {quantizer.TYPE!r} rounds in its own way"
+    if not {"scale", "zero_point"} <= {*quantizer._parameters, *quantizer._buffers}:
+        return f"the quantizer {quantizer.TYPE!r} computes its scale from other numbers"
+    return form
+
+
+# --- one layer
+
+
+def _round_layer(layer: WeightedQuantOpr, form: LayerMatrix, data: BlockData, options: _Options) -> LayerRounding:
+    op, quantizer = layer.op, layer.weight_quantizer
+    weight, bias = op.get_parameter("weight"), op._parameters.get("bias")
+    moments = _moments(layer, form, data, with_originals=options.input_correction > 0 or options.correct_bias)
+    has_bias = options.correct_bias and bias is not None
+    hessian = moments.hessian(centered=has_bias)
+    original = form.matrix(weight.detach()).to(hessian)
+    target, rounding = original, options.rounding
+    if options.input_correction:
+        cross = moments.cross(centered=has_bias)
+        target = target_weight(original, hessian, cross, rounding.damping, options.input_correction)
+    rounded = quantize(target, hessian, _grid(layer, form), rounding)
+    _store(quantizer, weight, form, rounded.codes, rounded.grid)
+    if has_bias:
+        assert bias is not None
+        shift = _product(original, moments.original_mean) - _product(rounded.values, moments.mean)  # (groups, rows)
+        bias.add_(shift.flatten().to(bias))
+    return LayerRounding(float(rounded.nearest_loss.sum()), float(rounded.loss.sum()))
+
+
+def _moments(layer: WeightedQuantOpr, form: LayerMatrix, data: BlockData, *, with_originals: bool) -> InputMoments:
+    """Of the layer's quantized input and of its float input, over all batches and processes."""
+    node = data.block.nodes[0]
+    dtype = torch.float64 if layer.op.get_parameter("weight").dtype == torch.float64 else torch.float32
+    moments = InputMoments(dtype)
+    for index in range(data.num_batches):
+        given = _input(node, dict(zip(data.block.inputs, data.inputs[index], strict=True)))
+        (x,) = layer.quantize_input((given,), {})
+        if not with_originals:
+            for patches in form.patches(x):
+                moments.add(patches)
+            continue
+        original = _input(node, dict(zip(data.block.inputs, data.float_inputs[index], strict=True)))
+        for patches, others in zip(form.patches(x), form.patches(original), strict=True):
+            moments.add(patches, others)
+    states = gather(moments.state())
+    if len(states) == 1:
+        return moments
+    merged = InputMoments(dtype)
+    for state in states:
+        merged.merge(InputMoments.from_state(state, layer.op.get_parameter("weight").device))
+    return merged
+
+
+def _input(node: fx.Node, values: dict[fx.Node, Any]) -> Tensor:
+    (source,) = node.all_input_nodes
+    x = values[source]
+    assert isinstance(x, Tensor)
+    return x
+
+
+def _grid(layer: WeightedQuantOpr, form: LayerMatrix) -> Grid:
+    """The calibrated grid of the layer's weight."""
+    weight, quantizer = layer.op.get_parameter("weight"), layer.weight_quantizer
+    scale, zero_point = (param.detach().reshape(-1).double() for param in quantizer.qparams())
+    numbers = torch.arange(scale.numel(), device=weight.device)
+    index = broadcast_to(numbers, weight.shape, quantizer.spec.granularity).expand(weight.shape)
+    smallest, bias = torch.full_like(scale, SMALLEST_SCALE), layer.stored_bias()
+    for rounding, _ in layer.arithmetics:
+        if bias is not None and rounding is not None:  # twice as much: the bias may be corrected
+            smallest = torch.maximum(smallest, 2 * rounding.smallest_scale(bias).to(scale))
+    scale = torch.maximum(scale.abs(), smallest)
+    return Grid(scale, zero_point.round().expand_as(scale), form.matrix(index), quantizer.spec, smallest)
+
+
+def _store(quantizer: Quantizer, weight: Tensor, form: LayerMatrix, codes: Tensor, grid: Grid) -> None:
+    """Write the scales, and the values of the codes as the weight: rounded to nearest it gives these codes again."""
+    quantizer.store_qparams(grid.scale, grid.zero_point)
+    values = form.weight(grid.values(codes), weight.shape)
+    weight.copy_(values)
+    again = codes_of(weight, *quantizer.qparams(), quantizer.spec)
+    if not torch.equal(again.double(), form.weight(codes, weight.shape)):
+        raise CalibrationError(
+            f"{quantizer.name}: {quantizer.spec.dtype_name} codes do not survive in a weight of type {weight.dtype}; "
+            "keep the model in float32"
+        )
+
+
+def _product(matrix: Tensor, mean: Tensor) -> Tensor:
+    """`(groups, rows, columns)` times `(groups, columns)`."""
+    return (matrix @ mean[..., None])[..., 0]

@@ -1,0 +1,295 @@
+"""GPTQ: rounding a weight column by column, each error passed on to the columns that are still to be rounded.
+
+Legend: `W (groups, rows, columns)` the weight that is wanted, `V` its values on the grid, `q` their codes,
+`H (groups, columns, columns)` the second moments of the layer's input, `U` upper triangular with `H^-1 = U^T U`.
+The loss is the squared error of the layer's output, `tr((W - V) H (W - V)^T)`; rows are independent of each other.
+
+- `round_columns`: Frantar et al., "GPTQ" (2022), section 3, algorithm 1, with lazy updates in blocks.
+- `descend`: Behdin et al., "QuantEase" (2023), section 3: each code in turn the best one beside the others.
+- `refit_scale`: the loss is quadratic in the scales too; for one scale per row `s = (q H w) / (q H q)`.
+- `target_weight`: Li et al., "GPTAQ" (2025), section 4, and Zhang et al., "Qronos" (2025), section 3: inputs that
+  differ from the float ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sparsebit.numerics.hessian import activation_order, inverse_factor
+from sparsebit.numerics.qparams import SMALLEST_SCALE
+from sparsebit.numerics.reference import nearest_float8
+from sparsebit.numerics.spec import TensorSpec
+
+ScaleSearch = Literal["none", "nearest", "gptq"]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The values that a weight may take: `(q - zero_point) * scale`, with one scale for any set of its elements.
+
+    `scale`, `zero_point`: `(num_scales,)`. `index (groups, rows, columns)`: the scale of each element. In every row the
+    same columns share a scale. `smallest`: below which no scale is changed, `(num_scales,)` or `()`.
+    """
+
+    scale: Tensor
+    zero_point: Tensor
+    index: Tensor
+    spec: TensorSpec
+    smallest: Tensor = field(default_factory=lambda: torch.tensor(SMALLEST_SCALE))
+
+    def nearest(self, W: Tensor) -> Tensor:
+        """The codes of the nearest values, as numbers of the type of `W`."""
+        return self.spread().nearest(W)
+
+    def values(self, codes: Tensor) -> Tensor:
+        return self.spread().values(codes)
+
+    def spread(self) -> Spread:
+        """With a scale and a zero point for each element."""
+        return Spread(self.scale[self.index], self.zero_point[self.index], self.spec)
+
+    def with_scale(self, scale: Tensor) -> Grid:
+        """Another scale, rounded to float32, as a model keeps it; one that is no scale stays as it was."""
+        scale = torch.where(torch.isfinite(scale) & (scale > 0), scale, self.scale)
+        scale = torch.maximum(scale, self.smallest.to(scale))
+        return replace(self, scale=scale.float().to(self.scale.dtype))
+
+    def permuted(self, order: Tensor) -> Grid:
+        """With the columns in another order, `(groups, columns)`."""
+        return replace(self, index=_columns(self.index, order))
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A grid with the scale and the zero point of each element, in the shape of the weight or of one of its columns."""
+
+    scale: Tensor
+    zero_point: Tensor
+    spec: TensorSpec
+
+    def nearest(self, W: Tensor) -> Tensor:
+        if self.spec.format == "float8":
+            return nearest_float8(W / self.scale)
+        return (W / self.scale).round_().add_(self.zero_point).clamp_(self.spec.qmin, self.spec.qmax)
+
+    def values(self, codes: Tensor) -> Tensor:
+        return (codes - self.zero_point) * self.scale
+
+    def column(self, number: int) -> Spread:
+        here = slice(number, number + 1)
+        return Spread(self.scale[..., here], self.zero_point[..., here], self.spec)
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How `quantize` rounds; the fields are the options of `gptq`."""
+
+    act_order: bool = True
+    damping: float = 0.01
+    block_size: int = 128
+    scale_search: ScaleSearch = "nearest"
+    num_candidates: int = 24
+    smallest_factor: float = 0.5
+    sweeps: int = 2
+    refit: bool = True
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Codes on a grid, and the loss of each row, `(groups, rows)`: of these codes, and of rounding to nearest."""
+
+    codes: Tensor
+    grid: Grid
+    loss: Tensor
+    nearest_loss: Tensor
+
+    @property
+    def values(self) -> Tensor:
+        return self.grid.values(self.codes)
+
+
+def quantize(W: Tensor, H: Tensor, grid: Grid, rounding: Rounding) -> Rounded:
+    """`W` on the grid, or on one with better scales, such that the loss is small: never above that of round-to-nearest.
+
+    The steps: the scales are searched, GPTQ rounds, then `sweeps` times: scales are fitted to the codes (`refit`), and
+    codes to the scales (`descend`). Without search, refit and sweeps this is plain GPTQ.
+    """
+    nearest = grid.nearest(W)
+    nearest_loss = row_loss(W, grid.values(nearest), H)
+    factor = _Factor(H, rounding)
+    chosen = search_scale(W, H, grid, factor, rounding)
+    chosen, codes, loss = _finish(W, H, chosen, factor.round(W, chosen), rounding)
+    is_worse = loss > nearest_loss  # GPTQ is greedy: it may lose, most often where the input hardly correlates
+    if _rows_share_scales(grid):
+        is_worse = (loss.sum() > nearest_loss.sum()).expand_as(loss)
+    codes = torch.where(is_worse[..., None], nearest, codes)
+    scale = chosen.scale.clone()
+    back = grid.index[is_worse].flatten()
+    scale[back] = grid.scale[back]
+    return Rounded(codes, replace(grid, scale=scale), torch.where(is_worse, nearest_loss, loss), nearest_loss)
+
+
+def row_loss(W: Tensor, V: Tensor, H: Tensor) -> Tensor:
+    """`(w - v) H (w - v)^T` of each row, `(groups, rows)`."""
+    error = W - V
+    return ((error @ H) * error).sum(-1).clamp_(min=0)
+
+
+def round_columns(W: Tensor, U: Tensor, grid: Grid, block_size: int = 128) -> Tensor:
+    """The codes that GPTQ takes, from the first column to the last.
+
+    After a column is rounded, those behind it are moved by `-(w - v) / U_jj * U_j,:`, which takes up as much of its
+    error as they can. Columns behind a block are moved once per block.
+    """
+    W, codes, spread = W.clone(), torch.empty_like(W), grid.spread()
+    for start in range(0, W.shape[-1], block_size):
+        stop = min(start + block_size, W.shape[-1])
+        errors = torch.empty_like(W[..., start:stop])
+        for column in range(start, stop):
+            here, own = slice(column, column + 1), spread.column(column)
+            codes[..., here] = own.nearest(W[..., here])
+            error = (W[..., here] - own.values(codes[..., here])) / U[..., here, here]
+            W[..., here.stop : stop] -= error * U[..., here, here.stop : stop]
+            errors[..., column - start : column - start + 1] = error
+        W[..., stop:] -= errors @ U[..., start:stop, stop:]
+    return codes
+
+
+def descend(W: Tensor, H: Tensor, codes: Tensor, grid: Grid, block_size: int = 128) -> Tensor:
+    """One sweep over the columns, in which each code becomes the best one beside all others: the loss never grows."""
+    codes, spread = codes.clone(), grid.spread()
+    gradient = (grid.values(codes) - W) @ H  # half of the loss's
+    curvature = H.diagonal(dim1=-2, dim2=-1)[:, None]
+    for start in range(0, W.shape[-1], block_size):
+        stop = min(start + block_size, W.shape[-1])
+        moves = torch.empty_like(W[..., start:stop])
+        for column in range(start, stop):
+            here, own = slice(column, column + 1), spread.column(column)
+            before = own.values(codes[..., here])
+            bend = curvature[..., here]
+            best = torch.where(bend > 0, before - gradient[..., here] / bend, W[..., here])
+            codes[..., here] = own.nearest(best)
+            move = own.values(codes[..., here]) - before
+            gradient[..., here.stop : stop] += move * H[..., here, here.stop : stop]
+            moves[..., column - start : column - start + 1] = move
+        gradient[..., stop:] += moves @ H[..., start:stop, stop:]
+    return codes
+
+
+def refit_scale(W: Tensor, H: Tensor, codes: Tensor, grid: Grid) -> Grid:
+    """The grid with the scales that make the loss of these codes smallest.
+
+    Where a row has several scales they are fitted in turn, each beside the others as they are by then, so that the loss
+    never grows. Codes that are all zero say nothing of their scale.
+    """
+    steps = codes - grid.zero_point[grid.index]
+    for columns in shared_columns(grid):
+        own = torch.zeros_like(steps)
+        own[..., columns] = steps[..., columns]
+        rest = W - (steps * grid.scale[grid.index] - own * grid.scale[grid.index])
+        pull = own @ H
+        above = _sum_by_scale((pull * rest).sum(-1), grid, columns)
+        below = _sum_by_scale((pull * own).sum(-1), grid, columns)
+        ours = torch.zeros_like(grid.scale, dtype=torch.bool)
+        ours[grid.index[..., columns]] = True
+        grid = grid.with_scale(torch.where(ours & (below > 0), above / below, grid.scale))
+    return grid
+
+
+def search_scale(W: Tensor, H: Tensor, grid: Grid, factor: _Factor, rounding: Rounding) -> Grid:
+    """The grid with each scale multiplied by the factor in `[smallest_factor, 1]` that has the smallest loss.
+
+    The loss of a candidate is that of its nearest codes (`nearest`), or of those that GPTQ takes (`gptq`). Of a row
+    with several scales each is judged by the part of the loss inside its own columns.
+    """
+    if rounding.scale_search == "none" or rounding.num_candidates < 2:
+        return grid
+    masked = _within_scales(H, grid)
+    best, best_loss = grid.scale, torch.full_like(grid.scale, torch.inf)
+    for share in torch.linspace(1, rounding.smallest_factor, rounding.num_candidates, dtype=torch.float64).tolist():
+        candidate = grid.with_scale(grid.scale * share)
+        codes = candidate.nearest(W) if rounding.scale_search == "nearest" else factor.round(W, candidate)
+        error = W - candidate.values(codes)
+        loss = torch.zeros_like(grid.scale).index_add_(0, grid.index.flatten(), ((error @ masked) * error).flatten())
+        is_better = loss < best_loss
+        best, best_loss = torch.where(is_better, candidate.scale, best), torch.where(is_better, loss, best_loss)
+    return grid.with_scale(best)
+
+
+def target_weight(W: Tensor, H: Tensor, cross: Tensor, damping: float = 0.01, share: float = 1.0) -> Tensor:
+    """The weight that on the inputs of the quantized model comes nearest to what `W` gives on those of the float model.
+
+    `cross = X_float^T X / n`. With `T = W cross H^-1` the error `|X_float W^T - X V^T|^2` is
+    `tr((T - V) H (T - V)^T)` and a rest that no `V` changes: GPTQ on `T` corrects for the inputs, without any change of
+    its own. Damped: `T = W + share * W (cross - H) (H + damping)^-1`, the ridge solution that stays near `W`.
+    """
+    U = inverse_factor(H, damping)
+    return W + share * (W @ (cross - H) @ U.mT) @ U
+
+
+def shared_columns(grid: Grid) -> list[Tensor]:
+    """The sets of columns that share a scale within a row."""
+    pattern = grid.index[:, 0]  # (groups, columns): alike in every row
+    labels = pattern - pattern.amin(-1, keepdim=True)
+    _, labels = torch.unique(labels, dim=1, return_inverse=True)
+    return [torch.nonzero(labels == label).flatten() for label in range(int(labels.max()) + 1)]
+
+
+class _Factor:
+    """The factor of the inverse Hessian, and the order of the columns that it was made for."""
+
+    def __init__(self, H: Tensor, rounding: Rounding) -> None:
+        self.block_size = rounding.block_size
+        self.order = activation_order(H) if rounding.act_order else None
+        if self.order is not None:
+            H = _columns(_columns(H, self.order).mT, self.order)
+        self.U = inverse_factor(H, rounding.damping)
+
+    def round(self, W: Tensor, grid: Grid) -> Tensor:
+        if self.order is None:
+            return round_columns(W, self.U, grid, self.block_size)
+        codes = round_columns(_columns(W, self.order), self.U, grid.permuted(self.order), self.block_size)
+        return _columns(codes, self.order.argsort(-1))
+
+
+def _finish(W: Tensor, H: Tensor, grid: Grid, codes: Tensor, rounding: Rounding) -> tuple[Grid, Tensor, Tensor]:
+    """Scales fitted to the codes and codes to the scales, as often as `sweeps` says; the last step fits the scales."""
+    for _ in range(rounding.sweeps):
+        if rounding.refit:
+            grid = refit_scale(W, H, codes, grid)
+        after = descend(W, H, codes, grid, rounding.block_size)
+        if torch.equal(after, codes):
+            break
+        codes = after
+    if rounding.refit:
+        grid = refit_scale(W, H, codes, grid)
+    return grid, codes, row_loss(W, grid.values(codes), H)
+
+
+def _columns(x: Tensor, order: Tensor) -> Tensor:
+    """`x (groups, rows, columns)` with the columns of each group in the order given."""
+    return x.gather(-1, order[:, None].expand(x.shape))
+
+
+def _rows_share_scales(grid: Grid) -> bool:
+    num_rows = grid.index[..., 0].numel()
+    rows = torch.arange(num_rows, device=grid.index.device)[:, None].expand(num_rows, grid.index.shape[-1]).flatten()
+    first, last = torch.full_like(grid.scale, num_rows), torch.full_like(grid.scale, -1)
+    first.scatter_reduce_(0, grid.index.flatten(), rows.to(first.dtype), "amin")
+    last.scatter_reduce_(0, grid.index.flatten(), rows.to(first.dtype), "amax")
+    return bool((first < last).any())
+
+
+def _within_scales(H: Tensor, grid: Grid) -> Tensor:
+    """`H` without the entries between columns of different scales."""
+    pattern = grid.index[:, 0]
+    return H * (pattern[:, :, None] == pattern[:, None, :])
+
+
+def _sum_by_scale(per_row: Tensor, grid: Grid, columns: Tensor) -> Tensor:
+    """`(groups, rows)` summed over the rows that share the scale of these columns, `(num_scales,)`."""
+    return torch.zeros_like(grid.scale).index_add_(0, grid.index[..., columns[0]].flatten(), per_row.flatten())

@@ -1,0 +1,296 @@
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sparsebit.errors import CheckpointError, ConfigError
+from sparsebit.numerics.reference import quantize as codes_of
+from sparsebit.quantization import QuantModel, gptq
+from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
+
+CONFIG = "{DEVICE: cpu, W: {QUANTIZER: {BIT: 3}}, A: {QUANTIZER: {BIT: 8}}}"
+
+
+class Layers(nn.Module):
+    """One of each kind of layer, a residual sum, and an input that two layers read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.depthwise = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.grouped = nn.Conv2d(8, 8, 3, stride=2, padding=1, groups=2)
+        self.up = nn.ConvTranspose2d(8, 8, 2, stride=2, groups=2)
+        self.head = nn.Linear(8, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.stem(x))
+        y = torch.relu(self.depthwise(x))
+        x = x + self.up(torch.relu(self.grouped(y)))
+        return self.head(x.mean((2, 3)))
+
+
+def float_model() -> nn.Module:
+    torch.manual_seed(0)
+    return Layers().eval()
+
+
+def batches(count: int = 3, offset: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(offset)
+    smooth = torch.rand(count, 8, 3, 4, 4, generator=generator).repeat_interleave(3, -1).repeat_interleave(3, -2)
+    return list(smooth + 0.2 * torch.rand(count, 8, 3, 12, 12, generator=generator))
+
+
+def calibrated(model: nn.Module, data: list[Tensor], config: Any = CONFIG) -> QuantModel:
+    qmodel = QuantModel(model, config, example_inputs=data[0])
+    qmodel.prepare_calibration()
+    with torch.no_grad():
+        for batch in data:
+            qmodel(batch)
+    qmodel.calc_qparams()
+    qmodel.set_quant(w_quant=True, a_quant=True)
+    return qmodel
+
+
+def error(qmodel: QuantModel, model: nn.Module, data: list[Tensor]) -> float:
+    with torch.no_grad():
+        return float(sum((qmodel(x) - model(x)).square().mean() for x in data)) / len(data)
+
+
+def weights(qmodel: QuantModel) -> dict[str, WeightedQuantOpr]:
+    return {name: layer for name, layer in qmodel.model.named_modules() if isinstance(layer, WeightedQuantOpr)}
+
+
+SCHEMES = {
+    "channel": {"QSCHEME": "per-channel-symmetric"},
+    "channel, affine": {"QSCHEME": "per-channel-affine"},
+    "tensor": {"QSCHEME": "per-tensor-symmetric"},
+    "tensor, affine": {"QSCHEME": "per-tensor-affine"},
+    "group": {"QSCHEME": "per-group-symmetric", "QUANTIZER": {"BIT": 3, "GROUP_SIZE": 4}},
+    "group, affine": {"QSCHEME": "per-group-affine", "QUANTIZER": {"BIT": 3, "GROUP_SIZE": 4}},
+}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_layer_and_scheme(scheme: str) -> None:
+    model, data = float_model(), batches()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    config = {
+        "DEVICE": "cpu",
+        "W": {"QUANTIZER": {"BIT": 3}} | SCHEMES[scheme],
+        "A": {"QUANTIZER": {"BIT": 8}},
+    }
+    qmodel = calibrated(model, data, config)
+    nearest = error(qmodel, model, batches(2, offset=7))
+    found = gptq(qmodel, data)
+    assert list(found) == ["stem", "depthwise", "grouped", "up", "head"]
+    assert all(gain.rounded <= gain.nearest for gain in found.values())
+    assert error(qmodel, model, batches(2, offset=7)) < 0.5 * nearest  # on images that it has not seen
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    for name, layer in weights(qmodel).items():
+        quantizer = layer.weight_quantizer
+        kept = quantizer(layer.op.weight)
+        assert torch.equal(kept, layer.op.weight), name  # nothing is left to round
+        assert codes_of(layer.op.weight, *quantizer.qparams(), quantizer.spec).unique().numel() <= 8
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"act_order": False},
+        {"scale_search": "none"},
+        {"scale_search": "gptq"},
+        {"refit": False},
+        {"sweeps": 0},
+        {"correct_bias": False},
+        {"input_correction": 0.0},
+        {"input_correction": 0.5, "damping": 0.1, "block_size": 5},
+        {"input_correction": 0.0, "correct_bias": False, "sweeps": 0, "refit": False, "scale_search": "none"},
+    ],
+    ids=lambda options: ", ".join(f"{name}={value}" for name, value in options.items()),
+)
+def test_every_option_works_alone(options: dict[str, Any]) -> None:
+    model, data = float_model(), batches()
+    qmodel = calibrated(model, data)
+    nearest = error(qmodel, model, data)
+    scales = {name: layer.weight_quantizer.scale.clone() for name, layer in weights(qmodel).items()}
+    biases = {name: layer.op.bias.clone() for name, layer in weights(qmodel).items() if layer.op.bias is not None}
+    gptq(qmodel, data, **options)
+    assert error(qmodel, model, data) < nearest
+    if options.get("scale_search") == "none" and options.get("refit") is False:
+        assert all(torch.equal(weights(qmodel)[name].weight_quantizer.scale, scale) for name, scale in scales.items())
+    if options.get("correct_bias") is False:
+        assert all(torch.equal(weights(qmodel)[name].op.bias, bias) for name, bias in biases.items())
+
+
+def test_two_runs_have_equal_bits_and_survive_saving(tmp_path: Path) -> None:
+    data = batches()
+    states = []
+    for seed in (1, 2):
+        qmodel = calibrated(float_model(), data)
+        torch.manual_seed(seed)
+        gptq(qmodel, data)
+        states.append(qmodel.state_dict())
+    assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
+    qmodel.save(tmp_path / "saved")
+    again = QuantModel.load(tmp_path / "saved", Layers())
+    with torch.no_grad():
+        assert torch.equal(again(data[0]), qmodel(data[0]))
+
+
+@pytest.mark.parametrize("stop_at", ["stem", "grouped", "head"])
+def test_a_killed_run_goes_on_with_equal_bits(stop_at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparsebit.quantization.algorithms import gptq as module
+
+    data = batches()
+    whole = calibrated(float_model(), data)
+    gptq(whole, data)
+    round_layer, rounded = module._round_layer, []
+
+    def stopping(layer: Any, form: Any, data: Any, options: Any) -> Any:
+        if data.block.name == stop_at and not rounded:
+            raise KeyboardInterrupt
+        rounded.append(data.block.name) if rounded else None
+        return round_layer(layer, form, data, options)
+
+    monkeypatch.setattr(module, "_round_layer", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        gptq(calibrated(float_model(), data), data, resume=tmp_path)
+    rounded.append("again")
+    resumed = calibrated(float_model(), data)
+    gptq(resumed, data, resume=tmp_path)
+    assert rounded[1] == stop_at
+    assert all(torch.equal(resumed.state_dict()[name], tensor) for name, tensor in whole.state_dict().items())
+    # Another model is another run; other options have a folder of their own.
+    gptq(calibrated(float_model(), data), data, resume=tmp_path, sweeps=0)
+    with pytest.raises(CheckpointError, match="differ"):
+        gptq(calibrated(float_model(), batches(offset=3)), data, resume=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("backend", "bits", "activations"),
+    [
+        ("onnxruntime", 8, {"BIT": 8}),
+        ("onnxruntime", 4, {"DISABLE": True}),
+        ("virtual", 4, {"BIT": 8}),
+    ],
+)
+def test_the_exported_file_computes_the_same(
+    backend: str, bits: int, activations: dict[str, Any], tmp_path: Path
+) -> None:
+    pytest.importorskip("onnxruntime")
+    data = batches()
+    config = {
+        "BACKEND": backend,
+        "DEVICE": "cpu",
+        "W": {"QUANTIZER": {"BIT": bits}},
+        "A": {"QUANTIZER": activations},
+    }
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=8), nn.ReLU(), nn.Conv2d(8, 4, 1)
+    ).eval()
+    qmodel = calibrated(model, data, config)
+    found = gptq(qmodel, data)
+    assert len(found) == 3
+    parity = qmodel.export_onnx(data[0], tmp_path / "m.onnx", check=data)
+    assert parity is not None
+
+
+def test_what_is_left_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.body, self.head = nn.Embedding(10, 6), nn.Linear(6, 6), nn.Linear(6, 10, bias=False)
+            self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+            self.two.weight = self.one.weight
+            nn.utils.parametrizations.weight_norm(self.head)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.two(self.one(self.body(self.embed(tokens)))))
+
+    torch.manual_seed(0)
+    data = [torch.randint(10, (4, 5)) for _ in range(2)]
+    qmodel = calibrated(Tied().eval(), data)
+    tied = weights(qmodel)["one"].op.weight.clone()
+    with caplog.at_level(logging.INFO):
+        assert list(gptq(qmodel, data)) == ["body"]
+    assert torch.equal(weights(qmodel)["one"].op.weight, tied)
+    (told,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert "4 weights" in told and "embed: Embedding" in told and "one: its weight belongs to several" in told
+    assert "head: its weight is computed" in told
+
+
+def test_a_layer_that_is_called_twice_is_rounded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparsebit.quantization.algorithms import gptq as module
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.relu(self.layer(torch.relu(self.layer(x)))))
+
+    def made() -> QuantModel:
+        torch.manual_seed(0)
+        return calibrated(Twice().eval(), data)
+
+    data = list(torch.randn(3, 16, 6, generator=torch.Generator().manual_seed(0)))
+    qmodel = made()
+    assert list(gptq(qmodel, data)) == ["layer", "head"]
+    round_layer = module._round_layer
+
+    def stopping(layer: Any, form: Any, data: Any, options: Any) -> Any:
+        if data.block.name == "head":
+            raise KeyboardInterrupt
+        return round_layer(layer, form, data, options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_round_layer", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            gptq(made(), data, resume=tmp_path)
+    resumed = made()
+    gptq(resumed, data, resume=tmp_path)
+    assert all(torch.equal(resumed.state_dict()[name], tensor) for name, tensor in qmodel.state_dict().items())
+
+
+def test_weights_that_are_float_stay(caplog: pytest.LogCaptureFixture) -> None:
+    model, data = float_model(), batches()
+    config = {
+        "DEVICE": "cpu",
+        "W": {"QUANTIZER": {"BIT": 3}, "SPECIFIC": [{"stem": ["QUANTIZER.DISABLE", True]}]},
+        "A": {"QUANTIZER": {"BIT": 8}},
+    }
+    qmodel = calibrated(model, data, config)
+    assert "stem" not in gptq(qmodel, data)
+    assert not caplog.records  # it was asked for
+    assert torch.equal(weights(qmodel)["stem"].op.weight, model.get_submodule("stem").weight)
+
+
+def test_weights_alone() -> None:
+    model, data = float_model(), batches()
+    config = {"DEVICE": "cpu", "W": {"QUANTIZER": {"BIT": 3}}, "A": {"QUANTIZER": {"DISABLE": True}}}
+    qmodel = calibrated(model, data, config)
+    nearest = error(qmodel, model, data)
+    gptq(qmodel, data)
+    assert error(qmodel, model, data) < 0.5 * nearest
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scale_search": "fast"}, "allowed: none, nearest, gptq"),
+        ({"input_correction": 1.5}, "allowed: 0 to 1"),
+        ({"damping": -1}, "0 or more"),
+        ({"sweeps": -1}, "sweeps of 0 or more"),
+        ({"block_size": 0}, "size of 1 or more"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    data = batches(1)
+    with pytest.raises(ConfigError, match=message):
+        gptq(calibrated(float_model(), data), data, **options)

@@ -1,0 +1,286 @@
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsebit.numerics.hessian import damped, inverse_factor
+from sparsebit.numerics.qparams import broadcast_to, qparams_from_range
+from sparsebit.numerics.reference import fake_quantize
+from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec, to_rows
+from sparsebit.quantization.algorithms.gptq_math import (
+    Grid,
+    Rounding,
+    descend,
+    quantize,
+    refit_scale,
+    round_columns,
+    row_loss,
+    search_scale,
+    shared_columns,
+    target_weight,
+)
+
+CHANNEL = PerChannel(0)
+PLAIN = Rounding(act_order=False, scale_search="none", sweeps=0, refit=False)
+GRANULARITIES = {"tensor": PerTensor(), "channel": PerChannel(0), "group": PerGroup(1, 5), "input": PerChannel(1)}
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def problem(rows: int, columns: int, samples: int, seed: int = 0, groups: int = 1) -> tuple[Tensor, Tensor]:
+    """A weight, and second moments of inputs that correlate."""
+    inputs = numbers(groups, samples, columns, seed=seed) @ numbers(groups, columns, columns, seed=seed + 1)
+    inputs = inputs * torch.rand(columns, generator=torch.Generator().manual_seed(seed)).double() ** 2
+    return numbers(groups, rows, columns, seed=seed + 2), inputs.mT @ inputs / samples
+
+
+def grid_of(W: Tensor, bits: int = 4, symmetric: bool = True, granularity: Granularity = CHANNEL) -> Grid:
+    """The grid of the weight's extremes; its groups are rows of one weight."""
+    groups, _rows, columns = W.shape
+    weight = W.reshape(-1, columns)
+    spec = TensorSpec(bits, symmetric=symmetric, granularity=granularity)
+    flat = to_rows(weight, granularity)
+    scale, zero_point = qparams_from_range(flat.amin(1).float(), flat.amax(1).float(), spec)
+    index = broadcast_to(torch.arange(scale.numel()), weight.shape, granularity).expand(weight.shape)
+    return Grid(scale.double(), zero_point.double(), index.reshape(groups, -1, columns), spec)
+
+
+def brute_force(w: Tensor, hessian: Tensor, grid: Grid) -> float:
+    codes = range(grid.spec.qmin, grid.spec.qmax + 1)
+    choices = torch.tensor(list(itertools.product(codes, repeat=w.shape[-1])), dtype=torch.float64)
+    values = (choices - grid.zero_point[0]) * grid.scale[0]
+    error = w[0] - values
+    return float(((error @ hessian[0]) * error).sum(1).min())
+
+
+def test_nearest_is_the_reference() -> None:
+    W, _ = problem(4, 12, 50)
+    for symmetric, granularity in itertools.product([True, False], GRANULARITIES.values()):
+        grid = grid_of(W, 3, symmetric, granularity)
+        expected = fake_quantize(W[0], grid.scale, grid.zero_point, grid.spec)
+        torch.testing.assert_close(grid.values(grid.nearest(W))[0], expected)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "affine"])
+@pytest.mark.parametrize("samples", [3, 200], ids=["few samples", "many"])
+@pytest.mark.parametrize(
+    "rounding",
+    [
+        PLAIN,
+        Rounding(num_candidates=6),
+        replace(PLAIN, act_order=True),
+        replace(PLAIN, refit=True),
+        replace(PLAIN, sweeps=3),
+        replace(PLAIN, scale_search="nearest", num_candidates=5),
+        Rounding(scale_search="gptq", num_candidates=5),
+    ],
+    ids=["plain", "default", "act-order", "refit", "sweeps", "nearest search", "gptq search"],
+)
+def test_never_worse_than_round_to_nearest(granularity: str, symmetric: bool, samples: int, rounding: Rounding) -> None:
+    for seed, bits in ((0, 2), (10, 4)):
+        W, H = problem(5, 12, samples, seed=seed)
+        H[:, 3] = H[:, :, 3] = 0  # a dead column
+        grid = grid_of(W, bits, symmetric, GRANULARITIES[granularity])
+        found = quantize(W, H, grid, rounding)
+        nearest = row_loss(W, grid.values(grid.nearest(W)), H)
+        torch.testing.assert_close(found.nearest_loss, nearest)
+        torch.testing.assert_close(found.loss, row_loss(W, found.values, H))
+        assert found.loss.sum() <= nearest.sum() * (1 + 1e-9)
+        if granularity in ("channel", "group"):
+            assert (found.loss <= nearest * (1 + 1e-9) + 1e-12).all()
+        codes = found.codes
+        assert torch.equal(codes, codes.round()) and codes.min() >= grid.spec.qmin and codes.max() <= grid.spec.qmax
+        assert torch.equal(found.grid.scale, found.grid.scale.float().double()) and (found.grid.scale > 0).all()
+        assert torch.equal(found.grid.zero_point, grid.zero_point)
+        # What a model keeps rounds to the same codes.
+        kept = found.values.float()[0]
+        again = fake_quantize(kept, found.grid.scale.float(), found.grid.zero_point.float(), grid.spec)
+        torch.testing.assert_close(again, kept, rtol=0, atol=0)
+        other = quantize(W.clone(), H.clone(), grid, rounding)
+        assert torch.equal(other.codes, codes) and torch.equal(other.grid.scale, found.grid.scale)
+
+
+def test_column_by_column_is_the_papers_update() -> None:
+    """Algorithm 1, written with the inverse of what remains of the Hessian instead of a factor."""
+    W, H = problem(3, 9, 40)
+    H = damped(H, 0.01)
+    grid = grid_of(W)
+    w, expected = W[0].clone(), torch.empty(3, 9, dtype=torch.float64)
+    for column in range(9):
+        inverse = torch.linalg.inv(H[0, column:, column:])
+        values = fake_quantize(w, grid.scale, grid.zero_point, grid.spec)[:, column]
+        expected[:, column] = values
+        w[:, column:] -= ((w[:, column] - values) / inverse[0, 0])[:, None] * inverse[0]
+    for block_size in (1, 4, 128):
+        codes = round_columns(W, inverse_factor(H, 0.0), grid, block_size)
+        torch.testing.assert_close(grid.values(codes)[0], expected)
+
+
+def test_it_comes_near_the_best_codes_there_are() -> None:
+    gaps = []
+    for seed in range(12):
+        W, H = problem(1, 6, 100, seed=seed)
+        grid = grid_of(W, 2)
+        best, found = brute_force(W[0], H, grid), quantize(W, H, grid, Rounding(scale_search="none", refit=False))
+        assert float(found.loss) >= best * (1 - 1e-9)
+        gaps.append((float(found.loss) / best, float(found.nearest_loss) / best))
+    ours, nearest = (sum(gap) / len(gaps) for gap in zip(*gaps, strict=True))
+    assert ours < 1 + 0.2 * (nearest - 1)
+
+
+def test_groups_are_rounded_each_for_itself() -> None:
+    W, H = problem(3, 9, 40, groups=4)
+    together = quantize(W, H, grid_of(W), Rounding())
+    for group in range(4):
+        part = slice(group, group + 1)
+        alone = quantize(W[part], H[part], grid_of(W[part]), Rounding())
+        assert torch.equal(together.codes[part], alone.codes)
+        torch.testing.assert_close(together.values[part], alone.values)
+
+
+def test_act_order_is_plain_gptq_on_sorted_columns() -> None:
+    W, H = problem(3, 9, 40)
+    order = H[0].diagonal().argsort(descending=True)
+    grid = grid_of(W, granularity=PerGroup(1, 4))
+    ordered = quantize(W, H, grid, replace(PLAIN, act_order=True))
+    sorted_grid = replace(grid, index=grid.index[..., order])
+    plain = quantize(W[..., order], H[:, order][..., order], sorted_grid, PLAIN)
+    assert torch.equal(ordered.codes[..., order], plain.codes)
+
+
+def test_descend_never_grows_the_loss_and_ends() -> None:
+    W, H = problem(5, 20, 60)
+    grid = grid_of(W, 3)
+    codes = grid.nearest(W)
+    loss = row_loss(W, grid.values(codes), H)
+    for _ in range(50):
+        after = descend(W, H, codes, grid, block_size=7)
+        now = row_loss(W, grid.values(after), H)
+        assert (now <= loss * (1 + 1e-12)).all()
+        if torch.equal(after, codes):
+            break
+        codes, loss = after, now
+    else:
+        raise AssertionError("no end")
+    assert torch.equal(descend(W, H, codes, grid, block_size=128), codes)
+
+
+def test_the_refit_scale_is_the_closed_form() -> None:
+    W, H = problem(4, 9, 40)
+    grid = grid_of(W)
+    q = grid.nearest(W)
+    expected = ((q @ H) * W).sum(-1) / ((q @ H) * q).sum(-1)
+    torch.testing.assert_close(refit_scale(W, H, q, grid).scale, expected[0], rtol=1e-6, atol=0)
+    one = grid_of(W, granularity=PerTensor())
+    q = one.nearest(W)
+    expected = ((q @ H) * W).sum() / ((q @ H) * q).sum()
+    torch.testing.assert_close(refit_scale(W, H, q, one).scale, expected[None], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_refit_again_and_again_reaches_the_least_squares_scales(granularity: str) -> None:
+    W, H = problem(4, 9, 40)
+    grid = grid_of(W, 3, symmetric=False, granularity=GRANULARITIES[granularity])
+    codes = grid.nearest(W)
+    losses = [float(row_loss(W, grid.values(codes), H).sum())]
+    for _ in range(150):
+        grid = refit_scale(W, H, codes, grid)
+        losses.append(float(row_loss(W, grid.values(codes), H).sum()))
+    assert all(after <= before * (1 + 1e-6) for before, after in itertools.pairwise(losses))
+    # The same as one least-squares problem: columns of `design` are what each scale adds to the output.
+    root = torch.linalg.cholesky(damped(H, 1e-12))[0]
+    steps = (codes - grid.zero_point[grid.index])[0]
+    parts = [(steps * (grid.index[0] == number)) @ root for number in range(len(grid.scale))]
+    design = torch.stack([part.flatten() for part in parts], 1)
+    best = torch.linalg.lstsq(design, (W[0] @ root).flatten()[:, None]).solution[:, 0]
+    if bool((best > 0).all()):
+        residual = float((design @ best - (W[0] @ root).flatten()).square().sum())
+        assert losses[-1] <= residual * 1.001
+
+
+def test_scales_of_codes_that_are_all_zero_stay() -> None:
+    W, H = problem(2, 6, 40)
+    grid = grid_of(W)
+    codes = grid.nearest(W)
+    codes[0, 1] = 0
+    assert refit_scale(W, H, codes, grid).scale[1] == grid.scale[1]
+    H.zero_()
+    assert torch.equal(refit_scale(W, H, codes, grid).scale, grid.scale)
+
+
+def test_no_scale_falls_below_the_smallest() -> None:
+    W, H = problem(3, 9, 40)
+    grid = grid_of(W)
+    grid = replace(grid, smallest=grid.scale * torch.tensor([1.0, 0.9, 0.0]))
+    found = quantize(W, H, grid, Rounding(smallest_factor=0.3))
+    assert (found.grid.scale >= grid.smallest.float()).all() and found.grid.scale[0] >= grid.scale[0]
+
+
+def test_the_search_finds_the_better_scale() -> None:
+    """One weight is far outside, and its input is almost always zero: clipping it costs nothing."""
+    W, _ = problem(2, 12, 40)
+    W[..., 0] = 9.0
+    H = torch.eye(12, dtype=torch.float64)[None].clone()
+    H[0, 0, 0] = 1e-6
+    grid = grid_of(W, 3)
+    for search in ("nearest", "gptq"):
+        rounding = replace(PLAIN, scale_search=search, smallest_factor=0.1)  # type: ignore[arg-type]
+        found = quantize(W, H, grid, rounding)
+        assert (found.grid.scale < 0.5 * grid.scale).all()
+        assert (found.loss < 0.3 * found.nearest_loss).all()
+
+
+def test_one_candidate_is_no_search() -> None:
+    W, H = problem(2, 6, 40)
+    grid = grid_of(W)
+    assert search_scale(W, H, grid, None, Rounding(num_candidates=1)) is grid  # type: ignore[arg-type]
+
+
+def test_columns_that_share_a_scale() -> None:
+    W, _ = problem(4, 12, 50)
+    found = {name: [c.tolist() for c in shared_columns(grid_of(W, 4, True, g))] for name, g in GRANULARITIES.items()}
+    whole = [list(range(12))]
+    assert found == {
+        "tensor": whole,
+        "channel": whole,
+        "group": [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11]],
+        "input": [[column] for column in range(12)],
+    }
+
+
+def test_the_target_makes_up_for_changed_inputs() -> None:
+    """`|X_float W^T - X V^T|^2` is `tr((T - V) H (T - V)^T)` and a rest that is the same for every V."""
+    original, W = numbers(1, 80, 7), numbers(1, 3, 7, seed=1)
+    x = original + 0.3 * numbers(1, 80, 7, seed=2)
+    H, cross = x.mT @ x / 80, original.mT @ x / 80
+    T = target_weight(W, H, cross, damping=0.0)
+    torch.testing.assert_close(T.mT, torch.linalg.lstsq(x, original @ W.mT).solution)
+
+    def error(V: Tensor) -> Tensor:
+        return (original @ W.mT - x @ V.mT).square().sum((0, 1)) / 80
+
+    one, other = numbers(1, 3, 7, seed=3), numbers(1, 3, 7, seed=4)
+    rest = [error(V) - row_loss(T, V, H)[0] for V in (one, other)]
+    torch.testing.assert_close(*rest)
+    torch.testing.assert_close(target_weight(W, H, cross, share=0.0), W)
+    torch.testing.assert_close(target_weight(W, H, H), W)
+    grid = grid_of(W, 4)
+    values = [quantize(target, H, grid, Rounding()).values for target in (T, W)]
+    assert error(values[0]).sum() < error(values[1]).sum()
+
+
+def test_float8() -> None:
+    W, H = problem(4, 12, 60)
+    spec = TensorSpec(8, symmetric=True, granularity=PerChannel(0), format="float8")
+    scale = (W[0].abs().amax(1) / 448).float().double()
+    grid = Grid(scale, torch.zeros(4, dtype=torch.float64), torch.arange(4)[None, :, None].expand(1, 4, 12), spec)
+    found = quantize(W, H, grid, Rounding())
+    assert (found.loss <= found.nearest_loss).all() and found.loss.sum() < 0.8 * found.nearest_loss.sum()
+    assert torch.equal(found.codes.to(torch.float8_e4m3fn).double(), found.codes)
