@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from common import ROOT, emit, sqnr_db
 from models import TASKS, Task, top1
 
 import sparsebit
-from sparsebit.quantization import QuantConfig, parse_qconfig
+from sparsebit.quantization import QuantConfig, correct_biases, gptq, parse_qconfig
 
 OBSERVERS = ("minmax", "moving_average", "percentile", "mse", "kl_histogram", "aciq")
+# What improves a calibrated model, on the batches that it was calibrated with.
+ALGORITHMS: dict[str, Callable[..., Any]] = {"gptq": gptq, "bias correction": correct_biases}
 # Models that the plain configs do not suit, and the config that their example recommends.
 RECOMMENDED = {"minilm": "examples/configs/encoder_w8a8.yaml", "yolov5n": "examples/configs/yolo_w8a8.yaml"}
 
@@ -45,7 +48,10 @@ def measure(
     reference: tuple[float, torch.Tensor | None],
 ) -> dict[str, Any]:
     wall, cpu = time.perf_counter(), time.process_time()
+    algorithm = ALGORITHMS.get(label.get("algorithm", ""))
     qmodel = sparsebit.quantize(task.model, task.calibration, settings)
+    if algorithm is not None:
+        algorithm(qmodel, task.calibration)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     score, outputs = reference
     quantized, own = task.evaluate(qmodel)
@@ -84,7 +90,9 @@ def variants(task: str, observers: list[str], device: str) -> list[Variant]:
     found = [variant(backend, observer) for backend in ("virtual", "tensorrt") for observer in observers]
     found.append(variant("onnxruntime", "minmax"))
     if task == "resnet20":
-        found += [variant("virtual", "mse", 4, 8), variant("virtual", "mse", 4, 4)]
+        low = [variant("virtual", "mse", *bits) for bits in ((4, 8), (3, 8), (4, 4))]
+        found += low
+        found += [({**label, "algorithm": name}, settings) for name in ALGORITHMS for label, settings in low]
     return found
 
 

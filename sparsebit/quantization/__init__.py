@@ -16,6 +16,7 @@ from sparsebit.graph.rewrite import ReplacePatternBase
 from sparsebit.numerics.dispatch import fake_quantize
 from sparsebit.numerics.qparams import broadcast_to, qparams_from_range
 from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec
+from sparsebit.quantization.algorithms.bias_correction import correct_biases
 from sparsebit.quantization.algorithms.gptq import LayerRounding, gptq
 from sparsebit.quantization.cuda_graph_step import CapturedStep as CapturedStep  # the former name of CudaGraphStep
 from sparsebit.quantization.cuda_graph_step import CudaGraphStep
@@ -67,6 +68,7 @@ __all__ = [
     "attach",
     "broadcast_to",
     "capture",
+    "correct_biases",
     "fake_quantize",
     "find_blocks",
     "gather",

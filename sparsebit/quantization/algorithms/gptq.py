@@ -6,7 +6,6 @@ front of it give; afterwards the weight holds the values of its codes, and the q
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from dataclasses import asdict, dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.nn.utils.parametrize import is_parametrized
 
 from sparsebit.errors import CalibrationError, ConfigError
@@ -26,8 +25,15 @@ from sparsebit.numerics.layer_matrix import LayerMatrix, layer_matrix
 from sparsebit.numerics.qparams import SMALLEST_SCALE, broadcast_to
 from sparsebit.numerics.reference import quantize as codes_of
 from sparsebit.quantization.algorithms.gptq_math import Grid, Rounding, ScaleSearch, quantize, target_weight
+from sparsebit.quantization.algorithms.layer_visits import (
+    LayeredModel,
+    folder_name,
+    has_one_input,
+    input_of,
+    is_first_call,
+    num_owners,
+)
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
-from sparsebit.quantization.quant_model import QuantModel
 from sparsebit.quantization.quantizers.base import Quantizer, rounds_by_operator
 
 log = logging.getLogger(__name__)
@@ -52,7 +58,7 @@ class _Options:
 
 
 def gptq(
-    qmodel: QuantModel,
+    qmodel: LayeredModel,
     data: Any,
     *,
     act_order: bool = True,
@@ -88,14 +94,14 @@ def gptq(
         correct_bias,
     )
     _check(options)
-    owners = _num_owners(qmodel.model)
+    owners = num_owners(qmodel.model)
     found: dict[str, LayerRounding] = {}
     reasons: dict[str, str] = {}
 
     @torch.no_grad()
     def visit(data: BlockData) -> None:
         (layer,) = data.block.modules.values()
-        if not isinstance(layer, WeightedQuantOpr) or not _is_first_call(data.block.nodes[0]):
+        if not isinstance(layer, WeightedQuantOpr) or not is_first_call(data.block.nodes[0]):
             return
         if not layer.weight_quantizer.is_enable:  # as the config has it
             return
@@ -107,7 +113,7 @@ def gptq(
             found[name] = _round_layer(layer, form, data, options)
             log.debug("%s: error %.4g to nearest, %.4g with GPTQ", name, found[name].nearest, found[name].rounded)
 
-    folder = None if resume is None else Path(resume) / _digest(options)
+    folder = None if resume is None else Path(resume) / folder_name("gptq", asdict(options))
     qmodel.visit_blocks(data, visit, blocks="layers", memory_budget=memory_budget, resume=folder)
     log.info("GPTQ: %d layers rounded", len(found))
     if reasons:
@@ -131,30 +137,7 @@ def _check(options: _Options) -> None:
         )
 
 
-def _digest(options: _Options) -> str:
-    """The name of a folder for runs with these options."""
-    return f"gptq-{hashlib.sha256(repr(sorted(asdict(options).items())).encode()).hexdigest()[:12]}"
-
-
 # --- which layers
-
-
-def _num_owners(model: nn.Module) -> dict[int, int]:
-    """How many layers hold each parameter."""
-    owners: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    return owners
-
-
-def _is_first_call(node: fx.Node) -> bool:
-    """Whether no node in front of it calls the same layer, whose weight is rounded once."""
-    root = node.graph.owning_module
-    assert root is not None
-    layer = root.get_submodule(str(node.target))
-    calls = (n for n in node.graph.nodes if n.op == "call_module" and root.get_submodule(str(n.target)) is layer)
-    return next(calls) is node
 
 
 def _matrix_form(layer: WeightedQuantOpr, node: fx.Node, owners: dict[int, int]) -> LayerMatrix | str:
@@ -167,7 +150,7 @@ def _matrix_form(layer: WeightedQuantOpr, node: fx.Node, owners: dict[int, int])
         return f"{type(layer.op).__name__} is not a plain linear layer or convolution"
     if owners.get(id(weight), 1) > 1:
         return "its weight belongs to several layers"
-    if len(node.args) + len(node.kwargs) != 1:
+    if not has_one_input(node):
         return "it is called with more than its input"
     if not rounds_by_operator(quantizer) or type(quantizer).transform is not Quantizer.transform:
         return f"the quantizer {quantizer.TYPE!r} rounds in its own way"
@@ -201,17 +184,15 @@ def _round_layer(layer: WeightedQuantOpr, form: LayerMatrix, data: BlockData, op
 
 def _moments(layer: WeightedQuantOpr, form: LayerMatrix, data: BlockData, *, with_originals: bool) -> InputMoments:
     """Of the layer's quantized input and of its float input, over all batches and processes."""
-    node = data.block.nodes[0]
     dtype = torch.float64 if layer.op.get_parameter("weight").dtype == torch.float64 else torch.float32
     moments = InputMoments(dtype)
     for index in range(data.num_batches):
-        given = _input(node, dict(zip(data.block.inputs, data.inputs[index], strict=True)))
-        (x,) = layer.quantize_input((given,), {})
+        (x,) = layer.quantize_input((input_of(data, data.inputs, index),), {})
         if not with_originals:
             for patches in form.patches(x):
                 moments.add(patches)
             continue
-        original = _input(node, dict(zip(data.block.inputs, data.float_inputs[index], strict=True)))
+        original = input_of(data, data.float_inputs, index)
         for patches, others in zip(form.patches(x), form.patches(original), strict=True):
             moments.add(patches, others)
     states = gather(moments.state())
@@ -221,13 +202,6 @@ def _moments(layer: WeightedQuantOpr, form: LayerMatrix, data: BlockData, *, wit
     for state in states:
         merged.merge(InputMoments.from_state(state, layer.op.get_parameter("weight").device))
     return merged
-
-
-def _input(node: fx.Node, values: dict[fx.Node, Any]) -> Tensor:
-    (source,) = node.all_input_nodes
-    x = values[source]
-    assert isinstance(x, Tensor)
-    return x
 
 
 def _grid(layer: WeightedQuantOpr, form: LayerMatrix) -> Grid:

@@ -1,0 +1,64 @@
+"""What algorithms that change one layer at a time ask about the layer and its values."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import Any, Literal, Protocol
+
+from torch import Tensor, fx, nn
+
+from sparsebit.execution.block_engine import BatchValues, BlockData, Visit
+
+
+class LayeredModel(Protocol):
+    """What these algorithms need of a `QuantModel`, which is built on top of them."""
+
+    model: nn.Module
+
+    def visit_blocks(
+        self,
+        data: Any,
+        visit: Visit,
+        *,
+        blocks: Literal["layers"],
+        memory_budget: int,
+        resume: str | os.PathLike[str] | None,
+    ) -> None:
+        """As `QuantModel.visit_blocks`."""
+
+
+def is_first_call(node: fx.Node) -> bool:
+    """Whether no node in front of it calls the same layer: its parameters are changed once."""
+    root = node.graph.owning_module
+    assert root is not None
+    layer = root.get_submodule(str(node.target))
+    calls = (n for n in node.graph.nodes if n.op == "call_module" and root.get_submodule(str(n.target)) is layer)
+    return next(calls) is node
+
+
+def has_one_input(node: fx.Node) -> bool:
+    """Whether the layer is called with its input alone."""
+    return len(node.args) + len(node.kwargs) == 1 and len(node.all_input_nodes) == 1
+
+
+def input_of(data: BlockData, values: BatchValues, batch: int) -> Tensor:
+    """The layer's input among the values of one batch, of a layer with one input."""
+    (source,) = data.block.nodes[0].all_input_nodes
+    x = dict(zip(data.block.inputs, values[batch], strict=True))[source]
+    assert isinstance(x, Tensor)
+    return x
+
+
+def num_owners(model: nn.Module) -> dict[int, int]:
+    """How many layers hold each parameter, by its id."""
+    owners: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    return owners
+
+
+def folder_name(algorithm: str, options: dict[str, Any]) -> str:
+    """Of the folder that keeps finished layers of a run with these options."""
+    return f"{algorithm}-{hashlib.sha256(repr(sorted(options.items())).encode()).hexdigest()[:12]}"
