@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,11 @@ from sparsebit.quantization import QuantConfig, correct_biases, gptq, parse_qcon
 
 OBSERVERS = ("minmax", "moving_average", "percentile", "mse", "kl_histogram", "aciq")
 # What improves a calibrated model, on the batches that it was calibrated with.
-ALGORITHMS: dict[str, Callable[..., Any]] = {"gptq": gptq, "bias correction": correct_biases}
+ALGORITHMS: dict[str, Callable[..., Any]] = {
+    "gptq": gptq,
+    "analytic bias correction": partial(correct_biases, method="analytic"),
+    "empirical bias correction": partial(correct_biases, method="empirical"),
+}
 # Models that the plain configs do not suit, and the config that their example recommends.
 RECOMMENDED = {"minilm": "examples/configs/encoder_w8a8.yaml", "yolov5n": "examples/configs/yolo_w8a8.yaml"}
 

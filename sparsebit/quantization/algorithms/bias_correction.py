@@ -40,16 +40,17 @@ def correct_biases(
     qmodel: LayeredModel,
     data: Any,
     *,
-    method: Method = "empirical",
+    method: Method = "analytic",
     memory_budget: int = 1024 * MIB,
     resume: str | os.PathLike[str] | None = None,
 ) -> dict[str, float]:
     """Correct the biases of a calibrated model on `data` (batches as for calibration, no labels), in place.
 
-    `method`: "empirical" measures each layer's output beside that of the float model, layer by layer, so that the
-    layers behind it see what is corrected; it takes back what weights and activations shift. "analytic" is
-    `(W - V) E[x]`, with the mean input of the float model: what the rounding of this layer's weight shifts, alone. It
-    is for weights that were rounded to nearest: after `gptq` the difference of the weights is not the rounding.
+    `method`: "analytic" is `(W - V) E[x]`, with the mean input of the float model: what the rounding of this layer's
+    weight shifts, alone. It is for weights that were rounded to nearest: after `gptq` the difference of the weights is
+    not the rounding. "empirical" measures each layer's output beside that of the float model, layer by layer, so that
+    the layers behind it see what is corrected: what weights and activations shift, together. Then every layer's mean is
+    that of the float model, but where a residual sum has drifted this can make the whole worse: compare the two.
 
     Gives the largest correction of each layer. Layers without a bias stay as they are.
     `resume`: a folder that keeps each finished layer; a run that was killed goes on after them.

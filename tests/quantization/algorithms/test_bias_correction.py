@@ -101,7 +101,7 @@ def test_with_gptq_and_exported(tmp_path: Path) -> None:
     data = batches()
     qmodel = calibrated(data, "{BACKEND: onnxruntime, DEVICE: cpu, W: {QUANTIZER: {BIT: 8}}, A: {QUANTIZER: {BIT: 8}}}")
     gptq(qmodel, data, correct_bias=False)
-    correct_biases(qmodel, data)
+    correct_biases(qmodel, data, method="empirical")
     assert qmodel.export_onnx(data[0], tmp_path / "m.onnx", check=data) is not None
 
 
