@@ -54,8 +54,8 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 def ready(device: str, activation: str = "gelu", kind: str = "lsq+") -> QuantModel:
     torch.manual_seed(0)
-    activation = {"QSCHEME": "per-tensor-affine", "QUANTIZER": {"TYPE": kind, "BIT": 8}}
-    config = {"DEVICE": device, "W": {"QUANTIZER": {"TYPE": "lsq", "BIT": 8}}, "A": activation}
+    activations = {"QSCHEME": "per-tensor-affine", "QUANTIZER": {"TYPE": kind, "BIT": 8}}
+    config = {"DEVICE": device, "W": {"QUANTIZER": {"TYPE": "lsq", "BIT": 8}}, "A": activations}
     qmodel = QuantModel(Block(copy.deepcopy(ACTIVATIONS[activation])), parse_qconfig(config))
     qmodel.prepare_calibration()
     qmodel(tokens(device))
