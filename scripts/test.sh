@@ -20,8 +20,8 @@ check "types" mypy
 check "layers" lint-imports --no-logo
 check "docs" mkdocs build --strict --quiet
 # A part of what scripts/without_speed.sh runs by hand: quantizers, ops and training by the plain path.
-check "without speed" bash scripts/without_speed.sh -n auto --maxprocesses 4 -m 'not slow' -k 'not compile' \
-  tests/quantization/quantizers tests/quantization/ops tests/quantization/test_quant_model.py
+check "without speed" bash scripts/without_speed.sh -m 'not slow' -k 'not compile' \
+  tests/quantization/quantizers/test_training.py tests/quantization/quantizers/test_base.py tests/quantization/ops/test_quant_opr.py
 check "tests" pytest -q -n auto --maxprocesses 4 --dist loadfile "$@"
 
 [ ${#failed[@]} -eq 0 ] || { echo "failed: ${failed[*]}" >&2; exit 1; }

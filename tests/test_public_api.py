@@ -73,7 +73,8 @@ class TestPrivateNames:
 
     def test_no_function_outside_of_the_hierarchy_uses_them(self) -> None:
         files = [*PACKAGE.rglob("*.py"), *(ROOT / "examples").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
-        assert [use for file in sorted(files) if file not in FILES for use in uses(file, private_names())] == []
+        names = private_names()
+        assert [use for file in sorted(files) if file not in FILES for use in uses(file, names)] == []
 
 
 def undeclared(code: str, developer: Iterable[str] = ()) -> list[str]:

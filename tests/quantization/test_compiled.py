@@ -141,7 +141,9 @@ def count_guards(node: Any) -> int:
 
 @pytest.mark.parametrize("way", ["lsq", "fixed"])
 def test_a_layer_adds_few_guards(way: str) -> None:
-    """A compiled model checks them all before every call: a switch that a forward reads counts three times a layer."""
+    """A compiled model checks them all before every call: a switch that a forward reads counts three times a layer, and
+    an attribute that is a module several times.
+    """
     totals = []
     for num_layers in (2, 4):
         torch._dynamo.reset()
@@ -152,4 +154,4 @@ def test_a_layer_adds_few_guards(way: str) -> None:
         torch.compile(qmodel.train(), backend="eager", fullgraph=True)(x)
         (entry,) = _debug_get_cache_entry_list(type(qmodel).forward.__code__)
         totals.append(count_guards(entry.guard_manager.root))
-    assert totals[1] - totals[0] < 2 * 65
+    assert totals[1] - totals[0] < 2 * 105

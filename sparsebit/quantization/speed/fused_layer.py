@@ -165,13 +165,15 @@ class FusedLayer(Substitute):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         layer = self.layer
-        if len(args) == 1 and not kwargs and self.computes_itself and not self._is_left_to_a_compiler(args[0]):
+        # Asked first: a compiler checks everything that is read here before every call.
+        is_left = torch.compiler.is_compiling() and self._is_left_to_a_compiler(args)
+        if not is_left and len(args) == 1 and not kwargs and self.computes_itself:
             return self.compute(args[0])
         return type(layer).forward(layer, *args, **kwargs)
 
-    def _is_left_to_a_compiler(self, x: Any) -> bool:
+    def _is_left_to_a_compiler(self, args: tuple[Any, ...]) -> bool:
         """A compiler fuses by itself. Only the first layer is written otherwise for it."""
-        return torch.compiler.is_compiling() and (x.requires_grad or type(self.layer.op) is not nn.Conv2d)
+        return type(self.layer.op) is not nn.Conv2d or len(args) != 1 or args[0].requires_grad
 
     @property
     def computes_itself(self) -> bool:
