@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,8 +15,6 @@ from sparsebit.numerics.qparams import check_backend
 from sparsebit.numerics.spec import PerTensor, num_rows
 from sparsebit.quantization.calibration import calibrate_weight
 from sparsebit.quantization.group_rules import check_group_format
-from sparsebit.quantization.ops.bias import BiasRounding
-from sparsebit.quantization.ops.integer_ops import IntegerKernel
 from sparsebit.quantization.ops.layer_call import current_weight
 from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
 from sparsebit.quantization.ops.quant_opr import QShared, WeightedQuantOpr
@@ -26,8 +24,6 @@ from sparsebit.quantization.sites import Plan, Site
 from sparsebit.registry import QUANTIZERS
 
 WeightOwner = WeightedQuantOpr | QuantizedParameter
-# Modules that may hold a quantizer of another module: these are updated or made again when it is replaced.
-_HOLDERS = (Quantizer, QShared, IntegerKernel, BiasRounding)
 
 
 def quantizers_by_site(model: nn.Module, plan: Plan) -> dict[str, Quantizer]:
@@ -55,7 +51,6 @@ def replaced(
     Everything is checked before the model is changed. The caller attaches the integer ops again: they hold quantizers.
     """
     old = quantizer_at(model, plan, site)
-    _refuse_fused(model, old)
     owner = next((m for m in model.modules() if isinstance(m, WeightOwner) and m.weight_quantizer is old), None)
     if isinstance(wanted, Quantizer):
         _check_given(model, wanted, old)
@@ -155,25 +150,6 @@ def _swap(model: nn.Module, old: Quantizer, new: Quantizer) -> None:
         if isinstance(module, Quantizer):
             others = module.replaced_by
             others.update({name: new for name, other in others.items() if other is old})
-
-
-def _refuse_fused(model: nn.Module, quantizer: Quantizer) -> None:
-    """Refuse a quantizer that is part of a fused op of the training graph: that op was chosen for its grid."""
-    for module in model.modules():
-        if not isinstance(module, _HOLDERS) and any(held is quantizer for held in _held(module)):
-            raise CalibrationError(
-                f"{quantizer.name}: it is part of a {type(module).__name__} of the training graph; replace quantizers "
-                "before the first train() with activation quantization on"
-            )
-
-
-def _held(module: nn.Module) -> Iterator[object]:
-    """The objects in the module's own lists, tuples and dicts."""
-    for value in list(module.__dict__.values()):
-        if isinstance(value, (tuple, list)):
-            yield from value
-        elif isinstance(value, dict) and value is not module._modules:
-            yield from value.values()
 
 
 def _weight(owner: WeightOwner) -> Tensor:

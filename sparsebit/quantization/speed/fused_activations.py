@@ -82,7 +82,7 @@ class FusedReLU(FusedActivation):
 
     def fused(self, x: Tensor) -> Any:
         reader, quantizer = self.reader, self.reader.input_quantizer
-        if not self._begins_at_zero(quantizer):
+        if not _may_begin_at_zero(quantizer) or not self._begins_at_zero(quantizer):
             return None
         gradient: Gradient = "relu_lsq" if quantizer.GRADIENT == "lsq" else "relu_ste"
         if isinstance(reader, WeightedQuantOpr):
@@ -161,7 +161,11 @@ def _rectifies(reader: nn.Module | None) -> TypeGuard[QuantOpr]:
     """Whether its quantizer can stand for a ReLU too; a user's own may do anything with its input."""
     if not is_itself(reader, QuantOpr) or type(reader) not in _RELU_READERS:
         return False
-    quantizer = reader.input_quantizer
+    return _may_begin_at_zero(reader.input_quantizer)
+
+
+def _may_begin_at_zero(quantizer: Quantizer) -> bool:
+    """Whether its grid begins at zero if its zero point is 0, and training does not move that."""
     return type(quantizer) in (LSQ, Uniform) and quantizer.spec.qmin == 0
 
 

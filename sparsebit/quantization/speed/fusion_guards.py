@@ -27,7 +27,7 @@ class Substitute:
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define forward()")
 
 
 def substitute(module: nn.Module, by: Substitute) -> None:

@@ -27,7 +27,6 @@ class Draft:
         self.root, self.graph = root, fx.Graph()
         self.copies: dict[fx.Node, fx.Node] = {}
         self.graph.output(self.graph.graph_copy(root.graph, self.copies))
-        self.originals = {copy: node for node, copy in self.copies.items()}
 
     def replace(self, node: fx.Node, step: FusedStep, args: tuple[Any, ...]) -> None:
         """`step(*args)` in the place of a call of a module or function."""
@@ -46,7 +45,7 @@ class FusedStep:
         self.__name__ = name  # as torch.fx wants of a function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define __call__()")
 
 
 class TrainingGraph(Substitute):

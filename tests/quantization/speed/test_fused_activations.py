@@ -140,6 +140,17 @@ def test_a_grid_that_has_changed_is_seen() -> None:
     assert rectifying(qmodel) == ["fc.input"]
 
 
+def test_a_grid_that_becomes_signed_is_seen() -> None:
+    qmodel = ready().train()
+    assert "conv3.input" in rectifying(qmodel)
+    quantizer = next(quantizer for quantizer in qmodel.quantizers() if quantizer.name == "conv3.input")
+    quantizer.spec = quantizer.spec.replace(symmetric=True)
+    assert rectifying(qmodel) == ["fc.input"]
+    found = qmodel(images())
+    qmodel.accelerate(False)
+    assert torch.equal(found, qmodel(images()))
+
+
 def test_nothing_else_notices(tmp_path: Path) -> None:
     qmodel = ready()
     before, coverage, names = qmodel(images()), str(qmodel.coverage), list(qmodel.state_dict())
