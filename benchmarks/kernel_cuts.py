@@ -2,7 +2,7 @@
 
     python benchmarks/kernel_cuts.py [--only rows_backward] [--batch 256] [--output build/kernel_cuts.jsonl]
 
-For whoever tunes `sparsebit.kernels.fake_quant.WHOLE` and `HALF` for another GPU. `ratio_to_limit` is as in
+Use it to tune `sparsebit.kernels.fake_quant.WHOLE` and `HALF` for another GPU. `ratio_to_limit` is as in
 `fake_quant.py`: the kernel's time over that in which a copy moves as many bytes. Look at small batches too: with many
 programs, each of which leaves a sum, the last sum takes longer than the pass.
 """

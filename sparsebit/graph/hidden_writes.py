@@ -73,7 +73,7 @@ def _may_write_parameters(function: FunctionType) -> bool:
 
 
 def _tree_of(function: FunctionType) -> ast.AST | None:
-    """The function's code; None where it is not known. What builds a module is no part of a call."""
+    """The function's code; None where it is not known. `__init__` counts as empty: no call runs it."""
     if function.__name__ == "__init__":
         return ast.Module([], [])
     try:

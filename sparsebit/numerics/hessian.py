@@ -75,7 +75,7 @@ class InputMoments:
         return self._sum("original_mean") / self.num_rows
 
     def hessian(self, *, centered: bool = False) -> Tensor:
-        """`X^T X / n`; centered, the covariance: what is left of the error when a bias takes up its mean."""
+        """`X^T X / n`; centered: the covariance, for a layer whose bias absorbs the mean error."""
         found = self._sum("hessian") / self.num_rows
         found = (found + found.mT) / 2  # a product in float32 is symmetric up to rounding only
         return found - _outer(self.mean, self.mean) if centered else found

@@ -144,18 +144,16 @@ def _binds(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str
     return True
 
 
-def check_ready(qmodel: SimulatedModel) -> None:
-    """Refuses a model that has nothing to export yet."""
+def check_ready(qmodel: SimulatedModel, verb: str) -> None:
+    """Refuses a model in which nothing is quantized and calibrated; `verb` is what the user called."""
     quantizers = [quantizer for quantizer in qmodel.quantizers() if not quantizer.fake_fused]
     if not quantizers:
         raise DeploymentError(
-            f"export_onnx(): nothing of the model is quantized with BACKEND: {qmodel.config.BACKEND}; "
-            "its coverage says why"
+            f"{verb}(): nothing of the model is quantized with BACKEND: {qmodel.config.BACKEND}; its coverage says why"
         )
     if not any(quantizer.is_calibrated for quantizer in quantizers):
         raise CalibrationError(
-            "export_onnx(): the model is not calibrated; call prepare_calibration(), run a few batches, then "
-            "calc_qparams()"
+            f"{verb}(): the model is not calibrated; call prepare_calibration(), run a few batches, then calc_qparams()"
         )
 
 

@@ -172,7 +172,7 @@ class QuantModel(TrainableModel):
         finished block; a run that was killed goes on after them. `memory_budget`: bytes of activations in memory.
         """
         self._require_whole("visit_blocks")
-        check_ready(self)
+        check_ready(self, "visit_blocks")
         if self._root is None:
             raise CaptureError(
                 "visit_blocks() needs a graph of the whole model, which could not be traced: see coverage"
@@ -300,7 +300,7 @@ class QuantModel(TrainableModel):
         quantization is off is exported quantized, and is off again afterwards.
         """
         self._require_whole("export_onnx")
-        check_ready(self)
+        check_ready(self, "export_onnx")
         target = checked_path(name)
         if check is not None:
             require_runtime(PROFILES[self.config.BACKEND].executes or "onnxruntime")

@@ -10,6 +10,7 @@ from sparsebit.errors import CalibrationError, CheckpointError
 from sparsebit.execution.block_engine import BlockData
 from sparsebit.execution.block_search import find_blocks
 from sparsebit.quantization import QuantModel
+from tests.quantization.tiny import qconfig
 
 CONFIG = "{DEVICE: cpu, W: {QUANTIZER: {BIT: 4}}, A: {QUANTIZER: {BIT: 8}}}"
 
@@ -102,3 +103,9 @@ def test_no_batches() -> None:
     qmodel = calibrated(torch.randn(1, 5, 6))
     with pytest.raises(CalibrationError, match="no batch"):
         qmodel.visit_blocks([], lambda data: None)
+
+
+def test_a_model_that_is_not_calibrated() -> None:
+    qmodel = QuantModel(nn.Sequential(nn.Linear(4, 4)), qconfig())
+    with pytest.raises(CalibrationError, match=r"^visit_blocks\(\): the model is not calibrated"):
+        qmodel.visit_blocks([torch.randn(2, 4)], lambda data: None)
