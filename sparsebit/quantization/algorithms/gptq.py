@@ -1,7 +1,8 @@
 """GPTQ on a calibrated model: each layer's weight is rounded such that its output stays near that of the float model.
 
-The arithmetic is in `gptq_math.py`. Here layers are visited in order, each with the input that the quantized layers in
-front of it give; afterwards the weight holds the values of its codes, and the quantizer the scales that belong to them.
+The arithmetic is in `sparsebit.numerics.gptq_math`. Here layers are visited in order, each with the input that the
+quantized layers in front of it give; afterwards the weight holds the values of its codes, and the quantizer the scales
+that belong to them.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.execution.block_engine import BlockData
 from sparsebit.execution.distributed import gather
 from sparsebit.execution.value_store import MIB
+from sparsebit.numerics.gptq_math import Grid, Rounding, ScaleSearch, quantize, target_weight
 from sparsebit.numerics.hessian import InputMoments
 from sparsebit.numerics.layer_matrix import LayerMatrix, layer_matrix
 from sparsebit.numerics.qparams import SMALLEST_SCALE, broadcast_to
 from sparsebit.numerics.reference import quantize as codes_of
-from sparsebit.quantization.algorithms.gptq_math import Grid, Rounding, ScaleSearch, quantize, target_weight
 from sparsebit.quantization.algorithms.layer_visits import (
     LayeredModel,
     folder_name,

@@ -7,11 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsebit.numerics.hessian import damped, inverse_factor
-from sparsebit.numerics.qparams import broadcast_to, qparams_from_range
-from sparsebit.numerics.reference import fake_quantize
-from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec, to_rows
-from sparsebit.quantization.algorithms.gptq_math import (
+from sparsebit.numerics.gptq_math import (
     Grid,
     Rounding,
     descend,
@@ -23,6 +19,10 @@ from sparsebit.quantization.algorithms.gptq_math import (
     shared_columns,
     target_weight,
 )
+from sparsebit.numerics.hessian import damped, inverse_factor
+from sparsebit.numerics.qparams import broadcast_to, qparams_from_range
+from sparsebit.numerics.reference import fake_quantize
+from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec, to_rows
 
 CHANNEL = PerChannel(0)
 PLAIN = Rounding(act_order=False, scale_search="none", sweeps=0, refit=False)
