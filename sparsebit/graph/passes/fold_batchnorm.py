@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from operator import attrgetter
 
 import torch
 from torch import fx, nn
@@ -171,8 +173,19 @@ def _is_shared(node: fx.Node, root: fx.GraphModule) -> bool:
     parts = root.source.modules() if isinstance(root, CapturedGraph) else [module]
     if not any(part._parameters is module._parameters for part in parts):
         return True  # the source's own code would not see the folding
-    held = Counter(id(parameter) for part in root.modules() for parameter in part._parameters.values())
-    return any(held[id(parameter)] > 1 for parameter in module.parameters())
+    # A lifted layer and the block that it was lifted from hold their parameters in one dict.
+    registries = {id(part._parameters): part._parameters for part in root.modules()}.values()
+    held = Counter(id(parameter) for registry in registries for parameter in registry.values())
+    own = {id(parameter) for parameter in module.parameters()}
+    return any(held[one] > 1 for one in own) or any(id(value) in own for value in _read_alone(root))
+
+
+def _read_alone(root: fx.GraphModule) -> Iterator[object]:
+    """The parameters whose numbers the graph reads outside of layers; a shape is no number."""
+    python = python_values(root.graph)
+    for node in root.graph.find_nodes(op="get_attr"):
+        if not node.users.keys() <= python:
+            yield attrgetter(str(node.target))(root)
 
 
 def _rank(node: fx.Node) -> int | None:

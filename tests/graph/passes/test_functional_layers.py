@@ -66,6 +66,48 @@ def test_folding_reaches_the_own_code_too(bias: bool) -> None:
     torch.testing.assert_close(region.source(x), model(x), rtol=1e-4, atol=1e-5)
 
 
+class ReadsItsWeight(nn.Conv2d):
+    """Reads the shape of its weight, as same-padding layers do, or its numbers."""
+
+    def __init__(self, *, numbers: bool) -> None:
+        super().__init__(4, 6, 3, bias=False)
+        self.numbers = numbers
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, columns = self.weight.shape[-2:]
+        y = F.conv2d(F.pad(x, (columns // 2, columns // 2, rows // 2, rows // 2)), self.weight, self.bias)
+        return y + self.weight.mean() if self.numbers else y
+
+
+@pytest.mark.parametrize(("numbers", "folded"), [(False, 1), (True, 0)], ids=["shape", "numbers"])
+def test_a_layer_that_reads_the_shape_of_its_weight_is_folded(numbers: bool, folded: int) -> None:
+    norm = nn.BatchNorm2d(6)
+    norm.running_mean.normal_()  # type: ignore[union-attr]
+    norm.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
+    model = nn.Sequential(ReadsItsWeight(numbers=numbers), norm)
+    region = lifted(model)
+    assert fold_batchnorm(region.graph_module) == folded
+    x = torch.randn(2, 4, 5, 5)
+    torch.testing.assert_close(region.graph_module(x), model(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(region.source(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_numbers_of_a_weight_that_are_read_elsewhere_are_not_folded() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = ReadsItsWeight(numbers=False), nn.BatchNorm2d(6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.conv(x)) * self.conv.weight.abs().mean()
+
+    model = Tied()
+    region = lifted(model)
+    assert fold_batchnorm(region.graph_module) == 0
+    x = torch.randn(2, 4, 5, 5)
+    torch.testing.assert_close(region.graph_module(x), model(x))
+
+
 def test_a_weight_under_another_name_is_lifted_but_not_folded() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
