@@ -33,6 +33,7 @@ from sparsebit.quantization.algorithms.layer_visits import (
     input_of,
     is_first_call,
     num_owners,
+    weights_outside,
 )
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 from sparsebit.quantization.quantizers.base import Quantizer, rounds_by_operator
@@ -116,6 +117,7 @@ def gptq(
 
     folder = None if resume is None else Path(resume) / folder_name("gptq", asdict(options))
     qmodel.visit_blocks(data, visit, blocks="layers", memory_budget=memory_budget, resume=folder)
+    reasons |= dict.fromkeys(weights_outside(qmodel.model), "untraced code calls its layer")
     log.info("GPTQ: %d layers rounded", len(found))
     if reasons:
         shown = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())

@@ -9,6 +9,9 @@ from typing import Any, Literal, Protocol
 from torch import Tensor, fx, nn
 
 from sparsebit.execution.block_engine import BatchValues, BlockData, Visit
+from sparsebit.graph.patterns import is_itself
+from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
+from sparsebit.quantization.quantizers.base import Quantizer
 
 
 class LayeredModel(Protocol):
@@ -57,6 +60,16 @@ def num_owners(model: nn.Module) -> dict[int, int]:
         for parameter in module._parameters.values():
             owners[id(parameter)] = owners.get(id(parameter), 0) + 1
     return owners
+
+
+def weights_outside(model: nn.Module) -> list[str]:
+    """The sites of calibrated weights that no visit sees: untraced code calls their layers."""
+    graph = getattr(model, "graph", None)
+    targets = [] if graph is None else [str(node.target) for node in graph.find_nodes(op="call_module")]
+    visited = [model.get_submodule(target) for target in targets]
+    seen = {id(layer.weight_quantizer) for layer in visited if is_itself(layer, WeightedQuantOpr)}
+    quantizers = [module for module in model.modules() if is_itself(module, Quantizer) and module.target == "weight"]
+    return [q.name for q in quantizers if id(q) not in seen and q.is_calibrated and not q.fake_fused]
 
 
 def folder_name(algorithm: str, options: dict[str, Any]) -> str:

@@ -294,3 +294,35 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
     data = batches(1)
     with pytest.raises(ConfigError, match=message):
         gptq(calibrated(float_model(), data), data, **options)
+
+
+class Hidden(nn.Module):
+    """A weight that a function reads (it becomes a layer), and a layer that code calls which cannot be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(8, 8), Untraceable()
+        self.weight = nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.inner(self.first(x)), self.weight)
+
+
+class Untraceable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) if float(x.sum()) < 1e9 else x  # type: ignore[no-any-return]
+
+
+def test_weights_that_no_visit_sees_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    data = [torch.randn(16, 8)]
+    qmodel = calibrated(Hidden().eval(), data)
+    with caplog.at_level(logging.WARNING):
+        found = gptq(qmodel, data)
+    assert list(found) == ["first", "linear"]
+    (told,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert "left 1 weights" in told and "inner.layer.weight" in told and "untraced code" in told
