@@ -14,12 +14,13 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from sparsebit.backends import BACKENDS, NumberRules
-from sparsebit.config.fields import Names, describe, section_of, walk
+from sparsebit.config.fields import Allowed, Names, describe, section_of, walk
 from sparsebit.config.rules import quantizers_for, schemes
 from sparsebit.config.schema import QuantConfig
+from sparsebit.config.section import Section
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.quantization.quant_config import parse_qconfig
-from sparsebit.registry import OBSERVERS
+from sparsebit.registry import ALGORITHMS, OBSERVERS
 
 PAGE = Path(__file__).resolve().parent / "reference" / "config.md"
 
@@ -45,6 +46,20 @@ Only `W.QUANTIZER.BIT` and `A.QUANTIZER.BIT` are required, each unless its `DISA
 quantizers, observers, schemes, layouts and distributions may be written in any case, `lsq+` also as `lsq_plus`.
 
 {keys}
+
+## ALGORITHMS: what is done after calibration
+
+Each entry is a name, or a name with its options. They run in the order written, on the calibration data:
+
+```yaml
+W: {{QUANTIZER: {{BIT: 4}}}}
+A: {{QUANTIZER: {{BIT: 8}}}}
+ALGORITHMS: [gptq, {{bias_correction: {{METHOD: empirical}}}}]
+```
+
+{algorithms}
+
+`register_algorithm` adds your own: see [Add a block algorithm](../guides/add-a-block-algorithm.md).
 
 ## Different layers, different wishes
 
@@ -97,7 +112,11 @@ and batch norms are not folded until the tuning has ended, whatever `SCHEDULE.FU
 
 def render() -> str:
     """The whole page."""
-    tables = {"backends": _table(_backend_rows()), "defaults": _table(_default_rows())}
+    tables = {
+        "algorithms": _table(_algorithm_rows()),
+        "backends": _table(_backend_rows()),
+        "defaults": _table(_default_rows()),
+    }
     return TEMPLATE.format(keys="\n\n".join(_key_tables()), **tables)
 
 
@@ -123,11 +142,22 @@ def _takes(path: Names, field: FieldInfo) -> str:
     return ", ".join(OBSERVERS) if path[1:] == ("OBSERVER", "TYPE") else describe(field)
 
 
+def _algorithm_rows() -> Iterator[tuple[str, ...]]:
+    yield "algorithm", "option", "takes", "default", "meaning"
+    for name in ALGORITHMS:
+        options = ALGORITHMS.options_of(name)[1] or Section
+        for number, (key, field) in enumerate(options.model_fields.items()):
+            shown = "" if number else f"`{name}`"
+            yield shown, f"`{key}`", describe(field), _default(field), field.description or ""
+        if not options.model_fields:
+            yield f"`{name}`", "", "", "", "takes no options"
+
+
 def _default(field: FieldInfo) -> str:
     if field.default_factory:
         return inspect.getdoc(field.default_factory) or ""
-    if field.default == 0 and field.annotation is int:
-        return "required"
+    if field.default == 0 and field.annotation is int and any(isinstance(mark, Allowed) for mark in field.metadata):
+        return "required"  # `Bits`: 0 is "not given"
     plain = {True: "true", False: "false", (): "[]"} if isinstance(field.default, (bool, tuple)) else {}
     return f"`{plain.get(field.default, field.default)}`"
 

@@ -108,6 +108,7 @@ def own_type(kind: type) -> str:
     return name
 
 
-# The two registries that a config's names are checked against; the methods' packages fill them.
+# The registries that a config's names are checked against; the methods' packages fill them.
 OBSERVERS: Registry[object] = Registry("observer")
 QUANTIZERS: Registry[object] = Registry("quantizer")
+ALGORITHMS: Registry[object] = Registry("algorithm")

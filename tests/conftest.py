@@ -18,7 +18,7 @@ import torch
 
 from sparsebit.graph.failures import RAISE_VARIABLE
 from sparsebit.quantization import QMODULE_MAP
-from sparsebit.registry import OBSERVERS, QUANTIZERS
+from sparsebit.registry import ALGORITHMS, OBSERVERS, QUANTIZERS
 from tests import torchvision_shim
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,7 +54,7 @@ def _onednn() -> Iterator[None]:
 def _known_names() -> Iterator[None]:
     """What a test, or a page of the documentation, registers is forgotten after it."""
     tables: list[dict[Any, Any]] = [QMODULE_MAP]
-    for registry in (OBSERVERS, QUANTIZERS):
+    for registry in (ALGORITHMS, OBSERVERS, QUANTIZERS):
         tables += [table for table in vars(registry).values() if isinstance(table, dict)]
     before = [dict(table) for table in tables]
     yield

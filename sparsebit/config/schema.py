@@ -15,6 +15,7 @@ from sparsebit.config.fields import Allowed, OneOf, field_at, section_of
 from sparsebit.config.rules import broken_rules
 from sparsebit.config.section import Section, put
 from sparsebit.config.selectors import Override, Selector, near_names, read_overrides
+from sparsebit.config.steps import Step, read_steps
 from sparsebit.config.tensor_config import ActivationConfig, Kind, TensorConfig, WeightConfig
 
 __all__ = ["ActivationConfig", "Kind", "QuantConfig", "Schedule", "TensorConfig", "UnmatchedGlob", "WeightConfig"]
@@ -42,6 +43,12 @@ Overrides = Annotated[
     BeforeValidator(read_overrides),
     PlainSerializer(lambda overrides: [override.to_entry() for override in overrides]),
     Allowed('a list, [{"layer1.*": [KEY, value, KEY, value...]}]'),
+]
+Steps = Annotated[
+    tuple[Step, ...],
+    BeforeValidator(read_steps),
+    PlainSerializer(lambda steps: [step.to_entry() for step in steps]),
+    Allowed("a list of names, each with its options if there are any, [gptq, {reconstruct: {STEPS: 500}}]"),
 ]
 
 
@@ -119,6 +126,11 @@ class QuantConfig(Section):
         (), description="Modules (globs on their paths) that are not entered and stay float."
     )
     SCHEDULE: Schedule = Field(default_factory=Schedule, description="What is done to the graph.")
+    ALGORITHMS: Steps = Field(
+        (),
+        description="What is done to the calibrated model, in this order, on the calibration data. `quantize` does it; "
+        "with a `QuantModel` of your own call `apply_algorithms`.",
+    )
     W: WeightSection = Field(default_factory=WeightSection, description="Weights.")
     A: ActivationSection = Field(default_factory=ActivationSection, description="Activations.")
 

@@ -16,8 +16,10 @@ from sparsebit.graph.rewrite import ReplacePatternBase
 from sparsebit.numerics.dispatch import fake_quantize
 from sparsebit.numerics.qparams import broadcast_to, qparams_from_range
 from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec
+from sparsebit.quantization.algorithms.applying import apply_algorithms
 from sparsebit.quantization.algorithms.bias_correction import correct_biases
 from sparsebit.quantization.algorithms.gptq import LayerRounding, gptq
+from sparsebit.quantization.algorithms.registration import register_algorithm
 from sparsebit.quantization.cuda_graph_step import CapturedStep as CapturedStep  # the former name of CudaGraphStep
 from sparsebit.quantization.cuda_graph_step import CudaGraphStep
 from sparsebit.quantization.first_sparsebit import weights_of_first_sparsebit
@@ -65,6 +67,7 @@ __all__ = [
     "SubgraphMatcher",
     "TensorSpec",
     "Transform",
+    "apply_algorithms",
     "attach",
     "broadcast_to",
     "capture",
@@ -78,6 +81,7 @@ __all__ = [
     "parse_qconfig",
     "prepare",
     "qparams_from_range",
+    "register_algorithm",
     "register_observer",
     "register_qmodule",
     "register_quantizer",

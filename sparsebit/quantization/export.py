@@ -25,6 +25,7 @@ from sparsebit.deploy.runtimes import PROFILES, RuntimeProfile
 from sparsebit.deploy.to_onnx import in_order, to_onnx
 from sparsebit.errors import CalibrationError, DeploymentError
 from sparsebit.execution.batches import Call, as_call, to_device
+from sparsebit.quantization.algorithms.applying import not_applied
 from sparsebit.quantization.call_state import state_between_calls
 from sparsebit.quantization.export_constants import evaluating, quantizers_as_constants
 from sparsebit.quantization.float_reasons import SWITCHED_OFF
@@ -56,6 +57,12 @@ def build_onnx(
         warnings.warn(
             f"export_onnx: every call changes {', '.join(state)}, and the next one depends on that; a file keeps "
             "nothing between calls: it computes each of them from the state that the model has now",
+            stacklevel=users_level(),
+        )
+    if missing := not_applied(qmodel):
+        warnings.warn(
+            f"export_onnx: the config names ALGORITHMS that were not run on this model ({', '.join(missing)}); call "
+            "apply_algorithms(qmodel, batches) before, or take them out of the config",
             stacklevel=users_level(),
         )
     opset = _opset(qmodel, opset_version, profile.weight_widths, profile.opset)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from sparsebit.config.schema import QuantConfig
 from sparsebit.errors import CalibrationError
 from sparsebit.execution.batches import Call, calls
 from sparsebit.progress import track
+from sparsebit.quantization.algorithms.applying import apply_algorithms, require_repeatable
 from sparsebit.quantization.quant_config import as_qconfig
 from sparsebit.quantization.quant_model import QuantModel
 from sparsebit.records.phases import note_calibration, phase
@@ -31,13 +33,15 @@ def quantize(
     config: Source | QuantConfig = "onnxruntime",
     *,
     asym: bool = False,
+    resume: str | os.PathLike[str] | None = None,
 ) -> QuantModel:
     """A calibrated `QuantModel` with quantization on, in eval mode; `model` is left as it was.
 
     `batches`: an iterable of tensors, tuples of positional arguments or mappings of keyword arguments (a DataLoader of
     `(images, labels)` will do). None where only weights are quantized (`config="weights-only"`): their ranges are read
     off the weights themselves. `config`: a config in any form that `parse_qconfig` reads, or a backend's name (8 bits
-    as that runtime wants them). `asym`: calibrate each layer on quantized predecessors.
+    as that runtime wants them). `asym`: calibrate each layer on quantized predecessors. `resume`: a folder that keeps
+    what the `ALGORITHMS` of the config have finished; a run that was killed goes on after it.
 
     >>> model = nn.Sequential(nn.Linear(4, 2), nn.ReLU())
     >>> qmodel = quantize(model, [torch.randn(8, 4)], "onnxruntime")
@@ -47,6 +51,11 @@ def quantize(
     """
     qconfig = as_qconfig(config)
     if batches is None:
+        if qconfig.ALGORITHMS:
+            names = ", ".join(step.name for step in qconfig.ALGORITHMS)
+            raise CalibrationError(
+                f"no calibration batches were given, and the ALGORITHMS of the config ({names}) need some"
+            )
         return _without_data(model, qconfig)
     if isinstance(batches, (torch.Tensor, Mapping)):
         batches = [batches]
@@ -54,6 +63,8 @@ def quantize(
         raise CalibrationError(
             f"calibration data of type {type(batches).__name__} is not iterable; pass a DataLoader or a list of batches"
         )
+    if qconfig.ALGORITHMS:
+        require_repeatable(batches, "the ALGORITHMS of the config")
     stream = iter(batches)
     first = next(stream, None)
     if first is None:
@@ -71,6 +82,7 @@ def quantize(
         qmodel.calc_qparams(asym=asym)
     note_calibration(counted.num_samples, asym=asym)
     qmodel.set_quant(w_quant=True, a_quant=True)
+    apply_algorithms(qmodel, batches, resume=resume)
     return qmodel
 
 

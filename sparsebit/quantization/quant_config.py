@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-# The names of the built-in observers and quantizers are filed when these packages are imported.
+# The names of the built-in algorithms, observers and quantizers are filed when these are imported.
+import sparsebit.quantization.algorithms.bias_correction
+import sparsebit.quantization.algorithms.gptq
 import sparsebit.quantization.observers
 import sparsebit.quantization.quantizers  # noqa: F401
 from sparsebit.backends import BACKENDS

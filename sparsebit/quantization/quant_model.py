@@ -402,6 +402,7 @@ class QuantModel(TrainableModel):
             "untouched": dict(self._policy.untouched),
             "transforms": [name_of(step) for step in self._transforms],
             "plan": None if self._given_plan is None else self._given_plan.to_dict(),
+            "algorithms": list(self.applied_algorithms),
             "sites": {q.name: q.describe() for q in self.quantizers() if not q.fake_fused},
         }
 
@@ -429,6 +430,7 @@ class QuantModel(TrainableModel):
             quantizer.set_bit(site.get("bits", quantizer.spec.bits))
         qmodel.load_state_dict(tensors)
         qmodel.set_quant(*manifest.switches_of(description))
+        qmodel.applied_algorithms = tuple(description.get("algorithms", ()))
         return qmodel.eval()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -47,6 +47,7 @@ class SimulatedModel(nn.Module):
     """
 
     model: nn.Module
+    applied_algorithms: tuple[str, ...] = ()  # what has changed the calibrated model, by the names of `ALGORITHMS`
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ class TestKeys:
     def test_all_of_the_format(self) -> None:
         quantizer = ["TYPE", "BIT", "DISABLE"]
         observer = ["TYPE", "PERCENTILE.ALPHA", "ACIQ.DISTRIBUTION"]
-        expected = ["BACKEND", "DEVICE", "SKIP_TRACE_MODULES"]
+        expected = ["BACKEND", "DEVICE", "SKIP_TRACE_MODULES", "ALGORITHMS"]
         expected += [f"SCHEDULE.{key}" for key in ("FUSE_BN", "BN_TUNING", "DISABLE_UNNECESSARY_QUANT")]
         for kind in "WA":
             expected += [f"{kind}.QSCHEME", f"{kind}.SPECIFIC"]

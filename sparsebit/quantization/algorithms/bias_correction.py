@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import is_parametrized
 
-from sparsebit.errors import ConfigError
 from sparsebit.execution.block_engine import BlockData
 from sparsebit.execution.distributed import gather
 from sparsebit.execution.value_store import MIB
@@ -29,6 +28,7 @@ from sparsebit.quantization.algorithms.layer_visits import (
     is_first_call,
     num_owners,
 )
+from sparsebit.quantization.algorithms.registration import register_algorithm
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 Method = Literal["empirical", "analytic"]
 
 
+@register_algorithm("bias_correction")
 def correct_biases(
     qmodel: LayeredModel,
     data: Any,
@@ -58,8 +59,6 @@ def correct_biases(
     >>> correct_biases(qmodel, batches)  # doctest: +SKIP
     {'conv1': 0.031, ...}
     """
-    if method not in ("empirical", "analytic"):
-        raise ConfigError(f"correct_biases(method={method!r}): allowed: empirical, analytic")
     owners = num_owners(qmodel.model)
     found: dict[str, float] = {}
 

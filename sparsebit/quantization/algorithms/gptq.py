@@ -11,13 +11,14 @@ import logging
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor, fx
 from torch.nn.utils.parametrize import is_parametrized
 
-from sparsebit.errors import CalibrationError, ConfigError
+from sparsebit.errors import CalibrationError
 from sparsebit.execution.block_engine import BlockData
 from sparsebit.execution.distributed import gather
 from sparsebit.execution.value_store import MIB
@@ -35,6 +36,7 @@ from sparsebit.quantization.algorithms.layer_visits import (
     num_owners,
     weights_outside,
 )
+from sparsebit.quantization.algorithms.registration import register_algorithm
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 from sparsebit.quantization.quantizers.base import Quantizer, rounds_by_operator
 
@@ -59,18 +61,19 @@ class _Options:
     correct_bias: bool
 
 
+@register_algorithm("gptq")
 def gptq(
     qmodel: LayeredModel,
     data: Any,
     *,
     act_order: bool = True,
-    damping: float = 0.01,
+    damping: Annotated[float, Field(ge=0)] = 0.01,
     scale_search: ScaleSearch = "nearest",
     refit: bool = True,
-    sweeps: int = 2,
-    input_correction: float = 1.0,
+    sweeps: Annotated[int, Field(ge=0)] = 2,
+    input_correction: Annotated[float, Field(ge=0, le=1)] = 1.0,
     correct_bias: bool = True,
-    block_size: int = 128,
+    block_size: Annotated[int, Field(ge=1)] = 128,
     memory_budget: int = 1024 * MIB,
     resume: str | os.PathLike[str] | None = None,
 ) -> dict[str, LayerRounding]:
@@ -95,7 +98,6 @@ def gptq(
         input_correction,
         correct_bias,
     )
-    _check(options)
     owners = num_owners(qmodel.model)
     found: dict[str, LayerRounding] = {}
     reasons: dict[str, str] = {}
@@ -123,21 +125,6 @@ def gptq(
         shown = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         log.warning("GPTQ left %d weights rounded to nearest: %s", len(reasons), shown)
     return found
-
-
-def _check(options: _Options) -> None:
-    rounding = options.rounding
-    if rounding.scale_search not in ("none", "nearest", "gptq"):
-        raise ConfigError(f"gptq(scale_search={rounding.scale_search!r}): allowed: none, nearest, gptq")
-    if not 0 <= options.input_correction <= 1:
-        raise ConfigError(f"gptq(input_correction={options.input_correction}): allowed: 0 to 1")
-    if not rounding.damping >= 0:
-        raise ConfigError(f"gptq(damping={rounding.damping}): allowed: 0 or more; 0.01 is usual")
-    if rounding.sweeps < 0 or rounding.block_size < 1:
-        raise ConfigError(
-            f"gptq(sweeps={rounding.sweeps}, block_size={rounding.block_size}): allowed: sweeps of 0 or more, a block "
-            "size of 1 or more"
-        )
 
 
 # --- which layers

@@ -284,10 +284,10 @@ def test_weights_alone() -> None:
     ("options", "message"),
     [
         ({"scale_search": "fast"}, "allowed: none, nearest, gptq"),
-        ({"input_correction": 1.5}, "allowed: 0 to 1"),
-        ({"damping": -1}, "0 or more"),
-        ({"sweeps": -1}, "sweeps of 0 or more"),
-        ({"block_size": 0}, "size of 1 or more"),
+        ({"input_correction": 1.5}, "input_correction=1.5: allowed: a number, at least 0, at most 1"),
+        ({"damping": -1}, "damping=-1: .* at least 0"),
+        ({"sweeps": -1}, "sweeps=-1: .* at least 0"),
+        ({"block_size": 0}, "block_size=0: .* at least 1"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:

@@ -1,0 +1,114 @@
+"""Algorithms by name: the entries of `ALGORITHMS` in configs. The options are the keywords of the function."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar, get_type_hints
+
+from pydantic import Field, create_model
+
+from sparsebit.config.faults import all_faults
+from sparsebit.config.options import check_options
+from sparsebit.config.section import Section
+from sparsebit.config.steps import Step
+from sparsebit.errors import ConfigError
+from sparsebit.records.phases import phase
+from sparsebit.registry import ALGORITHMS
+
+AlgorithmFunction = TypeVar("AlgorithmFunction", bound=Callable[..., Any])
+
+# Keywords about how an algorithm runs, not about what it computes: a call gives them, not a config.
+_OF_THE_RUN = ("memory_budget", "resume")
+
+
+class Applied(Protocol):
+    """What keeps the names of the algorithms that changed a model: a `QuantModel`."""
+
+    applied_algorithms: tuple[str, ...]
+
+
+def register_algorithm(
+    name: str, *, aliases: tuple[str, ...] = (), replace: bool = False, options: type[Section] | None = None
+) -> Callable[[AlgorithmFunction], AlgorithmFunction]:
+    """Register a function `(qmodel, data, *, ...)` that improves a calibrated model, as an entry of `ALGORITHMS`.
+
+    Its keyword-only arguments with a default are the options, in upper case: `ALGORITHMS: [{mine: {STEPS: 20}}]` calls
+    `mine(qmodel, data, steps=20)`. `memory_budget` and `resume` are no options; they are passed where the function
+    takes them. Types and bounds (`steps: Annotated[int, Field(ge=1)] = 20`) are checked in configs and in calls.
+    `options`: a `Section` in the place of the one that is made of the keywords.
+
+    >>> @register_algorithm("halve")
+    ... def halve(qmodel, data, *, layers: int = 1):
+    ...     "Halve the weights. `layers`: of how many layers."
+    >>> ALGORITHMS.options_of("halve")[1]().LAYERS
+    1
+    """
+
+    def file(function: AlgorithmFunction) -> AlgorithmFunction:
+        section = options_of_keywords(name, function) if options is None else options
+        check_options(section, "algorithm", name)
+
+        @functools.wraps(function)
+        def noted(qmodel: Applied, *args: Any, **kwargs: Any) -> Any:
+            _check_call(function, section, kwargs)
+            with phase(name.lower()):
+                result = function(qmodel, *args, **kwargs)
+            qmodel.applied_algorithms = (*getattr(qmodel, "applied_algorithms", ()), name.lower())
+            return result
+
+        ALGORITHMS.register(name, aliases=aliases, replace=replace, options=section)(noted)
+        return noted  # type: ignore[return-value]
+
+    return file
+
+
+def run_step(
+    step: Step, qmodel: Any, data: Any, *, memory_budget: int, resume: str | os.PathLike[str] | None = None
+) -> Any:
+    """Call the registered function with the options of the step; gives what it gives."""
+    function: Any = ALGORITHMS.get(step.name)
+    given = {key.lower(): value for key, value in step.options}
+    of_the_run = {"memory_budget": memory_budget, "resume": resume}
+    taken = inspect.signature(function).parameters
+    if resume is not None and "resume" not in taken:
+        of_the_run.pop("resume")  # quick: it is done again from the start
+    return function(qmodel, data, **given, **{key: of_the_run[key] for key in of_the_run if key in taken})
+
+
+def options_of_keywords(name: str, function: Callable[..., Any]) -> type[Section]:
+    """A section with a key for each keyword-only argument of the function; its docstring explains them."""
+    keywords = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    hints, told = get_type_hints(function, include_extras=True), _explained(inspect.getdoc(function) or "")
+    fields: dict[str, Any] = {}
+    for keyword in keywords:
+        if keyword.name in _OF_THE_RUN:
+            continue
+        if keyword.default is keyword.empty or keyword.name not in hints:
+            raise ConfigError(
+                f"algorithm {name!r}: the keyword {keyword.name!r} needs a type and a default, to be an option"
+            )
+        description = told.get(keyword.name)
+        fields[keyword.name.upper()] = (hints[keyword.name], Field(keyword.default, description=description))
+    return create_model(f"{name.title()}Options", __base__=Section, __module__=function.__module__, **fields)
+
+
+def _check_call(function: Callable[..., Any], options: type[Section], given: Mapping[str, Any]) -> None:
+    """An error for keywords of a call that are not what the options take; unknown ones are left to Python."""
+    values = {key.upper(): value for key, value in given.items() if key.upper() in options.model_fields}
+    if faults := all_faults(values, options):
+        told = (f"{'.'.join(fault.key).lower()}{fault.given}: {fault.reason}" for fault in faults)
+        raise ConfigError(f"{function.__name__}(): {'; '.join(told)}")
+
+
+_MENTION = re.compile(r"(?:^|(?<=\s))`(\w+)`: ")
+
+
+def _explained(docstring: str) -> dict[str, str]:
+    """Of "`steps`: how often. `seed`: of the draws." the sentence after each name, up to the next name or paragraph."""
+    parts = _MENTION.split(docstring)
+    texts = (text.split("\n\n")[0] for text in parts[2::2])
+    return {key: " ".join(text.split()) for key, text in zip(parts[1::2], texts, strict=True)}
