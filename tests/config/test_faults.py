@@ -35,7 +35,10 @@ class TestUnknownKey:
     @pytest.mark.parametrize(
         ("key", "expected"),
         [
-            ("backend", "allowed here: BACKEND, DEVICE, SKIP_TRACE_MODULES, SCHEDULE, W, A; did you mean BACKEND?"),
+            (
+                "backend",
+                "allowed here: BACKEND, DEVICE, SKIP_TRACE_MODULES, SCHEDULE, ALGORITHMS, W, A; did you mean BACKEND?",
+            ),
             ("A.QADD.ENABLE", "allowed here: ENABLE_QUANT; did you mean A.QADD.ENABLE_QUANT?"),
             (
                 "A.QAD.ENABLE_QUANT",
