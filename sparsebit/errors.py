@@ -50,6 +50,10 @@ class DeploymentError(SparsebitError):
     """A model that cannot be exported, or a file that a runtime does not take or runs differently."""
 
 
+class BudgetError(SparsebitError):
+    """Budgets that no choice keeps, or no choice found in the time given."""
+
+
 class RecordError(SparsebitError):
     """A record file that cannot be read, or that belongs to another model."""
 

@@ -1,0 +1,459 @@
+"""One option per item such that the sum of costs is least, under budgets: an exact integer program.
+
+    minimize  sum_i sum_k cost[i][k] x[i][k]
+    with      sum_k x[i][k] = 1                                    for each item i
+              sum_i sum_k spent[i][k] x[i][k] + pairs <= limit     for each budget
+              x[i][k] in {0, 1}
+
+This is the multiple-choice knapsack problem (Kellerer, Pferschy, Pisinger: Knapsack Problems, chapter 11), with several
+budgets. What depends on two items at once (`pair_costs`) is linear in one variable `z[k][l]` per pair of options, whose
+sums over k and over l are the items' own variables. The solver is HiGHS, in scipy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparsebit.errors import BudgetError, ConfigError, MissingExtraError
+
+Pair = tuple[str, str]
+# The solver's tolerances are absolute (1e-6): the cost of the best choice is brought to this magnitude.
+_MAGNITUDE = 1000.0
+# Options beyond one per item that the integer program is tried with first.
+_CORE = 64
+# How near to the best of these the first choice has to be: it only says which options are out of the question.
+_CORE_GAP = 2e-5
+# A budget counts as kept where rounding errors of a sum alone exceed it.
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Budget:
+    """An upper bound on what the chosen options take in all.
+
+    `costs[item][option]`: an item that is not in it takes nothing. `pair_costs[(a, b)][option of a][option of b]`: what
+    two items take together, beyond that. All of them are at least 0.
+    """
+
+    name: str
+    limit: float
+    costs: Mapping[str, Sequence[float]]
+    pair_costs: Mapping[Pair, Sequence[Sequence[float]]] = field(default_factory=dict)
+
+    def spent(self, options: Mapping[str, int]) -> float:
+        """What these options take."""
+        single = [row[options[item]] for item, row in self.costs.items()]
+        return math.fsum([*single, *(table[options[a]][options[b]] for (a, b), table in self.pair_costs.items())])
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The option of each item. `cost`: the sum of their costs. `bound`: no choice costs less, as the solver proved.
+
+    `spent`: what is used of each budget.
+    """
+
+    options: Mapping[str, int]
+    cost: float
+    bound: float
+    spent: Mapping[str, float]
+
+    @property
+    def gap(self) -> float:
+        """How much less the best choice might cost, relative to this one; 0 where it is proven to be the best."""
+        return max(0.0, self.cost - self.bound) / self.cost if self.cost > 0 else 0.0
+
+
+def choose(
+    costs: Mapping[str, Sequence[float]],
+    budgets: Sequence[Budget] = (),
+    *,
+    ties: Iterable[Iterable[str]] = (),
+    forbidden: Mapping[Pair, Iterable[tuple[int, int]]] | None = None,
+    gap: float = 0.0,
+    time_limit: float = 60.0,
+) -> Choice:
+    """The cheapest option of each item, within all budgets.
+
+    `costs[item][option]`: infinity for an option that the item must not take. `ties`: items that must take the same
+    option. `forbidden[(a, b)]`: pairs of options that two items must not take together. `gap`: a choice that is proven
+    to be as near to the best as this (0.001: 0.1 %) is good enough. `time_limit`: seconds, after which the best choice
+    so far is given; its own `gap` says what is proven. Budgets that cannot be kept are a `BudgetError` that says the
+    least that can be reached. Deterministic, unless the time limit ends the search.
+
+    >>> costs = {"a": [9.0, 2.0, 0.0], "b": [2.0, 1.0, 0.0]}
+    >>> size = Budget("bytes", 12, {"a": [2, 4, 8], "b": [2, 4, 8]})
+    >>> choose(costs, [size]).options
+    {'a': 2, 'b': 1}
+    """
+    groups = _merged(costs, ties)
+    _check(costs, budgets, groups, forbidden or {})
+    program = _Program(costs, budgets, groups, forbidden or {})
+    found = program.solve(gap, time_limit)
+    if found is None:
+        raise BudgetError(_why_not(program, budgets, time_limit))
+    options, bound = found
+    cost = math.fsum(row[options[item]] for item, row in costs.items())
+    return Choice(options, cost, min(bound, cost), {budget.name: budget.spent(options) for budget in budgets})
+
+
+class _Program:
+    """The program in the solver's form: a variable per option of each group of tied items, then those of pairs."""
+
+    def __init__(
+        self,
+        costs: Mapping[str, Sequence[float]],
+        budgets: Sequence[Budget],
+        groups: Mapping[str, str],
+        forbidden: Mapping[Pair, Iterable[tuple[int, int]]],
+    ) -> None:
+        self.groups, self.budgets = groups, budgets
+        self.num_options = {group: len(costs[group]) for group in groups.values()}
+        self.first: dict[str, int] = {}  # the first variable of each group
+        self.num_variables = 0
+        for group, count in self.num_options.items():
+            self.first[group] = self.num_variables
+            self.num_variables += count
+        self.num_binary = self.num_variables
+        self.objective = [0.0] * self.num_variables
+        for item, row in costs.items():
+            for option, cost in enumerate(row):
+                self.objective[self.first[groups[item]] + option] += cost
+        self.pairs: dict[Pair, int] = {}  # the first variable of each pair of groups
+        self.rows: list[tuple[dict[int, float], float, float]] = []  # coefficients, lowest and highest sum
+        for group, count in self.num_options.items():
+            self.rows.append(({self.first[group] + option: 1.0 for option in range(count)}, 1.0, 1.0))
+        self.barred = {place for place, cost in enumerate(self.objective) if math.isinf(cost)}
+        self.objective = [0.0 if math.isinf(cost) else cost for cost in self.objective]
+        self.spending = [self._coefficients(budget) for budget in budgets]
+        for (a, b), options in forbidden.items():
+            for i, j in options:
+                self._forbid(a, i, b, j)
+
+    def _coefficients(self, budget: Budget) -> dict[int, float]:
+        found: dict[int, float] = {}
+
+        def add(place: int, value: float) -> None:
+            if value:
+                found[place] = found.get(place, 0.0) + float(value)
+
+        for item, row in budget.costs.items():
+            for option, cost in enumerate(row):
+                add(self.first[self.groups[item]] + option, cost)
+        for (a, b), table in budget.pair_costs.items():
+            one, other = self.groups[a], self.groups[b]
+            for i, row in enumerate(table):
+                for j, cost in enumerate(row):
+                    if one != other:
+                        add(self._pair(one, other, i, j), cost)
+                    elif i == j:
+                        add(self.first[one] + i, cost)
+        return found
+
+    def _pair(self, one: str, other: str, i: int, j: int) -> int:
+        """The variable that is 1 where both groups take these options."""
+        if (other, one) in self.pairs:
+            one, other, i, j = other, one, j, i
+        n, m = self.num_options[one], self.num_options[other]
+        if (one, other) not in self.pairs:
+            start = self.pairs[one, other] = self.num_variables
+            self.num_variables += n * m
+            self.objective += [0.0] * (n * m)
+            for k in range(n):
+                row = {start + k * m + option: 1.0 for option in range(m)}
+                self.rows.append((row | {self.first[one] + k: -1.0}, 0.0, 0.0))
+            for k in range(m):
+                row = {start + option * m + k: 1.0 for option in range(n)}
+                self.rows.append((row | {self.first[other] + k: -1.0}, 0.0, 0.0))
+        return self.pairs[one, other] + i * m + j
+
+    def _forbid(self, a: str, i: int, b: str, j: int) -> None:
+        one, other = self.first[self.groups[a]] + i, self.first[self.groups[b]] + j
+        if one == other:
+            self.barred.add(one)
+        elif self.groups[a] != self.groups[b]:
+            self.rows.append(({one: 1.0, other: 1.0}, 0.0, 1.0))
+
+    def solve(self, gap: float, time_limit: float) -> tuple[dict[str, int], float] | None:
+        """The options and a lower bound of their cost; None where the budgets cannot be kept."""
+        limits = [budget.limit for budget in self.budgets]
+        bound = math.inf
+        for _ in range(4):
+            found = self._solved(self.objective, limits, gap, time_limit)
+            if found is None:
+                return None
+            options, bound = found[0], min(bound, found[1])
+            over = [b.spent(options) > b.limit + _ROUNDING * abs(b.limit) for b in self.budgets]
+            if not any(over):
+                return options, bound
+            # The solver's tolerance let a budget be exceeded by a trace.
+            limits = [
+                limit - 2e-6 * abs(limit) if is_over else limit for limit, is_over in zip(limits, over, strict=True)
+            ]
+        return None
+
+    def least(self, place: int, kept: Container[int], time_limit: float) -> float | None:
+        """The least that can be spent of one budget while those at `kept` hold; None where they cannot."""
+        objective = [0.0] * self.num_variables
+        for variable, value in self.spending[place].items():
+            objective[variable] = value
+        limits = [budget.limit if other in kept else math.inf for other, budget in enumerate(self.budgets)]
+        found = self._solved(objective, limits, 1e-6, time_limit)
+        return None if found is None else self.budgets[place].spent(found[0])
+
+    def _solved(
+        self, objective: Sequence[float], limits: Sequence[float], gap: float, time_limit: float
+    ) -> tuple[dict[str, int], float] | None:
+        """Least sum of `objective`. The relaxed program is solved first, and says which options cannot be in the best
+        choice once a good one is known (reduced cost beyond the difference): few remain for the integer program.
+        """
+        if any(limit < 0 for limit in limits):
+            return None
+        solver = _Solver(self, objective, limits, time_limit)
+        relaxed = solver.relaxed()
+        if relaxed is None:
+            return None
+        least, reduced_costs = relaxed
+        num_kept, found = len(self.num_options) + _CORE, None
+        by_cost = sorted(range(self.num_binary), key=lambda place: reduced_costs[place])
+        while found is None and num_kept < self.num_binary:
+            found = solver.integer(set(by_cost[:num_kept]), least, max(gap / 2, _CORE_GAP))
+            num_kept *= 2
+        if found is None:
+            found = solver.integer(set(by_cost), least, gap)
+            if found is None:
+                return None
+        else:
+            best = math.fsum(objective[place] for place in found.chosen)
+            kept = {place for place in by_cost if reduced_costs[place] <= (best - least) * (1 + 1e-6)}
+            is_near = best - least <= gap * abs(best)
+            again = None if is_near else solver.integer(kept | set(found.chosen), least, gap)
+            if again is None:
+                found = _Found(found.chosen, least)
+            else:
+                is_worse = math.fsum(objective[place] for place in again.chosen) > best
+                found = _Found(found.chosen if is_worse else again.chosen, again.bound)
+        group_of = {
+            self.first[group] + option: (group, option)
+            for group, count in self.num_options.items()
+            for option in range(count)
+        }
+        chosen = dict(group_of[place] for place in found.chosen)
+        return {item: chosen[group] for item, group in self.groups.items()}, found.bound
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The variables of options that are 1, and a lower bound of all choices."""
+
+    chosen: tuple[int, ...]
+    bound: float
+
+
+class _Solver:
+    """One objective under given limits, in numbers near 1, as the solver's tolerances are absolute."""
+
+    def __init__(
+        self, program: _Program, objective: Sequence[float], limits: Sequence[float], time_limit: float
+    ) -> None:
+        self.optimize, self.sparse = _scipy()
+        self.program, self.objective = program, objective
+        self.ends_at = time.monotonic() + time_limit
+        self.time_limit = time_limit
+        self.rows = list(program.rows)
+        for spending, limit in zip(program.spending, limits, strict=True):
+            if spending and not math.isinf(limit):
+                scale = _MAGNITUDE / max(limit, max(spending.values()) / _MAGNITUDE)
+                coefficients = {place: value * scale for place, value in spending.items()}
+                self.rows.append((coefficients, -math.inf, limit * scale))
+
+    def relaxed(self) -> tuple[float, list[float]] | None:
+        """The least cost with fractions of options, and the reduced cost of each; None where there is no solution."""
+        equal = [row for row in self.rows if row[1] == row[2]]
+        bounded = [row for row in self.rows if row[1] != row[2]]
+        scale = _MAGNITUDE / (max(self.objective) or 1.0)
+        given: dict[str, Any] = {"A_eq": self._matrix(equal), "b_eq": [high for *_, high in equal]}
+        if bounded:
+            given |= {"A_ub": self._matrix(bounded), "b_ub": [high for *_, high in bounded]}
+        upper = self._upper(range(self.program.num_binary))
+        found = self._run(
+            self.optimize.linprog,
+            [value * scale for value in self.objective],
+            bounds=list(zip([0.0] * len(upper), upper, strict=True)),
+            method="highs",
+            **given,
+        )
+        if found.status == 2:
+            return None
+        if found.status != 0:
+            raise self._out_of_time(found.message)
+        # A variable that is 0 has its reduced cost at its lower end; one that is not may not be left out.
+        reduced = [max(0.0, float(value)) / scale for value in found.lower.marginals]
+        return float(found.fun) / scale, reduced
+
+    def integer(self, kept: set[int], least: float, gap: float) -> _Found | None:
+        """The best choice among the options at `kept`; None where there is none. `least`: of the relaxed program."""
+        program = self.program
+        size = max(abs(least), 1e-9 * max(self.objective)) or 1.0
+        upper = self._upper(kept)
+        constraints = self.optimize.LinearConstraint(
+            self._matrix(self.rows), [low for _, low, _ in self.rows], [high for *_, high in self.rows]
+        )
+        found = self._run(
+            self.optimize.milp,
+            [value * _MAGNITUDE / size for value in self.objective],
+            integrality=[1] * program.num_binary + [0] * (program.num_variables - program.num_binary),
+            bounds=self.optimize.Bounds([0.0] * len(upper), upper),
+            constraints=constraints,
+            gap=gap,
+        )
+        if found.status == 2:
+            return None
+        if found.x is None:
+            raise self._out_of_time(found.message)
+        chosen = tuple(place for place in range(program.num_binary) if found.x[place] > 0.5)
+        bound = found.mip_dual_bound if found.mip_dual_bound is not None else found.fun
+        return _Found(chosen, float(bound) * size / _MAGNITUDE)
+
+    def _run(self, solve: Any, *args: Any, gap: float | None = None, **kwargs: Any) -> Any:
+        options = {"time_limit": max(0.1, self.ends_at - time.monotonic())}
+        if gap is not None:  # else 1e-4
+            options["mip_rel_gap"] = gap
+        with _without_prints():
+            return solve(*args, options=options, **kwargs)
+
+    def _matrix(self, rows: Sequence[tuple[dict[int, float], float, float]]) -> Any:
+        places = [(number, place, value) for number, (row, *_) in enumerate(rows) for place, value in row.items()]
+        numbers, columns, values = zip(*places, strict=True)
+        return self.sparse.csr_array((values, (numbers, columns)), shape=(len(rows), self.program.num_variables))
+
+    def _upper(self, kept: Iterable[int]) -> list[float]:
+        upper = [0.0] * self.program.num_binary + [1.0] * (self.program.num_variables - self.program.num_binary)
+        for place in kept:
+            if place not in self.program.barred:
+                upper[place] = 1.0
+        return upper
+
+    def _out_of_time(self, message: str) -> BudgetError:
+        return BudgetError(
+            f"no choice was found in {self.time_limit:g} s ({message}); give more time_limit, fewer options per item, "
+            "or fewer budgets"
+        )
+
+
+@contextlib.contextmanager
+def _without_prints() -> Iterator[None]:
+    """Inside, what the solver's C++ code prints (a leftover of its authors) does not reach stdout.
+
+    What others print meanwhile is printed afterwards.
+    """
+    try:
+        stdout = os.dup(1)
+    except OSError:  # there is none
+        yield
+        return
+    sys.stdout.flush()
+    with tempfile.TemporaryFile() as kept:
+        try:
+            os.dup2(kept.fileno(), 1)
+            yield
+        finally:
+            with contextlib.suppress(OSError, AttributeError, TypeError):
+                ctypes.CDLL(None).fflush(None)
+            os.dup2(stdout, 1)
+            kept.seek(0)
+            lines = [line for line in kept if not line.startswith(b"Highs")]
+            os.write(stdout, b"".join(lines))
+            os.close(stdout)
+
+
+def _merged(costs: Mapping[str, Sequence[float]], ties: Iterable[Iterable[str]]) -> dict[str, str]:
+    """The first item of each item's group of tied ones."""
+    first = {item: item for item in costs}
+
+    def root(item: str) -> str:
+        if item not in first:
+            raise ConfigError(f"a tie names {item!r}, which is not an item; items: {', '.join(list(costs)[:5])}, ...")
+        while first[item] != item:
+            item = first[item]
+        return item
+
+    order = {item: place for place, item in enumerate(costs)}
+    for tie in ties:
+        roots = sorted({root(item) for item in tie}, key=order.__getitem__)
+        for other in roots[1:]:
+            first[other] = roots[0]
+    return {item: root(item) for item in costs}
+
+
+def _check(
+    costs: Mapping[str, Sequence[float]],
+    budgets: Sequence[Budget],
+    groups: Mapping[str, str],
+    forbidden: Mapping[Pair, Iterable[tuple[int, int]]],
+) -> None:
+    """Refuses what is no program: items without options, rows of other lengths, numbers that are none."""
+    for item, row in costs.items():
+        if not row or any(math.isnan(cost) or cost == -math.inf for cost in row):
+            raise ConfigError(f"costs of {item!r}: {list(row)}; an item needs one number per option, and no NaN")
+        if all(math.isinf(cost) for cost in row):
+            raise ConfigError(f"{item!r} may take none of its {len(row)} options: all of them cost infinity")
+        if len(row) != len(costs[groups[item]]):
+            raise ConfigError(
+                f"{item!r} has {len(row)} options and is tied to {groups[item]!r}, which has {len(costs[groups[item]])}"
+            )
+    for budget in budgets:
+        if math.isnan(budget.limit):
+            raise ConfigError(f"budget {budget.name!r}: its limit is NaN; give a number")
+        tables: dict[Pair, Sequence[Sequence[float]]] = {(item, item): [row] for item, row in budget.costs.items()}
+        for (a, b), table in {**tables, **budget.pair_costs}.items():
+            if unknown := [item for item in (a, b) if item not in costs]:
+                raise ConfigError(f"budget {budget.name!r} names {unknown[0]!r}, which is not an item")
+            is_single = (a, b) in tables and table is tables[a, b]
+            num_rows = 1 if is_single else len(costs[a])
+            if len(table) != num_rows or any(len(row) != len(costs[b]) for row in table):
+                raise ConfigError(f"budget {budget.name!r}: {a!r} needs one number per option ({len(costs[b])})")
+            if any(not value >= 0 or math.isinf(value) for row in table for value in row):
+                raise ConfigError(f"budget {budget.name!r}: {a!r} has {table}; allowed: numbers of at least 0")
+    for pair in forbidden:
+        if unknown := [item for item in pair if item not in costs]:
+            raise ConfigError(f"a forbidden pair names {unknown[0]!r}, which is not an item")
+
+
+def _why_not(program: _Program, budgets: Sequence[Budget], time_limit: float) -> str:
+    """The least that can be reached of each budget: alone, and, where that suffices, with the others kept."""
+    everyone = range(len(budgets))
+    alone = [program.least(place, (), time_limit) for place in everyone]
+    if any(least is None for least in alone) or not budgets:
+        return "no choice avoids all forbidden pairs of options; allow more options, or fewer ties"
+    told = [
+        f"{budget.name}: {budget.limit:.6g} allowed, {least:.6g} is the least that the options reach"
+        for budget, least in zip(budgets, alone, strict=True)
+        if least is not None and least > budget.limit
+    ]
+    if not told:
+        for place, budget in enumerate(budgets):
+            least = program.least(place, [other for other in everyone if other != place], time_limit)
+            if least is not None:
+                others = ", ".join(other.name for other in budgets if other is not budget)
+                told.append(
+                    f"{budget.name}: {budget.limit:.6g} allowed, {least:.6g} is the least beside the limits of {others}"
+                )
+    return f"the budgets cannot be kept: {'; '.join(told) or 'each can alone, but no two together'}; allow more"
+
+
+def _scipy() -> tuple[Any, Any]:
+    try:
+        from scipy import optimize, sparse
+    except ImportError:
+        raise MissingExtraError("scipy", "search", "choosing under budgets") from None
+    return optimize, sparse
