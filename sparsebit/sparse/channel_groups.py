@@ -1,0 +1,116 @@
+"""Which channels live and die together: units, and groups of units that share axes.
+
+`find_groups` watches one run of the model (`channel_trace.py`), joins channels as the operators tie them together, and
+then proves what it found (`channel_proof.py`): channels that cannot be proved to be removable are spared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from sparsebit.sparse.labels import LabelSets
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is removed at once: for each (tensor, dimension), the positions. `label` is its name in the analysis."""
+
+    label: int
+    members: tuple[tuple[str, int, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Units that share axes, so that their number is the width of the same layers."""
+
+    units: tuple[Unit, ...]
+
+    @property
+    def axes(self) -> list[tuple[str, int]]:
+        """The axes in which the units lie: (tensor, dimension)."""
+        return sorted({(tensor, dim) for unit in self.units for tensor, dim, _ in unit.members})
+
+    def __str__(self) -> str:
+        names = [f"{tensor}[{dim}]" for tensor, dim in self.axes]
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        return f"{len(self.units)} units in {shown}"
+
+
+@dataclass(frozen=True)
+class Spared:
+    """Positions of an axis that must stay, and the reason."""
+
+    tensor: str
+    dim: int
+    num_positions: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.tensor}[{self.dim}]: {self.num_positions} positions: {self.reason}"
+
+
+def units_of(sets: LabelSets) -> tuple[list[Unit], list[Spared]]:
+    """The sets of atoms that may be removed, and for every axis what is spared."""
+    members: dict[int, dict[tuple[str, int], list[int]]] = {}
+    sizes: dict[tuple[str, int], int] = {}
+    for axis in sets.axes:
+        sizes[axis.tensor, axis.dim] = axis.size
+        for place in range(axis.size):
+            root = sets.find(axis.first + place)
+            members.setdefault(root, {}).setdefault((axis.tensor, axis.dim), []).append(place)
+    reasons: dict[int, str] = {}
+    for root, parts in members.items():
+        if (reason := sets.reason(root)) is not None:
+            reasons[root] = reason
+        elif whole := [axis for axis, places in parts.items() if len(places) == sizes[axis]]:
+            reasons[root] = f"all of {whole[0][0]}[{whole[0][1]}] would have to go at once"
+    spared: dict[tuple[str, int, str], int] = {}
+    for root, reason in reasons.items():
+        for (tensor, dim), places in members[root].items():
+            spared[tensor, dim, reason] = spared.get((tensor, dim, reason), 0) + len(places)
+    units = [
+        Unit(root, tuple((tensor, dim, tuple(places)) for (tensor, dim), places in parts.items()))
+        for root, parts in members.items()
+        if root not in reasons
+    ]
+    return units, [Spared(tensor, dim, count, reason) for (tensor, dim, reason), count in spared.items()]
+
+
+def grouped(units: Iterable[Unit]) -> list[Group]:
+    """Units that share an axis, directly or through others, are one group."""
+    listed = list(units)
+    parent = list(range(len(listed)))
+
+    def find(index: int) -> int:
+        while parent[index] != index:
+            parent[index] = parent[parent[index]]
+            index = parent[index]
+        return index
+
+    first: dict[tuple[str, int], int] = {}
+    for index, unit in enumerate(listed):
+        for tensor, dim, _ in unit.members:
+            parent[find(index)] = find(first.setdefault((tensor, dim), index))
+    found: dict[int, list[Unit]] = {}
+    for index, unit in enumerate(listed):
+        found.setdefault(find(index), []).append(unit)
+    return [Group(tuple(members)) for members in found.values()]
+
+
+Kept = dict[str, dict[int, torch.Tensor]]
+
+
+def kept_positions(dead: Iterable[Unit], sizes: Mapping[str, tuple[int, ...]]) -> Kept:
+    """For each tensor and dimension that loses positions, those that stay, in order."""
+    gone: dict[tuple[str, int], set[int]] = {}
+    for unit in dead:
+        for tensor, dim, places in unit.members:
+            gone.setdefault((tensor, dim), set()).update(places)
+    kept: Kept = {}
+    for (tensor, dim), lost in gone.items():
+        alive = [place for place in range(sizes[tensor][dim]) if place not in lost]
+        kept.setdefault(tensor, {})[dim] = torch.tensor(alive, dtype=torch.long)
+    return kept

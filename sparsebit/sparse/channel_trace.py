@@ -1,0 +1,228 @@
+"""One run of a model in which every operator call carries the labels of channels from its inputs to its outputs.
+
+The run is an ordinary forward of the user's own code, watched below autograd (`TorchDispatchMode`): branches, loops,
+hooks, functions and parametrized weights are all seen as the operators that they call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sparsebit.execution.batches import Call as ModelCall
+from sparsebit.graph.nested import tensors_of
+from sparsebit.sparse.channel_rules import carry
+from sparsebit.sparse.labels import Axes, LabelSets
+from sparsebit.sparse.moving_ops import is_move
+from sparsebit.sparse.op_call import Call
+
+_ATTRIBUTE = "_sparsebit_axes"
+# For each output of a step: dimension -> the positions that are looked at.
+Survivors = Sequence[Mapping[int, Tensor]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operator call: its name, the module whose forward made it, and the labels of what went in and came out."""
+
+    name: str
+    where: str
+    shapes: tuple[tuple[int, ...], ...]
+    inputs: tuple[tuple[tuple[int, ...], Axes], ...] = ()
+    outputs: tuple[Axes, ...] = ()
+    groups: Tensor | None = None
+
+    @property
+    def is_move(self) -> bool:
+        return is_move(self.name)
+
+    def labels(self) -> Iterator[Tensor]:
+        for axes in (*(axes for _, axes in self.inputs), *self.outputs):
+            yield from (labels for labels in axes if labels is not None)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A place where labels can be carried in several ways. Calls of one class of modules choose alike."""
+
+    key: str
+    num_options: int
+    labels: Tensor
+
+
+@dataclass
+class Trace:
+    """What one run showed."""
+
+    steps: list[Step] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
+    error: BaseException | None = None
+    # Where the run stopped: the operator that failed, its inputs' shapes, and the module.
+    pending: Step | None = None
+    outputs: list[Tensor] = field(default_factory=list)
+    # For every step that computes: two numbers that stand for the values of each output.
+    digests: list[list[tuple[float, float]]] = field(default_factory=list)
+
+
+class ModulePaths:
+    """Which module's forward is running, while the context is open."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.stack: list[tuple[str, nn.Module, dict[str, int]]] = [("", model, {})]
+
+    @property
+    def path(self) -> str:
+        return self.stack[-1][0]
+
+    @property
+    def module(self) -> nn.Module:
+        return self.stack[-1][1]
+
+    def number(self, kind: str) -> int:
+        """How many times this kind was asked for in the running call of the module."""
+        counts = self.stack[-1][2]
+        counts[kind] = counts.get(kind, -1) + 1
+        return counts[kind]
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        handles = []
+        for path, module in self.model.named_modules():
+            if not path:
+                continue
+
+            def enter(inner: nn.Module, *_: Any, path: str = path) -> None:
+                self.stack.append((path, inner, {}))
+
+            def leave(*_: Any) -> None:
+                self.stack.pop()
+
+            handles.append(module.register_forward_pre_hook(enter, prepend=True))
+            handles.append(module.register_forward_hook(leave, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            del self.stack[1:]
+
+
+class _Watch(TorchDispatchMode):
+    """Records steps; with `sets`, labels too."""
+
+    def __init__(
+        self,
+        paths: ModulePaths,
+        trace: Trace,
+        sets: LabelSets | None,
+        names: Mapping[int, str],
+        options: Mapping[str, int],
+        values: Sequence[Survivors] | None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.paths, self.trace, self.sets, self.names, self.options = paths, trace, sets, names, options
+        self.values = values
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name, where = str(op._schema.name).removeprefix("aten::"), self.paths.path
+        try:
+            result = op(*args, **kwargs)
+        except Exception:
+            shapes = tuple(tuple(x.shape) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+            self.trace.pending = Step(name, where, shapes)
+            raise
+        outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        shapes = tuple(tuple(output.shape) for output in outputs)
+        if self.values is not None and not is_move(name):
+            number = len(self.trace.digests)
+            kept = self.values[number] if number < len(self.values) else [{} for _ in outputs]
+            self.trace.digests.append([_digest(x, dims) for x, dims in zip(outputs, kept, strict=False)])
+        if self.sets is None:
+            self.trace.steps.append(Step(name, where, shapes))
+            return result
+        groups: list[Tensor] = []
+        call = Call(op, args, kwargs, outputs, where, self.axes_of, self.choose, groups.append)
+        inputs = tuple((tuple(tensor.shape), self.axes_of(tensor)) for tensor in call.tensors())
+        carried = tuple(carry(self.sets, call))
+        for output, axes in zip(outputs, carried, strict=True):
+            setattr(output, _ATTRIBUTE, axes)
+        self.trace.steps.append(Step(name, where, shapes, inputs, carried, groups[0] if groups else None))
+        return result
+
+    def axes_of(self, tensor: Tensor) -> Axes:
+        found: Axes | None = getattr(tensor, _ATTRIBUTE, None)
+        if found is not None and len(found) == tensor.dim():
+            return found
+        assert self.sets is not None
+        name = self.names.get(id(tensor))
+        if name is None or not tensor.is_floating_point():
+            return (None,) * tensor.dim()
+        axes = tuple(self.sets.add_axis(name, dim, size) if size > 1 else None for dim, size in enumerate(tensor.shape))
+        setattr(tensor, _ATTRIBUTE, axes)
+        return axes
+
+    def choose(self, kind: str, num_options: int, labels: Tensor) -> int:
+        key = f"{kind} {self.paths.number(kind)} of {type(self.paths.module).__qualname__}"
+        self.trace.choices.append(Choice(key, num_options, labels))
+        return self.options.get(key, 0) % num_options
+
+
+def watch(
+    model: nn.Module,
+    call: ModelCall,
+    sets: LabelSets | None = None,
+    names: Mapping[int, str] | None = None,
+    options: Mapping[str, int] | None = None,
+    values: Sequence[Survivors] | None = None,
+) -> Trace:
+    """Run the model once. An exception ends the run and is kept in the trace.
+
+    `sets`: where labels are joined. `values`: keep digests of what is computed, for each step of these positions alone.
+    """
+    trace = Trace()
+    paths = ModulePaths(model)
+    args, kwargs = call
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # one operator for a whole encoder layer would hide its parts
+    try:
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), paths.watched():
+            with _Watch(paths, trace, sets, names or {}, options or {}, values):
+                result = model(*args, **kwargs)
+            trace.outputs = tensors_of(result)
+    except Exception as error:
+        trace.error = error
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+    return trace
+
+
+def _digest(tensor: Tensor, dims: Mapping[int, Tensor]) -> tuple[float, float]:
+    """A weighted sum of the values, and its natural size."""
+    values = tensor.detach().double() if not tensor.is_complex() else torch.view_as_real(tensor.detach()).double()
+    for dim, places in dims.items():
+        values = values.index_select(dim, places)
+    flat = values.flatten().nan_to_num()
+    weights = torch.cos(torch.arange(flat.numel(), dtype=torch.float64) * 0.7)
+    return float((flat * weights).sum()), float((flat * weights).abs().sum())
+
+
+def forget_labels(model: nn.Module) -> None:
+    """Take the labels off the model's tensors, so that the next run starts anew."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if hasattr(tensor, _ATTRIBUTE):
+            delattr(tensor, _ATTRIBUTE)
+
+
+def output_labels(trace: Trace) -> Iterator[Tensor]:
+    for tensor in trace.outputs:
+        yield from (labels for labels in getattr(tensor, _ATTRIBUTE, ()) if labels is not None)

@@ -1,0 +1,265 @@
+"""`find_groups`: the channel groups of a model, proved, with a report of what is spared and why."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparsebit.errors import CaptureError
+from sparsebit.execution.batches import Call, as_call
+from sparsebit.sparse.channel_groups import Group, Spared, Unit, grouped, units_of
+from sparsebit.sparse.channel_proof import Bench, Failure, SizeRule, double_precision, drawn, find_repairs, probe_copy
+from sparsebit.sparse.channel_trace import Trace, forget_labels, output_labels, watch
+from sparsebit.sparse.labels import FIXED, LabelSets
+from sparsebit.sparse.surgery import ChannelPlan, named_tensors
+
+_log = logging.getLogger(__name__)
+_SHARE = 0.5  # of the units that a proof removes
+_NUM_DRAWS = 2
+
+
+@dataclass(frozen=True)
+class ChannelGroups:
+    """What can be removed from a model, what is spared and why. Its text is the report."""
+
+    groups: tuple[Group, ...]
+    spared: tuple[Spared, ...]
+    notes: tuple[str, ...]
+    bench: Bench
+    rules: tuple[SizeRule, ...]
+
+    @property
+    def units(self) -> list[Unit]:
+        return [unit for group in self.groups for unit in group.units]
+
+    def plan(self, dead: Iterable[Unit]) -> ChannelPlan:
+        """The plan that removes these units."""
+        return self.bench.plan(list(dead), self.rules)
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.groups)} groups of channels, {len(self.units)} units that can be removed"]
+        lines += [f"  group   {group}" for group in self.groups]
+        by_reason: dict[str, list[Spared]] = {}
+        for entry in self.spared:
+            if entry.dim < 2:
+                by_reason.setdefault(entry.reason, []).append(entry)
+        for reason, entries in by_reason.items():
+            names = ", ".join(f"{entry.tensor}[{entry.dim}]" for entry in entries[:3])
+            more = f" and {len(entries) - 3} more" if len(entries) > 3 else ""
+            lines.append(f"  spared  {names}{more}: {reason}")
+        return "\n".join([*lines, *(f"  note    {note}" for note in self.notes)])
+
+
+def find_groups(model: nn.Module, example_inputs: Any) -> ChannelGroups:
+    """The channel groups of a model, each proved on the example. The model is not changed.
+
+    `example_inputs`: a batch: a tensor, a tuple of arguments or a mapping of keywords.
+    """
+    call = as_call(example_inputs, model)
+    probe, call = _probe(model, call)
+    search = _Search(probe, call)
+    search.choose()
+    search.prove()
+    return search.result()
+
+
+def _probe(model: nn.Module, call: Call) -> tuple[nn.Module, Call]:
+    """A copy to experiment with; in float64 where the model runs in it."""
+    probe = probe_copy(model)
+    run = watch(probe, call)
+    if run.error is not None:
+        raise CaptureError(f"the model does not run on the example inputs: {run.error}") from run.error
+    precise, inputs = double_precision(probe, call)
+    again = watch(precise, inputs)
+    if again.error is None and all(bool(torch.isfinite(x).all()) for x in again.outputs if x.is_floating_point()):
+        return precise, inputs
+    return probe, call
+
+
+class _Analysis:
+    """The labels of one run with given options, and some atoms pinned from outside."""
+
+    def __init__(
+        self, model: nn.Module, call: Call, options: Mapping[str, int], pins: Mapping[tuple[str, int, int], str]
+    ) -> None:
+        self.sets = LabelSets()
+        self.notes: list[str] = []
+        names = {id(tensor): name for name, tensor in named_tensors(model).items()}
+        forget_labels(model)
+        self.trace: Trace = watch(model, call, self.sets, names, options)
+        if self.trace.error is not None:
+            raise self.trace.error
+        for labels in output_labels(self.trace):
+            self.sets.pin(labels, "the model returns them")
+        self._visit_training(model, call, names, options)
+        for axis in self.sets.axes:
+            for place in range(axis.size):
+                if reason := pins.get((axis.tensor, axis.dim, place)):
+                    self.sets.join((axis.first + place, FIXED), reason)
+        forget_labels(model)
+        self.units, self.spared = units_of(self.sets)
+        self.groups = grouped(self.units)
+
+    def _visit_training(
+        self, model: nn.Module, call: Call, names: Mapping[int, str], options: Mapping[str, int]
+    ) -> None:
+        """Layers that run in training only (auxiliary heads) are tied to the others by a run in training mode."""
+        seen = {axis.tensor for axis in self.sets.axes}
+        unseen = [name for name, p in model.named_parameters() if name not in seen and max(p.shape, default=0) > 1]
+        if not unseen:
+            return
+        model.train()
+        run = watch(model, call, self.sets, names, options)
+        model.eval()
+        for labels in output_labels(run):
+            self.sets.pin(labels, "the model returns them")
+        seen = {axis.tensor for axis in self.sets.axes}
+        if still := [name for name in unseen if name not in seen]:
+            self.notes.append(
+                f"{still[0]}" + (f" and {len(still) - 1} more" if len(still) > 1 else "") + ": never used"
+            )
+        if run.error is not None:
+            self.notes.append(f"the model does not run in training mode on the example: {run.error}")
+
+    def score(self) -> float:
+        """How many numbers of the parameters lie in units."""
+        return float(sum(len(places) for unit in self.units for _, _, places in unit.members))
+
+    def atoms(self, labels: Iterable[int]) -> list[tuple[str, int, int]]:
+        wanted = set(labels)
+        return [
+            (axis.tensor, axis.dim, place)
+            for axis in self.sets.axes
+            for place in range(axis.size)
+            if self.sets.find(axis.first + place) in wanted
+        ]
+
+
+class _Search:
+    def __init__(self, model: nn.Module, call: Call) -> None:
+        self.model, self.call = model, call
+        self.options: dict[str, int] = {}
+        self.pins: dict[tuple[str, int, int], str] = {}
+        self.rules: list[SizeRule] = []
+        self.analysis = self._analyse(self.options)
+        self.hopeless: set[tuple[type, str]] = set()
+        self.tried: set[tuple[str, int]] = set()
+
+    def _analyse(self, options: Mapping[str, int]) -> _Analysis:
+        return _Analysis(self.model, self.call, options, self.pins)
+
+    def choose(self) -> None:
+        """Try other options where the channels that pass a choice cannot be removed."""
+        for _ in range(2):
+            before = self.analysis.score()
+            for key, num_options in self._blocked():
+                for option in range(1, num_options):
+                    options = {**self.options, key: option}
+                    other = self._analyse(options)
+                    if other.score() > self.analysis.score():
+                        self.options, self.analysis = options, other
+            if self.analysis.score() == before:
+                return
+
+    def _blocked(self) -> list[tuple[str, int]]:
+        """Choices all of whose labels are pinned or whole axes."""
+        alive = {unit.label for unit in self.analysis.units}
+        found: dict[str, tuple[int, bool]] = {}
+        for choice in self.analysis.trace.choices:
+            labels = [label for label in choice.labels.unique().tolist() if label > FIXED]
+            is_free = any(self.analysis.sets.find(label) in alive for label in labels)
+            number, was_free = found.get(choice.key, (choice.num_options, False))
+            found[choice.key] = (max(number, choice.num_options), was_free or is_free)
+        return [
+            (key, number) for key, (number, is_free) in found.items() if not is_free and not key.startswith("split")
+        ]
+
+    def prove(self) -> None:
+        """Compare shrunk with masked until all that is left agrees."""
+        draw = 0
+        while draw < _NUM_DRAWS and self.analysis.groups:
+            generator = torch.Generator().manual_seed(draw)
+            bench = self._bench()
+            dead = drawn(self.analysis.groups, _SHARE, generator)
+            failure = bench.compare(dead, self.rules)
+            if failure is None:
+                draw += 1
+            elif not self._repaired(bench, dead, failure) and not self._rechosen(failure, draw):
+                self._spare(failure, dead)
+
+    def _bench(self) -> Bench:
+        return Bench(self.model, self.call, self.analysis.trace, self.analysis.sets)
+
+    def _repaired(self, bench: Bench, dead: list[Unit], failure: Failure) -> bool:
+        kind = type(self.model.get_submodule(failure.where))
+        site = (kind, failure.steps[-1].name if failure.steps else "")
+        if site in self.hopeless:
+            return False
+        for option in find_repairs(bench, failure, dead, self.rules):
+            known = {(rule.module, rule.attribute, rule.item) for rule in option}
+            rules = [rule for rule in self.rules if (rule.module, rule.attribute, rule.item) not in known]
+            other = bench.compare(dead, rules + option)
+            if other is None or other.position > failure.position:
+                self.rules = rules + option
+                return True
+        self.hopeless.add(site)
+        return False
+
+    def _rechosen(self, failure: Failure, seed: int) -> bool:
+        """Take another option of a choice that the failing channels pass, where that carries the run further.
+
+        So the parts of a split come to lose the same places, and a shuffle comes to lose whole places of its parts.
+        """
+        sets = self.analysis.sets
+        for choice in self.analysis.trace.choices:
+            passing = {sets.find(label) for label in choice.labels.unique().tolist() if label > FIXED}
+            if not failure.labels & passing:
+                continue
+            for option in range(choice.num_options):
+                if (choice.key, option) in self.tried or option == self.options.get(choice.key, 0):
+                    continue
+                self.tried.add((choice.key, option))
+                options = {**self.options, choice.key: option}
+                other = self._analyse(options)
+                before, self.analysis = self.analysis, other
+                dead = drawn(other.groups, _SHARE, torch.Generator().manual_seed(seed))
+                found = self._bench().compare(dead, self.rules) if dead else failure
+                if found is None or found.position > failure.position:
+                    self.options = options
+                    return True
+                self.analysis = before
+        return False
+
+    def _spare(self, failure: Failure, dead: list[Unit]) -> None:
+        gone = {unit.label for unit in dead}
+        alive = {unit.label for unit in self.analysis.units}
+        blamed = self._guilty(set(failure.labels & alive), dead)
+        if not blamed & gone:
+            blamed = alive  # the failure does not say which: nothing is proved
+        _log.debug("spared at %s: %s", failure.where, failure.reason)
+        for atom in self.analysis.atoms(blamed):
+            self.pins.setdefault(atom, f"not proved: {failure.reason}")
+        self.analysis = self._analyse(self.options)
+
+    def _guilty(self, suspects: set[int], dead: list[Unit]) -> set[int]:
+        """Of the units that meet at a failure, those whose group fails alone; all of them where none does."""
+        groups = [{unit.label for unit in group.units} for group in self.analysis.groups]
+        groups = [labels for labels in groups if labels & suspects]
+        if len(groups) < 2:
+            return suspects
+        bench = self._bench()
+        alone = [
+            labels for labels in groups if bench.compare([u for u in dead if u.label in labels], self.rules) is not None
+        ]
+        return suspects & set().union(*alone) if alone else suspects
+
+    def result(self) -> ChannelGroups:
+        analysis = self.analysis
+        return ChannelGroups(
+            tuple(analysis.groups), tuple(analysis.spared), tuple(analysis.notes), self._bench(), tuple(self.rules)
+        )

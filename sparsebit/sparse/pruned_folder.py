@@ -1,0 +1,134 @@
+"""A pruned model as a folder: `model.safetensors` and `channels.json`, from which the unpruned class is made small.
+
+The folder holds no code and nothing pickled. It appears as a whole: the files are completed in a hidden folder
+beside it, which then takes its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from sparsebit.errors import CheckpointError
+from sparsebit.folders import exchange, flush, staging_folder
+from sparsebit.graph.copying import copy_model
+from sparsebit.interrupts import ignored_interrupts
+from sparsebit.sparse.surgery import ChannelPlan, apply_plan, plan_of
+from sparsebit.tensor_files import load_tensors, save_tensors
+from sparsebit.version import __version__
+
+TENSORS, CHANNELS = "model.safetensors", "channels.json"
+_FORMAT = 1
+
+
+def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
+    """Write a model that `shrink` has made smaller, with its weights of now, and the plan that makes it again."""
+    path = Path(folder)
+    plan = plan_of(model)
+    if plan is None:
+        raise CheckpointError(
+            f"{type(model).__name__} has no channel plan: save() takes what shrink() or load() gave; "
+            "a model that was not pruned is saved with torch.save(model.state_dict(), ...)"
+        )
+    target = path.resolve()
+    if target.exists() and (not target.is_dir() or set(os.listdir(target)) - {TENSORS, CHANNELS}):
+        raise CheckpointError(f"{path} holds something else than a pruned model; give another name")
+    tensors, aliases = _distinct(
+        {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    )
+    try:
+        with staging_folder(target) as staged:
+            save_tensors(tensors, staged / TENSORS, {})
+            description = {
+                "format": _FORMAT,
+                "sparsebit": __version__,
+                "class": f"{type(model).__module__}.{type(model).__qualname__}",
+                "aliases": aliases,
+                "sha256": _sha256(staged / TENSORS),
+                "plan": plan.to_json(),
+            }
+            (staged / CHANNELS).write_text(json.dumps(description, indent=1), encoding="utf-8")
+            shutil.copymode(staged / CHANNELS, staged / TENSORS)
+            for file in (staged / TENSORS, staged / CHANNELS, staged):
+                flush(file)
+            with ignored_interrupts():
+                _publish(staged, target)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written ({error})") from error
+    return path
+
+
+def load(folder: str | os.PathLike[str], model: nn.Module) -> nn.Module:
+    """The pruned model of a folder. `model`: one of the original, unpruned class, as its constructor gives it.
+
+    It is not changed; the result is a smaller copy with the saved weights.
+    """
+    path = Path(folder)
+    description = _read(path / CHANNELS)
+    if _sha256(path / TENSORS) != description["sha256"]:
+        raise CheckpointError(
+            f"{path / TENSORS} is damaged: its checksum differs from {CHANNELS}; save the model again"
+        )
+    tensors, _ = load_tensors(path / TENSORS)
+    state = tensors | {name: tensors[other] for name, other in description["aliases"].items()}
+    small = copy_model(model)
+    if plan_of(small) is not None:
+        raise CheckpointError(f"{type(model).__name__} is pruned already; load() takes a model of the unpruned class")
+    apply_plan(small, ChannelPlan.from_json(description["plan"]))
+    try:
+        small.load_state_dict(state)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{path} holds a pruned {description['class']}, which {type(model).__name__} does not fit: {error}"
+        ) from None
+    return small
+
+
+def _distinct(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tied tensors once, and the further names of each."""
+    first: dict[tuple[Any, ...], str] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype) if tensor.numel() else (name,)
+        if first.setdefault(key, name) != name:
+            aliases[name] = first[key]
+    return {name: tensor for name, tensor in tensors.items() if name not in aliases}, aliases
+
+
+def _publish(staged: Path, target: Path) -> None:
+    if target.exists() and not exchange(staged, target):
+        shutil.rmtree(target)
+    if not target.exists():
+        os.rename(staged, target)
+    flush(target.parent)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        description: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); load() takes a folder that save() wrote") from None
+    if not isinstance(description, dict) or not {"format", "class", "aliases", "sha256", "plan"} <= set(description):
+        raise CheckpointError(f"{path} is damaged, or not of a pruned model; load() takes a folder that save() wrote")
+    if description["format"] != _FORMAT:
+        raise CheckpointError(
+            f"{path} has the format {description['format']!r}, and this Sparsebit ({__version__}) reads {_FORMAT}"
+        )
+    return description
+
+
+def _sha256(path: Path) -> str:
+    found = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(1 << 22):
+                found.update(chunk)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error})") from None
+    return found.hexdigest()

@@ -1,0 +1,158 @@
+"""Physical removal of channels: parameters and buffers lose positions, and layers' attributes follow.
+
+A `ChannelPlan` says it all in plain numbers, so that a folder can hold it and `apply_plan` can repeat it on the
+original, unpruned class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.errors import CheckpointError
+
+_PLAN = "_sparsebit_channel_plan"
+# What an attribute of a module becomes: a number, or a tuple or list of numbers.
+Attribute = int | tuple[int, ...] | list[int]
+
+
+@dataclass(frozen=True)
+class ChannelPlan:
+    """Which positions of which tensors stay, and what attributes of modules become."""
+
+    # tensor -> dimension -> the positions that stay, in order
+    kept: Mapping[str, Mapping[int, tuple[int, ...]]] = field(default_factory=dict)
+    # module -> attribute -> new value; what follows from the shapes of a torch.nn layer is not written down
+    attributes: Mapping[str, Mapping[str, Attribute]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; runs of positions are written as [first, last]."""
+        return {
+            "kept": {
+                tensor: {str(dim): _runs(places) for dim, places in dims.items()} for tensor, dims in self.kept.items()
+            },
+            "attributes": {
+                module: {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+                for module, values in self.attributes.items()
+            },
+        }
+
+    def after(self, earlier: ChannelPlan) -> ChannelPlan:
+        """The plan that does to the original what `earlier` and then this one do."""
+        kept = {tensor: dict(dims) for tensor, dims in earlier.kept.items()}
+        for tensor, dims in self.kept.items():
+            for dim, places in dims.items():
+                before = kept.setdefault(tensor, {}).get(dim)
+                kept[tensor][dim] = places if before is None else tuple(before[place] for place in places)
+        attributes = {module: dict(values) for module, values in earlier.attributes.items()}
+        for module, values in self.attributes.items():
+            attributes.setdefault(module, {}).update(values)
+        return ChannelPlan(kept, attributes)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> ChannelPlan:
+        try:
+            return cls(
+                {
+                    tensor: {int(dim): _positions(runs) for dim, runs in dims.items()}
+                    for tensor, dims in value["kept"].items()
+                },
+                {module: dict(values) for module, values in value["attributes"].items()},
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"the channel plan is damaged ({error!r})") from None
+
+
+def _runs(places: tuple[int, ...]) -> list[list[int]]:
+    runs: list[list[int]] = []
+    for place in places:
+        if runs and runs[-1][1] == place - 1:
+            runs[-1][1] = place
+        else:
+            runs.append([place, place])
+    return runs
+
+
+def _positions(runs: list[list[int]]) -> tuple[int, ...]:
+    return tuple(place for first, last in runs for place in range(first, last + 1))
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, each once, by their first name."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def apply_plan(model: nn.Module, plan: ChannelPlan) -> None:
+    """Make the model smaller, in place. The same plan fits every model of the same class and widths."""
+    tensors = named_tensors(model)
+    if missing := sorted(set(plan.kept) - set(tensors)):
+        raise CheckpointError(f"the channel plan is of another model: there is no {missing[0]} here")
+    smaller: dict[int, Tensor] = {}
+    for name, dims in plan.kept.items():
+        tensor = tensors[name]
+        for dim, places in dims.items():
+            if dim >= tensor.dim() or (places and places[-1] >= tensor.shape[dim]):
+                raise CheckpointError(
+                    f"the channel plan is of another model: {name} has the shape {tuple(tensor.shape)}, and the plan "
+                    f"keeps position {places[-1]} of dimension {dim}"
+                )
+        smaller[id(tensor)] = _sliced(tensor, dims)
+    for module in model.modules():
+        for registry in (module._parameters, module._buffers):
+            for key, value in registry.items():
+                if value is not None and id(value) in smaller:
+                    registry[key] = smaller[id(value)]  # type: ignore[assignment]
+    for path, values in plan.attributes.items():
+        module = model.get_submodule(path)
+        for name, number in values.items():
+            is_tuple = isinstance(getattr(module, name), tuple)
+            setattr(module, name, tuple(number) if is_tuple and not isinstance(number, int) else number)
+    for module in model.modules():
+        _follow_shapes(module)
+    earlier = plan_of(model)
+    model.__dict__[_PLAN] = plan if earlier is None else plan.after(earlier)
+
+
+def plan_of(model: nn.Module) -> ChannelPlan | None:
+    """What was removed from a model since it was built from its class; None: nothing."""
+    found: ChannelPlan | None = model.__dict__.get(_PLAN)
+    return found
+
+
+def _sliced(tensor: Tensor, dims: Mapping[int, tuple[int, ...]]) -> Tensor:
+    data = tensor.detach()
+    for dim, places in dims.items():
+        data = data.index_select(dim, torch.tensor(places, dtype=torch.long, device=data.device))
+    if isinstance(tensor, nn.Parameter):
+        kind = type(tensor) if type(tensor) is nn.Parameter else nn.Parameter
+        return kind(data, requires_grad=tensor.requires_grad)
+    return data
+
+
+def _follow_shapes(module: nn.Module) -> None:
+    """The attributes of torch.nn layers that repeat the shapes of their parameters."""
+    weight = getattr(module, "weight", None)
+    if isinstance(module, nn.modules.conv._ConvNd):
+        if isinstance(weight, Tensor):
+            first, second = weight.shape[:2]
+            second = second * module.groups
+            module.in_channels, module.out_channels = (first, second) if module.transposed else (second, first)
+    elif isinstance(module, nn.Linear):
+        if isinstance(weight, Tensor):
+            module.out_features, module.in_features = weight.shape
+    elif isinstance(module, nn.modules.batchnorm._NormBase):
+        vector = weight if isinstance(weight, Tensor) else module.running_mean
+        if isinstance(vector, Tensor):
+            module.num_features = vector.shape[0]
+    elif isinstance(module, nn.GroupNorm):
+        if isinstance(weight, Tensor):
+            module.num_channels = weight.shape[0]
+    elif isinstance(module, nn.Embedding):
+        if isinstance(weight, Tensor):
+            module.embedding_dim = weight.shape[1]
+    elif isinstance(module, nn.PReLU) and isinstance(weight, Tensor):
+        module.num_parameters = weight.shape[0]

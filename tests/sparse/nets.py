@@ -1,0 +1,427 @@
+"""Small nets, each with one thing that ties channels together, and the batch for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+
+def conv(inputs: int, outputs: int, **options: int) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, 3, padding=1, **options)
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.bn, self.b = conv(3, 8), nn.BatchNorm2d(8), conv(8, 6)
+        self.head = nn.Linear(6 * 16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.b(F.relu(self.bn(self.a(x)), inplace=True))).flatten(1))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.a, self.b, self.head = conv(3, 8), conv(8, 10), conv(10, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = x + self.b(F.silu(self.a(x)))
+        return self.head(x.mean((2, 3)))
+
+
+class PaddedShortcut(nn.Module):
+    """ResNet-20's: the shortcut pads channels with zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.a, self.b, self.head = conv(3, 8), conv(8, 16), conv(16, 16), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x))
+        x = self.b(F.relu(self.a(x))) + F.pad(x, (0, 0, 0, 0, 4, 4))
+        return self.head(F.relu(x).mean((2, 3)))
+
+
+class Concat(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.a, self.b = conv(3, 8), conv(8, 6), conv(8, 4)
+        self.norm, self.last = nn.BatchNorm2d(18), conv(18, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.last(self.norm(torch.cat([self.a(x), x, self.b(x)], 1))).mean((2, 3))
+
+
+class Chunks(nn.Module):
+    """A gated unit: both halves of one layer meet again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 20), nn.Linear(10, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        value, gate = self.a(x).chunk(2, -1)
+        return self.b(value * torch.sigmoid(gate))
+
+
+class UnequalUse(nn.Module):
+    """The halves go different ways, so that each must keep its half of the channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = conv(3, 12), conv(6, 8), conv(14, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = self.a(x).chunk(2, 1)
+        return self.d(self.c(torch.cat([one, self.b(two)], 1)).mean((2, 3)))
+
+
+class Unbind(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 3 * 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.a(x).view(x.shape[0], 3, -1).unbind(1)
+        return self.b(q * k + v)
+
+
+class Depthwise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.dw, self.c = conv(3, 8), conv(8, 16, groups=8), conv(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(F.relu6(self.dw(F.relu6(self.a(x))))).mean((2, 3))
+
+
+class ManyGroups(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.g, self.c = conv(3, 16), conv(16, 24, groups=8), conv(24, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(F.relu(self.g(F.relu(self.a(x))))).mean((2, 3))
+
+
+class FewGroups(nn.Module):
+    """Two groups of eight: the same places of each group go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.g, self.c = conv(3, 16), conv(16, 12, groups=2), conv(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(F.relu(self.g(F.relu(self.a(x))))).mean((2, 3))
+
+
+class GroupsOfShape(nn.Module):
+    """A depthwise convolution whose forward reads the number of groups from the shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.weight, self.c = conv(3, 8), nn.Parameter(torch.randn(8, 1, 3, 3)), conv(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        return self.c(F.conv2d(x, self.weight, padding=1, groups=x.shape[1])).mean((2, 3))
+
+
+class Transposed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.up = conv(3, 8), nn.ConvTranspose2d(8, 6, 2, 2)
+        self.wide, self.c = nn.ConvTranspose2d(6, 12, 2, 2, groups=6), conv(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.wide(F.relu(self.up(F.relu(self.a(x)))))).mean((2, 3))
+
+
+class Norms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.group = conv(3, 16), nn.GroupNorm(8, 16)
+        self.b, self.instance = conv(16, 12), nn.InstanceNorm2d(12, affine=True)
+        self.c, self.prelu, self.d = conv(12, 8), nn.PReLU(8), conv(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.instance(self.b(F.relu(self.group(self.a(x)))))
+        return self.d(self.prelu(self.c(x))).mean((2, 3))
+
+
+class Shuffle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = conv(3, 16), conv(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        n, c, h, w = x.shape
+        x = x.view(n, 4, c // 4, h, w).transpose(1, 2).reshape(n, c, h, w)
+        return self.b(F.relu(x)).mean((2, 3))
+
+
+class PixelShuffle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.up, self.b = conv(3, 24), nn.PixelShuffle(2), conv(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(F.relu(self.up(self.a(x)))).mean((2, 3))
+
+
+class SqueezeExcite(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.down, self.up, self.b = conv(3, 12), nn.Conv2d(12, 4, 1), nn.Conv2d(4, 12, 1), conv(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        gate = torch.sigmoid(self.up(F.relu(self.down(x.mean((2, 3), keepdim=True)))))
+        return self.b(x * gate.expand_as(x)).mean((2, 3))
+
+
+class Attention(nn.Module):
+    """With a joint q, k, v; the number of heads is an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.scale = 4, 1 / math.sqrt(3)
+        self.qkv, self.proj = nn.Linear(12, 36), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, _ = x.shape
+        q, k, v = self.qkv(x).reshape(b, n, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        weights = (q @ k.transpose(-2, -1) * self.scale).softmax(-1)
+        return self.proj((weights @ v).transpose(1, 2).flatten(2))
+
+
+class GroupedQuery(nn.Module):
+    """Six query heads share two key and value heads, as in LLaMA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_dim = 4
+        self.q, self.k, self.v, self.out = nn.Linear(12, 24), nn.Linear(12, 8), nn.Linear(12, 8), nn.Linear(24, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, _ = x.shape
+        q, k, v = (part(x).view(b, n, -1, self.head_dim).transpose(1, 2) for part in (self.q, self.k, self.v))
+        k, v = k.repeat_interleave(3, 1), v.repeat_interleave(3, 1)
+        y = F.scaled_dot_product_attention(q, k, v)
+        return self.out(y.transpose(1, 2).reshape(b, n, -1))
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Linear(6, 12), nn.Parameter(torch.randn(1, 5, 12))
+        self.norm, self.attention = nn.LayerNorm(12), Attention()
+        self.norm2, self.up, self.down, self.head = (
+            nn.LayerNorm(12),
+            nn.Linear(12, 20),
+            nn.Linear(20, 12),
+            nn.Linear(12, 3),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x) + self.place
+        x = x + self.attention(self.norm(x))
+        x = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return self.head(x[:, 0])
+
+
+class Shared(nn.Module):
+    """One layer, called twice: its inputs and outputs are the same channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 10), nn.Linear(10, 10), nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(F.relu(self.b(F.relu(self.b(F.relu(self.a(x)))))))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(11, 8), nn.Linear(8, 8, bias=False)
+        self.up, self.down, self.head = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.mix(self.embed(ids))
+        return self.head(x + self.down(torch.tanh(self.up(x))))
+
+
+class ReadsLayers(nn.Module):
+    """Code that reads sizes from layers and from shapes, and keeps one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.width = conv(3, 8), conv(8, 12), nn.Linear(12 * 16, 5), 12
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        assert y.shape[1] == self.a.out_channels
+        y = self.b(y / self.a.out_channels**0).view(x.shape[0], self.b.out_channels, -1)
+        y = y.reshape(x.shape[0], self.width * 16)
+        return self.c(y)
+
+
+class SlicesInPlace(nn.Module):
+    """The 4 in the code cannot be changed, so that the first four channels stay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = conv(3, 8), conv(3, 4), conv(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        y[:, :4] += self.b(x)
+        y.relu_()
+        return self.c(y).mean((2, 3))
+
+
+class DataBranch(nn.Module):
+    """A branch on data, which no tracer follows, and a hook that doubles the values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 10), nn.Linear(10, 3)
+        self.a.register_forward_hook(lambda _module, _args, output: output * 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        if float(x.abs().max()) > 0:
+            y = y.relu()
+        return self.b(y)
+
+
+class Einsum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.head = nn.Parameter(torch.randn(7, 2, 5) / 4), nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.einsum("bi,ihd->bhd", x, self.weight).flatten(1))
+
+
+class Parametrized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 10), parametrizations.orthogonal(nn.Linear(10, 10)), nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(F.relu(self.b(F.relu(self.a(x)))))
+
+
+class FixedReshape(nn.Module):
+    """The number 8 in the code cannot be changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = conv(3, 8), conv(8, 6), conv(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x).reshape(-1, 8, 4, 4)
+        return self.d(self.c(F.relu(self.b(x))).mean((2, 3)))
+
+
+class MeanOverChannels(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = conv(3, 8), conv(8, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        return self.c(self.b(x * torch.sigmoid(x.mean(1, keepdim=True))).mean((2, 3)))
+
+
+class HiddenConstant(nn.Module):
+    """The scale of the values depends on the width: nothing fails, but the values differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 12), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        return self.b(x / x.shape[1])
+
+
+class Softmax(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 12), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).softmax(-1))
+
+
+class Auxiliary(nn.Module):
+    """A head that runs in training only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.aux = conv(3, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        x = self.a(x).mean((2, 3))
+        return (self.b(x), self.aux(x)) if self.training else self.b(x)
+
+
+def images() -> Tensor:
+    return torch.randn(2, 3, 4, 4)
+
+
+def rows(width: int = 6) -> Tensor:
+    return torch.randn(4, width)
+
+
+Build = Callable[[], tuple[nn.Module, Tensor]]
+# Nets of which something can be removed: how many units.
+PRUNABLE: dict[str, tuple[Build, int]] = {
+    "chain": (lambda: (Chain(), images()), 14),
+    "residual": (lambda: (Residual(), images()), 18),
+    "padded shortcut": (lambda: (PaddedShortcut(), images()), 24),
+    "concat": (lambda: (Concat(), images()), 18),
+    "chunks": (lambda: (Chunks(), rows(12)), 10),
+    "unequal use": (lambda: (UnequalUse(), images()), 6 + 8 + 4),
+    "unbind": (lambda: (Unbind(), rows(12)), 8),
+    "depthwise": (lambda: (Depthwise(), images()), 8),
+    "many groups": (lambda: (ManyGroups(), images()), 8),
+    "few groups": (lambda: (FewGroups(), images()), 8 + 6),
+    "groups of shape": (lambda: (GroupsOfShape(), images()), 8),
+    "transposed": (lambda: (Transposed(), images()), 8 + 6),
+    "norms": (lambda: (Norms(), images()), 8 + 12 + 8),
+    "shuffle": (lambda: (Shuffle(), images()), 4),
+    "pixel shuffle": (lambda: (PixelShuffle(), images()), 6),
+    "squeeze excite": (lambda: (SqueezeExcite(), images()), 12 + 4),
+    "attention": (lambda: (Attention(), torch.randn(2, 5, 12)), 4),
+    "grouped query": (lambda: (GroupedQuery(), torch.randn(2, 5, 12)), 2),
+    "transformer": (lambda: (Transformer(), torch.randn(2, 5, 6)), 4 + 20),
+    "shared": (lambda: (Shared(), rows()), 10),
+    "tied": (lambda: (Tied(), torch.randint(0, 11, (2, 5))), 8 + 16),
+    "reads layers": (lambda: (ReadsLayers(), images()), 8 + 12),
+    "slices in place": (lambda: (SlicesInPlace(), images()), 4),
+    "data branch": (lambda: (DataBranch(), rows()), 10),
+    "einsum": (lambda: (Einsum(), rows(7)), 2),
+    "orthogonal weight": (lambda: (Parametrized(), rows()), 20),
+    "auxiliary": (lambda: (Auxiliary(), images()), 8),
+}
+# Nets with a layer `a` whose outputs must be spared, and words of the reason.
+SPARED: dict[str, tuple[Build, str]] = {
+    "size in the code": (lambda: (FixedReshape(), images()), "not proved"),
+    "mean over channels": (lambda: (MeanOverChannels(), images()), "mean in the model is taken over them"),
+    "hidden constant": (lambda: (HiddenConstant(), rows()), "gives other values without them"),
+    "softmax": (lambda: (Softmax(), rows()), "softmax in the model mixes them"),
+}
