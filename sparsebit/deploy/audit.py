@@ -19,7 +19,7 @@ from sparsebit.deploy.fusion_reasons import reason_for
 from sparsebit.deploy.fusion_site import Site, is_heavy, is_layer, kind, label
 from sparsebit.deploy.model_file import num_bytes
 from sparsebit.deploy.qdq_graph import MOVES, Graph, load_model
-from sparsebit.deploy.sessions import RUNTIMES, Session, open_session
+from sparsebit.deploy.sessions import RUNTIMES, Session, open_session, runtime_version
 from sparsebit.deploy.timing import interleaved
 from sparsebit.deploy.verdict import verdict
 from sparsebit.errors import DeploymentError
@@ -69,7 +69,7 @@ def audit(
     found = Audit(
         file=str(file),
         runtime=runtime,
-        runtime_version=_version(runtime),
+        runtime_version=runtime_version(runtime),
         cpu=cpu_name(),
         num_threads=num_threads,
         layers=layers,
@@ -218,9 +218,3 @@ def _with_types(model: Any) -> Any:
         return onnx.shape_inference.infer_shapes(model)
     except Exception:  # operators of a runtime's own: the types in the file must do
         return model
-
-
-def _version(runtime: str) -> str:
-    from importlib import metadata
-
-    return metadata.version(runtime)

@@ -46,21 +46,21 @@ def executed(
         target = Path(folder) / "optimized.onnx"
         session = open_session(file, "onnxruntime", num_threads=num_threads, optimized_file=target, options=options)
         optimized = Graph(onnx.load(str(target), load_external_data=False))
-    finder = _Finder(graph, optimized)
+    finder = Finder(graph, optimized)
     kernels: dict[str, Kernel] = {}
     for node in filter(lambda node: is_layer(graph, node), graph.nodes):
         found = finder.find(node)
         if found is None:
             kernels[label(node)] = Kernel("", "unknown")
             continue
-        arithmetic = _arithmetic(optimized, found)
+        arithmetic = arithmetic_of(optimized, found)
         rounds = Site(graph, node).has_float_weight and (arithmetic != "float" or _has_rounded_weight(optimized, found))
         kernels[label(node)] = Kernel(found.op_type, arithmetic, rounds)
     left = Counter(node.op_type for node in optimized.nodes if node.op_type in _CONVERSIONS)
     return Execution(kernels, dict(left)), session
 
 
-def _arithmetic(optimized: Graph, node: Any) -> Arithmetic:
+def arithmetic_of(optimized: Graph, node: Any) -> Arithmetic:
     """By the operator's name; ops that take any type (MaxPool, Concat, Resize) by what flows into them."""
     if node.op_type in _WEIGHT_ONLY:
         return "weight-only"
@@ -83,7 +83,7 @@ def _is_byte(optimized: Graph, name: str) -> bool:
     return node.op_type in _ANY_TYPE and _is_byte(optimized, node.input[0])
 
 
-class _Finder:
+class Finder:
     """Finds a layer of the file in the optimized graph: by name, by the names that fusions give, by its outputs."""
 
     def __init__(self, graph: Graph, optimized: Graph) -> None:

@@ -27,20 +27,36 @@ _FRONTEND = ("Convert_", "Subtract_", "Multiply_", "Constant_")
 def executed(file: Path, graph: Graph, *, num_threads: int = 1) -> tuple[Execution, Session]:
     """The kernels of `graph`'s layers (the graph of `file`) as OpenVINO runs them here, and the open session."""
     session: Any = open_session(file, "openvino", num_threads=num_threads)
-    ops = [_Op(op) for op in session.compiled.get_runtime_model().get_ordered_ops()]
-    by_origin: dict[str, list[_Op]] = {}
-    for op in ops:
-        for origin in op.origins:
-            by_origin.setdefault(origin, []).append(op)
+    running = Executed(session, graph)
     kernels: dict[str, Kernel] = {}
     for node in filter(lambda node: is_layer(graph, node), graph.nodes):
-        bias = Site(graph, node).bias_add  # a product goes by the name of the add that it took in
-        found = _find(node, by_origin) or (_find(bias, by_origin) if bias is not None else None)
+        found = running.op_of(node)
         kernels[label(node)] = Kernel(found.words, _arithmetic(found)) if found else Kernel("", "unknown")
-    return Execution(kernels, _leftovers(ops, graph)), session
+    return Execution(kernels, _leftovers(running.ops, graph)), session
 
 
-class _Op:
+class Executed:
+    """The execution graph of a compiled model, beside the graph of its file."""
+
+    def __init__(self, session: Any, graph: Graph) -> None:
+        self.graph = graph
+        self.ops = [ExecutedOp(op) for op in session.compiled.get_runtime_model().get_ordered_ops()]
+        self._by_origin: dict[str, list[ExecutedOp]] = {}
+        for op in self.ops:
+            for origin in op.origins:
+                self._by_origin.setdefault(origin, []).append(op)
+
+    def op_of(self, node: Any) -> ExecutedOp | None:
+        """The op that a node of the file went into."""
+        bias = Site(self.graph, node).bias_add  # a product goes by the name of the add that it took in
+        return _find(node, self._by_origin) or (_find(bias, self._by_origin) if bias is not None else None)
+
+    def arithmetic_of(self, name: str) -> Arithmetic:
+        """Of the op of this name."""
+        return next((_arithmetic(op) for op in self.ops if op.name == name), "unknown")
+
+
+class ExecutedOp:
     """One op of the execution graph, in plain words."""
 
     def __init__(self, op: Any) -> None:
@@ -58,7 +74,7 @@ class _Op:
         return self.layer_type in _HEAVY_TYPES
 
 
-def _find(node: Any, by_origin: dict[str, list[_Op]]) -> _Op | None:
+def _find(node: Any, by_origin: dict[str, list[ExecutedOp]]) -> ExecutedOp | None:
     """The op that a layer went into; of several (a product and the eltwise behind it) the one of its own weight."""
     found = [op for name in _names(node) for op in by_origin.get(name, ())]
     wanted = [op for op in found if op.heavy == is_heavy(node.op_type)]
@@ -72,7 +88,7 @@ def _names(node: Any) -> Iterator[str]:
             yield from (f"{base}/WithoutBiases", base, f"{base}_original", f"{base}/MatMul")
 
 
-def _arithmetic(op: _Op) -> Arithmetic:
+def _arithmetic(op: ExecutedOp) -> Arithmetic:
     """A heavy kernel says so in its name; a light one runs on what its first input is."""
     integer = op.primitive.lower().endswith(("_i8", "_u8"))
     if op.heavy:
@@ -83,7 +99,7 @@ def _arithmetic(op: _Op) -> Arithmetic:
     return "integer" if integer or op.precision in _BYTES else "float"
 
 
-def _leftovers(ops: list[_Op], graph: Graph) -> dict[str, int]:
+def _leftovers(ops: list[ExecutedOp], graph: Graph) -> dict[str, int]:
     """Ops that only quantize, dequantize or reorder."""
     pairs = {label(node) for node in graph.nodes if node.op_type in (QUANTIZE, DEQUANTIZE)}
     pairs |= {name for node in graph.nodes if node.op_type in (QUANTIZE, DEQUANTIZE) for name in node.output}

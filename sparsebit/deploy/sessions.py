@@ -7,6 +7,7 @@ import importlib.util
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -59,17 +60,19 @@ def open_session(
     optimize: bool = True,
     optimized_file: Path | None = None,
     options: Mapping[str, str] | None = None,
+    profile_prefix: str | None = None,
 ) -> Session:
     """Open an ONNX file (a path, or a serialized model) in a runtime, on the CPU.
 
     `num_threads`: 0 is the runtime's own choice. `optimize=False`: every node runs as it is written, which makes a QDQ
     file its own simulation (ONNX Runtime only). `optimized_file`: where ONNX Runtime writes the graph that it executes.
-    `options`: the runtime's own (session config entries; OpenVINO properties).
+    `options`: the runtime's own (session config entries; OpenVINO properties). `profile_prefix`: ONNX Runtime times its
+    kernels and writes them to a file of this name when `session.end_profiling()` is called.
     """
     if not isinstance(file, bytes) and not Path(file).is_file():
         raise DeploymentError(f"{file}: no such file")
     if runtime == "onnxruntime":
-        return _OnnxRuntime(file, num_threads, optimize, optimized_file, options or {})
+        return _OnnxRuntime(file, num_threads, optimize, optimized_file, options or {}, profile_prefix)
     if runtime == "openvino":
         return _OpenVino(file, num_threads, options or {})
     raise DeploymentError(f"runtime {runtime!r}: none that runs here; allowed: {', '.join(RUNTIMES)}")
@@ -79,6 +82,11 @@ def require_runtime(runtime: str) -> None:
     """Refuses, before any work, a runtime whose package is not installed."""
     if importlib.util.find_spec(runtime) is None:
         raise MissingExtraError(runtime, "onnx" if runtime == "onnxruntime" else runtime, "running an ONNX file")
+
+
+def runtime_version(runtime: str) -> str:
+    """The installed version of a runtime's package."""
+    return metadata.version(runtime)
 
 
 class _OnnxRuntime(Session):
@@ -91,6 +99,7 @@ class _OnnxRuntime(Session):
         optimize: bool,
         optimized_file: Path | None,
         options: Mapping[str, str],
+        profile_prefix: str | None = None,
     ) -> None:
         try:
             import onnxruntime
@@ -103,6 +112,9 @@ class _OnnxRuntime(Session):
         settings.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
         if optimized_file is not None:
             settings.optimized_model_filepath = str(optimized_file)
+        if profile_prefix is not None:
+            settings.enable_profiling = True
+            settings.profile_file_prefix = profile_prefix
         # Threads of a session that waits would go on spinning, and slow down the one that is timed beside it.
         settings.add_session_config_entry("session.force_spinning_stop", "1")
         for key, value in options.items():

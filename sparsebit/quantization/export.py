@@ -49,6 +49,32 @@ def build_onnx(
     verbose: bool = False,
 ) -> tuple[ir.Model, list[ExportedSite]]:
     """The model in memory, and its sites in the order of the graph."""
+    model, opset = trace_onnx(
+        qmodel,
+        dummy_data,
+        input_names=input_names,
+        output_names=output_names,
+        dynamic_axes=dynamic_axes,
+        opset_version=opset_version,
+        verbose=verbose,
+    )
+    sites = lower_onnx(model, PROFILES[qmodel.config.BACKEND], opset)
+    off = {layer: reason for layer, reason in qmodel.plan.floats.items() if reason in SWITCHED_OFF}
+    tidy(model, {"backend": qmodel.config.BACKEND}, off)
+    return model, sites
+
+
+def trace_onnx(
+    qmodel: SimulatedModel,
+    dummy_data: Any,
+    *,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    dynamic_axes: DynamicAxes | None = None,
+    opset_version: int | None = None,
+    verbose: bool = False,
+) -> tuple[ir.Model, int]:
+    """The model with one node for each quantizer, which `lower_onnx` makes a file of, and the opset for that."""
     profile = PROFILES[qmodel.config.BACKEND]
     args, kwargs = export_call(qmodel, dummy_data)
     _refuse_number_types(qmodel, profile)
@@ -84,6 +110,11 @@ def build_onnx(
             f"opset_version={opset}: torch does not write it (this model came out in opset {written}); "
             f"leave opset_version out, or give {profile.opset}"
         )
+    return model, opset
+
+
+def lower_onnx(model: ir.Model, profile: RuntimeProfile, opset: int) -> list[ExportedSite]:
+    """Standard ONNX, laid out as the runtime wants it, in place; gives the sites in the order of the graph."""
     sites = lower(model, profile.weight_widths, whole_groups=BACKENDS[profile.name].whole_groups)
     lay_out_linears(model)
     lay_out_pools(model)
@@ -94,9 +125,7 @@ def build_onnx(
         keep_floats(model)
     if opset < LOWEST_WRITTEN:
         to_older_opset(model, opset)
-    off = {layer: reason for layer, reason in qmodel.plan.floats.items() if reason in SWITCHED_OFF}
-    tidy(model, {"backend": qmodel.config.BACKEND}, off)
-    return model, sites
+    return sites
 
 
 def describe(model: ir.Model, qmodel: SimulatedModel, sites: Sequence[ExportedSite]) -> None:
@@ -154,6 +183,8 @@ def _binds(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str
 def check_ready(qmodel: SimulatedModel, verb: str) -> None:
     """Refuses a model in which nothing is quantized and calibrated; `verb` is what the user called."""
     quantizers = [quantizer for quantizer in qmodel.quantizers() if not quantizer.fake_fused]
+    if not quantizers and qmodel.is_float_by_plan:
+        return  # asked for: the file is a float one
     if not quantizers:
         raise DeploymentError(
             f"{verb}(): nothing of the model is quantized with BACKEND: {qmodel.config.BACKEND}; its coverage says why"
@@ -182,7 +213,7 @@ def switched_on(qmodel: SimulatedModel) -> Iterator[None]:
 
 def _opset(qmodel: SimulatedModel, given: int | None, weight_widths: frozenset[int], usual: int) -> int:
     needs = {q: _opset_of(q, weight_widths) for q in qmodel.quantizers() if q.is_enable}
-    needed = max(needs.values())
+    needed = max(needs.values(), default=usual)
     if given is None:
         return max(usual, needed)
     if given < needed:

@@ -224,6 +224,24 @@ class QuantModel(TrainableModel):
         quantizer_at(self.model, self.plan, site).store_qparams(scale, zero_point)
         self._make_room_for_biases()
 
+    def with_plan(self, plan: Plan) -> Self:
+        """A copy of this calibrated model with the sites of `plan` alone, which are among its own; the rest is float.
+
+        Weights and the numbers of the quantizers that stay are those of this model: nothing is calibrated again.
+        """
+        self._require_settled("with_plan")
+        if missing := plan.missing_in(self.plan):
+            raise ConfigError(f"the plan has sites that the model has not: {', '.join(missing[:5])}")
+        description = {**self._description(), "plan": plan.to_dict()}
+        old, kept = self.sites, set(plan.sites)
+        tensors = {key: value.clone() for key, value in self.state_dict().items()}
+        new = type(self)._revived(self.original, description, self._example, tensors, self._transforms, sites=kept)
+        for name, quantizer in new.sites.items():
+            quantizer.load_state_dict(old[name].state_dict())
+            quantizer.use_quant = old[name].use_quant
+        new._make_room_for_biases()
+        return new
+
     def _require_settled(self, verb: str) -> None:
         self._require_whole(verb)
         if self._runner is not None:
@@ -414,7 +432,10 @@ class QuantModel(TrainableModel):
         example: Call | None,
         tensors: dict[str, Tensor],
         transforms: Sequence[Transform] = (),
+        *,
+        sites: set[str] | None = None,
     ) -> Self:
+        """`sites`: those that the new model has, where it has fewer than `tensors` are of; their numbers stay out."""
         qmodel = cls.__new__(cls)
         nn.Module.__init__(qmodel)
         with warnings.catch_warnings():
@@ -428,10 +449,19 @@ class QuantModel(TrainableModel):
         for quantizer in (q for q in qmodel.quantizers() if not q.fake_fused):
             site = manifest.site_of(description, quantizer.name)
             quantizer.set_bit(site.get("bits", quantizer.spec.bits))
-        qmodel.load_state_dict(tensors)
-        qmodel.set_quant(*manifest.switches_of(description))
+        if sites is None:
+            qmodel.load_state_dict(tensors)
+            qmodel.set_quant(*manifest.switches_of(description))
+        else:
+            qmodel._load_all_but_quantizers(tensors)
         qmodel.applied_algorithms = tuple(description.get("algorithms", ()))
         return qmodel.eval()
+
+    def _load_all_but_quantizers(self, tensors: dict[str, Tensor]) -> None:
+        quantizers = [name for name, module in self.named_modules() if isinstance(module, Quantizer)]
+        own = self.state_dict()
+        rest = {key for key in own if not key.startswith(tuple(f"{name}." for name in quantizers))}
+        self.load_state_dict({key: tensors.get(key, value) if key in rest else value for key, value in own.items()})
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled as what makes it again: torch.fx graphs do not survive a pickle."""

@@ -252,6 +252,11 @@ class SimulatedModel(nn.Module):
         return quantizers_by_site(self.model, self.plan)
 
     @property
+    def is_float_by_plan(self) -> bool:
+        """Whether the model was built from a plan without sites: all of it is meant to be float."""
+        return self._given_plan is not None and not self._given_plan.sites
+
+    @property
     def cfg(self) -> QuantConfig:
         """The config, by the name that the first Sparsebit had for it."""
         return self.config

@@ -276,7 +276,7 @@ class TestFaults:
 
 def test_blocked_convolutions_of_x86_are_found_by_their_output() -> None:
     """ONNX Runtime calls them after what they make, as in its nchwc_transformer.cc; ARM has none, so by hand."""
-    from sparsebit.deploy.audit_onnxruntime import _Finder
+    from sparsebit.deploy.audit_onnxruntime import Finder
     from sparsebit.deploy.qdq_graph import Graph
 
     t = Tiny()
@@ -288,4 +288,4 @@ def test_blocked_convolutions_of_x86_are_found_by_their_output() -> None:
         onnx.helper.make_model(onnx.helper.make_graph([blocked, reordered], "optimized", [], graph.model.graph.output))
     )
     conv = next(node for node in graph.nodes if node.op_type == "Conv")
-    assert _Finder(graph, optimized).find(conv).name == "relu_out_nchwc"
+    assert Finder(graph, optimized).find(conv).name == "relu_out_nchwc"

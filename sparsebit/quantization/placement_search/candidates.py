@@ -1,0 +1,143 @@
+"""Placements worth a try, as sets of units that run in float: families, and the cheapest cut by measured times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sparsebit.deploy.region_times import RegionTimes
+from sparsebit.quantization.placement_search.minimum_cut import cheapest_split
+from sparsebit.quantization.placement_search.traced_graph import TracedGraph
+
+Floats = frozenset[int]
+
+# A conversion reads and writes every element once: about this long where none was measured (milliseconds).
+_USUAL_MS = 4e-7
+_PER_CALL_MS = 2e-3
+_LIGHT = ("add", "concat", "pooling", "activation", "product")
+_FAMILIES = {
+    "adds in float": ("add",),
+    "concats in float": ("concat",),
+    "poolings in float": ("pooling",),
+    "activations in float": ("activation",),
+    "depthwise convolutions in float": ("depthwise convolution",),
+    "all but convolutions and linears in float": _LIGHT,
+    "linears alone in integers": ("convolution", "depthwise convolution", *_LIGHT),
+}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Milliseconds of every unit in integers and in float, and of a conversion per element."""
+
+    integer: tuple[float, ...]
+    floating: tuple[float, ...]
+    per_element: float
+
+    def of(self, graph: TracedGraph, floats: Floats) -> float:
+        """What a placement should take."""
+        total = sum(
+            self.floating[place] if place in floats else self.integer[place] for place in range(len(self.integer))
+        )
+        return total + sum(
+            self.of_conversion(n) for left, right, n in _edges(graph) if (left in floats) != (right in floats)
+        )
+
+    def of_conversion(self, num_elements: int) -> float:
+        return _PER_CALL_MS + self.per_element * num_elements
+
+
+def costs_of(graph: TracedGraph, quantized: RegionTimes, floating: RegionTimes, ratio: float) -> Costs:
+    """From the measured regions of a quantized file and of the float one.
+
+    `ratio`: of the times of both files without a profiler, which slows integer kernels more than others. The times of
+    the quantized file are scaled to it.
+    """
+    scale = ratio * floating.total_ms / quantized.total_ms if quantized.total_ms else 1.0
+    integer_ms, float_ms = quantized.by_layer(), floating.by_layer()
+    fixed = fixed_floats(graph)
+    converted = sum(n for left, right, n in _edges(graph) if (left in fixed) != (right in fixed))
+    spent = scale * quantized.conversion_ms
+    per_element = spent / converted if converted and spent else _USUAL_MS
+    return Costs(
+        tuple(scale * sum(integer_ms.get(name, 0.0) for name in unit.nodes) for unit in graph.units),
+        tuple(sum(float_ms.get(name, 0.0) for name in unit.nodes) for unit in graph.units),
+        min(per_element, 10 * _USUAL_MS),
+    )
+
+
+def fixed_floats(graph: TracedGraph) -> Floats:
+    """The units that the default placement runs in float."""
+    return frozenset(place for place, unit in enumerate(graph.units) if not unit.can_be_integer)
+
+
+def cheapest(graph: TracedGraph, costs: Costs, weight: float = 1.0) -> Floats:
+    """The placement with the least sum of units and conversions, the latter `weight` times as dear as measured."""
+    fixed = fixed_floats(graph)
+    integer = [math.inf if place in fixed else ms for place, ms in enumerate(costs.integer)]
+    edges = [(left, right, weight * costs.of_conversion(n)) for left, right, n in _edges(graph)]
+    ours = cheapest_split(integer, costs.floating, edges)
+    return frozenset(place for place, is_integer in enumerate(ours) if not is_integer)
+
+
+def families(graph: TracedGraph) -> Iterator[tuple[str, Floats]]:
+    """Whole kinds of ops in float, where the model has some in integers and others beside them."""
+    fixed = fixed_floats(graph)
+    free = [place for place in range(len(graph.units)) if place not in fixed]
+    for name, kinds in _FAMILIES.items():
+        chosen = {place for place in free if graph.units[place].kind in kinds}
+        if chosen and len(chosen) < len(free):
+            yield name, fixed | chosen
+    weighted = [place for place in free if graph.units[place].weights]
+    if len(weighted) > 2:
+        yield "the first and the last layer in float", fixed | {weighted[0], weighted[-1]}
+
+
+def islands(graph: TracedGraph, floats: Floats) -> Iterator[tuple[str, Floats]]:
+    """The placement with one connected part of it changed: an integer part to float, or a float one to integers."""
+    fixed = fixed_floats(graph)
+    free = [place for place in range(len(graph.units)) if place not in fixed]
+    for is_float in (True, False):
+        rest = {place for place in free if (place in floats) == is_float}
+        while rest:
+            part = _component(graph, rest)
+            rest -= part
+            first = min(part)
+            where = graph.units[first].layer or graph.units[first].nodes[0]
+            size = f"{len(part)} ops from {where} on" if len(part) > 1 else where
+            if is_float:
+                yield f"{size} in integers", floats - part
+            else:
+                yield f"{size} in float", floats | part
+
+
+def singles(graph: TracedGraph, costs: Costs, floats: Floats) -> Iterator[tuple[str, Floats]]:
+    """Single integer units that the cost model would rather have in float, the most promising first."""
+    gains = {place: costs.integer[place] - costs.floating[place] for place in range(len(graph.units))}
+    for place in sorted(gains, key=lambda place: -gains[place]):
+        if place not in floats and gains[place] > 0:
+            yield f"{graph.units[place].layer or graph.units[place].nodes[0]} in float", floats | {place}
+
+
+def _component(graph: TracedGraph, among: set[int]) -> set[int]:
+    """The units that hang together with the first one."""
+    near: dict[int, set[int]] = {place: set() for place in among}
+    for left, right, _ in _edges(graph):
+        if left in among and right in among:
+            near[left].add(right)
+            near[right].add(left)
+    start = min(among)
+    found, stack = {start}, [start]
+    while stack:
+        for other in near[stack.pop()] - found:
+            found.add(other)
+            stack.append(other)
+    return found
+
+
+def _edges(graph: TracedGraph) -> Iterator[tuple[int, int, int]]:
+    """Units that hand each other a tensor, and its size; a tensor with several readers counts once per reader."""
+    for link in graph.links:
+        if link.producer >= 0 and link.consumer >= 0:
+            yield link.producer, link.consumer, link.num_elements

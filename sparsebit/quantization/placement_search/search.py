@@ -1,0 +1,329 @@
+"""`measure_placement`: the fastest placement of a calibrated model on this machine that keeps its accuracy.
+
+The model is traced once. Every candidate is that graph with other quantizers left out, as the export would write it, so
+a candidate takes a second. Float altogether is always one of them: the result is never slower than float.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import platform
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsebit.deploy.cpu import cpu_name
+from sparsebit.deploy.runtimes import PROFILES
+from sparsebit.deploy.sessions import require_runtime, runtime_version
+from sparsebit.deploy.to_onnx import flat_inputs, in_order
+from sparsebit.errors import ConfigError, DeploymentError
+from sparsebit.execution.batches import Call, calls
+from sparsebit.graph.nested import map_nested
+from sparsebit.progress import track
+from sparsebit.quantization.export import check_ready, switched_on, trace_onnx
+from sparsebit.quantization.ops.quant_opr import QShared
+from sparsebit.quantization.placement_search import candidates
+from sparsebit.quantization.placement_search.candidates import Costs, Floats
+from sparsebit.quantization.placement_search.profile import Choice, PlacementProfile
+from sparsebit.quantization.placement_search.stopwatch import Stopwatch
+from sparsebit.quantization.placement_search.traced_graph import TracedGraph
+from sparsebit.quantization.quant_model import QuantModel
+from sparsebit.quantization.recording import architecture_facts
+from sparsebit.quantization.simulation import users_level
+from sparsebit.records.phases import phase
+
+log = logging.getLogger(__name__)
+
+NUM_SAMPLES = 8
+_LARGEST = 1 << 30  # bytes: candidates are kept in memory
+_GAIN = 0.005  # a candidate must be faster by this much: less is noise
+_TRIAL_S, _FINAL_S = 1.0, 4.0
+_FLOAT, _DEFAULT = "float", "default"
+
+Metric = Callable[[QuantModel], float]
+
+
+@dataclass(frozen=True)
+class MeasuredPlacement:
+    """`qmodel`: the model with the chosen placement, calibrated; `profile`: what was measured, to keep."""
+
+    qmodel: QuantModel
+    profile: PlacementProfile
+
+
+@phase("placement")
+def measure_placement(
+    qmodel: QuantModel,
+    batches: Iterable[Any],
+    *,
+    seconds: float = 60.0,
+    margin_db: float = 1.0,
+    metric: Metric | None = None,
+    metric_margin: float = 0.005,
+    num_threads: int = 1,
+    stopwatch: Stopwatch | None = None,
+) -> MeasuredPlacement:
+    """Try placements of a calibrated model in its runtime, and give the fastest one that keeps the accuracy.
+
+    `batches`: as for calibration; the first samples are what files are timed and compared on. `seconds`: about how long
+    candidates are tried; float, the default placement and the one that the measured times suggest always are.
+    `margin_db`: how much less SQNR of the outputs than the default placement's is allowed. `metric`: gives a score of a
+    model, higher is better; the chosen one may lose `metric_margin` of the default placement's score. `num_threads`: of
+    the runtime. `qmodel` is left as it was.
+    """
+    runtime = PROFILES[qmodel.config.BACKEND].executes
+    if runtime is None:
+        raise ConfigError(
+            f"placement='measured' with BACKEND: {qmodel.config.BACKEND}: no runtime here runs its files; set BACKEND: "
+            "onnxruntime or openvino, or measure on the machine that has it"
+        )
+    require_runtime(runtime)
+    check_ready(qmodel, "measure_placement")
+    start = time.perf_counter()
+    samples = _samples(qmodel, batches)
+    with switched_on(qmodel):
+        model, opset = trace_onnx(qmodel, _as_data(samples[0]))
+    size = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None)
+    if size > _LARGEST:
+        raise DeploymentError(
+            f"placement='measured': the float file would have {size / 1e9:.1f} GB, and candidates are kept in memory "
+            f"(at most {_LARGEST / 1e9:.1f} GB); use the default placement"
+        )
+    shared = {m.name: m.input_quantizer.name for m in qmodel.model.modules() if isinstance(m, QShared)}
+    graph = TracedGraph(model, opset, shared)
+    arrays = [[tensor.detach().cpu().numpy() for tensor in flat_inputs(*sample)] for sample in samples]
+    watch = stopwatch or Stopwatch(runtime, arrays, num_threads)
+    search = _Search(qmodel, graph, watch, margin_db, time.perf_counter() + seconds)
+    search.run()
+    chosen, ratios, noise = search.confirmed()
+    left_out = search.left_out[chosen]
+    if metric is not None and chosen != _FLOAT:
+        chosen = search.judged(metric, metric_margin, chosen, ratios)
+        left_out = search.left_out[chosen]
+    profile = PlacementProfile(
+        backend=qmodel.config.BACKEND,
+        runtime=runtime,
+        runtime_version=runtime_version(runtime),
+        cpu=cpu_name(),
+        machine=platform.machine(),
+        num_threads=num_threads,
+        architecture=architecture_facts(qmodel.original).architecture,
+        shapes=tuple(tuple(array.shape) for array in arrays[0]),
+        floats=tuple(name for name in qmodel.plan if name in left_out),
+        is_float=chosen == _FLOAT,
+        ratio=ratios[chosen],
+        default_ratio=ratios[_DEFAULT],
+        noise=noise,
+        seconds=time.perf_counter() - start,
+        choices=search.table(chosen, ratios),
+    )
+    log.info("placement measured in %.0f s: %s", profile.seconds, profile.words)
+    return MeasuredPlacement(_applied(qmodel, profile), profile)
+
+
+def apply_placement(qmodel: QuantModel, placement: PlacementProfile | str | os.PathLike[str]) -> QuantModel:
+    """The calibrated model with the placement of a profile, or of its file.
+
+    A profile of another model or backend is refused. One of another processor or version of the runtime is used with a
+    warning: its times are not those of this machine.
+    """
+    profile = placement if isinstance(placement, PlacementProfile) else PlacementProfile.load(placement)
+    if told := profile.check(qmodel):
+        warnings.warn(
+            f"the placement profile was measured elsewhere ({'; '.join(told)}); what is fast there may not be here: "
+            "placement='measured' measures again",
+            stacklevel=users_level(),
+        )
+    return _applied(qmodel, profile)
+
+
+def _applied(qmodel: QuantModel, profile: PlacementProfile) -> QuantModel:
+    plan = profile.plan_of(qmodel.plan)
+    return qmodel if len(plan) == len(qmodel.plan) else qmodel.with_plan(plan)
+
+
+class _Search:
+    """What was tried, and the best of it."""
+
+    def __init__(
+        self, qmodel: QuantModel, graph: TracedGraph, watch: Stopwatch, margin_db: float, deadline: float
+    ) -> None:
+        self.qmodel, self.graph, self.watch, self.margin_db, self.deadline = qmodel, graph, watch, margin_db, deadline
+        self.runtime = PROFILES[qmodel.config.BACKEND]
+        everything = frozenset(range(len(graph.units)))
+        self.floats: dict[str, Floats] = {_FLOAT: everything, _DEFAULT: candidates.fixed_floats(graph)}
+        self.left_out = {_FLOAT: frozenset(qmodel.plan), _DEFAULT: frozenset[str]()}
+        # The default keeps every site of the plan, those that no integer unit reads among them.
+        self.files = {name: graph.file(left_out, self.runtime) for name, left_out in self.left_out.items()}
+        self.seen = set(self.left_out.values())
+        self.ratio: dict[str, float] = {_FLOAT: 1.0}
+        self.sqnr: dict[str, float] = {}
+        self.verdict: dict[str, str] = {}
+        self.best = _DEFAULT
+
+    def run(self) -> None:
+        timed = self.watch.ratios(self.files, _TRIAL_S)
+        self.ratio[_DEFAULT] = timed[_DEFAULT].ratio
+        self.sqnr[_DEFAULT] = self._sqnr(_DEFAULT)
+        costs = self._costs(_DEFAULT)
+        for name, floats in self._first(costs):
+            self.attempt(name, floats)
+        for name, floats in track(self._more(costs), "placement"):
+            if time.perf_counter() > self.deadline:
+                break
+            self.attempt(name, floats)
+
+    def _first(self, costs: Costs) -> Iterator[tuple[str, Floats]]:
+        yield "sites that serve integer layers", candidates.fixed_floats(self.graph)
+        yield "cheapest by measured times", candidates.cheapest(self.graph, costs)
+
+    def _more(self, costs: Costs) -> Iterator[tuple[str, Floats]]:
+        """Other cuts, whole families, then parts of the best one; each begins at the best that there is by then."""
+        for weight in (0.5, 2.0):
+            yield f"cheapest, conversions x {weight:g}", candidates.cheapest(self.graph, costs, weight)
+        yield from candidates.families(self.graph)
+        begun = ""
+        while begun != self.best and self.best != _FLOAT:
+            begun = self.best
+            if self.best != _DEFAULT:
+                yield "cheapest by the times of the best", candidates.cheapest(self.graph, self._mixed(costs))
+            floats = self.floats[self.best]
+            expected = costs.of(self.graph, floats)
+            parts = [*candidates.islands(self.graph, floats), *candidates.singles(self.graph, costs, floats)]
+            for name, changed in sorted(parts, key=lambda part: costs.of(self.graph, part[1])):
+                if costs.of(self.graph, changed) < 1.1 * expected:
+                    yield name, changed ^ floats ^ self.floats[self.best]
+
+    def attempt(self, name: str, floats: Floats) -> None:
+        """Time a candidate in turns with float and the best; keep it where it is faster and exact enough."""
+        left_out = self.graph.sites_without(floats) & frozenset(self.qmodel.plan)
+        if left_out in self.seen or len(left_out) == len(self.qmodel.plan):
+            return
+        self.seen.add(left_out)
+        name = self._free(name)
+        self.floats[name], self.left_out[name] = floats, left_out
+        file = self.graph.file(left_out, self.runtime)
+        try:
+            timed = self.watch.ratios(
+                {_FLOAT: self.files[_FLOAT], self.best: self.files[self.best], name: file}, _TRIAL_S
+            )
+        except DeploymentError as error:  # a kernel that the runtime lacks: no candidate
+            log.debug("%s: %s", name, error)
+            self.verdict[name], self.ratio[name] = "does not run", float("inf")
+            return
+        self.ratio[name] = timed[name].ratio
+        if timed[name].ratio > (1 - _GAIN) * timed[self.best].ratio:
+            self.verdict[name] = "not faster"
+            return
+        self.files[name] = file
+        self.sqnr[name] = self._sqnr(name)
+        if self.sqnr[name] < self.sqnr[_DEFAULT] - self.margin_db:
+            self.verdict[name] = "less exact"
+            del self.files[name]
+            return
+        self.verdict[name] = "faster"
+        for old in [old for old in self.files if old not in (_FLOAT, _DEFAULT, name, self.best)]:
+            del self.files[old]
+        self.best = name
+
+    def confirmed(self) -> tuple[str, dict[str, float], float]:
+        """The winner of a longer run of float, the default placement and the best one."""
+        names = dict.fromkeys((_FLOAT, _DEFAULT, self.best))
+        timed = self.watch.ratios({name: self.files[name] for name in names}, _FINAL_S)
+        ratios = {name: one.ratio for name, one in timed.items()}
+        self.ratio |= ratios
+        winner = min(ratios, key=lambda name: (ratios[name], name == _FLOAT))
+        if winner != _FLOAT and ratios[winner] > 1 - _GAIN:
+            winner = _FLOAT
+        return winner, self.ratio, timed[_FLOAT].noise
+
+    def judged(self, metric: Metric, margin: float, chosen: str, ratios: dict[str, float]) -> str:
+        """The fastest placement whose score is near enough to that of the default one."""
+        wanted = metric(self.qmodel) - margin
+        order = sorted((name for name in self.files if ratios.get(name, 2.0) < 1), key=lambda name: ratios[name])
+        for name in order:
+            if name == _DEFAULT:
+                return name
+            plan = self.qmodel.plan.replace(dict.fromkeys(self.left_out[name]))
+            if metric(self.qmodel.with_plan(plan)) >= wanted:
+                return name
+            self.verdict[name] = "loses by the metric"
+        return _FLOAT
+
+    def table(self, chosen: str, ratios: dict[str, float]) -> tuple[Choice, ...]:
+        total = len(self.qmodel.plan)
+        return tuple(
+            Choice(
+                name,
+                ratio,
+                self.sqnr.get(name),
+                total - len(self.left_out[name]),
+                "chosen" if name == chosen else self.verdict.get(name, ""),
+            )
+            for name, ratio in ratios.items()
+        )
+
+    def _costs(self, name: str) -> Costs:
+        """From the measured regions, brought to the measured ratio: profiled kernels are slower than they are alone."""
+        times = self.watch.regions({name: self.files[name], _FLOAT: self.files[_FLOAT]})
+        return candidates.costs_of(self.graph, times[name], times[_FLOAT], self.ratio[name])
+
+    def _mixed(self, costs: Costs) -> Costs:
+        """The costs, with those that the best placement shows in the place of those of the default one."""
+        seen, floats = self._costs(self.best), self.floats[self.best]
+        places = range(len(self.graph.units))
+        return Costs(
+            tuple(costs.integer[place] if place in floats else seen.integer[place] for place in places),
+            tuple(
+                seen.integer[place] or costs.floating[place] if place in floats else costs.floating[place]
+                for place in places
+            ),
+            costs.per_element,
+        )
+
+    def _sqnr(self, name: str) -> float:
+        return self.watch.sqnr_db(name, self.files[name], self.files[_FLOAT])
+
+    def _free(self, name: str) -> str:
+        number, wanted = 1, name
+        while name in self.left_out:
+            number += 1
+            name = f"{wanted} ({number})"
+        return name
+
+
+def _samples(qmodel: QuantModel, batches: Iterable[Any]) -> list[Call]:
+    """The first samples one by one, as they come in use."""
+    found: list[Call] = []
+    signature = inspect.signature(qmodel.original.forward)
+    for call in calls(batches, qmodel.original, qmodel.device):
+        call = call[0], in_order(call[1], signature)
+        tensors = flat_inputs(*call)
+        size = len(tensors[0]) if tensors and tensors[0].ndim else 1
+        found += [_sample(call, place, size) for place in range(min(size, NUM_SAMPLES - len(found)))]
+        if len(found) >= NUM_SAMPLES:
+            break
+    if not found:
+        raise ConfigError("placement='measured': no batches were given; give those of the calibration")
+    return found
+
+
+def _sample(call: Call, place: int, size: int) -> Call:
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor[place : place + 1] if tensor.ndim and tensor.shape[0] == size else tensor
+
+    with torch.no_grad():
+        return map_nested(Tensor, cut, call[0]), map_nested(Tensor, cut, call[1])
+
+
+def _as_data(call: Call) -> Any:
+    """A call in the form that the export takes."""
+    args, kwargs = call
+    return (*args, kwargs) if args and kwargs else kwargs or args

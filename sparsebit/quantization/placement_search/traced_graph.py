@@ -1,0 +1,276 @@
+"""The exported graph as a placement sees it: units that run in integers or in float, and the tensors between them.
+
+A unit is one op with what runtimes fuse into it: a convolution and its ReLU, a matrix product and its bias, the two ops
+of a SiLU. It comes from the graph in which each quantizer is one node, so that no model is exported twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sparsebit.deploy.qdq_graph import MOVES
+from sparsebit.deploy.runtimes import RuntimeProfile
+from sparsebit.deploy.to_onnx import DOMAIN
+from sparsebit.quantization.export import lower_onnx
+from sparsebit.quantization.sites import split_site
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+# What integer kernels absorb right behind a layer.
+_JOINED = frozenset({"Relu", "Clip"})
+_KINDS = {
+    "Conv": "convolution",
+    "ConvTranspose": "convolution",
+    "Gemm": "linear",
+    "MatMul": "linear",
+    "Add": "add",
+    "Sum": "add",
+    "Mul": "product",
+    "Concat": "concat",
+    "AveragePool": "pooling",
+    "GlobalAveragePool": "pooling",
+    "ReduceMean": "pooling",
+    "Sigmoid": "activation",
+    "LeakyRelu": "activation",
+    # What only moves values runs on integers as it runs on floats.
+    **dict.fromkeys((*MOVES, "Resize", "Slice", "Split", "Pad", "Gather"), "move"),
+    "MaxPool": "pooling",
+}
+_WEIGHTED = ("convolution", "depthwise convolution", "linear")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One op and what is fused into it. `layer`: whose weight it reads; empty for an op without one.
+
+    `can_be_integer`: all that it reads is quantized and, but for a linear layer, also its result.
+    """
+
+    nodes: tuple[str, ...]
+    kind: str
+    layer: str
+    weights: tuple[str, ...]
+    can_be_integer: bool
+
+
+@dataclass(frozen=True)
+class Link:
+    """A tensor from one unit to another: `-1` is the world outside. `sites`: the quantizers that it passes."""
+
+    producer: int
+    consumer: int
+    sites: tuple[str, ...]
+    num_elements: int
+
+
+class TracedGraph:
+    """`units` in the order of execution, `links` between them. `owners`: sites by the names of those who share them."""
+
+    def __init__(self, model: ir.Model, opset: int, owners: Mapping[str, str] | None = None) -> None:
+        self.model, self.opset, self.owners = model, opset, owners or {}
+        _name_apart(model)
+        parts = _Parts(model)
+        self.links = tuple(parts.links())
+        self.units = tuple(parts.units(self.links))
+
+    def sites_without(self, floats: Iterable[int]) -> frozenset[str]:
+        """The sites that are left out where these units run in float: those that no integer unit reads or writes."""
+        float_units = set(floats) | {place for place, unit in enumerate(self.units) if not unit.can_be_integer}
+        everything: set[str] = set()
+        needed: set[str] = set()
+        for place, unit in enumerate(self.units):
+            everything |= set(unit.weights)
+            if place not in float_units:
+                needed |= set(unit.weights)
+        for link in self.links:
+            sites = {self.owners.get(site, site) for site in link.sites}
+            everything |= sites
+            ends = {link.producer, link.consumer} - {-1}
+            if not ends <= float_units:
+                needed |= sites
+        return frozenset(everything - needed)
+
+    def file(self, left_out: Iterable[str], profile: RuntimeProfile) -> bytes:
+        """The model without these sites, as the export would write it."""
+        import onnx_ir as ir
+
+        gone = set(left_out)
+        model = self.model.clone()
+        for node in [node for node in model.graph if _is_site(node)]:
+            tag = _tag(node)
+            site = self.owners.get(tag, tag)
+            if site in gone or _is_bias_of(site, gone, node):
+                first = node.inputs[0]
+                assert first is not None
+                node.outputs[0].replace_all_uses_with(first, replace_graph_outputs=True)
+                model.graph.remove(node, safe=True)
+        lower_onnx(model, profile, self.opset)
+        return bytes(ir.to_proto(model).SerializeToString())
+
+
+def _is_site(node: ir.Node) -> bool:
+    return node.domain == DOMAIN
+
+
+def _tag(node: ir.Node) -> str:
+    return str(node.attributes["tag"].value)
+
+
+def _is_bias_of(tag: str, gone: set[str], node: ir.Node) -> bool:
+    """A bias is added in integers only where the layer's weight and its input are: it stays float else."""
+    layer, role = tag.rpartition(".")[::2]
+    if role != "bias":
+        return False
+    if f"{layer}.weight" in gone:
+        return True
+    return any(_reads_float(user, gone) for user, _ in node.outputs[0].uses())
+
+
+def _reads_float(layer: ir.Node, gone: set[str]) -> bool:
+    source = layer.inputs[0].producer() if layer.inputs and layer.inputs[0] is not None else None
+    return source is None or (_is_site(source) and _tag(source) in gone)
+
+
+def _name_apart(model: ir.Model) -> None:
+    """A name of its own for every node: times are found by it."""
+    taken: set[str] = set()
+    for place, node in enumerate(model.graph):
+        if not node.name or node.name in taken:
+            node.name = f"{node.op_type}_{place}"
+        taken.add(node.name)
+
+
+class _Parts:
+    """Nodes of the graph joined to units."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self.graph = model.graph
+        self.outputs = set(model.graph.outputs)
+        self.moving = self._moving()
+        self.joined = {node: node for node in self.moving if not _is_site(node)}
+        for node in self.joined:
+            self._join(node)
+        heads = [node for node in self.joined if self._head(node) is node]
+        self.place = {head: place for place, head in enumerate(heads)}
+        self.members: dict[ir.Node, list[ir.Node]] = defaultdict(list)
+        for node in self.joined:
+            self.members[self._head(node)].append(node)
+
+    def _moving(self) -> dict[ir.Node, None]:
+        """The nodes that depend on an input of the model, in order; what makes weights is left out."""
+        live = set(self.graph.inputs)
+        found: dict[ir.Node, None] = {}
+        for node in self.graph:
+            if any(value in live for value in node.inputs if value is not None):
+                found[node] = None
+                live |= set(node.outputs)
+        return found
+
+    def _head(self, node: ir.Node) -> ir.Node:
+        while self.joined[node] is not node:
+            node = self.joined[node]
+        return node
+
+    def _join(self, node: ir.Node) -> None:
+        """Join an activation, a bias or the second half of a gate to the op in front of it."""
+        for value in node.inputs:
+            source = value.producer() if value is not None else None
+            if source is None or value is None or source not in self.moving:
+                continue
+            if _is_site(source):
+                if split_site(_tag(source))[1].partition(".")[0] == "gate" and (made := _producer(source)) is not None:
+                    self.joined[node] = self._head(made)
+                continue
+            is_only = len(value.uses()) == 1 and value not in self.outputs
+            is_bias = node.op_type == "Add" and source.op_type == "MatMul" and self._has_constant(node)
+            if is_only and (is_bias or node.op_type in _JOINED):
+                self.joined[node] = self._head(source)
+
+    def _has_constant(self, node: ir.Node) -> bool:
+        return any(value is not None and self._is_constant(value) for value in node.inputs)
+
+    def _is_constant(self, value: ir.Value) -> bool:
+        producer = value.producer()
+        return value not in self.graph.inputs and (producer is None or producer not in self.moving)
+
+    def units(self, links: tuple[Link, ...]) -> Iterator[Unit]:
+        reads: dict[int, list[Link]] = defaultdict(list)
+        writes: dict[int, list[Link]] = defaultdict(list)
+        for link in links:
+            reads[link.consumer].append(link)
+            writes[link.producer].append(link)
+        for head, place in self.place.items():
+            nodes = self.members[head]
+            weights = tuple(dict.fromkeys(tag for node in nodes for tag in self._weights(node)))
+            kind = self._kind(head)
+            is_read = bool(reads[place]) and all(link.sites for link in reads[place])
+            is_written = kind == "linear" or all(link.sites for link in writes[place])
+            yield Unit(
+                nodes=tuple(str(node.name) for node in nodes),
+                kind=kind,
+                layer=next((split_site(tag)[0] for tag in weights), ""),
+                weights=weights,
+                can_be_integer=kind != "other" and is_read and is_written and (bool(weights) or kind not in _WEIGHTED),
+            )
+
+    def _weights(self, node: ir.Node) -> Iterator[str]:
+        for value in node.inputs:
+            source = value.producer() if value is not None else None
+            while source is not None and source not in self.moving:
+                if _is_site(source) and not _tag(source).endswith(".bias"):
+                    yield _tag(source)
+                    break
+                source = source.inputs[0].producer() if source.inputs and source.inputs[0] is not None else None
+
+    def _kind(self, node: ir.Node) -> str:
+        kind = _KINDS.get(node.op_type, "other")
+        if kind != "convolution":
+            return kind
+        group = node.attributes["group"].value if "group" in node.attributes else 1
+        shape = node.inputs[1].shape if node.inputs[1] is not None else None
+        is_depthwise = int(group) > 1 and shape is not None and shape[1] == 1
+        return "depthwise convolution" if is_depthwise else "convolution"
+
+    def links(self) -> Iterator[Link]:
+        for head, place in self.place.items():
+            for node in self.members[head]:
+                for value in node.inputs:
+                    if value is None or self._is_constant(value):
+                        continue
+                    sites, source = _through_sites(value)
+                    producer = source.producer()
+                    made = -1 if producer is None else self.place[self._head(producer)]
+                    if made != place:
+                        yield Link(made, place, sites, _num_elements(source))
+        for value in self.outputs:
+            sites, source = _through_sites(value)
+            producer = source.producer()
+            if producer is not None and producer in self.joined:
+                yield Link(self.place[self._head(producer)], -1, sites, _num_elements(source))
+
+
+def _through_sites(value: ir.Value) -> tuple[tuple[str, ...], ir.Value]:
+    """The quantizers that a value has passed, the last one first, and the value in front of them."""
+    sites: list[str] = []
+    node = value.producer()
+    while node is not None and _is_site(node):
+        sites.append(_tag(node))
+        first = node.inputs[0]
+        assert first is not None
+        value, node = first, first.producer()
+    return tuple(sites), value
+
+
+def _producer(site: ir.Node) -> ir.Node | None:
+    return site.inputs[0].producer() if site.inputs[0] is not None else None
+
+
+def _num_elements(value: ir.Value) -> int:
+    if value.shape is None:
+        return 0
+    return math.prod(size for size in value.shape if isinstance(size, int))

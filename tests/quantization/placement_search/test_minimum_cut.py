@@ -1,0 +1,35 @@
+"""The exact split against all splits."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+
+from sparsebit.quantization.placement_search.minimum_cut import cheapest_split
+
+
+def cost(sides: tuple[bool, ...], ours: list[float], theirs: list[float], edges: list[tuple[int, int, float]]) -> float:
+    nodes = sum(mine if is_ours else other for is_ours, mine, other in zip(sides, ours, theirs, strict=True))
+    return nodes + sum(price for left, right, price in edges if sides[left] != sides[right])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_split_is_cheaper(seed: int) -> None:
+    draw = random.Random(seed)
+    size = 7
+    ours = [draw.choice([draw.random(), math.inf]) for _ in range(size)]
+    theirs = [draw.random() for _ in range(size)]
+    edges = [(a, b, draw.random() / 2) for a, b in itertools.combinations(range(size), 2) if draw.random() < 0.5]
+    found = cheapest_split(ours, theirs, edges)
+    least = min(cost(sides, ours, theirs, edges) for sides in itertools.product((True, False), repeat=size))
+    assert cost(found, ours, theirs, edges) == pytest.approx(least)
+
+
+def test_a_chain_of_a_thousand_nodes() -> None:
+    edges = [(place, place + 1, 1e-3) for place in range(999)]
+    ours = [0.0 if place < 500 else 1.0 for place in range(1000)]
+    theirs = [1.0 - one for one in ours]
+    assert cheapest_split(ours, theirs, edges) == tuple(place < 500 for place in range(1000))
