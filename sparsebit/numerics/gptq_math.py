@@ -32,7 +32,8 @@ class Grid:
     """The values that a weight may take: `(q - zero_point) * scale`, with one scale for any set of its elements.
 
     `scale`, `zero_point`: `(num_scales,)`. `index (groups, rows, columns)`: the scale of each element. In every row the
-    same columns share a scale. `smallest`: below which no scale is changed, `(num_scales,)` or `()`.
+    same columns share a scale. `smallest`: below which no scale is changed, `(num_scales,)` or `()`. `stored`: the type
+    in which the scales are kept afterwards; changed ones are rounded to it, so that every step sees what is kept.
     """
 
     scale: Tensor
@@ -40,6 +41,7 @@ class Grid:
     index: Tensor
     spec: TensorSpec
     smallest: Tensor = field(default_factory=lambda: torch.tensor(SMALLEST_SCALE))
+    stored: torch.dtype = torch.float32
 
     def nearest(self, W: Tensor) -> Tensor:
         """The codes of the nearest values, as numbers of the type of `W`."""
@@ -53,10 +55,16 @@ class Grid:
         return Spread(self.scale[self.index], self.zero_point[self.index], self.spec)
 
     def with_scale(self, scale: Tensor) -> Grid:
-        """Another scale, rounded to float32, as a model keeps it; one that is no scale stays as it was."""
+        """Another scale, rounded as a model keeps it; one that is no scale stays as it was."""
         scale = torch.where(torch.isfinite(scale) & (scale > 0), scale, self.scale)
-        scale = torch.maximum(scale, self.smallest.to(scale))
-        return replace(self, scale=scale.float().to(self.scale.dtype))
+        scale = torch.maximum(scale, self.smallest.to(scale)).clamp(max=torch.finfo(self.stored).max)
+        return replace(self, scale=scale.to(self.stored).to(self.scale.dtype))
+
+    def with_zero_point(self, zero_point: Tensor) -> Grid:
+        """Other zero points, rounded to codes; those of a symmetric grid stay 0."""
+        if self.spec.symmetric:
+            return self
+        return replace(self, zero_point=zero_point.round().clamp(self.spec.qmin, self.spec.qmax))
 
     def permuted(self, order: Tensor) -> Grid:
         """With the columns in another order, `(groups, columns)`."""
@@ -65,7 +73,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Spread:
-    """A grid with the scale and the zero point of each element, in the shape of the weight or of one of its columns."""
+    """A grid with the scale and the zero point of each element, in the shape of the weight or of a part of it."""
 
     scale: Tensor
     zero_point: Tensor
@@ -79,9 +87,13 @@ class Spread:
     def values(self, codes: Tensor) -> Tensor:
         return (codes - self.zero_point) * self.scale
 
-    def column(self, number: int) -> Spread:
+    def transposed(self) -> Spread:
+        return Spread(self.scale.mT.contiguous(), self.zero_point.mT.contiguous(), self.spec)
+
+    def line(self, number: int) -> Spread:
+        """One line of the second-last axis."""
         here = slice(number, number + 1)
-        return Spread(self.scale[..., here], self.zero_point[..., here], self.spec)
+        return Spread(self.scale[..., here, :], self.zero_point[..., here, :], self.spec)
 
 
 @dataclass(frozen=True)
@@ -96,6 +108,7 @@ class Rounding:
     smallest_factor: float = 0.5
     sweeps: int = 2
     refit: bool = True
+    zero_point_shift: int = 0
 
 
 @dataclass(frozen=True)
@@ -119,18 +132,29 @@ def quantize(W: Tensor, H: Tensor, grid: Grid, rounding: Rounding) -> Rounded:
     codes to the scales (`descend`). Without search, refit and sweeps this is plain GPTQ.
     """
     nearest = grid.nearest(W)
-    nearest_loss = row_loss(W, grid.values(nearest), H)
+    nearest_loss = row_loss(W, grid.values(nearest), H.to(W))
     factor = _Factor(H, rounding)
+    H = H.to(W)  # the factor alone needs float64
     chosen = search_scale(W, H, grid, factor, rounding)
     chosen, codes, loss = _finish(W, H, chosen, factor.round(W, chosen), rounding)
     is_worse = loss > nearest_loss  # GPTQ is greedy: it may lose, most often where the input hardly correlates
     if _rows_share_scales(grid):
         is_worse = (loss.sum() > nearest_loss.sum()).expand_as(loss)
     codes = torch.where(is_worse[..., None], nearest, codes)
-    scale = chosen.scale.clone()
+    scale, zero_point = chosen.scale.clone(), chosen.zero_point.clone()
     back = grid.index[is_worse].flatten()
-    scale[back] = grid.scale[back]
-    return Rounded(codes, replace(grid, scale=scale), torch.where(is_worse, nearest_loss, loss), nearest_loss)
+    scale[back], zero_point[back] = grid.scale[back], grid.zero_point[back]
+    grid = replace(grid, scale=scale, zero_point=zero_point)
+    return Rounded(codes, grid, torch.where(is_worse, nearest_loss, loss), nearest_loss)
+
+
+def round_nearest(W: Tensor, H: Tensor, grid: Grid, rounding: Rounding) -> Rounded:
+    """`W` rounded to nearest, with scales and zero points that are searched if `rounding` says so."""
+    H = H.to(W)
+    nearest_loss = row_loss(W, grid.values(grid.nearest(W)), H)
+    chosen = search_scale(W, H, grid, None, rounding)
+    codes = chosen.nearest(W)
+    return Rounded(codes, chosen, row_loss(W, chosen.values(codes), H), nearest_loss)
 
 
 def row_loss(W: Tensor, V: Tensor, H: Tensor) -> Tensor:
@@ -145,39 +169,41 @@ def round_columns(W: Tensor, U: Tensor, grid: Grid, block_size: int = 128) -> Te
     After a column is rounded, those behind it are moved by `-(w - v) / U_jj * U_j,:`, which takes up as much of its
     error as they can. Columns behind a block are moved once per block.
     """
-    W, codes, spread = W.clone(), torch.empty_like(W), grid.spread()
-    for start in range(0, W.shape[-1], block_size):
-        stop = min(start + block_size, W.shape[-1])
-        errors = torch.empty_like(W[..., start:stop])
+    # Columns lie one behind another in memory here: a column of a row-major matrix is slow to read and to write.
+    rest, factor, spread = W.mT.contiguous(), U, grid.spread().transposed()
+    codes = torch.empty_like(rest)
+    for start in range(0, rest.shape[-2], block_size):
+        stop = min(start + block_size, rest.shape[-2])
+        errors = torch.empty_like(rest[..., start:stop, :])
         for column in range(start, stop):
-            here, own = slice(column, column + 1), spread.column(column)
-            codes[..., here] = own.nearest(W[..., here])
-            error = (W[..., here] - own.values(codes[..., here])) / U[..., here, here]
-            W[..., here.stop : stop] -= error * U[..., here, here.stop : stop]
-            errors[..., column - start : column - start + 1] = error
-        W[..., stop:] -= errors @ U[..., start:stop, stop:]
-    return codes
+            here, own = slice(column, column + 1), spread.line(column)
+            taken = own.nearest(rest[..., here, :])
+            error = (rest[..., here, :] - own.values(taken)) / factor[..., here, here]
+            rest[..., here.stop : stop, :] -= factor[..., here, here.stop : stop].mT * error
+            codes[..., here, :], errors[..., column - start : column - start + 1, :] = taken, error
+        rest[..., stop:, :] -= factor[..., start:stop, stop:].mT @ errors
+    return codes.mT.contiguous()
 
 
 def descend(W: Tensor, H: Tensor, codes: Tensor, grid: Grid, block_size: int = 128) -> Tensor:
     """One sweep over the columns, in which each code becomes the best one beside all others: the loss never grows."""
-    codes, spread = codes.clone(), grid.spread()
-    gradient = (grid.values(codes) - W) @ H  # half of the loss's
-    curvature = H.diagonal(dim1=-2, dim2=-1)[:, None]
-    for start in range(0, W.shape[-1], block_size):
-        stop = min(start + block_size, W.shape[-1])
-        moves = torch.empty_like(W[..., start:stop])
+    gradient = ((grid.values(codes) - W) @ H).mT.contiguous()  # half of the loss's; columns one behind another
+    wanted, codes, spread = W.mT.contiguous(), codes.mT.contiguous(), grid.spread().transposed()
+    curvature = H.diagonal(dim1=-2, dim2=-1)[..., None]
+    for start in range(0, wanted.shape[-2], block_size):
+        stop = min(start + block_size, wanted.shape[-2])
+        moves = torch.empty_like(wanted[..., start:stop, :])
         for column in range(start, stop):
-            here, own = slice(column, column + 1), spread.column(column)
-            before = own.values(codes[..., here])
-            bend = curvature[..., here]
-            best = torch.where(bend > 0, before - gradient[..., here] / bend, W[..., here])
-            codes[..., here] = own.nearest(best)
-            move = own.values(codes[..., here]) - before
-            gradient[..., here.stop : stop] += move * H[..., here, here.stop : stop]
-            moves[..., column - start : column - start + 1] = move
-        gradient[..., stop:] += moves @ H[..., start:stop, stop:]
-    return codes
+            here, own = slice(column, column + 1), spread.line(column)
+            before = own.values(codes[..., here, :])
+            bend = curvature[..., here, :]
+            best = torch.where(bend > 0, before - gradient[..., here, :] / bend, wanted[..., here, :])
+            taken = own.nearest(best)
+            move = own.values(taken) - before
+            gradient[..., here.stop : stop, :] += H[..., here, here.stop : stop].mT * move
+            codes[..., here, :], moves[..., column - start : column - start + 1, :] = taken, move
+        gradient[..., stop:, :] += H[..., start:stop, stop:].mT @ moves
+    return codes.mT.contiguous()
 
 
 def refit_scale(W: Tensor, H: Tensor, codes: Tensor, grid: Grid) -> Grid:
@@ -187,37 +213,74 @@ def refit_scale(W: Tensor, H: Tensor, codes: Tensor, grid: Grid) -> Grid:
     never grows. Codes that are all zero say nothing of their scale.
     """
     steps = codes - grid.zero_point[grid.index]
+    rest = W - steps * grid.scale[grid.index]
     for columns in shared_columns(grid):
-        own = torch.zeros_like(steps)
-        own[..., columns] = steps[..., columns]
-        rest = W - (steps * grid.scale[grid.index] - own * grid.scale[grid.index])
-        pull = own @ H
-        above = _sum_by_scale((pull * rest).sum(-1), grid, columns)
-        below = _sum_by_scale((pull * own).sum(-1), grid, columns)
-        ours = torch.zeros_like(grid.scale, dtype=torch.bool)
-        ours[grid.index[..., columns]] = True
-        grid = grid.with_scale(torch.where(ours & (below > 0), above / below, grid.scale))
+        own, index = steps[..., columns], grid.index[..., columns[0]]  # (groups, rows)
+        pull = own @ H[:, columns]
+        toward = _sum_by_scale((pull * rest).sum(-1), grid, columns)
+        below = _sum_by_scale((pull[..., columns] * own).sum(-1), grid, columns)
+        before = grid.scale
+        grid = grid.with_scale(torch.where(below > 0, before + toward / below, before))
+        rest[..., columns] -= own * (grid.scale - before)[index][..., None]
     return grid
 
 
-def search_scale(W: Tensor, H: Tensor, grid: Grid, factor: _Factor, rounding: Rounding) -> Grid:
+def search_scale(W: Tensor, H: Tensor, grid: Grid, factor: _Factor | None, rounding: Rounding) -> Grid:
     """The grid with each scale multiplied by the factor in `[smallest_factor, 1]` that has the smallest loss.
 
     The loss of a candidate is that of its nearest codes (`nearest`), or of those that GPTQ takes (`gptq`). Of a row
-    with several scales each is judged by the part of the loss inside its own columns.
+    with several scales each is judged by the part of the loss inside its own columns. `zero_point_shift`: zero points
+    up to so many codes lower and higher are tried afterwards, with factors near the best, if there are any.
     """
     if rounding.scale_search == "none" or rounding.num_candidates < 2:
         return grid
-    masked = _within_scales(H, grid)
-    best, best_loss = grid.scale, torch.full_like(grid.scale, torch.inf)
-    for share in torch.linspace(1, rounding.smallest_factor, rounding.num_candidates, dtype=torch.float64).tolist():
-        candidate = grid.with_scale(grid.scale * share)
-        codes = candidate.nearest(W) if rounding.scale_search == "nearest" else factor.round(W, candidate)
-        error = W - candidate.values(codes)
-        loss = torch.zeros_like(grid.scale).index_add_(0, grid.index.flatten(), ((error @ masked) * error).flatten())
-        is_better = loss < best_loss
-        best, best_loss = torch.where(is_better, candidate.scale, best), torch.where(is_better, loss, best_loss)
-    return grid.with_scale(best)
+    shares = torch.linspace(1, rounding.smallest_factor, rounding.num_candidates, dtype=torch.float64).tolist()
+    coarse = [(share, 0) for share in shares]
+    is_by_gptq = rounding.scale_search == "gptq" and factor is not None
+    search = _Search(W, H, grid, factor if is_by_gptq else None)
+    best = search.best_of(grid, coarse)
+    if grid.spec.symmetric or not rounding.zero_point_shift:
+        return best
+    step = shares[0] - shares[1]
+    moves = [move for move in range(-rounding.zero_point_shift, rounding.zero_point_shift + 1) if move]
+    return search.best_of(best, [(share, move) for move in moves for share in (1 - step, 1.0, 1 + step)])
+
+
+class _Search:
+    """The smallest loss found so far of each scale, and what was tried to find it."""
+
+    def __init__(self, W: Tensor, H: Tensor, grid: Grid, factor: _Factor | None) -> None:
+        self.W, self.factor = W, factor
+        self.parts = [(columns, H[:, columns[:, None], columns]) for columns in shared_columns(grid)]
+        self.loss = torch.full_like(grid.scale, torch.inf)
+
+    def best_of(self, grid: Grid, changes: list[tuple[float, int]]) -> Grid:
+        """The grid with each scale times the share, and each zero point moved, as in the best of `changes`."""
+        best = grid
+        for share, move in changes:
+            candidate = grid.with_scale(grid.scale * share)
+            candidate = candidate.with_zero_point(grid.zero_point + move) if move else candidate
+            loss = self._losses(candidate)
+            is_better = loss < self.loss
+            self.loss = torch.where(is_better, loss, self.loss)
+            best = replace(
+                best,
+                scale=torch.where(is_better, candidate.scale, best.scale),
+                zero_point=torch.where(is_better, candidate.zero_point, best.zero_point),
+            )
+        return best
+
+    def _losses(self, grid: Grid) -> Tensor:
+        """The loss inside the columns of each scale."""
+        codes = None if self.factor is None else self.factor.round(self.W, grid)
+        loss = torch.zeros_like(grid.scale)
+        for columns, own in self.parts:
+            index = grid.index[..., columns[0], None]  # in every row the columns share a scale
+            spread = Spread(grid.scale[index], grid.zero_point[index], grid.spec)
+            wanted = self.W[..., columns]
+            error = wanted - spread.values(spread.nearest(wanted) if codes is None else codes[..., columns])
+            loss += _sum_by_scale(((error @ own) * error).sum(-1), grid, columns)
+        return loss
 
 
 def target_weight(W: Tensor, H: Tensor, cross: Tensor, damping: float = 0.01, share: float = 1.0) -> Tensor:
@@ -250,9 +313,10 @@ class _Factor:
         self.U = inverse_factor(H, rounding.damping)
 
     def round(self, W: Tensor, grid: Grid) -> Tensor:
+        U = self.U.to(W)
         if self.order is None:
-            return round_columns(W, self.U, grid, self.block_size)
-        codes = round_columns(_columns(W, self.order), self.U, grid.permuted(self.order), self.block_size)
+            return round_columns(W, U, grid, self.block_size)
+        codes = round_columns(_columns(W, self.order), U, grid.permuted(self.order), self.block_size)
         return _columns(codes, self.order.argsort(-1))
 
 
@@ -282,12 +346,6 @@ def _rows_share_scales(grid: Grid) -> bool:
     first.scatter_reduce_(0, grid.index.flatten(), rows.to(first.dtype), "amin")
     last.scatter_reduce_(0, grid.index.flatten(), rows.to(first.dtype), "amax")
     return bool((first < last).any())
-
-
-def _within_scales(H: Tensor, grid: Grid) -> Tensor:
-    """`H` without the entries between columns of different scales."""
-    pattern = grid.index[:, 0]
-    return H * (pattern[:, :, None] == pattern[:, None, :])
 
 
 def _sum_by_scale(per_row: Tensor, grid: Grid, columns: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from sparsebit.numerics.gptq_math import (
     quantize,
     refit_scale,
     round_columns,
+    round_nearest,
     row_loss,
     search_scale,
     shared_columns,
@@ -284,3 +285,55 @@ def test_float8() -> None:
     found = quantize(W, H, grid, Rounding())
     assert (found.loss <= found.nearest_loss).all() and found.loss.sum() < 0.8 * found.nearest_loss.sum()
     assert torch.equal(found.codes.to(torch.float8_e4m3fn).double(), found.codes)
+
+
+class TestZeroPoints:
+    def grid(self, weight: Tensor, symmetric: bool) -> Grid:
+        spec = TensorSpec(2, symmetric, CHANNEL)
+        rows = to_rows(weight[0], CHANNEL)
+        scale, zero_point = qparams_from_range(rows.amin(1), rows.amax(1), spec)
+        index = torch.arange(len(scale))[:, None].expand(weight.shape[1:])[None]
+        return Grid(scale.double(), zero_point.double(), index, spec)
+
+    def problem(self) -> tuple[Tensor, Tensor]:
+        weight = torch.randn(1, 40, 24, dtype=torch.float64)
+        x = torch.randn(200, 24, dtype=torch.float64)
+        return weight, (x.T @ x / 200)[None]
+
+    def test_moved_ones_lower_the_loss(self) -> None:
+        weight, hessian = self.problem()
+        grid = self.grid(weight, symmetric=False)
+        still = round_nearest(weight, hessian, grid, Rounding())
+        moved = round_nearest(weight, hessian, grid, Rounding(zero_point_shift=1))
+        assert float(moved.loss.sum()) < float(still.loss.sum()) < float(still.nearest_loss.sum())
+        assert not torch.equal(moved.grid.zero_point, grid.zero_point)
+        assert 0 <= float(moved.grid.zero_point.min()) <= float(moved.grid.zero_point.max()) <= 3
+
+    def test_a_symmetric_grid_has_none(self) -> None:
+        weight, hessian = self.problem()
+        found = round_nearest(weight, hessian, self.grid(weight, symmetric=True), Rounding(zero_point_shift=1))
+        assert not found.grid.zero_point.any()
+
+    def test_without_a_search_nearest_is_nearest(self) -> None:
+        weight, hessian = self.problem()
+        grid = self.grid(weight, symmetric=False)
+        found = round_nearest(weight, hessian, grid, Rounding(scale_search="none"))
+        assert torch.equal(found.codes, grid.nearest(weight))
+        assert torch.equal(found.loss, found.nearest_loss)
+
+    def test_rows_that_fall_back_get_their_own_zero_point_back(self) -> None:
+        weight, hessian = self.problem()
+        found = quantize(weight, hessian, self.grid(weight, symmetric=False), Rounding(zero_point_shift=1))
+        assert bool((found.loss <= found.nearest_loss).all())
+        torch.testing.assert_close(row_loss(weight, found.values, hessian), found.loss)
+
+
+def test_scales_are_rounded_to_the_type_that_is_kept() -> None:
+    weight = torch.randn(1, 4, 16)
+    spec = TensorSpec(4, True, CHANNEL)
+    scale, zero_point = qparams_from_range(weight[0].amin(1), weight[0].amax(1), spec)
+    index = torch.arange(4)[:, None].expand(4, 16)[None]
+    grid = Grid(scale, zero_point, index, spec, stored=torch.bfloat16)
+    found = quantize(weight, torch.eye(16)[None].double(), grid.with_scale(grid.scale), Rounding())
+    assert torch.equal(found.grid.scale, found.grid.scale.bfloat16().float())
+    assert found.codes.dtype == torch.float32

@@ -1,0 +1,162 @@
+"""Where a decoder's blocks are and in which order their linear layers are quantized: a row per architecture.
+
+The names are those of the modules of transformers 5. A row says where the list of blocks is, the linear layers of a
+block in stages (layers of one stage read the same input), and which of them servers fuse into one matrix, so that their
+number formats have to be alike. An architecture without a row is walked: its blocks are the longest list of modules of
+one class, and its stages are found by running a block.
+
+>>> ARCHITECTURES["llama"].stages[0]
+('self_attn.q_proj', 'self_attn.k_proj', 'self_attn.v_proj')
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from sparsebit.errors import ConfigError
+
+Stages = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """`blocks`: the path of the list of blocks. `stages`: None, if they are found by running a block.
+
+    `fused`: linear layers that servers join; without it, those of each stage.
+    """
+
+    blocks: str
+    stages: Stages | None = None
+    fused: Stages | None = None
+
+    def fused_groups(self, stages: Stages) -> Stages:
+        """Groups of two or more linear layers of a block whose number formats have to be alike."""
+        return tuple(group for group in (stages if self.fused is None else self.fused) if len(group) > 1)
+
+
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_GATED = Architecture(
+    "model.layers",
+    (_QKV, ("self_attn.o_proj",), ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",)),
+)
+_PHI = Architecture(  # attention and MLP read the same normalized input
+    "model.layers",
+    ((*_QKV, "mlp.fc1"), ("self_attn.dense",), ("mlp.fc2",)),
+    fused=(_QKV,),
+)
+_PHI3 = Architecture(
+    "model.layers",
+    (("self_attn.qkv_proj",), ("self_attn.o_proj",), ("mlp.gate_up_proj",), ("mlp.down_proj",)),
+)
+_NEOX = Architecture(
+    "gpt_neox.layers",
+    (("attention.query_key_value",), ("attention.dense",), ("mlp.dense_h_to_4h",), ("mlp.dense_4h_to_h",)),
+)
+_OPT = Architecture(
+    "model.decoder.layers",
+    (_QKV, ("self_attn.out_proj",), ("fc1",), ("fc2",)),
+)
+
+# By `model_type` of the model's config.json.
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": _GATED,
+    "mistral": _GATED,
+    "qwen2": _GATED,
+    "qwen3": _GATED,
+    "gemma": _GATED,
+    "gemma2": _GATED,
+    "gemma3_text": _GATED,
+    "phi": _PHI,
+    "phi3": _PHI3,
+    "gpt_neox": _NEOX,
+    "opt": _OPT,
+}
+
+
+def architecture_of(model: nn.Module) -> Architecture:
+    """The row of the model's architecture; without a row, the path of its blocks, found by walking its modules."""
+    model_type = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    row = ARCHITECTURES.get(str(model_type))
+    if row is None:
+        return Architecture(_longest_list(model, str(model_type)))
+    block = blocks_of(model, row)[0]
+    known = linears(block)
+    missing = [name for stage in row.stages or () for name in stage if name not in known]
+    if missing:
+        raise ConfigError(
+            f"model type {model_type!r}: its blocks have no linear layers {', '.join(missing)}, which its row in "
+            f"sparsebit/llm/architectures.py names; they have {', '.join(known)}"
+        )
+    return row
+
+
+def blocks_of(model: nn.Module, architecture: Architecture) -> nn.ModuleList:
+    """The blocks of the model, in order."""
+    blocks = model.get_submodule(architecture.blocks)
+    if not isinstance(blocks, nn.ModuleList) or not len(blocks):
+        raise ConfigError(f"{architecture.blocks} of {type(model).__name__} is not a list of one block or more")
+    return blocks
+
+
+def linears(block: nn.Module) -> dict[str, nn.Linear]:
+    """The plain linear layers of a block by name. Stacked experts are refused: they would stay float unnoticed."""
+    experts = [name for name, parameter in block.named_parameters() if parameter.ndim > 2]
+    if experts:
+        raise ConfigError(
+            f"{type(block).__name__} has stacked weights ({', '.join(experts)}), as those of fused experts: they are "
+            "not supported yet; use a model without experts"
+        )
+    return {name: module for name, module in block.named_modules() if type(module) is nn.Linear}
+
+
+def stages_of(block: nn.Module, call: Callable[[], Any]) -> Stages:
+    """The linear layers of a block in the order in which `call` runs them; neighbours with one input are a stage."""
+    reached: list[tuple[str, Tensor]] = []
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args, name=name: reached.append((name, args[0])))
+        for name, module in linears(block).items()
+    ]
+    try:
+        call()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    stages: list[list[str]] = []
+    inputs: list[Tensor] = []  # held, so that no two of them share an address
+    for name, given in reached:
+        same = [number for number, other in enumerate(inputs) if other is given]
+        if same:
+            stages[same[0]].append(name)
+        else:
+            stages.append([name])
+            inputs.append(given)
+    names = [name for stage in stages for name in stage]
+    if len(names) != len(set(names)):
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        raise ConfigError(
+            f"{type(block).__name__} calls {', '.join(repeated)} more than once: write a row for this architecture "
+            "in sparsebit/llm/architectures.py"
+        )
+    return tuple(tuple(stage) for stage in stages)
+
+
+def _longest_list(model: nn.Module, model_type: str) -> str:
+    lists: dict[str, nn.ModuleList] = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len({type(part) for part in module}) == 1
+        and any(type(part) is nn.Linear for part in module[0].modules())
+        and type(module[0]) is not nn.Linear
+    }
+    if not lists:
+        raise ConfigError(
+            f"model type {model_type!r} is not known, and it has no list of equal blocks with linear layers: add a row "
+            f"to sparsebit/llm/architectures.py; known: {', '.join(ARCHITECTURES)}"
+        )
+    sizes = {name: sum(part.numel() for part in module.parameters()) for name, module in lists.items()}
+    return max(sizes, key=lambda name: sizes[name])

@@ -1,0 +1,136 @@
+"""Text for calibration and evaluation: from a file, a folder, JSON lines or a datasets folder, as windows of tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsebit.errors import ConfigError
+
+_PLAIN, _LINES = (".txt", ".text", ".md"), (".jsonl", ".ndjson")
+# Keys under which a line of JSON or a row of a dataset keeps its text, in order of preference.
+_TEXT_KEYS = ("text", "content", "document")
+_CHAT_KEYS = ("messages", "conversations")
+
+
+def read_documents(source: Path, *, tokenizer: Any = None, chat_template: bool = False) -> Iterator[str]:
+    """The documents of a text file (one), of JSON lines (one each), of a datasets folder, or of a folder of these.
+
+    `chat_template`: lines or rows hold `messages`, which the tokenizer's template turns into text.
+    """
+    if not source.exists():
+        raise ConfigError(f"text {source} does not exist; give a text file, a .jsonl file or a folder of these")
+    if source.is_dir():
+        if (source / "dataset_info.json").is_file() or (source / "dataset_dict.json").is_file():
+            yield from (_document(row, source, tokenizer, chat_template) for row in _dataset_rows(source))
+            return
+        files = sorted(path for path in source.rglob("*") if path.suffix.lower() in (*_PLAIN, *_LINES))
+        if not files:
+            raise ConfigError(f"folder {source} holds no {', '.join((*_PLAIN, *_LINES))} file and is no dataset")
+        for path in files:
+            yield from read_documents(path, tokenizer=tokenizer, chat_template=chat_template)
+        return
+    if source.suffix.lower() in _LINES:
+        for number, line in enumerate(_read(source).splitlines(), 1):
+            if line.strip():
+                yield _document(_parsed(line, f"{source}:{number}"), f"{source}:{number}", tokenizer, chat_template)
+        return
+    if chat_template:
+        raise ConfigError(f"text {source}: a chat template needs messages; give JSON lines with a list `messages` each")
+    yield _read(source)
+
+
+def token_stream(source: Path, tokenizer: Any, *, chat_template: bool = False, limit: int | None = None) -> Tensor:
+    """The tokens of all documents one after another, `(n,)`; `limit`: stop when there are so many."""
+    found: list[Tensor] = []
+    count = 0
+    for document in read_documents(source, tokenizer=tokenizer, chat_template=chat_template):
+        # The whole of a long text at once, as every tool does; its length is no reason for a warning.
+        tokens = tokenizer(document, return_tensors="pt", verbose=False)["input_ids"][0]
+        found.append(tokens)
+        count += len(tokens)
+        if limit is not None and count >= limit:
+            break
+    return torch.cat(found)[:limit] if found else torch.zeros(0, dtype=torch.int64)
+
+
+def windows(tokens: Tensor, length: int, num_windows: int | None = None) -> Tensor:
+    """The stream cut into windows one after another, `(num_windows, length)`; what is left at its end is dropped."""
+    if length < 2:
+        raise ConfigError(f"windows of {length} tokens: allowed: 2 or more")
+    available = len(tokens) // length
+    if available < max(num_windows or 1, 1):
+        raise ConfigError(
+            f"the text has {len(tokens)} tokens: {available} windows of {length}, and {num_windows or 1} are wanted; "
+            "give more text, fewer or shorter windows"
+        )
+    count = available if num_windows is None else num_windows
+    return tokens[: count * length].view(count, length)
+
+
+def calibration_tokens(
+    source: Path,
+    tokenizer: Any,
+    *,
+    num_samples: int,
+    length: int,
+    seed: int = 0,
+    chat_template: bool = False,
+) -> Tensor:
+    """`num_samples` different windows of the text, drawn at random, `(num_samples, length)`."""
+    every = windows(token_stream(source, tokenizer, chat_template=chat_template), length)
+    if len(every) < num_samples:
+        raise ConfigError(
+            f"text {source} has {len(every)} windows of {length} tokens, and {num_samples} are wanted; give more text, "
+            "or ask for fewer or shorter samples"
+        )
+    order = torch.randperm(len(every), generator=torch.Generator().manual_seed(seed))
+    return every[order[:num_samples]]
+
+
+def _document(row: Any, where: object, tokenizer: Any, chat_template: bool) -> str:
+    if isinstance(row, str) and not chat_template:
+        return row
+    keys = _CHAT_KEYS if chat_template else _TEXT_KEYS
+    value = next((row[key] for key in keys if key in row), None) if isinstance(row, dict) else None
+    if chat_template and isinstance(value, list):
+        if not getattr(tokenizer, "chat_template", None):
+            raise ConfigError("this tokenizer has no chat template; give plain text instead")
+        return str(tokenizer.apply_chat_template(value, tokenize=False))
+    if not chat_template and isinstance(value, str):
+        return value
+    found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+    raise ConfigError(f"{where}: no {' or '.join(keys)} in it ({found}); name the text so")
+
+
+def _dataset_rows(folder: Path) -> Iterator[Any]:
+    try:
+        from datasets import DatasetDict, load_from_disk
+    except ImportError:
+        raise ConfigError(
+            f"the dataset {folder} needs the package 'datasets', which is not installed: pip install datasets; or give "
+            "its text as JSON lines"
+        ) from None
+    found = load_from_disk(str(folder))
+    if isinstance(found, DatasetDict):
+        found = found["train"] if "train" in found else next(iter(found.values()))
+    yield from found
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"text {path} cannot be read ({error}); text is UTF-8") from None
+
+
+def _parsed(line: str, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: not valid JSON ({error})") from None

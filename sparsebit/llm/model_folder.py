@@ -1,0 +1,89 @@
+"""`ModelFolder`: a model as transformers keeps it, its tensors read one at a time from memory-mapped safetensors."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from sparsebit.errors import CheckpointError
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+class ModelFolder:
+    """`config`: the model's config.json. `files`: which file holds a tensor, by the tensor's name."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise CheckpointError(f"{self.path} is not a folder; give the folder of a downloaded model")
+        self.config: dict[str, Any] = _read_json(self.path / "config.json")
+        self.files = self._find_files()
+        self._open: dict[Path, Any] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files)
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor, on the CPU: only its own bytes are read."""
+        if name not in self.files:
+            raise CheckpointError(f"{self.path} has no tensor {name!r}; is it a whole checkpoint of this architecture?")
+        path = self.files[name]
+        try:
+            if path not in self._open:
+                self._open[path] = safe_open(path, "pt")
+            found: Tensor = self._open[path].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} cannot be read ({error})") from None
+        return found
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all tensors; only the files' headers are read."""
+        return {name: tuple(self._slice(name).get_shape()) for name in self.files}
+
+    def close(self) -> None:
+        """Forget the mapped files, so that their pages can be freed."""
+        self._open.clear()
+
+    def _slice(self, name: str) -> Any:
+        if self.files[name] not in self._open:
+            self._open[self.files[name]] = safe_open(self.files[name], "pt")
+        return self._open[self.files[name]].get_slice(name)
+
+    def _find_files(self) -> dict[str, Path]:
+        if (self.path / _INDEX).is_file():
+            entries = _read_json(self.path / _INDEX).get("weight_map", {})
+            files = {str(name): self.path / str(file) for name, file in entries.items()}
+            for file in dict.fromkeys(files.values()):
+                if not file.is_file() or file.parent != self.path:
+                    raise CheckpointError(f"{self.path / _INDEX} names {file.name}, which is not in the folder")
+            return files
+        file = self.path / _SINGLE
+        if not file.is_file():
+            pickles = sorted(path.name for path in self.path.glob("*.bin"))
+            advice = f" ({pickles[0]} is a pickle, which could run any code: save the model again)" if pickles else ""
+            raise CheckpointError(f"{self.path} has neither {_INDEX} nor {_SINGLE}: safetensors are needed{advice}")
+        try:
+            with safe_open(file, "pt") as opened:
+                return dict.fromkeys(opened.keys(), file)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file} cannot be read ({error})") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); give the folder of a downloaded model") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return found

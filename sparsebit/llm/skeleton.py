@@ -1,0 +1,142 @@
+"""`Skeleton`: a model without weights, whose parts get theirs from the files when needed and lose them again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.errors import CheckpointError
+from sparsebit.llm.hub_classes import load_config, transformers_module
+from sparsebit.llm.model_folder import ModelFolder
+
+
+class Skeleton:
+    """`model`: the architecture of the folder on torch's meta device, in `dtype`.
+
+    `names`: the name in the files of each tensor of the model.
+    """
+
+    def __init__(
+        self,
+        folder: ModelFolder,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        trust_remote_code: bool = False,
+    ) -> None:
+        self.folder, self.dtype, self.device = folder, dtype, torch.device(device)
+        config = load_config(folder.path, trust_remote_code=trust_remote_code)
+        self.model = empty_model(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        self.names = file_names(self.model, folder)
+
+    def fill(self, path: str, *, without: Sequence[str] = ()) -> nn.Module:
+        """The module at `path` with its weights, and with those of the modules in it, but not of those at `without`."""
+        module: nn.Module = self.model.get_submodule(path)
+        for name, part in module.named_modules():
+            full = ".".join(filter(None, (path, name)))
+            if any(full == skipped or full.startswith(f"{skipped}.") for skipped in without):
+                continue
+            restore_buffers(self.model, part, self.device)
+            for own, tensor in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
+                if tensor.is_meta:
+                    set_tensor(part, own, self._read(f"{full}.{own}" if full else own, tensor))
+        module.eval()
+        return module
+
+    def _read(self, name: str, wanted: Tensor) -> Tensor:
+        if name not in self.names:
+            raise CheckpointError(
+                f"{self.folder.path} has no tensor for {name} of {type(self.model).__name__}, or keeps it in another "
+                "form: give a whole checkpoint of this architecture"
+            )
+        value = self.folder.tensor(self.names[name])
+        if value.shape != wanted.shape:
+            raise CheckpointError(
+                f"{self.folder.path}: {name} has the shape {tuple(value.shape)}, and the architecture wants "
+                f"{tuple(wanted.shape)}"
+            )
+        return value.to(self.device, self.dtype if wanted.is_floating_point() else wanted.dtype)
+
+    def empty(self, path: str) -> None:
+        """Free the weights of the module at `path`."""
+        self.model.get_submodule(path).to("meta")
+
+
+def empty_model(config: Any, *, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
+    """The architecture on the meta device: it takes no memory, whatever its size."""
+    auto = transformers_module().AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    return model.eval()
+
+
+def restore_buffers(model: Any, part: nn.Module, device: torch.device) -> None:
+    """Compute the buffers of `part` that no file holds, such as the frequencies of rotary embeddings.
+
+    transformers computes them again in `_init_weights`. One that stays as it was is an error, since the model would
+    compute with arbitrary numbers.
+    """
+    missing = [name for name in part._non_persistent_buffers_set if _is_meta(part._buffers.get(name))]
+    if not missing:
+        return
+    for name in missing:
+        buffer = part._buffers[name]
+        assert buffer is not None
+        part._buffers[name] = _marked(buffer, device)
+    model._init_weights(part)
+    left = [name for name in missing if _is_marked(part._buffers[name])]
+    if left:
+        raise CheckpointError(
+            f"{type(part).__name__} of {type(model).__name__} computes {', '.join(left)} when it is built, and its "
+            "transformers class does not compute them again: this architecture cannot be read block by block"
+        )
+
+
+def set_tensor(module: nn.Module, name: str, value: Tensor) -> None:
+    """Put `value` in the place of the module's parameter or buffer `name`."""
+    if name in module._parameters:
+        module._parameters[name] = nn.Parameter(value, requires_grad=False)
+    else:
+        module._buffers[name] = value
+
+
+def file_names(model: Any, folder: ModelFolder) -> dict[str, str]:
+    """The name in the files of each tensor of the model, by transformers' own rules; tied weights are kept once.
+
+    Tensors that transformers computes from several others when it loads them (fused experts) are missing.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    known = model.state_dict()
+    names: dict[str, str] = {}
+    for name in folder:
+        found, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+        if converter is None:
+            names[found] = name
+    for target, source in dict(model.all_tied_weights_keys).items():
+        if target not in names and source in names:
+            names[target] = names[source]
+    return names
+
+
+def _is_meta(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.is_meta
+
+
+def _marked(buffer: Tensor, device: torch.device) -> Tensor:
+    mark = torch.nan if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min
+    return torch.full(buffer.shape, mark, dtype=buffer.dtype, device=device)
+
+
+def _is_marked(tensor: Tensor | None) -> bool:
+    assert tensor is not None
+    if tensor.is_floating_point():
+        return bool(tensor.isnan().any())
+    return bool((tensor == torch.iinfo(tensor.dtype).min).any())

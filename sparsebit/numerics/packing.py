@@ -1,0 +1,87 @@
+"""Low-bit codes packed densely into 32-bit words, and back.
+
+Code `i` of a row takes the bits from `i * bits` on of the row's words, the lowest bit first; a code may begin in one
+word and end in the next. 32 codes fill exactly `bits` words. This is the layout of compressed-tensors
+(`pack-quantized`) along a row, and of GPTQ checkpoints along a column.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sparsebit.errors import SpecError
+
+WORD = 32
+MAX_PACKED_BITS = 8
+
+
+def num_words(num_codes: int, bits: int) -> int:
+    """How many words a row of so many codes takes.
+
+    >>> num_words(128, 4), num_words(128, 3), num_words(33, 3)
+    (16, 12, 4)
+    """
+    return -(-num_codes * bits // WORD)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes from 0 to `2**bits - 1`, of any integer type, `(..., n)`, as int32 words, `(..., num_words(n, bits))`.
+
+    >>> pack(torch.tensor([[1, 2, 3, 0, 0, 0, 0, 0]]), bits=4)
+    tensor([[801]], dtype=torch.int32)
+    """
+    _check_bits(bits)
+    if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < 1 << bits:
+        raise SpecError(f"codes from {int(codes.min())} to {int(codes.max())}: {bits} bits hold 0 to {(1 << bits) - 1}")
+    count = codes.shape[-1]
+    padded = pad(codes.to(torch.int64), (0, -count % WORD)).unflatten(-1, (-1, WORD))
+    words = padded.new_zeros(*padded.shape[:-1], bits)
+    for place in range(WORD):
+        word, shift = divmod(place * bits, WORD)
+        shifted = padded[..., place] << shift
+        words[..., word] |= shifted & 0xFFFFFFFF
+        if shift + bits > WORD:
+            words[..., word + 1] |= shifted >> WORD
+    signed = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    return signed.flatten(-2)[..., : num_words(count, bits)].contiguous()
+
+
+def unpack(words: Tensor, bits: int, num_codes: int) -> Tensor:
+    """The codes of `pack` as uint8, `(..., num_codes)`."""
+    _check_bits(bits)
+    if words.dtype != torch.int32 or words.shape[-1] != num_words(num_codes, bits):
+        raise SpecError(
+            f"words of type {words.dtype} and shape {tuple(words.shape)}: {num_codes} codes of {bits} bits are "
+            f"{num_words(num_codes, bits)} words of int32 a row"
+        )
+    if 8 % bits == 0 and sys.byteorder == "little":
+        return _unpack_bytes(words, bits)[..., :num_codes]
+    padded = pad(words, (0, -words.shape[-1] % bits)).unflatten(-1, (-1, bits))
+    codes = torch.empty(*padded.shape[:-1], WORD, dtype=torch.uint8, device=words.device)
+    mask = (1 << bits) - 1
+    for place in range(WORD):
+        word, shift = divmod(place * bits, WORD)
+        found = padded[..., word] >> shift
+        if shift + bits > WORD:  # a shift to the right repeats the sign: only the lowest bits are the word's own
+            own = WORD - shift
+            found = (found & ((1 << own) - 1)) | (padded[..., word + 1] << own)
+        codes[..., place] = found & mask
+    return codes.flatten(-2)[..., :num_codes]
+
+
+def _unpack_bytes(words: Tensor, bits: int) -> Tensor:
+    """Where no code crosses the border of a byte."""
+    octets = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return octets
+    mask = (1 << bits) - 1
+    return torch.stack([(octets >> shift) & mask for shift in range(0, 8, bits)], dim=-1).flatten(-2)
+
+
+def _check_bits(bits: int) -> None:
+    if not 1 <= bits <= MAX_PACKED_BITS:
+        raise SpecError(f"packing of {bits} bits: allowed: 1 to {MAX_PACKED_BITS}")

@@ -1,0 +1,127 @@
+"""Calibration text: every kind of source, windows that differ, and refusals that say what to give."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparsebit.errors import ConfigError
+from sparsebit.llm.calibration_text import calibration_tokens, read_documents, token_stream, windows
+
+
+class Letters:
+    """A tokenizer whose tokens are characters."""
+
+    chat_template: str | None = "{{ messages }}"
+
+    def __call__(self, text: str, **_: Any) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.tensor([[ord(letter) for letter in text]])}
+
+    def apply_chat_template(self, messages: list[dict[str, str]], *, tokenize: bool) -> str:
+        assert not tokenize
+        return "".join(f"<{message['role']}>{message['content']}" for message in messages)
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_text_file_is_one_document(tmp_path: Path) -> None:
+    assert list(read_documents(write(tmp_path / "a.txt", "one\n\ntwo"))) == ["one\n\ntwo"]
+
+
+def test_json_lines_are_documents(tmp_path: Path) -> None:
+    lines = [json.dumps({"id": 1, "text": "one"}), "", json.dumps({"content": "two"}), json.dumps("three")]
+    assert list(read_documents(write(tmp_path / "a.jsonl", "\n".join(lines)))) == ["one", "two", "three"]
+
+
+def test_a_folder_is_read_in_order(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    write(tmp_path / "b.txt", "b")
+    write(tmp_path / "a.jsonl", '{"text": "a"}')
+    write(tmp_path / "sub" / "c.md", "c")
+    write(tmp_path / "ignored.bin", "x")
+    assert list(read_documents(tmp_path)) == ["a", "b", "c"]
+
+
+def test_a_chat_template_reads_messages(tmp_path: Path) -> None:
+    line = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
+    source = write(tmp_path / "a.jsonl", json.dumps(line))
+    assert list(read_documents(source, tokenizer=Letters(), chat_template=True)) == ["<user>hi<assistant>ho"]
+    without = Letters()
+    without.chat_template = None
+    with pytest.raises(ConfigError, match="no chat template"):
+        list(read_documents(source, tokenizer=without, chat_template=True))
+
+
+def test_a_datasets_folder(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": ["one", "two"]}).save_to_disk(tmp_path / "set")
+    assert list(read_documents(tmp_path / "set")) == ["one", "two"]
+
+
+@pytest.mark.skipif(find_spec("datasets") is not None, reason="datasets is installed")
+def test_a_datasets_folder_without_the_package(tmp_path: Path) -> None:
+    write(tmp_path / "dataset_info.json", "{}")
+    with pytest.raises(ConfigError, match="pip install datasets"):
+        list(read_documents(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.jsonl", "{", "a.jsonl:1: not valid JSON"),
+        ("a.jsonl", '{"text": "x"}\n{"words": "x"}', r"a\.jsonl:2: no text or content or document in it \(words\)"),
+        ("a.jsonl", "3", r"no text .* \(int\)"),
+    ],
+    ids=["broken", "other-key", "number"],
+)
+def test_lines_without_text_are_named(tmp_path: Path, name: str, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        list(read_documents(write(tmp_path / name, text)))
+
+
+def test_sources_without_text(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        list(read_documents(tmp_path / "nothing.txt"))
+    with pytest.raises(ConfigError, match="holds no"):
+        list(read_documents(tmp_path))
+    (tmp_path / "latin.txt").write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        list(read_documents(tmp_path / "latin.txt"))
+    with pytest.raises(ConfigError, match="needs messages"):
+        list(read_documents(write(tmp_path / "a.txt", "x"), tokenizer=Letters(), chat_template=True))
+
+
+def test_windows_follow_each_other() -> None:
+    found = windows(torch.arange(11), 3)
+    assert found.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert windows(torch.arange(11), 3, 2).tolist() == [[0, 1, 2], [3, 4, 5]]
+    with pytest.raises(ConfigError, match="3 windows of 3, and 4 are wanted"):
+        windows(torch.arange(11), 3, 4)
+    with pytest.raises(ConfigError, match="allowed: 2 or more"):
+        windows(torch.arange(11), 1)
+
+
+def test_samples_are_different_windows_and_repeatable(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.txt", "".join(chr(40 + number) for number in range(60)))
+    first = calibration_tokens(source, Letters(), num_samples=8, length=6, seed=1)
+    again = calibration_tokens(source, Letters(), num_samples=8, length=6, seed=1)
+    other = calibration_tokens(source, Letters(), num_samples=8, length=6, seed=2)
+    assert first.shape == (8, 6)
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert len({tuple(row) for row in first.tolist()}) == 8
+    with pytest.raises(ConfigError, match="has 10 windows of 6 tokens, and 11 are wanted"):
+        calibration_tokens(source, Letters(), num_samples=11, length=6)
+
+
+def test_the_stream_stops_at_its_limit(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.jsonl", "\n".join(json.dumps("abcd") for _ in range(5)))
+    assert len(token_stream(source, Letters(), limit=6)) == 6
+    assert len(token_stream(source, Letters())) == 20

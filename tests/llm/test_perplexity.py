@@ -1,0 +1,66 @@
+"""Perplexity: known values, windows without context, and the float figure of a real model."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sparsebit.errors import CalibrationError
+from sparsebit.llm.calibration_text import token_stream, windows
+from sparsebit.llm.hub_classes import load_tokenizer
+from sparsebit.llm.perplexity import perplexity
+from tests.llm.tiny_models import loaded, tiny_model
+
+
+class Bigrams(nn.Module):
+    """Predicts each token from the one in front of it, by a table of logits."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.table = nn.Parameter(table)
+
+    def forward(self, input_ids: Tensor, use_cache: bool) -> Any:
+        assert not self.training and not use_cache
+        return SimpleNamespace(logits=self.table[input_ids])
+
+
+def test_equal_chances() -> None:
+    found = perplexity(Bigrams(torch.zeros(7, 7)), torch.randint(0, 7, (5, 4)), batch_size=2)
+    assert found.value == pytest.approx(7.0)
+    assert (found.num_windows, found.num_predictions) == (5, 15)
+
+
+def test_a_known_table() -> None:
+    table = torch.tensor([[math.log(3.0), 0.0], [0.0, 0.0]])
+    found = perplexity(Bigrams(table), torch.tensor([[0, 0, 1]]))
+    assert found.value == pytest.approx(math.sqrt(1 / (0.75 * 0.25)))
+
+
+def test_the_mode_of_training_comes_back() -> None:
+    model = Bigrams(torch.zeros(2, 2)).train()
+    perplexity(model, torch.zeros(1, 3, dtype=torch.int64))
+    assert model.training
+
+
+def test_batches_do_not_matter() -> None:
+    model, tokens = tiny_model(), torch.randint(3, 96, (5, 16))
+    assert perplexity(model, tokens, batch_size=1).value == pytest.approx(perplexity(model, tokens).value, rel=1e-5)
+
+
+def test_nan_is_an_error() -> None:
+    with pytest.raises(CalibrationError, match="not finite"):
+        perplexity(Bigrams(torch.full((2, 2), torch.nan)), torch.zeros(1, 3, dtype=torch.int64))
+
+
+@pytest.mark.slow
+def test_book_llama(shared_data: Path) -> None:
+    folder = shared_data / "book_llama"
+    stream = token_stream(shared_data / "text" / "books_heldout.txt", load_tokenizer(folder))
+    found = perplexity(loaded(folder), windows(stream, 512, 4))
+    assert found.value == pytest.approx(34.95, abs=0.01)  # 42.98 on the first 60 windows

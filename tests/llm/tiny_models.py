@@ -1,0 +1,62 @@
+"""Small random language models of each architecture, saved as transformers saves them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# What a type wants beside the sizes.
+EXTRAS: dict[str, dict[str, Any]] = {
+    "gemma2": {"sliding_window": 8},
+    "gemma3_text": {"sliding_window": 8, "sliding_window_pattern": 2},
+    "mistral": {"sliding_window": 8},
+    "phi": {"num_key_value_heads": 4},
+    "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
+}
+
+
+def tiny_model(model_type: str = "llama", **changes: Any) -> Any:
+    """A random model of the type, with weights of one size, in float32."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **EXTRAS.get(model_type, {}), **changes})
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+            elif "norm" in name and name.endswith("weight"):
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            elif name.endswith("bias"):
+                nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def saved(model: Any, folder: Path, *, dtype: torch.dtype = torch.float16) -> Path:
+    """The model in a folder, in several files."""
+    copy.deepcopy(model).to(dtype).save_pretrained(folder, max_shard_size="60KB")
+    return folder
+
+
+def loaded(folder: Path) -> Any:
+    """The model as transformers loads it, in float32."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
