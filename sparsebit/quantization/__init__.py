@@ -18,6 +18,7 @@ from sparsebit.numerics.qparams import broadcast_to, qparams_from_range
 from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec
 from sparsebit.quantization.algorithms.applying import apply_algorithms
 from sparsebit.quantization.algorithms.bias_correction import correct_biases
+from sparsebit.quantization.algorithms.equalization import Equalized, equalize
 from sparsebit.quantization.algorithms.gptq import LayerRounding, gptq
 from sparsebit.quantization.algorithms.registration import register_algorithm
 from sparsebit.quantization.cuda_graph_step import CapturedStep as CapturedStep  # the former name of CudaGraphStep
@@ -42,6 +43,7 @@ __all__ = [
     "Captured",
     "CudaGraphStep",
     "DistillationLoss",
+    "Equalized",
     "FreezeSchedule",
     "Granularity",
     "Histogram",
@@ -72,6 +74,7 @@ __all__ = [
     "broadcast_to",
     "capture",
     "correct_biases",
+    "equalize",
     "fake_quantize",
     "find_blocks",
     "gather",

@@ -1,0 +1,34 @@
+"""Smoothing: a factor per channel that moves the difficulty of quantization from activations to weights.
+
+Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models" (2023),
+section 4: `X W^T = (X S^-1) (W S)^T` with `s_j = max|X_j|^alpha / max|W_j|^(1 - alpha)` (equation 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def smoothing_scale(inputs: Tensor, weights: Tensor, alpha: float, largest: float) -> Tensor:
+    """`s = inputs^alpha / weights^(1 - alpha)`, with a geometric mean of 1, `(channels,)`.
+
+    `inputs`, `weights`: how large each channel of the activation and of the weights that read it is. A channel that is
+    zero keeps its scale. `s` is held within `[1 / largest, largest]`.
+    """
+    is_used = (inputs > 0) & (weights > 0)
+    one = torch.ones_like(inputs)
+    scale = torch.where(is_used, inputs, one) ** alpha / torch.where(is_used, weights, one) ** (1 - alpha)
+    mean = scale[is_used].log().mean().exp() if bool(is_used.any()) else one.mean()
+    return torch.where(is_used, scale / mean, one).clamp(1 / largest, largest)
+
+
+def best_scale(
+    candidates: Sequence[tuple[float, Tensor]], loss: Callable[[Tensor], float]
+) -> tuple[float, Tensor, float]:
+    """The candidate `(alpha, scale)` with the smallest loss, and that loss; of equal ones the first."""
+    losses = [loss(scale) for _, scale in candidates]
+    best = min(range(len(losses)), key=losses.__getitem__)
+    return (*candidates[best], losses[best])
