@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from sparsebit.errors import ConfigError
 from sparsebit.execution.value_store import MIB
 from sparsebit.quantization.algorithms.channel_pairs import ChannelPair
 from sparsebit.quantization.algorithms.channel_pairs_limits import Limits, SeenValues
@@ -25,6 +25,7 @@ from sparsebit.quantization.algorithms.channel_pairs_math import (
 )
 from sparsebit.quantization.algorithms.channel_pairs_scaling import Factors, FloatRuns, ScalableModel, float_runs
 from sparsebit.quantization.algorithms.equalization_math import absorbed_bias, equalizing_scale, precision
+from sparsebit.quantization.algorithms.registration import register_algorithm
 
 log = logging.getLogger(__name__)
 
@@ -48,12 +49,13 @@ class Equalized:
     reason: str
 
 
+@register_algorithm("equalize")
 def equalize(
     qmodel: ScalableModel,
     data: Any = None,
     *,
-    iterations: int = 20,
-    largest_scale: float = 1000.0,
+    iterations: Annotated[int, Field(ge=1)] = 20,
+    largest_scale: Annotated[float, Field(gt=1)] = 1000.0,
     absorb_bias: bool = True,
     asym: bool = False,
     memory_budget: int = 1024 * MIB,
@@ -75,11 +77,6 @@ def equalize(
     >>> equalize(qmodel, batches)  # doctest: +SKIP
     {'conv1': Equalized(readers=('conv2',), num_channels=32, num_scaled=32, ...), ...}
     """
-    if iterations < 1 or not largest_scale > 1:
-        raise ConfigError(
-            f"equalize(iterations={iterations}, largest_scale={largest_scale}): allowed: 1 or more iterations, a "
-            "largest scale above 1"
-        )
     with float_runs(qmodel, data, verb="equalize", asym=asym, memory_budget=memory_budget) as runs:
         pairs = [pair for pair in runs.pairs() if pair.layer is not None]
         absorbs = [pair for pair in pairs if absorb_bias and runs.has_data and _can_absorb(pair)]
