@@ -194,7 +194,7 @@ def test_a_model_that_is_not_calibrated_is_refused(batches):
 
 def test_options_are_checked(batches):
     qmodel = sparsebit.quantize(depthwise_net(), batches, PER_TENSOR)
-    with pytest.raises(ConfigError, match="(?i)iterations=0"):
+    with pytest.raises(ConfigError, match=r"(?i)iterations=0"):
         equalize(qmodel, batches, iterations=0)
 
 
