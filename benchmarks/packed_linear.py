@@ -1,0 +1,108 @@
+"""A linear layer with a packed 4-bit weight against cuBLAS in bfloat16 and torch's own int4 product, in one run.
+
+    python benchmarks/packed_linear.py [--shapes 8192x28672] [--rows 1,16,64] [--output results/packed_linear.jsonl]
+
+Shapes are outputs x inputs; group size 128. Each product is captured 12 times in a CUDA graph, with three copies of
+the weight in turn, so that none is read from the cache. `ratio`: time of cuBLAS by ours; `limit_us`: the bytes of the
+packed weight at the speed of a copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import emit
+from sparsebit.kernels.packed_linear import FragmentWeight, fragment_weight, packed_linear
+
+GROUP, COPIES, CALLS = 128, 3, 12
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default="8192x28672,28672x8192,4096x4096,14336x4096")
+    parser.add_argument("--rows", default="1,4,8,16,32,64,128,256,512,1024,2048,4096")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    speed = copy_speed()
+    for shape in options.shapes.split(","):
+        outputs, inputs = map(int, shape.split("x"))
+        for num_rows in map(int, options.rows.split(",")):
+            emit({**measure(outputs, inputs, num_rows, speed)}, options.output)
+
+
+def measure(outputs: int, inputs: int, num_rows: int, speed: float) -> dict[str, Any]:
+    torch.manual_seed(0)
+    codes = torch.randint(0, 16, (outputs, inputs), device="cuda")
+    scales = (torch.rand(outputs, inputs // GROUP, device="cuda") * 0.01 + 0.005).bfloat16()
+    weights = [fragment_weight(codes, scales) for _ in range(COPIES)]
+    grouped = (codes.view(outputs, -1, GROUP) - 8).bfloat16() * scales[..., None]
+    dense = [grouped.flatten(1).clone() for _ in range(COPIES)]
+    x = torch.randn(num_rows, inputs, device="cuda", dtype=torch.bfloat16)
+    times = {
+        "cublas": microseconds(lambda turn: x @ dense[turn].t()),
+        "sparsebit": microseconds(lambda turn: packed_linear(x, weights[turn])),
+    }
+    if num_rows <= 64:  # above, it is slower still
+        times["torch_int4"] = microseconds(tinygemm(codes, scales, x))
+    num_bytes = _num_bytes(weights[0])
+    exact = x.double() @ dense[0].double().t()
+    found = packed_linear(x, weights[0]).double()
+    return {
+        "benchmark": "packed_linear",
+        "outputs": outputs,
+        "inputs": inputs,
+        "rows": num_rows,
+        "us": {name: round(value, 1) for name, value in times.items()},
+        "ratio": {name: round(times["cublas"] / value, 2) for name, value in times.items() if name != "cublas"},
+        "limit_us": round(num_bytes / speed * 1e6, 1),
+        "error": float(f"{float((found - exact).norm() / exact.norm()):.1e}"),
+    }
+
+
+def tinygemm(codes: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> Callable[[int], torch.Tensor]:
+    """Torch's own 4-bit product."""
+    pairs = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8)
+    words = [torch.ops.aten._convert_weight_to_int4pack(pairs, 8) for _ in range(COPIES)]
+    numbers = torch.stack([scales.t(), torch.zeros_like(scales.t())], -1).contiguous()
+    return lambda turn: torch.ops.aten._weight_int4pack_mm(x, words[turn], GROUP, numbers)
+
+
+def microseconds(function: Callable[[int], object]) -> float:
+    for turn in range(COPIES):
+        function(turn)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in range(CALLS):
+            function(call % COPIES)
+    return statistics.median(replayed(graph) for _ in range(7)) / CALLS * 1000
+
+
+def replayed(graph: torch.cuda.CUDAGraph) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end)
+
+
+def copy_speed() -> float:
+    """Bytes a second, read and written, of a large copy."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / (microseconds(lambda turn: target.copy_(source)) * 1e-6)
+
+
+def _num_bytes(weight: FragmentWeight) -> int:
+    return weight.words.numel() * 4 + weight.scales.numel() * 2
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,441 @@
+// y = x W^T with a 4-bit weight that stays packed. `fragments.py` tells how its codes are ordered.
+//
+// A word of 32 bits holds the 8 codes that one lane has of a 16 x 16 tile of W in a tensor-core product
+// (mma.m16n8k16, A operand: registers 0 to 3). A code becomes a 16-bit float without a conversion: put under an exponent
+// (MAGIC) it is BASE + code, exactly.
+//
+// Defined in front of this file: KERNEL (which of them), HALF (float16, else bfloat16), HAS_ZERO (zero points, else 8), GT
+// (how many tiles of 16 along K share a scale: 2, 4 or 8), and the sizes that each kernel names.
+typedef unsigned int u32;
+#if HALF
+#define MAGIC 0x64006400u
+#define BASE 1024.f
+#define ONES 0x3C003C00u
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+#define SUB2 "sub.f16x2 "
+#define MUL2 "mul.f16x2 "
+#else
+#define MAGIC 0x43004300u
+#define BASE 128.f
+#define ONES 0x3F803F80u
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+#define SUB2 "sub.bf16x2 "
+#define MUL2 "mul.bf16x2 "
+#endif
+
+__device__ __forceinline__ void mma(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm volatile(MMA "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ u32 nibbles(u32 w, u32 mask) {
+  u32 r; asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(r) : "r"(w), "r"(mask), "r"(MAGIC)); return r;
+}
+__device__ __forceinline__ u32 sub2(u32 a, u32 b) { u32 r; asm(SUB2 "%0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+__device__ __forceinline__ u32 mul2(u32 a, u32 b) { u32 r; asm(MUL2 "%0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+__device__ __forceinline__ float to_float(unsigned short h) {
+#if HALF
+  float f; asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h)); return f;
+#else
+  return __uint_as_float(((u32)h) << 16);
+#endif
+}
+__device__ __forceinline__ unsigned short from_float(float f) {
+  unsigned short h;
+#if HALF
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
+#else
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(f));
+#endif
+  return h;
+}
+__device__ __forceinline__ uint4 stream(const uint4* p) {
+  uint4 v; asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p)); return v;
+}
+__device__ __forceinline__ u32 word_of(const uint4* v, int j) {  // word j of 8
+  uint4 q = v[j >> 2]; int i = j & 3;
+  return i == 0 ? q.x : i == 1 ? q.y : i == 2 ? q.z : q.w;
+}
+
+#define FEW_ROWS 1
+#define SOME_ROWS 2
+#define DEQUANTIZE 3
+#define REORDER 4
+#define SUM_PARTS 5
+#define MANY_ROWS 6
+
+#if KERNEL == FEW_ROWS
+// RT: tiles of 16 outputs a block. MB: times 8 rows of x. WARPS. MINB: blocks on a multiprocessor.
+// Few rows: the warps of a block share 16 RT outputs and split K; x is read from L1 and L2. The sum over a group is
+// scaled, not the weight: tmp = sum x (BASE + code), and sx = sum x by a product with ones.
+extern "C" __global__ void __launch_bounds__(WARPS * 32, MINB) few_rows(
+    const uint4* __restrict__ w, const unsigned short* __restrict__ scales, const unsigned char* __restrict__ zeros,
+    const unsigned short* __restrict__ x, unsigned short* __restrict__ y, int M, int N, int K) {
+  __shared__ float red[WARPS][RT * 16][8 * MB + 1];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int tile0 = blockIdx.x * RT, groups = K / 128;
+  float acc[RT][MB][4];
+  #pragma unroll
+  for (int r = 0; r < RT; r++)
+    for (int m = 0; m < MB; m++) for (int i = 0; i < 4; i++) acc[r][m][i] = 0.f;
+  uint4 nw[RT][2], nx[MB][4];
+  auto load = [&](int group) {
+    #pragma unroll
+    for (int r = 0; r < RT; r++) {
+      const uint4* p = w + ((size_t)(tile0 + r) * groups + group) * 64 + lane;
+      nw[r][0] = stream(p); nw[r][1] = stream(p + 32);
+    }
+    #pragma unroll
+    for (int m = 0; m < MB; m++)
+      #pragma unroll
+      for (int c = 0; c < 4; c++)
+        nx[m][c] = (m * 8 + g < M) ? __ldg((const uint4*)(x + (size_t)(m * 8 + g) * K + group * 128 + 32 * c + 8 * t)) : make_uint4(0, 0, 0, 0);
+  };
+  int group = warp;
+  if (group < groups) load(group);
+  for (; group < groups; group += WARPS) {
+    uint4 cw[RT][2], cx[MB][4];
+    #pragma unroll
+    for (int r = 0; r < RT; r++) { cw[r][0] = nw[r][0]; cw[r][1] = nw[r][1]; }
+    #pragma unroll
+    for (int m = 0; m < MB; m++) for (int c = 0; c < 4; c++) cx[m][c] = nx[m][c];
+    unsigned short sc[RT][2][8 / GT]; unsigned char zp[RT][2][8 / GT];
+    #pragma unroll
+    for (int r = 0; r < RT; r++)
+      for (int h = 0; h < 2; h++)
+        for (int q = 0; q < 8 / GT; q++) {
+          size_t at = (size_t)(group * (8 / GT) + q) * N + (tile0 + r) * 16 + 8 * h + g;
+          sc[r][h][q] = scales[at];
+#if HAS_ZERO
+          zp[r][h][q] = zeros[at];
+#endif
+        }
+    if (group + WARPS < groups) load(group + WARPS);
+    float tmp[RT][MB][4], sx[MB][4];
+    #pragma unroll
+    for (int j = 0; j < 8; j++) {
+      if (j % GT == 0) {
+        #pragma unroll
+        for (int m = 0; m < MB; m++) for (int i = 0; i < 4; i++) { sx[m][i] = 0.f; for (int r = 0; r < RT; r++) tmp[r][m][i] = 0.f; }
+      }
+      #pragma unroll
+      for (int m = 0; m < MB; m++) {
+        uint4 v = cx[m][j >> 1];
+        mma(sx[m], ONES, ONES, ONES, ONES, j & 1 ? v.z : v.x, j & 1 ? v.w : v.y);
+      }
+      #pragma unroll
+      for (int r = 0; r < RT; r++) {
+        u32 q = word_of(cw[r], j);
+        u32 a0 = nibbles(q, 0x000F000Fu), a1 = nibbles(q >> 4, 0x000F000Fu), a2 = nibbles(q >> 8, 0x000F000Fu), a3 = nibbles(q >> 12, 0x000F000Fu);
+        #pragma unroll
+        for (int m = 0; m < MB; m++) { uint4 v = cx[m][j >> 1]; mma(tmp[r][m], a0, a1, a2, a3, j & 1 ? v.z : v.x, j & 1 ? v.w : v.y); }
+      }
+      if (j % GT == GT - 1) {
+        #pragma unroll
+        for (int r = 0; r < RT; r++)
+          for (int h = 0; h < 2; h++) {
+            float s = to_float(sc[r][h][j / GT]);
+#if HAS_ZERO
+            float off = BASE + (float)zp[r][h][j / GT];
+#else
+            float off = BASE + 8.f;
+#endif
+            for (int m = 0; m < MB; m++)
+              for (int i = 0; i < 2; i++) acc[r][m][2 * h + i] += s * (tmp[r][m][2 * h + i] - off * sx[m][2 * h + i]);
+          }
+      }
+    }
+  }
+  #pragma unroll
+  for (int r = 0; r < RT; r++)
+    for (int m = 0; m < MB; m++)
+      for (int i = 0; i < 4; i++) red[warp][r * 16 + g + 8 * (i >> 1)][m * 8 + 2 * t + (i & 1)] = acc[r][m][i];
+  __syncthreads();
+  for (int e = threadIdx.x; e < RT * 16 * 8 * MB; e += WARPS * 32) {
+    int n = e % (RT * 16), m = e / (RT * 16);
+    if (m >= M) break;
+    float s = 0.f;
+    #pragma unroll
+    for (int k = 0; k < WARPS; k++) s += red[k][n][m];
+    y[(size_t)m * N + tile0 * 16 + n] = from_float(s);
+  }
+}
+
+#elif KERNEL == SOME_ROWS
+// RT: tiles of 16 outputs a warp. MB: times 8 rows of x a block. WARPS.
+// Some rows: warps have outputs of their own and share x through shared memory. blockIdx.y splits K into parts.
+#define STRIDE 320
+extern "C" __global__ void __launch_bounds__(WARPS * 32) some_rows(
+    const uint4* __restrict__ w, const unsigned short* __restrict__ scales, const unsigned char* __restrict__ zeros,
+    const unsigned short* __restrict__ x, float* __restrict__ y, int M, int N, int K) {
+  __shared__ __align__(16) unsigned char xs[2][8 * MB * STRIDE];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int tile0 = (blockIdx.x * WARPS + warp) * RT, groups = K / 128, per = (groups + gridDim.y - 1) / gridDim.y;
+  const int first = blockIdx.y * per, last = min(groups, first + per), m0 = blockIdx.z * 8 * MB;
+  float acc[RT][MB][4];
+  #pragma unroll
+  for (int r = 0; r < RT; r++)
+    for (int m = 0; m < MB; m++) for (int i = 0; i < 4; i++) acc[r][m][i] = 0.f;
+  uint4 nw[RT][2];
+  auto words = [&](int group) {
+    #pragma unroll
+    for (int r = 0; r < RT; r++) {
+      const uint4* p = w + ((size_t)(tile0 + r) * groups + group) * 64 + lane;
+      nw[r][0] = stream(p); nw[r][1] = stream(p + 32);
+    }
+  };
+  auto stage = [&](int group, int slot) {
+    for (int e = threadIdx.x; e < 8 * MB * 16; e += WARPS * 32) {
+      int m = e >> 4, c = e & 15;
+      u32 to = (u32)__cvta_generic_to_shared(&xs[slot][m * STRIDE + (c << 4)]);
+      const unsigned short* from = x + (size_t)min(m0 + m, M - 1) * K + group * 128 + 8 * c;
+      int n = m0 + m < M ? 16 : 0;
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(n));
+    }
+    asm volatile("cp.async.commit_group;");
+  };
+  if (first < last) { stage(first, 0); words(first); }
+  for (int group = first; group < last; group++) {
+    const int slot = (group - first) & 1;
+    uint4 cw[RT][2];
+    #pragma unroll
+    for (int r = 0; r < RT; r++) { cw[r][0] = nw[r][0]; cw[r][1] = nw[r][1]; }
+    u32 sc[RT][2][8 / GT], zo[RT][2][8 / GT];
+    #pragma unroll
+    for (int r = 0; r < RT; r++)
+      for (int h = 0; h < 2; h++)
+        for (int q = 0; q < 8 / GT; q++) {
+          size_t at = (size_t)(group * (8 / GT) + q) * N + (tile0 + r) * 16 + 8 * h + g;
+          u32 s = scales[at]; sc[r][h][q] = s | (s << 16);
+#if HAS_ZERO
+          u32 z = zeros[at]; zo[r][h][q] = MAGIC | z | (z << 16);
+#else
+          zo[r][h][q] = MAGIC | 0x00080008u;
+#endif
+        }
+    asm volatile("cp.async.wait_group 0;");
+    __syncthreads();
+    if (group + 1 < last) { stage(group + 1, slot ^ 1); words(group + 1); }
+    #pragma unroll
+    for (int c = 0; c < 4; c++) {
+      u32 a[RT][2][4];
+      #pragma unroll
+      for (int r = 0; r < RT; r++)
+        for (int e = 0; e < 2; e++) {
+          u32 q = word_of(cw[r], 2 * c + e);
+          #pragma unroll
+          for (int i = 0; i < 4; i++)
+            a[r][e][i] = mul2(sub2(nibbles(q >> (4 * i), 0x000F000Fu), zo[r][i & 1][(2 * c + e) / GT]), sc[r][i & 1][(2 * c + e) / GT]);
+        }
+      #pragma unroll
+      for (int m = 0; m < MB; m++) {
+        uint4 v = *(const uint4*)&xs[slot][(m * 8 + g) * STRIDE + 64 * c + 16 * t];
+        #pragma unroll
+        for (int r = 0; r < RT; r++) {
+          mma(acc[r][m], a[r][0][0], a[r][0][1], a[r][0][2], a[r][0][3], v.x, v.y);
+          mma(acc[r][m], a[r][1][0], a[r][1][1], a[r][1][2], a[r][1][3], v.z, v.w);
+        }
+      }
+    }
+  }
+  #pragma unroll
+  for (int r = 0; r < RT; r++)
+    for (int m = 0; m < MB; m++)
+      for (int i = 0; i < 4; i++) {
+        int row = m0 + m * 8 + 2 * t + (i & 1), n = (tile0 + r) * 16 + g + 8 * (i >> 1);
+        if (row < M) y[((size_t)blockIdx.y * M + row) * N + n] = acc[r][m][i];
+      }
+}
+
+#elif KERNEL == DEQUANTIZE
+// The weight in 16 bits, (N, K): for many rows, in front of a dense product.
+extern "C" __global__ void __launch_bounds__(WARPS * 32) dequantize(
+    const uint4* __restrict__ w, const unsigned short* __restrict__ scales, const unsigned char* __restrict__ zeros,
+    unsigned short* __restrict__ out, int N, int K) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, groups = K / 128;
+  const int group = blockIdx.x * WARPS + warp, tile = blockIdx.y;
+  if (group >= groups) return;
+  const uint4* p = w + ((size_t)tile * groups + group) * 64 + lane;
+  uint4 v[2] = {stream(p), stream(p + 32)};
+  #pragma unroll
+  for (int c = 0; c < 4; c++) {
+    u32 a[2][4];
+    #pragma unroll
+    for (int e = 0; e < 2; e++) {
+      u32 q = word_of(v, 2 * c + e);
+      #pragma unroll
+      for (int i = 0; i < 4; i++) {
+        size_t at = (size_t)(group * (8 / GT) + (2 * c + e) / GT) * N + tile * 16 + 8 * (i & 1) + g;
+        u32 s = scales[at]; s |= s << 16;
+#if HAS_ZERO
+        u32 z = zeros[at]; z = MAGIC | z | (z << 16);
+#else
+        u32 z = MAGIC | 0x00080008u;
+#endif
+        a[e][i] = mul2(sub2(nibbles(q >> (4 * i), 0x000F000Fu), z), s);
+      }
+    }
+    #pragma unroll
+    for (int h = 0; h < 2; h++)
+      *(uint4*)(out + (size_t)(tile * 16 + 8 * h + g) * K + group * 128 + 32 * c + 8 * t) = make_uint4(a[0][h], a[0][2 + h], a[1][h], a[1][2 + h]);
+  }
+}
+#elif KERNEL == REORDER
+// x in blocks of (BM rows, 64 k), each as `many_rows` wants it in shared memory: swizzled, rows behind the last are zero.
+extern "C" __global__ void reorder(const u32* __restrict__ x, uint4* __restrict__ out, int M, int K, int count) {
+  int e = blockIdx.x * blockDim.x + threadIdx.x;
+  if (e >= count) return;
+  int place = e & 7, row = (e >> 3) % BM, rest = (e >> 3) / BM, chunk = rest % (K / 64), m = rest / (K / 64) * BM + row;
+  int c = place ^ (row & 7);
+  uint4 v = make_uint4(0, 0, 0, 0);
+  if (m < M) {
+    const u32* from = x + ((size_t)m * K + chunk * 64 + (c >> 2) * 32) / 2 + (c & 3);  // 4 e + 2 h of k, in pairs
+    v = make_uint4(from[0], from[4], from[8], from[12]);
+  }
+  out[e] = v;
+}
+#elif KERNEL == SUM_PARTS
+// The parts of a product whose K was split, (parts, count), added up in their order.
+extern "C" __global__ void sum_parts(const float* __restrict__ from, unsigned short* __restrict__ y, int parts, int count) {
+  int e = blockIdx.x * blockDim.x + threadIdx.x;
+  if (e >= count) return;
+  float s = 0.f;
+  for (int p = 0; p < parts; p++) s += from[(size_t)p * count + e];
+  y[e] = from_float(s);
+}
+#elif KERNEL == MANY_ROWS
+// Many rows: warpgroup products with the weight unpacked in registers and x in shared memory.
+// BM: rows of x a block. WG: warpgroups, each with R times 64 outputs. STG: stages of x. blockIdx.z splits K into parts.
+// One warp copies x, as `reorder` left it, into shared memory; the others unpack the next words while products run.
+#define QS (GT >= 4 ? 1 : 4 / GT)
+#define UNROLL (R == 1 ? 2 : 1)
+@WGMMA@
+__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
+  asm volatile("{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done; bra again; done: }" :: "r"(barrier), "r"(parity) : "memory");
+}
+extern "C" __global__ void __launch_bounds__(WG * 128 + (WG > 1 ? 128 : 32), 1) many_rows(
+    const uint4* __restrict__ w, const unsigned short* __restrict__ scales, const unsigned char* __restrict__ zeros,
+    const unsigned short* __restrict__ x, unsigned short* __restrict__ y, float* __restrict__ parts, int M, int N, int K) {
+  extern __shared__ unsigned char raw[];
+  __shared__ __align__(8) unsigned long long barriers[2 * STG];
+  const u32 base = ((u32)__cvta_generic_to_shared(raw) + 1023u) & ~1023u, full = (u32)__cvta_generic_to_shared(barriers), empty = full + 8 * STG;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int chunks = K / 64, per = (chunks + gridDim.z - 1) / gridDim.z;
+  const int first = blockIdx.z * per, last = min(chunks, first + per), m0 = blockIdx.x * BM;
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < STG; s++) {
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(full + 8 * s), "r"(1));
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(empty + 8 * s), "r"(WG * 4));
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  if (warp >= WG * 4) {  // copies x
+#if WG > 1
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+#endif
+    if (warp == WG * 4 && lane == 0)
+      for (int it = 0; first + it < last; it++) {
+        const int slot = it % STG;
+        if (it >= STG) wait(empty + 8 * slot, (it / STG - 1) & 1);
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(full + 8 * slot), "r"(BM * 128) : "memory");
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+            :: "r"(base + slot * (BM * 128)), "l"(x + ((size_t)blockIdx.x * chunks + first + it) * (BM * 64)), "r"(BM * 128), "r"(full + 8 * slot) : "memory");
+      }
+    return;
+  }
+#if WG == 2
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+#elif WG == 3
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
+#elif WG == 4
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
+#endif
+  const int local = (warp >> 2) * 4 * R + (warp & 3), tile0 = blockIdx.y * WG * 4 * R + local;  // and + 4 r
+  float acc[R][BM / 2];
+  #pragma unroll
+  for (int r = 0; r < R; r++) for (int i = 0; i < BM / 2; i++) acc[r][i] = 0.f;
+  uint4 nw[R]; unsigned short ns[R][2][QS]; unsigned char nz[R][2][QS];
+  auto fetch = [&](int chunk) {
+    #pragma unroll
+    for (int r = 0; r < R; r++) {
+      nw[r] = stream(w + ((size_t)(tile0 + 4 * r) * chunks + chunk) * 32 + lane);
+      #pragma unroll
+      for (int h = 0; h < 2; h++)
+        for (int q = 0; q < QS; q++) {
+          size_t at = (size_t)(GT == 8 ? chunk >> 1 : chunk * QS + q) * N + (tile0 + 4 * r) * 16 + 8 * h + g;
+          ns[r][h][q] = scales[at];
+#if HAS_ZERO
+          nz[r][h][q] = zeros[at];
+#endif
+        }
+    }
+  };
+  if (first < last) fetch(first);
+  for (int it0 = 0; first + it0 < last; it0 += UNROLL) {
+    #pragma unroll
+    for (int u = 0; u < UNROLL; u++) {
+      const int it = it0 + u, chunk = first + it, slot = it % STG;
+      if (chunk >= last) break;
+      uint4 cw[R]; u32 cs[R][2][QS], cz[R][2][QS];
+      #pragma unroll
+      for (int r = 0; r < R; r++) {
+        cw[r] = nw[r];
+        for (int h = 0; h < 2; h++) for (int q = 0; q < QS; q++) {
+          u32 s = ns[r][h][q]; cs[r][h][q] = s | (s << 16);
+#if HAS_ZERO
+          u32 z = nz[r][h][q]; cz[r][h][q] = MAGIC | z | (z << 16);
+#else
+          cz[r][h][q] = MAGIC | 0x00080008u;
+#endif
+        }
+      }
+      if (chunk + 1 < last) fetch(chunk + 1);
+      const u32 at = base + slot * (BM * 128);
+      const unsigned long long desc = ((unsigned long long)(at >> 4) & 0x3FFFull) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+      #pragma unroll
+      for (int r = 0; r < R; r++) {
+        u32 a[4][4];
+        #pragma unroll
+        for (int k = 0; k < 4; k++) {
+          u32 q = k == 0 ? cw[r].x : k == 1 ? cw[r].y : k == 2 ? cw[r].z : cw[r].w;
+          #pragma unroll
+          for (int i = 0; i < 4; i++)
+            a[k][i] = mul2(sub2(nibbles(q >> (4 * i), 0x000F000Fu), cz[r][i & 1][k * QS / 4]), cs[r][i & 1][k * QS / 4]);
+        }
+        if (r == 0) wait(full + 8 * slot, (it / STG) & 1);
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+        #pragma unroll
+        for (int k = 0; k < 4; k++) wgmma(acc[r], a[k], desc + 2 * k);
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+        if (r == 0 && it > 0 && lane == 0)  // the products of the chunk before are done
+          asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(empty + 8 * ((it - 1) % STG)) : "memory");
+      }
+    }
+  }
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  if (gridDim.z > 1) {
+    #pragma unroll
+    for (int r = 0; r < R; r++)
+      #pragma unroll
+      for (int i = 0; i < BM / 2; i++) {
+        int m = m0 + 8 * (i >> 2) + 2 * t + (i & 1), n = (tile0 + 4 * r) * 16 + g + 8 * ((i >> 1) & 1);
+        if (m < M) parts[((size_t)blockIdx.z * M + m) * N + n] = acc[r][i];
+      }
+    return;
+  }
+  asm volatile("bar.sync 1, %0;" :: "n"(WG * 128) : "memory");
+  unsigned short* out = (unsigned short*)(raw + (base - (u32)__cvta_generic_to_shared(raw)));
+  const int stride = WG * R * 64 + 8;
+  #pragma unroll
+  for (int r = 0; r < R; r++)
+    #pragma unroll
+    for (int i = 0; i < BM / 2; i++)
+      out[(8 * (i >> 2) + 2 * t + (i & 1)) * stride + (local + 4 * r) * 16 + g + 8 * ((i >> 1) & 1)] = from_float(acc[r][i]);
+  asm volatile("bar.sync 1, %0;" :: "n"(WG * 128) : "memory");
+  for (int e = threadIdx.x; e < BM * WG * R * 8; e += WG * 128) {
+    int m = e / (WG * R * 8), c = e % (WG * R * 8);
+    if (m0 + m < M) *(uint4*)(y + (size_t)(m0 + m) * N + blockIdx.y * WG * R * 64 + 8 * c) = *(const uint4*)(out + m * stride + 8 * c);
+  }
+}
+#endif

@@ -1,0 +1,275 @@
+"""`packed_linear`: a linear layer whose 4-bit weight is unpacked inside the product, on Hopper GPUs and newer.
+
+The programs are in `packed_linear.cu`; torch compiles them with NVRTC at their first use, without a CUDA toolkit. By
+the number of rows of x one of four ways is taken, each the fastest where it was measured
+(`benchmarks/packed_linear.py`). `definition` is what all of them compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, pad
+
+from sparsebit.errors import SpecError
+from sparsebit.kernels.fragments import BLOCK, ROWS, arrange, restore
+
+DTYPES = (torch.bfloat16, torch.float16)
+GROUP_SIZES = (32, 64, 128)
+_MIDDLE = 8  # the zero point of a symmetric weight
+_KERNELS = {"few_rows": 1, "some_rows": 2, "dequantize": 3, "reorder": 4, "sum_parts": 5, "many_rows": 6}
+# Rows of x up to which each way is the fastest.
+_MOST_FEW, _MOST_SOME, _MOST_FUSED = 16, 48, 1536
+# Warps of a block and blocks on a multiprocessor, by: tiles of outputs a block, whether there are more blocks than
+# multiprocessors, rows of x in eights.
+_FEW = {
+    (1, False, 1): (8, 1),
+    (1, False, 2): (8, 1),
+    (4, False, 1): (12, 1),
+    (4, False, 2): (8, 1),
+    (4, True, 1): (6, 2),
+    (4, True, 2): (4, 2),
+}
+_SPARE_SHARED = 1024  # to start at a multiple of 1024
+
+
+@dataclass(frozen=True)
+class FragmentWeight:
+    """A packed weight on a GPU: words of `fragments.arrange`, scales and zero points as `(inputs / group, outputs)`.
+
+    Outputs are padded to a multiple of 128, with scales of 0. `zeros` is None where every zero point is 8.
+    """
+
+    words: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    outputs: int
+
+    @property
+    def inputs(self) -> int:
+        return int(self.words.shape[1]) * BLOCK
+
+    @property
+    def group_size(self) -> int:
+        return self.inputs // len(self.scales)
+
+
+def fragment_weight(codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> FragmentWeight:
+    """The weight `(codes - zeros) * scales` for `packed_linear`.
+
+    `codes`: 0 to 15, `(outputs, inputs)`. `scales`: bfloat16 or float16, `(outputs, inputs / group)`. `zeros`: whole
+    numbers 0 to 15 in the shape of the scales; 8 where none are given.
+    """
+    outputs, inputs = codes.shape
+    group = inputs // scales.shape[-1] if scales.shape[-1] else 0
+    if inputs % BLOCK or group not in GROUP_SIZES or scales.shape != (outputs, inputs // group):
+        raise SpecError(
+            f"codes {tuple(codes.shape)} with scales {tuple(scales.shape)}: inputs are a multiple of {BLOCK}, in "
+            f"groups of {', '.join(map(str, GROUP_SIZES))}"
+        )
+    if scales.dtype not in DTYPES:
+        raise SpecError(f"scales are {scales.dtype}; allowed: {', '.join(map(str, DTYPES))}")
+    more = -outputs % ROWS
+    words = arrange(pad(codes, (0, 0, 0, more)))
+    by_group = pad(scales, (0, 0, 0, more)).t().contiguous()
+    offsets = None if zeros is None else pad(zeros, (0, 0, 0, more)).t().to(torch.uint8).contiguous()
+    return FragmentWeight(words, by_group, offsets, outputs)
+
+
+def definition(x: Tensor, weight: FragmentWeight) -> Tensor:
+    """What `packed_linear` computes, in plain torch: the weight is rounded to the scales' type, then multiplied."""
+    return linear(x, dequantized(weight))
+
+
+def dequantized(weight: FragmentWeight) -> Tensor:
+    """The weight `(outputs, inputs)` in the scales' type, in plain torch."""
+    zeros = _MIDDLE if weight.zeros is None else weight.zeros.t()[:, :, None].to(weight.scales)
+    grouped = restore(weight.words).to(weight.scales).unflatten(1, (-1, weight.group_size)) - zeros
+    return (grouped * weight.scales.t()[:, :, None]).flatten(1)[: weight.outputs]
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether the programs run there: an NVIDIA GPU of compute capability 9.0 or newer, and a torch that compiles."""
+    if device.type != "cuda" or torch.version.hip or not hasattr(torch.cuda, "_compile_kernel"):
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def packed_linear(x: Tensor, weight: FragmentWeight) -> Tensor:
+    """`x @ W.T`, x of shape `(..., inputs)` in the type of the scales."""
+    if x.dtype != weight.scales.dtype or x.shape[-1] != weight.inputs:
+        raise SpecError(
+            f"x is {x.dtype} {tuple(x.shape)}; the weight takes {weight.scales.dtype} with {weight.inputs} inputs"
+        )
+    rows = x.reshape(-1, weight.inputs)
+    y: Tensor = torch.ops.sparsebit.packed_linear(rows, weight.words, weight.scales, weight.zeros)
+    return y[:, : weight.outputs].reshape(*x.shape[:-1], weight.outputs)
+
+
+@torch.library.custom_op("sparsebit::packed_linear", mutates_args=())
+def _packed_linear(x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    weight = FragmentWeight(words, scales, zeros, scales.shape[1])
+    if not runs_on(x.device):
+        return definition(x, weight)
+    if not len(x):
+        return x.new_empty(0, scales.shape[1])
+    with torch.cuda.device(x.device):
+        return _Product(x.contiguous(), weight).compute()
+
+
+@_packed_linear.register_fake
+def _shape(x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], scales.shape[1])
+
+
+class _Product:
+    """One product: which program, with which sizes."""
+
+    def __init__(self, x: Tensor, weight: FragmentWeight) -> None:
+        self.x, self.weight = x, weight
+        self.num_rows, self.inputs, self.outputs = len(x), weight.inputs, weight.scales.shape[1]
+        properties = torch.cuda.get_device_properties(x.device)
+        self.num_processors = properties.multi_processor_count
+        self.capability = f"{properties.major}{properties.minor}"
+        zeros = weight.scales if weight.zeros is None else weight.zeros  # not read where there are none
+        self.operands = [weight.words, weight.scales, zeros]
+
+    def compute(self) -> Tensor:
+        if self.num_rows <= _MOST_FEW:
+            return self.few_rows()
+        if self.num_rows <= _MOST_SOME or (self.capability != "90" and self.num_rows <= 4 * _MOST_SOME):
+            return self.some_rows()
+        if self.capability == "90" and self.num_rows <= _MOST_FUSED:
+            return self.many_rows()
+        return self.dequantized()
+
+    def few_rows(self) -> Tensor:
+        columns, tiles = self.columns(8), self.outputs // 16
+        height = 4 if tiles >= 3.6 * self.num_processors else 1
+        is_crowded = tiles / height >= 1.5 * self.num_processors
+        warps, resident = _FEW[height, is_crowded and height > 1, columns]
+        y = self.output()
+        sizes = {"RT": height, "MB": columns, "WARPS": warps, "MINB": resident}
+        self.run("few_rows", sizes, (tiles // height, 1, 1), 32 * warps, [*self.operands, self.x, y, *self.shape])
+        return y
+
+    def some_rows(self) -> Tensor:
+        warps, height, columns = 4, 2, min(8, self.columns(8))
+        across, down = self.outputs // (16 * height * warps), -(-self.num_rows // (8 * columns))
+        parts = self.num_parts(900 // (across * down), self.inputs // BLOCK // 4)
+        sums = self.x.new_empty(parts, self.num_rows, self.outputs, dtype=torch.float32)
+        sizes = {"RT": height, "MB": columns, "WARPS": warps}
+        self.run("some_rows", sizes, (across, parts, down), 32 * warps, [*self.operands, self.x, sums, *self.shape])
+        return self.added(sums)
+
+    def many_rows(self) -> Tensor:
+        height, groups, times, stages = self.tile()
+        across, down = self.outputs // (64 * groups * times), -(-self.num_rows // height)
+        parts = self.num_parts(self.num_processors // (across * down), self.inputs // 64 // 4)
+        x = self.x.new_empty(down * height, self.inputs)
+        count = x.numel() // 8
+        moved = [self.x, x, self.num_rows, self.inputs, count]
+        self.run("reorder", {"BM": height}, (-(-count // 256), 1, 1), 256, moved)
+        y = self.output()
+        sums = self.x.new_empty(parts, self.num_rows, self.outputs, dtype=torch.float32) if parts > 1 else y
+        shared = max(height * 128 * stages, height * (64 * groups * times + 8) * 2) + _SPARE_SHARED
+        sizes = {"BM": height, "WG": groups, "R": times, "STG": stages}
+        threads = 128 * groups + (128 if groups > 1 else 32)
+        values = [*self.operands, x, y, sums, *self.shape]
+        self.run("many_rows", sizes, (down, across, parts), threads, values, shared)
+        return self.added(sums) if parts > 1 else y
+
+    def tile(self) -> tuple[int, int, int, int]:
+        """Rows of x, warpgroups, times 64 outputs of each, stages: what is fast and divides the outputs."""
+        if self.num_rows <= 64 and self.outputs % 512 == 0:
+            return 64, 2, 4, 8
+        if self.outputs % 256 == 0:
+            return 128, 4, 1, 6
+        return (128, 2, 1, 6) if self.num_rows <= 128 else (256, 2, 1, 4)
+
+    def dequantized(self) -> Tensor:
+        dense = self.x.new_empty(self.outputs, self.inputs)
+        warps = 8
+        grid = (-(-self.inputs // BLOCK // warps), self.outputs // 16, 1)
+        values = [*self.operands, dense, self.outputs, self.inputs]
+        self.run("dequantize", {"WARPS": warps}, grid, 32 * warps, values)
+        return self.x @ dense.t()
+
+    def run(
+        self,
+        name: str,
+        sizes: dict[str, int],
+        grid: tuple[int, int, int],
+        threads: int,
+        values: Sequence[object],
+        shared: int = 0,
+    ) -> None:
+        has_zero = self.weight.zeros is not None
+        defines = {
+            **sizes,
+            "KERNEL": _KERNELS[name],
+            "HALF": int(self.x.dtype == torch.float16),
+            "HAS_ZERO": int(has_zero),
+            "GT": self.weight.group_size // 16,
+        }
+        kernel = _compiled(name, self.capability, shared, tuple(sorted(defines.items())))
+        kernel(grid=grid, block=(threads, 1, 1), args=list(values), shared_mem=shared)
+
+    def added(self, sums: Tensor) -> Tensor:
+        y = self.output()
+        self.run("sum_parts", {}, (-(-y.numel() // 256), 1, 1), 256, [sums, y, len(sums), y.numel()])
+        return y
+
+    def num_parts(self, wanted: int, most: int) -> int:
+        """Into how many parts K is cut: a power of two, so that the blocks fill the GPU."""
+        found = max(1, min(wanted, most))
+        return int(1 << (found.bit_length() - 1))
+
+    def columns(self, size: int) -> int:
+        return -(-self.num_rows // size)
+
+    def output(self) -> Tensor:
+        return self.x.new_empty(self.num_rows, self.outputs)
+
+    @property
+    def shape(self) -> list[int]:
+        return [self.num_rows, self.outputs, self.inputs]
+
+
+@cache
+def _compiled(name: str, capability: str, shared: int, defines: tuple[tuple[str, int], ...]) -> Callable[..., None]:
+    source = Path(__file__).with_suffix(".cu").read_text()
+    sizes = dict(defines)
+    product = ""
+    if name == "many_rows":
+        product = _warpgroup_product(sizes["BM"], "f16" if sizes["HALF"] else "bf16")
+        capability += "a"  # instructions of this architecture alone
+    source = source.replace("@WGMMA@", product)
+    lines = "".join(f"#define {key} {value}\n" for key, value in defines)
+    options = ["--std=c++17", "-diag-suppress=177"]
+    compile_kernel: Any = torch.cuda._compile_kernel
+    kernel: Any = compile_kernel(lines + source, name, compute_capability=capability, nvcc_options=options)
+    if shared:
+        kernel.set_shared_memory_config(shared)
+    return kernel  # type: ignore[no-any-return]
+
+
+def _warpgroup_product(width: int, kind: str) -> str:
+    """The instruction, which names every register of its sums: 64 x `width`, A in registers, B in shared memory."""
+    count = width // 2
+    sums = ", ".join(f"%{index}" for index in range(count))
+    bound = ", ".join(f'"+f"(d[{index}])' for index in range(count))
+    a = ", ".join(f"%{count + index}" for index in range(4))
+    return f"""
+__device__ __forceinline__ void wgmma(float* d, const u32* a, unsigned long long b) {{
+  asm volatile("{{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n{width}k16.f32.{kind}.{kind} "
+    "{{{sums}}}, {{{a}}}, %{count + 4}, p, 1, 1, 0; }}"
+    : {bound} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}}
+"""

@@ -1,0 +1,114 @@
+"""A linear layer with a packed weight: the plain definition everywhere, the programs on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsebit.errors import SpecError
+from sparsebit.kernels.packed_linear import (
+    FragmentWeight,
+    definition,
+    dequantized,
+    fragment_weight,
+    packed_linear,
+    runs_on,
+)
+
+
+def parts(
+    outputs: int, inputs: int, group: int, *, affine: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    codes = torch.randint(0, 16, (outputs, inputs))
+    scales = (torch.rand(outputs, inputs // group) * 0.01 + 0.005).to(dtype)
+    return codes, scales, torch.randint(0, 16, scales.shape) if affine else None
+
+
+def on(device: str, weight: FragmentWeight) -> FragmentWeight:
+    zeros = None if weight.zeros is None else weight.zeros.to(device)
+    return FragmentWeight(weight.words.to(device), weight.scales.to(device), zeros, weight.outputs)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("affine", [False, True])
+def test_the_weight_is_what_was_packed(group: int, affine: bool) -> None:
+    codes, scales, zeros = parts(40, 256, group, affine=affine)
+    weight = fragment_weight(codes, scales, zeros)
+    offset = 8 if zeros is None else zeros.repeat_interleave(group, 1)
+    expected = (codes - offset).to(torch.bfloat16) * scales.repeat_interleave(group, 1)
+    assert torch.equal(dequantized(weight), expected)
+    assert (weight.outputs, weight.inputs, weight.group_size) == (40, 256, group)
+    x = torch.randn(2, 3, 256, dtype=torch.bfloat16)
+    assert torch.equal(packed_linear(x, weight), definition(x, weight))  # no GPU here: the definition
+
+
+@pytest.mark.parametrize(
+    ("codes", "scales", "message"),
+    [
+        (torch.zeros(16, 100), torch.ones(16, 1, dtype=torch.bfloat16), "multiple of 128"),
+        (torch.zeros(16, 128), torch.ones(16, 8, dtype=torch.bfloat16), "groups of 32, 64, 128"),
+        (torch.zeros(16, 128), torch.ones(16, 0, dtype=torch.bfloat16), "groups of 32, 64, 128"),
+        (torch.zeros(16, 128), torch.ones(8, 1, dtype=torch.bfloat16), r"scales \(8, 1\)"),
+        (torch.zeros(16, 128), torch.ones(16, 1), "scales are torch.float32"),
+    ],
+)
+def test_refused(codes: Tensor, scales: Tensor, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        fragment_weight(codes, scales)
+
+
+def test_x_of_another_type_or_width() -> None:
+    weight = fragment_weight(*parts(16, 128, 128))
+    for x in (torch.zeros(1, 128), torch.zeros(1, 64, dtype=torch.bfloat16)):
+        with pytest.raises(SpecError, match=r"the weight takes torch\.bfloat16 with 128 inputs"):
+            packed_linear(x, weight)
+
+
+@pytest.fixture
+def gpu() -> torch.device:
+    device = torch.device("cuda")
+    if not runs_on(device):
+        pytest.skip("needs a GPU of compute capability 9.0 or newer")
+    return device
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 3, 8, 9, 16, 17, 32, 48, 49, 64, 65, 128, 200, 256, 1000, 2000])
+@pytest.mark.parametrize(("outputs", "inputs"), [(256, 1024), (1000, 512), (4608, 4096), (16384, 256)])
+def test_programs_compute_the_definition(gpu: torch.device, num_rows: int, outputs: int, inputs: int) -> None:
+    weight = on("cuda", fragment_weight(*parts(outputs, inputs, 128)))
+    x = torch.randn(num_rows, inputs, dtype=torch.bfloat16, device="cuda")
+    exact = x.double() @ dequantized(weight).double().t()
+    y = packed_linear(x, weight)
+    assert y.shape == (num_rows, outputs)
+    assert float((y.double() - exact).norm() / exact.norm()) < 3e-3  # bfloat16 of the result, and of the weight
+    assert torch.equal(y, packed_linear(x, weight))  # the same bits every time
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 12, 40, 64, 100, 300, 2000])
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_groups_zero_points_and_types(
+    gpu: torch.device, num_rows: int, group: int, affine: bool, dtype: torch.dtype
+) -> None:
+    weight = on("cuda", fragment_weight(*parts(512, 1024, group, affine=affine, dtype=dtype)))
+    x = torch.randn(num_rows, 1024, dtype=dtype, device="cuda")
+    exact = x.double() @ dequantized(weight).double().t()
+    error = float((packed_linear(x, weight).double() - exact).norm() / exact.norm())
+    assert error < (3e-3 if dtype == torch.bfloat16 else 5e-4)
+
+
+@pytest.mark.gpu
+def test_in_a_cuda_graph_and_compiled(gpu: torch.device) -> None:
+    weight = on("cuda", fragment_weight(*parts(256, 256, 128)))
+    x = torch.randn(2, 256, dtype=torch.bfloat16, device="cuda")
+    expected = packed_linear(x, weight)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = packed_linear(x, weight)
+    graph.replay()
+    assert torch.equal(y, expected)
+    assert torch.equal(torch.compile(packed_linear, fullgraph=True)(x, weight), expected)
