@@ -25,7 +25,7 @@ GROUP_SIZES = (32, 64, 128)
 _MIDDLE = 8  # the zero point of a symmetric weight
 _KERNELS = {"few_rows": 1, "some_rows": 2, "dequantize": 3, "reorder": 4, "sum_parts": 5, "many_rows": 6}
 # Rows of x up to which each way is the fastest.
-_MOST_FEW, _MOST_SOME, _MOST_FUSED = 16, 48, 1536
+_MOST_FEW, _MOST_SOME, _MOST_FUSED = 16, 48, 640
 # Warps of a block and blocks on a multiprocessor, by: tiles of outputs a block, whether there are more blocks than
 # multiprocessors, rows of x in eights.
 _FEW = {
@@ -91,14 +91,15 @@ def dequantized(weight: FragmentWeight) -> Tensor:
     """The weight `(outputs, inputs)` in the scales' type, in plain torch."""
     zeros = _MIDDLE if weight.zeros is None else weight.zeros.t()[:, :, None].to(weight.scales)
     grouped = restore(weight.words).to(weight.scales).unflatten(1, (-1, weight.group_size)) - zeros
-    return (grouped * weight.scales.t()[:, :, None]).flatten(1)[: weight.outputs]
+    dense: Tensor = (grouped * weight.scales.t()[:, :, None]).flatten(1)
+    return dense[: weight.outputs]
 
 
 def runs_on(device: torch.device) -> bool:
     """Whether the programs run there: an NVIDIA GPU of compute capability 9.0 or newer, and a torch that compiles."""
     if device.type != "cuda" or torch.version.hip or not hasattr(torch.cuda, "_compile_kernel"):
         return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    return bool(torch.cuda.get_device_capability(device) >= (9, 0))
 
 
 def packed_linear(x: Tensor, weight: FragmentWeight) -> Tensor:
