@@ -21,7 +21,7 @@ from sparsebit.config.tensor_config import ActivationConfig, Kind, TensorConfig,
 __all__ = ["ActivationConfig", "Kind", "QuantConfig", "Schedule", "TensorConfig", "UnmatchedGlob", "WeightConfig"]
 
 
-def _default_device() -> str:
+def default_device() -> str:
     """`cuda` if there is one, else `cpu`"""
     import torch  # here, so that reading a config that names its device needs no torch
 
@@ -121,7 +121,7 @@ class QuantConfig(Section):
     BACKEND: Annotated[str, OneOf.fixed(*BACKENDS)] = Field(
         "virtual", description="Where the model will run; `virtual` simulates any format."
     )
-    DEVICE: Device = Field(default_factory=_default_device, description="Where calibration and training run.")
+    DEVICE: Device = Field(default_factory=default_device, description="Where calibration and training run.")
     SKIP_TRACE_MODULES: Globs = Field(
         (), description="Modules (globs on their paths) that are not entered and stay float."
     )

@@ -1,10 +1,34 @@
-"""Sparsity: channel groups that are proved, and models that are made smaller."""
+"""Sparsity: criteria and masks, channel groups that are proved, and models that are made smaller."""
 
 from __future__ import annotations
 
 from sparsebit.sparse.channel_groups import Group, Spared, Unit
+from sparsebit.sparse.criteria import Evidence, register_criterion, scale_penalty
 from sparsebit.sparse.find_groups import ChannelGroups, find_groups
 from sparsebit.sparse.pruned_folder import load, save
+from sparsebit.sparse.sparse_config import SparseConfig, parse_sconfig
+from sparsebit.sparse.sparse_model import SparseModel
+from sparsebit.sparse.sparsers import SMODULE_MAP, SparseOpr, Sparser, register_smodule, register_sparser
 from sparsebit.sparse.surgery import ChannelPlan
 
-__all__ = ["ChannelGroups", "ChannelPlan", "Group", "Spared", "Unit", "find_groups", "load", "save"]
+__all__ = [
+    "SMODULE_MAP",
+    "ChannelGroups",
+    "ChannelPlan",
+    "Evidence",
+    "Group",
+    "Spared",
+    "SparseConfig",
+    "SparseModel",
+    "SparseOpr",
+    "Sparser",
+    "Unit",
+    "find_groups",
+    "load",
+    "parse_sconfig",
+    "register_criterion",
+    "register_smodule",
+    "register_sparser",
+    "save",
+    "scale_penalty",
+]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,6 +37,27 @@ class ChannelGroups:
     @property
     def units(self) -> list[Unit]:
         return [unit for group in self.groups for unit in group.units]
+
+    def kind_of(self, group: Group) -> str:
+        """`head` (of an attention), `filter` (of a convolution) or `neuron` (of linear layers alone)."""
+        if any(unit.label in self._heads for unit in group.units):
+            return "head"
+        sizes = self.bench.sizes
+        return "filter" if any(len(sizes[tensor]) > 2 for tensor, _ in group.axes) else "neuron"
+
+    @cached_property
+    def _heads(self) -> set[int]:
+        """Labels along which products of activations are batched."""
+        sets = self.bench.sets
+        return {
+            sets.find(label)
+            for step in self.bench.steps
+            if step.name in ("bmm", "baddbmm")
+            for _, axes in step.inputs
+            if len(axes) == 3 and axes[0] is not None
+            for label in axes[0].tolist()
+            if label > FIXED
+        }
 
     def plan(self, dead: Iterable[Unit]) -> ChannelPlan:
         """The plan that removes these units."""

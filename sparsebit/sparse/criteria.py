@@ -1,0 +1,159 @@
+"""Criteria: how important each number of a weight is. The least important go first.
+
+A criterion is a function from the `Evidence` about one parameter to scores of the same shape, or None where it does
+not judge this kind of parameter. `register_criterion` adds one:
+
+>>> @register_criterion("distance_to_one")
+... def distance_to_one(evidence: Evidence) -> Tensor | None:
+...     return (evidence.weight - 1).abs()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.registry import Registry
+
+Need = Literal["gradients", "inputs"]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known about one parameter.
+
+    `gradient` and `squared_gradient`: means over batches; `input_norms`: the L2 norm of each input channel of the
+    layer, over all data, one per column of the weight. They are None unless the criterion needs them.
+    """
+
+    name: str
+    module: nn.Module
+    weight: Tensor
+    gradient: Tensor | None = None
+    squared_gradient: Tensor | None = None
+    input_norms: Tensor | None = None
+
+    @property
+    def is_norm(self) -> bool:
+        """Whether it is a parameter of a normalization layer."""
+        kinds = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+        return isinstance(self.module, kinds)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it has rows and columns: the weight of a convolution or a linear layer."""
+        return self.weight.dim() > 1 and not self.is_norm
+
+
+Score = Callable[[Evidence], Tensor | None]
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """A registered criterion: its function, and the data that it needs."""
+
+    score: Score
+    needs: Need | None = None
+
+
+CRITERIA: Registry[object] = Registry("criterion")
+
+
+def register_criterion(
+    name: str, *, aliases: tuple[str, ...] = (), needs: Need | None = None, replace: bool = False
+) -> Callable[[Score], Score]:
+    """A decorator that makes a function a `SPARSER.STRATEGY`.
+
+    `needs`: "gradients" (of a loss) or "inputs" (norms of the layers' inputs): `calc_params` is then given batches.
+    """
+
+    def file(score: Score) -> Score:
+        CRITERIA.register(name, aliases=aliases, replace=replace)(Criterion(score, needs))
+        return score
+
+    return file
+
+
+def criterion(name: str) -> Criterion:
+    """The criterion of a name; a miss names the nearest ones."""
+    return cast("Criterion", CRITERIA.get(name))
+
+
+@register_criterion("l1norm", aliases=("l1", "magnitude"))
+def l1norm(evidence: Evidence) -> Tensor | None:
+    """Absolute values (Li et al. 2017 for filters)."""
+    return evidence.weight.abs() if evidence.is_matrix else None
+
+
+@register_criterion("l2norm", aliases=("l2",))
+def l2norm(evidence: Evidence) -> Tensor | None:
+    """Squares, so that a channel's score is its squared L2 norm."""
+    return evidence.weight.square() if evidence.is_matrix else None
+
+
+@register_criterion("random")
+def random(evidence: Evidence) -> Tensor | None:
+    """Random numbers from torch's generator: the baseline."""
+    return torch.rand_like(evidence.weight) if evidence.is_matrix else None
+
+
+@register_criterion("slimming", aliases=("bn_scale", "bnscale"))
+def slimming(evidence: Evidence) -> Tensor | None:
+    """The scales of norm layers (Network Slimming, Liu et al. 2017); train with `scale_penalty` before."""
+    return evidence.weight.abs() if evidence.is_norm and evidence.name.endswith("weight") else None
+
+
+@register_criterion("taylor", needs="gradients")
+def taylor(evidence: Evidence) -> Tensor | None:
+    """|weight x gradient|: the first-order change of the loss (Molchanov et al. 2019)."""
+    assert evidence.gradient is not None
+    return (evidence.weight * evidence.gradient).abs()
+
+
+@register_criterion("fisher", needs="gradients")
+def fisher(evidence: Evidence) -> Tensor | None:
+    """weight^2 x mean squared gradient: the change of the loss by the empirical Fisher information."""
+    assert evidence.squared_gradient is not None
+    return evidence.weight.square() * evidence.squared_gradient
+
+
+@register_criterion("wanda", needs="inputs")
+def wanda(evidence: Evidence) -> Tensor | None:
+    """|weight| x norm of its input channel (Sun et al. 2023)."""
+    if not evidence.is_matrix or evidence.input_norms is None:
+        return None
+    shape = [1] * evidence.weight.dim()
+    shape[1] = -1
+    return evidence.weight.abs() * evidence.input_norms.view(shape)
+
+
+@register_criterion("geometric_median", aliases=("fpgm",))
+def geometric_median(evidence: Evidence) -> Tensor | None:
+    """The distance of each filter to all others: the most replaceable go first (He et al. 2019)."""
+    if not evidence.is_matrix:
+        return None
+    rows = evidence.weight.flatten(1)
+    distances = torch.cdist(rows, rows).sum(1) / rows.shape[1]
+    return distances.view([-1] + [1] * (evidence.weight.dim() - 1)).expand_as(evidence.weight)
+
+
+@register_criterion("lamp")
+def lamp(evidence: Evidence) -> Tensor | None:
+    """weight^2 over the sum of all squares that are not smaller: comparable across layers (Lee et al. 2021)."""
+    if not evidence.is_matrix:
+        return None
+    squares, order = evidence.weight.flatten().square().sort()
+    remaining = squares.flip(0).cumsum(0).flip(0).clamp_min(torch.finfo(squares.dtype).tiny)
+    scores = torch.empty_like(squares)
+    scores[order] = squares / remaining
+    return scores.view_as(evidence.weight)
+
+
+def scale_penalty(model: nn.Module) -> Tensor:
+    """The sum of the absolute scales of all batch norms: times 1e-4, it is added to the loss before `slimming`."""
+    scales = [m.weight for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.affine]
+    return torch.stack([scale.abs().sum() for scale in scales]).sum() if scales else torch.zeros(())

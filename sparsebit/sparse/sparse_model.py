@@ -1,0 +1,336 @@
+"""`SparseModel`: the life of a pruned model: find what can go, score it, mask it, train it, make it small."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.config.reading import Source
+from sparsebit.deploy.model_file import checked_path, staged, write
+from sparsebit.deploy.ports import DynamicAxes
+from sparsebit.deploy.to_onnx import to_onnx
+from sparsebit.errors import CaptureError, ConfigError
+from sparsebit.execution.batches import as_call
+from sparsebit.graph.copying import copy_model, uncompiled
+from sparsebit.sparse.channel_groups import Group, Unit
+from sparsebit.sparse.criteria import criterion
+from sparsebit.sparse.element_masks import (
+    block_scores,
+    block_shape,
+    from_blocks,
+    lowest,
+    lowest_of_all,
+    n_of_m,
+    n_of_m_mask,
+    num_pruned,
+)
+from sparsebit.sparse.evidence import Loss, gather_evidence
+from sparsebit.sparse.example_guess import guessed_example
+from sparsebit.sparse.find_groups import ChannelGroups, find_groups
+from sparsebit.sparse.labels import FIXED
+from sparsebit.sparse.sparse_config import SparseConfig, parse_sconfig
+from sparsebit.sparse.sparsers import SPARSERS, Sparser, pruned_weights
+from sparsebit.sparse.surgery import apply_plan
+from sparsebit.sparse.unit_selection import rounded, select_by_group, select_globally, unit_scores
+
+_SUFFIX = "_mask"
+
+
+class SparseModel(nn.Module):
+    """A copy of a model whose pruned weights are zero and stay zero.
+
+    `config`: what `parse_sconfig` takes. `example_inputs`: a batch, by which channels are found; without one it is
+    guessed from the first layer. The copy is `model`: an instance of the user's own class with a mask (a buffer) beside
+    every weight that may be pruned. Masks are in force before every forward in training, in `state_dict()` and in
+    `eval()`; gradients of pruned weights are zero.
+    """
+
+    def __init__(self, model: nn.Module, config: Source | SparseConfig, example_inputs: Any = None) -> None:
+        super().__init__()
+        self.config = parse_sconfig(config)
+        self.model = copy_model(uncompiled(model)).to(self.config.DEVICE)
+        self.example_inputs = example_inputs
+        self._groups: ChannelGroups | None = None
+        self._before_add: set[str] = set()
+        self.register_buffer("steps_done", torch.zeros((), dtype=torch.long))
+        self._masked = self._maskable()
+        for name in self._masked:
+            module, parameter = self._owner(name)
+            if hasattr(module, parameter + _SUFFIX):
+                raise ConfigError(f"{name}{_SUFFIX} is taken: a mask would need this name; rename it in your model")
+            weight: Tensor = getattr(module, parameter)
+            module.register_buffer(parameter + _SUFFIX, torch.ones_like(weight, dtype=torch.bool))
+            if weight.requires_grad:
+                weight.register_hook(_MaskGradient(module, parameter + _SUFFIX))
+
+    # What is found
+
+    @property
+    def groups(self) -> ChannelGroups:
+        """The channel groups, found (and proved) when they are first asked for. Its text is the report."""
+        if self._groups is None:
+            example = self.example_inputs if self.example_inputs is not None else guessed_example(self.model)
+            self._groups = find_groups(self.model, example)
+        return self._groups
+
+    @property
+    def masks(self) -> dict[str, Tensor]:
+        """The mask of every weight that may be pruned, by the weight's name in `model`."""
+        return {name: getattr(self._owner(name)[0], self._owner(name)[1] + _SUFFIX) for name in self._masked}
+
+    @property
+    def sparsity(self) -> dict[str, float]:
+        """The share of zeros that masks put into each weight."""
+        return {name: 1 - float(mask.float().mean()) for name, mask in self.masks.items()}
+
+    def disable_sparse_before_add(self) -> None:
+        """Leave the layers alone whose outputs are added to others: the channels of residual streams."""
+        sets = self.groups.bench.sets
+        added: set[int] = set()
+        for step in self.groups.bench.steps:
+            found = [axes for _, axes in step.inputs if len(axes) > 1]
+            labelled = [[labels for labels in axes if labels is not None] for axes in found]
+            if step.name in ("add", "add_") and sum(map(bool, labelled)) > 1:
+                added |= {sets.find(x) for axes in labelled for labels in axes for x in labels.tolist() if x > FIXED}
+        self._before_add = {
+            axis.tensor
+            for axis in sets.axes
+            if axis.dim == 0 and any(sets.find(axis.first + place) in added for place in range(axis.size))
+        }
+
+    # Masks
+
+    def calc_params(self, batches: Iterable[Any] | None = None, loss: Loss | None = None) -> None:
+        """Compute the masks of the next step of the schedule (the only one, by default) and put zeros in.
+
+        `batches`, `loss`: for criteria that need data: batches of inputs, and (outputs, batch) -> scalar.
+        """
+        self.apply_masks()
+        sparser = self.config.SPARSER
+        share = self.config.SCHEDULE.share(int(cast("Tensor", self.steps_done)) + 1)
+        if sparser.is_structured or sparser.TYPE == "unstructured":
+            rule = criterion(sparser.STRATEGY)
+            evidence = gather_evidence(self.model, rule.needs, batches, loss, sparser.STRATEGY)
+            scores = {name: found for name, entry in evidence.items() if (found := rule.score(entry)) is not None}
+            if sparser.is_structured:
+                self._mask_units(self._chosen_units(scores, share))
+            else:
+                self._mask_elements(scores, share)
+        else:
+            self._mask_by_sparser(cast("type[Sparser]", SPARSERS.get(sparser.TYPE)), share)
+        cast("Tensor", self.steps_done).add_(1)
+        self.apply_masks()
+
+    @torch.no_grad()
+    def apply_masks(self) -> None:
+        """Put zeros where the masks have them."""
+        for name, mask in self.masks.items():
+            module, parameter = self._owner(name)
+            getattr(module, parameter).masked_fill_(~mask, 0)
+
+    def rewind(self, state: Mapping[str, Tensor]) -> None:
+        """Take weights of an earlier time (a state_dict of the model that was given) and keep the masks."""
+        own = self.model.state_dict()
+        if missing := sorted(set(state) - set(own)):
+            raise ConfigError(f"rewind: the state has {missing[0]}, which the model does not have")
+        self.model.load_state_dict(dict(state), strict=False)
+        self.apply_masks()
+
+    def _chosen_units(self, scores: Mapping[str, Tensor], share: float) -> list[Unit]:
+        sparser = self.config.SPARSER
+        wanted = sparser.GRANULARITY if sparser.GRANULARITY in ("filter", "head", "neuron") else ""
+        groups = [group for group in self.groups.groups if not wanted or self.groups.kind_of(group) == wanted]
+        layers = [tuple(sorted({tensor.rpartition(".")[0] for tensor, _ in group.axes})) for group in groups]
+        ratios = [
+            0.0 if self._is_before_add(group) else share * self.config.ratio_of(names)
+            for group, names in zip(groups, layers, strict=True)
+        ]
+        kept = [index for index, ratio in enumerate(ratios) if ratio > 0]
+        groups, layers, ratios = [groups[i] for i in kept], [layers[i] for i in kept], [ratios[i] for i in kept]
+        found = [unit_scores(group, scores, sparser.STRATEGY) for group in groups]
+        if sparser.SCOPE == "layer":
+            return select_by_group(groups, found, ratios)
+        own = [index for index, names in enumerate(layers) if self.config.is_overridden(names)]
+        rest = [index for index in range(len(groups)) if index not in own]
+        return [
+            *select_by_group([groups[i] for i in own], [found[i] for i in own], [ratios[i] for i in own]),
+            *select_globally([groups[i] for i in rest], [found[i] for i in rest], share * sparser.RATIO),
+        ]
+
+    def _is_before_add(self, group: Group) -> bool:
+        return any(dim == 0 and tensor in self._before_add for tensor, dim in group.axes)
+
+    def _mask_units(self, dead: Sequence[Unit]) -> None:
+        masks = self.masks
+        for mask in masks.values():
+            mask.fill_(True)
+        for unit in dead:
+            for tensor, dim, places in unit.members:
+                if tensor in masks:
+                    masks[tensor].index_fill_(dim, torch.tensor(places, device=masks[tensor].device), False)
+
+    def _mask_elements(self, scores: Mapping[str, Tensor], share: float) -> None:
+        sparser, masks = self.config.SPARSER, self.masks
+        layers = {name: name.rpartition(".")[0] for name in masks}
+        ratios = {name: 0.0 if name in self._before_add else self.config.ratio_of(layers[name]) for name in masks}
+        if missing := [name for name in masks if name not in scores and ratios[name] > 0]:
+            raise ConfigError(
+                f"SPARSER.STRATEGY={sparser.STRATEGY} does not judge {missing[0]}: it is for TYPE: structured, or the "
+                "layer is not of a kind that it knows; choose another one, or spare the layer with SPARE"
+            )
+        # What is pruned already stays pruned, so that steps of a schedule only add.
+        lowest_first = {name: scores[name].masked_fill(~masks[name], -math.inf) for name in masks if ratios[name] > 0}
+        for mask in masks.values():
+            mask.fill_(True)
+        if pattern := n_of_m(sparser.GRANULARITY):
+            for name, score in lowest_first.items():
+                masks[name].copy_(n_of_m_mask(score, *pattern))
+            return
+        block = block_shape(sparser.GRANULARITY)
+        judged = {name: block_scores(score, block) if block else score for name, score in lowest_first.items()}
+        is_global = sparser.SCOPE == "global"
+        rest = [name for name in judged if is_global and not self.config.is_overridden((layers[name],))]
+        found = {
+            name: lowest(score, num_pruned(share * ratios[name], score.numel()))
+            for name, score in judged.items()
+            if name not in rest
+        }
+        if rest:
+            total = sum(judged[name].numel() for name in rest)
+            parts = lowest_of_all([judged[name] for name in rest], num_pruned(share * sparser.RATIO, total))
+            found.update(zip(rest, parts, strict=True))
+        for name, kept in found.items():
+            masks[name].copy_(from_blocks(kept, block, masks[name]) if block else kept)
+
+    def _mask_by_sparser(self, kind: type[Sparser], share: float) -> None:
+        for name, mask in self.masks.items():
+            ratio = 0.0 if name in self._before_add else share * self.config.ratio_of(name.rpartition(".")[0])
+            module, parameter = self._owner(name)
+            found = kind(self.config, name, ratio).calc_mask(getattr(module, parameter).detach())
+            if found.shape != mask.shape:
+                shapes = f"{tuple(found.shape)} for {name}, a weight of {tuple(mask.shape)}"
+                raise ConfigError(f"{kind.__name__}.calc_mask gave a mask of {shapes}")
+            mask.copy_(found.bool())
+
+    def _maskable(self) -> list[str]:
+        if self.config.SPARSER.is_structured:
+            parameters = dict(self.model.named_parameters())
+            return sorted({t for unit in self.groups.units for t, _, _ in unit.members if t in parameters})
+        found: dict[int, str] = {}
+        for path, module in self.model.named_modules():
+            for name in pruned_weights(module):
+                weight = getattr(module, name, None)
+                if isinstance(weight, nn.Parameter):
+                    found.setdefault(id(weight), f"{path}.{name}" if path else name)
+        return list(found.values())
+
+    def _owner(self, name: str) -> tuple[nn.Module, str]:
+        path, _, parameter = name.rpartition(".")
+        return self.model.get_submodule(path), parameter
+
+    # Life
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.training:
+            self.apply_masks()
+        return self.model(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As every module's, with the zeros in place."""
+        self.apply_masks()
+        return super().state_dict(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> SparseModel:
+        """As every module's; leaving training puts the zeros in once more."""
+        if not mode and hasattr(self, "_masked"):
+            self.apply_masks()
+        return super().train(mode)
+
+    def dead_units(self) -> list[Unit]:
+        """The units all of whose weights are masked."""
+        masks = {name: mask.cpu() for name, mask in self.masks.items()}
+
+        def is_dead(unit: Unit) -> bool:
+            members = [(tensor, dim, places) for tensor, dim, places in unit.members if tensor in masks]
+            slices = [masks[tensor].index_select(dim, torch.tensor(places)) for tensor, dim, places in members]
+            return bool(slices) and not any(bool(part.any()) for part in slices)
+
+        return [unit for unit in self.groups.units if is_dead(unit)]
+
+    def shrink(self, round_to: int = 1) -> nn.Module:
+        """A plain, smaller model of the user's own class, equal to this one.
+
+        Channels that are masked as a whole are removed. `round_to`: as many of them stay (as zeros) as make every
+        width that was a multiple of it a multiple again, which kernels like.
+        """
+        if not self.config.SPARSER.is_structured:
+            raise ConfigError(
+                f"shrink: SPARSER.TYPE={self.config.SPARSER.TYPE} masks single weights, and no channel as a whole; "
+                "set TYPE: structured"
+            )
+        dead = self.dead_units()
+        if round_to > 1:
+            dead = rounded(self.groups.groups, dead, self.groups.bench.sizes, round_to)
+        if failure := self.groups.bench.compare(dead, self.groups.rules):
+            raise CaptureError(f"shrink: the smaller model is not the masked one: {failure.reason}; SPARE these layers")
+        small = self.masked_model()
+        apply_plan(small, self.groups.plan(dead))
+        return small
+
+    def masked_model(self) -> nn.Module:
+        """A plain copy of the model with zeros in its weights and no masks."""
+        self.apply_masks()
+        plain = copy_model(self.model)
+        for parameter in plain.parameters():
+            hooks: Any = parameter._backward_hooks
+            for key in [key for key, hook in (hooks or {}).items() if isinstance(hook, _MaskGradient)]:
+                del hooks[key]
+        for name in self._masked:
+            path, _, parameter_name = name.rpartition(".")
+            delattr(plain.get_submodule(path), parameter_name + _SUFFIX)
+        return plain
+
+    def export_onnx(
+        self,
+        dummy_data: Any,
+        name: str | os.PathLike[str],
+        input_names: Sequence[str] | None = None,
+        output_names: Sequence[str] | None = None,
+        dynamic_axes: DynamicAxes | None = None,
+        opset_version: int = 21,
+        verbose: bool = False,
+    ) -> None:
+        """Write the masked model, in float, as an ONNX file; of a smaller model use `shrink` and its own export."""
+        target = checked_path(name)
+        plain = self.masked_model().eval()
+        args, kwargs = as_call(dummy_data, plain)
+        model = to_onnx(
+            plain,
+            args,
+            kwargs,
+            signature=inspect.signature(plain.forward),
+            input_names=input_names,
+            output_names=output_names,
+            dynamic_axes=dynamic_axes,
+            opset_version=opset_version,
+            verbose=verbose,
+        )
+        with staged(target) as path:
+            write(model, path)
+
+
+class _MaskGradient:
+    """Gradients of pruned weights are zero, so that an optimizer leaves them alone."""
+
+    def __init__(self, module: nn.Module, mask: str) -> None:
+        self.module, self.mask = module, mask
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        mask: Tensor = getattr(self.module, self.mask)
+        return gradient * mask

@@ -1,0 +1,98 @@
+"""What the first Sparsebit let users register: sparsers (how a mask is made) and sparse modules (whose weights)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from torch import Tensor, nn
+
+from sparsebit.errors import ConfigError
+from sparsebit.registry import Registry, own_type
+
+if TYPE_CHECKING:
+    from sparsebit.sparse.sparse_config import SparseConfig
+
+SPARSERS: Registry[object] = Registry("sparser")
+
+
+class Sparser(ABC):
+    """Makes the mask of one weight. A class of your own, registered, is a `SPARSER.TYPE`.
+
+    `config` is the whole config, `name` the weight's (`layer1.0.conv1.weight`), `ratio` what the config asks for there.
+    """
+
+    def __init__(self, config: SparseConfig, name: str, ratio: float) -> None:
+        self.config, self.name, self.ratio = config, name, ratio
+
+    @abstractmethod
+    def calc_mask(self, x: Tensor) -> Tensor:
+        """A mask of the shape of the weight `x`: zero (or False) is pruned."""
+
+
+S = TypeVar("S", bound=type[Sparser])
+
+
+def register_sparser(name: str | S | None = None, *, replace: bool = False) -> Any:
+    """A class decorator: `@register_sparser("mine")`, or `@register_sparser` on a class with a TYPE of its own."""
+    if isinstance(name, type):
+        return SPARSERS.register(own_type(name), replace=replace)(name)
+
+    def file(kind: S) -> S:
+        if not (isinstance(kind, type) and issubclass(kind, Sparser)):
+            raise ConfigError(f"register_sparser takes a subclass of Sparser, not {kind!r}")
+        SPARSERS.register(name if isinstance(name, str) else own_type(kind), replace=replace)(kind)
+        return kind
+
+    return file
+
+
+# The two that are built in work on all weights together: `sparse_model.py`.
+SPARSERS.register("structured", aliases=("structed",))("structured")
+SPARSERS.register("unstructured", aliases=("unstructed",))("unstructured")
+
+
+class SparseOpr:
+    """Which parameters of a class of modules unstructured sparsity prunes."""
+
+    weights: ClassVar[tuple[str, ...]] = ("weight",)
+
+
+SMODULE_MAP: dict[type[nn.Module], type[SparseOpr]] = {}
+K = TypeVar("K", bound=type[SparseOpr])
+
+
+def register_smodule(sources: Iterable[type[nn.Module]]) -> Callable[[K], K]:
+    """A class decorator: modules of these classes (and their subclasses) have weights that are pruned.
+
+    >>> @register_smodule(sources=[nn.Bilinear])
+    ... class SBilinear(SparseOpr):
+    ...     weights = ("weight",)
+    """
+    listed = tuple(sources)
+    if wrong := [kind for kind in listed if not (isinstance(kind, type) and issubclass(kind, nn.Module))]:
+        raise ConfigError(f"register_smodule: sources are classes of nn.Module, not {wrong[0]!r}")
+
+    def file(kind: K) -> K:
+        if not (isinstance(kind, type) and issubclass(kind, SparseOpr)):
+            raise ConfigError(f"register_smodule takes a subclass of SparseOpr, not {kind!r}")
+        SMODULE_MAP.update(dict.fromkeys(listed, kind))
+        return kind
+
+    return file
+
+
+@register_smodule(
+    sources=[nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear]
+)
+class SWeighted(SparseOpr):
+    """Convolutions and linear layers: their weights, not their biases."""
+
+
+def pruned_weights(module: nn.Module) -> tuple[str, ...]:
+    """The names of the parameters of a module that unstructured sparsity prunes."""
+    for kind in type(module).__mro__:
+        if kind in SMODULE_MAP:
+            return SMODULE_MAP[kind].weights
+    return ()

@@ -1,0 +1,102 @@
+"""Which units go: scores of elements become scores of units, and the lowest go, by group or over all groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from sparsebit.errors import ConfigError
+from sparsebit.sparse.channel_groups import Group, Unit
+from sparsebit.sparse.element_masks import num_pruned
+
+
+def unit_scores(group: Group, scores: Mapping[str, Tensor], strategy: str) -> Tensor:
+    """One score for each unit: the mean over the axes it lies in, each axis scaled to a mean of 1.
+
+    So a layer with large weights counts as much as one with small weights, and units of different groups compare.
+    Every axis counts: what makes a channel, and what reads it.
+    """
+    sums: dict[tuple[str, int], Tensor] = {}
+    total = torch.zeros(len(group.units), dtype=torch.float64)
+    count = torch.zeros(len(group.units), dtype=torch.float64)
+    for tensor, dim in group.axes:
+        if tensor in scores:
+            values = scores[tensor].double().cpu()
+            sums[tensor, dim] = values.movedim(dim, 0).flatten(1).sum(1) if values.dim() > 1 else values
+    for axis, values in sums.items():
+        mean = values.mean().clamp_min(1e-300)
+        for index, unit in enumerate(group.units):
+            for tensor, dim, places in unit.members:
+                if (tensor, dim) == axis:
+                    total[index] += float(values[list(places)].sum()) / float(mean) / len(places)
+                    count[index] += 1
+    if not bool(count.any()):
+        raise ConfigError(
+            f"SPARSER.STRATEGY={strategy}: it judges none of the parameters of a group ({group}); choose another one, "
+            "or spare these layers with SPARE"
+        )
+    return total / count.clamp_min(1)
+
+
+def select_by_group(groups: Sequence[Group], scores: Sequence[Tensor], ratios: Sequence[float]) -> list[Unit]:
+    """In each group the share that its ratio asks for; every axis keeps at least one unit."""
+    dead: list[Unit] = []
+    for group, score, ratio in zip(groups, scores, ratios, strict=True):
+        order = score.sort(stable=True).indices.tolist()
+        dead += _taken([(group, index) for index in order], num_pruned(ratio, len(group.units)))
+    return dead
+
+
+def select_globally(groups: Sequence[Group], scores: Sequence[Tensor], ratio: float) -> list[Unit]:
+    """The share of the units of all groups together that have the lowest scores; every axis keeps at least one."""
+    entries = [(group, index) for group in groups for index in range(len(group.units))]
+    order = torch.cat(list(scores)).sort(stable=True).indices.tolist() if entries else []
+    return _taken([entries[place] for place in order], num_pruned(ratio, len(entries)))
+
+
+def _taken(ordered: Sequence[tuple[Group, int]], count: int) -> list[Unit]:
+    alive: dict[tuple[str, int], int] = {}
+    for group in {id(group): group for group, _ in ordered}.values():
+        for unit in group.units:
+            for tensor, dim, _ in unit.members:
+                alive[tensor, dim] = alive.get((tensor, dim), 0) + 1
+    taken: list[Unit] = []
+    for group, index in ordered:
+        if len(taken) == count:
+            break
+        unit = group.units[index]
+        axes = {(tensor, dim) for tensor, dim, _ in unit.members}
+        if all(alive[axis] > 1 for axis in axes):
+            taken.append(unit)
+            for axis in axes:
+                alive[axis] -= 1
+    return taken
+
+
+def rounded(
+    groups: Sequence[Group], dead: Sequence[Unit], sizes: Mapping[str, tuple[int, ...]], multiple: int
+) -> list[Unit]:
+    """The dead units without as many as make every axis keep a multiple of `multiple` positions, where they suffice."""
+    labels = {unit.label for unit in dead}
+    kept: list[Unit] = []
+    for group in groups:
+        going = [unit for unit in group.units if unit.label in labels]
+        while going and not _fits(going, sizes, multiple):
+            going.pop()
+        kept += going
+    return kept
+
+
+def _fits(going: Sequence[Unit], sizes: Mapping[str, tuple[int, ...]], multiple: int) -> bool:
+    lost: dict[tuple[str, int], int] = {}
+    for unit in going:
+        for tensor, dim, places in unit.members:
+            lost[tensor, dim] = lost.get((tensor, dim), 0) + len(places)
+    # An axis that was no multiple before (a head of 12 channels) cannot be asked to become one.
+    return all(
+        (sizes[tensor][dim] - count) % multiple == 0
+        for (tensor, dim), count in lost.items()
+        if sizes[tensor][dim] % multiple == 0
+    )
