@@ -38,12 +38,19 @@ GROUPS: dict[str, dict[str, str]] = {
         "SubgraphMatcher ReplacePatternBase",
         "blocks": "Block BlockData find_blocks run_blocks mix gather",
     },
+    "sparsebit.sparse": {
+        "sparse models": "SparseModel SparseConfig parse_sconfig save load",
+        "channel groups": "find_groups ChannelGroups Group Unit Spared ChannelPlan",
+        "own sparsity": "register_criterion Evidence scale_penalty register_sparser Sparser register_smodule SparseOpr "
+        "SMODULE_MAP",
+    },
 }
 # Values and type aliases, which have no docstrings.
 VALUES = {
     "__version__": "The version of the package.",
     "PROFILES": "The `RuntimeProfile` of each backend, by its name.",
     "Granularity": "`PerTensor`, `PerChannel` or `PerGroup`: which elements share a scale.",
+    "SMODULE_MAP": "The registered class of each module class whose weights unstructured sparsity prunes.",
     "QMODULE_MAP": "The registered class of each op that is quantized.",
     "Transform": "A function that rewrites a float graph in place before the plan is made.",
 }

@@ -46,7 +46,7 @@ def project_table(name: str) -> str:
 
 
 class TestImport:
-    @pytest.mark.parametrize("module", ["sparsebit", "sparsebit.quantization"])
+    @pytest.mark.parametrize("module", ["sparsebit", "sparsebit.quantization", "sparsebit.sparse"])
     def test_loads_nothing_heavy(self, module: str) -> None:
         heavy = (
             "torch.onnx",

@@ -20,7 +20,7 @@ from sparsebit.quantization import QuantModel
 from sparsebit.quantization.simulation import SimulatedModel
 from tests.conftest import ROOT
 
-PUBLIC = ("sparsebit", "sparsebit.quantization")
+PUBLIC = ("sparsebit", "sparsebit.quantization", "sparsebit.sparse")
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Modules that these files may import besides: benchmarks of single kernels, and the data of the demo.
 DEVELOPER = {

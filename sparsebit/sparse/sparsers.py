@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 
+from sparsebit.config.section import Section
 from sparsebit.errors import ConfigError
 from sparsebit.registry import Registry, own_type
-
-if TYPE_CHECKING:
-    from sparsebit.sparse.sparse_config import SparseConfig
 
 SPARSERS: Registry[object] = Registry("sparser")
 
@@ -23,7 +21,7 @@ class Sparser(ABC):
     `config` is the whole config, `name` the weight's (`layer1.0.conv1.weight`), `ratio` what the config asks for there.
     """
 
-    def __init__(self, config: SparseConfig, name: str, ratio: float) -> None:
+    def __init__(self, config: Section, name: str, ratio: float) -> None:
         self.config, self.name, self.ratio = config, name, ratio
 
     @abstractmethod
