@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
 
 _quiet = False
+_notes: list[Callable[[str], None]] = []  # of the bars that are shown, the innermost last
 
 
 def set_quiet(quiet: bool) -> None:
@@ -24,6 +25,18 @@ def track(items: Iterable[T], what: str) -> Iterator[T]:
         yield from items
         return
     from rich.console import Console
-    from rich.progress import track as rich_track
+    from rich.progress import Progress
 
-    yield from rich_track(items, description=what, total=size, console=Console(stderr=True), transient=True)
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=size)
+        _notes.append(lambda text: bar.update(task, description=f"{what}: {text}"))
+        try:
+            yield from bar.track(items, task_id=task, total=size)
+        finally:
+            _notes.pop()
+
+
+def note(text: str) -> None:
+    """Show a few words (a loss, a name) beside the bar of the work that is under way, where there is one."""
+    if _notes:
+        _notes[-1](text)

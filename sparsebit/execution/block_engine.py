@@ -247,7 +247,7 @@ class _Run:
 
     def _advance_float(self, block: Block) -> None:
         assert self.as_float is not None
-        with self.as_float(block), self.weights.original(block):
+        with self.weights.original(block), self.as_float(block):
             self._advance("float", block)
 
     def _advance(self, stream: Stream, block: Block) -> None:

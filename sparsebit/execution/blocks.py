@@ -1,7 +1,7 @@
 """`Block`: consecutive nodes of a graph, with the values that cross its border.
 
-`named_blocks` cuts a graph at modules that the caller names, `single_layers` at every call of a module, and
-`find_blocks` (in `block_search.py`) where few tensors cross.
+`named_blocks` cuts a graph at modules that the caller names, `single_layers` at every call of a module,
+`whole_graph` nowhere, and `find_blocks` (in `block_search.py`) where few tensors cross.
 """
 
 from __future__ import annotations
@@ -110,6 +110,12 @@ def single_layers(
     calls = [node for node in flow.nodes if node.op == "call_module"]
     layers = [node for node in calls if wanted(graph_module.get_submodule(str(node.target)))]
     return uniquely_named([flow.block(node_name(node), [node]) for node in layers])
+
+
+def whole_graph(graph_module: fx.GraphModule, name: str = "network") -> list[Block]:
+    """All nodes as one block."""
+    flow = Flow(graph_module)
+    return [flow.block(name, flow.nodes)]
 
 
 def with_gaps(flow: Flow, blocks: Sequence[Block]) -> list[tuple[Block, bool]]:

@@ -20,6 +20,7 @@ from sparsebit.quantization.algorithms.applying import apply_algorithms
 from sparsebit.quantization.algorithms.bias_correction import correct_biases
 from sparsebit.quantization.algorithms.equalization import Equalized, equalize
 from sparsebit.quantization.algorithms.gptq import LayerRounding, gptq
+from sparsebit.quantization.algorithms.reconstruction import BlockReconstruction, reconstruct
 from sparsebit.quantization.algorithms.registration import register_algorithm
 from sparsebit.quantization.cuda_graph_step import CapturedStep as CapturedStep  # the former name of CudaGraphStep
 from sparsebit.quantization.cuda_graph_step import CudaGraphStep
@@ -40,6 +41,7 @@ __all__ = [
     "QMODULE_MAP",
     "Block",
     "BlockData",
+    "BlockReconstruction",
     "Captured",
     "CudaGraphStep",
     "DistillationLoss",
@@ -84,6 +86,7 @@ __all__ = [
     "parse_qconfig",
     "prepare",
     "qparams_from_range",
+    "reconstruct",
     "register_algorithm",
     "register_observer",
     "register_qmodule",

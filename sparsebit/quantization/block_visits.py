@@ -4,26 +4,44 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
 
 from sparsebit.errors import CalibrationError, CheckpointError
 from sparsebit.execution.batches import Call
-from sparsebit.execution.block_engine import Visit, run_blocks
+from sparsebit.execution.block_engine import BlockData, Visit, run_blocks
 from sparsebit.execution.block_resume import Resume
 from sparsebit.execution.block_search import find_blocks
-from sparsebit.execution.blocks import Block, single_layers
+from sparsebit.execution.blocks import Block, single_layers, whole_graph
 from sparsebit.execution.value_store import MIB, SharedData
 from sparsebit.graph.capture import Region
 from sparsebit.graph.example import GuardError
+from sparsebit.quantization.float_parameters import FloatParameters
 from sparsebit.quantization.quantizers.base import Quantizer
 
 # Calibration batches that stay in memory; the rest waits on disk.
 _INPUT_BYTES = 32 * MIB
-Blocks = Sequence[str] | Literal["layers"] | None
+Blocks = Sequence[str] | Literal["layers", "network"] | None
+
+
+@dataclass(frozen=True)
+class FloatRun:
+    """What an algorithm needs to run the float model before the first block is visited.
+
+    `inputs_of(i)`: the graph's inputs of batch i by name. Inside `as_float(block)` a block computes what it computes in
+    the float model.
+    """
+
+    graph_module: fx.GraphModule
+    blocks: Sequence[Block]
+    num_batches: int
+    inputs_of: Callable[[int], dict[str, Any]]
+    as_float: Callable[[Block], AbstractContextManager[None]]
 
 
 def visit_blocks(
@@ -35,9 +53,15 @@ def visit_blocks(
     memory_budget: int,
     resume: str | os.PathLike[str] | None,
     settings: str,
+    float_parameters: FloatParameters,
+    prepare: Callable[[FloatRun], None] | None = None,
 ) -> None:
-    """Call `visit` for each block of a calibrated graph whose quantization is on. `batches`: calls of the model."""
+    """Call `visit` for each block of a calibrated graph whose quantization is on. `batches`: calls of the model.
+
+    `float_parameters`: of what visits changed, now and earlier; the float model's values come from them.
+    """
     graph_module = root.graph_module
+    float_parameters.drop_outdated(graph_module)
     inputs = SharedData(device_bytes=0, host_bytes=min(_INPUT_BYTES, memory_budget))
     for args, kwargs in batches:
         bound = root.bind(args, kwargs)
@@ -49,15 +73,42 @@ def visit_blocks(
         inputs.put(len(inputs), bound)
     if not len(inputs):
         raise CalibrationError("no batch was given; visit_blocks() needs at least one on every rank")
-    wanted = single_layers(graph_module) if blocks == "layers" else find_blocks(graph_module, blocks)
-    kept = None if resume is None else Resume(resume, block_state, load_block_state, settings)
+    settings += float_parameters.checksum()
+
+    def keeping_visit(data: BlockData) -> None:
+        with float_parameters.keeping(data.block):
+            visit(data)
+
+    def keeping_load(block: Block, state: dict[str, Tensor]) -> None:
+        with float_parameters.keeping(block):
+            load_block_state(block, state)
+
+    @contextlib.contextmanager
+    def in_float(block: Block) -> Iterator[None]:
+        with as_float(block), float_parameters.original(block):
+            yield
+
+    wanted = _blocks(graph_module, blocks)
+    kept = None if resume is None else Resume(resume, block_state, keeping_load, settings)
     store = SharedData(device_bytes=memory_budget, host_bytes=memory_budget)
     try:
-        run_blocks(graph_module, wanted, len(inputs), inputs.get, visit, as_float=as_float, store=store, resume=kept)
+        if prepare is not None:
+            prepare(FloatRun(graph_module, wanted, len(inputs), inputs.get, in_float))
+        run_blocks(
+            graph_module, wanted, len(inputs), inputs.get, keeping_visit, as_float=in_float, store=store, resume=kept
+        )
     except GuardError as error:
         raise CalibrationError(f"{error}, and a batch differs; give example_inputs like the batches") from error
     finally:
         inputs.clear()
+
+
+def _blocks(graph_module: fx.GraphModule, blocks: Blocks) -> list[Block]:
+    if blocks == "layers":
+        return single_layers(graph_module)
+    if blocks == "network":
+        return whole_graph(graph_module)
+    return find_blocks(graph_module, blocks)
 
 
 @contextlib.contextmanager

@@ -27,13 +27,14 @@ from sparsebit.execution.value_store import MIB
 from sparsebit.graph.capture import call_form
 from sparsebit.graph.copying import rebind_functions, without_history
 from sparsebit.quantization import checkpoint, manifest
-from sparsebit.quantization.block_visits import Blocks, visit_blocks
+from sparsebit.quantization.block_visits import Blocks, FloatRun, visit_blocks
 from sparsebit.quantization.calibration import CalibrationRunner
 from sparsebit.quantization.error_profiler import profile_errors, profile_model
 from sparsebit.quantization.export import build_onnx, check_ready, describe, switched_on
 from sparsebit.quantization.export_checks import check_loads, check_parity, check_rules
 from sparsebit.quantization.export_constants import evaluating
 from sparsebit.quantization.first_sparsebit import refuse_first_sparsebit
+from sparsebit.quantization.float_parameters import FloatParameters
 from sparsebit.quantization.mermaid import draw
 from sparsebit.quantization.passes.attach_integer_ops import attach_integer_ops
 from sparsebit.quantization.quant_config import parse_qconfig
@@ -164,12 +165,14 @@ class QuantModel(TrainableModel):
         blocks: Blocks = None,
         memory_budget: int = 1024 * MIB,
         resume: str | os.PathLike[str] | None = None,
+        prepare: Callable[[FloatRun], None] | None = None,
     ) -> None:
         """Call `visit(block_data)` for each block in order: its inputs from the quantized blocks in front of it, its
         float inputs and targets, on `data` (batches as for calibration), with all that is calibrated switched on.
 
-        `blocks`: module paths, "layers" for single layers, or None to find them. `resume`: a folder that keeps each
-        finished block; a run that was killed goes on after them. `memory_budget`: bytes of activations in memory.
+        `blocks`: module paths, "layers" for single layers, "network" for all as one, or None to find them. `resume`: a
+        folder that keeps each finished block; a run that was killed goes on after them. `memory_budget`: bytes of
+        activations in memory. `prepare`: called once, before the first block, with a `FloatRun`.
         """
         self._require_whole("visit_blocks")
         check_ready(self, "visit_blocks")
@@ -187,8 +190,16 @@ class QuantModel(TrainableModel):
                 memory_budget=memory_budget,
                 resume=resume,
                 settings=str(self.config.to_dict()),
+                float_parameters=self.float_parameters,
+                prepare=prepare,
             )
         self._make_room_for_biases()
+
+    @property
+    def float_parameters(self) -> FloatParameters:
+        """What weights and biases were in the float model, of those that algorithms have changed."""
+        kept: FloatParameters = self.__dict__.setdefault("_float_parameters", FloatParameters())
+        return kept
 
     # --- changing single sites
 

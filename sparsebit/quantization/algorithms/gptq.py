@@ -18,7 +18,6 @@ from pydantic import Field
 from torch import Tensor, fx
 from torch.nn.utils.parametrize import is_parametrized
 
-from sparsebit.errors import CalibrationError
 from sparsebit.execution.block_engine import BlockData
 from sparsebit.execution.distributed import gather
 from sparsebit.execution.value_store import MIB
@@ -26,7 +25,6 @@ from sparsebit.numerics.gptq_math import Grid, Rounding, ScaleSearch, quantize, 
 from sparsebit.numerics.hessian import InputMoments
 from sparsebit.numerics.layer_matrix import LayerMatrix, layer_matrix
 from sparsebit.numerics.qparams import SMALLEST_SCALE, broadcast_to
-from sparsebit.numerics.reference import quantize as codes_of
 from sparsebit.quantization.algorithms.layer_visits import (
     LayeredModel,
     folder_name,
@@ -34,6 +32,7 @@ from sparsebit.quantization.algorithms.layer_visits import (
     input_of,
     is_first_call,
     num_owners,
+    store_codes,
     weights_outside,
 )
 from sparsebit.quantization.algorithms.registration import register_algorithm
@@ -164,7 +163,8 @@ def _round_layer(layer: WeightedQuantOpr, form: LayerMatrix, data: BlockData, op
         cross = moments.cross(centered=has_bias)
         target = target_weight(original, hessian, cross, rounding.damping, options.input_correction)
     rounded = quantize(target, hessian, _grid(layer, form), rounding)
-    _store(quantizer, weight, form, rounded.codes, rounded.grid)
+    codes = form.weight(rounded.codes, weight.shape)
+    store_codes(quantizer, weight, codes, rounded.grid.scale, rounded.grid.zero_point)
     if has_bias:
         assert bias is not None
         shift = _product(original, moments.original_mean) - _product(rounded.values, moments.mean)  # (groups, rows)
@@ -206,19 +206,6 @@ def _grid(layer: WeightedQuantOpr, form: LayerMatrix) -> Grid:
             smallest = torch.maximum(smallest, 2 * rounding.smallest_scale(bias).to(scale))
     scale = torch.maximum(scale.abs(), smallest)
     return Grid(scale, zero_point.round().expand_as(scale), form.matrix(index), quantizer.spec, smallest)
-
-
-def _store(quantizer: Quantizer, weight: Tensor, form: LayerMatrix, codes: Tensor, grid: Grid) -> None:
-    """Write the scales, and the values of the codes as the weight: rounded to nearest it gives these codes again."""
-    quantizer.store_qparams(grid.scale, grid.zero_point)
-    values = form.weight(grid.values(codes), weight.shape)
-    weight.copy_(values)
-    again = codes_of(weight, *quantizer.qparams(), quantizer.spec)
-    if not torch.equal(again.double(), form.weight(codes, weight.shape)):
-        raise CalibrationError(
-            f"{quantizer.name}: {quantizer.spec.dtype_name} codes do not survive in a weight of type {weight.dtype}; "
-            "keep the model in float32"
-        )
 
 
 def _product(matrix: Tensor, mean: Tensor) -> Tensor:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor, fx, nn
 
+from sparsebit.errors import CalibrationError
 from sparsebit.execution.block_engine import BatchValues, BlockData, Visit
 from sparsebit.graph.patterns import is_itself
+from sparsebit.numerics.reference import dequantize
+from sparsebit.numerics.reference import quantize as codes_of
+from sparsebit.quantization.block_visits import FloatRun
+from sparsebit.quantization.float_parameters import FloatParameters
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 from sparsebit.quantization.quantizers.base import Quantizer
 
@@ -19,14 +26,19 @@ class LayeredModel(Protocol):
 
     model: nn.Module
 
+    @property
+    def float_parameters(self) -> FloatParameters:
+        """As `QuantModel.float_parameters`."""
+
     def visit_blocks(
         self,
         data: Any,
         visit: Visit,
         *,
-        blocks: Literal["layers"],
+        blocks: Sequence[str] | Literal["layers", "network"] | None,
         memory_budget: int,
         resume: str | os.PathLike[str] | None,
+        prepare: Callable[[FloatRun], None] | None = None,
     ) -> None:
         """As `QuantModel.visit_blocks`."""
 
@@ -75,3 +87,16 @@ def weights_outside(model: nn.Module) -> list[str]:
 def folder_name(algorithm: str, options: dict[str, Any]) -> str:
     """Of the folder that keeps finished layers of a run with these options."""
     return f"{algorithm}-{hashlib.sha256(repr(sorted(options.items())).encode()).hexdigest()[:12]}"
+
+
+@torch.no_grad()
+def store_codes(quantizer: Quantizer, weight: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor) -> None:
+    """Write the scales, and the values of the codes as the weight: rounded to nearest it gives these codes again."""
+    quantizer.store_qparams(scale, zero_point)
+    weight.copy_(dequantize(codes.to(weight.device), *quantizer.qparams(), quantizer.spec, torch.float64))
+    again = codes_of(weight, *quantizer.qparams(), quantizer.spec)
+    if not torch.equal(again.double(), codes.double()):
+        raise CalibrationError(
+            f"{quantizer.name}: {quantizer.spec.dtype_name} codes do not survive in a weight of type {weight.dtype}; "
+            "keep the model in float32"
+        )

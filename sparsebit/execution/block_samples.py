@@ -1,0 +1,156 @@
+"""`Samples`: mini-batches of a block's inputs and targets, drawn from the store without loading all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from sparsebit.execution.block_engine import BatchValues, BlockData
+from sparsebit.execution.block_runner import Values
+from sparsebit.execution.value_store import MIB
+
+# Stored batches that are shuffled together: as many as fit, at least one.
+_CHUNK_BYTES = 256 * MIB
+Mode = Literal["mixed", "within", "whole"]
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """Values of a few samples. `float_inputs` and `extras` are empty where they were not asked for."""
+
+    inputs: Values
+    float_inputs: Values
+    targets: Values
+    extras: Values
+
+
+class Samples:
+    """The samples of all batches.
+
+    A sample is a row of every tensor that crosses the block's border. Whether the rows are independent of each other
+    is tried on the first batch. Where they are, samples of several batches are mixed ("mixed"), or, where batches
+    differ in their other sizes, drawn from one batch at a time ("within"). Where they are not (the rows are positions,
+    or a size crosses the border), batches are used as they are ("whole").
+    """
+
+    def __init__(self, data: BlockData, extras: BatchValues | None = None, *, needs_float: bool = False) -> None:
+        self.data, self.extras, self.needs_float = data, extras, needs_float
+        self.mode = self._mode()
+
+    def minibatches(self, size: int, generator: torch.Generator) -> Iterator[Minibatch]:
+        """Mini-batches without end, in an order that the generator decides."""
+        while True:
+            order = torch.randperm(self.data.num_batches, generator=generator).tolist()
+            if self.mode == "whole":
+                yield from map(self._batch, order)
+            elif self.mode == "within":
+                for index in order:
+                    yield from _drawn([self._batch(index)], size, generator)
+            else:
+                for chunk in self._chunks(order):
+                    yield from _drawn(chunk, size, generator)
+
+    def _batch(self, index: int) -> Minibatch:
+        data = self.data
+        return Minibatch(
+            data.inputs[index],
+            data.float_inputs[index] if self.needs_float else (),
+            data.targets[index],
+            () if self.extras is None else self.extras[index],
+        )
+
+    def _chunks(self, order: Sequence[int]) -> Iterator[list[Minibatch]]:
+        chunk: list[Minibatch] = []
+        size = 0
+        for index in order:
+            batch = self._batch(index)
+            own = sum(v.numel() * v.element_size() for v in _values(batch) if isinstance(v, Tensor))
+            if chunk and size + own > _CHUNK_BYTES:
+                yield chunk
+                chunk, size = [], 0
+            chunk.append(batch)
+            size += own
+        yield chunk
+
+    def _mode(self) -> Mode:
+        first = self._batch(0)
+        if not self._has_independent_rows(first):
+            return "whole"
+        forms = {_form(self._batch(index)) for index in range(self.data.num_batches)}
+        constants = any(not _is_row_tensor(v, num_rows(first)) for v in _values(first))
+        return "mixed" if len(forms) == 1 and not (constants and self.data.num_batches > 1) else "within"
+
+    @torch.no_grad()
+    def _has_independent_rows(self, batch: Minibatch) -> bool:
+        """Whether the block computes for some rows alone what it computes for them among the others."""
+        count = num_rows(batch)
+        if count < 2 or not all(_is_row_tensor(v, count) for v in batch.targets if isinstance(v, Tensor)):
+            return False
+        chosen = torch.arange(count - 1, -1, -2)
+        try:
+            some = self.data.run(_rows(batch.inputs, chosen, count))
+            whole = self.data.run(batch.inputs)
+        except Exception:  # a size that does not fit the rows: anything may be raised by the block's ops
+            return False
+        return all(
+            not isinstance(one, Tensor) or _is_alike(one, other[chosen]) for one, other in zip(some, whole, strict=True)
+        )
+
+
+def _is_alike(one: Tensor, other: Tensor) -> bool:
+    """Up to what other algorithms for other batch sizes change: of a quantized block, a code here and there."""
+    if one.shape != other.shape or not one.is_floating_point():
+        return one.shape == other.shape
+    return float((one - other).norm()) <= 0.05 * float(other.norm())
+
+
+def num_rows(batch: Minibatch) -> int:
+    return next((len(v) for v in batch.targets if isinstance(v, Tensor) and v.ndim), 0)
+
+
+def _drawn(chunk: Sequence[Minibatch], size: int, generator: torch.Generator) -> Iterator[Minibatch]:
+    """The samples of a few batches, each once."""
+    counts = [num_rows(batch) for batch in chunk]
+    owners = torch.repeat_interleave(torch.arange(len(chunk)), torch.tensor(counts))
+    rows = torch.cat([torch.arange(count) for count in counts])
+    order = torch.randperm(len(rows), generator=generator)
+    # A rest smaller than half a mini-batch is left to the next round: its gradient would be mostly chance.
+    for chosen in order.split(size):
+        if len(chosen) * 2 < size and len(chosen) < len(rows):
+            continue
+        parts = [(batch, rows[chosen[owners[chosen] == i]]) for i, batch in enumerate(chunk)]
+        yield _joined([(batch, own) for batch, own in parts if len(own)])
+
+
+def _joined(parts: Sequence[tuple[Minibatch, Tensor]]) -> Minibatch:
+    fields = ("inputs", "float_inputs", "targets", "extras")
+    found: dict[str, Values] = {}
+    for name in fields:
+        pieces = [_rows(getattr(batch, name), own, num_rows(batch)) for batch, own in parts]
+        found[name] = tuple(_concatenated(values) for values in zip(*pieces, strict=True))
+    return Minibatch(**found)
+
+
+def _concatenated(values: tuple[Any, ...]) -> Any:
+    return torch.cat(values) if len(values) > 1 and isinstance(values[0], Tensor) else values[0]
+
+
+def _rows(values: Values, chosen: Tensor, count: int) -> Values:
+    return tuple(v[chosen.to(v.device)] if _is_row_tensor(v, count) else v for v in values)
+
+
+def _is_row_tensor(value: Any, count: int) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and len(value) == count
+
+
+def _values(batch: Minibatch) -> Values:
+    return (*batch.inputs, *batch.float_inputs, *batch.targets, *batch.extras)
+
+
+def _form(batch: Minibatch) -> tuple[Any, ...]:
+    """What must be the same where samples of several batches are mixed."""
+    return tuple((v.shape[1:], v.dtype) if isinstance(v, Tensor) else repr(v) for v in _values(batch))
