@@ -30,8 +30,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "models": "QuantModel QuantConfig parse_qconfig Plan Site weights_of_first_sparsebit",
         "number formats": "TensorSpec PerTensor PerChannel PerGroup Granularity qparams_from_range broadcast_to "
         "fake_quantize",
-        "algorithms": "apply_algorithms register_algorithm equalize Equalized gptq LayerRounding correct_biases "
-        "reconstruct BlockReconstruction",
+        "algorithms": "apply_algorithms register_algorithm equalize Equalized smooth Smoothed gptq LayerRounding "
+        "correct_biases reconstruct BlockReconstruction",
         "training": "DistillationLoss FreezeSchedule CudaGraphStep",
         "own classes": "Quantizer register_quantizer Observer register_observer MinMax MovingMinMax Samples Histogram "
         "Section QuantOpr MultipleInputsQuantOpr QIdentity register_qmodule QMODULE_MAP",

@@ -22,6 +22,7 @@ from sparsebit.quantization.algorithms.equalization import Equalized, equalize
 from sparsebit.quantization.algorithms.gptq import LayerRounding, gptq
 from sparsebit.quantization.algorithms.reconstruction import BlockReconstruction, reconstruct
 from sparsebit.quantization.algorithms.registration import register_algorithm
+from sparsebit.quantization.algorithms.smoothing import Smoothed, smooth
 from sparsebit.quantization.cuda_graph_step import CapturedStep as CapturedStep  # the former name of CudaGraphStep
 from sparsebit.quantization.cuda_graph_step import CudaGraphStep
 from sparsebit.quantization.first_sparsebit import weights_of_first_sparsebit
@@ -68,6 +69,7 @@ __all__ = [
     "Samples",
     "Section",
     "Site",
+    "Smoothed",
     "SubgraphMatcher",
     "TensorSpec",
     "Transform",
@@ -92,6 +94,7 @@ __all__ = [
     "register_qmodule",
     "register_quantizer",
     "run_blocks",
+    "smooth",
     "transform",
     "weights_of_first_sparsebit",
 ]

@@ -35,6 +35,7 @@ from sparsebit.quantization.export_checks import check_loads, check_parity, chec
 from sparsebit.quantization.export_constants import evaluating
 from sparsebit.quantization.first_sparsebit import refuse_first_sparsebit
 from sparsebit.quantization.float_parameters import FloatParameters
+from sparsebit.quantization.inserted_factors import InsertedFactor, insert, remove
 from sparsebit.quantization.mermaid import draw
 from sparsebit.quantization.passes.attach_integer_ops import attach_integer_ops
 from sparsebit.quantization.quant_config import parse_qconfig
@@ -223,6 +224,24 @@ class QuantModel(TrainableModel):
         if is_unchanged:
             self._built_weights = self._weights_now()
         return new
+
+    def insert_factors(self, factors: Sequence[InsertedFactor]) -> None:
+        """Put multiplications by a factor per channel (one, at first) into the graph; a saved model has them too."""
+        self._require_settled("insert_factors")
+        if self._root is None:
+            raise CaptureError(
+                "insert_factors() needs a graph of the whole model, which could not be traced: see coverage"
+            )
+        insert(self._root.graph_module, factors)
+        self._inserted_factors += tuple(factors)
+
+    def remove_factors(self, names: Iterable[str]) -> None:
+        """Take inserted multiplications out of the graph; what they multiplied by is lost."""
+        self._require_settled("remove_factors")
+        gone = [factor for factor in self._inserted_factors if factor.name in set(names)]
+        if gone and self._root is not None:
+            remove(self._root.graph_module, gone)
+        self._inserted_factors = tuple(factor for factor in self._inserted_factors if factor not in gone)
 
     def store_qparams(self, site: str, scale: Tensor | float, zero_point: Tensor | float = 0) -> None:
         """Set scale and zero point of a site's quantizer, which counts as calibrated then.
@@ -427,6 +446,7 @@ class QuantModel(TrainableModel):
             "example": checkpoint.encode(self._example),
             "switches": {"weight": self.is_quantized("weight"), "activation": self.is_quantized("activation")},
             "folded_layers": self._folded_layers,
+            "inserted_factors": [factor.to_dict() for factor in self._inserted_factors],
             "own_code": dict(self._policy.own_code),
             "untouched": dict(self._policy.untouched),
             "transforms": [name_of(step) for step in self._transforms],
@@ -457,6 +477,8 @@ class QuantModel(TrainableModel):
             policy = cls._leaf_policy(config, **cuts)
             qmodel._set_up(model, config, example, policy, plan=plan, transforms=transforms)
         qmodel._fold_norms(lambda name, *_: name in description["folded_layers"])
+        if inserted := [InsertedFactor.from_dict(record) for record in description.get("inserted_factors", [])]:
+            qmodel.insert_factors(inserted)
         for quantizer in (q for q in qmodel.quantizers() if not q.fake_fused):
             site = manifest.site_of(description, quantizer.name)
             quantizer.set_bit(site.get("bits", quantizer.spec.bits))

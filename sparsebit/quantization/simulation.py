@@ -27,6 +27,7 @@ from sparsebit.graph.outcome import undisturbed_randomness
 from sparsebit.graph.passes.fold_batchnorm import Folded
 from sparsebit.graph.tracer import LeafPolicy
 from sparsebit.quantization.coverage import describe_coverage
+from sparsebit.quantization.inserted_factors import InsertedFactor
 from sparsebit.quantization.ops.registration import registered_module_types
 from sparsebit.quantization.quant_config import as_qconfig, require_device
 from sparsebit.quantization.quantizers.base import Quantizer
@@ -128,6 +129,7 @@ class SimulatedModel(nn.Module):
         self._captured, self.plan = captured, plan
         self._example: Call | None = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), example)
         self._folded_layers: list[str] = []  # by batch-norm tuning
+        self._inserted_factors: tuple[InsertedFactor, ...] = ()
         self._ran_source = False
         self.model = captured.model.graph_module if isinstance(captured.model, Region) else captured.model
         self.training = self.model.training  # used when the model is captured again
@@ -198,6 +200,12 @@ class SimulatedModel(nn.Module):
         try:
             output = self._root.attempt(inputs)
         except GuardError as error:
+            if self._inserted_factors:
+                raise CaptureError(
+                    f"{error}, and this call differs: the model's own code cannot run in the place of the graph, which "
+                    "has multiplications that were inserted by smoothing; build the QuantModel with example_inputs "
+                    "like this call's"
+                ) from error
             self._warn_of_source(error)
             output, inputs = self._root.run_source(args, kwargs), None
         self._record(inputs)

@@ -34,6 +34,7 @@ from sparsebit.quantization.algorithms.channel_pairs_rules import (
     vector_along,
 )
 from sparsebit.quantization.algorithms.layer_visits import has_one_input
+from sparsebit.quantization.inserted_factors import ChannelFactor
 from sparsebit.quantization.sites import layer_name
 
 # The function's parameters, and the axis of the channels in its output.
@@ -123,6 +124,18 @@ def find_pairs(root: fx.GraphModule, values: dict[fx.Node, Value]) -> list[Chann
     return found
 
 
+def changeable_layers(root: fx.GraphModule) -> list[fx.Node]:
+    """Linear layers and convolutions whose weight may be changed: it is theirs alone, and they are called once."""
+    owners, found = _Owners(root), []
+    for node in root.graph.find_nodes(op="call_module"):
+        op = op_of(node, root)
+        if op.row is None or op.row.kind is not OpKind.WEIGHTED or not has_one_input(node):
+            continue
+        if layer_matrix(op.call) is not None and not owners.why_not(op):
+            found.append(node)
+    return found
+
+
 # --- where channels come from
 
 
@@ -165,6 +178,8 @@ def _affine(op: Op, root: fx.GraphModule, owners: _Owners) -> list[Tensor]:
     """The parameters that scale and shift the op's output per channel: of a norm, or of a product with a parameter."""
     assert op.row is not None
     node, name = op.node, op.row.name
+    if isinstance(op.call, ChannelFactor):
+        return [op.call.factor]
     if isinstance(op.call, nn.Module):
         if name not in _NORM_FUNCTIONS or not type(op.call).__module__.startswith("torch.nn."):
             return []

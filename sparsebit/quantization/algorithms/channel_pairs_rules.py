@@ -20,6 +20,7 @@ from sparsebit.graph.nested import tensors_of
 from sparsebit.graph.op_rows import ROWS, OpRow
 from sparsebit.graph.op_table import keeps_grid, row_of, tensor_arguments
 from sparsebit.graph.passes.fold_batchnorm import is_intercepted
+from sparsebit.quantization.inserted_factors import ChannelFactor
 from sparsebit.quantization.ops.quant_opr import GatedQuantOpr, QIdentity, QShared, QuantOpr
 
 NONE = -1  # the label of a place that no scale of the channels reaches
@@ -74,7 +75,7 @@ def op_of(node: fx.Node, root: fx.GraphModule) -> Op:
         return Op(node, row_of(node, root), node.target)
     module = root.get_submodule(str(node.target))
     watched = is_intercepted(module)
-    if isinstance(module, (QIdentity, QShared)):
+    if isinstance(module, (QIdentity, QShared, ChannelFactor)):  # a scale passes all of them
         return Op(node, _IDENTITY, module, watched)
     if isinstance(module, GatedQuantOpr):
         return Op(node, None, module, watched)
@@ -301,7 +302,7 @@ def _product(op: Op, source: fx.Node, given: Tensor, shape: torch.Size) -> Tenso
 def _is_torchs(op: Op) -> bool:
     """Whether the module is exactly what its row says; what is named a dropout is an identity in eval mode."""
     assert op.row is not None
-    if isinstance(op.call, (QIdentity, QShared)):
+    if isinstance(op.call, (QIdentity, QShared, ChannelFactor)):
         return True
     if op.row.name == "dropout":
         return not op.call.training

@@ -25,9 +25,22 @@ def smoothing_scale(inputs: Tensor, weights: Tensor, alpha: float, largest: floa
     return torch.where(is_used, scale / mean, one).clamp(1 / largest, largest)
 
 
+def relative_error(outputs: Tensor, targets: Tensor, *, per_row: bool) -> float:
+    """The squared error relative to the targets: of all values, or the mean over rows of each row's own.
+
+    Rows are tokens. A few of them are far larger than all others, and what follows (a norm) makes them equal again.
+    """
+    error, power = (outputs - targets).double().square(), targets.double().square()
+    if not per_row:
+        return float(error.sum() / power.sum().clamp_min(torch.finfo(torch.float32).tiny))
+    error, power = error.reshape(-1, error.shape[-1]).sum(-1), power.reshape(-1, power.shape[-1]).sum(-1)
+    floor = 1e-3 * power.mean() + torch.finfo(torch.float32).tiny  # rows of (nearly) zeros say nothing
+    return float((error / (power + floor)).mean())
+
+
 def best_scale(
-    candidates: Sequence[tuple[float, Tensor]], loss: Callable[[Tensor], float]
-) -> tuple[float, Tensor, float]:
+    candidates: Sequence[tuple[float | None, Tensor]], loss: Callable[[Tensor], float]
+) -> tuple[float | None, Tensor, float]:
     """The candidate `(alpha, scale)` with the smallest loss, and that loss; of equal ones the first."""
     losses = [loss(scale) for _, scale in candidates]
     best = min(range(len(losses)), key=losses.__getitem__)

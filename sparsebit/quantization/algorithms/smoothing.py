@@ -1,0 +1,327 @@
+"""Smoothing of a calibrated model: activations with a few large channels become easier to quantize.
+
+The arithmetic is in `smoothing_math.py`, which layers share channels in `channel_pairs.py`. A scale is folded into the
+norm or layer that makes the channels. Where it cannot be, because a residual sum or a GELU reads or makes them, it is
+applied only on request, as a multiplication in front of the layer.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol
+
+import torch
+from pydantic import Field
+from torch import Tensor, fx, nn
+from torch.nn.modules.conv import _ConvNd
+
+from sparsebit.execution.distributed import gather
+from sparsebit.execution.value_store import MIB, SharedData
+from sparsebit.progress import track
+from sparsebit.quantization.algorithms.channel_pairs import ChannelPair, Reader, changeable_layers
+from sparsebit.quantization.algorithms.channel_pairs_limits import Limits, SeenValues
+from sparsebit.quantization.algorithms.channel_pairs_math import along_inputs, input_sizes, largest_by_channel
+from sparsebit.quantization.algorithms.channel_pairs_scaling import Factors, FloatRuns, ScalableModel, float_runs
+from sparsebit.quantization.algorithms.registration import register_algorithm
+from sparsebit.quantization.algorithms.smoothing_math import best_scale, relative_error, smoothing_scale
+from sparsebit.quantization.inserted_factors import InsertedFactor
+from sparsebit.quantization.ops.layer_call import forward_with
+from sparsebit.quantization.ops.quant_opr import QIdentity, QShared, WeightedQuantOpr
+from sparsebit.quantization.quantizers.base import Quantizer
+
+log = logging.getLogger(__name__)
+
+ALPHAS = tuple(step / 10 for step in range(1, 11))
+_NUM_IMAGES = 8
+
+
+class SmoothableModel(ScalableModel, Protocol):
+    """What smoothing needs of a `QuantModel`."""
+
+    def insert_factors(self, factors: Sequence[InsertedFactor]) -> None: ...
+
+    def remove_factors(self, names: Iterable[str]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Smoothed:
+    """What became of one source of channels and the layers that read them.
+
+    `alpha`: how much of the difficulty went from activations to weights; None where nothing did. `before`, `after`:
+    the squared error of the readers' outputs, relative to these, with inputs and weights quantized; on the data.
+    `is_inserted`: the scale is a multiplication of its own. `reason`: why channels, or all, are as they were.
+    """
+
+    readers: tuple[str, ...]
+    num_channels: int
+    num_scaled: int
+    alpha: float | None
+    before: float
+    after: float
+    is_inserted: bool
+    reason: str
+
+
+@register_algorithm("smooth")
+def smooth(
+    qmodel: SmoothableModel,
+    data: Any,
+    *,
+    alpha: Annotated[float, Field(ge=0, le=1)] | None = None,
+    insert: bool = False,
+    num_samples: Annotated[int, Field(ge=1)] = 512,
+    largest_scale: Annotated[float, Field(gt=1)] = 1000.0,
+    asym: bool = False,
+    memory_budget: int = 1024 * MIB,
+) -> dict[str, Smoothed]:
+    """Smooth the activations of a calibrated model, in place, on `data` (batches as for calibration, no labels).
+
+    Channels are scaled between a norm, a linear layer or a convolution and all the layers that read them: norm to
+    q/k/v and to the first linear of an MLP, v to the projection behind attention, up to down. The float model computes
+    the same afterwards, which is checked on the data. Ranges are calibrated again, on the same data. Gives what became
+    of each source of channels; one that stays as it was has the reason.
+
+    `alpha`: from 0 (equal weights) to 1 (equal activations), for all; None searches for each source the one with the
+    smallest error of the layers' outputs, and keeps the channels as they are where none is better. `insert`: where a
+    scale cannot be folded, multiply in front of the linear layer, if that makes its error smaller by a tenth or more;
+    it costs one elementwise op at run time. `num_samples`: rows of activations (a handful of images) that the search
+    looks at. `largest_scale`: no channel is scaled by more than this. `asym`: as for `calc_qparams`, for the
+    calibration afterwards. `memory_budget`: bytes of values kept in memory.
+
+    >>> smooth(qmodel, batches)  # doctest: +SKIP
+    {'blocks.0.norm1': Smoothed(readers=('blocks.0.attn.qkv',), alpha=0.6, ...), ...}
+    """
+    with float_runs(qmodel, data, verb="smooth", asym=asym, memory_budget=memory_budget) as runs:
+        inserted = _insert(qmodel, runs) if insert else []
+        found: dict[str, Smoothed] = {}
+        try:
+            found = _smooth(runs, alpha, {f.name for f in inserted}, num_samples, largest_scale, memory_budget)
+        finally:
+            useless = [f.name for f in inserted if f.name not in found or not found[f.name].num_scaled]
+            qmodel.remove_factors(useless)
+    found = {name: result for name, result in found.items() if not (result.is_inserted and not result.num_scaled)}
+    _tell(found)
+    return found
+
+
+def _tell(found: dict[str, Smoothed]) -> None:
+    log.info("smoothing: %d of %d sources of channels", sum(s.num_scaled > 0 for s in found.values()), len(found))
+    for name, result in found.items():
+        log.debug("%s: alpha %s, error %.4g, %.4g after", name, result.alpha, result.before, result.after)
+        if result.reason:
+            log.info("%s: not all channels are smoothed: %s", name, result.reason)
+
+
+def _smooth(
+    runs: FloatRuns, alpha: float | None, inserted: set[str], num_samples: int, largest: float, memory_budget: int
+) -> dict[str, Smoothed]:
+    pairs = runs.pairs()
+    seen, samples = SeenValues(pairs, readers_of=pairs), _Samples(pairs, len(runs.batches), num_samples, memory_budget)
+
+    def watch(node: fx.Node, value: Any) -> None:
+        seen(node, value)
+        samples(node, value)
+
+    runs.observe(watch)
+    limits = {pair.name: seen.limits(pair) for pair in pairs}
+    factors: Factors = {}
+    chosen: dict[str, tuple[float | None, float, float]] = {}
+    for pair in track(pairs, "smoothing"):
+        values = seen.inputs(pair)
+        if values is None or not bool(limits[pair.name].is_free.any()):
+            continue
+        search = _Search(runs.root, pair, limits[pair.name], samples)
+        found = search.best(values.largest, alpha, largest)
+        chosen[pair.name] = found[:1] + found[2:]
+        if found[0] is not None and (pair.name not in inserted or found[3] < 0.9 * found[2]):
+            factors[pair.name] = found[1]
+    samples.clear()
+    active = [pair for pair in pairs if pair.name in factors]
+    refused = runs.apply_proved(active, factors)
+    results = {}
+    for pair in pairs:
+        is_scaled = pair.name in factors and pair.name not in refused
+        best, before, after = chosen.get(pair.name, (None, 0.0, 0.0))
+        num_scaled = int((factors[pair.name] != 1).sum()) if is_scaled else 0
+        reason = "; ".join(filter(None, (pair.reason, limits[pair.name].reason, refused.get(pair.name, ""))))
+        results[pair.name] = Smoothed(
+            tuple(reader.name for reader in pair.readers),
+            pair.num_channels,
+            num_scaled,
+            best if is_scaled else None,
+            before,
+            after if is_scaled else before,
+            pair.name in inserted,
+            reason,
+        )
+    return results
+
+
+# --- the search
+
+
+class _Samples:
+    """Watches a run: some of what each reader gets."""
+
+    def __init__(self, pairs: Sequence[ChannelPair], num_batches: int, num_samples: int, memory_budget: int) -> None:
+        self._store = SharedData(device_bytes=memory_budget, host_bytes=memory_budget)
+        self._count: dict[fx.Node, int] = {}
+        self._quota: dict[fx.Node, int] = {}
+        for reader in (reader for pair in pairs for reader in pair.readers):
+            wanted = _NUM_IMAGES if isinstance(reader.layer, _ConvNd) else num_samples
+            self._quota[reader.node.all_input_nodes[0]] = -(-wanted // num_batches)
+
+    def __call__(self, node: fx.Node, value: Any) -> None:
+        if node not in self._quota:
+            return
+        quota = self._quota[node]
+        rows = value if quota <= _NUM_IMAGES and value.ndim > 2 else value.reshape(-1, value.shape[-1])
+        step = max(len(rows) // quota, 1)
+        number = self._count.get(node, 0)
+        self._store.put((node, number), rows[::step][:quota].clone())
+        self._count[node] = number + 1
+
+    def of(self, reader: Reader) -> tuple[list[Tensor], list[Tensor]]:
+        """Two halves: one that ranges are found on, one that they are judged by. Images may differ in size."""
+        node = reader.node.all_input_nodes[0]
+        parts = [self._store.get((node, number)) for number in range(self._count.get(node, 0))]
+        if not isinstance(reader.layer, _ConvNd):
+            parts = [part.reshape(-1, part.shape[-1]) for part in parts]
+        if len(parts) == 1 and len(parts[0]) > 1:
+            parts = [parts[0][::2], parts[0][1::2]]
+        return parts[::2], parts[1::2] or parts
+
+    def clear(self) -> None:
+        self._store.clear()
+
+
+class _Search:
+    """The best factors of one pair, by the error of its readers' outputs.
+
+    Scales and ranges are found on one half of the samples, and judged on the other: with activations that are made
+    equal, every channel that is larger elsewhere is clipped.
+    """
+
+    def __init__(self, root: fx.GraphModule, pair: ChannelPair, limits: Limits, samples: _Samples) -> None:
+        self.pair, self.limits = pair, limits
+        self.trials = [_Trial(root, reader, *samples.of(reader)) for reader in pair.readers]
+
+    def best(self, inputs: Tensor, alpha: float | None, largest: float) -> tuple[float | None, Tensor, float, float]:
+        """Alpha, factors, and the error before and after. `inputs`: how large each channel is. `alpha`: a fixed one."""
+        weights = torch.zeros_like(inputs)
+        for reader in self.pair.readers:
+            sizes = input_sizes(reader.layer).to(inputs)
+            weights = torch.maximum(weights, largest_by_channel(sizes, reader.channels.long(), len(inputs)))
+        free, one = self.limits.is_free, torch.ones_like(inputs)
+        weights = torch.where(free, weights, 0.0)
+
+        def scale_of(sizes: Tensor, share: float) -> Tensor:
+            scale = smoothing_scale(torch.where(free, sizes, 0.0), weights, share, largest)
+            return torch.where(free, torch.maximum(scale, self.limits.smallest), one)
+
+        sampled = torch.stack([trial.input_sizes(len(inputs)) for trial in self.trials]).amax(0).to(inputs)
+        candidates: list[tuple[float | None, Tensor]] = [] if alpha is not None else [(None, one)]
+        candidates += [(share, scale_of(sampled, share)) for share in (ALPHAS if alpha is None else (alpha,))]
+        before = self.loss(one)
+        found, _, after = best_scale(candidates, self.loss)
+        return found, one if found is None else scale_of(inputs, found), before, after
+
+    def loss(self, scale: Tensor) -> float:
+        parts: list[float] = gather(sum(trial.error(scale) for trial in self.trials) / max(len(self.trials), 1))
+        return sum(parts) / len(parts)
+
+
+class _Trial:
+    """One reader on its samples: its float output, and its output when inputs and weight are scaled and quantized."""
+
+    def __init__(self, root: fx.GraphModule, reader: Reader, seen: list[Tensor], judged: list[Tensor]) -> None:
+        self.reader, self.seen, self.judged = reader, seen, judged
+        wrapper = root.get_submodule(str(reader.node.target))
+        self.weight_quantizer = wrapper.weight_quantizer if isinstance(wrapper, WeightedQuantOpr) else None
+        self.input_quantizer = _input_quantizer(root, reader.node, wrapper)
+        layer = reader.layer
+        self.weight, self.bias = layer.get_parameter("weight").detach(), layer._parameters.get("bias")
+        with torch.no_grad():
+            self.targets = [forward_with(layer, self.weight, self.bias, (x,), {}) for x in judged]
+
+    def input_sizes(self, num_channels: int) -> Tensor:
+        """How large each channel is where ranges are found, `(channels,)`."""
+        axis = -1 - len(self.reader.layer.kernel_size) if isinstance(self.reader.layer, _ConvNd) else -1
+        sizes = torch.stack([x.abs().movedim(axis, 0).flatten(1).amax(1) for x in self.seen]).amax(0)
+        return largest_by_channel(sizes.double(), self.reader.channels.long(), num_channels)
+
+    @torch.no_grad()
+    def error(self, scale: Tensor) -> float:
+        layer = self.reader.layer
+        factors = self.reader.factors(scale).to(self.weight)
+        scaled = [self.weight * along_inputs(layer, factors)]
+        weight = _quantized(self.weight_quantizer, scaled, scaled)[0]
+        spread = factors.reshape(-1, *([1] * len(layer.kernel_size))) if isinstance(layer, _ConvNd) else factors
+        seen, judged = ([x / spread for x in parts] for parts in (self.seen, self.judged))
+        inputs = _quantized(self.input_quantizer, seen, judged)
+        outputs = [forward_with(layer, weight, self.bias, (x,), {}) for x in inputs]
+        per_row = not isinstance(layer, _ConvNd)
+        errors = [relative_error(y, t, per_row=per_row) for y, t in zip(outputs, self.targets, strict=True)]
+        return sum(errors) / max(len(errors), 1)
+
+
+def _input_quantizer(root: fx.GraphModule, node: fx.Node, wrapper: nn.Module) -> Quantizer | None:
+    """The one that rounds what the layer reads; None where that stays in float."""
+    if isinstance(wrapper, WeightedQuantOpr) and not wrapper.input_quantizer.fake_fused:
+        return wrapper.input_quantizer
+    source = node.all_input_nodes[0]
+    front = root.get_submodule(str(source.target)) if source.op == "call_module" else None
+    if isinstance(front, (QIdentity, QShared)) and not front.input_quantizer.fake_fused:
+        return front.input_quantizer
+    return None
+
+
+def _quantized(quantizer: Quantizer | None, seen: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors on a grid like the quantizer's, calibrated on what was seen."""
+    if quantizer is None or quantizer.fake_fused:
+        return tensors
+    own = copy.deepcopy(quantizer)
+    own.observer.reset()
+    for tensor in seen:
+        own.update_observer(tensor)
+    own.calc_qparams()
+    own.use_quant, own.observing = True, False
+    return [own(tensor) for tensor in tensors]
+
+
+# --- scales that cannot be folded
+
+
+def _insert(qmodel: SmoothableModel, runs: FloatRuns) -> list[InsertedFactor]:
+    """Multiplications by one, in front of the linear layers whose input no norm or layer can scale."""
+    root, taken = runs.root, {name for name, _ in runs.root.named_modules()}
+    pairs = runs.pairs()
+    covered = {reader.node for pair in pairs if bool(pair.is_free.any()) for reader in pair.readers}
+    groups: dict[tuple[fx.Node, fx.Node | None], list[fx.Node]] = {}
+    for node in changeable_layers(root):
+        wrapper = root.get_submodule(str(node.target))
+        if node in covered or not isinstance(wrapper, WeightedQuantOpr) or not isinstance(wrapper.op, nn.Linear):
+            continue
+        (source,) = node.all_input_nodes
+        front = root.get_submodule(str(source.target)) if source.op == "call_module" else None
+        if isinstance(front, QShared) or _input_quantizer(root, node, wrapper) is None:
+            continue
+        key = (source.all_input_nodes[0], source) if isinstance(front, QIdentity) else (source, None)
+        groups.setdefault(key, []).append(node)
+    found = []
+    for (source, quantizer), layers in groups.items():
+        if quantizer is not None and set(quantizer.users) != set(layers):
+            continue  # others read the same grid
+        first = root.get_submodule(str(layers[0].target))
+        assert isinstance(first, WeightedQuantOpr) and isinstance(first.op, nn.Linear)
+        readers = [quantizer] if quantizer is not None else layers
+        name, number = f"smoothing_{layers[0].name}", 0
+        while name in taken:
+            number += 1
+            name = f"smoothing_{layers[0].name}_{number}"
+        found.append(InsertedFactor(name, source.name, tuple(n.name for n in readers), (first.op.in_features,)))
+    qmodel.insert_factors(found)
+    return found
