@@ -1,6 +1,7 @@
 """Accuracy of post-training quantization on real models and data.
 
     python benchmarks/accuracy.py [--tasks resnet20,minilm] [--observers minmax,mse] [--json FILE] [--device cuda]
+    python benchmarks/accuracy.py --tasks mobilenetv2 --rows per-tensor     # only rows whose label has this word
 
 One JSON line per task, backend and observer: the metric in float and quantized, the loss, and, where they make sense,
 the agreement with float and the output SQNR on the first 2,000 samples.
@@ -20,7 +21,7 @@ from common import ROOT, emit, sqnr_db
 from models import TASKS, Task, top1
 
 import sparsebit
-from sparsebit.quantization import QuantConfig, correct_biases, gptq, parse_qconfig
+from sparsebit.quantization import QuantConfig, correct_biases, equalize, gptq, parse_qconfig, smooth
 
 OBSERVERS = ("minmax", "moving_average", "percentile", "mse", "kl_histogram", "aciq")
 # What improves a calibrated model, on the batches that it was calibrated with.
@@ -28,20 +29,29 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "gptq": gptq,
     "analytic bias correction": partial(correct_biases, method="analytic"),
     "empirical bias correction": partial(correct_biases, method="empirical"),
+    "equalization": equalize,
+    "smoothing": partial(smooth, insert=True),
 }
+# Those that are measured on few bits.
+ROUNDING = ("gptq", "analytic bias correction", "empirical bias correction")
 # Models that the plain configs do not suit, and the config that their example recommends.
 RECOMMENDED = {"minilm": "examples/configs/encoder_w8a8.yaml", "yolov5n": "examples/configs/yolo_w8a8.yaml"}
 
 
 def config(
-    backend: str, observer: str, weight_bits: int = 8, activation_bits: int = 8, device: str = "cpu"
+    backend: str,
+    observer: str,
+    weight_bits: int = 8,
+    activation_bits: int = 8,
+    device: str = "cpu",
+    weights: str = "per-channel",
 ) -> dict[str, Any]:
     scheme = "per-tensor-symmetric" if backend == "tensorrt" else "per-tensor-affine"
     return {
         "BACKEND": backend,
         "DEVICE": device,
         "SCHEDULE": {"FUSE_BN": True},
-        "W": {"QSCHEME": "per-channel-symmetric", "QUANTIZER": {"BIT": weight_bits}, "OBSERVER": {"TYPE": observer}},
+        "W": {"QSCHEME": f"{weights}-symmetric", "QUANTIZER": {"BIT": weight_bits}, "OBSERVER": {"TYPE": observer}},
         "A": {"QSCHEME": scheme, "QUANTIZER": {"BIT": activation_bits}, "OBSERVER": {"TYPE": observer}},
     }
 
@@ -91,13 +101,18 @@ def variants(task: str, observers: list[str], device: str) -> list[Variant]:
         recommended = parse_qconfig(ROOT / RECOMMENDED[task]).replace("DEVICE", device)
         observer = recommended.A.OBSERVER.TYPE
         label = {"backend": recommended.BACKEND, "observer": observer, "bits": "W8A8", "config": RECOMMENDED[task]}
-        return [(label, recommended), variant("virtual", observer)]
+        found = [(label, recommended), variant("virtual", observer)]
+        return [*found, ({**label, "algorithm": "smoothing"}, recommended)] if task == "minilm" else found
     found = [variant(backend, observer) for backend in ("virtual", "tensorrt") for observer in observers]
     found.append(variant("onnxruntime", "minmax"))
     if task == "resnet20":
         low = [variant("virtual", "mse", *bits) for bits in ((4, 8), (3, 8), (4, 4))]
         found += low
-        found += [({**label, "algorithm": name}, settings) for name in ALGORITHMS for label, settings in low]
+        found += [({**label, "algorithm": name}, settings) for name in ROUNDING for label, settings in low]
+    if task == "mobilenetv2":
+        label = {"backend": "virtual", "observer": "minmax", "bits": "W8A8", "weights": "per-tensor"}
+        whole = config("virtual", "minmax", device=device, weights="per-tensor")
+        found += [(label, whole), ({**label, "algorithm": "equalization"}, whole)]
     return found
 
 
@@ -105,6 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--observers", default=",".join(OBSERVERS))
+    parser.add_argument("--rows", default="", help="only rows with this word in their label")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -113,6 +129,8 @@ def main() -> None:
         task.model.to(options.device)
         reference = task.evaluate(task.model)
         for label, settings in variants(name, options.observers.split(","), options.device):
+            if not any(options.rows in str(value) for value in label.values()):
+                continue
             emit({"benchmark": "accuracy", **measure(task, settings, label, reference)}, options.json)
 
 

@@ -34,7 +34,8 @@ from sparsebit.quantization.quantizers.base import Quantizer
 
 log = logging.getLogger(__name__)
 
-ALPHAS = tuple(step / 10 for step in range(1, 11))
+# Up to 0.7: with more, channels that are larger in use than in calibration are clipped.
+ALPHAS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
 _NUM_IMAGES = 8
 
 
