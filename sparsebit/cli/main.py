@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 import sparsebit
-from sparsebit.cli import audit, check, config_check, demo, export, graph, profile, quantize
+from sparsebit.cli import audit, check, config_check, demo, export, graph, llm, profile, quantize
 from sparsebit.cli.verb import Verb
 from sparsebit.errors import SparsebitError
 
@@ -72,6 +72,7 @@ app.command("export", cls=Verb)(export.export)
 app.command("check", cls=Verb)(check.check)
 app.command("audit", cls=Verb)(audit.audit)
 app.add_typer(config_check.app, name="config")
+app.add_typer(llm.app, name="llm")
 app.command("demo", cls=Verb)(demo.demo)
 
 

@@ -1,3 +1,32 @@
 """Language models with weights of 2 to 8 bits: quantized block by block, kept packed, measured packed."""
 
 from __future__ import annotations
+
+from sparsebit.llm.architectures import ARCHITECTURES, Architecture
+from sparsebit.llm.calibration_text import calibration_tokens, token_stream, windows
+from sparsebit.llm.load_check import LoadCheck
+from sparsebit.llm.loading import load
+from sparsebit.llm.packed_weight import PackedWeight
+from sparsebit.llm.perplexity import Perplexity, perplexity
+from sparsebit.llm.quant_linear import QuantLinear, resident_bytes
+from sparsebit.llm.quantizing import Calibration, QuantizedModel, quantize
+from sparsebit.llm.recipe import Recipe
+
+__all__ = [
+    "ARCHITECTURES",
+    "Architecture",
+    "Calibration",
+    "LoadCheck",
+    "PackedWeight",
+    "Perplexity",
+    "QuantLinear",
+    "QuantizedModel",
+    "Recipe",
+    "calibration_tokens",
+    "load",
+    "perplexity",
+    "quantize",
+    "resident_bytes",
+    "token_stream",
+    "windows",
+]

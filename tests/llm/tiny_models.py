@@ -60,3 +60,24 @@ def loaded(folder: Path) -> Any:
     """The model as transformers loads it, in float32."""
     transformers = pytest.importorskip("transformers", minversion="5.0")
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def with_tokenizer(folder: Path) -> Path:
+    """A tokenizer of 96 letters beside the model, with a chat template."""
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    letters = {chr(code): code - 32 for code in range(32, 127)} | {"<unk>": 95}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="<unk>"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    inner.decoder = tokenizers.decoders.Fuse()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", eos_token="~")
+    tokenizer.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_text(path: Path, num_letters: int = 4000) -> Path:
+    """Random letters."""
+    numbers = torch.randint(33, 126, (num_letters,), generator=torch.Generator().manual_seed(5)).tolist()
+    path.write_text("".join(map(chr, numbers)), encoding="utf-8")
+    return path

@@ -1,0 +1,20 @@
+"""`sparsebit llm`: the verbs for language models."""
+
+from __future__ import annotations
+
+import typer
+
+from sparsebit.cli import llm_eval, llm_generate, llm_quantize
+from sparsebit.cli.verb import Verb
+
+app = typer.Typer(help="Language models: quantize, evaluate, generate.", no_args_is_help=True)
+
+
+@app.callback()
+def _group() -> None:
+    """Language models: quantize, evaluate, generate."""
+
+
+app.command("quantize", cls=Verb)(llm_quantize.quantize)
+app.command("eval", cls=Verb)(llm_eval.evaluate)
+app.command("generate", cls=Verb)(llm_generate.generate)

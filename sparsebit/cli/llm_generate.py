@@ -1,0 +1,77 @@
+"""`sparsebit llm generate`: text from a float or packed language model, shown as it is made."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from sparsebit.cli import llm_options, options
+from sparsebit.cli.output import Output, speaking
+
+
+def generate(
+    model: llm_options.ModelFolder,
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="The text to continue, or what the user says.")],
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Tokens at most.")] = 128,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, help="Of sampling; 0: always the likeliest token.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of sampling.")] = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
+    device: llm_options.Device = "cpu",
+    trust_remote_code: llm_options.TrustRemoteCode = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Generate text; the weights of a packed model stay packed.
+
+    sparsebit llm generate llama-w4/ -p "The ship left the harbour" --max-new-tokens 64
+    """
+    with speaking(as_json=json, quiet=quiet) as out:
+        import time
+
+        import torch
+
+        from sparsebit.errors import ConfigError
+        from sparsebit.llm import load
+        from sparsebit.llm.hub_classes import load_tokenizer
+
+        tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+        if chat and not getattr(tokenizer, "chat_template", None):
+            raise ConfigError(f"--chat: the tokenizer of {model} has no chat template; leave --chat out")
+        text = prompt
+        if chat:
+            messages = [{"role": "user", "content": prompt}]
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        tokens = tokenizer(text, return_tensors="pt", add_special_tokens=not chat)["input_ids"].to(device)
+        loaded = load(model, device=device, trust_remote_code=trust_remote_code)
+        torch.manual_seed(seed)
+        started = time.perf_counter()
+        how: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        given = loaded.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=max_new_tokens,
+            pad_token_id=tokenizer.eos_token_id,
+            streamer=None if json else _streamer(tokenizer, out),
+            **how,
+        )
+        seconds = time.perf_counter() - started
+        made = given[0, tokens.shape[1] :]
+        if json:
+            written = tokenizer.decode(made, skip_special_tokens=True)
+            record = {"prompt": prompt, "text": written, "tokens": len(made), "seconds": seconds}
+            out.result(record)
+        out.remark(f"{len(made)} tokens, {len(made) / seconds:.1f} a second")
+
+
+def _streamer(tokenizer: Any, out: Output) -> Any:
+    """Writes each piece of text to the real standard output as soon as it is complete."""
+    from transformers import TextStreamer
+
+    class Streamer(TextStreamer):
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            out.raw(text + ("\n" if stream_end else ""))
+
+    return Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)

@@ -1,0 +1,166 @@
+"""`sparsebit llm quantize`: a language model to a folder of packed weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sparsebit.cli import llm_options, options
+from sparsebit.cli.output import facts_table, kilobytes, speaking
+
+if TYPE_CHECKING:
+    from sparsebit.llm import QuantizedModel
+
+_TUNE = "Method"
+
+
+def quantize(
+    model: llm_options.ModelFolder,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="A folder that does not exist yet; it appears whole.")
+    ],
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            "--text", metavar="FILE|DIR", help="Calibration text: a text file, .jsonl, a folder of these, a dataset."
+        ),
+    ] = None,
+    method: Annotated[str, typer.Option("--method", metavar="rtn|gptq", help="How weights are rounded.")] = "gptq",
+    bits: Annotated[int, typer.Option("--bits", metavar="2|3|4|8", help="Bits of a weight.")] = 4,
+    group_size: Annotated[
+        int, typer.Option("--group-size", min=0, help="Columns that share a scale; 0: one scale per row.")
+    ] = 128,
+    symmetric: Annotated[bool, typer.Option("--symmetric", help="Without zero points.")] = False,
+    num_samples: Annotated[
+        int | None, typer.Option("--num-samples", min=1, help="Windows of calibration text (64).")
+    ] = None,
+    length: Annotated[int | None, typer.Option("--length", min=2, help="Tokens of a window (512).")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Which windows are drawn (0).")] = None,
+    chat_template: Annotated[
+        bool, typer.Option("--chat-template", help="The text is JSON lines with `messages`; use the model's template.")
+    ] = False,
+    scale_search: Annotated[
+        str,
+        typer.Option(
+            "--scale-search",
+            metavar="none|nearest|gptq",
+            help="How each scale is judged: not, by rounding to nearest, by GPTQ.",
+            rich_help_panel=_TUNE,
+        ),
+    ] = "nearest",
+    no_act_order: Annotated[
+        bool, typer.Option("--no-act-order", help="gptq: columns in their own order.", rich_help_panel=_TUNE)
+    ] = False,
+    damping: Annotated[
+        float | None, typer.Option("--damping", min=0.0, help="gptq: of the Hessian (0.01).", rich_help_panel=_TUNE)
+    ] = None,
+    no_refit: Annotated[
+        bool, typer.Option("--no-refit", help="gptq: scales are not fitted to the codes.", rich_help_panel=_TUNE)
+    ] = False,
+    sweeps: Annotated[
+        int | None,
+        typer.Option("--sweeps", min=0, help="gptq: how often codes are improved (2).", rich_help_panel=_TUNE),
+    ] = None,
+    input_correction: Annotated[
+        float | None,
+        typer.Option(
+            "--input-correction",
+            min=0.0,
+            max=1.0,
+            help="gptq: how much of the error of earlier layers the weight takes up (1).",
+            rich_help_panel=_TUNE,
+        ),
+    ] = None,
+    batch_size: llm_options.BatchSize = 4,
+    memory_budget: Annotated[
+        int, typer.Option("--memory-budget", min=1, help="MiB of hidden states in memory; the rest is on disk.")
+    ] = 1024,
+    device: llm_options.Device = "cpu",
+    no_check: Annotated[
+        bool, typer.Option("--no-check", help="Keep the folder without loading it with transformers.")
+    ] = False,
+    trust_remote_code: llm_options.TrustRemoteCode = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Quantize the linear layers of a causal language model to 2, 3, 4 or 8 bits.
+
+    Blocks are read, quantized and kept one at a time; a run that was killed continues after its last finished block
+    when the same command is given again. The result is a compressed-tensors folder. Before it is kept, plain
+    transformers loads it, and its logits have to be those of the packed model.
+
+    sparsebit llm quantize llama/ -o llama-w4/ --text books.txt --bits 4 --group-size 128
+    """
+    with speaking(as_json=json, quiet=quiet) as out:
+        from sparsebit.llm import Calibration, Recipe
+        from sparsebit.llm import quantize as run
+
+        tuned: dict[str, Any] = {
+            "damping": damping,
+            "sweeps": sweeps,
+            "input_correction": input_correction,
+            "act_order": False if no_act_order else None,
+            "refit": False if no_refit else None,
+        }
+        formats: dict[str, Any] = {"method": method, "scale_search": scale_search, "bits": bits}
+        recipe = Recipe(**formats, group_size=group_size, symmetric=symmetric, **_given(tuned))
+        drawn = _given({"num_samples": num_samples, "length": length, "seed": seed})
+        if text is None and (drawn or chat_template):
+            raise typer.BadParameter("without calibration text nothing is drawn of it", param_hint="--text")
+        calibration = None if text is None else Calibration(text, chat_template=chat_template, **drawn)
+        out.remark(f"quantizing {model} to {_format(bits, group_size, symmetric)} with {method}")
+        made = run(
+            model,
+            output,
+            recipe,
+            calibration,
+            batch_size=batch_size,
+            memory_budget=memory_budget << 20,
+            device=device,
+            check=not no_check,
+            trust_remote_code=trust_remote_code,
+        )
+        out.result(_record(made), facts_table(_facts(made)))
+
+
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _format(bits: int, group_size: int, symmetric: bool) -> str:
+    kind = "symmetric" if symmetric else "asymmetric"
+    return f"{bits} bits, {f'groups of {group_size}' if group_size else 'one scale per row'}, {kind}"
+
+
+def _record(made: QuantizedModel) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {
+        "output": str(made.folder),
+        "recipe": asdict(made.recipe),
+        "layers": {name: asdict(layer) for name, layer in made.formats.items()},
+        "float_bytes": made.float_bytes,
+        "packed_bytes": made.packed_bytes,
+        "bits_per_weight": made.bits_per_weight,
+        "resumed_blocks": made.num_resumed,
+        "seconds": made.seconds,
+        "check": None if made.check is None else asdict(made.check),
+    }
+
+
+def _facts(made: QuantizedModel) -> dict[str, str]:
+    check = made.check
+    facts = {
+        "written": str(made.folder),
+        "layers": f"{len(made.formats)} linear layers, {made.bits_per_weight:.2f} bits a weight with its scales",
+        "files": f"{kilobytes(made.packed_bytes)} of {kilobytes(made.float_bytes)}",
+        "time": f"{made.seconds:.0f} s",
+        "continued": f"after {made.num_resumed} finished blocks" if made.num_resumed else "",
+    }
+    if check is None:
+        return facts | {"transformers": "not tried (--no-check)"}
+    facts["transformers"] = f"loads it; logits differ by {check.difference:.1g} of the largest"
+    facts["vLLM"] = f"would refuse: {'; '.join(check.vllm)}" if check.vllm else "no rule against it is known; not run"
+    return facts

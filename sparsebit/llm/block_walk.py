@@ -1,0 +1,225 @@
+"""`BlockWalk`: calibration tokens through a model one block at a time, in bounded memory.
+
+Two streams of hidden states run side by side: those of the float model, and those behind the blocks as they are now.
+Both are kept in a store with a budget. Only the block that is worked on has weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.errors import ConfigError
+from sparsebit.execution.value_store import MIB, SharedData
+from sparsebit.graph.nested import map_nested, tensors_of
+from sparsebit.llm.architectures import Architecture, Stages, blocks_of, linears, stages_of
+from sparsebit.llm.skeleton import Skeleton
+from sparsebit.numerics.hessian import InputMoments
+
+Stream = Literal["float", "changed"]
+
+
+class _Reached(Exception):
+    """Ends a forward whose rest is not needed."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a block is called with besides the hidden states; the same for all batches of one shape."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class BlockWalk:
+    """`tokens (samples, length)` on their way through the model of a skeleton.
+
+    `with_float`: keep the float model's stream too. `memory_budget`: bytes of hidden states in memory; the rest is on
+    disk.
+    """
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        architecture: Architecture,
+        tokens: Tensor,
+        *,
+        with_float: bool,
+        batch_size: int = 4,
+        memory_budget: int = 1024 * MIB,
+    ) -> None:
+        self.skeleton, self.architecture, self.with_float = skeleton, architecture, with_float
+        self.blocks = blocks_of(skeleton.model, architecture)
+        self.batches: tuple[Tensor, ...] = tokens.split(batch_size)
+        self.memory_budget, self.num_samples = memory_budget, len(tokens)
+        self.store = SharedData(device_bytes=memory_budget, host_bytes=memory_budget)
+        self._calls: dict[tuple[int, int], list[_Call]] = {}
+        self._number = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Compute what the first block reads."""
+        head = _output_path(self.skeleton.model)
+        self.skeleton.fill("", without=[self.architecture.blocks, *([head] if head else [])])
+        for index, batch in enumerate(self.batches):
+            hidden, calls = self._front(batch.to(self.skeleton.device))
+            shape = (batch.shape[0], batch.shape[1])
+            known = self._calls.setdefault(shape, calls)
+            if not _same(known, calls):
+                raise ConfigError(
+                    f"{type(self.skeleton.model).__name__} gives its blocks arguments that depend on the tokens: this "
+                    "architecture cannot be quantized block by block yet"
+                )
+            for stream in self._streams():
+                self.store.put((stream, 0, index), hidden)
+        self.skeleton.empty("")
+
+    def stages(self, block: nn.Module) -> Stages:
+        """The stages of the block: those of the architecture's row, else found by running it on the first batch."""
+        if self.architecture.stages is not None:
+            return self.architecture.stages
+        with torch.no_grad():
+            found = stages_of(block, lambda: self._run(block, 0, self.store.get(("changed", self._number, 0))))
+        unused = sorted(linears(block).keys() - {name for stage in found for name in stage})
+        if unused:
+            raise ConfigError(
+                f"block {self._number} never runs {', '.join(unused)}: add a row for this architecture to "
+                "sparsebit/llm/architectures.py"
+            )
+        return found
+
+    @torch.no_grad()
+    def moments(self, original: nn.Module, changed: nn.Module, stage: Sequence[str]) -> InputMoments:
+        """Of the input that the layers of a stage read, of all batches; beside the float input, if it is walked."""
+        found = InputMoments()
+        for index in range(len(self.batches)):
+            x = self._stage_input(changed, "changed", stage[0], index)
+            if self.with_float:
+                key = ("input", stage[0], index)
+                held = self.store.get(key) if key in self.store else None
+                other = self._stage_input(original, "float", stage[0], index) if held is None else held
+                found.add(_rows(x), _rows(other.to(x)))
+            else:
+                found.add(_rows(x))
+        return found
+
+    @torch.no_grad()
+    def run_float(self, original: nn.Module, stages: Stages) -> None:
+        """Compute the float model's outputs of the block, and keep the inputs of its stages if the budget allows."""
+        if not self.with_float:
+            return
+        modules = linears(original)
+        heads = {stage[0]: modules[stage[0]] for stage in stages}
+        length = sum(batch.numel() for batch in self.batches)
+        needed = length * sum(module.in_features for module in heads.values()) * self.skeleton.dtype.itemsize
+        is_kept = needed + self.store.host_bytes + self.store.device_bytes <= self.memory_budget
+        for index in range(len(self.batches)):
+            taken: dict[str, Tensor] = {}
+            with _hooked(heads if is_kept else {}, taken):
+                output = self._run(original, index, self.store.get(("float", self._number, index)))
+            for name, value in taken.items():
+                self.store.put(("input", name, index), value)
+            self.store.put(("float", self._number + 1, index), output)
+
+    @torch.no_grad()
+    def advance(self, changed: nn.Module, stages: Stages) -> None:
+        """The block is done: compute what the next one reads, unless this is the last."""
+        for index in range(len(self.batches)):
+            for stage in stages:
+                self.store.drop(("input", stage[0], index))
+            hidden = self.store.get(("changed", self._number, index))
+            for stream in self._streams():
+                self.store.drop((stream, self._number, index))
+            if self._number + 1 < self.num_blocks:
+                self.store.put(("changed", self._number + 1, index), self._run(changed, index, hidden))
+        self._number += 1
+
+    def _streams(self) -> tuple[Stream, ...]:
+        return ("float", "changed") if self.with_float else ("changed",)
+
+    def _stage_input(self, block: nn.Module, stream: Stream, name: str, index: int) -> Tensor:
+        taken: dict[str, Tensor] = {}
+        with _hooked({name: linears(block)[name]}, taken, stop=True), contextlib.suppress(_Reached):
+            self._run(block, index, self.store.get((stream, self._number, index)))
+        return taken[name]
+
+    def _run(self, block: nn.Module, index: int, hidden: Tensor) -> Tensor:
+        batch = self.batches[index]
+        call = self._calls[batch.shape[0], batch.shape[1]][self._number]
+        found = block(hidden, *call.args, **call.kwargs)
+        output: Tensor = found[0] if isinstance(found, tuple) else found
+        return output
+
+    def _front(self, tokens: Tensor) -> tuple[Tensor, list[_Call]]:
+        """What block 0 reads, and the other arguments of every block: each one gives its hidden states unchanged."""
+        calls: list[_Call] = []
+        states: list[Tensor] = []
+
+        def record(*args: Any, **kwargs: Any) -> Tensor:
+            hidden = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
+            calls.append(_Call(args[1:], kwargs))
+            states.append(hidden)
+            if len(calls) == self.num_blocks:
+                raise _Reached
+            found: Tensor = hidden
+            return found
+
+        for block in self.blocks:
+            block.forward = record
+        try:
+            self.skeleton.model.base_model(input_ids=tokens, use_cache=False)
+        except _Reached:
+            pass
+        finally:
+            for block in self.blocks:
+                del block.forward
+        return states[0], calls
+
+
+@contextlib.contextmanager
+def _hooked(modules: dict[str, nn.Linear], taken: dict[str, Tensor], *, stop: bool = False) -> Iterator[None]:
+    """Inside, the inputs of the modules are put into `taken`; `stop`: the forward ends there."""
+
+    def take(name: str, args: tuple[Any, ...]) -> None:
+        taken[name] = args[0]
+        if stop:
+            raise _Reached
+
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args, name=name: take(name, args))
+        for name, module in modules.items()
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _output_path(model: Any) -> str | None:
+    """Where the output layer is, if the model has one."""
+    head = model.get_output_embeddings()
+    return next((name for name, module in model.named_modules() if module is head and name), None)
+
+
+def _same(known: list[_Call], calls: list[_Call]) -> bool:
+    if known is calls:
+        return True
+    ours, theirs = ([(call.args, call.kwargs) for call in given] for given in (known, calls))
+    left, right = tensors_of(ours), tensors_of(theirs)
+    if len(left) != len(right) or not all(torch.equal(a, b) for a, b in zip(left, right, strict=True)):
+        return False
+    return repr(map_nested(Tensor, lambda _: None, ours)) == repr(map_nested(Tensor, lambda _: None, theirs))

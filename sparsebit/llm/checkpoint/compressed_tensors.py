@@ -1,0 +1,127 @@
+"""The format `pack-quantized` of compressed-tensors, which transformers and vLLM read.
+
+Of a layer `NAME`: `NAME.weight_packed (out, words)`, `NAME.weight_scale (out, groups)`, `NAME.weight_shape`, and if it
+is not symmetric `NAME.weight_zero_point`, packed along the outputs, `(words, groups)`. The config's
+`quantization_config` says which layers have which number format.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsebit.errors import CheckpointError
+from sparsebit.llm.packed_weight import PackedWeight
+from sparsebit.numerics.packing import pack, unpack
+
+
+@dataclass(frozen=True)
+class LayerFormat:
+    """The number format of one layer. `group_size`: 0 is one scale per row."""
+
+    bits: int
+    group_size: int
+    symmetric: bool
+
+
+def layer_tensors(name: str, packed: PackedWeight) -> dict[str, Tensor]:
+    """The tensors of a file for the layer that the file calls `name`."""
+    tensors = {
+        f"{name}.weight_packed": packed.qweight,
+        f"{name}.weight_scale": packed.scales,
+        f"{name}.weight_shape": torch.tensor([packed.out_features, packed.in_features]),
+    }
+    if packed.zeros is not None:
+        tensors[f"{name}.weight_zero_point"] = pack(packed.zeros.mT, packed.bits).mT.contiguous()
+    return tensors
+
+
+def read_layer(tensors: Mapping[str, Tensor], name: str, layer: LayerFormat) -> PackedWeight:
+    """The inverse of `layer_tensors`; the number format is that of the config."""
+    missing = [key for key in ("weight_packed", "weight_scale", "weight_shape") if f"{name}.{key}" not in tensors]
+    missing += [] if layer.symmetric or f"{name}.weight_zero_point" in tensors else ["weight_zero_point"]
+    if missing:
+        raise CheckpointError(f"layer {name} has no {', '.join(missing)}: the files and their config do not fit")
+    out_features, in_features = tensors[f"{name}.weight_shape"].tolist()
+    zeros = None
+    if not layer.symmetric:
+        zeros = unpack(tensors[f"{name}.weight_zero_point"].mT.contiguous(), layer.bits, out_features).mT.contiguous()
+    scales = tensors[f"{name}.weight_scale"]
+    return PackedWeight(
+        tensors[f"{name}.weight_packed"], scales, zeros, layer.bits, layer.group_size or in_features, in_features
+    )
+
+
+def make_config(layers: Mapping[str, LayerFormat], ignored: Sequence[str]) -> dict[str, Any]:
+    """The `quantization_config` of a model: the format of each layer by module name, and the layers that are float.
+
+    One format for all layers is said for the class `Linear`; several are said for the layers by name.
+    """
+    formats = list(dict.fromkeys(layers.values()))
+    groups: dict[str, Any] = {}
+    for number, layer in enumerate(formats):
+        names = [name for name, found in layers.items() if found == layer]
+        groups[f"group_{number}"] = {
+            "targets": ["Linear"] if len(formats) == 1 else [f"re:^{re.escape(name)}$" for name in names],
+            "weights": {
+                "num_bits": layer.bits,
+                "type": "int",
+                "symmetric": layer.symmetric,
+                "strategy": "group" if layer.group_size else "channel",
+                "group_size": layer.group_size or None,
+                "dynamic": False,
+                "observer": "minmax",
+            },
+            "input_activations": None,
+            "output_activations": None,
+            "format": "pack-quantized",
+        }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": list(ignored),
+        "kv_cache_scheme": None,
+    }
+
+
+def read_config(config: Mapping[str, Any], linear_names: Sequence[str]) -> dict[str, LayerFormat]:
+    """The format of each quantized layer of a model whose linear layers have these names."""
+    if config.get("quant_method") != "compressed-tensors" or config.get("format") != "pack-quantized":
+        raise CheckpointError(
+            f"quantization {config.get('quant_method')!r} of format {config.get('format')!r}: allowed: "
+            "compressed-tensors of format pack-quantized"
+        )
+    found: dict[str, LayerFormat] = {}
+    for name in linear_names:
+        if any(_matches(target, name, is_class=False) for target in config.get("ignore", ())):
+            continue
+        for group in config["config_groups"].values():
+            if any(_matches(target, name, is_class=True) for target in group["targets"]):
+                found[name] = _layer_format(group, name)
+                break
+    return found
+
+
+def _layer_format(group: Mapping[str, Any], name: str) -> LayerFormat:
+    weights = group.get("weights") or {}
+    strategy = weights.get("strategy")
+    if weights.get("type", "int") != "int" or strategy not in ("group", "channel") or group.get("input_activations"):
+        raise CheckpointError(
+            f"layer {name}: {weights.get('type')} weights of strategy {strategy!r}, activations "
+            f"{group.get('input_activations')}: allowed: int weights of strategy group or channel, float activations"
+        )
+    size = int(weights["group_size"]) if strategy == "group" else 0
+    return LayerFormat(int(weights["num_bits"]), size, bool(weights.get("symmetric", True)))
+
+
+def _matches(target: str, name: str, *, is_class: bool) -> bool:
+    if target.startswith("re:"):
+        return re.match(target.removeprefix("re:"), name) is not None
+    return target == name or (is_class and target == "Linear")

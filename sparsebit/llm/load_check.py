@@ -1,0 +1,93 @@
+"""The "will it load" gate: the rules of servers, then plain transformers loads the folder and must compute the same."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsebit.errors import DeploymentError, MissingExtraError
+from sparsebit.llm.checkpoint.compressed_tensors import LayerFormat
+from sparsebit.llm.hub_classes import transformers_module
+from sparsebit.llm.loading import load
+
+TOLERANCE = 1e-3
+_VLLM_BITS, _VLLM_GROUPS = (4, 8), (0, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class LoadCheck:
+    """`difference`: of transformers' logits from ours, relative to the largest logit. `vllm`: why vLLM would refuse."""
+
+    difference: float
+    vllm: tuple[str, ...]
+
+
+def need_reader() -> None:
+    """Refuses to begin where the package that reads the files is missing: the check at the end would fail."""
+    try:
+        import compressed_tensors  # noqa: F401
+    except ImportError:
+        raise MissingExtraError("compressed-tensors", "llm", "loading packed models with transformers") from None
+
+
+def vllm_reasons(formats: Mapping[str, LayerFormat], fused: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Why vLLM would refuse the layers: number formats without a kernel, and fused layers of different formats."""
+    reasons: list[str] = []
+    bits = sorted({layer.bits for layer in formats.values()} - {*_VLLM_BITS})
+    if bits:
+        reasons.append(f"{', '.join(map(str, bits))} bits: its kernels for pack-quantized weights have 4 and 8")
+    sizes = sorted({layer.group_size for layer in formats.values()} - {*_VLLM_GROUPS})
+    if sizes:
+        reasons.append(f"groups of {', '.join(map(str, sizes))}: it has 32, 64, 128, or one scale per row")
+    mixed = [group for group in fused if len({formats.get(name) for name in group}) > 1]
+    return (*reasons, *(f"{', '.join(group)} are one matrix there and need one number format" for group in mixed))
+
+
+@torch.no_grad()
+def check_loading(folder: Path, tokens: Tensor, vllm: tuple[str, ...], *, trust_remote_code: bool = False) -> LoadCheck:
+    """Load the folder with transformers and with `load`, run both on `tokens (1, n)` in float32, and compare.
+
+    A difference above `TOLERANCE` is an error.
+    """
+    theirs = _logits_of_transformers(folder, tokens, trust_remote_code)
+    ours = load(folder, dtype=torch.float32, trust_remote_code=trust_remote_code)(tokens, use_cache=False).logits
+    difference = relative_difference(theirs, ours)
+    if not difference <= TOLERANCE:
+        raise DeploymentError(
+            f"transformers loads the packed model, and its logits differ by {difference:.2g} from ours (allowed: "
+            f"{TOLERANCE:g} of the largest); the folder is not kept: please report the model's architecture"
+        )
+    return LoadCheck(difference, vllm)
+
+
+def relative_difference(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, relative to the largest number that is expected; NaN if there is any."""
+    scale = expected.float().abs().max().clamp(min=1e-30)
+    return float((found.float() - expected.float()).abs().max() / scale)
+
+
+def _logits_of_transformers(folder: Path, tokens: Tensor, trust_remote_code: bool) -> Tensor:
+    auto: Any = transformers_module().AutoModelForCausalLM
+    try:
+        # Progress bars and remarks of two other packages.
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            model = auto.from_pretrained(
+                folder,
+                dtype=torch.float32,
+                device_map="cpu",
+                local_files_only=True,
+                trust_remote_code=trust_remote_code,
+            )
+            found: Tensor = model.eval()(tokens, use_cache=False).logits
+    except (ValueError, RuntimeError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise DeploymentError(f"transformers does not load the packed model ({error}); it is not kept") from error
+    return found

@@ -1,0 +1,69 @@
+"""`load`: a packed model from its folder; the weights stay packed in memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparsebit.llm.checkpoint.compressed_tensors import read_config, read_layer
+from sparsebit.llm.hub_classes import load_config
+from sparsebit.llm.model_folder import ModelFolder
+from sparsebit.llm.quant_linear import QuantLinear
+from sparsebit.llm.skeleton import Skeleton
+
+
+@torch.no_grad()
+def load(
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    trust_remote_code: bool = False,
+) -> Any:
+    """The causal language model of `folder`, ready to run, with `QuantLinear` in the place of each quantized layer.
+
+    `folder`: as `quantize` writes it, or any `pack-quantized` folder of compressed-tensors; a float model is loaded as
+    it is. `dtype`: of activations and float weights; by default float32 on a CPU, where half precision is slow, and the
+    type of the files elsewhere. The model is one of transformers: `generate` works, and `peft` finds the layers.
+    """
+    files = ModelFolder(folder)
+    config = load_config(files.path, trust_remote_code=trust_remote_code)
+    if dtype is None:
+        stored = getattr(config, "dtype", None) or torch.float32
+        dtype = torch.float32 if torch.device(device).type == "cpu" else stored
+    skeleton = Skeleton(files, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    packed = _packed_layers(skeleton)
+    for name, layer in packed.items():
+        skeleton.model.set_submodule(name, layer.to(device))
+    skeleton.fill("")
+    skeleton.model.tie_weights()
+    files.close()
+    _load_generation_config(skeleton.model, files.path)
+    return skeleton.model
+
+
+def _packed_layers(skeleton: Skeleton) -> dict[str, QuantLinear]:
+    """The quantized layers, by the names of their modules."""
+    quantization = skeleton.folder.config.get("quantization_config")
+    if quantization is None:
+        return {}
+    model = skeleton.model
+    formats = read_config(quantization, [name for name, part in model.named_modules() if type(part) is nn.Linear])
+    layers: dict[str, QuantLinear] = {}
+    for name, layer in formats.items():
+        file_name = skeleton.names[f"{name}.weight_packed"].removesuffix(".weight_packed")
+        keys = [key for key in skeleton.folder if key.startswith(f"{file_name}.weight_")]
+        tensors = {key: skeleton.folder.tensor(key) for key in keys}
+        bias_name = skeleton.names.get(f"{name}.bias")
+        bias = None if bias_name is None else skeleton.folder.tensor(bias_name).to(skeleton.dtype)
+        layers[name] = QuantLinear(read_layer(tensors, file_name, layer), bias)
+    return layers
+
+
+def _load_generation_config(model: Any, folder: Path) -> None:
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = type(model.generation_config).from_pretrained(folder, local_files_only=True)

@@ -1,0 +1,73 @@
+"""Writes a packed model: a shard for each block, in the names and with the other tensors of the original folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from sparsebit.folders import flush
+from sparsebit.llm.checkpoint.compressed_tensors import LayerFormat, layer_tensors, make_config
+from sparsebit.llm.packed_weight import PackedWeight
+from sparsebit.llm.skeleton import Skeleton
+from sparsebit.tensor_files import save_tensors
+
+_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+
+
+def write_packed_folder(
+    target: Path,
+    skeleton: Skeleton,
+    block_paths: Sequence[str],
+    layers_of: Callable[[int], Mapping[str, PackedWeight]],
+    formats: Mapping[str, LayerFormat],
+    ignored: Sequence[str],
+) -> None:
+    """Write config, tokenizer and shards to `target`; one block is in memory at a time.
+
+    `layers_of(number)`: the packed layers of a block by their names in it. `formats`: of all layers by module name.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    _copy_small_files(skeleton.folder.path, target)
+    config = {**skeleton.folder.config, "quantization_config": make_config(formats, ignored)}
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    replaced = {skeleton.names[f"{name}.weight"] for name in formats}
+    owner = _block_of_file(skeleton, block_paths)
+    weight_map: dict[str, str] = {}
+    total = 0
+    num_shards = len(block_paths) + 1
+    for shard in range(num_shards):
+        number = shard - 1  # shard 0: what is in no block
+        names = [name for name in skeleton.folder if owner.get(name, -1) == number and name not in replaced]
+        tensors: dict[str, Tensor] = {name: skeleton.folder.tensor(name) for name in names}
+        for name, packed in layers_of(number).items() if number >= 0 else ():
+            file_name = skeleton.names[f"{block_paths[number]}.{name}.weight"].removesuffix(".weight")
+            tensors |= layer_tensors(file_name, packed)
+        file = f"model-{shard + 1:05}-of-{num_shards:05}.safetensors"
+        save_tensors(tensors, target / file, {"format": "pt"})
+        flush(target / file)
+        weight_map |= dict.fromkeys(tensors, file)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+        skeleton.folder.close()
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _block_of_file(skeleton: Skeleton, block_paths: Sequence[str]) -> dict[str, int]:
+    """The number of the block that each tensor of the files belongs to."""
+    found: dict[str, int] = {}
+    for model_name, file_name in skeleton.names.items():
+        for number, path in enumerate(block_paths):
+            if model_name.startswith(f"{path}."):
+                found[file_name] = number
+    return found
+
+
+def _copy_small_files(source: Path, target: Path) -> None:
+    """Tokenizer, generation config, chat template, licence: all that are no weights."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.name != "config.json" and not path.name.endswith(_NOT_COPIED):
+            shutil.copyfile(path, target / path.name)

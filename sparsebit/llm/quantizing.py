@@ -1,0 +1,282 @@
+"""`quantize`: a model folder to a packed folder, block by block, resumable, checked before it is kept."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.errors import CheckpointError, ConfigError
+from sparsebit.execution.value_store import MIB
+from sparsebit.folders import staging_folder
+from sparsebit.llm.architectures import Architecture, Stages, architecture_of, linears
+from sparsebit.llm.block_walk import BlockWalk
+from sparsebit.llm.calibration_text import calibration_tokens
+from sparsebit.llm.checkpoint.compressed_tensors import LayerFormat
+from sparsebit.llm.hub_classes import load_tokenizer
+from sparsebit.llm.load_check import LoadCheck, check_loading, need_reader, vllm_reasons
+from sparsebit.llm.model_folder import ModelFolder
+from sparsebit.llm.packed_folder import write_packed_folder
+from sparsebit.llm.packed_weight import PackedWeight
+from sparsebit.llm.recipe import Recipe
+from sparsebit.llm.rounding import round_weight
+from sparsebit.llm.run_folder import RunFolder
+from sparsebit.llm.skeleton import Skeleton
+from sparsebit.progress import track
+from sparsebit.tensor_files import digest
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Which text a model is quantized on: `num_samples` windows of `length` tokens of `text`, drawn with `seed`."""
+
+    text: Path
+    num_samples: int = 64
+    length: int = 512
+    seed: int = 0
+    chat_template: bool = False
+
+
+@dataclass(frozen=True)
+class QuantizedModel:
+    """What `quantize` made. Sizes in bytes of all weights in the files; `bits_per_weight`: of the quantized layers.
+
+    `num_resumed`: blocks that an interrupted run had finished. `check`: None, if it was switched off.
+    """
+
+    folder: Path
+    recipe: Recipe
+    formats: Mapping[str, LayerFormat]
+    float_bytes: int
+    packed_bytes: int
+    bits_per_weight: float
+    num_resumed: int
+    seconds: float
+    check: LoadCheck | None
+
+
+def quantize(
+    model: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    recipe: Recipe | None = None,
+    calibration: Calibration | None = None,
+    *,
+    batch_size: int = 4,
+    memory_budget: int = 1024 * MIB,
+    device: torch.device | str = "cpu",
+    check: bool = True,
+    trust_remote_code: bool = False,
+) -> QuantizedModel:
+    """Quantize the linear layers in the blocks of a causal language model and write a compressed-tensors folder.
+
+    `model`: a folder as transformers keeps it, with safetensors. `output`: a folder that does not exist yet; it appears
+    whole, after plain transformers has loaded it and computed our logits (`check`). One block at a time is in memory,
+    and hidden states up to `memory_budget` bytes, the rest on disk. Finished blocks are kept in `OUTPUT.partial`: the
+    same call continues an interrupted run behind the last one, with the same result.
+
+    Embeddings, norms and the output layer stay as they are.
+    """
+    started = time.monotonic()
+    recipe = recipe or Recipe()
+    source, target = ModelFolder(model), Path(output)
+    if target.exists():
+        raise ConfigError(f"output {target} exists; remove it or give another folder")
+    if source.config.get("quantization_config"):
+        raise ConfigError(f"{source.path} is quantized already; give the float model")
+    if check:
+        need_reader()
+    skeleton = Skeleton(source, device=device, trust_remote_code=trust_remote_code)
+    architecture = architecture_of(skeleton.model)
+    tokens = _tokens(source, recipe, calibration, trust_remote_code)
+    run = _Run(skeleton, architecture, recipe, tokens, batch_size, memory_budget)
+    folder = RunFolder(target.with_name(f"{target.name}.partial"), run.settings())
+    for number in track(range(run.walk.num_blocks), "quantizing blocks"):
+        run.block(number, folder)
+    with staging_folder(target) as staging:
+        made = staging / target.name
+        write_packed_folder(
+            made, skeleton, run.paths, lambda number: _known(folder, number, run.sources), run.formats, run.ignored()
+        )
+        found = None
+        if check:
+            reasons = vllm_reasons(run.formats, run.fused)
+            found = check_loading(made, tokens[:1, :128], reasons, trust_remote_code=trust_remote_code)
+        os.replace(made, target)
+    folder.remove()
+    result = QuantizedModel(
+        target,
+        recipe,
+        run.formats,
+        _num_bytes(source),
+        _num_bytes(ModelFolder(target)),
+        run.bits_per_weight(),
+        run.num_resumed,
+        time.monotonic() - started,
+        found,
+    )
+    log.info(
+        "%s: %d layers, %.2f bits a weight, %.1f MB of %.1f MB",
+        target,
+        len(run.formats),
+        result.bits_per_weight,
+        result.packed_bytes / 1e6,
+        result.float_bytes / 1e6,
+    )
+    return result
+
+
+class _Run:
+    """The model on its way through the blocks, and what is known of the finished ones."""
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        architecture: Architecture,
+        recipe: Recipe,
+        tokens: Tensor,
+        batch_size: int,
+        memory_budget: int,
+    ) -> None:
+        self.skeleton, self.architecture, self.recipe, self.tokens = skeleton, architecture, recipe, tokens
+        self.walk = BlockWalk(
+            skeleton,
+            architecture,
+            tokens,
+            with_float=recipe.needs_float_inputs,
+            batch_size=batch_size,
+            memory_budget=memory_budget,
+        )
+        self.batch_size = batch_size
+        self.paths = [f"{architecture.blocks}.{number}" for number in range(self.walk.num_blocks)]
+        self.formats: dict[str, LayerFormat] = {}
+        self.fused: list[tuple[str, ...]] = []
+        self.sources: list[str] = []
+        self.num_resumed = 0
+        self._bits = self._weights = 0.0
+
+    def settings(self) -> dict[str, Any]:
+        """What decides the numbers, besides the weights of the blocks, which are compared block by block."""
+        outside = [file for name, file in self.skeleton.names.items() if not self._is_in_block(name)]
+        rest = {file: self.skeleton.folder.tensor(file) for file in dict.fromkeys(outside)}
+        return {
+            "recipe": asdict(self.recipe),
+            "tokens": digest({"tokens": self.tokens}),
+            "batch_size": self.batch_size,
+            "config": self.skeleton.folder.config,
+            "weights outside of the blocks": digest(rest),
+        }
+
+    def _is_in_block(self, name: str) -> bool:
+        return name.startswith(f"{self.architecture.blocks}.")
+
+    def block(self, number: int, folder: RunFolder) -> None:
+        """Quantize the next block, or read it if it is finished, and compute what the one behind it reads."""
+        if number == 0 and self.recipe.needs_text:
+            self.walk.start()
+        original = self.skeleton.fill(self.paths[number])
+        source = digest(dict(original.named_parameters()))
+        packed = folder.read(number, source)
+        stages = self._stages(original)
+        changed = copy.deepcopy(original)
+        if self.recipe.needs_text:
+            self.walk.run_float(original, stages)
+        if packed is None:
+            packed = self._quantize(original, changed, stages, number)
+            folder.write(number, source, packed)
+        else:
+            self.num_resumed += 1
+        for name, weight in packed.items():
+            _put(changed, name, weight)
+        if self.recipe.needs_text:
+            self.walk.advance(changed, stages)
+        self.skeleton.empty(self.paths[number])
+        self.skeleton.folder.close()
+        self._note(number, source, packed, stages)
+
+    def ignored(self) -> list[str]:
+        """The linear layers of the model that stay float."""
+        every = [name for name, part in self.skeleton.model.named_modules() if type(part) is nn.Linear]
+        return [name for name in every if name not in self.formats]
+
+    def bits_per_weight(self) -> float:
+        return self._bits / max(self._weights, 1)
+
+    def _stages(self, block: nn.Module) -> Stages:
+        if self.recipe.needs_text:
+            return self.walk.stages(block)
+        return self.architecture.stages or tuple((name,) for name in linears(block))
+
+    def _quantize(
+        self, original: nn.Module, changed: nn.Module, stages: Stages, number: int
+    ) -> dict[str, PackedWeight]:
+        packed: dict[str, PackedWeight] = {}
+        for stage in stages:
+            moments = self.walk.moments(original, changed, stage) if self.recipe.needs_text else None
+            for name in stage:
+                full = f"{self.paths[number]}.{name}"
+                weight = linears(changed)[name].weight
+                stored = self.skeleton.folder.tensor(self.skeleton.names[f"{full}.weight"]).dtype
+                rounded = round_weight(weight, moments, self.recipe, full, stored=stored)
+                log.debug("%s: error %.3g, to nearest %.3g", full, rounded.error, rounded.nearest_error)
+                packed[name] = rounded.packed
+                _put(changed, name, rounded.packed)
+        return packed
+
+    def _note(self, number: int, source: str, packed: Mapping[str, PackedWeight], stages: Stages) -> None:
+        self.sources.append(source)
+        for name, weight in packed.items():
+            size = weight.group_size if self.recipe.group_size else 0
+            self.formats[f"{self.paths[number]}.{name}"] = LayerFormat(weight.bits, size, weight.symmetric)
+            count = weight.out_features * weight.in_features
+            self._weights += count
+            self._bits += count * weight.bits_per_weight
+        for group in self.architecture.fused_groups(stages):
+            self.fused.append(tuple(f"{self.paths[number]}.{name}" for name in group))
+
+
+def _tokens(source: ModelFolder, recipe: Recipe, calibration: Calibration | None, trust_remote_code: bool) -> Tensor:
+    """The calibration tokens; without text, a few arbitrary ones, on which the packed model is checked."""
+    if calibration is None:
+        if recipe.needs_text:
+            raise ConfigError(
+                f"method {recipe.method!r} with scale_search={recipe.scale_search!r} needs calibration text: give "
+                "some, or method 'rtn' without a scale search"
+            )
+        size = int(source.config.get("vocab_size", 32))
+        return torch.randint(0, size, (1, 64), generator=torch.Generator().manual_seed(0))
+    tokenizer = load_tokenizer(source.path, trust_remote_code=trust_remote_code)
+    wanted = replace(calibration, text=Path(calibration.text))
+    return calibration_tokens(
+        wanted.text,
+        tokenizer,
+        num_samples=wanted.num_samples,
+        length=wanted.length,
+        seed=wanted.seed,
+        chat_template=wanted.chat_template,
+    )
+
+
+def _put(block: nn.Module, name: str, packed: PackedWeight) -> None:
+    layer = linears(block)[name]
+    layer.weight.data = packed.dequantize(layer.weight.dtype).to(layer.weight.device)
+
+
+def _known(folder: RunFolder, number: int, sources: list[str]) -> Mapping[str, PackedWeight]:
+    found = folder.read(number, sources[number])
+    if found is None:
+        raise CheckpointError(f"{folder.path}: block {number} has vanished while the run was going on")
+    return found
+
+
+def _num_bytes(folder: ModelFolder) -> int:
+    return sum(path.stat().st_size for path in dict.fromkeys(folder.files.values()))

@@ -1,0 +1,80 @@
+"""`Recipe`: how the linear layers of a language model are quantized; a frozen value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from sparsebit.errors import ConfigError
+from sparsebit.numerics.gptq_math import ScaleSearch
+
+Method = Literal["rtn", "gptq"]
+METHODS: tuple[Method, ...] = ("rtn", "gptq")
+BITS = (2, 3, 4, 8)
+_OF_GPTQ = ("act_order", "damping", "refit", "sweeps", "input_correction")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The options of `sparsebit.llm.quantize` that decide the numbers.
+
+    `group_size`: columns that share a scale; 0: one scale per row. `symmetric`: without zero points. `scale_search`:
+    scales are multiplied by the factor with the smallest error of the layer's output, judged by round-to-nearest
+    ("nearest"), by GPTQ itself ("gptq", slower), or not searched ("none"). The rest is of `gptq`: `act_order`, columns
+    with the largest inputs first (scales stay those of neighbouring columns, so that files need no order);
+    `damping`, of the Hessian, as a share of its mean diagonal; `refit`, scales fitted to the codes in closed form;
+    `sweeps`, how often codes are improved one by one afterwards; `input_correction`, from 0 to 1, how much of the
+    difference between quantized and float inputs the weight takes up.
+    """
+
+    method: Method = "gptq"
+    bits: int = 4
+    group_size: int = 128
+    symmetric: bool = False
+    scale_search: ScaleSearch = "nearest"
+    act_order: bool = True
+    damping: float = 0.01
+    refit: bool = True
+    sweeps: int = 2
+    input_correction: float = 1.0
+
+    def __post_init__(self) -> None:
+        allowed = {
+            "method": (self.method in METHODS, ", ".join(METHODS)),
+            "bits": (self.bits in BITS, ", ".join(map(str, BITS))),
+            "group_size": (self.group_size >= 0, "0 (one scale per row) or more; 128 and 64 are usual"),
+            "scale_search": (self.scale_search in ("none", "nearest", "gptq"), "none, nearest, gptq"),
+            "damping": (self.damping >= 0, "0 or more; 0.01 is usual"),
+            "sweeps": (self.sweeps >= 0, "0 or more"),
+            "input_correction": (0 <= self.input_correction <= 1, "0 to 1"),
+        }
+        for name, (is_good, words) in allowed.items():
+            if not is_good:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: allowed: {words}")
+        unused = [
+            item.name for item in fields(self) if item.name in _OF_GPTQ and getattr(self, item.name) != item.default
+        ]
+        if self.method == "rtn" and unused:
+            raise ConfigError(f"{', '.join(unused)} with method='rtn': these are options of gptq; leave them out")
+        if self.method == "rtn" and self.scale_search == "gptq":
+            raise ConfigError("scale_search='gptq' with method='rtn': rtn does not run GPTQ; use 'nearest' or 'none'")
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether calibration text decides anything."""
+        return self.method != "rtn" or self.scale_search != "none"
+
+    @property
+    def needs_float_inputs(self) -> bool:
+        return self.method == "gptq" and self.input_correction > 0
+
+    def columns_per_scale(self, in_features: int, name: str) -> int:
+        """The group size of a layer of so many columns; a size that does not divide them is refused."""
+        size = self.group_size or in_features
+        if in_features % size:
+            near = [n for n in (256, 128, 96, 64, 48, 32, 16) if in_features % n == 0]
+            raise ConfigError(
+                f"group_size={size} at {name}: it has {in_features} columns, which {size} does not divide; "
+                f"sizes that do: {', '.join(map(str, near)) or 'none of the usual ones'}; 0: one scale per row"
+            )
+        return size

@@ -1,0 +1,89 @@
+"""One linear layer's weight, rounded by the method of a recipe to packed codes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsebit.llm.packed_weight import PackedWeight
+from sparsebit.llm.recipe import Recipe
+from sparsebit.numerics.gptq_math import Grid, Rounded, Rounding, quantize, round_nearest, target_weight
+from sparsebit.numerics.hessian import InputMoments
+from sparsebit.numerics.qparams import SMALLEST_SCALE, qparams_from_range
+from sparsebit.numerics.spec import PerGroup, TensorSpec
+
+# Below this share of the scale that holds the whole range no scale is looked for: with few codes more is clipped.
+_SMALLEST_FACTOR = {2: 0.3, 3: 0.4}
+
+
+@dataclass(frozen=True)
+class RoundedLayer:
+    """The packed weight, and the squared error of the layer's output relative to the output's size.
+
+    `nearest_error`: that of rounding to nearest with scales that hold the whole range.
+    """
+
+    packed: PackedWeight
+    error: float
+    nearest_error: float
+
+
+@torch.no_grad()
+def round_weight(
+    weight: Tensor, moments: InputMoments | None, recipe: Recipe, name: str, *, stored: torch.dtype
+) -> RoundedLayer:
+    """`weight (out, in)` on the grid of the recipe; `stored`: the type in which scales are kept.
+
+    `moments`: of the layer's input; None where the recipe needs no text.
+    """
+    size = recipe.columns_per_scale(weight.shape[1], name)
+    W = weight.detach().float()[None]
+    grid = _grid(W, recipe, size, stored)
+    H = torch.eye(W.shape[-1], device=W.device)[None] if moments is None else moments.hessian()
+    target = W
+    rounding = _rounding(recipe)
+    if recipe.method == "gptq":
+        if moments is not None and moments.has_originals:
+            target = target_weight(W.to(H), H, moments.cross(), recipe.damping, recipe.input_correction).to(W)
+        rounded = quantize(target, H, grid, rounding)
+    else:
+        rounded = round_nearest(W, H, grid, rounding)
+    energy = float(((W @ H.to(W)) * W).sum().clamp(min=1e-30))
+    packed = _packed(rounded, recipe, size, stored)
+    return RoundedLayer(packed, float(rounded.loss.sum()) / energy, float(rounded.nearest_loss.sum()) / energy)
+
+
+def _grid(weight: Tensor, recipe: Recipe, size: int, stored: torch.dtype) -> Grid:
+    """The grid that holds the range of each group of `weight (1, out, in)`."""
+    spec = TensorSpec(recipe.bits, recipe.symmetric, PerGroup(1, size))
+    groups = weight[0].unflatten(1, (-1, size))
+    scale, zero_point = qparams_from_range(groups.amin(-1), groups.amax(-1), spec)
+    index = torch.arange(scale.numel(), device=weight.device).view_as(scale).repeat_interleave(size, 1)[None]
+    # The smallest normal number of the stored type: a scale of half precision must not become 0.
+    smallest = torch.tensor(max(SMALLEST_SCALE, torch.finfo(stored).tiny), device=weight.device)
+    grid = Grid(scale.flatten(), zero_point.flatten(), index, spec, smallest, stored)
+    return grid.with_scale(grid.scale)
+
+
+def _rounding(recipe: Recipe) -> Rounding:
+    return Rounding(
+        act_order=recipe.act_order,
+        damping=recipe.damping,
+        block_size=32,  # the fastest for layers of 512 to 1408 columns on a CPU; it does not change the method
+        scale_search=recipe.scale_search,
+        smallest_factor=_SMALLEST_FACTOR.get(recipe.bits, 0.5),
+        sweeps=recipe.sweeps,
+        refit=recipe.refit,
+        zero_point_shift=1 if recipe.bits < 8 else 0,
+    )
+
+
+def _packed(rounded: Rounded, recipe: Recipe, size: int, stored: torch.dtype) -> PackedWeight:
+    codes, grid = rounded.codes[0], rounded.grid
+    shape = (codes.shape[0], codes.shape[1] // size)
+    codes = codes - grid.spec.qmin  # a symmetric grid counts from its lowest code
+    zeros = None if recipe.symmetric else grid.zero_point.view(shape).cpu()
+    scales = grid.scale.view(shape).to(stored).cpu()
+    return PackedWeight.from_codes(codes.to(torch.uint8).cpu(), scales, zeros, recipe.bits)

@@ -1,0 +1,94 @@
+"""`RunFolder`: the finished blocks of a quantization, so that a killed run continues after the last one.
+
+`run.json` tells what the run is of; `block-00003.safetensors` holds the packed weights of block 3. Each file appears
+whole or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from sparsebit.errors import CheckpointError
+from sparsebit.folders import flush, replace_text, staging_folder
+from sparsebit.llm.packed_weight import PackedWeight
+from sparsebit.tensor_files import digest, load_tensors, save_tensors
+
+_RUN, _FORMAT = "run.json", 1
+
+
+class RunFolder:
+    """Finished blocks in `path`. `settings`: all that decides the result besides the weights of the blocks.
+
+    A folder of a run with other settings is an error; so is a block whose float weights have changed.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        self.path = path
+        text = json.dumps({"format": _FORMAT, "settings": settings}, indent=1, sort_keys=True)
+        self._key = hashlib.sha256(text.encode()).hexdigest()
+        known = path / _RUN
+        if known.is_file():
+            self._compare(known, json.loads(text)["settings"])
+        elif path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise CheckpointError(f"{path} is not the folder of an interrupted run; remove it or give another output")
+        else:
+            path.mkdir(parents=True, exist_ok=True)
+            replace_text(known, text)
+
+    def read(self, number: int, source: str) -> dict[str, PackedWeight] | None:
+        """The packed layers of a finished block by name; None if it is not finished. `source`: of its float weights."""
+        path = self._file(number)
+        if not path.is_file():
+            return None
+        tensors, metadata = load_tensors(path)
+        if metadata.get("run") != self._key or metadata.get("source") != source:
+            raise CheckpointError(f"{path} is of other weights or of another run; remove {self.path} to begin anew")
+        if metadata.get("sha256") != digest(tensors):
+            raise CheckpointError(f"{path} is damaged (its checksum differs); remove it to quantize the block again")
+        names = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
+        return {name: PackedWeight.from_tensors(tensors, name) for name in names}
+
+    def write(self, number: int, source: str, layers: Mapping[str, PackedWeight]) -> None:
+        """Keep a finished block."""
+        tensors: dict[str, Tensor] = {}
+        for name, packed in layers.items():
+            tensors |= packed.to_tensors(name)
+        path = self._file(number)
+        try:
+            with staging_folder(path) as folder:
+                metadata = {"run": self._key, "source": source, "sha256": digest(tensors)}
+                save_tensors(tensors, folder / path.name, metadata)
+                flush(folder / path.name)
+                os.replace(folder / path.name, path)
+                flush(path.parent)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be written ({error}); blocks before it are kept") from error
+
+    def remove(self) -> None:
+        """The result is kept elsewhere."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _file(self, number: int) -> Path:
+        return self.path / f"block-{number:05}.safetensors"
+
+    def _compare(self, path: Path, settings: Mapping[str, Any]) -> None:
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            known, version = dict(found["settings"]), found["format"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} is damaged ({error!r}); remove {self.path} to begin anew") from None
+        differing = sorted(name for name in {*known, *settings} if known.get(name) != settings.get(name))
+        if version != _FORMAT or differing:
+            why = f"its {', '.join(differing)} differ" if differing else f"its format is {version}"
+            raise CheckpointError(
+                f"{self.path} holds an interrupted run of something else: {why}; start again with the same settings to "
+                "continue it, or remove it to begin anew"
+            )

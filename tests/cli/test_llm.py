@@ -1,0 +1,69 @@
+"""`sparsebit llm`: quantize, eval and generate on a tiny model, and options that do not fit together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from sparsebit.cli.main import app
+from tests.llm.tiny_models import saved, tiny_model, with_tokenizer, write_text
+
+pytest.importorskip("compressed_tensors")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    write_text(tmp_path / "text.txt")
+    return with_tokenizer(saved(tiny_model(), tmp_path / "model"))
+
+
+def run(*args: object, code: int = 0) -> str:
+    found = CliRunner().invoke(app, ["llm", *map(str, args)])
+    assert found.exit_code == code, found.output
+    return found.stdout if code == 0 else found.output
+
+
+def test_from_a_folder_to_text(source: Path) -> None:
+    text, packed = source.parent / "text.txt", source.parent / "packed"
+    common = ("--text", text, "--length", 24, "--num-samples", 6, "--group-size", 32, "--json", "-q")
+    made = json.loads(run("quantize", source, "-o", packed, "--bits", 4, "--sweeps", 1, *common))
+    assert made["check"]["difference"] <= 1e-3 and len(made["layers"]) == 21
+    assert made["packed_bytes"] < made["float_bytes"]
+    floats, found = (
+        json.loads(run("eval", folder, "--text", text, "--length", 24, "--num-windows", 8, "--json", "-q"))
+        for folder in (source, packed)
+    )
+    assert found["predictions"] == 8 * 23
+    assert found["perplexity"] == pytest.approx(floats["perplexity"], rel=0.3)
+    assert found["resident_bytes"] < floats["resident_bytes"]
+    spoken = json.loads(run("generate", packed, "-p", "abc", "--max-new-tokens", 5, "--json", "-q"))
+    streamed = run("generate", packed, "-p", "abc", "--max-new-tokens", 5, "-q")
+    assert streamed.strip() == spoken["text"].strip()
+    assert run("generate", packed, "-p", "abc", "--chat", "--temperature", 0.7, "--max-new-tokens", 2, "-q")
+
+
+def test_the_table(source: Path) -> None:
+    output = source.parent / "packed"
+    shown = run(
+        "quantize", source, "-o", output, "--method", "rtn", "--scale-search", "none", "--bits", 3, "--group-size", 0
+    )
+    assert "21 linear layers" in shown and "loads it" in shown and "would refuse: 3 bits" in shown
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (("--bits", 5), 1, "allowed: 2, 3, 4, 8"),
+        (("--method", "rtn", "--no-refit"), 1, "options of gptq"),
+        (("--method", "rtn", "--scale-search", "none", "--seed", 3), 2, "nothing is drawn"),
+        ((), 1, "needs calibration text"),
+    ],
+    ids=["bits", "rtn", "no-text", "gptq-no-text"],
+)
+def test_options_that_do_not_fit(source: Path, args: tuple[object, ...], code: int, message: str) -> None:
+    shown = run("quantize", source, "-o", source.parent / "packed", *args, code=code)
+    assert message in " ".join(shown.split())
+    assert not (source.parent / "packed").exists()

@@ -1,0 +1,56 @@
+"""The block walk: its streams are what the whole model computes, for every architecture, with and without a row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsebit.llm.architectures import ARCHITECTURES, Architecture, architecture_of
+from sparsebit.llm.block_walk import BlockWalk
+from sparsebit.llm.model_folder import ModelFolder
+from sparsebit.llm.skeleton import Skeleton
+from tests.llm.tiny_models import loaded, saved, tiny_model
+
+TOKENS = torch.randint(3, 96, (5, 20), generator=torch.Generator().manual_seed(1))
+
+
+def inputs_of(model: Any, path: str) -> Tensor:
+    """What a layer of the whole model reads, of all tokens."""
+    taken: list[Tensor] = []
+    hook = model.get_submodule(path).register_forward_pre_hook(lambda _, args: taken.append(args[0].flatten(0, -2)))
+    with torch.no_grad():
+        for batch in TOKENS.split(2):
+            model(batch, use_cache=False)
+    hook.remove()
+    return torch.cat(taken)
+
+
+@pytest.mark.parametrize("model_type", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("has_row", [True, False], ids=["row", "walked"])
+def test_every_layer_reads_what_it_reads_in_the_model(model_type: str, has_row: bool, tmp_path: Path) -> None:
+    folder = saved(tiny_model(model_type), tmp_path)
+    model, skeleton = loaded(folder), Skeleton(ModelFolder(folder))
+    row = architecture_of(skeleton.model)
+    walk = BlockWalk(skeleton, row if has_row else Architecture(row.blocks), TOKENS, with_float=True, batch_size=2)
+    walk.start()
+    for number in range(walk.num_blocks):
+        path = f"{row.blocks}.{number}"
+        block = skeleton.fill(path)
+        stages = walk.stages(block)
+        assert {frozenset(stage) for stage in stages} == {frozenset(stage) for stage in row.stages or ()}
+        walk.run_float(block, stages)
+        if number == walk.num_blocks - 1:
+            for stage in stages:
+                moments = walk.moments(block, block, stage)
+                x = inputs_of(model, f"{path}.{stage[0]}").double()
+                expected = (x.T @ x / len(x))[None]
+                torch.testing.assert_close(moments.hessian(), expected, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(moments.cross(), moments.hessian(), rtol=1e-4, atol=1e-4)
+        walk.advance(block, stages)
+        skeleton.empty(path)
+    assert len(walk.store) == len(TOKENS.split(2))  # the float outputs of the last block
+    assert all(parameter.is_meta for parameter in skeleton.model.parameters())
