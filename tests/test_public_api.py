@@ -25,6 +25,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Modules that these files may import besides: benchmarks of single kernels, and the data of the demo.
 DEVELOPER = {
     "benchmarks/kernel_cuts.py": {"sparsebit.kernels"},
+    "benchmarks/llm.py": {"sparsebit.llm"},
     "benchmarks/fake_quant.py": {"sparsebit.numerics"},
     "benchmarks/deploy.py": {"sparsebit.deploy.timing"},
     "benchmarks/qat_step.py": {"sparsebit.numerics", "sparsebit.quantization.speed"},
