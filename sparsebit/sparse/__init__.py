@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sparsebit.sparse.channel_groups import Group, Spared, Unit
 from sparsebit.sparse.criteria import Evidence, register_criterion, scale_penalty
-from sparsebit.sparse.find_groups import ChannelGroups, find_groups
+from sparsebit.sparse.group_search import ChannelGroups, find_groups
 from sparsebit.sparse.pruned_folder import load, save
 from sparsebit.sparse.sparse_config import SparseConfig, parse_sconfig
 from sparsebit.sparse.sparse_model import SparseModel

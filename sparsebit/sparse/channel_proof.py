@@ -34,13 +34,16 @@ class SizeRule:
     attribute: str
     item: int | None
     labels: tuple[int, ...]
+    # Where in the module's forward the size was seen.
+    source: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True)
 class Failure:
     """Why a shrunk model is not the masked one: where it shows, and which labels meet there."""
 
-    position: int
+    # How far the run came: the operators that compute, then those that move values.
+    position: tuple[int, int]
     where: str
     reason: str
     labels: frozenset[int]
@@ -148,12 +151,13 @@ class Bench:
             steps = same
         problem = str(run.error).splitlines()[0][:120] if run.error else "other operators run"
         reason = f"{where or 'the model'} fails at the smaller size: {problem}"
-        return self._failure(position, where, reason, steps)
+        moves = next((count for count, step in enumerate(reversed(run.steps)) if not step.is_move), len(run.steps))
+        return self._failure(position, where, reason, steps, moves)
 
-    def _failure(self, position: int, where: str, reason: str, steps: Sequence[Step]) -> Failure:
+    def _failure(self, position: int, where: str, reason: str, steps: Sequence[Step], moves: int = 0) -> Failure:
         labels = {label for step in steps for found in step.labels() for label in found.tolist()}
         real = frozenset(self.sets.find(label) for label in labels if label > FIXED)
-        return Failure(position, where, reason, real, tuple(steps))
+        return Failure((position, moves), where, reason, real, tuple(steps))
 
     def _first_wrong_value(self, dead: Sequence[Unit], rules: Sequence[SizeRule], gone: set[int]) -> Failure:
         """The first operator whose surviving values differ."""
@@ -166,7 +170,7 @@ class Bench:
                 step = steps[position]
                 reason = f"{step.name} in {step.where or 'the model'} gives other values without them"
                 return self._failure(position, step.where, reason, [step])
-        return Failure(len(steps), "", "the outputs of the model differ without them", frozenset(gone))
+        return Failure((len(steps), 0), "", "the outputs of the model differ without them", frozenset(gone))
 
     def _survivors(self, axes: tuple[Tensor | None, ...], gone: set[int]) -> dict[int, Tensor]:
         found = {}
@@ -284,24 +288,35 @@ def find_repairs(
         single: dict[tuple[str, int | None], list[SizeRule]] = {}
         module = bench.model.get_submodule(path)
         known = {(rule.module, rule.attribute, rule.item) for rule in rules}
-        frames = {failure.where, path}
-        sizes = _changed_sizes(bench, [step for step in bench.steps if step.where in frames], gone)
+        sizes = _changed_sizes(bench, [step for step in bench.steps if step.where == path], gone)
+        if path != failure.where:
+            inner = _changed_sizes(bench, [step for step in bench.steps if step.where == failure.where], gone)
+            for size, entries in inner.items():
+                sizes.setdefault(size, []).extend((labels, None) for labels, _ in entries)
         for name, item, value in _numbers(module):
-            for labels in sizes.get(value, ()):
+            for labels, source in sizes.get(value, ()):
                 if (path, name, item) not in known:
-                    single.setdefault((name, item), []).append(SizeRule(path, name, item, labels))
+                    single.setdefault((name, item), []).append(SizeRule(path, name, item, labels, source))
         if single:
             firsts = [candidates[0] for candidates in single.values()]
             options.append(firsts)
             if len(firsts) > 1:
                 options += [[rule] for rule in firsts]
                 options += [list(pair) for pair in itertools.combinations(firsts, 2)][:6]
-            options += [[rule] for candidates in single.values() for rule in candidates[1:3]]
+            options += [[rule] for candidates in single.values() for rule in _distinct(bench, candidates)[1:3]]
     return [everywhere(bench, option, gone) for option in options[:16]]
 
 
+def _distinct(bench: Bench, rules: Iterable[SizeRule]) -> list[SizeRule]:
+    """Rules without those that count the same units."""
+    return list({tuple(bench.sets.find(x) if x > FIXED else x for x in rule.labels): rule for rule in rules}.values())
+
+
 def everywhere(bench: Bench, option: Sequence[SizeRule], gone: set[int]) -> list[SizeRule]:
-    """The same rules for all modules of the same class: what one attention needs, the others need too."""
+    """The same rules for all modules of the same class: what one attention needs, the others need too.
+
+    Each gets its size from the same place of its own forward.
+    """
     found: list[SizeRule] = []
     by_frame: dict[str, list[Step]] = {}
     for step in bench.steps:
@@ -310,28 +325,39 @@ def everywhere(bench: Bench, option: Sequence[SizeRule], gone: set[int]) -> list
         found.append(rule)
         kind = type(bench.model.get_submodule(rule.module))
         for path, module in bench.model.named_modules():
-            if type(module) is not kind or path == rule.module:
+            if type(module) is not kind or path == rule.module or rule.source is None:
                 continue
             value = getattr(module, rule.attribute, None)
             if rule.item is not None and isinstance(value, (tuple, list)) and rule.item < len(value):
                 value = value[rule.item]
-            labels = _changed_sizes(bench, by_frame.get(path, []), gone).get(value, []) if type(value) is int else []
-            if labels:
-                found.append(SizeRule(path, rule.attribute, rule.item, labels[0]))
+            entries = _changed_sizes(bench, by_frame.get(path, []), gone).get(value, []) if type(value) is int else []
+            found += [
+                SizeRule(path, rule.attribute, rule.item, labels, source)
+                for labels, source in entries
+                if source == rule.source
+            ]
     return found
 
 
-def _changed_sizes(bench: Bench, steps: Iterable[Step], gone: set[int]) -> dict[int, list[tuple[int, ...]]]:
-    """The sizes of dimensions that shrink in these steps: size -> the labels of such dimensions."""
-    found: dict[int, dict[tuple[int, ...], tuple[int, ...]]] = {}
-    for step in steps:
-        extra = [] if step.groups is None else [step.groups]
-        for labels in (*step.labels(), *extra):
-            listed = tuple(labels.tolist())
-            canonical = tuple(label if label <= FIXED else bench.sets.find(label) for label in listed)
-            if any(label in gone for label in canonical):
-                found.setdefault(len(listed), {}).setdefault(canonical, listed)
-    return {size: list(entries.values()) for size, entries in found.items()}
+# Where in a forward a size was seen: the number of the step, the tensor, the dimension.
+Source = tuple[int, int, int]
+Sizes = dict[int, list[tuple[tuple[int, ...], Source | None]]]
+
+
+def _changed_sizes(bench: Bench, steps: Iterable[Step], gone: set[int]) -> Sizes:
+    """The sizes of dimensions that shrink in these steps: size -> the labels of such dimensions, and their places."""
+    found: Sizes = {}
+    for number, step in enumerate(steps):
+        tensors = [*step.outputs, *(axes for _, axes in step.inputs)]
+        tensors += [] if step.groups is None else [(step.groups,)]
+        for place, axes in enumerate(tensors):
+            for dim, labels in enumerate(axes):
+                if labels is None:
+                    continue
+                listed = tuple(labels.tolist())
+                if any(label > FIXED and bench.sets.find(label) in gone for label in listed):
+                    found.setdefault(len(listed), []).append((listed, (number, place, dim)))
+    return found
 
 
 def _numbers(module: nn.Module) -> Iterator[tuple[str, int | None, int]]:

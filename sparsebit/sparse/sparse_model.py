@@ -32,7 +32,7 @@ from sparsebit.sparse.element_masks import (
 )
 from sparsebit.sparse.evidence import Loss, gather_evidence
 from sparsebit.sparse.example_guess import guessed_example
-from sparsebit.sparse.find_groups import ChannelGroups, find_groups
+from sparsebit.sparse.group_search import ChannelGroups, find_groups
 from sparsebit.sparse.labels import FIXED
 from sparsebit.sparse.sparse_config import SparseConfig, parse_sconfig
 from sparsebit.sparse.sparsers import SPARSERS, Sparser, pruned_weights

@@ -204,6 +204,37 @@ class Attention(nn.Module):
         return self.proj((weights @ v).transpose(1, 2).flatten(2))
 
 
+class OwnLinear(nn.Module):
+    """GPT-2's: a matrix the other way round, and the width as an attribute."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.nf, self.weight, self.bias = (
+            outputs,
+            nn.Parameter(torch.randn(inputs, outputs) / 4),
+            nn.Parameter(torch.randn(outputs)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], self.nf)
+
+
+class SplitAttention(nn.Module):
+    """Two attributes, of two classes, must follow before the run comes to the next product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.split_size, self.head_dim = 12, 3
+        self.joint, self.out = OwnLinear(36, 12), OwnLinear(12, 12)
+        self.up, self.down = OwnLinear(20, 12), OwnLinear(12, 20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.joint(x).split(self.split_size, dim=2)
+        q, k, v = (part.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2) for part in parts)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(x)))
+
+
 class GroupedQuery(nn.Module):
     """Six query heads share two key and value heads, as in LLaMA."""
 
@@ -407,6 +438,7 @@ PRUNABLE: dict[str, tuple[Build, int]] = {
     "pixel shuffle": (lambda: (PixelShuffle(), images()), 6),
     "squeeze excite": (lambda: (SqueezeExcite(), images()), 12 + 4),
     "attention": (lambda: (Attention(), torch.randn(2, 5, 12)), 4),
+    "split attention": (lambda: (SplitAttention(), torch.randn(2, 5, 12)), 4 + 20),
     "grouped query": (lambda: (GroupedQuery(), torch.randn(2, 5, 12)), 2),
     "transformer": (lambda: (Transformer(), torch.randn(2, 5, 6)), 4 + 20),
     "shared": (lambda: (Shared(), rows()), 10),

@@ -11,7 +11,7 @@ from torch import nn
 
 from sparsebit.errors import CheckpointError
 from sparsebit.sparse import load, save
-from sparsebit.sparse.find_groups import find_groups
+from sparsebit.sparse.group_search import find_groups
 from sparsebit.sparse.surgery import apply_plan
 from tests.sparse.nets import Attention, Chain, Tied, images
 

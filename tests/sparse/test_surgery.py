@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sparsebit.errors import CheckpointError
-from sparsebit.sparse.find_groups import find_groups
+from sparsebit.sparse.group_search import find_groups
 from sparsebit.sparse.surgery import ChannelPlan, apply_plan, plan_of
 from tests.sparse.nets import Attention, Chain, Depthwise, Norms, images
 

@@ -169,7 +169,7 @@ class _Search:
         self.pins: dict[tuple[str, int, int], str] = {}
         self.rules: list[SizeRule] = []
         self.analysis = self._analyse(self.options)
-        self.hopeless: set[tuple[type, str]] = set()
+        self.hopeless: set[tuple[type, str, str]] = set()
         self.tried: set[tuple[str, int]] = set()
 
     def _analyse(self, options: Mapping[str, int]) -> _Analysis:
@@ -219,7 +219,7 @@ class _Search:
 
     def _repaired(self, bench: Bench, dead: list[Unit], failure: Failure) -> bool:
         kind = type(self.model.get_submodule(failure.where))
-        site = (kind, failure.steps[-1].name if failure.steps else "")
+        site = (kind, failure.where.rpartition(".")[2], failure.steps[-1].name if failure.steps else "")
         if site in self.hopeless:
             return False
         for option in find_repairs(bench, failure, dead, self.rules):

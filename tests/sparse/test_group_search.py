@@ -9,7 +9,7 @@ import torch
 
 from sparsebit.errors import CaptureError
 from sparsebit.sparse.channel_proof import drawn, mask_units
-from sparsebit.sparse.find_groups import find_groups
+from sparsebit.sparse.group_search import find_groups
 from sparsebit.sparse.surgery import apply_plan
 from tests.sparse.nets import PRUNABLE, SPARED, Auxiliary, PaddedShortcut, images
 
