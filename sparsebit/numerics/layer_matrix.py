@@ -48,10 +48,20 @@ class LayerMatrix:
         split = matrix.reshape(self.groups, shape[1], shape[0] // self.groups, *shape[2:])
         return split.transpose(1, 2).reshape(shape)
 
-    def patches(self, x: Tensor) -> Iterator[Tensor]:
-        """The input in chunks of `(groups, positions, columns)`, so that large images stay within bounded memory."""
+    def num_rows(self, x: Tensor) -> int:
+        """How many positions the input has, over all samples."""
         if self.num_dims == 0:
-            rows = x.reshape(-1, x.shape[-1])
+            return x.numel() // max(x.shape[-1], 1)
+        x = x[None] if x.ndim == self.num_dims + 1 else x
+        return len(x) * int(torch.Size(self.unfold(x[:1]).shape[2 : 2 + self.num_dims]).numel()) if len(x) else 0
+
+    def patches(self, x: Tensor, step: int = 1) -> Iterator[Tensor]:
+        """The input in chunks of `(groups, positions, columns)`, so that large images stay within bounded memory.
+
+        `step`: only every so many positions; of images every so many lines, others in each chunk.
+        """
+        if self.num_dims == 0:
+            rows = x.reshape(-1, x.shape[-1])[::step]
             for part in rows.split(max(_CHUNK // max(rows.shape[1], 1), 1)):
                 yield part[None]
             return
@@ -59,15 +69,18 @@ class LayerMatrix:
             x = x[None]
         if not len(x):
             return
-        first = self._grouped(x[:1])
+        first = self._grouped(x[:1], 0, step)
         yield first
-        for part in x[1:].split(max(_CHUNK // max(first.numel(), 1), 1)) if len(x) > 1 else ():
-            yield self._grouped(part)
+        rest = x[1:].split(max(_CHUNK // max(first.numel(), 1), 1)) if len(x) > 1 else ()
+        for number, part in enumerate(rest, start=1):
+            yield self._grouped(part, number, step)
 
-    def _grouped(self, x: Tensor) -> Tensor:
+    def _grouped(self, x: Tensor, offset: int, step: int) -> Tensor:
         """`(n, channels, *positions, *kernel)` as `(groups, n * positions, channels / groups * kernel)`."""
         windows = self.unfold(x)
         num_dims = self.num_dims
+        step = min(step, windows.shape[2])
+        windows = windows[:, :, offset % step :: step]
         windows = torch.unflatten(windows, 1, (self.groups, -1))  # (n, groups, channels, *positions, *kernel)
         order = (1, 0, *range(3, 3 + num_dims), 2, *range(3 + num_dims, 3 + 2 * num_dims))
         columns = windows.shape[2] * int(torch.Size(windows.shape[3 + num_dims :]).numel())

@@ -17,6 +17,7 @@ from sparsebit.errors import CalibrationError
 from sparsebit.execution.batches import Call, calls
 from sparsebit.progress import track
 from sparsebit.quantization.algorithms.applying import apply_algorithms, require_repeatable
+from sparsebit.quantization.effort import Effort, with_effort
 from sparsebit.quantization.quant_config import as_qconfig
 from sparsebit.quantization.quant_model import QuantModel
 from sparsebit.records.phases import note_calibration, phase
@@ -33,6 +34,7 @@ def quantize(
     config: Source | QuantConfig = "onnxruntime",
     *,
     asym: bool = False,
+    effort: Effort | None = None,
     resume: str | os.PathLike[str] | None = None,
 ) -> QuantModel:
     """A calibrated `QuantModel` with quantization on, in eval mode; `model` is left as it was.
@@ -40,8 +42,9 @@ def quantize(
     `batches`: an iterable of tensors, tuples of positional arguments or mappings of keyword arguments (a DataLoader of
     `(images, labels)` will do). None where only weights are quantized (`config="weights-only"`): their ranges are read
     off the weights themselves. `config`: a config in any form that `parse_qconfig` reads, or a backend's name (8 bits
-    as that runtime wants them). `asym`: calibrate each layer on quantized predecessors. `resume`: a folder that keeps
-    what the `ALGORITHMS` of the config have finished; a run that was killed goes on after it.
+    as that runtime wants them). `asym`: calibrate each layer on quantized predecessors. `effort`: "fast" (calibration
+    alone), "good" (GPTQ, seconds) or "best" (GPTQ and reconstruction, minutes), in the place of the config's
+    `ALGORITHMS`. `resume`: a folder that keeps what these have finished; a run that was killed goes on after it.
 
     >>> model = nn.Sequential(nn.Linear(4, 2), nn.ReLU())
     >>> qmodel = quantize(model, [torch.randn(8, 4)], "onnxruntime")
@@ -49,7 +52,7 @@ def quantize(
     1 of 1 weighted layers quantized, 1 layers in all
     >>> small = quantize(model, config="weights-only")
     """
-    qconfig = as_qconfig(config)
+    qconfig = with_effort(as_qconfig(config), effort)
     if batches is None:
         if qconfig.ALGORITHMS:
             names = ", ".join(step.name for step in qconfig.ALGORITHMS)

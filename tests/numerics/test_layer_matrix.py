@@ -71,3 +71,18 @@ def test_layers_without_a_matrix() -> None:
 def test_no_images() -> None:
     form = layer_matrix(nn.Conv2d(2, 2, 3))
     assert form is not None and not list(form.patches(torch.zeros(0, 2, 8, 8)))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_so_many_positions(name: str) -> None:
+    layer, shape = LAYERS[name]
+    form = layer_matrix(layer.float())
+    assert form is not None
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    everything = torch.cat(list(form.patches(x)), 1)
+    assert form.num_rows(x) == everything.shape[1]
+    some = torch.cat(list(form.patches(x, 2)), 1)
+    assert 0 < some.shape[1] <= everything.shape[1]
+    assert form.num_rows(x) < 4 or some.shape[1] < 0.8 * everything.shape[1]
+    known = {tuple(row) for row in everything.transpose(0, 1).flatten(1).tolist()}
+    assert all(tuple(row) in known for row in some.transpose(0, 1).flatten(1).tolist())

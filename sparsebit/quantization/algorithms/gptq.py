@@ -58,6 +58,7 @@ class _Options:
     rounding: Rounding
     input_correction: float
     correct_bias: bool
+    max_rows: int | None
 
 
 @register_algorithm("gptq")
@@ -73,6 +74,7 @@ def gptq(
     input_correction: Annotated[float, Field(ge=0, le=1)] = 1.0,
     correct_bias: bool = True,
     block_size: Annotated[int, Field(ge=1)] = 128,
+    max_rows: Annotated[int, Field(ge=1)] | None = None,
     memory_budget: int = 1024 * MIB,
     resume: str | os.PathLike[str] | None = None,
 ) -> dict[str, LayerRounding]:
@@ -87,7 +89,8 @@ def gptq(
     closed form. `sweeps`: how often codes are improved one by one afterwards. `input_correction`: from 0 (off) to 1,
     how much of the difference between the quantized and the float input the weight takes up. `correct_bias`: the bias
     takes up the mean error. `block_size`: columns between two updates of the whole weight; it changes the time, not the
-    method. `resume`: a folder that keeps each finished layer; a run that was killed goes on after them.
+    method. `max_rows`: about so many rows of a layer's input (of a convolution: positions) are read, evenly spaced;
+    None: all. `resume`: a folder that keeps each finished layer; a run that was killed goes on after them.
 
     >>> gptq(qmodel, batches)  # doctest: +SKIP
     {'conv1': LayerRounding(nearest=0.0113, rounded=0.0021), ...}
@@ -96,6 +99,7 @@ def gptq(
         Rounding(act_order, damping, block_size, scale_search, sweeps=sweeps, refit=refit),
         input_correction,
         correct_bias,
+        max_rows,
     )
     owners = num_owners(qmodel.model)
     found: dict[str, LayerRounding] = {}
@@ -154,7 +158,13 @@ def _matrix_form(layer: WeightedQuantOpr, node: fx.Node, owners: dict[int, int])
 def _round_layer(layer: WeightedQuantOpr, form: LayerMatrix, data: BlockData, options: _Options) -> LayerRounding:
     op, quantizer = layer.op, layer.weight_quantizer
     weight, bias = op.get_parameter("weight"), op._parameters.get("bias")
-    moments = _moments(layer, form, data, with_originals=options.input_correction > 0 or options.correct_bias)
+    moments = _moments(
+        layer,
+        form,
+        data,
+        with_originals=options.input_correction > 0 or options.correct_bias,
+        max_rows=options.max_rows,
+    )
     has_bias = options.correct_bias and bias is not None
     hessian = moments.hessian(centered=has_bias)
     original = form.matrix(weight.detach()).to(hessian)
@@ -172,18 +182,23 @@ def _round_layer(layer: WeightedQuantOpr, form: LayerMatrix, data: BlockData, op
     return LayerRounding(float(rounded.nearest_loss.sum()), float(rounded.loss.sum()))
 
 
-def _moments(layer: WeightedQuantOpr, form: LayerMatrix, data: BlockData, *, with_originals: bool) -> InputMoments:
+def _moments(
+    layer: WeightedQuantOpr, form: LayerMatrix, data: BlockData, *, with_originals: bool, max_rows: int | None
+) -> InputMoments:
     """Of the layer's quantized input and of its float input, over all batches and processes."""
     dtype = torch.float64 if layer.op.get_parameter("weight").dtype == torch.float64 else torch.float32
     moments = InputMoments(dtype)
+    step = 1
     for index in range(data.num_batches):
         (x,) = layer.quantize_input((input_of(data, data.inputs, index),), {})
+        if index == 0 and max_rows is not None:
+            step = max(1, round(form.num_rows(x) * data.num_batches / max_rows))
         if not with_originals:
-            for patches in form.patches(x):
+            for patches in form.patches(x, step):
                 moments.add(patches)
             continue
         original = input_of(data, data.float_inputs, index)
-        for patches, others in zip(form.patches(x), form.patches(original), strict=True):
+        for patches, others in zip(form.patches(x, step), form.patches(original, step), strict=True):
             moments.add(patches, others)
     states = gather(moments.state())
     if len(states) == 1:

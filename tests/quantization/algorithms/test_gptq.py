@@ -280,6 +280,18 @@ def test_weights_alone() -> None:
     assert error(qmodel, model, data) < 0.5 * nearest
 
 
+def test_fewer_rows_are_nearly_as_good() -> None:
+    model, data = float_model(), batches(8)
+    nearest = error(calibrated(model, data), model, data)
+    errors = []
+    for max_rows in (None, 1 << 40, 300):
+        qmodel = calibrated(model, data)
+        gptq(qmodel, data, max_rows=max_rows)
+        errors.append(error(qmodel, model, data))
+    assert errors[0] == errors[1] != errors[2]
+    assert errors[2] < 0.6 * nearest
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -1,0 +1,93 @@
+"""What `effort` costs and gives: accuracy, seconds and memory of "fast", "good" and "best" on the same 256 images.
+
+    python benchmarks/effort.py [--tasks resnet20,mobilenetv2,vit] [--bits W4A8,W4A4] [--device cuda] [--json FILE]
+
+`ratio`: CPU seconds (on a GPU: seconds) by those of "fast" in the same run. Each row is a process of its own, so that
+its peak memory is its own; it includes the model's and the data's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from common import emit, sqnr_db
+
+EFFORTS = ("fast", "good", "best")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", default="resnet20,mobilenetv2,vit")
+    parser.add_argument("--bits", default="W4A8,W4A4")
+    parser.add_argument("--efforts", default=",".join(EFFORTS))
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--row", nargs=3, metavar=("TASK", "BITS", "EFFORT"), help="one row, in this process")
+    options = parser.parse_args()
+    if options.row:
+        print(json.dumps(row(*options.row, options.device)))
+        return
+    for task in options.tasks.split(","):
+        for bits in options.bits.split(","):
+            cost = None
+            for effort in options.efforts.split(","):
+                found = in_own_process(task, bits, effort, options.device)
+                spent = found["cpu_seconds"] if options.device == "cpu" else found["seconds"]
+                cost = spent if effort == "fast" else cost
+                found["ratio"] = None if cost is None else round(spent / cost, 1)
+                emit({"benchmark": "effort", **found}, options.json)
+
+
+def in_own_process(task: str, bits: str, effort: str, device: str) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--row", task, bits, effort, "--device", device]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def row(name: str, bits: str, effort: Any, device: str) -> dict[str, Any]:
+    import torch
+    from accuracy import config
+    from models import TASKS
+
+    import sparsebit
+
+    torch.set_num_threads(1)
+    task = TASKS[name]()
+    task.model.to(device)
+    score, outputs = task.evaluate(task.model)
+    weight, activation = map(int, re.findall(r"\d+", bits))
+    # The first call pays for imports and start-up; that is not the method's.
+    sparsebit.quantize(task.model, task.calibration[:1], config("virtual", "mse", 8, 8, device))
+    wall, cpu = time.perf_counter(), time.process_time()
+    settings = config("virtual", "mse", weight, activation, device)
+    qmodel = sparsebit.quantize(task.model, task.calibration, settings, effort=effort)
+    if device != "cpu":
+        torch.cuda.synchronize()
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    quantized, own = task.evaluate(qmodel)
+    assert outputs is not None and own is not None
+    return {
+        "task": name,
+        "bits": bits,
+        "effort": effort,
+        "metric": task.metric,
+        "float": round(score, 2),
+        "quantized": round(quantized, 2),
+        "loss": round(score - quantized, 2),
+        "sqnr_db": round(sqnr_db(outputs[:2000], own[:2000]), 2),
+        "seconds": round(wall, 1),
+        "cpu_seconds": round(cpu, 1),
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""`effort`: how much time post-training quantization may take, as a name for a ladder of algorithms."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+from sparsebit.config.schema import QuantConfig
+from sparsebit.errors import ConfigError
+
+Effort = Literal["fast", "good", "best"]
+
+# What each one adds to a config, in the place of its ALGORITHMS.
+LADDERS: dict[Effort, tuple[Any, ...]] = {
+    "fast": (),
+    "good": ({"gptq": {"SWEEPS": 0, "MAX_ROWS": 16384}},),
+    "best": ("gptq", {"reconstruct": {"METHOD": "qdrop"}}),
+}
+
+
+def with_effort(config: QuantConfig, effort: Effort | None) -> QuantConfig:
+    """The config with the algorithms of that effort; of "good" and "best" also ranges by `mse`, where none is chosen.
+
+    >>> from sparsebit.quantization import parse_qconfig
+    >>> [step.name for step in with_effort(parse_qconfig("onnxruntime"), "best").ALGORITHMS]
+    ['gptq', 'reconstruct']
+    """
+    if effort is None:
+        return config
+    if effort not in get_args(Effort):
+        raise ConfigError(f"effort={effort!r}: allowed: {', '.join(get_args(Effort))}")
+    if config.ALGORITHMS:
+        names = ", ".join(step.name for step in config.ALGORITHMS)
+        raise ConfigError(f"effort={effort!r}, and the config has ALGORITHMS of its own ({names}): give one of the two")
+    if effort == "fast":
+        return config
+    changes: list[Any] = ["ALGORITHMS", list(LADDERS[effort])]
+    for kind in ("W", "A"):
+        quantizer = getattr(config, kind).QUANTIZER
+        is_open = not config.is_set(f"{kind}.OBSERVER.TYPE") and quantizer.TYPE == "uniform"
+        if is_open and not quantizer.DISABLE:
+            changes += [f"{kind}.OBSERVER.TYPE", "mse"]
+    return config.replace(*changes)

@@ -1,0 +1,60 @@
+"""Efforts: names for ladders of algorithms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sparsebit
+from sparsebit.errors import ConfigError
+from sparsebit.quantization import parse_qconfig
+from sparsebit.quantization.effort import LADDERS, with_effort
+
+BITS = {"DEVICE": "cpu", "W": {"QUANTIZER": {"BIT": 4}}, "A": {"QUANTIZER": {"BIT": 8}}}
+
+
+def test_none_and_fast_leave_the_config_as_it_is() -> None:
+    config = parse_qconfig(BITS)
+    assert with_effort(config, None) is config and with_effort(config, "fast") is config
+
+
+@pytest.mark.parametrize("effort", ["good", "best"])
+def test_ladders_are_sound_and_choose_ranges_by_mse(effort: Any) -> None:
+    config = with_effort(parse_qconfig(BITS), effort)
+    assert len(config.ALGORITHMS) == len(LADDERS[effort])
+    assert (config.W.OBSERVER.TYPE, config.A.OBSERVER.TYPE) == ("mse", "mse")
+    assert parse_qconfig(config.to_yaml()) == config
+
+
+def test_what_the_user_chose_stays() -> None:
+    weights = {"QUANTIZER": {"BIT": 8, "TYPE": "fp8"}}
+    activations = {"QUANTIZER": {"BIT": 8}, "OBSERVER": {"TYPE": "percentile"}}
+    config = with_effort(parse_qconfig({"DEVICE": "cpu", "W": weights, "A": activations}), "good")
+    assert (config.W.OBSERVER.TYPE, config.A.OBSERVER.TYPE) == ("minmax", "percentile")
+    alone = {"DEVICE": "cpu", "W": {"QUANTIZER": {"BIT": 4}}, "A": {"QUANTIZER": {"DISABLE": True}}}
+    assert with_effort(parse_qconfig(alone), "good").A.OBSERVER.TYPE == "minmax"
+
+
+def test_refused() -> None:
+    with pytest.raises(ConfigError, match="effort='most': allowed: fast, good, best"):
+        with_effort(parse_qconfig(BITS), "most")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"ALGORITHMS of its own \(gptq\): give one of the two"):
+        with_effort(parse_qconfig({**BITS, "ALGORITHMS": ["gptq"]}), "fast")
+
+
+def test_more_effort_is_nearer_to_float() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4))
+    model.eval()
+    images = torch.rand(4, 16, 3, 4, 4).repeat_interleave(2, -1).repeat_interleave(2, -2)
+    data = list(images)
+    errors = {}
+    for effort in ("fast", "good"):
+        qmodel = sparsebit.quantize(model, data, BITS, effort=effort)  # type: ignore[arg-type]
+        with torch.no_grad():
+            errors[effort] = sum(float((qmodel(x) - model(x)).square().mean()) for x in data)
+    assert errors["good"] < 0.5 * errors["fast"]
+    assert qmodel.applied_algorithms == ("gptq",)
