@@ -10,6 +10,7 @@ the agreement with float and the output SQNR on the first 2,000 samples.
 from __future__ import annotations
 
 import argparse
+import resource
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,19 +22,46 @@ from common import ROOT, emit, sqnr_db
 from models import TASKS, Task, top1
 
 import sparsebit
-from sparsebit.quantization import QuantConfig, correct_biases, equalize, gptq, parse_qconfig, smooth
+from sparsebit.quantization import (
+    QuantConfig,
+    QuantModel,
+    correct_biases,
+    equalize,
+    gptq,
+    parse_qconfig,
+    reconstruct,
+    smooth,
+)
 
 OBSERVERS = ("minmax", "moving_average", "percentile", "mse", "kl_histogram", "aciq")
+
+
+def gptq_then_reconstruct(qmodel: QuantModel, batches: list[Any], **options: Any) -> None:
+    gptq(qmodel, batches)
+    reconstruct(qmodel, batches, **options)
+
+
 # What improves a calibrated model, on the batches that it was calibrated with.
 ALGORITHMS: dict[str, Callable[..., Any]] = {
     "gptq": gptq,
     "analytic bias correction": partial(correct_biases, method="analytic"),
     "empirical bias correction": partial(correct_biases, method="empirical"),
+    "adaround": partial(reconstruct, method="adaround"),
+    "brecq": partial(reconstruct, method="brecq"),
+    "qdrop": partial(reconstruct, method="qdrop"),
+    "autoround": partial(reconstruct, method="autoround"),
+    "gptq, qdrop": partial(gptq_then_reconstruct, method="qdrop"),
     "equalization": equalize,
     "smoothing": partial(smooth, insert=True),
 }
-# Those that are measured on few bits.
-ROUNDING = ("gptq", "analytic bias correction", "empirical bias correction")
+# Those that are measured on few bits, and on which.
+ROUNDING = [name for name in ALGORITHMS if name not in ("equalization", "smoothing")]
+LOW_BITS = {
+    "resnet20": ((4, 8), (3, 8), (2, 8), (4, 4)),
+    "mobilenetv2": ((4, 8), (4, 4)),
+    "vit": ((4, 8), (4, 4)),
+    "efficientnet_lite0": ((4, 8),),
+}
 # Models that the plain configs do not suit, and the config that their example recommends.
 RECOMMENDED = {"minilm": "examples/configs/encoder_w8a8.yaml", "yolov5n": "examples/configs/yolo_w8a8.yaml"}
 
@@ -68,6 +96,7 @@ def measure(
     if algorithm is not None:
         algorithm(qmodel, task.calibration)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024  # of the process so far
     score, outputs = reference
     quantized, own = task.evaluate(qmodel)
     record = {
@@ -78,6 +107,7 @@ def measure(
         "quantized": round(quantized, 4),
     }
     record |= {"loss": round(score - quantized, 4), "seconds": round(wall, 1), "cpu_seconds": round(cpu, 1)}
+    record["peak_mib"] = peak
     if outputs is not None and own is not None:
         outputs, own = outputs[:2000], own[:2000]
         record["sqnr_db"] = round(sqnr_db(outputs, own), 2)
@@ -105,10 +135,9 @@ def variants(task: str, observers: list[str], device: str) -> list[Variant]:
         return [*found, ({**label, "algorithm": "smoothing"}, recommended)] if task == "minilm" else found
     found = [variant(backend, observer) for backend in ("virtual", "tensorrt") for observer in observers]
     found.append(variant("onnxruntime", "minmax"))
-    if task == "resnet20":
-        low = [variant("virtual", "mse", *bits) for bits in ((4, 8), (3, 8), (4, 4))]
-        found += low
-        found += [({**label, "algorithm": name}, settings) for name in ROUNDING for label, settings in low]
+    low = [variant("virtual", "mse", *bits) for bits in LOW_BITS.get(task, ())]
+    found += low
+    found += [({**label, "algorithm": name}, settings) for name in ROUNDING for label, settings in low]
     if task == "mobilenetv2":
         label = {"backend": "virtual", "observer": "minmax", "bits": "W8A8", "weights": "per-tensor"}
         whole = config("virtual", "minmax", device=device, weights="per-tensor")

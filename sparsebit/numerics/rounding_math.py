@@ -15,8 +15,10 @@ from torch import Tensor
 
 # The sigmoid is stretched beyond [0, 1], so that it reaches both ends (Louizos et al., 2018; AdaRound, eq. 23).
 STRETCHED_TO, STRETCHED_FROM = 1.1, -0.1
-# How far from the other code a weight begins whose present code is not the nearest.
+# How far from halfway a weight begins at least.
 _MARGIN = 0.05
+# The share by which a weight begins at its present code, where that is not the nearest.
+_AT_CODE = 0.9
 
 
 # --- AdaRound (Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization", ICML 2020, section 3.2)
@@ -37,13 +39,15 @@ def soft_start(u: Tensor, n: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor,
     """The lower of the two codes between which each weight is rounded, and the `v` to begin with.
 
     The two codes are those around `u`, or, where the present code `n` is neither (as after GPTQ), `n` and the one next
-    to it on the side of `u`. `v` begins such that the soft code is `u` itself as far as its rounding gives `n`: the
-    hard rounding of the start is the present one.
+    to it on the side of `u`. `v` begins such that the soft code is `u` itself where its rounding gives `n`, and else
+    near `n`: the hard rounding of the start is the present one.
     """
     lower = torch.minimum(torch.maximum(u.floor(), n - 1), n)
     lower = torch.minimum(torch.maximum(lower, low), high - 1)
     h = (u - lower).clamp(0, 1)
-    h = torch.where(n > lower, h.clamp_min(0.5 + _MARGIN), h.clamp_max(0.5 - _MARGIN))
+    is_up, is_nearest = n > lower, (h >= 0.5) == (n > lower)
+    nearest = torch.where(is_up, h.clamp_min(0.5 + _MARGIN), h.clamp_max(0.5 - _MARGIN))
+    h = torch.where(is_nearest, nearest, torch.where(is_up, _AT_CODE, 1 - _AT_CODE))
     return lower, inverse_rectified_sigmoid(h)
 
 
@@ -72,8 +76,8 @@ def straight_through_round(x: Tensor) -> Tensor:
 
 
 def offset_start(u: Tensor, n: Tensor) -> Tensor:
-    """The smallest offset with which `round(u + v)` is the present code `n`, with a margin."""
-    return torch.minimum(torch.maximum(u, n - 0.5 + _MARGIN), n + 0.5 - _MARGIN) - u
+    """The offset with which `round(u + v)` is the present code `n`: 0 where it is the nearest, else to `n` itself."""
+    return torch.where((u - n).abs() <= 0.5, torch.zeros_like(u), n - u)
 
 
 def bounded_offset(v: Tensor, start: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 # The names of the built-in algorithms, observers and quantizers are filed when these are imported.
 import sparsebit.quantization.algorithms.bias_correction
 import sparsebit.quantization.algorithms.gptq
+import sparsebit.quantization.algorithms.reconstruction
 import sparsebit.quantization.observers
 import sparsebit.quantization.quantizers  # noqa: F401
 from sparsebit.backends import BACKENDS
@@ -44,7 +45,17 @@ def parse_qconfig(source: Source | QuantConfig) -> QuantConfig:
                 f"no config file at {source!r}, and no config has that name; did you mean {near}? "
                 f"Names: {', '.join(names)}"
             )
-    return QuantConfig.from_dict(read(source))
+    return _with_implied_steps(QuantConfig.from_dict(read(source)))
+
+
+def _with_implied_steps(config: QuantConfig) -> QuantConfig:
+    """`W.QUANTIZER.TYPE: adaround`, as the first Sparsebit had it, is a step of ALGORITHMS where none is named."""
+    kinds = {config.W.QUANTIZER.TYPE, *(dict(entry.settings).get("QUANTIZER.TYPE") for entry in config.W.SPECIFIC)}
+    is_wanted = any(isinstance(kind, str) and kind.lower() == "adaround" for kind in kinds)
+    if not is_wanted or any(step.name == "reconstruct" for step in config.ALGORITHMS):
+        return config
+    entries = [step.to_entry() for step in config.ALGORITHMS]
+    return config.replace("ALGORITHMS", [*entries, {"reconstruct": {"METHOD": "adaround"}}])
 
 
 # What every place that takes a config does with it.

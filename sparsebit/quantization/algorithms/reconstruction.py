@@ -46,8 +46,9 @@ class Settings:
     fisher: bool
 
 
-# How far the rounding of a weight may be moved in all steps together: from one code to the other.
-_TRAVEL: dict[RoundingKind, float] = {"sigmoid": 5.0, "sign": 1.0, "none": 0.0}
+# How far the rounding of a weight may be moved in all steps together, beside one code to the other: more makes the
+# signed steps oscillate between codes.
+_TRAVEL: dict[RoundingKind, float] = {"sigmoid": 5.0, "sign": 0.3, "none": 0.0}
 _MARGIN = 1.5
 METHODS: dict[Method, Settings] = {
     "adaround": Settings("layers", "sigmoid", False, False, False, 0.0, False),
@@ -95,7 +96,7 @@ def reconstruct(
     drop: Annotated[float, Field(ge=0, le=1)] | None = None,
     fisher: bool | None = None,
     float_share: Annotated[float, Field(ge=0, le=1)] = 0.0,
-    penalty: Annotated[float, Field(ge=0)] = 0.1,
+    penalty: Annotated[float, Field(ge=0)] = 100.0,
     patience: Annotated[int, Field(ge=0)] = 0,
     bf16: bool = False,
     seed: int = 0,

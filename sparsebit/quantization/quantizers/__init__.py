@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from sparsebit.quantization.quantizers import dorefa, float8, lsq, pact, uniform
+from sparsebit.quantization.quantizers import adaround, dorefa, float8, lsq, pact, uniform
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.quantizers.registration import build_quantizer, quantizer_options, register_quantizer
 
 __all__ = [
     "Quantizer",
+    "adaround",
     "build_quantizer",
     "dorefa",
     "float8",
