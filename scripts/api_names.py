@@ -32,6 +32,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "fake_quantize",
         "algorithms": "apply_algorithms register_algorithm equalize Equalized smooth Smoothed gptq LayerRounding "
         "correct_biases reconstruct BlockReconstruction",
+        "mixed precision": "sensitivity Sensitivity search_bits BitSearch SiteBudget pareto_curve",
         "training": "DistillationLoss FreezeSchedule CudaGraphStep",
         "own classes": "Quantizer register_quantizer Observer register_observer MinMax MovingMinMax Samples Histogram "
         "Section QuantOpr MultipleInputsQuantOpr QIdentity register_qmodule QMODULE_MAP",

@@ -27,6 +27,8 @@ from sparsebit.quantization.cuda_graph_step import CapturedStep as CapturedStep 
 from sparsebit.quantization.cuda_graph_step import CudaGraphStep
 from sparsebit.quantization.first_sparsebit import weights_of_first_sparsebit
 from sparsebit.quantization.held_parts import FreezeSchedule
+from sparsebit.quantization.mixed_precision.search import BitSearch, SiteBudget, pareto_curve, search_bits
+from sparsebit.quantization.mixed_precision.sensitivity import Sensitivity, sensitivity
 from sparsebit.quantization.observers import Observer, register_observer
 from sparsebit.quantization.observers.histogram import Histogram
 from sparsebit.quantization.observers.statistics import MinMax, MovingMinMax, Samples
@@ -40,6 +42,7 @@ from sparsebit.quantization.stages import Transform, attach, make_plan, prepare,
 
 __all__ = [
     "QMODULE_MAP",
+    "BitSearch",
     "Block",
     "BlockData",
     "BlockReconstruction",
@@ -68,7 +71,9 @@ __all__ = [
     "ReplacePatternBase",
     "Samples",
     "Section",
+    "Sensitivity",
     "Site",
+    "SiteBudget",
     "Smoothed",
     "SubgraphMatcher",
     "TensorSpec",
@@ -85,6 +90,7 @@ __all__ = [
     "gptq",
     "make_plan",
     "mix",
+    "pareto_curve",
     "parse_qconfig",
     "prepare",
     "qparams_from_range",
@@ -94,6 +100,8 @@ __all__ = [
     "register_qmodule",
     "register_quantizer",
     "run_blocks",
+    "search_bits",
+    "sensitivity",
     "smooth",
     "transform",
     "weights_of_first_sparsebit",

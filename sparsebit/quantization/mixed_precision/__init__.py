@@ -1,0 +1,1 @@
+"""Sensitivity of every quantized tensor, and the bits of each chosen under budgets."""

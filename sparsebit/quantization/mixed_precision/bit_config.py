@@ -1,0 +1,89 @@
+"""Bits by layer -> a config that asks for them: the most common as the general rule, the others by glob."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from sparsebit.config.schema import QuantConfig
+from sparsebit.config.tensor_config import Kind
+
+Settings = tuple[tuple[str, Any], ...]
+_BIT = "QUANTIZER.BIT"
+
+
+def with_bits(
+    config: QuantConfig, layers: Iterable[str], weights: Mapping[str, int], activations: Mapping[str, int]
+) -> QuantConfig:
+    """The config with these bits for the weights and activations of these layers; all else stays as it is.
+
+    `layers`: all names that a glob may match. What `SPECIFIC` says of a layer beside its bits is repeated, since the
+    first glob that matches wins alone.
+    """
+    names = list(layers)
+    wanted: dict[Kind, Mapping[str, int]] = {"W": weights, "A": activations}
+    for kind, bits in wanted.items():
+        for merge in (True, False):  # names that also match as nodes of torch.fx are told apart without globs
+            changed = _with_bits(config, kind, names, bits, merge=merge)
+            if all(count == changed.resolve(kind, layer).QUANTIZER.BIT for layer, count in bits.items()):
+                config = changed
+                break
+        else:
+            raise AssertionError(f"{kind}: the config does not give each layer its bits")
+    return config
+
+
+def _with_bits(
+    config: QuantConfig, kind: Kind, names: list[str], bits: Mapping[str, int], *, merge: bool
+) -> QuantConfig:
+    if not bits:
+        return config
+    winners = {name: config.winner(kind, name) for name in dict.fromkeys([*names, *bits])}
+    plain = Counter(count for name, count in bits.items())
+    common = max(plain, key=lambda count: (plain[count], count))
+    fixed: dict[str, Settings] = {}  # what each layer has to have, where a glob could reach it
+    for name, winner in winners.items():
+        settings = () if winner is None else tuple(pair for pair in winner.settings if pair[0] != _BIT)
+        if name in bits:
+            fixed[name] = (*settings, (_BIT, bits[name]))
+        elif winner is not None:
+            fixed[name] = winner.settings
+    changed = config.replace(f"{kind}.QUANTIZER.BIT", common)
+    needed = {name for name in bits if bits[name] != changed.resolve(kind, name).QUANTIZER.BIT}
+    entries = _globs(fixed, needed) if merge else {name: fixed[name] for name in bits if name in needed}
+    section: Any = changed.W if kind == "W" else changed.A
+    specific = [{glob: [part for pair in settings for part in pair]} for glob, settings in entries.items()]
+    specific += [override.to_entry() for override in section.SPECIFIC]
+    return changed.replace(f"{kind}.SPECIFIC", specific) if specific else changed
+
+
+def _globs(fixed: Mapping[str, Settings], needed: set[str]) -> dict[str, Settings]:
+    """Names, or `prefix.*` where all layers below have the same settings and several of them need them.
+
+    >>> bit = (("QUANTIZER.BIT", 4),)
+    >>> _globs({"a.0": bit, "a.1": bit, "b": bit, "c": ()}, {"a.0", "a.1", "b"})
+    {'b': (('QUANTIZER.BIT', 4),), 'a.*': (('QUANTIZER.BIT', 4),)}
+    """
+    found: dict[str, Settings] = {}
+
+    def cover(prefix: str, names: list[str]) -> None:
+        own = [name for name in names if name in needed]
+        if not own:
+            return
+        if prefix and len(own) > 1 and len({fixed[name] for name in names}) == 1:
+            found[f"{prefix}.*"] = fixed[own[0]]
+            return
+        below: dict[str, list[str]] = {}
+        start = len(prefix) + 1 if prefix else 0
+        for name in names:
+            first, dot, _ = name[start:].partition(".")
+            if dot:
+                below.setdefault(f"{prefix}.{first}" if prefix else first, []).append(name)
+            elif name in needed:
+                found[name] = fixed[name]
+        for longer, inside in below.items():
+            cover(longer, inside)
+
+    cover("", list(fixed))
+    return found

@@ -1,0 +1,371 @@
+"""`search_bits`: the number of bits of every site, such that the loss is least and the budgets are kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor
+
+from sparsebit.config.schema import QuantConfig
+from sparsebit.config.selectors import near_names
+from sparsebit.errors import CalibrationError, ConfigError
+from sparsebit.execution.batches import as_call, to_device
+from sparsebit.numerics.choice_program import Budget, choose
+from sparsebit.quantization.mixed_precision.bit_config import with_bits
+from sparsebit.quantization.mixed_precision.sensitivity import WEIGHT_BITS, Loss, Method, Sensitivity, require_sites
+from sparsebit.quantization.mixed_precision.sensitivity import sensitivity as measure
+from sparsebit.quantization.mixed_precision.site_facts import ModelFacts, facts_of
+from sparsebit.quantization.quant_model import QuantModel
+
+BUDGETS = ("bytes", "weight_bits", "activation_bits", "bops")
+_FLOAT_BITS = 32
+# Scores are estimates: a choice that is proven to be this near to the best is the best for all we know.
+_GAP = 1e-4
+_REST = "(all else)"
+
+
+@dataclass(frozen=True)
+class SiteBudget:
+    """A limit on the sum of `costs[site][bits]` over all sites, and of `pair_costs[(site, site)][(bits, bits)]`.
+
+    The costs may be anything that adds up: bytes, operations, measured time.
+    """
+
+    name: str
+    limit: float
+    costs: Mapping[str, Mapping[int, float]]
+    pair_costs: Mapping[tuple[str, str], Mapping[tuple[int, int], float]] = field(default_factory=dict)
+    fixed: float = 0.0
+
+
+Budgets = Mapping[str, float] | Sequence[SiteBudget]
+
+
+@dataclass(frozen=True)
+class BitSearch:
+    """What was found. `config` alone rebuilds the model: `sparsebit.quantize(model, batches, found.config)`.
+
+    `bits`: of each site. `loss`: the sum of the sites' scores. `spent`, `limits`: of each budget. `gap`: how much
+    smaller the loss of the best choice may be, relative to this one, as far as is proven.
+    """
+
+    config: QuantConfig
+    bits: Mapping[str, int]
+    loss: float
+    spent: Mapping[str, float]
+    limits: Mapping[str, float]
+    gap: float
+    sensitivity: Sensitivity
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "bits": dict(self.bits),
+            "loss": self.loss,
+            "budgets": {name: {"spent": self.spent[name], "limit": limit} for name, limit in self.limits.items()},
+            "gap": self.gap,
+            "seconds": self.seconds,
+            "config": self.config.to_dict(),
+            "sensitivity": self.sensitivity.to_dict(),
+        }
+
+    def __str__(self) -> str:
+        """A row per site that had a choice, in the order of the model, and a line per budget."""
+        scores = self.sensitivity.scores
+        rows = [("site", "bits", "score")]
+        rows += [
+            (site, str(count), f"{scores[site][count]:.3g}")
+            for site, count in self.bits.items()
+            if len(scores.get(site, ())) > 1
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        table = [f"{a.ljust(widths[0])}  {b.rjust(widths[1])}  {c.rjust(widths[2])}" for a, b, c in rows]
+        budgets = [f"{name}: {self.spent[name]:.6g} of {limit:.6g}" for name, limit in self.limits.items()]
+        return "\n".join([*table, *budgets, f"sum of scores: {self.loss:.4g}"])
+
+
+def search_bits(
+    qmodel: QuantModel,
+    data: Any,
+    budgets: Budgets,
+    *,
+    weight_bits: Sequence[int] = WEIGHT_BITS,
+    activation_bits: Sequence[int] = (),
+    method: Method = "gradient",
+    loss: Loss | None = None,
+    sensitivity: Sensitivity | None = None,
+    ties: Sequence[Sequence[str]] = (),
+    time_limit: float = 60.0,
+) -> BitSearch:
+    """The bits of every site of a calibrated model, by an exact integer program; gives a config, and changes nothing.
+
+    `budgets`: limits by name, one or several. "bytes" of all parameters; "weight_bits", "activation_bits": the mean
+    over all elements; "bops": products of the bits of a layer's weight and input, times its multiplications. Bytes and
+    BOPs up to 1 are shares of what the model as it is has. Or `SiteBudget`s with costs of your own.
+
+    `weight_bits`, `activation_bits`: the candidates; where there are none, sites keep their bits. `ties`: groups of
+    globs on sites; the weights of a group get the same bits, and so do its activations. Sites that one entry of a
+    config decides (the inputs of an add or a concat, a tensor that several layers read) are tied, and on a runtime the
+    weights of linear layers that read the same tensor (q, k, v). `sensitivity`: scores that were measured before, in
+    place of `method`, `loss` and candidates.
+
+    >>> found = search_bits(qmodel, batches, {"weight_bits": 4}, weight_bits=(2, 3, 4, 8))  # doctest: +SKIP
+    >>> smaller = sparsebit.quantize(model, batches, found.config)  # doctest: +SKIP
+    """
+    start = time.monotonic()
+    (found,) = _searched(
+        qmodel, data, [budgets], weight_bits, activation_bits, method, loss, sensitivity, ties, time_limit
+    )
+    return replace(found, seconds=time.monotonic() - start)
+
+
+def pareto_curve(
+    qmodel: QuantModel,
+    data: Any,
+    budget: str,
+    limits: Sequence[float],
+    *,
+    weight_bits: Sequence[int] = WEIGHT_BITS,
+    activation_bits: Sequence[int] = (),
+    method: Method = "gradient",
+    loss: Loss | None = None,
+    sensitivity: Sensitivity | None = None,
+    ties: Sequence[Sequence[str]] = (),
+    time_limit: float = 60.0,
+) -> list[BitSearch]:
+    """The best choice for each limit of one budget, from one measurement of the sensitivity."""
+    many = [{budget: limit} for limit in limits]
+    return _searched(qmodel, data, many, weight_bits, activation_bits, method, loss, sensitivity, ties, time_limit)
+
+
+def _searched(
+    qmodel: QuantModel,
+    data: Any,
+    wishes: Sequence[Budgets],
+    weight_bits: Sequence[int],
+    activation_bits: Sequence[int],
+    method: Method,
+    loss: Loss | None,
+    scores: Sensitivity | None,
+    ties: Sequence[Sequence[str]],
+    time_limit: float,
+) -> list[BitSearch]:
+    if isinstance(data, (Tensor, Mapping)):
+        data = [data]
+    if qmodel.applied_algorithms:
+        raise CalibrationError(
+            f"search_bits(): {', '.join(qmodel.applied_algorithms)} has changed the weights for the bits that the "
+            "model has; calibrate it without ALGORITHMS, search, and give them with the config that is found"
+        )
+    first = next(iter(data), None)
+    if first is None:
+        raise CalibrationError("search_bits() was given no data; give the calibration batches, in a list")
+    call = as_call(first, qmodel.original)
+    call = to_device(call[0], qmodel.device), to_device(call[1], qmodel.device)
+    facts = facts_of(qmodel.model, qmodel._captured, qmodel.plan, qmodel, call)
+    for wish in wishes:
+        _check_names(wish)
+    if scores is None:
+        scores = measure(
+            qmodel, data, method=method, weight_bits=weight_bits, activation_bits=activation_bits, loss=loss
+        )
+    require_sites(scores.scores, qmodel.plan)
+    tied = [*_ties(facts, qmodel.config.BACKEND), *_given_ties(ties, scores, facts)]
+    other_bytes = _other_bytes(qmodel, facts)
+    return [_chosen(qmodel, first, wish, facts, scores, tied, other_bytes, time_limit) for wish in wishes]
+
+
+def _chosen(
+    qmodel: QuantModel,
+    example: Any,
+    wish: Budgets,
+    facts: ModelFacts,
+    scores: Sensitivity,
+    ties: Sequence[Sequence[str]],
+    other_bytes: int,
+    time_limit: float,
+) -> BitSearch:
+    own = {site: qmodel.plan[site].spec.bits for site in scores.scores}
+    options = {
+        kind: sorted(
+            {bits for site, row in scores.scores.items() if facts.sites[site].is_weight is kind for bits in row}
+        )
+        for kind in (True, False)
+    }
+    lists = {site: options[facts.sites[site].is_weight] for site in scores.scores}
+    costs = {site: [row.get(bits, float("inf")) for bits in lists[site]] for site, row in scores.scores.items()}
+    given = (
+        [_site_budget(name, limit, facts, own, lists, other_bytes) for name, limit in wish.items()]
+        if isinstance(wish, Mapping)
+        else list(wish)
+    )
+    solved = choose(
+        {**costs, _REST: [0.0]},
+        [_program_budget(budget, lists) for budget in given],
+        ties=ties,
+        gap=_GAP,
+        time_limit=time_limit,
+    )
+    bits = {site: lists[site][solved.options[site]] for site in costs}
+    config = _config(qmodel, bits, facts)
+    _verify(qmodel, config, bits, example)
+    return BitSearch(
+        config,
+        bits,
+        solved.cost,
+        solved.spent,
+        {budget.name: budget.limit for budget in given},
+        solved.gap,
+        scores,
+    )
+
+
+# --- budgets
+
+
+def _check_names(wish: Budgets) -> None:
+    if not wish:
+        raise ConfigError(f"no budget was given; give one or more of {', '.join(BUDGETS)}")
+    if not isinstance(wish, Mapping):
+        return
+    for name, limit in wish.items():
+        if name not in BUDGETS:
+            raise ConfigError(f"no budget is called {name!r}; allowed: {', '.join(BUDGETS)}, or a SiteBudget")
+        if not limit > 0:
+            raise ConfigError(f"budget {name}={limit}: allowed: numbers above 0")
+
+
+def _site_budget(
+    name: str,
+    limit: float,
+    facts: ModelFacts,
+    own: Mapping[str, int],
+    lists: Mapping[str, Sequence[int]],
+    other_bytes: int,
+) -> SiteBudget:
+    """The budget of this name; a share is one of what the model takes with its own bits."""
+    if name == "bytes":
+        made = SiteBudget(name, limit, _weight_costs(facts, lists), fixed=other_bytes)
+    elif name == "bops":
+        made = _bops(limit, facts, lists)
+    else:
+        wants_weights = name == "weight_bits"
+        sizes = {site: facts.sites[site].num_elements for site in lists if facts.sites[site].is_weight is wants_weights}
+        total = sum(sizes.values())
+        if not total:
+            raise ConfigError(
+                f"budget {name}: the model has no quantized {'weight' if wants_weights else 'activation'}s"
+            )
+        costs = {site: {bits: bits * size / total for bits in lists[site]} for site, size in sizes.items()}
+        return SiteBudget(name, limit, costs)
+    if limit > 1:
+        return made
+    return replace(made, limit=limit * _program_budget(made, lists).spent({**_places(own, lists), _REST: 0}))
+
+
+def _weight_costs(facts: ModelFacts, lists: Mapping[str, Sequence[int]]) -> dict[str, dict[int, float]]:
+    """Bytes; of a weight that several sites read, once."""
+    costs: dict[str, dict[int, float]] = {}
+    counted: set[int] = set()
+    for site, choices in lists.items():
+        fact = facts.sites[site]
+        if fact.is_weight and (fact.parameter is None or fact.parameter not in counted):
+            counted.update(() if fact.parameter is None else (fact.parameter,))
+            costs[site] = {bits: fact.num_bytes(bits) for bits in choices}
+    return costs
+
+
+def _bops(limit: float, facts: ModelFacts, lists: Mapping[str, Sequence[int]]) -> SiteBudget:
+    costs: dict[str, dict[int, float]] = {}
+    pairs: dict[tuple[str, str], dict[tuple[int, int], float]] = {}
+    fixed = 0.0
+    for product in facts.products:
+        count = float(product.num_multiplications)
+        weight, activation = ((site if site in lists else None) for site in (product.weight, product.activation))
+        if weight is not None and activation is not None:
+            table = pairs.setdefault((weight, activation), {})
+            for a in lists[weight]:
+                for b in lists[activation]:
+                    table[a, b] = table.get((a, b), 0.0) + count * a * b
+        elif weight is not None or activation is not None:
+            site = str(weight or activation)
+            row = costs.setdefault(site, dict.fromkeys(lists[site], 0.0))
+            for bits in lists[site]:
+                row[bits] += count * bits * _FLOAT_BITS
+        else:
+            fixed += count * _FLOAT_BITS**2
+    return SiteBudget("bops", limit, costs, pairs, fixed)
+
+
+def _program_budget(budget: SiteBudget, lists: Mapping[str, Sequence[int]]) -> Budget:
+    if unknown := [site for site in budget.costs if site not in lists]:
+        near = ", ".join(near_names(unknown[0], list(lists)))
+        raise ConfigError(f"budget {budget.name!r} has a site {unknown[0]!r}, which has no scores; near names: {near}")
+    costs: dict[str, Sequence[float]] = {
+        site: [float(row[bits]) for bits in lists[site]] for site, row in budget.costs.items()
+    }
+    pairs = {
+        (a, b): [[float(table[i, j]) for j in lists[b]] for i in lists[a]]
+        for (a, b), table in budget.pair_costs.items()
+    }
+    return Budget(budget.name, budget.limit, {**costs, _REST: [budget.fixed]}, pairs)
+
+
+def _places(bits: Mapping[str, int], lists: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    return {site: lists[site].index(count) for site, count in bits.items()}
+
+
+def _other_bytes(qmodel: QuantModel, facts: ModelFacts) -> int:
+    """Of all parameters that are no sites: biases, norms, what stays in float."""
+    own = {site: qmodel.plan[site].spec.bits for site in facts.sites}
+    packed = _weight_costs(facts, {site: [bits] for site, bits in own.items()})
+    quantized = sum(row[own[site]] for site, row in packed.items() if facts.sites[site].parameter is not None)
+    return max(0, sum(parameter.bytes for parameter in qmodel.coverage.parameters) - int(quantized))
+
+
+# --- ties
+
+
+def _ties(facts: ModelFacts, backend: str) -> list[tuple[str, ...]]:
+    groups: dict[tuple[bool, object], list[str]] = {}
+    for site, fact in facts.sites.items():
+        for layer in fact.layers:
+            groups.setdefault((fact.is_weight, layer), []).append(site)
+        if fact.parameter is not None:
+            groups.setdefault((True, fact.parameter), []).append(site)
+    found = [tuple(group) for group in groups.values() if len(group) > 1]
+    return [*found, *(() if backend == "virtual" else facts.siblings)]
+
+
+def _given_ties(ties: Sequence[Sequence[str]], scores: Sensitivity, facts: ModelFacts) -> list[list[str]]:
+    """The sites of each tie; weights and activations apart."""
+    found: list[list[str]] = []
+    for globs in ties:
+        sites = [site for site in scores.scores if any(fnmatchcase(site, glob) for glob in globs)]
+        if not sites:
+            near = ", ".join(near_names(globs[0], list(scores.scores))) if globs else "-"
+            raise ConfigError(f"the tie {list(globs)} matches no site; near names: {near}")
+        found += [[site for site in sites if facts.sites[site].is_weight is kind] for kind in (True, False)]
+    return found
+
+
+# --- the config
+
+
+def _config(qmodel: QuantModel, bits: Mapping[str, int], facts: ModelFacts) -> QuantConfig:
+    layers: dict[bool, dict[str, int]] = {True: {}, False: {}}
+    for site, count in bits.items():
+        fact = facts.sites[site]
+        layers[fact.is_weight].update(dict.fromkeys(fact.layers, count))
+    return with_bits(qmodel.config, qmodel.plan.layers, layers[True], layers[False])
+
+
+def _verify(qmodel: QuantModel, config: QuantConfig, bits: Mapping[str, int], example: Any) -> None:
+    """Build the model from the config alone, and compare the bits of all sites."""
+    built = QuantModel(qmodel.original, config, example_inputs=example).plan
+    wrong = [site for site, count in bits.items() if site not in built or built[site].spec.bits != count]
+    assert not wrong, f"the config that was found gives other bits than were chosen at {', '.join(wrong[:5])}"

@@ -1,0 +1,381 @@
+"""`sensitivity`: what each quantized tensor costs at each number of bits, if it alone is quantized."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from sparsebit.config.selectors import near_names
+from sparsebit.errors import CalibrationError, ConfigError, RecordError
+from sparsebit.execution.batches import as_call, to_device
+from sparsebit.progress import track
+from sparsebit.quantization.mixed_precision.candidates import Candidates, candidates_of, quantized
+from sparsebit.quantization.mixed_precision.sensitivity_math import (
+    divergence,
+    fisher_direction,
+    products,
+    value_direction,
+)
+from sparsebit.quantization.ops.layer_call import current_weight, forward_with
+from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
+from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.quantization.sites import Plan
+
+Method = Literal["gradient", "sqnr", "kl"]
+Outputs = Literal["auto", "scores", "values"]
+# Gives the mean loss of a batch, from the model's output and the batch as the data yields it, labels included.
+Loss = Callable[[Any, Any], Tensor]
+WEIGHT_BITS = (2, 3, 4, 6, 8)
+# Chosen on training images of CIFAR-10 that calibration did not use: docs/guides/mixed-precision.md.
+TEMPERATURE = 4.0
+
+
+class CalibratedModel(Protocol):
+    """What is needed of a `QuantModel`."""
+
+    model: nn.Module
+    plan: Plan
+
+    @property
+    def original(self) -> nn.Module: ...
+    @property
+    def device(self) -> torch.device: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """`scores[site][bits]`: the loss that quantizing this tensor alone brings, at that number of bits.
+
+    `gradient` and `kl`: nats of divergence from the float model's outputs per sample (or of the loss that was given);
+    `gradient` on values, and `sqnr`: noise of the output relative to its signal. `seconds`: what it took.
+    """
+
+    method: Method
+    num_samples: int
+    scores: Mapping[str, Mapping[int, float]]
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Sensitivity:
+        """What `to_dict` gave, also after JSON."""
+        try:
+            scores = {
+                site: {int(bits): float(score) for bits, score in row.items()} for site, row in values["scores"].items()
+            }
+            return cls(values["method"], int(values["num_samples"]), scores, float(values.get("seconds", 0.0)))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise RecordError(f"not a sensitivity ({error!r}); write it with Sensitivity.to_dict()") from None
+
+    def __str__(self) -> str:
+        """A table: a row per site, the most sensitive (at the fewest bits) first."""
+        columns = sorted({bits for row in self.scores.values() for bits in row})
+        order = sorted(self.scores, key=lambda site: -max(self.scores[site].values(), default=0.0))
+        rows = [("site", *(f"{bits} bits" for bits in columns))]
+        rows += [
+            (site, *(f"{self.scores[site][b]:.3g}" if b in self.scores[site] else "-" for b in columns))
+            for site in order
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(
+            "  ".join(
+                cell.rjust(width) if place else cell.ljust(width)
+                for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        )
+
+
+def sensitivity(
+    qmodel: CalibratedModel,
+    data: Any,
+    *,
+    method: Method = "gradient",
+    weight_bits: Sequence[int] = WEIGHT_BITS,
+    activation_bits: Sequence[int] = (),
+    loss: Loss | None = None,
+    outputs: Outputs = "auto",
+    temperature: float = TEMPERATURE,
+    seed: int = 0,
+) -> Sensitivity:
+    """What each site of a calibrated model costs at each number of bits, on `data` (batches as for calibration).
+
+    `method`: "gradient", one forward and backward pass per batch: half the squared product of the error and the
+    gradient, whose mean is the divergence of the outputs to second order. "kl": that divergence itself; "sqnr": noise
+    of the outputs relative to their signal. These run the model once per batch, site and number of bits.
+
+    `weight_bits`, `activation_bits`: the numbers of bits that are tried, beside a site's own; those that the backend
+    cannot run are left out. `outputs`: "scores" of classes along the last axis, or "values"; by default a single
+    output of two dimensions has scores. `temperature`: for "gradient", what scores are divided by before their softmax:
+    a model is too sure of samples that it was trained on, and then no small change seems to matter. `loss`: in place of
+    both, for "gradient", a function of the output and the batch, whose labels it may use: it gives the mean loss of the
+    batch. `seed`: of the random vectors that take the place of labels.
+
+    >>> sensitivity(qmodel, batches, weight_bits=(2, 4, 8))  # doctest: +SKIP
+    Sensitivity(method='gradient', num_samples=256, scores={'conv1.weight': {2: 0.31, 4: 0.012, 8: 3e-05}, ...
+    """
+    if method not in ("gradient", "sqnr", "kl"):
+        raise ConfigError(f"sensitivity(method={method!r}): allowed: gradient, sqnr, kl")
+    if outputs not in ("auto", "scores", "values"):
+        raise ConfigError(f"sensitivity(outputs={outputs!r}): allowed: auto, scores, values")
+    if not temperature > 0:
+        raise ConfigError(f"sensitivity(temperature={temperature}): allowed: numbers above 0")
+    if loss is not None and method != "gradient":
+        raise ConfigError(f"sensitivity(loss=..., method={method!r}): a loss is for the method gradient; leave it out")
+    if isinstance(data, (Tensor, Mapping)):
+        data = [data]
+    start = time.monotonic()
+    own = {q.name: q for q in qmodel.model.modules() if isinstance(q, Quantizer)}
+    live = [site for site in qmodel.plan if site in own and not own[site].fake_fused]
+    if not live or not all(own[site].is_calibrated for site in live):
+        raise CalibrationError("sensitivity() needs a calibrated model; call calc_qparams() first")
+    wanted = {
+        site: _bits(weight_bits if own[site].target == "weight" else activation_bits, own[site].spec.bits)
+        for site in live
+    }
+
+    def calls() -> Iterator[Any]:
+        for batch in data:
+            args, kwargs = as_call(batch, qmodel.original)
+            yield to_device(args, qmodel.device), to_device(kwargs, qmodel.device)
+
+    with _in_float(qmodel):
+        found = candidates_of(qmodel.model, qmodel.plan, wanted, calls())
+        run = _Run(qmodel, found, outputs, temperature)
+        for batch in track(data, f"sensitivity ({method})"):
+            args, kwargs = as_call(batch, qmodel.original)
+            call = to_device(args, qmodel.device), to_device(kwargs, qmodel.device)
+            if method == "gradient":
+                generator = torch.Generator().manual_seed(seed + run.num_batches)
+                run.backward(call, generator, None if loss is None else (loss, batch))
+            else:
+                run.one_by_one(call, method)
+    if not run.num_samples:
+        raise CalibrationError("sensitivity() was given no data; give a few dozen samples or more")
+    return Sensitivity(method, run.num_samples, run.scores(), time.monotonic() - start)
+
+
+class _Run:
+    """Gathers the sums of all sites, batch after batch."""
+
+    def __init__(
+        self, qmodel: CalibratedModel, candidates: Candidates, outputs: Outputs, temperature: float = 1.0
+    ) -> None:
+        self.qmodel, self.candidates, self.outputs, self.temperature = qmodel, candidates, outputs, temperature
+        self.num_samples = self.num_batches = 0
+        self.sums = {site: dict.fromkeys(group, 0.0) for site, group in candidates.items()}
+        self.layers = {
+            module.weight_quantizer.name: module
+            for module in qmodel.model.modules()
+            if isinstance(module, WeightedQuantOpr) and module.weight_quantizer.name in candidates
+        }
+        self.quantizers = {
+            module.name: module
+            for module in qmodel.model.modules()
+            if isinstance(module, Quantizer) and module.name in candidates and module.name not in self.layers
+        }
+        with torch.no_grad():
+            self.weights = {
+                site: {bits: quantized(q, current_weight(layer.op)) for bits, q in candidates[site].items()}
+                for site, layer in self.layers.items()
+            }
+
+    def scores(self) -> dict[str, dict[int, float]]:
+        return {
+            site: {bits: value / self.num_samples for bits, value in sorted(row.items())}
+            for site, row in self.sums.items()
+        }
+
+    # --- all sites in one backward pass
+
+    def backward(self, call: Any, generator: torch.Generator, loss: tuple[Loss, Any] | None) -> None:
+        num_samples = _num_samples(call)
+        found: dict[tuple[str, int], Tensor] = {}
+        leaves: list[Tensor] = []
+
+        def note(site: str, bits: int, gradient: Tensor, error: Tensor) -> None:
+            product = products(gradient, error, num_samples)
+            found[site, bits] = found[site, bits] + product if (site, bits) in found else product
+
+        def watched(output: Tensor, error_of: Callable[[str, int], Tensor], site: str) -> Tensor:
+            """The tensor in whose place `output` goes on, with what is to be done when its gradient is known."""
+            leaf = output if output.requires_grad else output.detach().requires_grad_()
+            if leaf is not output:
+                leaves.append(leaf)
+
+            @torch.no_grad()
+            def measure(gradient: Tensor) -> None:
+                for bits in self.candidates[site]:
+                    note(site, bits, gradient, error_of(site, bits))
+
+            # A view: other readers of the same tensor are not the site's. A copy of a leaf: it may be written into.
+            onward = leaf.clone() if leaf is not output else output.view_as(output)
+            onward.register_hook(measure)
+            return onward
+
+        def of_layer(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            if not isinstance(output, Tensor) or not output.is_floating_point():
+                return None
+            args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+            before, bias = output.detach(), layer.stored_bias()
+
+            def error(site: str, bits: int) -> Tensor:
+                changed: Tensor = forward_with(layer.op, self.weights[site][bits], bias, args, kwargs)
+                return changed - before
+
+            return watched(output, error, layer.weight_quantizer.name)
+
+        def of_quantizer(quantizer: Any, inputs: tuple[Any, ...], output: Any) -> Any:
+            if not isinstance(output, Tensor) or not output.is_floating_point() or output.layout is not torch.strided:
+                return None
+            x = output.detach()
+            return watched(output, lambda site, bits: quantized(self.candidates[site][bits], x) - x, quantizer.name)
+
+        with contextlib.ExitStack() as stack:
+            for layer in self.layers.values():
+                stack.callback(layer.register_forward_hook(of_layer, with_kwargs=True).remove)
+            for quantizer in self.quantizers.values():
+                stack.callback(quantizer.register_forward_hook(of_quantizer).remove)
+            with torch.enable_grad():
+                output = self.qmodel(*call[0], **call[1])
+                target = self._target(output, generator) if loss is None else loss[0](output, loss[1]) * num_samples
+                if not leaves or not target.requires_grad:
+                    raise CalibrationError(
+                        "no gradient reaches the quantized tensors (the model's own code runs without gradients); use "
+                        'method="sqnr" or "kl"'
+                    )
+                torch.autograd.grad(target, leaves, allow_unused=True)
+        for (site, bits), product in found.items():
+            self.sums[site][bits] += 0.5 * float(product.double().square().sum())
+        self.num_samples += num_samples
+        self.num_batches += 1
+
+    def _target(self, output: Any, generator: torch.Generator) -> Tensor:
+        tensors = _float_tensors(output)
+        has_scores = self._has_scores(tensors)
+
+        def draw(tensor: Tensor) -> Tensor:
+            if has_scores:
+                return fisher_direction(tensor, generator, self.temperature)
+            return value_direction(tensor, generator)
+
+        parts = [(draw(tensor.detach()) * tensor).sum() for tensor in tensors if tensor.requires_grad]
+        return torch.stack([part.float() for part in parts]).sum() if parts else torch.zeros(())
+
+    def _has_scores(self, tensors: Sequence[Tensor]) -> bool:
+        is_plain = len(tensors) == 1 and tensors[0].ndim == 2 and tensors[0].shape[-1] > 1
+        return self.outputs == "scores" or (self.outputs == "auto" and is_plain)
+
+    # --- one site after the other
+
+    @torch.no_grad()
+    def one_by_one(self, call: Any, method: Method) -> None:
+        def run() -> list[Tensor]:
+            given = pytree.tree_map_only(Tensor, Tensor.clone, call)  # a model may write into its inputs
+            return [tensor.float() for tensor in _float_tensors(self.qmodel(*given[0], **given[1]))]
+
+        original = run()
+        if method == "kl" and self.outputs == "values":
+            raise ConfigError('sensitivity(method="kl", outputs="values"): values have no divergence; use "sqnr"')
+        if method == "kl" and not self._has_scores(original):
+            raise ConfigError(
+                f'sensitivity(method="kl"): the model gives {len(original)} outputs of shapes '
+                f'{[tuple(tensor.shape) for tensor in original]}; if they are scores of classes, say outputs="scores", '
+                'else use method="sqnr"'
+            )
+        for site, group in self.candidates.items():
+            for bits, quantizer in group.items():
+                with self._only(site, quantizer):
+                    changed = run()
+                pairs = list(zip(changed, original, strict=True))
+                if method == "kl":
+                    value = sum(float(divergence(a, b)) for a, b in pairs)
+                else:
+                    noise, signal = (
+                        sum(float(part.double().square().sum()) for part in parts)
+                        for parts in ([a - b for a, b in pairs], original)
+                    )
+                    value = noise / signal * _num_samples(call) if signal else 0.0
+                self.sums[site][bits] += value
+        self.num_samples += _num_samples(call)
+        self.num_batches += 1
+
+    @contextlib.contextmanager
+    def _only(self, site: str, quantizer: Quantizer) -> Iterator[None]:
+        """Inside, this site alone is quantized, by this quantizer."""
+        if site in self.layers:
+            layer = self.layers[site]
+            own, switch = layer.weight_quantizer, quantizer.use_quant
+            layer._modules["weight_quantizer"], quantizer.use_quant = quantizer, True
+            try:
+                yield
+            finally:
+                quantizer.use_quant = switch
+                layer._modules["weight_quantizer"] = own
+            return
+        handle = self.quantizers[site].register_forward_hook(lambda _, inputs, __: quantized(quantizer, inputs[0]))
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _in_float(qmodel: CalibratedModel) -> Iterator[None]:
+    """Inside, quantization is off, the model in eval mode and its parameters without gradients."""
+    model = qmodel.model
+    switches = {q: q.use_quant for q in model.modules() if isinstance(q, Quantizer)}
+    modes = {module: module.training for module in model.modules()}
+    learned = [p for p in model.parameters() if p.requires_grad]
+    model.eval()
+    for quantizer in switches:
+        quantizer.use_quant = False
+    for parameter in learned:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for quantizer, on in switches.items():
+            quantizer.use_quant = on
+        for module, training in modes.items():
+            module.training = training
+        for parameter in learned:
+            parameter.requires_grad_(True)
+
+
+def _bits(candidates: Sequence[int], own: int) -> list[int]:
+    for bits in candidates:
+        if not 1 <= bits <= 16:
+            raise ConfigError(f"candidate bits {bits}: allowed: 1 to 16")
+    return sorted({*candidates, own})
+
+
+def _float_tensors(output: Any) -> list[Tensor]:
+    leaves = pytree.tree_leaves(output)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel()]
+
+
+def _num_samples(call: Any) -> int:
+    tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
+    return len(tensors[0]) if tensors and tensors[0].ndim else 1
+
+
+def require_sites(scores: Iterable[str], plan: Plan) -> None:
+    """Refuses scores of another model."""
+    if missing := [site for site in scores if site not in plan]:
+        near = ", ".join(near_names(missing[0], list(plan)))
+        raise ConfigError(f"the sensitivity has a site {missing[0]!r}, which the model has not; near names: {near}")

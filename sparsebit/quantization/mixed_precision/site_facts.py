@@ -1,0 +1,195 @@
+"""What budgets and ties need to know of a model's sites: sizes, operations, and the layers whose config decides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from sparsebit.execution.batches import Call
+from sparsebit.graph.capture import Captured
+from sparsebit.graph.values import copied
+from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
+from sparsebit.quantization.ops.quant_opr import QIdentity, QShared, QuantOpr, WeightedQuantOpr
+from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.quantization.sites import Plan, layer_name, split_site
+
+
+@dataclass(frozen=True)
+class SiteFacts:
+    """`layers`: the names in the config that decide its format. `num_elements`: of a weight, or of an activation in
+    one sample. `parameter`: the same number for sites that read the same weight.
+    """
+
+    layers: tuple[str, ...]
+    is_weight: bool
+    num_elements: int
+    num_scales: int
+    symmetric: bool
+    parameter: int | None = None
+
+    def num_bytes(self, bits: int) -> int:
+        """Packed without gaps, with a float scale per row (and a zero point, where it is affine)."""
+        num_codes = self.num_elements + (0 if self.symmetric else self.num_scales)
+        return -(-num_codes * bits // 8) + 4 * self.num_scales
+
+
+@dataclass(frozen=True)
+class Product:
+    """A layer's multiplications for one sample, of a weight and of an activation; None: that side is in float."""
+
+    layer: str
+    weight: str | None
+    activation: str | None
+    num_multiplications: int
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """`siblings`: weight sites of layers of one kind that read one tensor, as q, k and v do."""
+
+    sites: dict[str, SiteFacts]
+    products: tuple[Product, ...]
+    siblings: tuple[tuple[str, ...], ...]
+
+
+@torch.no_grad()
+def facts_of(model: nn.Module, captured: Captured, plan: Plan, run: Any, call: Call) -> ModelFacts:
+    """Of a built model; `run(*args, **kwargs)` of one call shows the shapes."""
+    quantizers = {m.name: m for m in model.modules() if isinstance(m, Quantizer) and not m.fake_fused}
+    layers = [m for m in model.modules() if isinstance(m, WeightedQuantOpr)]
+    sizes, outputs = _shapes(quantizers, layers, run, call)
+    readers = _readers(captured)
+    parameters = {
+        m.weight_quantizer.name: m.parameter if isinstance(m, QuantizedParameter) else m.op._parameters.get("weight")
+        for m in model.modules()
+        if isinstance(m, (WeightedQuantOpr, QuantizedParameter))
+    }
+    sites: dict[str, SiteFacts] = {}
+    for name in plan:
+        if name not in quantizers:
+            continue
+        quantizer, weight = quantizers[name], parameters.get(name)
+        is_weight = quantizer.target == "weight"
+        own = split_site(name)[0]
+        deciding = (own,) if is_weight or name not in readers.of_site else tuple(dict.fromkeys(readers.of_site[name]))
+        if split_site(name)[1].startswith("output"):
+            deciding = tuple(dict.fromkeys((own, *deciding)))
+        if not is_weight:
+            deciding = tuple(layer for layer in deciding if layer in plan.layers)
+        sites[name] = SiteFacts(
+            deciding,
+            is_weight,
+            weight.numel() if weight is not None else sizes.get(name, 0),
+            quantizer.scale.numel(),
+            quantizer.spec.symmetric,
+            None if weight is None else id(weight),
+        )
+    products = tuple(_product(layer, sites, readers.inputs, outputs) for layer in layers)
+    return ModelFacts(sites, products, _siblings(layers, readers.inputs, sites))
+
+
+@dataclass
+class _Readers:
+    """`of_site`: the layers that read a quantizer that stands alone. `inputs`: what each layer reads, by its quantizer
+    or, in float, by its node.
+    """
+
+    of_site: dict[str, list[str]]
+    inputs: dict[str, str]
+
+
+def _readers(captured: Captured) -> _Readers:
+    found = _Readers({}, {})
+    for path, region in captured.regions.items():
+        root = region.graph_module
+        for node in root.graph.nodes:
+            module = _module(root, node)
+            name = layer_name(path, node)
+            if isinstance(module, (QIdentity, QShared)):
+                site = module.input_quantizer.name
+                found.of_site.setdefault(site, []).extend(layer_name(path, user) for user in _users(node))
+            elif isinstance(module, WeightedQuantOpr) and node.all_input_nodes:
+                source = node.all_input_nodes[0]
+                before = _module(root, source)
+                if isinstance(before, (QIdentity, QShared)):
+                    found.inputs[name] = before.input_quantizer.name
+                else:
+                    found.inputs[name] = f"node {path}:{source.name}"
+    return found
+
+
+def _users(node: fx.Node) -> Iterator[fx.Node]:
+    for user in node.users:
+        if user.op == "call_function" and user.target is copied:
+            yield from _users(user)
+        elif user.op != "output":
+            yield user
+
+
+def _module(root: fx.GraphModule, node: fx.Node) -> nn.Module | None:
+    return root.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+
+def _shapes(
+    quantizers: dict[str, Quantizer], layers: list[WeightedQuantOpr], run: Any, call: Call
+) -> tuple[dict[str, int], dict[int, tuple[Tensor, Tensor]]]:
+    """Elements of each activation in one sample, and each layer's input and output."""
+    tensors = [value for value in (*call[0], *call[1].values()) if isinstance(value, Tensor)]
+    num_samples = len(tensors[0]) if tensors and tensors[0].ndim else 1
+    sizes: dict[str, int] = {}
+    outputs: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of_quantizer(quantizer: Any, inputs: tuple[Any, ...]) -> None:
+        if isinstance(inputs[0], Tensor) and quantizer.target != "weight":
+            sizes[quantizer.name] = max(1, inputs[0].numel() // num_samples)
+
+    def of_layer(layer: QuantOpr, inputs: tuple[Any, ...], output: Any) -> None:
+        if inputs and isinstance(inputs[0], Tensor) and isinstance(output, Tensor):
+            meta = (inputs[0].to("meta"), output.to("meta"))
+            outputs[id(layer)] = (meta[0][:1], meta[1][:1]) if len(inputs[0]) == num_samples else meta
+
+    handles = [quantizer.register_forward_pre_hook(of_quantizer) for quantizer in quantizers.values()]
+    handles += [layer.register_forward_hook(of_layer) for layer in layers]
+    try:
+        run(*call[0], **call[1])
+    finally:
+        for handle in handles:
+            handle.remove()
+    return sizes, outputs
+
+
+def _product(
+    layer: WeightedQuantOpr,
+    sites: dict[str, SiteFacts],
+    inputs: dict[str, str],
+    outputs: dict[int, tuple[Tensor, Tensor]],
+) -> Product:
+    name = split_site(layer.weight_quantizer.name)[0]
+    weight = layer.weight_quantizer.name if layer.weight_quantizer.name in sites else None
+    own = layer.input_quantizer.name
+    activation = own if own in sites else inputs.get(name)
+    count = 0
+    if id(layer) in outputs and layer.row.name != "embedding":
+        kernel: Any = layer.op.weight
+        x, y = outputs[id(layer)]
+        # Each output of a layer sums up a row of the weight; each input of a transposed convolution goes into one.
+        is_transposed = layer.row.channel_axis == 1
+        per_element = kernel.numel() // max(1, kernel.shape[0])
+        count = (x if is_transposed else y).numel() * per_element
+    return Product(name, weight, activation if activation in sites else None, count)
+
+
+def _siblings(
+    layers: list[WeightedQuantOpr], inputs: dict[str, str], sites: dict[str, SiteFacts]
+) -> tuple[tuple[str, ...], ...]:
+    found: dict[tuple[str, str], list[str]] = {}
+    for layer in layers:
+        site = layer.weight_quantizer.name
+        source = inputs.get(split_site(site)[0])
+        if site in sites and source is not None and layer.row.name == "linear":
+            found.setdefault((layer.row.name, source), []).append(site)
+    return tuple(tuple(group) for group in found.values() if len(group) > 1)

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sparsebit
+from sparsebit.errors import BudgetError, CalibrationError, ConfigError
+from sparsebit.quantization import (
+    BitSearch,
+    QuantModel,
+    SiteBudget,
+    pareto_curve,
+    parse_qconfig,
+    search_bits,
+    sensitivity,
+)
+
+pytest.importorskip("scipy")
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(width, width, 3, padding=1), nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.conv2(torch.relu(self.conv1(x))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.blocks = nn.Sequential(Block(8), Block(8))
+        self.left, self.right = nn.Linear(8, 6), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks(torch.relu(self.stem(x))).mean((2, 3))
+        return torch.cat([self.left(x), self.right(x)], 1)
+
+
+CONFIG = """
+{DEVICE: cpu, W: {QUANTIZER: {BIT: 8}}, A: {QUANTIZER: {BIT: 8}, QADD: {ENABLE_QUANT: true}}}
+"""
+
+
+def batches() -> list[Tensor]:
+    return list(torch.randn(3, 8, 3, 6, 6, generator=torch.Generator().manual_seed(1)))
+
+
+def calibrated(config: Any = CONFIG, model: nn.Module | None = None) -> QuantModel:
+    return sparsebit.quantize(model or Net().eval(), batches(), config)
+
+
+def rebuilt(found: BitSearch) -> QuantModel:
+    return sparsebit.quantize(Net().eval(), batches(), parse_qconfig(found.config.to_yaml()))
+
+
+def weight_bytes(qmodel: QuantModel) -> int:
+    return sum(parameter.bytes for parameter in qmodel.coverage.parameters)
+
+
+def test_the_config_alone_rebuilds_the_model() -> None:
+    found = search_bits(
+        calibrated(),
+        batches(),
+        {"weight_bits": 4, "activation_bits": 6},
+        weight_bits=(2, 3, 4, 8),
+        activation_bits=(4, 6, 8),
+    )
+    plan = rebuilt(found).plan
+    assert {site: plan[site].spec.bits for site in plan} == dict(found.bits)
+    assert found.spent["weight_bits"] <= 4 and found.spent["activation_bits"] <= 6
+    assert len({found.bits[site] for site in plan if site.endswith(".weight")}) > 1
+    assert found.gap < 1e-3 and "weight_bits" in str(found) and found.to_dict()["bits"] == dict(found.bits)
+
+
+def test_bytes_are_those_of_the_model() -> None:
+    qmodel = calibrated()
+    half = search_bits(qmodel, batches(), {"bytes": 0.5}, weight_bits=(2, 4, 8))
+    assert half.spent["bytes"] == weight_bytes(rebuilt(half)) <= 0.5 * weight_bytes(qmodel)
+    absolute = search_bits(qmodel, batches(), {"bytes": weight_bytes(rebuilt(half))}, weight_bits=(2, 4, 8))
+    assert absolute.bits == half.bits
+
+
+def test_no_choice_is_better_than_what_the_budget_of_uniform_bits_allows() -> None:
+    qmodel = calibrated()
+    scores = sensitivity(qmodel, batches(), weight_bits=(2, 3, 4, 6, 8))
+    found = search_bits(qmodel, batches(), {"weight_bits": 4}, sensitivity=scores)
+    uniform = sum(row.get(4, row[max(row)]) for row in scores.scores.values())
+    assert found.loss <= uniform
+
+
+def test_bops_count_weights_times_activations() -> None:
+    qmodel = calibrated()
+    own = search_bits(qmodel, batches(), {"bops": 1.0}, weight_bits=(8,))
+    multiplications = 36 * (8 * 27 + 4 * 8 * 72) + 2 * 6 * 8
+    assert own.limits["bops"] == own.spent["bops"] == 64 * multiplications
+    found = search_bits(qmodel, batches(), {"bops": 0.3, "bytes": 0.7}, weight_bits=(4, 8), activation_bits=(4, 8))
+    plan = rebuilt(found).plan
+    assert found.spent["bops"] <= 0.3 * 64 * multiplications
+    assert {site: plan[site].spec.bits for site in plan} == dict(found.bits)
+
+
+def test_inputs_of_one_add_and_readers_of_one_tensor_are_tied() -> None:
+    found = search_bits(calibrated(), batches(), {"activation_bits": 5}, weight_bits=(8,), activation_bits=(3, 4, 6, 8))
+    groups: dict[str, set[int]] = {}
+    for site, bits in found.bits.items():
+        if ".input." in site:
+            groups.setdefault(site.split(".input.")[0], set()).add(bits)
+    assert all(len(group) == 1 for group in groups.values())
+
+
+def test_a_runtime_wants_one_format_of_layers_that_read_one_tensor() -> None:
+    config = "{BACKEND: onnxruntime, DEVICE: cpu, W: {QUANTIZER: {BIT: 8}}, A: {QUANTIZER: {DISABLE: true}}}"
+    qmodel = calibrated(config)
+    for limit in (4.3, 7.8):
+        found = search_bits(qmodel, batches(), {"weight_bits": limit}, weight_bits=(4, 8))
+        assert found.bits["left.weight"] == found.bits["right.weight"]
+    assert set(found.bits.values()) == {4, 8}
+
+
+def test_ties_of_the_user() -> None:
+    found = search_bits(
+        calibrated(),
+        batches(),
+        {"weight_bits": 5},
+        weight_bits=(2, 4, 8),
+        ties=[("blocks.*.weight",), ("left.*", "right.*")],
+    )
+    assert (
+        len({bits for site, bits in found.bits.items() if site.startswith("blocks") and site.endswith("weight")}) == 1
+    )
+    with pytest.raises(ConfigError, match="matches no site; near names"):
+        search_bits(calibrated(), batches(), {"weight_bits": 5}, ties=[("blok.0",)])
+
+
+def test_what_the_config_says_of_single_layers_stays() -> None:
+    config = parse_qconfig(CONFIG).replace(
+        "W.SPECIFIC",
+        [{"blocks.0.*": ["OBSERVER.TYPE", "mse"]}, {"left": ["QUANTIZER.DISABLE", True]}],
+    )
+    found = search_bits(calibrated(config), batches(), {"weight_bits": 3}, weight_bits=(2, 3, 4, 8))
+    plan = rebuilt(found).plan
+    assert plan["blocks.0.conv1.weight"].observer == "mse" and plan["blocks.1.conv1.weight"].observer == "minmax"
+    assert "left.weight" not in plan and "left.weight" not in found.bits
+
+
+def test_costs_of_ones_own() -> None:
+    qmodel = calibrated()
+    slow = {site: {4: 1.0, 8: 5.0} for site in qmodel.plan if site.endswith("weight")}
+    found = search_bits(qmodel, batches(), [SiteBudget("milliseconds", 4 * 1 + 3 * 5 - 0.5, slow)], weight_bits=(4, 8))
+    assert sorted(found.bits[site] for site in slow) == [4, 4, 4, 4, 4, 8, 8]
+    with pytest.raises(ConfigError, match="has no scores"):
+        search_bits(qmodel, batches(), [SiteBudget("milliseconds", 4, {"nowhere": {8: 1.0}})])
+
+
+def test_pareto_curve_measures_once() -> None:
+    points = pareto_curve(calibrated(), batches(), "weight_bits", (2.5, 4, 8), weight_bits=(2, 3, 4, 8))
+    losses = [point.loss for point in points]
+    assert losses == sorted(losses, reverse=True) and set(points[2].bits.values()) == {8}
+    assert points[0].sensitivity is points[1].sensitivity
+
+
+@pytest.mark.parametrize(
+    ("budgets", "error", "message"),
+    [
+        ({}, ConfigError, "no budget was given"),
+        ({"megabytes": 3}, ConfigError, "allowed: bytes, weight_bits, activation_bits, bops"),
+        ({"bytes": 0}, ConfigError, "numbers above 0"),
+        ({"weight_bits": 1}, BudgetError, "weight_bits: 1 allowed, 2 is the least"),
+    ],
+)
+def test_budgets_without_sense(budgets: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        search_bits(calibrated(), batches(), budgets, weight_bits=(2, 8))
+
+
+def test_needs_data_and_weights_as_they_were() -> None:
+    with pytest.raises(CalibrationError, match="no data"):
+        search_bits(calibrated(), [], {"bytes": 0.5})
+    rounded = calibrated(parse_qconfig(CONFIG).replace("ALGORITHMS", ["gptq"]))
+    with pytest.raises(CalibrationError, match="gptq has changed the weights"):
+        search_bits(rounded, batches(), {"bytes": 0.5})
