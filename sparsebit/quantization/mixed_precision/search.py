@@ -166,7 +166,7 @@ def _searched(
         raise CalibrationError("search_bits() was given no data; give the calibration batches, in a list")
     call = as_call(first, qmodel.original)
     call = to_device(call[0], qmodel.device), to_device(call[1], qmodel.device)
-    facts = facts_of(qmodel.model, qmodel._captured, qmodel.plan, qmodel, call)
+    facts = facts_of(qmodel.model, qmodel.plan, qmodel, call)
     for wish in wishes:
         _check_names(wish)
     if scores is None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from sparsebit.execution.batches import Call
-from sparsebit.graph.capture import Captured
 from sparsebit.graph.values import copied
 from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
 from sparsebit.quantization.ops.quant_opr import QIdentity, QShared, QuantOpr, WeightedQuantOpr
@@ -57,12 +56,12 @@ class ModelFacts:
 
 
 @torch.no_grad()
-def facts_of(model: nn.Module, captured: Captured, plan: Plan, run: Any, call: Call) -> ModelFacts:
+def facts_of(model: nn.Module, plan: Plan, run: Any, call: Call) -> ModelFacts:
     """Of a built model; `run(*args, **kwargs)` of one call shows the shapes."""
     quantizers = {m.name: m for m in model.modules() if isinstance(m, Quantizer) and not m.fake_fused}
     layers = [m for m in model.modules() if isinstance(m, WeightedQuantOpr)]
     sizes, outputs = _shapes(quantizers, layers, run, call)
-    readers = _readers(captured)
+    readers = _readers(model)
     parameters = {
         m.weight_quantizer.name: m.parameter if isinstance(m, QuantizedParameter) else m.op._parameters.get("weight")
         for m in model.modules()
@@ -102,10 +101,12 @@ class _Readers:
     inputs: dict[str, str]
 
 
-def _readers(captured: Captured) -> _Readers:
+def _readers(model: nn.Module) -> _Readers:
     found = _Readers({}, {})
-    for path, region in captured.regions.items():
-        root = region.graph_module
+    for name_of_graph, root in model.named_modules():
+        if not isinstance(root, fx.GraphModule):
+            continue
+        path = name_of_graph.removesuffix("graph_module").removesuffix(".")  # of the module that the graph stands for
         for node in root.graph.nodes:
             module = _module(root, node)
             name = layer_name(path, node)

@@ -186,3 +186,25 @@ def test_needs_data_and_weights_as_they_were() -> None:
     rounded = calibrated(parse_qconfig(CONFIG).replace("ALGORITHMS", ["gptq"]))
     with pytest.raises(CalibrationError, match="gptq has changed the weights"):
         search_bits(rounded, batches(), {"bytes": 0.5})
+
+
+class Opaque(nn.Module):
+    """Its branch depends on the data: what is inside has a graph of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = Block(3), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max() > 100:
+            x = x / 2
+        return self.head(self.block(x).mean((2, 3)))
+
+
+def test_graphs_inside_of_code_that_cannot_be_traced() -> None:
+    torch.manual_seed(0)
+    budgets = {"weight_bits": 5, "activation_bits": 6}
+    qmodel = calibrated(model=Opaque().eval())
+    found = search_bits(qmodel, batches(), budgets, weight_bits=(4, 8), activation_bits=(4, 8))
+    assert {"block.conv1.weight", "head.weight", "block.add.input.1"} <= set(found.bits)
+    assert {4, 8} == {bits for site, bits in found.bits.items() if site.endswith("weight")}
