@@ -34,6 +34,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "correct_biases reconstruct BlockReconstruction",
         "mixed precision": "sensitivity Sensitivity search_bits BitSearch SiteBudget pareto_curve",
         "training": "DistillationLoss FreezeSchedule CudaGraphStep",
+        "placement": "measure_placement MeasuredPlacement PlacementProfile apply_placement",
         "own classes": "Quantizer register_quantizer Observer register_observer MinMax MovingMinMax Samples Histogram "
         "Section QuantOpr MultipleInputsQuantOpr QIdentity register_qmodule QMODULE_MAP",
         "stages and graphs": "capture Captured prepare transform Transform make_plan attach MatchingNode "

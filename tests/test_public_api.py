@@ -29,6 +29,7 @@ DEVELOPER = {
     "benchmarks/packed_linear.py": {"sparsebit.kernels"},
     "benchmarks/fake_quant.py": {"sparsebit.numerics"},
     "benchmarks/deploy.py": {"sparsebit.deploy.timing"},
+    "benchmarks/placement.py": {"sparsebit.deploy.timing"},
     "benchmarks/qat_step.py": {"sparsebit.numerics", "sparsebit.quantization.speed"},
     "examples/qat_accelerate.py": {"sparsebit.cli.digits"},
     "examples/qat_digits.py": {"sparsebit.cli.digits"},

@@ -52,7 +52,9 @@ def load_subject(
     return Subject(net, batches, run_first_batch(net, batches))
 
 
-def calibrated(subject: Subject, config: QuantConfig, *, asym: bool) -> Calibrated:
+def calibrated(
+    subject: Subject, config: QuantConfig, *, asym: bool, placement: str = "default", placement_seconds: float = 60.0
+) -> Calibrated:
     """The model quantized on its data."""
     num_samples = 0
 
@@ -64,7 +66,12 @@ def calibrated(subject: Subject, config: QuantConfig, *, asym: bool) -> Calibrat
 
     start = time.monotonic()
     with users_code("calibration failed", theirs_alone=False):
-        qmodel = sparsebit.quantize(subject.model, counted(), config, asym=asym)
+        qmodel = sparsebit.quantize(
+            *(subject.model, counted(), config),
+            asym=asym,
+            placement=placement,
+            placement_seconds=placement_seconds,
+        )
     return Calibrated(qmodel, num_samples, time.monotonic() - start)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from sparsebit.deploy.parity import Parity
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.deploy.tensorrt_rules import Violation, tensorrt_violations
 from sparsebit.deploy.to_onnx import flat_inputs, in_order, input_names
-from sparsebit.errors import MissingExtraError
+from sparsebit.deploy.verdict import verdict
+from sparsebit.errors import DeploymentError, MissingExtraError
 from sparsebit.execution.batches import Call
 from sparsebit.graph.nested import map_nested
 from sparsebit.quantization.quant_model import QuantModel
@@ -31,6 +32,9 @@ from sparsebit.records.audit import Audit
 
 PACKAGES = ("onnx", "onnxscript", "onnx_ir")
 _BATCH = "batch"
+_LARGEST_TIMED = 1 << 30
+_TIMED_S = 1.5
+_EVEN = 0.03  # ratios this near 1 are the machine's noise
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class Exported:
     """The file, and what was found when it was tried; None or empty: not asked.
 
     `advice`: TensorRT's rules that the file breaks and that cost speed only. A file that breaks others is not written.
+    `untimed`: why its time was not compared with float.
     """
 
     file: Path
@@ -46,6 +51,31 @@ class Exported:
     parity: Parity | None = None
     audit: Audit | None = None
     advice: tuple[Violation, ...] | None = None
+    untimed: str = ""
+
+    @property
+    def time(self) -> str:
+        """How the file's time compares with that of the float model, in words."""
+        ratio = None if self.audit is None else self.audit.ratio
+        if ratio is None:
+            return f"not measured: {self.untimed or 'it could not be compared with float'}"
+        return f"{ratio:.2f} of float, measured on this machine (CPU time, 1 thread)"
+
+    @property
+    def runs(self) -> str:
+        """What runs in integers, in words."""
+        return "" if self.audit is None else verdict(replace(self.audit, latency={}))
+
+    def warnings(self, placement: str = "default") -> tuple[str, ...]:
+        """What the audit warns of, and that the file is slower than float."""
+        found = () if self.audit is None else self.audit.warnings
+        ratio = None if self.audit is None else self.audit.ratio
+        if ratio is None or ratio <= 1 + _EVEN:
+            return found
+        remedy = "--placement measured finds out which layers to keep in float"
+        if placement != "default":
+            remedy = "the placement was measured with other shapes, on another machine, or while this one was busy"
+        return (*found, f"the file is slower than float here ({ratio:.2f} of its time): {remedy}")
 
     @property
     def ratio(self) -> float | None:
@@ -57,8 +87,9 @@ class Exported:
             "file": str(self.file),
             "bytes": self.num_bytes,
             "ratio": self.ratio,
+            "time": {"ratio": None if self.audit is None else self.audit.ratio, "words": self.time},
             "parity": None if self.parity is None else self.parity.to_dict(),
-            "audit": None if self.audit is None else {"verdict": self.audit.verdict, "counts": self.audit.counts()},
+            "audit": None if self.audit is None else {"verdict": self.runs, "counts": self.audit.counts()},
             "tensorrt_advice": None if self.advice is None else [one.to_dict() for one in self.advice],
         }
 
@@ -77,8 +108,9 @@ class Exported:
         share = "" if self.ratio is None else f", {self.ratio:.2f} of the float weights"
         found = {"file": f"{self.file}, {kilobytes(self.num_bytes)}{share}"}
         found["parity"] = "not checked" if self.parity is None else str(self.parity)
+        found["time"] = self.time
         if self.audit is not None:
-            found["runs"] = self.audit.verdict
+            found["runs"] = self.runs
         if self.advice is not None:
             lines = [str(one) for one in self.advice]
             found["tensorrt"] = "\n".join(lines) or "follows TensorRT's rules (TensorRT itself does not run here)"
@@ -127,15 +159,27 @@ def export(subject: Subject, qmodel: QuantModel, target: Path, options: FileOpti
     num_bytes = sum(path.stat().st_size for path in (target, *data_files(target)))
     profile = PROFILES[qmodel.config.BACKEND]
     if options.no_check:
-        return Exported(target, num_bytes, float_bytes)
-    return Exported(
-        target,
-        num_bytes,
-        float_bytes,
-        parity,
-        None if profile.executes is None else audit(target, runtime=profile.executes, repeats=0),
-        tuple(tensorrt_violations(target)) if profile.name == "tensorrt" else None,
-    )
+        return Exported(target, num_bytes, float_bytes, untimed="--no-check")
+    found, untimed = None, f"no runtime here runs files for {profile.name}"
+    if profile.executes is not None:
+        found, untimed = _audited(subject, target, profile.executes, options, num_bytes)
+    advice = tuple(tensorrt_violations(target)) if profile.name == "tensorrt" else None
+    return Exported(target, num_bytes, float_bytes, parity, found, advice, untimed)
+
+
+def _audited(subject: Subject, file: Path, runtime: str, options: FileOptions, num_bytes: int) -> tuple[Audit, str]:
+    """How the runtime executes the file, and its time against float; why there is no time where there is none."""
+    if num_bytes > _LARGEST_TIMED:
+        return audit(file, runtime=runtime, repeats=0), f"the file is larger than {kilobytes(_LARGEST_TIMED)}"
+    (args, kwargs), _ = example_of(subject, options)
+    names = list(_named_inputs(subject, options.input_names))
+    signature = inspect.signature(subject.model.forward)
+    tensors = flat_inputs(args, in_order(kwargs, signature))
+    feeds = {name: tensor.detach().cpu().numpy() for name, tensor in zip(names, tensors, strict=True)}
+    try:
+        return audit(file, runtime=runtime, feeds=feeds, budget_s=_TIMED_S), ""
+    except DeploymentError as error:
+        return audit(file, runtime=runtime, repeats=0), str(error)
 
 
 def example_of(subject: Subject, options: FileOptions) -> tuple[Call, dict[str, dict[int, str]] | None]:

@@ -39,6 +39,22 @@ class DataOptions:
 
 
 @dataclass(frozen=True)
+class PlacementOptions:
+    """Which layers run in integers."""
+
+    placement: options.Placement = "default"
+    placement_seconds: options.PlacementSeconds = 60.0
+    save_placement: options.SavePlacement = None
+
+    def check(self, *, has_data: bool) -> None:
+        """Refuse what cannot be done, before the work."""
+        if self.save_placement is not None and self.placement != "measured":
+            raise typer.BadParameter("--save-placement keeps what --placement measured finds; give both")
+        if self.placement != "default" and not has_data:
+            raise typer.BadParameter(f"--placement {self.placement} is measured on data; give --data")
+
+
+@dataclass(frozen=True)
 class Limits:
     """How far a file may be from what it is compared with, beyond the limits of the parity check."""
 

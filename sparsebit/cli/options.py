@@ -168,6 +168,25 @@ Device = Annotated[
 Asym = Annotated[
     bool, typer.Option("--asym", help="Calibrate each layer behind predecessors that are already quantized (slower).")
 ]
+Placement = Annotated[
+    str,
+    typer.Option(
+        "--placement",
+        metavar="default|measured|FILE.json",
+        help="Which layers run in integers: as the backend's profile says, the fastest choice as measured in the "
+        "runtime on this machine (never slower than float), or the one that was measured before.",
+    ),
+]
+PlacementSeconds = Annotated[
+    float,
+    typer.Option("--placement-seconds", metavar="S", min=0, help="How long placements are tried, about."),
+]
+SavePlacement = Annotated[
+    Path | None,
+    typer.Option(
+        "--save-placement", metavar="FILE.json", help="Keep the measured placement, for --placement on such machines."
+    ),
+]
 Data = Annotated[
     str,
     typer.Option(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from sparsebit.cli import options
-from sparsebit.cli.option_groups import DataOptions, FileOptions, OutputOptions, grouped
+from sparsebit.cli.option_groups import DataOptions, FileOptions, OutputOptions, PlacementOptions, grouped
 from sparsebit.cli.output import decibel, facts_table, kilobytes, speaking
 from sparsebit.cli.recording import Recording, recording
 
@@ -39,6 +39,7 @@ def quantize(
     weights: options.Weights = None,
     asym: options.Asym = False,
     device: options.Device = None,
+    placed: PlacementOptions = PlacementOptions(),
     how: DataOptions = DataOptions(),
     written: FileOptions = FileOptions(),
     said: OutputOptions = OutputOptions(),
@@ -47,7 +48,8 @@ def quantize(
 
     The folder holds safetensors and the config; QuantModel.load(DIR, model) reads it. An output that ends in .onnx is
     a file for the runtime; before it is kept it runs there beside the simulation, and one that computes something else
-    is an error. Either appears whole or not at all. Weights alone are quantized without data (-c weights-only).
+    is an error, and it is timed against the float model. Either appears whole or not at all. Weights alone are
+    quantized without data (-c weights-only).
 
     sparsebit quantize -m torchvision.models:resnet18 -w resnet18.pt -d photos/ --size 224 --resize 256
     --mean 0.485,0.456,0.406 --std 0.229,0.224,0.225 -o resnet18-int8.onnx
@@ -61,11 +63,14 @@ def quantize(
         from sparsebit.cli.onnx_output import check_names, checked_file, export
         from sparsebit.cli.output_files import checked_target
         from sparsebit.cli.size import weight_size
+        from sparsebit.quantization.placement_search import PlacementProfile
+        from sparsebit.records.json_form import to_plain
 
         if written.no_check and written.limits:
             raise typer.BadParameter(f"{', '.join(written.limits.given())}: --no-check compares nothing")
         if where.file is None and written.given():
             raise typer.BadParameter(f"{', '.join(written.given())} need an --output that ends in .onnx")
+        placed.check(has_data=data is not None)
         qconfig = read_config(config, device, model=model)
         folder = None if where.folder is None else checked_target(where.folder)
         file = None if where.file is None else checked_file(where.file, qconfig.BACKEND, written)
@@ -79,7 +84,14 @@ def quantize(
             if file is not None:
                 check_names(subject, written)
             out.remark(f"calibrating {model} ({formats(qconfig)}) on {subject.data.description}")
-            done = calibrated(subject, qconfig, asym=asym)
+            done = calibrated(
+                *(subject, qconfig),
+                asym=asym,
+                placement=placed.placement,
+                placement_seconds=placed.placement_seconds,
+            )
+            if placed.save_placement is not None:
+                done.qmodel.placement.save(placed.save_placement)
             sqnr = subject.first_batch.sqnr_db(done.qmodel, qconfig.DEVICE)
         coverage, weight = done.qmodel.coverage, weight_size(done.qmodel)
         if folder is not None:  # first: it is of use even if the file then fails
@@ -88,7 +100,7 @@ def quantize(
         if file is not None and subject is not None:
             out.remark(f"writing {where.file}" + ("" if written.no_check else " and running it beside the simulation"))
             exported = export(subject, done.qmodel, file, written, weight.float_bytes)
-            for warning in () if exported.audit is None else exported.audit.warnings:
+            for warning in exported.warnings(placement=placed.placement):
                 out.warn(warning)
         if recorded:
             recorded.write(_record(model, subject, done, sqnr, exported, recorded))
@@ -104,11 +116,13 @@ def quantize(
             "output_sqnr_db": sqnr,
             "weight_bytes": {"float": weight.float_bytes, "quantized": weight.quantized_bytes},
             "coverage": coverage.to_dict(),
+            "placement": None if done.qmodel.placement is None else to_plain(done.qmodel.placement, PlacementProfile),
             **recorded.told(),
         }
         facts = {
             "quantized": f"{quantized}, {formats(qconfig)}",
             **_measured(subject, done, sqnr),
+            **({} if done.qmodel.placement is None else {"placement": str(done.qmodel.placement)}),
             "weights": f"{before} -> {after} packed, {weight.ratio:.1f}x smaller",
             "parameters": f"{100 * coverage.parameter_fraction:.1f} % of {coverage.num_parameters:,} quantized",
             **({"in float": "\n".join(floats)} if (floats := coverage.sizeable_floats()) else {}),

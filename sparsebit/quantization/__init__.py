@@ -34,6 +34,12 @@ from sparsebit.quantization.observers.histogram import Histogram
 from sparsebit.quantization.observers.statistics import MinMax, MovingMinMax, Samples
 from sparsebit.quantization.ops.quant_opr import MultipleInputsQuantOpr, QIdentity, QuantOpr
 from sparsebit.quantization.ops.registration import register_qmodule
+from sparsebit.quantization.placement_search import (
+    MeasuredPlacement,
+    PlacementProfile,
+    apply_placement,
+    measure_placement,
+)
 from sparsebit.quantization.quant_config import parse_qconfig
 from sparsebit.quantization.quant_model import QuantModel
 from sparsebit.quantization.quantizers import Quantizer, register_quantizer
@@ -55,6 +61,7 @@ __all__ = [
     "Histogram",
     "LayerRounding",
     "MatchingNode",
+    "MeasuredPlacement",
     "MinMax",
     "MovingMinMax",
     "MultipleInputsQuantOpr",
@@ -62,6 +69,7 @@ __all__ = [
     "PerChannel",
     "PerGroup",
     "PerTensor",
+    "PlacementProfile",
     "Plan",
     "QIdentity",
     "QuantConfig",
@@ -79,6 +87,7 @@ __all__ = [
     "TensorSpec",
     "Transform",
     "apply_algorithms",
+    "apply_placement",
     "attach",
     "broadcast_to",
     "capture",
@@ -89,6 +98,7 @@ __all__ = [
     "gather",
     "gptq",
     "make_plan",
+    "measure_placement",
     "mix",
     "pareto_curve",
     "parse_qconfig",

@@ -18,6 +18,7 @@ from sparsebit.execution.batches import Call, calls
 from sparsebit.progress import track
 from sparsebit.quantization.algorithms.applying import apply_algorithms, require_repeatable
 from sparsebit.quantization.effort import Effort, with_effort
+from sparsebit.quantization.placement_search import PlacementProfile, apply_placement, measure_placement
 from sparsebit.quantization.quant_config import as_qconfig
 from sparsebit.quantization.quant_model import QuantModel
 from sparsebit.records.phases import note_calibration, phase
@@ -36,6 +37,8 @@ def quantize(
     asym: bool = False,
     effort: Effort | None = None,
     resume: str | os.PathLike[str] | None = None,
+    placement: PlacementProfile | str | os.PathLike[str] = "default",
+    placement_seconds: float = 60.0,
 ) -> QuantModel:
     """A calibrated `QuantModel` with quantization on, in eval mode; `model` is left as it was.
 
@@ -46,6 +49,10 @@ def quantize(
     alone), "good" (GPTQ, seconds) or "best" (GPTQ and reconstruction, minutes), in the place of the config's
     `ALGORITHMS`. `resume`: a folder that keeps what these have finished; a run that was killed goes on after it.
 
+    `placement`: which layers run in integers. "default": as the backend's profile says. "measured": the fastest choice
+    in the runtime on this machine that keeps the accuracy, never slower than float, found in about `placement_seconds`;
+    `qmodel.placement` says what was measured. A profile that was saved, or its file: the choice made then.
+
     >>> model = nn.Sequential(nn.Linear(4, 2), nn.ReLU())
     >>> qmodel = quantize(model, [torch.randn(8, 4)], "onnxruntime")
     >>> print(str(qmodel.coverage).splitlines()[0])
@@ -53,7 +60,12 @@ def quantize(
     >>> small = quantize(model, config="weights-only")
     """
     qconfig = with_effort(as_qconfig(config), effort)
+    profile = _profile(placement)
     if batches is None:
+        if placement != "default":
+            raise CalibrationError(
+                f"placement={str(placement)!r} without calibration batches: files are timed on data; give some"
+            )
         if qconfig.ALGORITHMS:
             names = ", ".join(step.name for step in qconfig.ALGORITHMS)
             raise CalibrationError(
@@ -85,8 +97,20 @@ def quantize(
         qmodel.calc_qparams(asym=asym)
     note_calibration(counted.num_samples, asym=asym)
     qmodel.set_quant(w_quant=True, a_quant=True)
-    apply_algorithms(qmodel, batches, resume=resume)
+    if placement == "measured":
+        qmodel = measure_placement(qmodel, [first], seconds=placement_seconds).qmodel
+    elif profile is not None:
+        qmodel = apply_placement(qmodel, profile)
+    if qconfig.ALGORITHMS and not qmodel.is_float_by_plan:  # of a float model there is nothing to round
+        apply_algorithms(qmodel, batches, resume=resume)
     return qmodel
+
+
+def _profile(placement: PlacementProfile | str | os.PathLike[str]) -> PlacementProfile | None:
+    """The profile that is named; read before the work, so that a wrong name costs no time."""
+    if isinstance(placement, PlacementProfile) or placement in ("default", "measured"):
+        return placement if isinstance(placement, PlacementProfile) else None
+    return PlacementProfile.load(placement)
 
 
 def _without_data(model: nn.Module, qconfig: QuantConfig) -> QuantModel:

@@ -60,6 +60,8 @@ class QuantModel(TrainableModel):
     """
 
     _runner: CalibrationRunner | None = None
+    # The `PlacementProfile` by which it was placed; None: as the backend's profile says. A saved model has the plan.
+    placement: Any = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._first_call_is_due and self._runner is None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +21,13 @@ pytest.importorskip("onnxruntime")
 import onnx
 
 from sparsebit.cli.loading import load_model
-from sparsebit.cli.onnx_output import checked_file, require
+from sparsebit.cli.onnx_output import Exported, checked_file, require
 from sparsebit.cli.option_groups import FileOptions
 from sparsebit.cli.options import Names
 from sparsebit.deploy.sessions import open_session
 from sparsebit.errors import DeploymentError, MissingExtraError
 from sparsebit.quantization import QuantModel, quant_model
+from sparsebit.records.audit import Audit, Latency
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Sparsebit
@@ -52,6 +55,7 @@ def test_file_and_folder(sparsebit: Sparsebit, project: Path) -> None:
     assert "saved saved" in text and "file net.onnx, " in text and "of the float weights" in text
     assert "parity bit-exact in onnxruntime against the simulation, on 24 samples" in text
     assert "runs All 2 convolutions and 1 linear layer run in integers" in text
+    assert re.search(r"time [\d.]+ of float, measured on this machine", text)
     session, x = open_session("net.onnx"), torch.randn(1, 3, 8, 8)
     assert session.inputs == ("x",) and session.batch_size == 1
     qmodel = QuantModel.load("saved", load_model("own_project:Net"))
@@ -279,3 +283,22 @@ class TestKilled:
         process.kill()
         process.communicate(timeout=60)
         assert (project / "net.onnx").read_text() == "older"
+
+
+def exported(ratio: float | None, untimed: str = "") -> Exported:
+    latency = Latency(1, (1, 1), 1, (1, 1), 1, 1, 5, 1)
+    found = Audit("net.onnx", "onnxruntime", "1", "cpu", 1, (), {}, 1)
+    if ratio is not None:
+        found = replace(found, latency={"float": latency, "quantized": replace(latency, cpu_ratio=ratio)})
+    return Exported(Path("net.onnx"), 1, 4, audit=found, untimed=untimed)
+
+
+def test_how_the_time_compares_with_float() -> None:
+    assert exported(0.43).time == "0.43 of float, measured on this machine (CPU time, 1 thread)"
+    assert exported(0.43).warnings() == () and exported(1.02).warnings() == ()
+    (warning,) = exported(1.44).warnings()
+    assert "slower than float here (1.44 of its time)" in warning and "--placement measured" in warning
+    (warning,) = exported(1.44).warnings(placement="profile.json")
+    assert "--placement measured" not in warning and "another machine" in warning
+    assert exported(None, "--no-check").time == "not measured: --no-check"
+    assert exported(1.44).to_dict()["time"]["ratio"] == 1.44

@@ -253,3 +253,28 @@ class TestProcess:
         assert process.returncode == 130, err
         assert out == "" and err.endswith("interrupted: nothing was left half-written\n") and "Traceback" not in err
         assert set(os.listdir(project)) - {"__pycache__"} == {"own_project.py", "slow_data.py", "calibrating"}
+
+
+@pytest.mark.slow
+def test_a_measured_placement_is_kept_and_used_again(sparsebit: Sparsebit, project: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    wanted = ("--placement", "measured", "--placement-seconds", "0", "--save-placement", "placement.json")
+    answer = sparsebit(*COMMAND, *wanted, "--json")
+    assert answer.code == 0, answer.err
+    assert answer.json["placement"]["runtime"] == "onnxruntime"
+    again = sparsebit(*COMMAND, "--placement", "placement.json")
+    assert again.code == 0, again.err
+    assert "of float's time" in again.out
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        (("--save-placement", "p.json"), "--placement measured"),
+        (("--placement", "absent.json"), "no such file"),
+    ],
+    ids=["nothing to save", "no file"],
+)
+def test_a_placement_that_cannot_be(sparsebit: Sparsebit, project: Path, wanted: tuple[str, ...], words: str) -> None:
+    answer = sparsebit(*COMMAND, *wanted)
+    assert answer.code != 0 and words in " ".join(answer.err.split())

@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,6 +69,7 @@ def measure_placement(
     metric: Metric | None = None,
     metric_margin: float = 0.005,
     num_threads: int = 1,
+    keep: str | os.PathLike[str] | None = None,
     stopwatch: Stopwatch | None = None,
 ) -> MeasuredPlacement:
     """Try placements of a calibrated model in its runtime, and give the fastest one that keeps the accuracy.
@@ -76,7 +78,8 @@ def measure_placement(
     candidates are tried; float, the default placement and the one that the measured times suggest always are.
     `margin_db`: how much less SQNR of the outputs than the default placement's is allowed. `metric`: gives a score of a
     model, higher is better; the chosen one may lose `metric_margin` of the default placement's score. `num_threads`: of
-    the runtime. `qmodel` is left as it was.
+    the runtime. `keep`: a folder for the files as they were timed: `float.onnx`, `default.onnx` and `measured.onnx`.
+    `qmodel` is left as it was.
     """
     runtime = PROFILES[qmodel.config.BACKEND].executes
     if runtime is None:
@@ -107,6 +110,10 @@ def measure_placement(
     if metric is not None and chosen != _FLOAT:
         chosen = search.judged(metric, metric_margin, chosen, ratios)
         left_out = search.left_out[chosen]
+    if keep is not None:
+        Path(keep).mkdir(parents=True, exist_ok=True)
+        for name, file in ((_FLOAT, _FLOAT), (_DEFAULT, _DEFAULT), ("measured", chosen)):
+            (Path(keep) / f"{name}.onnx").write_bytes(search.files[file])
     profile = PlacementProfile(
         backend=qmodel.config.BACKEND,
         runtime=runtime,
@@ -146,7 +153,9 @@ def apply_placement(qmodel: QuantModel, placement: PlacementProfile | str | os.P
 
 def _applied(qmodel: QuantModel, profile: PlacementProfile) -> QuantModel:
     plan = profile.plan_of(qmodel.plan)
-    return qmodel if len(plan) == len(qmodel.plan) else qmodel.with_plan(plan)
+    placed = qmodel if len(plan) == len(qmodel.plan) else qmodel.with_plan(plan)
+    placed.placement = profile
+    return placed
 
 
 class _Search:
