@@ -39,7 +39,8 @@ def apply_algorithms(
     >>> apply_algorithms(qmodel, batches)  # doctest: +SKIP
     [('gptq', {'conv1': LayerRounding(nearest=0.0113, rounded=0.0021), ...})]
     """
-    require_repeatable(data, f"ALGORITHMS ({', '.join(step.name for step in qmodel.config.ALGORITHMS)})")
+    if qmodel.config.ALGORITHMS:  # without any, a generator will do
+        require_repeatable(data, f"ALGORITHMS ({', '.join(step.name for step in qmodel.config.ALGORITHMS)})")
     results = []
     for number, step in enumerate(qmodel.config.ALGORITHMS):
         folder = None if resume is None else Path(resume) / f"{number}-{step.name}"
