@@ -53,26 +53,40 @@ def load_subject(
 
 
 def calibrated(
-    subject: Subject, config: QuantConfig, *, asym: bool, placement: str = "default", placement_seconds: float = 60.0
+    subject: Subject,
+    config: QuantConfig,
+    *,
+    asym: bool,
+    placement: str = "default",
+    placement_seconds: float = 60.0,
+    resume: Path | None = None,
 ) -> Calibrated:
     """The model quantized on its data."""
-    num_samples = 0
-
-    def counted() -> Iterator[Any]:
-        nonlocal num_samples
-        for batch in subject.data:
-            num_samples += num_samples_in(batch)
-            yield batch
-
+    counted = _Counted(subject.data)
     start = time.monotonic()
     with users_code("calibration failed", theirs_alone=False):
         qmodel = sparsebit.quantize(
-            *(subject.model, counted(), config),
+            *(subject.model, counted, config),
             asym=asym,
+            resume=resume,
             placement=placement,
             placement_seconds=placement_seconds,
         )
-    return Calibrated(qmodel, num_samples, time.monotonic() - start)
+    return Calibrated(qmodel, counted.num_samples, time.monotonic() - start)
+
+
+class _Counted:
+    """The batches, with the samples of the last time that all of them were read."""
+
+    def __init__(self, data: Data) -> None:
+        self.data, self.num_samples = data, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        num_samples = 0
+        for batch in self.data:
+            num_samples += num_samples_in(batch)
+            yield batch
+        self.num_samples = num_samples
 
 
 def without_data(

@@ -168,6 +168,20 @@ Device = Annotated[
 Asym = Annotated[
     bool, typer.Option("--asym", help="Calibrate each layer behind predecessors that are already quantized (slower).")
 ]
+Effort = Annotated[
+    str | None,
+    typer.Option(
+        "--effort",
+        metavar="fast|good|best",
+        help="Calibration alone, GPTQ too (about 5 times as long), or reconstruction too (minutes).",
+    ),
+]
+Resume = Annotated[
+    Path | None,
+    typer.Option(
+        "--resume", metavar="DIR", help="Keep there what ALGORITHMS have finished; started again, go on after it."
+    ),
+]
 Placement = Annotated[
     str,
     typer.Option(

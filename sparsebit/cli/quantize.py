@@ -38,6 +38,8 @@ def quantize(
     model_args: options.ModelArgs = None,
     weights: options.Weights = None,
     asym: options.Asym = False,
+    effort: options.Effort = None,
+    resume: options.Resume = None,
     device: options.Device = None,
     placed: PlacementOptions = PlacementOptions(),
     how: DataOptions = DataOptions(),
@@ -63,6 +65,7 @@ def quantize(
         from sparsebit.cli.onnx_output import check_names, checked_file, export
         from sparsebit.cli.output_files import checked_target
         from sparsebit.cli.size import weight_size
+        from sparsebit.quantization.effort import with_effort
         from sparsebit.quantization.placement_search import PlacementProfile
         from sparsebit.records.json_form import to_plain
 
@@ -71,7 +74,7 @@ def quantize(
         if where.file is None and written.given():
             raise typer.BadParameter(f"{', '.join(written.given())} need an --output that ends in .onnx")
         placed.check(has_data=data is not None)
-        qconfig = read_config(config, device, model=model)
+        qconfig = with_effort(read_config(config, device, model=model), effort)
         folder = None if where.folder is None else checked_target(where.folder)
         file = None if where.file is None else checked_file(where.file, qconfig.BACKEND, written)
         subject, sqnr = None, None
@@ -89,6 +92,7 @@ def quantize(
                 asym=asym,
                 placement=placed.placement,
                 placement_seconds=placed.placement_seconds,
+                resume=resume,
             )
             if placed.save_placement is not None:
                 done.qmodel.placement.save(placed.save_placement)
@@ -183,6 +187,9 @@ def _refuse_without_data(config: QuantConfig, how: DataOptions, *, wants_file: b
         )
     if asym:
         raise typer.BadParameter("missing: --asym calibrates on data", param_hint="--data")
+    if config.ALGORITHMS:
+        names = ", ".join(step.name for step in config.ALGORITHMS)
+        raise typer.BadParameter(f"missing: {names} work on data", param_hint="--data")
     how.refuse(("size", "resize", "mean", "std", "gray", "batch_size", "arrays"), "no --data")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from sparsebit.config.schema import QuantConfig
 from sparsebit.errors import ConfigError
@@ -10,14 +10,14 @@ from sparsebit.errors import ConfigError
 Effort = Literal["fast", "good", "best"]
 
 # What each one adds to a config, in the place of its ALGORITHMS.
-LADDERS: dict[Effort, tuple[Any, ...]] = {
+LADDERS: dict[str, tuple[Any, ...]] = {
     "fast": (),
     "good": ({"gptq": {"SWEEPS": 0, "MAX_ROWS": 16384}},),
     "best": ("gptq", {"reconstruct": {"METHOD": "qdrop"}}),
 }
 
 
-def with_effort(config: QuantConfig, effort: Effort | None) -> QuantConfig:
+def with_effort(config: QuantConfig, effort: str | None) -> QuantConfig:
     """The config with the algorithms of that effort; of "good" and "best" also ranges by `mse`, where none is chosen.
 
     >>> from sparsebit.quantization import parse_qconfig
@@ -26,8 +26,8 @@ def with_effort(config: QuantConfig, effort: Effort | None) -> QuantConfig:
     """
     if effort is None:
         return config
-    if effort not in get_args(Effort):
-        raise ConfigError(f"effort={effort!r}: allowed: {', '.join(get_args(Effort))}")
+    if effort not in LADDERS:
+        raise ConfigError(f"effort={effort!r}: allowed: {', '.join(LADDERS)}")
     if config.ALGORITHMS:
         names = ", ".join(step.name for step in config.ALGORITHMS)
         raise ConfigError(f"effort={effort!r}, and the config has ALGORITHMS of its own ({names}): give one of the two")

@@ -47,6 +47,26 @@ def test_saves_what_loads(sparsebit: Sparsebit, project: Path) -> None:
     assert 0 < error < 0.05
 
 
+def test_effort_and_algorithms_of_the_config(sparsebit: Sparsebit, project: Path) -> None:
+    """The data is read more than once, and its samples are counted once."""
+    by_name = sparsebit(*COMMAND, "--effort", "good", "--json")
+    assert by_name.code == 0, by_name.err
+    assert by_name.json["num_samples"] == 24
+    bits = "W: {QUANTIZER: {BIT: 4}}\nA: {QUANTIZER: {BIT: 8}}\n"
+    (project / "plain.yaml").write_text(bits)
+    (project / "gptq.yaml").write_text(f"{bits}ALGORITHMS: [gptq]\n")
+    errors = [sparsebit(*COMMAND, "-c", f"{name}.yaml", "--json").json["output_sqnr_db"] for name in ("plain", "gptq")]
+    assert errors[1] > errors[0] + 2
+    loaded = QuantModel.load(project / "saved", load_model("own_project:Net"))
+    assert loaded.applied_algorithms == ("gptq",)
+    for options, message in (
+        (("--effort", "most"), "allowed: fast, good, best"),
+        (("-c", "gptq.yaml", "--effort", "good"), "ALGORITHMS of its own"),
+    ):
+        refused = sparsebit(*COMMAND, *options)
+        assert refused.code != 0 and message in refused.err, refused.err
+
+
 def test_weights_alone_need_no_data(sparsebit: Sparsebit, project: Path) -> None:
     answer = sparsebit("quantize", "-m", "own_project:Net", "-c", "weights-only", "-o", "saved", "--json")
     assert answer.code == 0, answer.err
@@ -65,8 +85,9 @@ def test_weights_alone_need_no_data(sparsebit: Sparsebit, project: Path) -> None
         (["-c", "weights-only", "-o", "saved.onnx"], "an ONNX file is written from an example call"),
         (["-c", "weights-only", "-o", "saved", "--size", "8"], "--size cannot be used with no --data"),
         (["-c", "weights-only", "-o", "saved", "--asym"], "--asym calibrates on data"),
+        (["-c", "weights-only", "-o", "saved", "--effort", "good"], "gptq work on data"),
     ],
-    ids=["activations", "file", "size", "asym"],
+    ids=["activations", "file", "size", "asym", "effort"],
 )
 def test_what_needs_data(sparsebit: Sparsebit, project: Path, arguments: list[str], message: str) -> None:
     answer = sparsebit("quantize", "-m", "own_project:Net", *arguments)
