@@ -9,7 +9,8 @@ from sparsebit.errors import ConfigError
 
 Effort = Literal["fast", "good", "best"]
 
-# What each one adds to a config, in the place of its ALGORITHMS.
+# What each one adds to a config, in the place of its ALGORITHMS, where weights have fewer than 8 bits. With 8 there is
+# hardly anything to gain, and on little data something to lose.
 LADDERS: dict[str, tuple[Any, ...]] = {
     "fast": (),
     "good": ({"gptq": {"SWEEPS": 0, "MAX_ROWS": 16384}},),
@@ -20,8 +21,11 @@ LADDERS: dict[str, tuple[Any, ...]] = {
 def with_effort(config: QuantConfig, effort: str | None) -> QuantConfig:
     """The config with the algorithms of that effort; of "good" and "best" also ranges by `mse`, where none is chosen.
 
+    With weights of 8 bits or more the ranges are all that changes.
+
     >>> from sparsebit.quantization import parse_qconfig
-    >>> [step.name for step in with_effort(parse_qconfig("onnxruntime"), "best").ALGORITHMS]
+    >>> config = parse_qconfig("{W: {QUANTIZER: {BIT: 4}}, A: {QUANTIZER: {BIT: 8}}}")
+    >>> [step.name for step in with_effort(config, "best").ALGORITHMS]
     ['gptq', 'reconstruct']
     """
     if effort is None:
@@ -33,7 +37,8 @@ def with_effort(config: QuantConfig, effort: str | None) -> QuantConfig:
         raise ConfigError(f"effort={effort!r}, and the config has ALGORITHMS of its own ({names}): give one of the two")
     if effort == "fast":
         return config
-    changes: list[Any] = ["ALGORITHMS", list(LADDERS[effort])]
+    has_few_bits = not config.W.QUANTIZER.DISABLE and config.W.QUANTIZER.BIT < 8
+    changes: list[Any] = ["ALGORITHMS", list(LADDERS[effort]) if has_few_bits else []]
     for kind in ("W", "A"):
         quantizer = getattr(config, kind).QUANTIZER
         is_open = not config.is_set(f"{kind}.OBSERVER.TYPE") and quantizer.TYPE == "uniform"

@@ -85,7 +85,10 @@ def test_weights_alone_need_no_data(sparsebit: Sparsebit, project: Path) -> None
         (["-c", "weights-only", "-o", "saved.onnx"], "an ONNX file is written from an example call"),
         (["-c", "weights-only", "-o", "saved", "--size", "8"], "--size cannot be used with no --data"),
         (["-c", "weights-only", "-o", "saved", "--asym"], "--asym calibrates on data"),
-        (["-c", "weights-only", "-o", "saved", "--effort", "good"], "gptq work on data"),
+        (
+            ["-c", "{W: {QUANTIZER: {BIT: 4}}, A: {QUANTIZER: {DISABLE: true}}}", "-o", "saved", "--effort", "good"],
+            "gptq work on data",
+        ),
     ],
     ids=["activations", "file", "size", "asym", "effort"],
 )

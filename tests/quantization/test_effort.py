@@ -29,6 +29,11 @@ def test_ladders_are_sound_and_choose_ranges_by_mse(effort: Any) -> None:
     assert parse_qconfig(config.to_yaml()) == config
 
 
+def test_weights_of_8_bits_only_get_other_ranges() -> None:
+    config = with_effort(parse_qconfig("onnxruntime"), "best")
+    assert config.ALGORITHMS == () and config.W.OBSERVER.TYPE == "mse"
+
+
 def test_what_the_user_chose_stays() -> None:
     weights = {"QUANTIZER": {"BIT": 8, "TYPE": "fp8"}}
     activations = {"QUANTIZER": {"BIT": 8}, "OBSERVER": {"TYPE": "percentile"}}
@@ -40,7 +45,7 @@ def test_what_the_user_chose_stays() -> None:
 
 def test_refused() -> None:
     with pytest.raises(ConfigError, match="effort='most': allowed: fast, good, best"):
-        with_effort(parse_qconfig(BITS), "most")  # type: ignore[arg-type]
+        with_effort(parse_qconfig(BITS), "most")
     with pytest.raises(ConfigError, match=r"ALGORITHMS of its own \(gptq\): give one of the two"):
         with_effort(parse_qconfig({**BITS, "ALGORITHMS": ["gptq"]}), "fast")
 

@@ -41,6 +41,9 @@ from sparsebit.quantization.quantizers.base import Quantizer, rounds_by_operator
 
 log = logging.getLogger(__name__)
 
+# Below so many rows for each column of a layer, its second moments are those of the data at hand more than of others.
+_FEWEST_ROWS = 4
+
 
 @dataclass(frozen=True)
 class LayerRounding:
@@ -104,6 +107,7 @@ def gptq(
     owners = num_owners(qmodel.model)
     found: dict[str, LayerRounding] = {}
     reasons: dict[str, str] = {}
+    scarce: dict[str, float] = {}
 
     @torch.no_grad()
     def visit(data: BlockData) -> None:
@@ -117,7 +121,9 @@ def gptq(
         if isinstance(form, str):
             reasons[name] = form
         else:
-            found[name] = _round_layer(layer, form, data, options)
+            found[name], rows_per_column = _round_layer(layer, form, data, options)
+            if rows_per_column < _FEWEST_ROWS:
+                scarce[name] = rows_per_column
             log.debug("%s: error %.4g to nearest, %.4g with GPTQ", name, found[name].nearest, found[name].rounded)
 
     folder = None if resume is None else Path(resume) / folder_name("gptq", asdict(options))
@@ -127,6 +133,12 @@ def gptq(
     if reasons:
         shown = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         log.warning("GPTQ left %d weights rounded to nearest: %s", len(reasons), shown)
+    if scarce:
+        log.warning(
+            "GPTQ: %d layers have fewer than %d rows of data for each of their inputs (%s has %.1f), and may fit this "
+            "data alone; give more, or leave 8-bit weights rounded to nearest",
+            *(len(scarce), _FEWEST_ROWS, min(scarce, key=scarce.__getitem__), min(scarce.values())),
+        )
     return found
 
 
@@ -155,7 +167,10 @@ def _matrix_form(layer: WeightedQuantOpr, node: fx.Node, owners: dict[int, int])
 # --- one layer
 
 
-def _round_layer(layer: WeightedQuantOpr, form: LayerMatrix, data: BlockData, options: _Options) -> LayerRounding:
+def _round_layer(
+    layer: WeightedQuantOpr, form: LayerMatrix, data: BlockData, options: _Options
+) -> tuple[LayerRounding, float]:
+    """What the layer gained, and how many rows of data there were for each of its columns."""
     op, quantizer = layer.op, layer.weight_quantizer
     weight, bias = op.get_parameter("weight"), op._parameters.get("bias")
     moments = _moments(
@@ -179,7 +194,8 @@ def _round_layer(layer: WeightedQuantOpr, form: LayerMatrix, data: BlockData, op
         assert bias is not None
         shift = _product(original, moments.original_mean) - _product(rounded.values, moments.mean)  # (groups, rows)
         bias.add_(shift.flatten().to(bias))
-    return LayerRounding(float(rounded.nearest_loss.sum()), float(rounded.loss.sum()))
+    gained = LayerRounding(float(rounded.nearest_loss.sum()), float(rounded.loss.sum()))
+    return gained, moments.num_rows / hessian.shape[-1]
 
 
 def _moments(
