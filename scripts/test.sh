@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Sets this checkout up and runs every check: style, types, layers, documentation, tests (last, so that their summary ends the
-# output). All of them run even when one fails. Arguments go to pytest: scripts/test.sh -m 'not slow'
+# output). All of them run even when one fails. Arguments go to pytest; without any, tests that are marked slow are left
+# out: `scripts/test.sh -m ''` runs them too.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh dev
@@ -22,6 +23,7 @@ check "docs" mkdocs build --strict --quiet
 # A part of what scripts/without_speed.sh runs by hand: quantizers, ops and training by the plain path.
 check "without speed" bash scripts/without_speed.sh -m 'not slow' -k 'not compile' \
   tests/quantization/quantizers/test_training.py tests/quantization/quantizers/test_base.py tests/quantization/ops/test_quant_opr.py
+[ $# -gt 0 ] || set -- -m "not slow"
 check "tests" pytest -q -n auto --maxprocesses 4 --dist loadfile "$@"
 
 [ ${#failed[@]} -eq 0 ] || { echo "failed: ${failed[*]}" >&2; exit 1; }

@@ -54,8 +54,10 @@ LOOPS = {"qat_lightning": "lightning", "qat_accelerate": "accelerate"}  # and th
 ON_ANY_IMAGES = ("ptq_imagenet", "ptq_deit", "qat_imagenet")  # random weights: these need no data folder
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+LONG = ("ptq_deit", "ptq_yolo")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in RUNS])
 def test_runs_and_scores_the_file(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     packages, arguments = RUNS[name]
     if missing := [package for package in (*packages, *ONNX) if find_spec(package) is None]:
