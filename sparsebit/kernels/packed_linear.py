@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from sparsebit.errors import SpecError
-from sparsebit.kernels.fragments import BLOCK, ROWS, arrange, restore
+from sparsebit.kernels.fragments import BITS, BLOCK, ROWS, arrange, restore
 
 DTYPES = (torch.bfloat16, torch.float16)
 GROUP_SIZES = (32, 64, 128)
@@ -75,6 +75,9 @@ def fragment_weight(codes: Tensor, scales: Tensor, zeros: Tensor | None = None) 
         )
     if scales.dtype not in DTYPES:
         raise SpecError(f"scales are {scales.dtype}; allowed: {', '.join(map(str, DTYPES))}")
+    for what, values in (("codes", codes), ("zero points", zeros)):
+        if values is not None and values.numel() and not 0 <= int(values.min()) <= int(values.max()) < 1 << BITS:
+            raise SpecError(f"{what} from {int(values.min())} to {int(values.max())}; allowed: 0 to {(1 << BITS) - 1}")
     more = -outputs % ROWS
     words = arrange(pad(codes, (0, 0, 0, more)))
     by_group = pad(scales, (0, 0, 0, more)).t().contiguous()

@@ -58,10 +58,12 @@ class LayerMatrix:
     def patches(self, x: Tensor, step: int = 1) -> Iterator[Tensor]:
         """The input in chunks of `(groups, positions, columns)`, so that large images stay within bounded memory.
 
-        `step`: only every so many positions; of images every so many lines, others in each chunk.
+        `step`: of every so many positions one, drawn with a fixed seed: every so-many-th itself would be the same token
+        of each sentence, or the same column of each image.
         """
         if self.num_dims == 0:
-            rows = x.reshape(-1, x.shape[-1])[::step]
+            rows = x.reshape(-1, x.shape[-1])
+            rows = rows[_drawn(len(rows), step, rows.device)] if step > 1 else rows
             for part in rows.split(max(_CHUNK // max(rows.shape[1], 1), 1)):
                 yield part[None]
             return
@@ -69,22 +71,31 @@ class LayerMatrix:
             x = x[None]
         if not len(x):
             return
-        first = self._grouped(x[:1], 0, step)
+        first = self._grouped(x[:1], step)
         yield first
-        rest = x[1:].split(max(_CHUNK // max(first.numel(), 1), 1)) if len(x) > 1 else ()
-        for number, part in enumerate(rest, start=1):
-            yield self._grouped(part, number, step)
+        for part in x[1:].split(max(_CHUNK // max(first.numel(), 1), 1)) if len(x) > 1 else ():
+            yield self._grouped(part, step)
 
-    def _grouped(self, x: Tensor, offset: int, step: int) -> Tensor:
+    def _grouped(self, x: Tensor, step: int) -> Tensor:
         """`(n, channels, *positions, *kernel)` as `(groups, n * positions, channels / groups * kernel)`."""
         windows = self.unfold(x)
         num_dims = self.num_dims
-        step = min(step, windows.shape[2])
-        windows = windows[:, :, offset % step :: step]
+        if step > 1:
+            sizes = (len(windows), *windows.shape[2 : 2 + num_dims])
+            sample, *place = torch.unravel_index(_drawn(torch.Size(sizes).numel(), step, x.device), sizes)
+            chosen = windows.movedim(1, 1 + num_dims)[(sample, *place)]  # (chosen, channels, *kernel): a copy
+            return chosen.reshape(len(chosen), self.groups, -1).transpose(0, 1)
         windows = torch.unflatten(windows, 1, (self.groups, -1))  # (n, groups, channels, *positions, *kernel)
         order = (1, 0, *range(3, 3 + num_dims), 2, *range(3 + num_dims, 3 + 2 * num_dims))
         columns = windows.shape[2] * int(torch.Size(windows.shape[3 + num_dims :]).numel())
         return windows.permute(order).reshape(self.groups, -1, columns)
+
+
+def _drawn(count: int, step: int, device: torch.device) -> Tensor:
+    """One of every `step` of so many positions: the same ones for the same count."""
+    starts = torch.arange(0, count, step)
+    offsets = torch.randint(step, starts.shape, generator=torch.Generator().manual_seed(count))
+    return (starts + offsets).clamp(max=count - 1).to(device)
 
 
 def layer_matrix(layer: nn.Module) -> LayerMatrix | None:

@@ -58,6 +58,15 @@ def test_refused(codes: Tensor, scales: Tensor, message: str) -> None:
         fragment_weight(codes, scales)
 
 
+def test_codes_and_zero_points_of_more_bits_are_refused() -> None:
+    codes, scales, zeros = parts(16, 128, 128, affine=True)
+    assert zeros is not None
+    with pytest.raises(SpecError, match="codes from 1 to 16; allowed: 0 to 15"):
+        fragment_weight(codes.clamp(1, 14) + 2 * (codes > 13), scales)
+    with pytest.raises(SpecError, match="zero points from -1"):
+        fragment_weight(codes, scales, zeros - zeros.min() - 1)
+
+
 def test_x_of_another_type_or_width() -> None:
     weight = fragment_weight(*parts(16, 128, 128))
     for x in (torch.zeros(1, 128), torch.zeros(1, 64, dtype=torch.bfloat16)):

@@ -86,3 +86,17 @@ def test_every_so_many_positions(name: str) -> None:
     assert form.num_rows(x) < 4 or some.shape[1] < 0.8 * everything.shape[1]
     known = {tuple(row) for row in everything.transpose(0, 1).flatten(1).tolist()}
     assert all(tuple(row) in known for row in some.transpose(0, 1).flatten(1).tolist())
+
+
+def test_drawn_positions_are_spread_over_tokens_and_columns() -> None:
+    """A step that is the length of a sentence, or of a line, must not meet the same place again and again."""
+    tokens = torch.arange(8.0).repeat(64, 1)[..., None]  # (64 sentences, 8 tokens, 1)
+    linear, conv = layer_matrix(nn.Linear(1, 1)), layer_matrix(nn.Conv2d(1, 1, 1))
+    assert linear is not None and conv is not None
+    seen = torch.cat(list(linear.patches(tokens, 8)), 1).flatten()
+    assert len(seen) == 64 and set(seen.tolist()) == set(range(8))
+    images = torch.arange(16.0).reshape(1, 1, 4, 4).repeat(40, 1, 1, 1)
+    seen = torch.cat(list(conv.patches(images, 4)), 1).flatten()
+    assert set(seen.tolist()) == set(range(16))
+    again = torch.cat(list(conv.patches(images, 4)), 1).flatten()
+    assert torch.equal(seen, again)  # the float input's rows are those of the quantized one

@@ -92,8 +92,9 @@ def gptq(
     closed form. `sweeps`: how often codes are improved one by one afterwards. `input_correction`: from 0 (off) to 1,
     how much of the difference between the quantized and the float input the weight takes up. `correct_bias`: the bias
     takes up the mean error. `block_size`: columns between two updates of the whole weight; it changes the time, not the
-    method. `max_rows`: about so many rows of a layer's input (of a convolution: positions) are read, evenly spaced;
-    None: all. `resume`: a folder that keeps each finished layer; a run that was killed goes on after them.
+    method. `max_rows`: about so many rows of a layer's input (of a convolution: positions) are read, or 8 for each of
+    its columns where that is more; None: all. `resume`: a folder that keeps each finished layer; a run that was killed
+    goes on after them.
 
     >>> gptq(qmodel, batches)  # doctest: +SKIP
     {'conv1': LayerRounding(nearest=0.0113, rounded=0.0021), ...}
@@ -208,7 +209,9 @@ def _moments(
     for index in range(data.num_batches):
         (x,) = layer.quantize_input((input_of(data, data.inputs, index),), {})
         if index == 0 and max_rows is not None:
-            step = max(1, round(form.num_rows(x) * data.num_batches / max_rows))
+            columns = form.matrix(layer.op.get_parameter("weight")).shape[-1]
+            wanted = max(max_rows, 2 * _FEWEST_ROWS * columns)
+            step = max(1, form.num_rows(x) * data.num_batches // wanted)
         if not with_originals:
             for patches in form.patches(x, step):
                 moments.add(patches)
