@@ -75,6 +75,11 @@ def quantize(
             raise typer.BadParameter(f"{', '.join(written.given())} need an --output that ends in .onnx")
         placed.check(has_data=data is not None)
         qconfig = with_effort(read_config(config, device, model=model), effort)
+        if resume is not None and effort is None and not qconfig.ALGORITHMS:
+            raise typer.BadParameter(
+                f"--resume {resume}: it keeps what ALGORITHMS have finished, and the config names none; name some, or "
+                "give --effort good or best"
+            )
         folder = None if where.folder is None else checked_target(where.folder)
         file = None if where.file is None else checked_file(where.file, qconfig.BACKEND, written)
         subject, sqnr = None, None
@@ -92,7 +97,7 @@ def quantize(
                 asym=asym,
                 placement=placed.placement,
                 placement_seconds=placed.placement_seconds,
-                resume=resume,
+                resume=resume if qconfig.ALGORITHMS else None,  # an effort may have left nothing to do
             )
             if placed.save_placement is not None:
                 done.qmodel.placement.save(placed.save_placement)

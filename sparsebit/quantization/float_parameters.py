@@ -36,6 +36,11 @@ class FloatParameters:
         kept = self._kept.get(path)
         return None if kept is None else kept.value
 
+    def __copy__(self) -> FloatParameters:
+        new = FloatParameters()
+        new._kept = dict(self._kept)
+        return new
+
     def __len__(self) -> int:
         return len(self._kept)
 

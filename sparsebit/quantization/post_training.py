@@ -13,7 +13,7 @@ from torch import nn
 
 from sparsebit.config.reading import Source
 from sparsebit.config.schema import QuantConfig
-from sparsebit.errors import CalibrationError
+from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.execution.batches import Call, calls
 from sparsebit.progress import track
 from sparsebit.quantization.algorithms.applying import apply_algorithms, require_repeatable
@@ -60,6 +60,11 @@ def quantize(
     >>> small = quantize(model, config="weights-only")
     """
     qconfig = with_effort(as_qconfig(config), effort)
+    if resume is not None and effort is None and not qconfig.ALGORITHMS:
+        raise ConfigError(
+            f"resume={str(resume)!r}: the folder keeps what ALGORITHMS have finished, and the config names none; name "
+            'some, give effort="good" or "best", or leave resume out'
+        )
     profile = _profile(placement)
     if batches is None:
         if placement != "default":

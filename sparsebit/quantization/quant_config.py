@@ -7,8 +7,10 @@ from typing import Any
 
 # The names of the built-in algorithms, observers and quantizers are filed when these are imported.
 import sparsebit.quantization.algorithms.bias_correction
+import sparsebit.quantization.algorithms.equalization
 import sparsebit.quantization.algorithms.gptq
 import sparsebit.quantization.algorithms.reconstruction
+import sparsebit.quantization.algorithms.smoothing
 import sparsebit.quantization.observers
 import sparsebit.quantization.quantizers  # noqa: F401
 from sparsebit.backends import BACKENDS

@@ -62,6 +62,8 @@ class QuantModel(TrainableModel):
     _runner: CalibrationRunner | None = None
     # The `PlacementProfile` by which it was placed; None: as the backend's profile says. A saved model has the plan.
     placement: Any = None
+    # Whether algorithms changed weights before the model was saved; `float_parameters` is empty then.
+    _float_values_are_lost = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._first_call_is_due and self._runner is None:
@@ -183,6 +185,11 @@ class QuantModel(TrainableModel):
             raise CaptureError(
                 "visit_blocks() needs a graph of the whole model, which could not be traced: see coverage"
             )
+        if self._float_values_are_lost:
+            log.warning(
+                "algorithms changed weights of this model before it was saved or pickled, and the float model's values "
+                "are not in what was saved: blocks are compared with the changed weights. Start from the float model"
+            )
         self.eval()
         with switched_on(self):
             visit_blocks(
@@ -271,6 +278,8 @@ class QuantModel(TrainableModel):
         for name, quantizer in new.sites.items():
             quantizer.load_state_dict(old[name].state_dict())
             quantizer.use_quant = old[name].use_quant
+        new._float_parameters = copy.copy(self.float_parameters)
+        new._float_values_are_lost = self._float_values_are_lost
         new._make_room_for_biases()
         return new
 
@@ -454,6 +463,7 @@ class QuantModel(TrainableModel):
             "transforms": [name_of(step) for step in self._transforms],
             "plan": None if self._given_plan is None else self._given_plan.to_dict(),
             "algorithms": list(self.applied_algorithms),
+            "weights_changed": self._float_values_are_lost or bool(len(self.float_parameters)),
             "sites": {q.name: q.describe() for q in self.quantizers() if not q.fake_fused},
         }
 
@@ -490,6 +500,7 @@ class QuantModel(TrainableModel):
         else:
             qmodel._load_all_but_quantizers(tensors)
         qmodel.applied_algorithms = tuple(description.get("algorithms", ()))
+        qmodel._float_values_are_lost = bool(description.get("weights_changed", False))
         return qmodel.eval()
 
     def _load_all_but_quantizers(self, tensors: dict[str, Tensor]) -> None:

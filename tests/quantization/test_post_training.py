@@ -166,3 +166,9 @@ def test_a_model_that_was_saved_on_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r'DEVICE=cuda: torch sees no GPU.*QuantModel.load\(..., device="cpu"\)'):
         QuantModel.load(tmp_path / "saved", TwoLayers(), device="cuda")
     assert QuantModel.load(tmp_path / "saved", TwoLayers(), device="cpu").device.type == "cpu"
+
+
+def test_a_folder_to_resume_from_without_algorithms_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the config names none"):
+        sparsebit.quantize(TwoLayers(), [X], qconfig(), resume=tmp_path / "kept")
+    sparsebit.quantize(TwoLayers(), [X], qconfig(), effort="good", resume=tmp_path / "kept")  # 8 bits: nothing to do

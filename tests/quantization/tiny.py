@@ -34,10 +34,10 @@ def qconfig(changes: dict[str, Any] | None = None, *, bits: int = 8, backend: st
 
 
 def calibrated(
-    model: nn.Module, batches: Iterable[Any], config: QuantConfig | None = None, *, asym: bool = False, **settings: Any
+    model: nn.Module, batches: Iterable[Any], config: Any = None, *, asym: bool = False, **settings: Any
 ) -> QuantModel:
     """A calibrated model with quantization on; batches are single tensors, or tuples of positional arguments."""
-    qmodel = QuantModel(model, config or qconfig(), **settings)
+    qmodel = QuantModel(model, qconfig() if config is None else config, **settings)
     qmodel.prepare_calibration()
     run(qmodel, batches)
     qmodel.calc_qparams(asym=asym)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from sparsebit.errors import ConfigError
 from sparsebit.quantization import QuantModel, correct_biases, gptq
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
+from tests.quantization import tiny
 
 CONFIG = "{DEVICE: cpu, W: {QUANTIZER: {BIT: 3}}, A: {QUANTIZER: {BIT: 8}}}"
 METHODS: list[Literal["empirical", "analytic"]] = ["empirical", "analytic"]
@@ -36,14 +37,7 @@ def batches(count: int = 3) -> list[Tensor]:
 
 
 def calibrated(data: list[Tensor], config: Any = CONFIG) -> QuantModel:
-    qmodel = QuantModel(float_model(), config, example_inputs=data[0])
-    qmodel.prepare_calibration()
-    with torch.no_grad():
-        for batch in data:
-            qmodel(batch)
-    qmodel.calc_qparams()
-    qmodel.set_quant(w_quant=True, a_quant=True)
-    return qmodel
+    return tiny.calibrated(float_model(), data, config, example_inputs=data[0])
 
 
 def shift(qmodel: QuantModel, data: list[Tensor]) -> float:

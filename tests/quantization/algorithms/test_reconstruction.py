@@ -19,6 +19,7 @@ from sparsebit.quantization import BlockReconstruction, QuantModel, gptq, recons
 from sparsebit.quantization.algorithms import reconstruction
 from sparsebit.quantization.algorithms.reconstruction import METHODS, Method
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
+from tests.quantization import tiny
 
 CONFIG = "{DEVICE: cpu, W: {QUANTIZER: {BIT: 3}}, A: {QUANTIZER: {BIT: 4}}}"
 QUICK: dict[str, Any] = {"steps": 40, "batch_size": 16}
@@ -52,14 +53,7 @@ def batches(count: int = 3, offset: int = 0) -> list[Tensor]:
 
 
 def calibrated(model: nn.Module, data: list[Tensor], config: Any = CONFIG) -> QuantModel:
-    qmodel = QuantModel(model, config, example_inputs=data[0])
-    qmodel.prepare_calibration()
-    with torch.no_grad():
-        for batch in data:
-            qmodel(batch)
-    qmodel.calc_qparams()
-    qmodel.set_quant(w_quant=True, a_quant=True)
-    return qmodel
+    return tiny.calibrated(model, data, config, example_inputs=data[0])
 
 
 def error(qmodel: QuantModel, model: nn.Module, data: list[Tensor]) -> float:
