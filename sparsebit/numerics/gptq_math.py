@@ -13,6 +13,8 @@ The loss is the squared error of the layer's output, `tr((W - V) H (W - V)^T)`; 
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -292,6 +294,23 @@ def target_weight(W: Tensor, H: Tensor, cross: Tensor, damping: float = 0.01, sh
     """
     U = inverse_factor(H, damping)
     return W + share * (W @ (cross - H) @ U.mT) @ U
+
+
+def chosen_damping(
+    W: Tensor, halves: Sequence[tuple[Tensor, Tensor]], dampings: Sequence[float] = (0.01, 0.1, 1.0)
+) -> float | None:
+    """The damping with which `target_weight` serves data best that it was not fitted to; None: `W` itself is best.
+
+    `halves`: `(H, cross)` of each half of the data. What is fitted to one is judged by the other. Where there are few
+    rows for each column, or samples differ, a fit to all of them would follow their noise.
+    """
+    errors = dict.fromkeys((None, *dampings), 0.0)
+    for fitted, judge in itertools.permutations(halves, 2):
+        for damping in errors:
+            V = W if damping is None else target_weight(W, *fitted, damping)
+            H, cross = judge
+            errors[damping] += float(((V @ H - 2 * (W @ cross)) * V).sum())  # and a rest that no `V` changes
+    return min(errors, key=errors.__getitem__)
 
 
 def shared_columns(grid: Grid) -> list[Tensor]:

@@ -278,7 +278,7 @@ class QuantModel(TrainableModel):
         for name, quantizer in new.sites.items():
             quantizer.load_state_dict(old[name].state_dict())
             quantizer.use_quant = old[name].use_quant
-        new._float_parameters = copy.copy(self.float_parameters)
+        new.__dict__["_float_parameters"] = copy.copy(self.float_parameters)
         new._float_values_are_lost = self._float_values_are_lost
         new._make_room_for_biases()
         return new

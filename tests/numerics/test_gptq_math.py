@@ -10,6 +10,7 @@ from torch import Tensor
 from sparsebit.numerics.gptq_math import (
     Grid,
     Rounding,
+    chosen_damping,
     descend,
     quantize,
     refit_scale,
@@ -275,6 +276,23 @@ def test_the_target_makes_up_for_changed_inputs() -> None:
     grid = grid_of(W, 4)
     values = [quantize(target, H, grid, Rounding()).values for target in (T, W)]
     assert error(values[0]).sum() < error(values[1]).sum()
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "noise", "expected"),
+    [(4000, 0.5, 0.01), (10, 0.02, None)],
+    ids=["plenty of data", "fewer rows than columns"],
+)
+def test_a_correction_is_chosen_by_data_that_it_was_not_fitted_to(
+    num_rows: int, noise: float, expected: float | None
+) -> None:
+    W, halves = numbers(1, 6, 20, seed=1), []
+    for seed in (2, 3):
+        original = numbers(1, num_rows, 20, seed=seed)
+        x = original + noise * numbers(1, num_rows, 20, seed=10 + seed)
+        halves.append((x.mT @ x / num_rows, original.mT @ x / num_rows))
+    assert chosen_damping(W, halves) == expected
+    assert chosen_damping(W, [(H, H) for H, _ in halves]) is None  # nothing to correct
 
 
 def test_float8() -> None:

@@ -66,7 +66,8 @@ class Reader:
 
     def factors(self, factor: Tensor) -> Tensor:
         """The factor of each input, 1 for those of other tensors: `(channels,)` -> `(in,)`."""
-        return torch.where(self.channels >= 0, factor[self.channels.clamp_min(0).long()], torch.ones_like(factor[:1]))
+        channels = self.channels.to(factor.device)
+        return torch.where(channels >= 0, factor[channels.clamp_min(0).long()], torch.ones_like(factor[:1]))
 
 
 @dataclass(frozen=True)

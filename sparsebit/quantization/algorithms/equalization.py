@@ -124,7 +124,7 @@ def _converged(
     runs: FloatRuns, pairs: list[ChannelPair], limits: dict[str, Limits], iterations: int, largest: float
 ) -> Factors:
     """The factor of each pair after rounds over all of them, until nothing moves; weights are as they were then."""
-    total = {pair.name: torch.ones(pair.num_channels, dtype=torch.float64) for pair in pairs}
+    total = {pair.name: torch.ones_like(pair.is_free, dtype=torch.float64) for pair in pairs}
     for _ in range(iterations):
         moved = 0.0
         for pair in pairs:

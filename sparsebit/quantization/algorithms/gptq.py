@@ -11,7 +11,7 @@ import logging
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -21,7 +21,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from sparsebit.execution.block_engine import BlockData
 from sparsebit.execution.distributed import gather
 from sparsebit.execution.value_store import MIB
-from sparsebit.numerics.gptq_math import Grid, Rounding, ScaleSearch, quantize, target_weight
+from sparsebit.numerics.gptq_math import Grid, Rounding, ScaleSearch, chosen_damping, quantize, target_weight
 from sparsebit.numerics.hessian import InputMoments
 from sparsebit.numerics.layer_matrix import LayerMatrix, layer_matrix
 from sparsebit.numerics.qparams import SMALLEST_SCALE, broadcast_to
@@ -36,6 +36,7 @@ from sparsebit.quantization.algorithms.layer_visits import (
     weights_outside,
 )
 from sparsebit.quantization.algorithms.registration import register_algorithm
+from sparsebit.quantization.float_parameters import FloatParameters
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 from sparsebit.quantization.quantizers.base import Quantizer, rounds_by_operator
 
@@ -59,7 +60,7 @@ class LayerRounding:
 @dataclass(frozen=True)
 class _Options:
     rounding: Rounding
-    input_correction: float
+    input_correction: float | Literal["auto"]
     correct_bias: bool
     max_rows: int | None
 
@@ -74,7 +75,7 @@ def gptq(
     scale_search: ScaleSearch = "nearest",
     refit: bool = True,
     sweeps: Annotated[int, Field(ge=0)] = 2,
-    input_correction: Annotated[float, Field(ge=0, le=1)] = 1.0,
+    input_correction: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = "auto",
     correct_bias: bool = True,
     block_size: Annotated[int, Field(ge=1)] = 128,
     max_rows: Annotated[int, Field(ge=1)] | None = None,
@@ -89,12 +90,13 @@ def gptq(
     `act_order`: columns with the largest inputs first. `damping`: of the Hessian, as a share of its mean diagonal.
     `scale_search`: scales are multiplied by the best factor in [0.5, 1], judged by the error of round-to-nearest
     ("nearest"), by that of GPTQ itself ("gptq", slower), or not ("none"). `refit`: scales are fitted to the codes in
-    closed form. `sweeps`: how often codes are improved one by one afterwards. `input_correction`: from 0 (off) to 1,
-    how much of the difference between the quantized and the float input the weight takes up. `correct_bias`: the bias
-    takes up the mean error. `block_size`: columns between two updates of the whole weight; it changes the time, not the
-    method. `max_rows`: about so many rows of a layer's input (of a convolution: positions) are read, or 8 for each of
-    its columns where that is more; None: all. `resume`: a folder that keeps each finished layer; a run that was killed
-    goes on after them.
+    closed form. `sweeps`: how often codes are improved one by one afterwards. `input_correction`: how much of the
+    difference between the quantized and the float input the weight takes up, from 0 (nothing) to 1; "auto": in each
+    layer as much as one half of the data shows to hold for the other. `correct_bias`: the bias takes up the mean error.
+    `block_size`: columns between two updates of the whole weight; it changes the time, not the method. `max_rows`:
+    about so many rows of a layer's input (of a convolution: positions) are read, or 8 for each of its columns where
+    that is more; None: all. `resume`: a folder that keeps each finished layer; a run that was killed goes on after
+    them.
 
     >>> gptq(qmodel, batches)  # doctest: +SKIP
     {'conv1': LayerRounding(nearest=0.0113, rounded=0.0021), ...}
@@ -122,7 +124,7 @@ def gptq(
         if isinstance(form, str):
             reasons[name] = form
         else:
-            found[name], rows_per_column = _round_layer(layer, form, data, options)
+            found[name], rows_per_column = _round_layer(layer, form, data, options, qmodel.float_parameters)
             if rows_per_column < _FEWEST_ROWS:
                 scarce[name] = rows_per_column
             log.debug("%s: error %.4g to nearest, %.4g with GPTQ", name, found[name].nearest, found[name].rounded)
@@ -169,23 +171,34 @@ def _matrix_form(layer: WeightedQuantOpr, node: fx.Node, owners: dict[int, int])
 
 
 def _round_layer(
-    layer: WeightedQuantOpr, form: LayerMatrix, data: BlockData, options: _Options
+    layer: WeightedQuantOpr, form: LayerMatrix, data: BlockData, options: _Options, float_parameters: FloatParameters
 ) -> tuple[LayerRounding, float]:
     """What the layer gained, and how many rows of data there were for each of its columns."""
     op, quantizer = layer.op, layer.weight_quantizer
     weight, bias = op.get_parameter("weight"), op._parameters.get("bias")
-    moments = _moments(
+    halves = _moments(
         layer,
         form,
         data,
-        with_originals=options.input_correction > 0 or options.correct_bias,
+        with_originals=options.input_correction != 0 or options.correct_bias,
         max_rows=options.max_rows,
     )
+    moments = InputMoments(halves[0].dtype)
+    for half in halves:
+        moments.merge(half)
     has_bias = options.correct_bias and bias is not None
     hessian = moments.hessian(centered=has_bias)
-    original = form.matrix(weight.detach()).to(hessian)
+    # An algorithm may have been here before: what is rounded is the float model's weight.
+    path = data.block.nodes[0].target
+    weight_before, bias_before = (float_parameters.get(f"{path}.op.{name}") for name in ("weight", "bias"))
+    original = form.matrix(weight.detach() if weight_before is None else weight_before.to(weight)).to(hessian)
     target, rounding = original, options.rounding
-    if options.input_correction:
+    if options.input_correction == "auto":
+        sides = [(half.hessian(centered=has_bias), half.cross(centered=has_bias)) for half in halves if half.num_rows]
+        damping = chosen_damping(original, sides) if len(sides) > 1 else None
+        if damping is not None:
+            target = target_weight(original, hessian, moments.cross(centered=has_bias), damping)
+    elif options.input_correction:
         cross = moments.cross(centered=has_bias)
         target = target_weight(original, hessian, cross, rounding.damping, options.input_correction)
     rounded = quantize(target, hessian, _grid(layer, form), rounding)
@@ -194,17 +207,21 @@ def _round_layer(
     if has_bias:
         assert bias is not None
         shift = _product(original, moments.original_mean) - _product(rounded.values, moments.mean)  # (groups, rows)
-        bias.add_(shift.flatten().to(bias))
+        bias.copy_((bias if bias_before is None else bias_before.to(bias)) + shift.flatten().to(bias))
     gained = LayerRounding(float(rounded.nearest_loss.sum()), float(rounded.loss.sum()))
     return gained, moments.num_rows / hessian.shape[-1]
 
 
 def _moments(
     layer: WeightedQuantOpr, form: LayerMatrix, data: BlockData, *, with_originals: bool, max_rows: int | None
-) -> InputMoments:
-    """Of the layer's quantized input and of its float input, over all batches and processes."""
+) -> tuple[InputMoments, InputMoments]:
+    """Of the layer's quantized input and of its float input, over all processes, for each half of the batches.
+
+    Of a single batch, for each half of its rows.
+    """
+    device = layer.op.get_parameter("weight").device
     dtype = torch.float64 if layer.op.get_parameter("weight").dtype == torch.float64 else torch.float32
-    moments = InputMoments(dtype)
+    halves = (InputMoments(dtype), InputMoments(dtype))
     step = 1
     for index in range(data.num_batches):
         (x,) = layer.quantize_input((input_of(data, data.inputs, index),), {})
@@ -212,20 +229,27 @@ def _moments(
             columns = form.matrix(layer.op.get_parameter("weight")).shape[-1]
             wanted = max(max_rows, 2 * _FEWEST_ROWS * columns)
             step = max(1, form.num_rows(x) * data.num_batches // wanted)
-        if not with_originals:
-            for patches in form.patches(x, step):
-                moments.add(patches)
-            continue
-        original = input_of(data, data.float_inputs, index)
-        for patches, others in zip(form.patches(x, step), form.patches(original, step), strict=True):
-            moments.add(patches, others)
-    states = gather(moments.state())
-    if len(states) == 1:
-        return moments
-    merged = InputMoments(dtype)
-    for state in states:
-        merged.merge(InputMoments.from_state(state, layer.op.get_parameter("weight").device))
+        original = input_of(data, data.float_inputs, index) if with_originals else x
+        for place, (part, other) in enumerate(_parts(form, x, original, whole=data.num_batches > 1)):
+            half = halves[(index + place) % 2]
+            if not with_originals:
+                for patches in form.patches(part, step):
+                    half.add(patches)
+                continue
+            for patches, others in zip(form.patches(part, step), form.patches(other, step), strict=True):
+                half.add(patches, others)
+    merged = (InputMoments(dtype), InputMoments(dtype))
+    for states in gather([half.state() for half in halves]):
+        for total, state in zip(merged, states, strict=True):
+            total.merge(InputMoments.from_state(state, device))
     return merged
+
+
+def _parts(form: LayerMatrix, x: Tensor, original: Tensor, *, whole: bool) -> list[tuple[Tensor, Tensor]]:
+    is_single = len(x) < 2 or x.ndim < 2 or x.ndim == form.num_dims + 1
+    if whole or is_single:
+        return [(x, original)]
+    return list(zip(x.tensor_split(2), original.tensor_split(2), strict=True))
 
 
 def _grid(layer: WeightedQuantOpr, form: LayerMatrix) -> Grid:

@@ -121,6 +121,25 @@ def test_every_option_works_alone(options: dict[str, Any]) -> None:
         assert all(torch.equal(weights(qmodel)[name].op.bias, bias) for name, bias in biases.items())
 
 
+def test_a_second_time_it_rounds_the_float_models_weights_again() -> None:
+    model, data = float_model(), batches()
+    qmodel = calibrated(model, data)
+    gptq(qmodel, data, input_correction=1.0, scale_search="none", refit=False)
+    first = {name: tensor.clone() for name, tensor in qmodel.state_dict().items()}
+    gptq(qmodel, data, input_correction=1.0, scale_search="none", refit=False)
+    for name, tensor in qmodel.state_dict().items():
+        torch.testing.assert_close(tensor, first[name], msg=name)
+
+
+def test_one_batch_is_halved_to_choose_the_correction() -> None:
+    model, data = float_model(), [torch.cat(batches())]
+    whole, parts = calibrated(model, data), calibrated(model, list(data[0].split(12)))
+    for qmodel, given in ((whole, data), (parts, list(data[0].split(12)))):
+        gptq(qmodel, given)
+    states = (whole.state_dict(), parts.state_dict())
+    assert all(torch.allclose(states[0][name], tensor, atol=1e-4) for name, tensor in states[1].items())
+
+
 def test_two_runs_have_equal_bits_and_survive_saving(tmp_path: Path) -> None:
     data = batches()
     states = []
@@ -145,11 +164,11 @@ def test_a_killed_run_goes_on_with_equal_bits(stop_at: str, tmp_path: Path, monk
     gptq(whole, data)
     round_layer, rounded = module._round_layer, []
 
-    def stopping(layer: Any, form: Any, data: Any, options: Any) -> Any:
+    def stopping(layer: Any, form: Any, data: Any, *more: Any) -> Any:
         if data.block.name == stop_at and not rounded:
             raise KeyboardInterrupt
         rounded.append(data.block.name) if rounded else None
-        return round_layer(layer, form, data, options)
+        return round_layer(layer, form, data, *more)
 
     monkeypatch.setattr(module, "_round_layer", stopping)
     with pytest.raises(KeyboardInterrupt):
@@ -238,10 +257,10 @@ def test_a_layer_that_is_called_twice_is_rounded_once(tmp_path: Path, monkeypatc
     assert list(gptq(qmodel, data)) == ["layer", "head"]
     round_layer = module._round_layer
 
-    def stopping(layer: Any, form: Any, data: Any, options: Any) -> Any:
+    def stopping(layer: Any, form: Any, data: Any, *more: Any) -> Any:
         if data.block.name == "head":
             raise KeyboardInterrupt
-        return round_layer(layer, form, data, options)
+        return round_layer(layer, form, data, *more)
 
     with monkeypatch.context() as patched:
         patched.setattr(module, "_round_layer", stopping)
