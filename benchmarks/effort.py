@@ -1,6 +1,7 @@
-"""What `effort` costs and gives: accuracy, seconds and memory of "fast", "good" and "best" on the same 256 images.
+"""What `effort` costs and gives: accuracy, seconds and memory of "fast", "good" and "best" on the same images.
 
-    python benchmarks/effort.py [--tasks resnet20,mobilenetv2,vit] [--bits W4A8,W4A4] [--device cuda] [--json FILE]
+    python benchmarks/effort.py [--tasks resnet20,mobilenetv2,vit] [--bits W4A8,W4A4] [--images 256] [--device cuda]
+        [--json FILE]
 
 `ratio`: CPU seconds (on a GPU: seconds) by those of "fast" in the same run. Each row is a process of its own, so that
 its peak memory is its own; it includes the model's and the data's.
@@ -28,39 +29,41 @@ def main() -> None:
     parser.add_argument("--tasks", default="resnet20,mobilenetv2,vit")
     parser.add_argument("--bits", default="W4A8,W4A4")
     parser.add_argument("--efforts", default=",".join(EFFORTS))
+    parser.add_argument("--images", type=int, default=256, help="for calibration")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--row", nargs=3, metavar=("TASK", "BITS", "EFFORT"), help="one row, in this process")
     options = parser.parse_args()
     if options.row:
-        print(json.dumps(row(*options.row, options.device)))
+        print(json.dumps(row(*options.row, options.images, options.device)))
         return
     for task in options.tasks.split(","):
         for bits in options.bits.split(","):
             cost = None
             for effort in options.efforts.split(","):
-                found = in_own_process(task, bits, effort, options.device)
+                found = in_own_process(task, bits, effort, options.images, options.device)
                 spent = found["cpu_seconds"] if options.device == "cpu" else found["seconds"]
                 cost = spent if effort == "fast" else cost
                 found["ratio"] = None if cost is None else round(spent / cost, 1)
                 emit({"benchmark": "effort", **found}, options.json)
 
 
-def in_own_process(task: str, bits: str, effort: str, device: str) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--row", task, bits, effort, "--device", device]
+def in_own_process(task: str, bits: str, effort: str, images: int, device: str) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--row", task, bits, effort]
+    command += ["--images", str(images), "--device", device]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def row(name: str, bits: str, effort: Any, device: str) -> dict[str, Any]:
+def row(name: str, bits: str, effort: Any, images: int, device: str) -> dict[str, Any]:
     import torch
     from accuracy import config
-    from models import TASKS
+    from models import cifar
 
     import sparsebit
 
     torch.set_num_threads(1)
-    task = TASKS[name]()
+    task = cifar(name, num_calibration=images)
     task.model.to(device)
     score, outputs = task.evaluate(task.model)
     weight, activation = map(int, re.findall(r"\d+", bits))
@@ -77,6 +80,7 @@ def row(name: str, bits: str, effort: Any, device: str) -> dict[str, Any]:
     return {
         "task": name,
         "bits": bits,
+        "images": images,
         "effort": effort,
         "metric": task.metric,
         "float": round(score, 2),

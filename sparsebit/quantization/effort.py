@@ -14,7 +14,7 @@ Effort = Literal["fast", "good", "best"]
 LADDERS: dict[str, tuple[Any, ...]] = {
     "fast": (),
     "good": ({"gptq": {"SWEEPS": 0, "MAX_ROWS": 16384}},),
-    "best": ("gptq", {"reconstruct": {"METHOD": "qdrop"}}),
+    "best": ("smooth", "gptq", {"reconstruct": {"METHOD": "qdrop", "LEARN_BIASES": True}}),
 }
 
 
@@ -26,7 +26,7 @@ def with_effort(config: QuantConfig, effort: str | None) -> QuantConfig:
     >>> from sparsebit.quantization import parse_qconfig
     >>> config = parse_qconfig("{W: {QUANTIZER: {BIT: 4}}, A: {QUANTIZER: {BIT: 8}}}")
     >>> [step.name for step in with_effort(config, "best").ALGORITHMS]
-    ['gptq', 'reconstruct']
+    ['smooth', 'gptq', 'reconstruct']
     """
     if effort is None:
         return config
