@@ -168,7 +168,7 @@ def export(subject: Subject, qmodel: QuantModel, target: Path, options: FileOpti
 
 
 def _audited(subject: Subject, file: Path, runtime: str, options: FileOptions, num_bytes: int) -> tuple[Audit, str]:
-    """How the runtime executes the file, and its time against float; why there is no time where there is none."""
+    """How the runtime executes the file, and its time against float; where it was not timed, the reason."""
     if num_bytes > _LARGEST_TIMED:
         return audit(file, runtime=runtime, repeats=0), f"the file is larger than {kilobytes(_LARGEST_TIMED)}"
     (args, kwargs), _ = example_of(subject, options)

@@ -181,7 +181,7 @@ def _is_shared(node: fx.Node, root: fx.GraphModule) -> bool:
 
 
 def _read_alone(root: fx.GraphModule) -> Iterator[object]:
-    """The parameters whose numbers the graph reads outside of layers; a shape is no number."""
+    """The parameters whose numbers the graph reads outside of layers; reading a shape alone does not count."""
     python = python_values(root.graph)
     for node in root.graph.find_nodes(op="get_attr"):
         if not node.users.keys() <= python:

@@ -37,7 +37,7 @@ def register_algorithm(
     """Register a function `(qmodel, data, *, ...)` that improves a calibrated model, as an entry of `ALGORITHMS`.
 
     Its keyword-only arguments with a default are the options, in upper case: `ALGORITHMS: [{mine: {STEPS: 20}}]` calls
-    `mine(qmodel, data, steps=20)`. `memory_budget` and `resume` are no options; they are passed where the function
+    `mine(qmodel, data, steps=20)`. `memory_budget` and `resume` are not options; they are passed where the function
     takes them. Types and bounds (`steps: Annotated[int, Field(ge=1)] = 20`) are checked in configs and in calls.
     `options`: a `Section` in the place of the one that is made of the keywords.
 
