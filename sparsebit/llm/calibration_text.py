@@ -31,7 +31,9 @@ def read_documents(source: Path, *, tokenizer: Any = None, chat_template: bool =
             return
         files = sorted(path for path in source.rglob("*") if path.suffix.lower() in (*_PLAIN, *_LINES))
         if not files:
-            raise ConfigError(f"folder {source} holds no {', '.join((*_PLAIN, *_LINES))} file, and is not a datasets folder")
+            raise ConfigError(
+                f"folder {source} holds no {', '.join((*_PLAIN, *_LINES))} file, and is not a datasets folder"
+            )
         for path in files:
             yield from read_documents(path, tokenizer=tokenizer, chat_template=chat_template)
         return
