@@ -19,8 +19,8 @@ from sparsebit.execution.block_resume import Resume
 from sparsebit.execution.block_search import find_blocks
 from sparsebit.execution.blocks import Block, single_layers, whole_graph
 from sparsebit.execution.value_store import MIB, SharedData
-from sparsebit.graph.capture import Region
 from sparsebit.graph.example import GuardError
+from sparsebit.graph.region import Region
 from sparsebit.quantization.float_parameters import FloatParameters
 from sparsebit.quantization.quantizers.base import Quantizer
 

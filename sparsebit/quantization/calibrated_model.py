@@ -9,7 +9,7 @@ from sparsebit.errors import CalibrationError, CaptureError, ConfigError
 from sparsebit.execution.batches import Call
 from sparsebit.execution.distributed import gather
 from sparsebit.execution.value_store import MIB
-from sparsebit.graph.capture import call_form
+from sparsebit.graph.call_form import call_form
 from sparsebit.quantization.calibration import CalibrationRunner
 from sparsebit.quantization.simulation import shown
 from sparsebit.quantization.training import TrainableModel

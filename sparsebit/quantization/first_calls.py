@@ -12,12 +12,12 @@ from torch import nn
 
 from sparsebit.errors import CaptureError
 from sparsebit.execution.batches import Call
-from sparsebit.graph.capture import Region
 from sparsebit.graph.copying import copy_model
 from sparsebit.graph.hidden_writes import may_write_parameters
 from sparsebit.graph.nested import is_symbolic, tensors_of
 from sparsebit.graph.outcome import Randomness, buffers_of, cloned, outcome_of, undisturbed_randomness
 from sparsebit.graph.outer_state import undisturbed_outer_state
+from sparsebit.graph.region import Region
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.verified import VerifiedModel
 

@@ -20,11 +20,13 @@ from sparsebit.config.targets import Target, as_target
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.errors import CaptureError, ConfigError
 from sparsebit.execution.batches import Call, as_call
-from sparsebit.graph.capture import VARYING, CallForm, Captured, Region, call_form
+from sparsebit.graph.call_form import VARYING, CallForm, call_form
+from sparsebit.graph.capture import Captured
 from sparsebit.graph.copying import uncompiled
 from sparsebit.graph.example import GuardError
 from sparsebit.graph.outcome import undisturbed_randomness
 from sparsebit.graph.passes.fold_batchnorm import Folded
+from sparsebit.graph.region import Region
 from sparsebit.graph.tracer import LeafPolicy
 from sparsebit.quantization.coverage import describe_coverage
 from sparsebit.quantization.inserted_factors import InsertedFactor

@@ -18,13 +18,14 @@ from torch import fx
 
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.errors import CaptureError, SparsebitError
-from sparsebit.graph.capture import Captured, Region, capture
+from sparsebit.graph.capture import Captured, capture
 from sparsebit.graph.failures import report_own_fault
 from sparsebit.graph.passes.fold_batchnorm import fold_batchnorm
 from sparsebit.graph.passes.functional_layers import lift_functional_layers
 from sparsebit.graph.passes.functionalize import functionalize
 from sparsebit.graph.passes.normalize import normalize
 from sparsebit.graph.passes.simplify import simplify
+from sparsebit.graph.region import Region
 from sparsebit.quantization.passes.attach_integer_ops import attach_integer_ops
 from sparsebit.quantization.passes.attach_parameter_quantizers import attach_parameter_quantizers
 from sparsebit.quantization.passes.attach_quantizers import attach_quantizers

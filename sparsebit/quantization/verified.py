@@ -16,7 +16,7 @@ from sparsebit.config.reading import Source
 from sparsebit.config.schema import QuantConfig
 from sparsebit.errors import CaptureError, SparsebitError
 from sparsebit.execution.batches import Call, as_call, to_device
-from sparsebit.graph.capture import call_form, has_forward
+from sparsebit.graph.call_form import call_form, has_forward
 from sparsebit.graph.copying import copy_model
 from sparsebit.graph.hidden_writes import may_write_parameters
 from sparsebit.graph.nested import tensors_of

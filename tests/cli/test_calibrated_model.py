@@ -12,7 +12,7 @@ from sparsebit.cli.calibrated_model import calibrated, formats, load_subject, pl
 from sparsebit.cli.loading import LoadingError
 from sparsebit.cli.option_groups import DataOptions
 from sparsebit.errors import ConfigError
-from sparsebit.graph.capture import VARYING
+from sparsebit.graph.call_form import VARYING
 
 FICKLE = """
 import torch

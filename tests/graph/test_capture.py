@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from sparsebit.errors import CaptureError
-from sparsebit.graph.capture import VARYING, Captured, Region, call_form, capture
+from sparsebit.graph.call_form import VARYING, call_form
+from sparsebit.graph.capture import Captured, capture
+from sparsebit.graph.region import Region
 from sparsebit.graph.tracer import LeafPolicy
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparsebit.graph.capture import Region, capture
+from sparsebit.graph.capture import capture
+from sparsebit.graph.region import Region
 
 
 class Asks(nn.Module):

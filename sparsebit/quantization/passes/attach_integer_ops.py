@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor, fx, nn
 
 from sparsebit.deploy.runtimes import RuntimeProfile
-from sparsebit.graph.capture import Captured, Region
+from sparsebit.graph.capture import Captured
 from sparsebit.graph.op_table import bias_argument, input_argument, row_of
+from sparsebit.graph.region import Region
 from sparsebit.graph.values import static_values
 from sparsebit.numerics.spec import PerChannel
 from sparsebit.quantization.ops.bias import BiasRounding

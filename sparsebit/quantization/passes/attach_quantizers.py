@@ -10,10 +10,11 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from sparsebit.config.targets import ACTIVATION, Target
-from sparsebit.graph.capture import Captured, Region
+from sparsebit.graph.capture import Captured
 from sparsebit.graph.hidden_writes import code_may_write
 from sparsebit.graph.op_rows import OpKind
 from sparsebit.graph.op_table import row_of
+from sparsebit.graph.region import Region
 from sparsebit.graph.rewrite import insert_module_after, insert_module_before
 from sparsebit.graph.values import copied
 from sparsebit.numerics.spec import PerTensor, TensorSpec, num_rows

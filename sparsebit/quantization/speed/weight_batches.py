@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.execution.distributed import is_distributed
-from sparsebit.graph.capture import Region
 from sparsebit.graph.patterns import module_of
+from sparsebit.graph.region import Region
 from sparsebit.kernels.compilation import shows_kernels
 from sparsebit.numerics.spec import PerChannel
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr

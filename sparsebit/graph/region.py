@@ -1,0 +1,188 @@
+"""`Region`: a captured graph in the place of the module that it was traced from."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from sparsebit.graph.call_form import CallForm, flattened, is_constant, same_constant, signature_of
+from sparsebit.graph.captured_block import refuse_hook
+from sparsebit.graph.example import GuardError, guard
+from sparsebit.graph.graph_module import CapturedGraph
+from sparsebit.graph.outcome import Call, Randomness, Snapshot
+from sparsebit.graph.outer_state import OuterState
+from sparsebit.graph.stand_in import StandIn
+from sparsebit.graph.untraceable import has_hooks
+
+_KNOWN_FORMS = 4096
+
+
+class Region(StandIn):
+    """One captured graph standing in for the module it was traced from (`source`, which shares its leaves).
+
+    A call whose optional arguments differ from the captured ones runs the source's own code (`run_source`). Attributes
+    that the graph lacks are the source's, and code that asks `isinstance(block, Block)` gets its answer.
+    """
+
+    graph_module: CapturedGraph
+
+    def __init__(self, graph_module: CapturedGraph, constants: CallForm) -> None:
+        super().__init__()
+        self.graph_module = graph_module
+        self.constants = constants
+        # Called before each call that runs the source's own code.
+        self.before_source: Callable[[Region, Call], None] | None = None
+        self._traced_blocks = _blocks_within(graph_module)
+        self.has_guards = any(node.target is guard for node in graph_module.graph.nodes)
+        # Per form of the inputs: why a guard fails, or "" where all of them hold.
+        self.known_forms: dict[Any, str] = {}
+        self.inputs = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
+
+    @property
+    def source(self) -> nn.Module:
+        return self.graph_module.source
+
+    def _stands_for(self) -> nn.Module | None:
+        graph_module = self.__dict__.get("_modules", {}).get("graph_module")
+        return None if graph_module is None else graph_module.source
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """The graph's inputs by name, or None where the call has another form than the captured one."""
+        try:
+            bound = signature_of(self.source).bind(*args, **kwargs)
+        except TypeError:
+            return None
+        bound.apply_defaults()
+        given = flattened(bound)
+        if given.keys() != {*self.inputs, *self.constants} or any(is_constant(given[name]) for name in self.inputs):
+            return None
+        if not all(same_constant(given[name], constant) for name, constant in self.constants.items()):
+            return None
+        return {name: given[name] for name in self.inputs}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        inputs = self.bind(args, kwargs)
+        if inputs is not None and not self.__dict__.get("is_overruled", False):
+            self._refuse_late_hooks()
+            with contextlib.suppress(GuardError):
+                return self.attempt(inputs)
+        return self.run_source(args, kwargs)
+
+    def run_source(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The source's own code, with the layers that the graph has."""
+        if not torch.compiler.is_compiling():
+            self.graph_module.update_source()
+            if self.before_source is not None:
+                self.before_source(self, (args, kwargs))
+        return self.source(*args, **kwargs)
+
+    def _refuse_late_hooks(self) -> None:
+        """Attributes that the graph lacks are the source's: a hook on a block that was found so would never run."""
+        if torch.compiler.is_compiling():
+            return
+        for path, block in self._traced_blocks:
+            if block._forward_hooks or block._forward_pre_hooks or block._backward_hooks or block._backward_pre_hooks:
+                refuse_hook(f"a hook on {path}")
+
+    def attempt(self, inputs: dict[str, Any]) -> Any:
+        """The graph on `inputs`; a GuardError, and nothing changed, where the graph does not cover such a call.
+
+        Guards ask for sizes, types and numbers, never for values: inputs of one form always give the same answers.
+        """
+        if not self.has_guards or torch.compiler.is_compiling():
+            return self.graph_module(**inputs)
+        form = _form_of(inputs)
+        reason = self.known_forms.get(form)
+        if reason == "":
+            return self.graph_module(**inputs)
+        if reason is not None:
+            raise GuardError(reason)
+        # What runs before a guard fails may write into inputs and buffers, draw random numbers, or call hooks.
+        snapshot, randomness = Snapshot(self.graph_module, self.source, call=inputs), Randomness.now()
+        outside = OuterState(self.graph_module.modules(), {})
+        try:
+            output = self.graph_module(**inputs)
+        except GuardError as error:
+            snapshot.restore()
+            outside.restore()
+            randomness.restore()
+            reason = str(error)
+            raise
+        else:
+            reason = ""
+            return output
+        finally:
+            if form is not None and reason is not None:
+                if len(self.known_forms) >= _KNOWN_FORMS:
+                    self.known_forms.clear()
+                self.known_forms[form] = reason
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """An attribute that code around the region sets is the source's, which runs its own code from then on."""
+        if "inputs" in self.__dict__ and name not in self.__dict__ and name not in self._modules:
+            setattr(self.source, name, value)
+            self.__dict__["is_overruled"] = True
+        else:
+            super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            graph_module = self.__dict__.get("_modules", {}).get("graph_module")
+            if graph_module is None or name.startswith("__"):
+                raise
+            return getattr(graph_module.source, name)
+
+
+def _blocks_within(graph_module: CapturedGraph) -> tuple[tuple[str, nn.Module], ...]:
+    """The source's modules that the graph was traced through. In a tuple: they are not the region's children."""
+    called = {id(module) for module in graph_module.modules()}
+    inner = list(graph_module.source.named_modules())[1:]
+    return tuple((path, module) for path, module in inner if id(module) not in called and not has_hooks(module))
+
+
+class ContainerRegion(Region):
+    """A region that replaces an `nn.Sequential` or another module that is indexed, counted or iterated over."""
+
+    def __len__(self) -> int:
+        return len(self._container)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._container)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._container[key]
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._container
+
+    @property
+    def _container(self) -> Any:
+        return self.source
+
+
+# What a region has itself: a source with such an attribute is not captured below an opaque module.
+NAMES_OF_A_REGION = (
+    "graph_module", "constants", "inputs", "bind", "source", "attempt", "run_source", "before_source", "has_guards",
+    "known_forms", "is_overruled",
+)  # fmt: skip
+
+
+def _form_of(inputs: dict[str, Any]) -> Any:
+    """What guards can read of the inputs, hashable; None where something in them cannot be described."""
+    leaves, structure = pytree.tree_flatten(inputs)
+    parts: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            parts.append((type(leaf), leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad))
+        elif leaf is None or type(leaf) in (bool, int, float, str):
+            parts.append((type(leaf), leaf))
+        else:
+            return None
+    return (str(structure), *parts)
