@@ -21,8 +21,8 @@ GROUPS: dict[str, dict[str, str]] = {
     "sparsebit": {
         "in one call": "quantize record __version__",
         "files and runtimes": "audit open_session tensorrt_violations PROFILES RuntimeProfile Tolerance",
-        "results": "Coverage ErrorProfile GradientCheck Parity Audit RunRecord read_record write_record extend_record "
-        "measured",
+        "results": "Coverage ErrorProfile AccuracyGains GradientCheck Parity Audit RunRecord read_record write_record "
+        "extend_record measured",
         "errors": "SparsebitError ConfigError SpecError BackendError CaptureError CalibrationError CheckpointError "
         "DeploymentError RecordError MissingExtraError",
     },

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from sparsebit.quantization.post_training import quantize
     from sparsebit.quantization.recording import record
     from sparsebit.records import (
+        AccuracyGains,
         Audit,
         Coverage,
         ErrorProfile,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PROFILES",
+    "AccuracyGains",
     "Audit",
     "BackendError",
     "CalibrationError",

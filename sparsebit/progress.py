@@ -18,10 +18,10 @@ def set_quiet(quiet: bool) -> None:
     _quiet = quiet
 
 
-def track(items: Iterable[T], what: str) -> Iterator[T]:
-    """The same items, with a bar while they are worked through (on a terminal, from ten items on)."""
+def track(items: Iterable[T], what: str, *, fewest: int = 10) -> Iterator[T]:
+    """The same items, with a bar while they are worked through (on a terminal, from `fewest` items on)."""
     size = len(items) if isinstance(items, Sequence) else None
-    if _quiet or not sys.stderr.isatty() or (size is not None and size < 10):
+    if _quiet or not sys.stderr.isatty() or (size is not None and size < fewest):
         yield from items
         return
     from rich.console import Console

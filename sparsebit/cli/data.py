@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from sparsebit.cli.images import UnreadableImage, channels_first, image_files, normalized, read_image
+from sparsebit.cli.labels import array_labels, folder_classes, is_labels
 from sparsebit.cli.loading import LoadingError, resolve, users_code
 from sparsebit.cli.option_groups import DataOptions
 from sparsebit.errors import MissingExtraError
@@ -23,16 +24,19 @@ from sparsebit.errors import MissingExtraError
 BATCH_SIZE = 32
 _LARGEST_BATCH = 1 << 34  # bytes
 _UNREADABLE_SHARE = 0.1
-_LABELS = frozenset({"class", "classes", "label", "labels", "target", "targets", "y", "y_test", "y_train"})
 _FORMS = "an image folder, a .npz or .safetensors file, or MODULE:FACTORY that yields batches"
 
 
 @dataclass(frozen=True)
 class Data:
-    """Batches that can be iterated over any number of times."""
+    """Batches that can be iterated over any number of times.
+
+    `num_classes`: of a labelled image folder, where its folders are in the order of the model's classes.
+    """
 
     description: str
     walk: Callable[[], Iterator[Any]]
+    num_classes: int | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return self.walk()
@@ -65,15 +69,18 @@ class Inputs:
         )
 
 
-def load_data(source: str, options: DataOptions, inputs: Inputs) -> Data:
-    """The batches that `source` names, as `inputs` wants them."""
+def load_data(source: str, options: DataOptions, inputs: Inputs, *, labelled: bool = False) -> Data:
+    """The batches that `source` names, as `inputs` wants them.
+
+    `labelled`: with the class of every sample, `(batch, labels)`, or in a mapping as `labels`.
+    """
     path = Path(source).expanduser()
     if path.is_dir():
-        return _image_folder(path, options)
+        return _image_folder(path, options, labelled=labelled)
     if path.suffix in (".npz", ".safetensors"):
         if not path.is_file():
             raise LoadingError(f"--data {source}: there is no such file (looked from {os.getcwd()})")
-        return _arrays(path, options, inputs)
+        return _arrays(path, options, inputs, labelled=labelled)
     if ":" in source and not path.exists():
         return _factory(source, options)
     if path.exists():
@@ -86,7 +93,7 @@ def num_samples_in(batch: Any) -> int:
     return next((leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
 
 
-def _image_folder(folder: Path, options: DataOptions) -> Data:
+def _image_folder(folder: Path, options: DataOptions, *, labelled: bool) -> Data:
     if options.size is None:
         raise typer.BadParameter(
             f"{folder} is an image folder: say which --size the model takes, and --mean and --std if it wants them"
@@ -95,6 +102,7 @@ def _image_folder(folder: Path, options: DataOptions) -> Data:
     size = options.size
     found = image_files(folder)
     files = [found[index] for index in spread(len(found), options.num_samples)]
+    classes, num_classes = folder_classes(folder, files) if labelled else ({}, None)
 
     batch_size = min(options.batch_size or BATCH_SIZE, len(files))
     num_bytes = batch_size * (1 if options.gray else 3) * size.height * size.width * 4
@@ -104,20 +112,24 @@ def _image_folder(folder: Path, options: DataOptions) -> Data:
             "--size or --batch-size"
         )
 
-    def walk() -> Iterator[Tensor]:
-        pixels: list[Tensor] = []
+    def walk() -> Iterator[Any]:
+        images: list[tuple[Path, Tensor]] = []
         for image in _readable(files, lambda file: read_image(file, size, resize=options.resize, gray=options.gray)):
-            pixels.append(image)
-            if len(pixels) == batch_size:
-                yield normalized(torch.stack(pixels), options.mean, options.std)
-                pixels.clear()
-        if pixels:
-            yield normalized(torch.stack(pixels), options.mean, options.std)
+            images.append(image)
+            if len(images) == batch_size:
+                yield batch_of(images)
+                images.clear()
+        if images:
+            yield batch_of(images)
 
-    return Data(f"{len(files)} of {len(found)} images in {folder}, {size}", walk)
+    def batch_of(images: list[tuple[Path, Tensor]]) -> Any:
+        batch = normalized(torch.stack([pixels for _, pixels in images]), options.mean, options.std)
+        return (batch, torch.tensor([classes[file] for file, _ in images])) if labelled else batch
+
+    return Data(f"{len(files)} of {len(found)} images in {folder}, {size}", walk, num_classes)
 
 
-def _arrays(file: Path, options: DataOptions, inputs: Inputs) -> Data:
+def _arrays(file: Path, options: DataOptions, inputs: Inputs, *, labelled: bool) -> Data:
     options.refuse(("size", "resize", "gray"), f"{file.name}: arrays are taken as they are")
     stored = _read_npz(file) if file.suffix == ".npz" else _read_safetensors(file)
     arrays = _chosen(stored, options.arrays, inputs, file)
@@ -131,6 +143,7 @@ def _arrays(file: Path, options: DataOptions, inputs: Inputs) -> Data:
             + ("" if options.arrays else "; --input NAME chooses among them")
         )
     arguments = _as_arguments(list(arrays), inputs, file)
+    labels = array_labels(stored, list(arrays), file) if labelled else None
     has_images = not inputs.takes_bytes and any(array.dtype == torch.uint8 for array in arrays.values())
     if not has_images:
         options.refuse(("mean", "std"), f"{file.name}: only images as bytes (uint8) are normalised")
@@ -143,10 +156,13 @@ def _arrays(file: Path, options: DataOptions, inputs: Inputs) -> Data:
             values = normalized(channels_first(values, f"--data {file}, {name}"), options.mean, options.std)
         return values.to(inputs.dtype) if values.is_floating_point() else values
 
-    def walk() -> Iterator[Tensor | dict[str, Tensor]]:
+    def walk() -> Iterator[Any]:
         for part in chosen.split(options.batch_size or BATCH_SIZE):
             batch = {argument: prepared(name, part) for name, argument in arguments.items()}
-            yield batch.get("", batch)
+            if labels is None:
+                yield batch.get("", batch)
+            else:
+                yield (batch[""], labels[part]) if "" in batch else {**batch, "labels": labels[part]}
 
     left_out = [name for name in stored if name not in arrays]
     rest = f" (left out: {', '.join(left_out)})" if left_out else ""
@@ -200,12 +216,8 @@ def _chosen(
         return {name: arrays[name] for name in wanted}
     if inputs.takes_any:
         return arrays
-    others = {name: array for name, array in arrays.items() if name in inputs.names or not _is_labels(name, array)}
+    others = {name: array for name, array in arrays.items() if name in inputs.names or not is_labels(name, array)}
     return others or arrays
-
-
-def _is_labels(name: str, array: Tensor) -> bool:
-    return name.lower() in _LABELS and array.dim() <= 2
 
 
 def _as_arguments(names: list[str], inputs: Inputs, file: Path) -> dict[str, str]:
@@ -247,13 +259,13 @@ def _read_safetensors(file: Path) -> Mapping[str, Tensor]:
         raise LoadingError(f"--data {file}: not a whole safetensors file ({error})") from None
 
 
-def _readable(files: list[Path], read: Callable[[Path], Tensor]) -> Iterator[Tensor]:
+def _readable(files: list[Path], read: Callable[[Path], Tensor]) -> Iterator[tuple[Path, Tensor]]:
     """The images that can be read; the others are reported, and are an error where they are more than a tenth."""
     faults: list[str] = []
     for file in files:
         image = _read_or_none(file, read, faults)
         if image is not None:
-            yield image
+            yield file, image
         elif len(faults) > _UNREADABLE_SHARE * len(files):
             raise LoadingError(
                 f"--data: {len(faults)} of {len(files)} images cannot be read, which is more than "

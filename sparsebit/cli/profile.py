@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sparsebit.cli import options
+from sparsebit.cli.gains import GainOptions, gains_record, gains_table, gains_title
 from sparsebit.cli.option_groups import DataOptions, OutputOptions, grouped
 from sparsebit.cli.output import decibel, speaking
 from sparsebit.cli.recording import Recording, recording
@@ -45,16 +46,21 @@ def profile(
     top: Annotated[
         int | None, typer.Option("--top", min=0, help=f"Layers shown; 0: all ({_ROWS}, with --json all).")
     ] = None,
+    gains: GainOptions = GainOptions(),
     how: DataOptions = DataOptions(),
     said: OutputOptions = OutputOptions(),
 ) -> None:
     """Show what quantization costs every layer, the worst first.
 
     The order is that of the SQNR of a layer's output (signal against quantization noise in dB; 6 dB are a bit): unlike
-    the mean squared error it does not depend on how large the layer's numbers are.
+    the mean squared error it does not depend on how large the layer's numbers are. With --gains, also the accuracy that
+    comes back when each of the worst layers is float.
 
     sparsebit profile -m my_model:Net -w net.safetensors -c config.yaml -d calibration.npz --top 5
+
+    sparsebit profile -m my_model:Net -w net.safetensors -d calibration.npz --gains 5 --test-data test.npz
     """
+    gains.check()
     if quantized is not None and (config or asym or device):
         raise typer.BadParameter(
             "a saved model has its config: leave --config, --asym and --device out", param_hint="--quantized"
@@ -77,7 +83,10 @@ def profile(
             out.remark(f"calibrating {model} ({formats(qconfig)}) on {subject.data.description}")
             qmodel, first_batch = calibrated(subject, qconfig, asym=asym).qmodel, subject.first_batch
         sqnr = first_batch.sqnr_db(qmodel, qmodel.config.DEVICE)
+        test = gains.load(subject.model, data, how, first_batch)
         errors = qmodel.profile(subject.data, sync=sync, histograms=bool(recorded))
+        found_gains = None if test is None else gains.measure(qmodel, test)
+        errors = replace(errors, gains=found_gains)
         found = list(errors.layers)
         if recorded:
             recorded.write(
@@ -92,10 +101,12 @@ def profile(
             "output_sqnr_db": sqnr,
             "num_layers": len(found),
             "layers": [as_record(error) for error in shown],
+            **({} if found_gains is None else {"gains": gains_record(found_gains)}),
             **recorded.told(),
         }
         title = _title(formats(qmodel.config), sync, sqnr)
-        out.result(record, title, error_table(shown, qmodel.coverage), *_rest(found, shown))
+        told = () if found_gains is None or test is None else (gains_title(found_gains, test), gains_table(found_gains))
+        out.result(record, title, error_table(shown, qmodel.coverage), *_rest(found, shown), *told)
 
 
 def _saved(folder: Path, subject: Subject) -> tuple[QuantModel, FirstBatch]:

@@ -103,7 +103,7 @@ def _averaged(
             measured[name].append(tuple(map(float, measure(quantized, original))))
 
     profile = _profile_alone if is_async else _profile_together
-    with torch.no_grad(), _restored(model):
+    with torch.no_grad(), restored(model):
         for args, kwargs in track(calls, "error per layer"):
             profile(model, layers, args, kwargs, note)
     return {
@@ -169,17 +169,19 @@ def _hooked(modules: Iterable[nn.Module], hook: Callable[..., None]) -> Iterator
 
 
 @contextlib.contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in eval mode; afterwards mode and switches are as before."""
+def restored(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is in eval mode; afterwards the mode of every module and all switches are as before."""
     switches = {q: q.use_quant for q in model.modules() if isinstance(q, Quantizer)}
-    training = model.training
-    model.eval()
+    modes = {module: module.training for module in model.modules()}
     try:
+        model.eval()
         yield
     finally:
         for quantizer, on in switches.items():
             quantizer.use_quant = on
-        model.train(training)
+        model.train(modes[model])
+        for module, mode in modes.items():  # parts may be in another mode than the whole: frozen norms
+            module.training = mode
 
 
 def _switch(model: nn.Module, on: bool) -> None:

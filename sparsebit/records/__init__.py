@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sparsebit.records.accuracy_gains import AccuracyGains, LayerGain
 from sparsebit.records.audit import Audit
 from sparsebit.records.coverage import Coverage, FloatLayer, OpaqueModule, ParameterRecord, QuantizedLayer
 from sparsebit.records.error_profile import ErrorProfile, LayerError, SiteError, ValueHistogram
@@ -12,6 +13,7 @@ from sparsebit.records.phases import Measured, measured
 from sparsebit.records.run_record import Calibration, Environment, FileFacts, ModelFacts, OutputError, Run, RunRecord
 
 __all__ = [
+    "AccuracyGains",
     "Audit",
     "Calibration",
     "Coverage",
@@ -21,6 +23,7 @@ __all__ = [
     "FloatLayer",
     "GradientCheck",
     "LayerError",
+    "LayerGain",
     "Measured",
     "ModelFacts",
     "OpaqueModule",

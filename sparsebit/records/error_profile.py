@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from sparsebit.records.accuracy_gains import AccuracyGains
+
 MOST_BINS = 64
 
 
@@ -61,7 +63,8 @@ class ErrorProfile:
     """The errors of layers and of quantized tensors, as `QuantModel.profile` measures them.
 
     `sync`: the layers' errors are those of all layers quantized together; else of each alone.
-    Quantized tensors are measured on float inputs either way. `data`: the inputs in words.
+    Quantized tensors are measured on float inputs either way. `data`: the inputs in words. `gains`: what
+    `QuantModel.accuracy_gains` found; None where it was not asked for.
     """
 
     sync: bool
@@ -69,3 +72,4 @@ class ErrorProfile:
     layers: tuple[LayerError, ...]
     sites: tuple[SiteError, ...] = ()
     data: str | None = None
+    gains: AccuracyGains | None = None

@@ -91,3 +91,103 @@ def test_table_shows_formats_and_odd_names() -> None:
     assert rows["add"][:4] == ["-", "uint8,", "int8", "0.25"]
     assert rows["conv[0].output"][:3] == ["-", "int8", "0.1"]
     assert rows["exact"][3] == "exact" and rows["dead"][3:5] == ["no", "signal"]
+
+
+CLASSES = """
+
+def labelled():
+    for x in batches():
+        with torch.no_grad():
+            yield x, Net().eval()(x).argmax(1)
+
+
+def score(model):
+    return -float((model(stored[0]) - net(stored[0])).square().mean())
+
+
+def refuses(model):
+    raise ValueError("no test set")
+"""
+
+
+@pytest.fixture
+def labelled(project: Path) -> Path:
+    """The project with labels: of a factory, in a file, and as folders."""
+    import numpy as np
+    from PIL import Image
+
+    with Path("own_project.py").open("a") as file:
+        file.write(CLASSES)
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (20, 8, 8, 3), dtype=np.uint8)
+    np.savez("test.npz", images=images, labels=np.arange(20) % 10)
+    for place, pixels in enumerate(images):
+        for folder, name in (("words", f"kind{place % 10}"), ("numbers", str(place % 10)), ("few", f"kind{place % 3}")):
+            Path(folder, name).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(Path(folder, name, f"{place}.png"))
+    return project
+
+
+GAINS = (*COMMAND, "-c", "virtual", "--device", "cpu", "--gains", "2")
+
+
+class TestGains:
+    def test_labels_of_a_factory(self, sparsebit: Sparsebit, labelled: Path) -> None:
+        answer = sparsebit(*GAINS, "--test-data", "own_project:labelled", "--json", "--record", "r.json")
+        assert answer.code == 0, answer.err
+        gains = answer.json["gains"]
+        assert gains["metric"] == "top-1 accuracy" and gains["num_samples"] == 24 and gains["float_score"] == 1.0
+        assert len(gains["layers"]) == 2 and {"layer", "score", "gain", "sqnr_db"} <= gains["layers"][0].keys()
+        (errors,) = package.read_record("r.json").errors
+        assert errors.gains is not None and errors.gains.float_score == 1.0
+
+    @pytest.mark.parametrize(
+        "source", [["test.npz"], ["words", "--size", "8"], ["numbers", "--size", "8"]], ids=["npz", "words", "numbers"]
+    )
+    def test_labels_of_files(self, sparsebit: Sparsebit, labelled: Path, source: list[str]) -> None:
+        answer = sparsebit("profile", "-m", "own_project:Net", "-d", *source, "--gains", "2", "--json", "--top", "1")
+        assert answer.code == 0, answer.err
+        x = torch.from_numpy(__import__("numpy").load("test.npz")["images"]).permute(0, 3, 1, 2).float() / 255
+        expected = float((__import__("own_project").Net().eval()(x).argmax(1) == torch.arange(20) % 10).float().mean())
+        assert answer.json["gains"]["float_score"] == pytest.approx(expected)
+
+    def test_table_says_what_is_measured(self, sparsebit: Sparsebit, labelled: Path) -> None:
+        answer = sparsebit(*GAINS, "--metric", "agreement", "--test-samples", "8")
+        assert answer.code == 0, answer.err
+        assert "top-1 agreement with the float model (no labels) on 8 samples: float 1.0000" in answer.out
+        assert "these 2 together" in answer.out and "in float" in answer.out
+
+    def test_a_function(self, sparsebit: Sparsebit, labelled: Path) -> None:
+        answer = sparsebit(*GAINS, "--metric", "own_project:score", "--json")
+        assert answer.code == 0, answer.err
+        assert answer.json["gains"]["metric"] == "own_project:score" and answer.json["gains"]["quantized_score"] <= 0
+
+    @pytest.mark.parametrize(
+        ("options", "told"),
+        [
+            (["--gains", "2"], "batch 0 has no labels"),
+            (
+                ["--gains", "2", "--test-data", "few", "--size", "8"],
+                "3 folders, and the model has scores of 10 classes",
+            ),
+            (["--gains", "2", "--test-data", "words/kind1", "--size", "8"], "lies in no folder of a class"),
+            (["--gains", "2", "--test-data", "none.npz"], "one array of labels is needed"),
+            (["--gains", "2", "--test-data", "floats.npz"], "is not the number of the class"),
+            (["--gains", "2", "--metric", "top5"], "metric='top5': allowed"),
+            (["--gains", "2", "--metric", "own_project:refuses"], "no test set"),
+        ],
+        ids=["no labels", "other classes", "no folders", "no array", "floats", "metric", "function"],
+    )
+    def test_faults(self, sparsebit: Sparsebit, labelled: Path, options: list[str], told: str) -> None:
+        import numpy as np
+
+        images = np.load("test.npz")["images"]
+        np.savez("none.npz", images=images)
+        np.savez("floats.npz", images=images, y=np.linspace(0, 1, 20))
+        command = ("profile", "-m", "own_project:Net", "-d", "words") if "--size" in options else COMMAND
+        answer = sparsebit(*command, "-c", "virtual", "--device", "cpu", *options)
+        assert answer.code == 1 and told in " ".join(answer.err.split())
+
+    def test_options_that_would_do_nothing(self, sparsebit: Sparsebit, labelled: Path) -> None:
+        answer = sparsebit(*COMMAND, "--metric", "agreement")
+        assert answer.code == 2 and "--gains" in answer.err
