@@ -12,22 +12,14 @@ sums over k and over l are the items' own variables. The solver is HiGHS, in sci
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import math
-import os
-import sys
-import tempfile
-import time
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from sparsebit.errors import BudgetError, ConfigError, MissingExtraError
+from sparsebit.errors import BudgetError, ConfigError
+from sparsebit.numerics.choice_solver import Found, Row, Solver
 
 Pair = tuple[str, str]
-# The solver's tolerances are absolute (1e-6): the cost of the best choice is brought to this magnitude.
-_MAGNITUDE = 1000.0
 # Options beyond one per item that the integer program is tried with first.
 _CORE = 64
 # How near to the best of these the first choice has to be: it only says which options are out of the question.
@@ -129,7 +121,7 @@ class _Program:
             for option, cost in enumerate(row):
                 self.objective[self.first[groups[item]] + option] += cost
         self.pairs: dict[Pair, int] = {}  # the first variable of each pair of groups
-        self.rows: list[tuple[dict[int, float], float, float]] = []  # coefficients, lowest and highest sum
+        self.rows: list[Row] = []
         for group, count in self.num_options.items():
             self.rows.append(({self.first[group] + option: 1.0 for option in range(count)}, 1.0, 1.0))
         self.barred = {place for place, cost in enumerate(self.objective) if math.isinf(cost)}
@@ -218,7 +210,7 @@ class _Program:
         """
         if any(limit < 0 for limit in limits):
             return None
-        solver = _Solver(self, objective, limits, time_limit)
+        solver = Solver(self, objective, limits, time_limit)
         relaxed = solver.relaxed()
         if relaxed is None:
             return None
@@ -238,10 +230,10 @@ class _Program:
             is_near = best - least <= gap * abs(best)
             again = None if is_near else solver.integer(kept | set(found.chosen), least, gap)
             if again is None:
-                found = _Found(found.chosen, least)
+                found = Found(found.chosen, least)
             else:
                 is_worse = math.fsum(objective[place] for place in again.chosen) > best
-                found = _Found(found.chosen if is_worse else again.chosen, again.bound)
+                found = Found(found.chosen if is_worse else again.chosen, again.bound)
         group_of = {
             self.first[group] + option: (group, option)
             for group, count in self.num_options.items()
@@ -249,131 +241,6 @@ class _Program:
         }
         chosen = dict(group_of[place] for place in found.chosen)
         return {item: chosen[group] for item, group in self.groups.items()}, found.bound
-
-
-@dataclass(frozen=True)
-class _Found:
-    """The variables of options that are 1, and a lower bound of all choices."""
-
-    chosen: tuple[int, ...]
-    bound: float
-
-
-class _Solver:
-    """One objective under given limits, in numbers near 1, as the solver's tolerances are absolute."""
-
-    def __init__(
-        self, program: _Program, objective: Sequence[float], limits: Sequence[float], time_limit: float
-    ) -> None:
-        self.optimize, self.sparse = _scipy()
-        self.program, self.objective = program, objective
-        self.ends_at = time.monotonic() + time_limit
-        self.time_limit = time_limit
-        self.rows = list(program.rows)
-        for spending, limit in zip(program.spending, limits, strict=True):
-            if spending and not math.isinf(limit):
-                scale = _MAGNITUDE / max(limit, max(spending.values()) / _MAGNITUDE)
-                coefficients = {place: value * scale for place, value in spending.items()}
-                self.rows.append((coefficients, -math.inf, limit * scale))
-
-    def relaxed(self) -> tuple[float, list[float]] | None:
-        """The least cost with fractions of options, and the reduced cost of each; None where there is no solution."""
-        equal = [row for row in self.rows if row[1] == row[2]]
-        bounded = [row for row in self.rows if row[1] != row[2]]
-        scale = _MAGNITUDE / (max(self.objective) or 1.0)
-        given: dict[str, Any] = {"A_eq": self._matrix(equal), "b_eq": [high for *_, high in equal]}
-        if bounded:
-            given |= {"A_ub": self._matrix(bounded), "b_ub": [high for *_, high in bounded]}
-        upper = self._upper(range(self.program.num_binary))
-        found = self._run(
-            self.optimize.linprog,
-            [value * scale for value in self.objective],
-            bounds=list(zip([0.0] * len(upper), upper, strict=True)),
-            method="highs",
-            **given,
-        )
-        if found.status == 2:
-            return None
-        if found.status != 0:
-            raise self._out_of_time(found.message)
-        # A variable that is 0 has its reduced cost at its lower end; one that is not may not be left out.
-        reduced = [max(0.0, float(value)) / scale for value in found.lower.marginals]
-        return float(found.fun) / scale, reduced
-
-    def integer(self, kept: set[int], least: float, gap: float) -> _Found | None:
-        """The best choice among the options at `kept`; None where there is none. `least`: of the relaxed program."""
-        program = self.program
-        size = max(abs(least), 1e-9 * max(self.objective)) or 1.0
-        upper = self._upper(kept)
-        constraints = self.optimize.LinearConstraint(
-            self._matrix(self.rows), [low for _, low, _ in self.rows], [high for *_, high in self.rows]
-        )
-        found = self._run(
-            self.optimize.milp,
-            [value * _MAGNITUDE / size for value in self.objective],
-            integrality=[1] * program.num_binary + [0] * (program.num_variables - program.num_binary),
-            bounds=self.optimize.Bounds([0.0] * len(upper), upper),
-            constraints=constraints,
-            gap=gap,
-        )
-        if found.status == 2:
-            return None
-        if found.x is None:
-            raise self._out_of_time(found.message)
-        chosen = tuple(place for place in range(program.num_binary) if found.x[place] > 0.5)
-        bound = found.mip_dual_bound if found.mip_dual_bound is not None else found.fun
-        return _Found(chosen, float(bound) * size / _MAGNITUDE)
-
-    def _run(self, solve: Any, *args: Any, gap: float | None = None, **kwargs: Any) -> Any:
-        options = {"time_limit": max(0.1, self.ends_at - time.monotonic())}
-        if gap is not None:  # else 1e-4
-            options["mip_rel_gap"] = gap
-        with _without_prints():
-            return solve(*args, options=options, **kwargs)
-
-    def _matrix(self, rows: Sequence[tuple[dict[int, float], float, float]]) -> Any:
-        places = [(number, place, value) for number, (row, *_) in enumerate(rows) for place, value in row.items()]
-        numbers, columns, values = zip(*places, strict=True)
-        return self.sparse.csr_array((values, (numbers, columns)), shape=(len(rows), self.program.num_variables))
-
-    def _upper(self, kept: Iterable[int]) -> list[float]:
-        upper = [0.0] * self.program.num_binary + [1.0] * (self.program.num_variables - self.program.num_binary)
-        for place in kept:
-            if place not in self.program.barred:
-                upper[place] = 1.0
-        return upper
-
-    def _out_of_time(self, message: str) -> BudgetError:
-        return BudgetError(
-            f"no choice was found in {self.time_limit:g} s ({message}); give more time_limit, fewer options per item, "
-            "or fewer budgets"
-        )
-
-
-@contextlib.contextmanager
-def _without_prints() -> Iterator[None]:
-    """Inside, what the solver's C++ code prints (a leftover of its authors) does not reach stdout.
-
-    What others print meanwhile is printed afterwards.
-    """
-    try:
-        stdout = os.dup(1)
-    except OSError:  # there is none
-        yield
-        return
-    sys.stdout.flush()
-    with tempfile.TemporaryFile() as kept:
-        try:
-            os.dup2(kept.fileno(), 1)
-            yield
-        finally:
-            with contextlib.suppress(OSError, AttributeError, TypeError):
-                ctypes.CDLL(None).fflush(None)
-            os.dup2(stdout, 1)
-            kept.seek(0)
-            lines = [line for line in kept if not line.startswith(b"Highs")]
-            os.write(stdout, b"".join(lines))
-            os.close(stdout)
 
 
 def _merged(costs: Mapping[str, Sequence[float]], ties: Iterable[Iterable[str]]) -> dict[str, str]:
@@ -449,11 +316,3 @@ def _why_not(program: _Program, budgets: Sequence[Budget], time_limit: float) ->
                     f"{budget.name}: {budget.limit:.6g} allowed, {least:.6g} is the least beside the limits of {others}"
                 )
     return f"the budgets cannot be kept: {'; '.join(told) or 'each can alone, but no two together'}; allow more"
-
-
-def _scipy() -> tuple[Any, Any]:
-    try:
-        from scipy import optimize, sparse
-    except ImportError:
-        raise MissingExtraError("scipy", "search", "choosing under budgets") from None
-    return optimize, sparse
