@@ -47,9 +47,15 @@ GROUPS: dict[str, dict[str, str]] = {
         "own sparsity": "register_criterion Evidence scale_penalty register_sparser Sparser register_smodule SparseOpr "
         "SMODULE_MAP",
     },
+    "sparsebit.llm": {
+        "quantizing language models": "quantize Recipe Calibration QuantizedModel LoadCheck ARCHITECTURES Architecture",
+        "packed language models": "load QuantLinear PackedWeight kernel_paths probe_cpu CpuProbe resident_bytes",
+        "text and perplexity": "calibration_tokens token_stream windows perplexity Perplexity",
+    },
 }
 # Values and type aliases, which have no docstrings.
 VALUES = {
+    "ARCHITECTURES": "The `Architecture` of each `model_type`, by its name.",
     "__version__": "The version of the package.",
     "PROFILES": "The `RuntimeProfile` of each backend, by its name.",
     "Granularity": "`PerTensor`, `PerChannel` or `PerGroup`: which elements share a scale.",

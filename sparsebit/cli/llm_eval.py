@@ -20,6 +20,7 @@ def evaluate(
     ] = None,
     batch_size: llm_options.BatchSize = 4,
     device: llm_options.Device = "cpu",
+    activations: llm_options.Activations = "float32",
     trust_remote_code: llm_options.TrustRemoteCode = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
@@ -32,12 +33,12 @@ def evaluate(
     sparsebit llm eval llama-w4/ --text heldout.txt --length 2048
     """
     with speaking(as_json=json, quiet=quiet) as out:
-        from sparsebit.llm import load, perplexity, resident_bytes, token_stream, windows
+        from sparsebit.llm import kernel_paths, load, perplexity, resident_bytes, token_stream, windows
         from sparsebit.llm.hub_classes import load_tokenizer
 
         tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
         tokens = windows(token_stream(text, tokenizer), length, num_windows)
-        loaded = load(model, device=device, trust_remote_code=trust_remote_code)
+        loaded = load(model, device=device, activations=activations, trust_remote_code=trust_remote_code)
         found = perplexity(loaded, tokens, batch_size=batch_size)
         size = resident_bytes(loaded)
         record = {
@@ -48,10 +49,12 @@ def evaluate(
             "length": length,
             "predictions": found.num_predictions,
             "resident_bytes": size,
+            "packed_layers": kernel_paths(loaded),
         }
         facts = {
             "perplexity": f"{found.value:.3f}",
             "text": f"{text}, {found.num_windows} windows of {length} tokens",
             "in memory": kilobytes(size),
+            "packed layers": "; ".join(f"{count} {path}" for path, count in kernel_paths(loaded).items()),
         }
         out.result(record, facts_table(facts))

@@ -20,6 +20,7 @@ def generate(
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of sampling.")] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
     device: llm_options.Device = "cpu",
+    activations: llm_options.Activations = "float32",
     trust_remote_code: llm_options.TrustRemoteCode = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
@@ -34,7 +35,7 @@ def generate(
         import torch
 
         from sparsebit.errors import ConfigError
-        from sparsebit.llm import load
+        from sparsebit.llm import kernel_paths, load
         from sparsebit.llm.hub_classes import load_tokenizer
 
         tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
@@ -45,7 +46,7 @@ def generate(
             messages = [{"role": "user", "content": prompt}]
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         tokens = tokenizer(text, return_tensors="pt", add_special_tokens=not chat)["input_ids"].to(device)
-        loaded = load(model, device=device, trust_remote_code=trust_remote_code)
+        loaded = load(model, device=device, activations=activations, trust_remote_code=trust_remote_code)
         torch.manual_seed(seed)
         started = time.perf_counter()
         how: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
@@ -58,12 +59,23 @@ def generate(
             **how,
         )
         seconds = time.perf_counter() - started
+        paths = kernel_paths(loaded)
         made = given[0, tokens.shape[1] :]
         if json:
             written = tokenizer.decode(made, skip_special_tokens=True)
-            record = {"prompt": prompt, "text": written, "tokens": len(made), "seconds": seconds}
+            record = {
+                "prompt": prompt,
+                "text": written,
+                "tokens": len(made),
+                "seconds": seconds,
+                "packed_layers": paths,
+            }
             out.result(record)
-        out.remark(f"{len(made)} tokens, {len(made) / seconds:.1f} a second")
+        out.remark(f"{len(made)} tokens, {len(made) / seconds:.1f} a second; packed layers: {_words(paths)}")
+
+
+def _words(paths: dict[str, int]) -> str:
+    return "; ".join(f"{count} {path}" for path, count in paths.items()) or "none"
 
 
 def _streamer(tokenizer: Any, out: Output) -> Any:

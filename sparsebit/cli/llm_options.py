@@ -15,3 +15,11 @@ TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model; off unless given.")
 ]
 BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Windows of text at once.")]
+Activations = Annotated[
+    str,
+    typer.Option(
+        "--activations",
+        metavar="float32|bfloat16|int8",
+        help="On a CPU, how far kernels may round the inputs of packed layers; a probe takes the fastest.",
+    ),
+]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from sparsebit.llm.architectures import ARCHITECTURES, Architecture
 from sparsebit.llm.calibration_text import calibration_tokens, token_stream, windows
+from sparsebit.llm.cpu_probe import CpuProbe, probe_cpu
 from sparsebit.llm.load_check import LoadCheck
 from sparsebit.llm.loading import load
 from sparsebit.llm.packed_weight import PackedWeight
 from sparsebit.llm.perplexity import Perplexity, perplexity
-from sparsebit.llm.quant_linear import QuantLinear, resident_bytes
+from sparsebit.llm.quant_linear import QuantLinear, kernel_paths, resident_bytes
 from sparsebit.llm.quantizing import Calibration, QuantizedModel, quantize
 from sparsebit.llm.recipe import Recipe
 
@@ -16,6 +17,7 @@ __all__ = [
     "ARCHITECTURES",
     "Architecture",
     "Calibration",
+    "CpuProbe",
     "LoadCheck",
     "PackedWeight",
     "Perplexity",
@@ -23,8 +25,10 @@ __all__ = [
     "QuantizedModel",
     "Recipe",
     "calibration_tokens",
+    "kernel_paths",
     "load",
     "perplexity",
+    "probe_cpu",
     "quantize",
     "resident_bytes",
     "token_stream",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,14 @@ import torch
 from torch import nn
 
 from sparsebit.llm.checkpoint.compressed_tensors import read_config, read_layer
+from sparsebit.llm.cpu_probe import UNPACKED, probe_cpu
 from sparsebit.llm.hub_classes import load_config
+from sparsebit.llm.kernel_layouts import Activations, as_activations
 from sparsebit.llm.model_folder import ModelFolder
-from sparsebit.llm.quant_linear import QuantLinear
+from sparsebit.llm.quant_linear import QuantLinear, kernel_paths
 from sparsebit.llm.skeleton import Skeleton
+
+log = logging.getLogger(__name__)
 
 
 @torch.no_grad()
@@ -22,6 +27,7 @@ def load(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
+    activations: str = "float32",
     trust_remote_code: bool = False,
 ) -> Any:
     """The causal language model of `folder`, ready to run, with `QuantLinear` in the place of each quantized layer.
@@ -29,7 +35,12 @@ def load(
     `folder`: as `quantize` writes it, or any `pack-quantized` folder of compressed-tensors; a float model is loaded as
     it is. `dtype`: of activations and float weights; by default float32 on a CPU, where half precision is slow, and the
     type of the files elsewhere. The model is one of transformers: `generate` works, and `peft` finds the layers.
+
+    Each layer's product is computed by the fastest kernel for the device that takes the layer; the log says which, and
+    so does `kernel_paths(model)`. `activations`: on a CPU, how far kernels may round the inputs of packed layers:
+    "float32" not at all; "bfloat16" or "int8" allow kernels that round, and a probe takes the fastest of them.
     """
+    rounding = as_activations(activations)
     files = ModelFolder(folder)
     config = load_config(files.path, trust_remote_code=trust_remote_code)
     if dtype is None:
@@ -38,11 +49,14 @@ def load(
     skeleton = Skeleton(files, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     packed = _packed_layers(skeleton)
     for name, layer in packed.items():
-        skeleton.model.set_submodule(name, layer.to(device))
+        layer = layer.to(device)
+        layer.prepare(dtype, rounding)
+        skeleton.model.set_submodule(name, layer)
     skeleton.fill("")
     skeleton.model.tie_weights()
     files.close()
     _load_generation_config(skeleton.model, files.path)
+    _tell(skeleton.model, rounding)
     return skeleton.model
 
 
@@ -67,3 +81,22 @@ def _packed_layers(skeleton: Skeleton) -> dict[str, QuantLinear]:
 def _load_generation_config(model: Any, folder: Path) -> None:
     if (folder / "generation_config.json").is_file():
         model.generation_config = type(model.generation_config).from_pretrained(folder, local_files_only=True)
+
+
+def _tell(model: nn.Module, activations: Activations) -> None:
+    for path, count in kernel_paths(model).items():
+        log.info("%d packed layers: %s", count, path)
+    if activations == "float32" or next(model.parameters()).device.type != "cpu":
+        return
+    probe = probe_cpu(activations)
+    for name, seconds in probe.seconds.items():
+        log.info(
+            "%s: 1 row x 1024 x 1024 in %.0f us, %.2g off the dequantized weight%s%s",
+            name,
+            1e6 * seconds,
+            probe.difference[name],
+            " (chosen)" if name == probe.name else "",
+            f" (not taken: {probe.refused[name]})" if name in probe.refused else "",
+        )
+    if probe.name == UNPACKED:
+        log.info("activations=%r: no kernel that rounds them is faster here; they stay float32", activations)

@@ -1,27 +1,33 @@
-"""`QuantLinear`: a linear layer whose weight stays packed; rows are unpacked in blocks while they are multiplied."""
+"""`QuantLinear`: a linear layer whose weight stays packed, multiplied by the fastest kernel that takes it."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsebit.llm.packed_weight import PackedWeight, dequantize
-from sparsebit.numerics.packing import unpack
-
-# Weights that are unpacked at once: 4 MiB in float32, which stays in the cache of a core or near it.
-_BLOCK_ELEMENTS = 1 << 20
+from sparsebit.llm.cpu_probe import UNPACKED, probe_cpu
+from sparsebit.llm.kernel_layouts import FRAGMENTS, LAYOUTS, Activations, KernelLayout, Prepared
+from sparsebit.llm.packed_weight import PackedWeight
+from sparsebit.llm.unpacked_product import packed_linear
 
 
 class QuantLinear(nn.Module):
     """`x @ weight.T + bias` with `weight = (codes - zeros) * scales`, kept as `qweight`, `scales` and `zeros`.
 
     Buffers: `qweight (out, words)` int32, `scales (out, groups)`, `zeros (out, groups)` uint8 or None if symmetric.
+    `prepare` brings `qweight` into the order of a kernel; `path` names that kernel, or is "unpacked", and `path_reason`
+    says why no kernel was taken. Files and `packed` always have the order that `PackedWeight` describes.
     """
 
     qweight: Tensor
     scales: Tensor
     zeros: Tensor | None
+    kernel_scales: Tensor | None
+    kernel_offsets: Tensor | None
 
     def __init__(self, packed: PackedWeight, bias: Tensor | None = None) -> None:
         super().__init__()
@@ -30,34 +36,100 @@ class QuantLinear(nn.Module):
         self.register_buffer("qweight", packed.qweight)
         self.register_buffer("scales", packed.scales)
         self.register_buffer("zeros", packed.zeros)
+        self.register_buffer("kernel_scales", None, persistent=False)
+        self.register_buffer("kernel_offsets", None, persistent=False)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.path, self.path_reason = UNPACKED, "not prepared"
+        self._wish: tuple[torch.dtype, Activations] | None = None
+
+    @torch.no_grad()
+    def prepare(self, dtype: torch.dtype = torch.float32, activations: Activations = "float32") -> None:
+        """Choose the kernel for inputs of `dtype` on the device of the weight, and bring the codes into its order.
+
+        `activations`: how far a kernel for CPUs may round them; see `sparsebit.llm.load`. A layer that no kernel takes
+        is unpacked while it is multiplied, and `path_reason` says why.
+        """
+        self._restore()
+        self._wish = dtype, activations
+        layout, reason = self._choice(dtype, activations)
+        if layout is None:
+            self.path, self.path_reason = UNPACKED, reason
+            return
+        ready = layout.prepare(self.packed, dtype)
+        self.path, self.path_reason = layout.name, ""
+        self.qweight, self.kernel_scales, self.kernel_offsets = ready.words, ready.scales, ready.offsets
 
     @property
     def packed(self) -> PackedWeight:
-        return PackedWeight(self.qweight, self.scales, self.zeros, self.bits, self.group_size, self.in_features)
+        if self.path == UNPACKED:
+            return PackedWeight(self.qweight, self.scales, self.zeros, self.bits, self.group_size, self.in_features)
+        codes = LAYOUTS[self.path].codes(self._prepared())
+        return PackedWeight.from_codes(codes, self.scales, self.zeros, self.bits)
 
     def forward(self, x: Tensor) -> Tensor:
-        return packed_linear(x, self.packed, self.bias)
+        # The kernels have no derivative.
+        if self.path == UNPACKED or (x.requires_grad and torch.is_grad_enabled()):
+            return packed_linear(x, self.packed, self.bias)
+        rows = x.reshape(-1, self.in_features)
+        y = LAYOUTS[self.path].product(rows, self._prepared()).reshape(*x.shape[:-1], self.out_features)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:
         kind = "symmetric" if self.zeros is None else "asymmetric"
-        return f"{self.in_features}, {self.out_features}, bits={self.bits}, group_size={self.group_size}, {kind}"
+        shape = f"{self.in_features}, {self.out_features}"
+        return f"{shape}, bits={self.bits}, group_size={self.group_size}, {kind}, {self.path}"
+
+    def _choice(self, dtype: torch.dtype, activations: Activations) -> tuple[KernelLayout | None, str]:
+        device = self.qweight.device
+        if device.type == "cpu":
+            layout = probe_cpu(activations).layout
+            if layout is None:
+                return None, f"the fastest way here with {activations} activations"
+        elif device.type == "cuda":
+            layout = FRAGMENTS
+        else:
+            return None, f"no kernel for {device.type}"
+        reason = layout.refusal(self.packed, dtype)
+        return (layout, "") if reason is None else (None, reason)
+
+    def _prepared(self) -> Prepared:
+        assert self.kernel_scales is not None
+        sizes = self.in_features, self.out_features, self.group_size
+        return Prepared(self.qweight, self.kernel_scales, self.kernel_offsets, *sizes)
+
+    def _restore(self) -> None:
+        """Bring the codes back into the order of `PackedWeight`."""
+        if self.path != UNPACKED:
+            self.qweight = self.packed.qweight
+            self.kernel_scales = self.kernel_offsets = None
+            self.path, self.path_reason = UNPACKED, "not prepared"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
+        """Another device or type may need another kernel."""
+        self._restore()
+        before = self.scales.dtype
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self._wish is not None and not self.qweight.is_meta:
+            dtype, activations = self._wish
+            self.prepare(dtype if self.scales.dtype == before else self.scales.dtype, activations)
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.path != UNPACKED:
+            destination[f"{prefix}qweight"] = self.packed.qweight
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._restore()
+        super()._load_from_state_dict(*args, **kwargs)
+        if self._wish is not None:
+            self.prepare(*self._wish)
 
 
-def packed_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """`x (..., in)` times the packed weight: blocks of its rows are unpacked to the type of `x`, one at a time.
-
-    This is the definition that faster kernels are compared with; the values are those of `packed.dequantize`.
-    """
-    count = max(_BLOCK_ELEMENTS // packed.in_features, 1)
-    blocks = []
-    for start in range(0, packed.out_features, count):
-        rows = slice(start, start + count)
-        codes = unpack(packed.qweight[rows], packed.bits, packed.in_features)
-        zeros = None if packed.zeros is None else packed.zeros[rows]
-        weight = dequantize(codes, packed.scales[rows], zeros, packed.bits, x.dtype)
-        blocks.append(F.linear(x, weight, None if bias is None else bias[rows].to(x.dtype)))
-    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, -1)
+def kernel_paths(model: nn.Module) -> dict[str, int]:
+    """How many layers of the model are multiplied in which way; an unpacked one is told with its reason."""
+    layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
+    return dict(Counter(f"{one.path} ({one.path_reason})" if one.path_reason else one.path for one in layers))
 
 
 def resident_bytes(model: nn.Module) -> int:

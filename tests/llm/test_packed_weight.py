@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from sparsebit.errors import CheckpointError
-from sparsebit.llm import quant_linear
+from sparsebit.llm import unpacked_product
 from sparsebit.llm.packed_weight import PackedWeight
-from sparsebit.llm.quant_linear import QuantLinear, packed_linear, resident_bytes
+from sparsebit.llm.quant_linear import QuantLinear, resident_bytes
+from sparsebit.llm.unpacked_product import definition, packed_linear
 
 
 def packed_weight(bits: int = 4, symmetric: bool = False, group_size: int = 32, rows: int = 24) -> PackedWeight:
@@ -37,7 +38,8 @@ def test_the_product_is_that_of_the_values(
     packed, bias, x = packed_weight(bits, symmetric), torch.randn(24), torch.randn(shape)
     expected = nn.functional.linear(x, packed.dequantize(torch.float32), bias)
     torch.testing.assert_close(packed_linear(x, packed, bias), expected, rtol=1e-4, atol=1e-2)
-    monkeypatch.setattr(quant_linear, "_BLOCK_ELEMENTS", 7 * 96)  # blocks of 7 rows, the last of 3
+    torch.testing.assert_close(definition(x, packed, bias), expected, rtol=1e-4, atol=1e-2)
+    monkeypatch.setattr(unpacked_product, "_BLOCK_ELEMENTS", 7 * 96)  # blocks of 7 rows, the last of 3
     torch.testing.assert_close(QuantLinear(packed, bias)(x), expected, rtol=1e-4, atol=1e-2)
 
 
