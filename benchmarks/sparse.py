@@ -104,57 +104,55 @@ def _difference(expected: list[torch.Tensor], found: list[torch.Tensor]) -> floa
     return max(float((a - b).abs().max() / a.abs().max().clamp_min(1e-12)) for a, b in pairs)
 
 
+# The ratios of channels remove 30 % and 34 % of the MACs.
+SPARSERS = {
+    "resnet20": (
+        {"TYPE": "unstructured", "RATIO": 0.5, "SCOPE": "global"},
+        {"TYPE": "unstructured", "GRANULARITY": "2:4"},
+        {"TYPE": "structured", "RATIO": 0.205},
+    ),
+    "mobilenetv2": (
+        {"TYPE": "unstructured", "RATIO": 0.5, "SCOPE": "global"},
+        {"TYPE": "structured", "RATIO": 0.195},
+    ),
+}
+
+
 def accuracy(options: argparse.Namespace) -> None:
-    """CIFAR models: unstructured 50 %, and channels at several ratios, before and after new batch-norm statistics."""
+    """CIFAR models without fine-tuning: pruned, with new batch-norm statistics, and reconstructed; no labels."""
     from models import cifar
 
-    from sparsebit.sparse import SparseModel
+    from sparsebit.sparse import SparseModel, reestimate_norms
 
-    for name in ("resnet20", "mobilenetv2"):
-        task = cifar(name, options.images)
+    for name in options.model or SPARSERS:
+        task = cifar(name, options.images, options.calibration)
         example = task.calibration[0][:2]
         dense, _ = task.evaluate(task.model.eval())
         row = {"benchmark": "sparse_accuracy", "model": name, "images": options.images, "float": dense}
-        for sparser in (
-            {"TYPE": "unstructured", "RATIO": 0.5, "SCOPE": "global"},
-            {"TYPE": "unstructured", "RATIO": 0.5, "SCOPE": "global", "STRATEGY": "lamp"},
-            {"TYPE": "unstructured", "GRANULARITY": "2:4"},
-            {"TYPE": "structured", "RATIO": 0.1},
-            {"TYPE": "structured", "RATIO": 0.15},
-            {"TYPE": "structured", "RATIO": 0.2, "SCOPE": "global"},
-        ):
+        for sparser in SPARSERS[name]:
             smodel = SparseModel(task.model, {"DEVICE": "cpu", "SPARSER": sparser}, example).eval()
             smodel.calc_params()
             is_structured = sparser["TYPE"] == "structured"
             pruned = smodel.shrink() if is_structured else smodel.masked_model()
-            result = {"sparser": sparser, "accuracy": task.evaluate(pruned.eval())[0]}
+            result = {"sparser": sparser, "pruned": task.evaluate(pruned.eval())[0]}
+            reestimate_norms(pruned, task.calibration)
+            result["new_norm_statistics"] = task.evaluate(pruned.eval())[0]
+            start = time.perf_counter()
+            smodel.reconstruct(task.calibration)
+            result |= {"calibration": options.calibration, "seconds": round(time.perf_counter() - start, 1)}
+            pruned = smodel.shrink() if is_structured else smodel.masked_model()
+            result["reconstructed"] = task.evaluate(pruned.eval())[0]
             if is_structured:
                 result["macs_left"] = round(macs(pruned, example) / macs(task.model, example), 3)
-            reestimate(pruned, task.calibration)
-            result["accuracy_after_bn"] = task.evaluate(pruned.eval())[0]
             emit({**row, **result}, options.json)
-
-
-@torch.no_grad()
-def reestimate(model: nn.Module, batches: list[torch.Tensor]) -> None:
-    """Batch-norm statistics anew, as the mean over batches."""
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    before = [norm.momentum for norm in norms]
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None
-    model.train()
-    for batch in batches:
-        model(batch)
-    model.eval()
-    for norm, momentum in zip(norms, before, strict=True):
-        norm.momentum = momentum
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["accuracy"]:
         parser = argparse.ArgumentParser(description=accuracy.__doc__)
         parser.add_argument("--images", type=int, default=5000)
+        parser.add_argument("--calibration", type=int, default=512, help="training images, without labels")
+        parser.add_argument("--model", action="append", choices=SPARSERS, help="again for more; default: all")
         parser.add_argument("--json", type=Path)
         accuracy(parser.parse_args(sys.argv[2:]))
     else:

@@ -15,12 +15,12 @@ import sparsebit.kernels  # noqa: F401  # puts a GPU's kernels behind the operat
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.errors import CalibrationError
 from sparsebit.execution.distributed import is_sharded
+from sparsebit.execution.norm_statistics import restarted_statistics
 from sparsebit.graph.example import GuardError
 from sparsebit.quantization import held_parts, sharding
 from sparsebit.quantization.algorithms.batchnorm_tuning import (
     MayFold,
     fold_quantized_batchnorm,
-    restarted_statistics,
 )
 from sparsebit.quantization.first_calls import CheckedModel
 from sparsebit.quantization.held_parts import Part
@@ -161,7 +161,11 @@ class TrainableModel(CheckedModel):
         """
         self._require_whole("batchnorm_tuning")
         held = self._holds_statistics
-        with restarted_statistics(self.model) as ranks:
+        missing = (
+            "batchnorm_tuning(): no batch norm with running statistics is left in the model; "
+            "set SCHEDULE.BN_TUNING: true, which keeps them from being folded when the model is built"
+        )
+        with restarted_statistics(self.model, missing) as ranks:
             try:
                 self.set_quant(w_quant=True, a_quant=True)
                 self._holds_statistics = False

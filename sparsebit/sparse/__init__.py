@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from sparsebit.execution.norm_statistics import reestimate_norms
 from sparsebit.sparse.channel_groups import Group, Spared, Unit
 from sparsebit.sparse.criteria import Evidence, register_criterion, scale_penalty
 from sparsebit.sparse.group_search import ChannelGroups, find_groups
 from sparsebit.sparse.pruned_folder import load, save
+from sparsebit.sparse.reconstruction import LayerFit
 from sparsebit.sparse.sparse_config import SparseConfig, parse_sconfig
 from sparsebit.sparse.sparse_model import SparseModel
 from sparsebit.sparse.sparsers import SMODULE_MAP, SparseOpr, Sparser, register_smodule, register_sparser
@@ -17,6 +19,7 @@ __all__ = [
     "ChannelPlan",
     "Evidence",
     "Group",
+    "LayerFit",
     "Spared",
     "SparseConfig",
     "SparseModel",
@@ -26,6 +29,7 @@ __all__ = [
     "find_groups",
     "load",
     "parse_sconfig",
+    "reestimate_norms",
     "register_criterion",
     "register_smodule",
     "register_sparser",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,11 +35,13 @@ from sparsebit.sparse.evidence import Loss, gather_evidence
 from sparsebit.sparse.example_guess import guessed_example
 from sparsebit.sparse.group_search import ChannelGroups, find_groups
 from sparsebit.sparse.labels import FIXED
+from sparsebit.sparse.reconstruction import LayerFit, fit_layers
 from sparsebit.sparse.sparse_config import SparseConfig, parse_sconfig
 from sparsebit.sparse.sparsers import SPARSERS, Sparser, pruned_weights
 from sparsebit.sparse.surgery import apply_plan
 from sparsebit.sparse.unit_selection import rounded, select_by_group, select_globally, unit_scores
 
+log = logging.getLogger(__name__)
 _SUFFIX = "_mask"
 
 
@@ -55,6 +58,8 @@ class SparseModel(nn.Module):
         super().__init__()
         self.config = parse_sconfig(config)
         self.model = copy_model(uncompiled(model)).to(self.config.DEVICE)
+        # In a tuple: the user's model is not a part of this one.
+        self._given = (model,)
         self.example_inputs = example_inputs
         self._groups: ChannelGroups | None = None
         self._before_add: set[str] = set()
@@ -233,6 +238,28 @@ class SparseModel(nn.Module):
     def _owner(self, name: str) -> tuple[nn.Module, str]:
         path, _, parameter = name.rpartition(".")
         return self.model.get_submodule(path), parameter
+
+    # After pruning
+
+    def reconstruct(
+        self, batches: Iterable[Any], teacher: nn.Module | None = None, *, max_rows: int = 32768
+    ) -> dict[str, LayerFit]:
+        """Fit the weights that are left, layer by layer, to what the dense model computes; gives what each one gained.
+
+        `batches`: a few hundred inputs, without labels. `teacher`: the dense model, by default the one that was given
+        at first. Call it after `calc_params` and before training: the weights are fitted anew from the dense ones, in
+        closed form. `max_rows`: about so many positions of a layer's input are read; fewer are faster.
+        """
+        dense = uncompiled(self._given[0] if teacher is None else teacher)
+        self.apply_masks()
+        found = fit_layers(self.model, dense, self.masks, batches, max_rows=max_rows)
+        self.apply_masks()
+        if found:
+            before, after = (
+                sum(getattr(fit, kind) for fit in found.values()) / len(found) for kind in ("before", "after")
+            )
+            log.info("reconstruction: %d layers, mean error %.3g -> %.3g", len(found), before, after)
+        return found
 
     # Life
 

@@ -6,19 +6,16 @@ Quantized weights and activations shift the statistics that batch norms were tra
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from sparsebit.errors import CalibrationError
-from sparsebit.execution.distributed import gather, is_distributed, to_cpu
 from sparsebit.graph.capture import Captured
 from sparsebit.graph.passes.fold_batchnorm import can_fold, fold_factor, fold_into
-from sparsebit.graph.patterns import Match, MatchingNode, is_itself, module_of
+from sparsebit.graph.patterns import Match, MatchingNode, module_of
 from sparsebit.graph.rewrite import ReplacePatternBase
 from sparsebit.numerics.qparams import SMALLEST_SCALE, broadcast_to
 from sparsebit.numerics.spec import scale_shape
@@ -31,62 +28,6 @@ log = logging.getLogger(__name__)
 
 # (name of the layer, layer, norm behind it) -> whether the norm works on the layer's output channels.
 MayFold = Callable[[str, nn.Module, _BatchNorm], bool]
-
-
-@contextlib.contextmanager
-def restarted_statistics(model: nn.Module) -> Iterator[dict[nn.Module, int]]:
-    """Inside, running statistics start from nothing and become the plain average over the forwards of all processes.
-
-    A norm that no forward reached, and after an error every norm, gets back what it had. Yields the rank of each norm's
-    inputs, to be read afterwards.
-    """
-    norms = [m for m in model.modules() if is_itself(m, _BatchNorm) and m.running_mean is not None]
-    if not norms:
-        raise CalibrationError(
-            "batchnorm_tuning(): no batch norm with running statistics is left in the model; "
-            "set SCHEDULE.BN_TUNING: true, which keeps them from being folded when the model is built"
-        )
-    before = [({name: buffer.clone() for name, buffer in norm.named_buffers()}, norm.momentum) for norm in norms]
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None  # a cumulative average: every batch counts the same
-    ranks: dict[nn.Module, int] = {}
-
-    def note(norm: nn.Module, args: tuple[Tensor, ...]) -> None:
-        ranks[norm] = args[0].dim()
-
-    handles = [norm.register_forward_pre_hook(note) for norm in norms]
-    tuned: set[_BatchNorm] = set()
-    try:
-        yield ranks
-        _merge_across_processes(norms, ranks)
-        tuned.update(norm for norm in norms if norm.num_batches_tracked)
-        if not tuned:
-            raise CalibrationError("no forward was run inside batchnorm_tuning(); run a few batches there")
-    finally:
-        for handle in handles:
-            handle.remove()
-        for norm, (buffers, momentum) in zip(norms, before, strict=True):
-            norm.momentum = momentum
-            if norm not in tuned:
-                norm.load_state_dict(buffers, strict=False)
-
-
-@torch.no_grad()
-def _merge_across_processes(norms: list[_BatchNorm], ranks: dict[nn.Module, int]) -> None:
-    """Every process's averages into every process's norms, each weighted by its number of batches."""
-    if not is_distributed():
-        return
-    own = [(to_cpu(dict(norm.named_buffers())), ranks.get(norm, 0)) for norm in norms]
-    for norm, parts in zip(norms, zip(*gather(own), strict=True), strict=True):
-        counts = [int(buffers["num_batches_tracked"]) for buffers, _ in parts]
-        if not any(counts):
-            continue
-        for name in ("running_mean", "running_var"):
-            weighted = [buffers[name].double() * count for (buffers, _), count in zip(parts, counts, strict=True)]
-            norm.get_buffer(name).copy_(torch.stack(weighted).sum(0) / sum(counts))
-        norm.get_buffer("num_batches_tracked").fill_(sum(counts))
-        ranks[norm] = max(rank for _, rank in parts)
 
 
 def fold_quantized_batchnorm(captured: Captured, may_fold: MayFold) -> list[str]:

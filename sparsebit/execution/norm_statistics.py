@@ -1,0 +1,88 @@
+"""Running statistics of batch norms taken anew, over the forwards of all processes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from sparsebit.errors import CalibrationError
+from sparsebit.execution.batches import calls
+from sparsebit.execution.distributed import gather, is_distributed, to_cpu
+from sparsebit.graph.patterns import is_itself
+
+
+@contextlib.contextmanager
+def restarted_statistics(model: nn.Module, if_missing: str) -> Iterator[dict[nn.Module, int]]:
+    """Inside, running statistics start from nothing and become the plain average over the forwards of all processes.
+
+    A norm that no forward reached, and after an error every norm, gets back what it had. Yields the rank of each norm's
+    inputs, to be read afterwards. `if_missing`: what the error says where the model has no such norm.
+    """
+    norms = [m for m in model.modules() if is_itself(m, _BatchNorm) and m.running_mean is not None]
+    if not norms:
+        raise CalibrationError(if_missing)
+    before = [({name: buffer.clone() for name, buffer in norm.named_buffers()}, norm.momentum) for norm in norms]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # a cumulative average: every batch counts the same
+    ranks: dict[nn.Module, int] = {}
+
+    def note(norm: nn.Module, args: tuple[Tensor, ...]) -> None:
+        ranks[norm] = args[0].dim()
+
+    handles = [norm.register_forward_pre_hook(note) for norm in norms]
+    tuned: set[_BatchNorm] = set()
+    try:
+        yield ranks
+        _merge_across_processes(norms, ranks)
+        tuned.update(norm for norm in norms if norm.num_batches_tracked)
+        if not tuned:
+            raise CalibrationError("no forward was run inside; run a few batches there")
+    finally:
+        for handle in handles:
+            handle.remove()
+        for norm, (buffers, momentum) in zip(norms, before, strict=True):
+            norm.momentum = momentum
+            if norm not in tuned:
+                norm.load_state_dict(buffers, strict=False)
+
+
+@torch.no_grad()
+def _merge_across_processes(norms: list[_BatchNorm], ranks: dict[nn.Module, int]) -> None:
+    """Every process's averages into every process's norms, each weighted by its number of batches."""
+    if not is_distributed():
+        return
+    own = [(to_cpu(dict(norm.named_buffers())), ranks.get(norm, 0)) for norm in norms]
+    for norm, parts in zip(norms, zip(*gather(own), strict=True), strict=True):
+        counts = [int(buffers["num_batches_tracked"]) for buffers, _ in parts]
+        if not any(counts):
+            continue
+        for name in ("running_mean", "running_var"):
+            weighted = [buffers[name].double() * count for (buffers, _), count in zip(parts, counts, strict=True)]
+            norm.get_buffer(name).copy_(torch.stack(weighted).sum(0) / sum(counts))
+        norm.get_buffer("num_batches_tracked").fill_(sum(counts))
+        ranks[norm] = max(rank for _, rank in parts)
+
+
+@torch.no_grad()
+def reestimate_norms(model: nn.Module, batches: Iterable[Any]) -> None:
+    """Take the running statistics of all batch norms anew, in place, as the mean over the batches; no labels.
+
+    Only batch norms are in training mode meanwhile: dropout stays off.
+    """
+    modes = {module: module.training for module in model.modules()}
+    device = next((p.device for p in model.parameters()), None)
+    try:
+        with restarted_statistics(model, "reestimate_norms: the model has no batch norm with running statistics"):
+            for module in model.modules():
+                module.training = is_itself(module, _BatchNorm)
+            for args, kwargs in calls(batches, model, device):
+                model(*args, **kwargs)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

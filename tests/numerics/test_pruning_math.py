@@ -1,0 +1,64 @@
+"""Least squares for weights with given zeros."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparsebit.numerics.hessian import InputMoments
+from sparsebit.numerics.pruning_math import fit_masked, held_out_damping, output_error
+
+
+def moments(rows: int = 400, columns: int = 12, groups: int = 2, noise: float = 0.1) -> InputMoments:
+    mixing = torch.randn(groups, columns, columns)
+    dense = torch.randn(groups, rows, columns) @ mixing
+    found = InputMoments(torch.float64)
+    found.add(dense + noise * torch.randn_like(dense), dense)
+    return found
+
+
+def exact(W: torch.Tensor, H: torch.Tensor, C: torch.Tensor, M: torch.Tensor) -> torch.Tensor:
+    V = torch.zeros_like(W)
+    for group in range(W.shape[0]):
+        for row in range(W.shape[1]):
+            kept = M[group, row].nonzero().flatten()
+            wanted = (W[group, row] @ C[group])[kept]
+            V[group, row, kept] = torch.linalg.solve(H[group][kept][:, kept], wanted)
+    return V
+
+
+@pytest.mark.parametrize("kind", ["columns", "elements"])
+def test_the_fit_is_the_least_squares_solution(kind: str) -> None:
+    found = moments()
+    H, C, W = found.hessian(), found.cross(), torch.randn(2, 5, 12, dtype=torch.float64)
+    M = torch.rand(2, 5, 12) > 0.4
+    if kind == "columns":
+        M[:] = M[:, :1]
+        M[:, 2] = False  # a removed row
+    V = fit_masked(W, H, C, M, damping=0.0)
+    assert (V[~M] == 0).all()
+    assert torch.allclose(V, exact(W, H, C, M), atol=1e-4)
+    assert (output_error(W, V, H, C) <= output_error(W, W * M, H, C) + 1e-9).all()
+
+
+def test_columns_without_input_keep_their_weight() -> None:
+    found = InputMoments(torch.float64)
+    x = torch.randn(50, 4, dtype=torch.float64)
+    x[:, 2] = 0
+    found.add(x, x)
+    W = torch.randn(1, 3, 4, dtype=torch.float64)
+    M = torch.ones_like(W).bool()
+    assert torch.allclose(fit_masked(W, found.hessian(), found.cross(), M), W)
+
+
+def test_a_fit_that_only_follows_noise_is_damped_or_left_out() -> None:
+    """Fewer rows than columns: without damping the fit would be of the data at hand."""
+    halves = []
+    for _ in range(2):
+        x = torch.randn(1, 10, 40, dtype=torch.float64)
+        found = InputMoments(torch.float64)
+        found.add(x, x + 0.01 * torch.randn_like(x))
+        halves.append((found.hessian(), found.cross()))
+    W = torch.randn(1, 6, 40, dtype=torch.float64)
+    M = torch.rand(1, 6, 40) > 0.5
+    assert held_out_damping(W, M, halves) in (None, 1.0)
