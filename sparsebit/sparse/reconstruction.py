@@ -28,10 +28,11 @@ from sparsebit.execution.block_engine import BatchValues, BlockData, run_blocks
 from sparsebit.execution.blocks import Block, single_layers
 from sparsebit.execution.distributed import gather
 from sparsebit.execution.value_store import MIB, SharedData
-from sparsebit.graph.capture import Region, capture
+from sparsebit.graph.capture import capture
 from sparsebit.graph.copying import copy_model
 from sparsebit.graph.example import GuardError
 from sparsebit.graph.graph_module import source_path
+from sparsebit.graph.region import Region
 from sparsebit.numerics.hessian import InputMoments
 from sparsebit.numerics.layer_matrix import LayerMatrix, layer_matrix
 from sparsebit.numerics.pruning_math import fit_masked, held_out_damping, output_error
