@@ -1,4 +1,4 @@
-"""Least squares for a weight with given zeros: what is left of a layer takes up what the removed part gave.
+"""Which weights of a layer go by its inputs, and least squares: what is left takes up what the removed part gave.
 
 Legend: `W (groups, rows, columns)` the dense weight, `M` its mask (False: zero), `V` the weight that is looked for,
 `H = X^T X / n (groups, columns, columns)` of the inputs that the layer reads now, `C = X_dense^T X / n` beside those of
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsebit.numerics.hessian import damped
+from sparsebit.numerics.hessian import damped, inverse_factor
 
 # Conjugate gradients start at `W * M` and lower the loss in every step, so that an early end is safe.
 _MOST_STEPS = 100
@@ -47,6 +47,56 @@ def held_out_damping(
     for damping in dampings:
         errors[damping] = float(output_error(W, fit_masked(W, H, C, M, damping), *judge).sum())
     return min(errors, key=errors.__getitem__)
+
+
+def obs_scores(W: Tensor, H: Tensor, damping: float = 0.01) -> Tensor:
+    """How much the loss grows when one weight alone is removed and the others take it up: `w^2 / (H^-1)_jj`.
+
+    Hassibi and Stork, "Second order derivatives for network pruning" (1993).
+    """
+    U = inverse_factor(H, damping)
+    return W.square() / U.square().sum(-2)[:, None]
+
+
+def sparse_gpt_scores(
+    W: Tensor, H: Tensor, ratio: float, pattern: tuple[int, int] | None, damping: float = 0.01, block_size: int = 128
+) -> Tensor:
+    """Scores of which the lowest are the weights that SparseGPT removes: Frantar and Alistarh (2023), algorithm 1.
+
+    From the first column to the last, a weight's score is `w^2 / U_jj^2` (`H^-1 = U^T U`) at its turn, when the columns
+    behind the removed ones have taken up what these gave. `ratio` is removed of each block of columns, or, with
+    `pattern` (n, m), all but n of every m columns of each row. What is removed is put below what stays.
+    """
+    U = inverse_factor(H, damping)
+    rest, scores, removed = W.clone(), torch.empty_like(W), torch.zeros_like(W, dtype=torch.bool)
+    columns = W.shape[-1]
+    if pattern is not None:
+        block_size = max(1, block_size // pattern[1]) * pattern[1]
+    for start in range(0, columns, block_size):
+        stop = min(start + block_size, columns)
+        own, factor = rest[..., start:stop].clone(), U[:, start:stop, start:stop]
+        diagonal = factor.diagonal(dim1=-2, dim2=-1)[:, None]
+        errors = torch.zeros_like(own)
+        gone = torch.zeros_like(own, dtype=torch.bool)
+        if pattern is None:
+            found = own.square() / diagonal.square()
+            scores[..., start:stop] = found
+            count = round(ratio * found.numel())
+            gone.view(-1)[found.flatten().sort(stable=True).indices[:count]] = True
+        for column in range(stop - start):
+            if pattern is not None and column % pattern[1] == 0:
+                here = slice(column, column + pattern[1])
+                found = own[..., here].square() / diagonal[..., here].square()
+                scores[..., start:stop][..., here] = found
+                if found.shape[-1] == pattern[1]:  # a rest stays whole
+                    order = found.sort(dim=-1, stable=True).indices
+                    gone[..., here] = torch.zeros_like(found).scatter_(-1, order[..., : -pattern[0]], 1.0).bool()
+            error = torch.where(gone[..., column], own[..., column], 0.0) / factor[:, column, column, None]
+            own[..., column:] -= error[..., None] * factor[:, None, column, column:]
+            errors[..., column] = error
+        rest[..., stop:] -= errors @ U[:, start:stop, stop:]
+        removed[..., start:stop] = gone
+    return torch.where(removed, scores, scores + scores.max() + 1)
 
 
 def _shared_columns(M: Tensor) -> Tensor | None:

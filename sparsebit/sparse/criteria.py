@@ -17,9 +17,19 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
+from sparsebit.numerics.layer_matrix import LayerMatrix
+from sparsebit.numerics.pruning_math import fit_masked, obs_scores, sparse_gpt_scores
 from sparsebit.registry import Registry
 
-Need = Literal["gradients", "inputs"]
+Need = Literal["gradients", "inputs", "moments", "signs", "ranks"]
+
+
+@dataclass(frozen=True)
+class LayerMoments:
+    """`hessian (groups, columns, columns)`: second moments of a layer's input; `form`: its weight as a matrix."""
+
+    form: LayerMatrix
+    hessian: Tensor
 
 
 @dataclass(frozen=True)
@@ -27,7 +37,10 @@ class Evidence:
     """What is known about one parameter.
 
     `gradient` and `squared_gradient`: means over batches; `input_norms`: the L2 norm of each input channel of the
-    layer, over all data, one per column of the weight. They are None unless the criterion needs them.
+    layer, over all data, one per column of the weight. `moments`: the second moments of the layer's input. `outputs`:
+    one number for each output channel: the share of positive values ("signs") or the mean rank of its maps ("ranks"),
+    behind the norm that reads the layer, if there is one. They are None unless the criterion needs them. `ratio`: what
+    the config asks for in this layer; None where all layers share one. `pattern`: (n, m) of N:M.
     """
 
     name: str
@@ -36,6 +49,10 @@ class Evidence:
     gradient: Tensor | None = None
     squared_gradient: Tensor | None = None
     input_norms: Tensor | None = None
+    moments: LayerMoments | None = None
+    outputs: Tensor | None = None
+    ratio: float | None = None
+    pattern: tuple[int, int] | None = None
 
     @property
     def is_norm(self) -> bool:
@@ -50,29 +67,39 @@ class Evidence:
 
 
 Score = Callable[[Evidence], Tensor | None]
+# (evidence, mask) -> the weight that takes up what the mask removes
+Update = Callable[[Evidence, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Criterion:
-    """A registered criterion: its function, and the data that it needs."""
+    """A registered criterion: its function, the data that it needs, and how the weights that stay are changed."""
 
     score: Score
     needs: Need | None = None
+    update: Update | None = None
 
 
 CRITERIA: Registry[object] = Registry("criterion")
 
 
 def register_criterion(
-    name: str, *, aliases: tuple[str, ...] = (), needs: Need | None = None, replace: bool = False
+    name: str,
+    *,
+    aliases: tuple[str, ...] = (),
+    needs: Need | None = None,
+    update: Update | None = None,
+    replace: bool = False,
 ) -> Callable[[Score], Score]:
     """A decorator that makes a function a `SPARSER.STRATEGY`.
 
-    `needs`: "gradients" (of a loss) or "inputs" (norms of the layers' inputs): `calc_params` is then given batches.
+    `needs`: "gradients" (of a loss), "inputs" (norms of the layers' inputs), "moments" (their second moments), "signs"
+    or "ranks" (of the layers' outputs): `calc_params` is then given batches. `update`: (evidence, mask) -> the weight
+    that takes up what the mask removes.
     """
 
     def file(score: Score) -> Score:
-        CRITERIA.register(name, aliases=aliases, replace=replace)(Criterion(score, needs))
+        CRITERIA.register(name, aliases=aliases, replace=replace)(Criterion(score, needs, update))
         return score
 
     return file
@@ -129,6 +156,59 @@ def wanda(evidence: Evidence) -> Tensor | None:
     shape = [1] * evidence.weight.dim()
     shape[1] = -1
     return evidence.weight.abs() * evidence.input_norms.view(shape)
+
+
+def _taken_up(evidence: Evidence, mask: Tensor) -> Tensor:
+    """The weight under the mask whose outputs are nearest to those of the whole one."""
+    weight = evidence.weight
+    if evidence.moments is None:
+        return weight * mask
+    form, hessian = evidence.moments.form, evidence.moments.hessian
+    found = fit_masked(form.matrix(weight).to(hessian), hessian, hessian, form.matrix(mask))
+    return form.weight(found, weight.shape).to(weight)
+
+
+@register_criterion("obs", needs="moments", update=_taken_up)
+def obs(evidence: Evidence) -> Tensor | None:
+    """weight^2 / (H^-1)_jj: what is lost if the others take a weight up, as they then do (Hassibi and Stork 1993)."""
+    if evidence.moments is None:
+        return None
+    form, hessian = evidence.moments.form, evidence.moments.hessian
+    found = obs_scores(form.matrix(evidence.weight).to(hessian), hessian)
+    return form.weight(found, evidence.weight.shape)
+
+
+@register_criterion("sparsegpt", needs="moments", update=_taken_up)
+def sparsegpt(evidence: Evidence) -> Tensor | None:
+    """The same, with each column judged after the ones in front were removed (Frantar and Alistarh 2023).
+
+    With one ratio over all layers, or for whole channels, it is `obs`.
+    """
+    if evidence.moments is None or (evidence.ratio is None and evidence.pattern is None):
+        return obs(evidence)
+    form, hessian = evidence.moments.form, evidence.moments.hessian
+    matrix = form.matrix(evidence.weight).to(hessian)
+    found = sparse_gpt_scores(matrix, hessian, evidence.ratio or 0.0, evidence.pattern)
+    return form.weight(found, evidence.weight.shape)
+
+
+def _of_outputs(evidence: Evidence) -> Tensor | None:
+    """What is known of each output channel, for all weights of it."""
+    if evidence.outputs is None or evidence.outputs.shape != evidence.weight.shape[:1]:
+        return None
+    return evidence.outputs.view([-1] + [1] * (evidence.weight.dim() - 1)).expand_as(evidence.weight)
+
+
+@register_criterion("apoz", needs="signs")
+def apoz(evidence: Evidence) -> Tensor | None:
+    """The share of outputs that an activation leaves above zero (Hu et al. 2016)."""
+    return _of_outputs(evidence) if evidence.is_matrix else None
+
+
+@register_criterion("hrank", needs="ranks")
+def hrank(evidence: Evidence) -> Tensor | None:
+    """The mean rank of each output map (Lin et al. 2020)."""
+    return _of_outputs(evidence) if evidence.is_matrix else None
 
 
 @register_criterion("geometric_median", aliases=("fpgm",))

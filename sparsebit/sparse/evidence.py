@@ -1,4 +1,4 @@
-"""Gathers what data-driven criteria need: gradients of a loss, or norms of the layers' inputs.
+"""Gathers what data-driven criteria need: gradients of a loss, or statistics of the layers' inputs and outputs.
 
 Each batch is added to sums whose size does not depend on the amount of data; under `torchrun` the sums of all
 processes are added up, so that every process computes the same masks.
@@ -6,19 +6,24 @@ processes are added up, so that every process computes the same masks.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from sparsebit.errors import CalibrationError
 from sparsebit.execution.batches import as_call, to_device
 from sparsebit.execution.distributed import gather
-from sparsebit.sparse.criteria import Evidence, Need
+from sparsebit.numerics.hessian import InputMoments
+from sparsebit.numerics.layer_matrix import LayerMatrix, layer_matrix
+from sparsebit.sparse.criteria import Evidence, LayerMoments, Need
 
 # (outputs of the model, the batch) -> a scalar to minimise
 Loss = Callable[[Any, Any], Tensor]
+_MOST_ROWS = 16384  # of a layer's input that are read of each batch
 
 
 def gather_evidence(
@@ -36,6 +41,16 @@ def gather_evidence(
     if batches is None:
         wanted = "batches, loss=(outputs, batch) -> scalar" if need == "gradients" else "batches"
         raise CalibrationError(f"STRATEGY {strategy} needs data: calc_params({wanted})")
+    if need == "moments":
+        moments = _input_moments(model, batches)
+        return {
+            name: Evidence(name, owners[name], weight, moments=moments.get(name)) for name, weight in weights.items()
+        }
+    if need in ("signs", "ranks"):
+        outputs = _of_outputs(model, batches, _positive if need == "signs" else _ranks)
+        return {
+            name: Evidence(name, owners[name], weight, outputs=outputs.get(name)) for name, weight in weights.items()
+        }
     if need == "inputs":
         norms = _input_norms(model, batches)
         return {
@@ -98,6 +113,12 @@ def _input_norms(model: nn.Module, batches: Iterable[Any]) -> dict[str, Tensor]:
         handles.append(module.register_forward_pre_hook(add))
         weight: Any = module.weight
         sums[f"{path}.weight" if path else "weight"] = torch.zeros(weight.shape[1], device=weight.device)
+    merged, _ = _merged(sums, _run(model, batches, handles))
+    return {name: value.sqrt() for name, value in merged.items()}
+
+
+def _run(model: nn.Module, batches: Iterable[Any], handles: Iterable[RemovableHandle]) -> int:
+    """Run all batches with the hooks, then take these away; gives the number of batches."""
     count = 0
     try:
         for batch in batches:
@@ -108,8 +129,83 @@ def _input_norms(model: nn.Module, batches: Iterable[Any]) -> dict[str, Tensor]:
     finally:
         for handle in handles:
             handle.remove()
-    merged, _ = _merged(sums, count)
-    return {name: value.sqrt() for name, value in merged.items()}
+    return count
+
+
+@torch.no_grad()
+def _input_moments(model: nn.Module, batches: Iterable[Any]) -> dict[str, LayerMoments]:
+    """The second moments of the input of each convolution and linear layer, by the name of its weight."""
+    found: dict[str, InputMoments] = {}
+    forms: dict[str, LayerMatrix] = {}
+    handles = []
+    for path, module in model.named_modules():
+        if (form := layer_matrix(module)) is None:
+            continue
+        name = f"{path}.weight" if path else "weight"
+        forms[name], found[name] = form, InputMoments()
+
+        def add(_: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:
+            step = max(1, forms[name].num_rows(args[0]) // _MOST_ROWS)
+            for patches in forms[name].patches(args[0], step):
+                found[name].add(patches)
+
+        handles.append(module.register_forward_pre_hook(add))
+    if not sum(gather(_run(model, batches, handles))):
+        raise CalibrationError("the data held no batch")
+    merged = {name: InputMoments() for name in found}
+    for states in gather({name: moments.state() for name, moments in found.items()}):
+        for name, state in states.items():
+            if state["num_rows"]:
+                merged[name].merge(InputMoments.from_state(state, model.get_parameter(name).device))
+    return {name: LayerMoments(forms[name], total.hessian()) for name, total in merged.items() if total.num_rows}
+
+
+@torch.no_grad()
+def _of_outputs(model: nn.Module, batches: Iterable[Any], measure: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """The mean of `measure` (channels, ...) -> (channels,) over batches, of each layer's output, by its weight's name.
+
+    Where a batch norm reads the layer's output, its own output is measured.
+    """
+    sums: dict[str, Tensor] = {}
+    made_by: dict[int, tuple[str, Tensor]] = {}
+    handles = []
+
+    def note(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor, name: str) -> None:
+        made_by[id(output)] = (name, output)
+        channels = output.movedim(-1, 0) if isinstance(layer, nn.Linear) else output.movedim(1, 0)
+        now[name] = measure(channels)
+
+    def read(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        if id(args[0]) in made_by:
+            now[made_by[id(args[0])][0]] = measure(output.movedim(1, 0))
+
+    def end(*_: Any) -> None:
+        for name, value in now.items():
+            sums[name] = sums[name] + value if name in sums else value
+        now.clear()
+        made_by.clear()
+
+    now: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
+            name = f"{path}.weight" if path else "weight"
+            handles.append(module.register_forward_hook(functools.partial(note, name=name)))
+        elif isinstance(module, nn.modules.batchnorm._BatchNorm):
+            handles.append(module.register_forward_hook(read))
+    handles.append(model.register_forward_hook(end))
+    merged, total = _merged(sums, _run(model, batches, handles))
+    return {name: value / total for name, value in merged.items()}
+
+
+def _positive(channels: Tensor) -> Tensor:
+    return (channels > 0).flatten(1).float().mean(1)
+
+
+def _ranks(channels: Tensor) -> Tensor:
+    """The mean rank of the maps of each channel; outputs that are no maps have the rank 1 where they are not zero."""
+    maps = channels if channels.dim() >= 4 else channels.flatten(1)[..., None, None]
+    ranks: Tensor = torch.linalg.matrix_rank(maps.float())
+    return ranks.flatten(1).float().mean(1)
 
 
 def _per_column(layer: nn.Module, squares: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -20,7 +21,7 @@ from sparsebit.errors import CaptureError, ConfigError
 from sparsebit.execution.batches import as_call
 from sparsebit.graph.copying import copy_model, uncompiled
 from sparsebit.sparse.channel_groups import Group, Unit
-from sparsebit.sparse.criteria import criterion
+from sparsebit.sparse.criteria import Evidence, criterion
 from sparsebit.sparse.element_masks import (
     block_scores,
     block_shape,
@@ -122,15 +123,31 @@ class SparseModel(nn.Module):
         if sparser.is_structured or sparser.TYPE == "unstructured":
             rule = criterion(sparser.STRATEGY)
             evidence = gather_evidence(self.model, rule.needs, batches, loss, sparser.STRATEGY)
+            if not sparser.is_structured:
+                evidence = {name: self._with_ratio(entry, share) for name, entry in evidence.items()}
             scores = {name: found for name, entry in evidence.items() if (found := rule.score(entry)) is not None}
             if sparser.is_structured:
                 self._mask_units(self._chosen_units(scores, share))
             else:
                 self._mask_elements(scores, share)
+            if rule.update is not None:
+                for name, mask in self.masks.items():
+                    self._write(name, rule.update(evidence[name], mask))
         else:
             self._mask_by_sparser(cast("type[Sparser]", SPARSERS.get(sparser.TYPE)), share)
         cast("Tensor", self.steps_done).add_(1)
         self.apply_masks()
+
+    def _with_ratio(self, evidence: Evidence, share: float) -> Evidence:
+        """With what the config asks for in the layer, where it asks for something in each."""
+        sparser, layer = self.config.SPARSER, evidence.name.rpartition(".")[0]
+        is_shared = sparser.SCOPE == "global" and not self.config.is_overridden((layer,))
+        ratio = None if is_shared or block_shape(sparser.GRANULARITY) else share * self.config.ratio_of(layer)
+        return replace(evidence, ratio=ratio, pattern=n_of_m(sparser.GRANULARITY))
+
+    @torch.no_grad()
+    def _write(self, name: str, weight: Tensor) -> None:
+        self.model.get_parameter(name).copy_(weight)
 
     @torch.no_grad()
     def apply_masks(self) -> None:

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from sparsebit.numerics.hessian import InputMoments
-from sparsebit.numerics.pruning_math import fit_masked, held_out_damping, output_error
+from sparsebit.numerics.pruning_math import (
+    fit_masked,
+    held_out_damping,
+    obs_scores,
+    output_error,
+    sparse_gpt_scores,
+)
 
 
 def moments(rows: int = 400, columns: int = 12, groups: int = 2, noise: float = 0.1) -> InputMoments:
@@ -62,3 +68,40 @@ def test_a_fit_that_only_follows_noise_is_damped_or_left_out() -> None:
     W = torch.randn(1, 6, 40, dtype=torch.float64)
     M = torch.rand(1, 6, 40) > 0.5
     assert held_out_damping(W, M, halves) in (None, 1.0)
+
+
+def test_the_score_of_obs_is_what_the_loss_grows_by() -> None:
+    x = torch.randn(1, 300, 6, dtype=torch.float64) @ torch.randn(6, 6, dtype=torch.float64)
+    found = InputMoments(torch.float64)
+    found.add(x)
+    H, W = found.hessian(), torch.randn(1, 1, 6, dtype=torch.float64)
+    scores = obs_scores(W, H, damping=0.0)
+    for column in range(6):
+        M = torch.ones_like(W).bool()
+        M[..., column] = False
+        V = fit_masked(W, H, H, M, damping=0.0)
+        assert float(((W - V) @ H * (W - V)).sum()) == pytest.approx(float(scores[..., column]), rel=1e-6)
+
+
+@pytest.mark.parametrize("pattern", [None, (2, 4), (1, 4)])
+def test_sparse_gpt_loses_less_than_magnitudes(pattern: tuple[int, int] | None) -> None:
+    x = torch.randn(2, 500, 24, dtype=torch.float64) @ (torch.randn(24, 24, dtype=torch.float64) + torch.eye(24))
+    found = InputMoments(torch.float64)
+    found.add(x)
+    H, W = found.hessian(), torch.randn(2, 8, 24, dtype=torch.float64)
+    share = 0.5 if pattern is None else 1 - pattern[0] / pattern[1]
+    scores = sparse_gpt_scores(W, H, share, pattern, block_size=8)
+
+    def loss(values: torch.Tensor) -> float:
+        if pattern is None:
+            M = torch.ones(values.numel(), dtype=torch.bool)
+            M[values.flatten().argsort()[: values.numel() // 2]] = False
+            M = M.view_as(values)
+        else:
+            order = values.unflatten(-1, (-1, 4)).argsort(-1)
+            kept = torch.zeros_like(values).unflatten(-1, (-1, 4)).scatter(-1, order[..., -pattern[0] :], 1.0)
+            M = kept.flatten(-2).bool()
+        V = fit_masked(W, H, H, M)
+        return float(((W - V) @ H * (W - V)).sum())
+
+    assert loss(scores) < loss(W.abs())

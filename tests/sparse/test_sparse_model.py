@@ -285,3 +285,39 @@ def test_the_original_is_left_alone() -> None:
     SparseModel(model, structured(), torch.randn(2, 5, 12)).calc_params()
     assert model.state_dict().keys() == before.keys()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("options", [{"RATIO": 0.5}, {"GRANULARITY": "2:4"}, {"RATIO": 0.5, "SCOPE": "global"}])
+@pytest.mark.parametrize("strategy", ["obs", "sparsegpt"])
+def test_weights_take_up_what_is_removed(strategy: str, options: dict[str, object]) -> None:
+    """Against the same share of zeros by magnitude, the outputs of each layer stay nearer."""
+    model = nn.Sequential(nn.Linear(12, 16))
+    batches = [torch.randn(64, 12) @ torch.randn(12, 12) for _ in range(2)]
+    errors = {}
+    for name in ("l1norm", strategy):
+        smodel = SparseModel(model, config(TYPE="unstructured", STRATEGY=name, **options))
+        smodel.calc_params(batches)
+        errors[name] = sum(float((smodel(x) - model(x)).detach().square().sum()) for x in batches)
+        assert abs(smodel.sparsity["0.weight"] - 0.5) < 1e-6
+    assert errors[strategy] < 0.8 * errors["l1norm"]
+
+
+def test_channels_that_are_silent_or_flat_go_first() -> None:
+    model = Chain()
+    with torch.no_grad():
+        model.bn.bias[:] = 0.5
+        model.bn.bias[3] = -50.0  # never above zero
+    smodel = SparseModel(
+        model, config(TYPE="structured", STRATEGY="apoz", RATIO=0.125, SPARE=["head"]), images()
+    ).eval()
+    smodel.calc_params([images()])
+    assert not smodel.masks["a.weight"][3].any()
+    model = Chain()
+    with torch.no_grad():
+        model.bn.weight[5] = 0.0  # a constant map
+        model.bn.bias[5] = 0.0
+    smodel = SparseModel(
+        model, config(TYPE="structured", STRATEGY="hrank", RATIO=0.125, SPARE=["head"]), images()
+    ).eval()
+    smodel.calc_params([images()])
+    assert not smodel.masks["a.weight"][5].any()
