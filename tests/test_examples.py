@@ -40,6 +40,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 RUNS = {
     "ptq_cifar10": (("numpy",), "--limit 100 --config examples/configs/resnet20_w4a8.yaml"),
+    "low_bits_cifar10": (("numpy",), "--limit 64"),
     "ptq_imagenet": (("PIL", "timm", "torchvision"), "--limit 8 --model test_resnet --batch-size 4"),
     "ptq_deit": (("PIL", "timm", "torchvision"), "--limit 4 --batch-size 4"),
     "ptq_yolo": (("PIL", "numpy"), "--limit 2"),
