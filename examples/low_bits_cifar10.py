@@ -2,8 +2,7 @@
 
     python examples/low_bits_cifar10.py                                    # ResNet-20, W4A8, seconds
     python examples/low_bits_cifar10.py --config examples/configs/cifar10_w3a8.yaml --effort best
-    python examples/low_bits_cifar10.py --config examples/configs/cifar10_w4a4.yaml --model vit --effort best \\
-        --images 1024
+    python examples/low_bits_cifar10.py --model vit --config examples/configs/cifar10_w4a4.yaml --effort best
 
 "good" takes seconds on a CPU, "best" minutes; `--resume DIR` keeps what is finished, and a run that was killed goes on
 after it. Runtimes do not multiply 4-bit by 8-bit integers: the file is smaller, not faster.
