@@ -15,6 +15,6 @@ def _group() -> None:
     """Language models: quantize, evaluate, generate."""
 
 
-app.command("quantize", cls=Verb)(llm_quantize.quantize)
+app.command("quantize", cls=llm_quantize.QuantizeVerb)(llm_quantize.quantize)
 app.command("eval", cls=Verb)(llm_eval.evaluate)
 app.command("generate", cls=Verb)(llm_generate.generate)

@@ -9,9 +9,12 @@ import typer
 
 from sparsebit.cli import llm_options, options
 from sparsebit.cli.output import facts_table, kilobytes, speaking
+from sparsebit.cli.verb import Verb
 
 if TYPE_CHECKING:
-    from sparsebit.llm import QuantizedModel
+    from rich.table import Table
+
+    from sparsebit.llm import BitAllocation, QuantizedModel, Recipe
 
 _TUNE = "Method"
 
@@ -28,7 +31,15 @@ def quantize(
         ),
     ] = None,
     method: Annotated[str, typer.Option("--method", metavar="rtn|gptq", help="How weights are rounded.")] = "gptq",
-    bits: Annotated[int, typer.Option("--bits", metavar="2|3|4|8", help="Bits of a weight.")] = 4,
+    bits: Annotated[int | None, typer.Option("--bits", metavar="2|3|4|8", help="Bits of a weight (4).")] = None,
+    candidate_bits: Annotated[
+        str | None,
+        typer.Option("--candidate-bits", metavar="N N ...", help="Mixed bits: each layer gets one of these."),
+    ] = None,
+    average_bits: Annotated[
+        float | None,
+        typer.Option("--average-bits", help="Mixed bits: at most so many in the mean, scales not counted."),
+    ] = None,
     group_size: Annotated[
         int, typer.Option("--group-size", min=0, help="Columns that share a scale; 0: one scale per row.")
     ] = 128,
@@ -92,6 +103,8 @@ def quantize(
     transformers loads it, and its logits have to be those of the packed model.
 
     sparsebit llm quantize llama/ -o llama-w4/ --text books.txt --bits 4 --group-size 128
+
+    sparsebit llm quantize llama/ -o llama-mixed/ --text books.txt --candidate-bits 2 3 4 --average-bits 3.2
     """
     with speaking(as_json=json, quiet=quiet) as out:
         from sparsebit.llm import Calibration, Recipe
@@ -104,13 +117,16 @@ def quantize(
             "act_order": False if no_act_order else None,
             "refit": False if no_refit else None,
         }
-        formats: dict[str, Any] = {"method": method, "scale_search": scale_search, "bits": bits}
+        formats: dict[str, Any] = {"method": method, "scale_search": scale_search}
+        formats |= _given({"bits": bits, "average_bits": average_bits})
+        if candidate_bits is not None:
+            formats["candidate_bits"] = tuple(dict.fromkeys(options.read_bits(candidate_bits)))
         recipe = Recipe(**formats, group_size=group_size, symmetric=symmetric, **_given(tuned))
         drawn = _given({"num_samples": num_samples, "length": length, "seed": seed})
         if text is None and (drawn or chat_template):
             raise typer.BadParameter("without calibration text nothing is drawn of it", param_hint="--text")
         calibration = None if text is None else Calibration(text, chat_template=chat_template, **drawn)
-        out.remark(f"quantizing {model} to {_format(bits, group_size, symmetric)} with {method}")
+        out.remark(f"quantizing {model} to {_format(recipe)} with {method}")
         made = run(
             model,
             output,
@@ -122,19 +138,24 @@ def quantize(
             check=not no_check,
             trust_remote_code=trust_remote_code,
         )
-        out.result(_record(made), facts_table(_facts(made)))
+        out.result(_record(made), *_allocation_table(made.allocation), facts_table(_facts(made)))
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _format(bits: int, group_size: int, symmetric: bool) -> str:
-    kind = "symmetric" if symmetric else "asymmetric"
-    return f"{bits} bits, {f'groups of {group_size}' if group_size else 'one scale per row'}, {kind}"
+def _format(recipe: Recipe) -> str:
+    kind = "symmetric" if recipe.symmetric else "asymmetric"
+    bits = str(recipe.bits)
+    if recipe.is_mixed:
+        bits = f"{', '.join(map(str, recipe.candidate_bits))} (at most {recipe.average_bits:g} in the mean)"
+    size = recipe.group_size
+    return f"{bits} bits, {f'groups of {size}' if size else 'one scale per row'}, {kind}"
 
 
 def _record(made: QuantizedModel) -> dict[str, Any]:
+    import json
     from dataclasses import asdict
 
     return {
@@ -147,12 +168,14 @@ def _record(made: QuantizedModel) -> dict[str, Any]:
         "resumed_blocks": made.num_resumed,
         "seconds": made.seconds,
         "check": None if made.check is None else asdict(made.check),
+        "allocation": None if made.allocation is None else json.loads(made.allocation.to_json()),
     }
 
 
 def _facts(made: QuantizedModel) -> dict[str, str]:
     check = made.check
     facts = {
+        "mixed bits": _mixed(made.allocation),
         "written": str(made.folder),
         "layers": f"{len(made.formats)} linear layers, {made.bits_per_weight:.2f} bits a weight with its scales",
         "files": f"{kilobytes(made.packed_bytes)} of {kilobytes(made.float_bytes)}",
@@ -164,3 +187,51 @@ def _facts(made: QuantizedModel) -> dict[str, str]:
     facts["transformers"] = f"loads it; logits differ by {check.difference:.1g} of the largest"
     facts["vLLM"] = f"would refuse: {'; '.join(check.vllm)}" if check.vllm else "no rule against it is known; not run"
     return facts
+
+
+def _mixed(allocation: BitAllocation | None) -> str:
+    if allocation is None:
+        return ""
+    return f"{allocation.average_bits:.3f} in the mean; loss of a token about {allocation.cost:.3f} nats higher"
+
+
+def _allocation_table(allocation: BitAllocation | None) -> list[Table]:
+    """The bits of each layer: a line for each block."""
+    if allocation is None:
+        return []
+    import re
+
+    from rich.table import Table
+
+    bits: dict[str, dict[str, int]] = {}
+    for name, layer in allocation.layers.items():
+        block, inner = re.fullmatch(r"(.*?\.\d+)\.(.*)", name, re.DOTALL).groups()  # type: ignore[union-attr]
+        bits.setdefault(block, {})[inner] = layer.bits
+    columns = list(dict.fromkeys(inner for row in bits.values() for inner in row))
+    table = Table("bits", *(column.rsplit(".", 1)[-1] for column in columns))
+    for block, row in bits.items():
+        table.add_row(block.rsplit(".", 1)[-1], *(str(row.get(column, "")) for column in columns))
+    return [table]
+
+
+class QuantizeVerb(Verb):
+    """Takes `--candidate-bits 2 3 4` as well as `--candidate-bits 2,3,4`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, _joined(args))
+
+
+def _joined(args: list[str]) -> list[str]:
+    """The whole numbers behind `--candidate-bits` as one word.
+
+    >>> _joined(["m", "--candidate-bits", "2", "3", "4", "--quiet"])
+    ['m', '--candidate-bits', '2,3,4', '--quiet']
+    """
+    found: list[str] = []
+    for word in args:
+        is_number = word.isdecimal() and len(word) == 1
+        if is_number and len(found) > 1 and found[-2] == "--candidate-bits":
+            found[-1] += f",{word}"
+        else:
+            found.append(word)
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sparsebit.llm.architectures import ARCHITECTURES, Architecture
+from sparsebit.llm.bit_allocation import BitAllocation, LayerBits
 from sparsebit.llm.calibration_text import calibration_tokens, token_stream, windows
 from sparsebit.llm.cpu_probe import CpuProbe, probe_cpu
 from sparsebit.llm.load_check import LoadCheck
@@ -16,8 +17,10 @@ from sparsebit.llm.recipe import Recipe
 __all__ = [
     "ARCHITECTURES",
     "Architecture",
+    "BitAllocation",
     "Calibration",
     "CpuProbe",
+    "LayerBits",
     "LoadCheck",
     "PackedWeight",
     "Perplexity",

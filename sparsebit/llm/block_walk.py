@@ -7,7 +7,7 @@ Both are kept in a store with a budget. Only the block that is worked on has wei
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -68,8 +68,7 @@ class BlockWalk:
     @torch.no_grad()
     def start(self) -> None:
         """Compute what the first block reads."""
-        head = _output_path(self.skeleton.model)
-        self.skeleton.fill("", without=[self.architecture.blocks, *([head] if head else [])])
+        self.fill_outside()
         for index, batch in enumerate(self.batches):
             hidden, calls = self._front(batch.to(self.skeleton.device))
             shape = (batch.shape[0], batch.shape[1])
@@ -83,12 +82,21 @@ class BlockWalk:
                 self.store.put((stream, 0, index), hidden)
         self.skeleton.empty("")
 
+    def fill_outside(self, *, with_head: bool = False) -> None:
+        """Read the weights that are in no block."""
+        head = None if with_head else _output_path(self.skeleton.model)
+        self.skeleton.fill("", without=[self.architecture.blocks, *([head] if head else [])])
+        if with_head:
+            self.skeleton.model.tie_weights()
+
     def stages(self, block: nn.Module) -> Stages:
         """The stages of the block: those of the architecture's row, else found by running it on the first batch."""
         if self.architecture.stages is not None:
             return self.architecture.stages
         with torch.no_grad():
-            found = stages_of(block, lambda: self._run(block, 0, self.store.get(("changed", self._number, 0))))
+            found = stages_of(
+                block, lambda: self.run(block, self._number, 0, self.store.get(("changed", self._number, 0)))
+            )
         unused = sorted(linears(block).keys() - {name for stage in found for name in stage})
         if unused:
             raise ConfigError(
@@ -125,7 +133,7 @@ class BlockWalk:
         for index in range(len(self.batches)):
             taken: dict[str, Tensor] = {}
             with _hooked(heads if is_kept else {}, taken):
-                output = self._run(original, index, self.store.get(("float", self._number, index)))
+                output = self.run(original, self._number, index, self.store.get(("float", self._number, index)))
             for name, value in taken.items():
                 self.store.put(("input", name, index), value)
             self.store.put(("float", self._number + 1, index), output)
@@ -140,7 +148,7 @@ class BlockWalk:
             for stream in self._streams():
                 self.store.drop((stream, self._number, index))
             if self._number + 1 < self.num_blocks:
-                self.store.put(("changed", self._number + 1, index), self._run(changed, index, hidden))
+                self.store.put(("changed", self._number + 1, index), self.run(changed, self._number, index, hidden))
         self._number += 1
 
     def _streams(self) -> tuple[Stream, ...]:
@@ -149,12 +157,13 @@ class BlockWalk:
     def _stage_input(self, block: nn.Module, stream: Stream, name: str, index: int) -> Tensor:
         taken: dict[str, Tensor] = {}
         with _hooked({name: linears(block)[name]}, taken, stop=True), contextlib.suppress(_Reached):
-            self._run(block, index, self.store.get((stream, self._number, index)))
+            self.run(block, self._number, index, self.store.get((stream, self._number, index)))
         return taken[name]
 
-    def _run(self, block: nn.Module, index: int, hidden: Tensor) -> Tensor:
+    def run(self, block: nn.Module, number: int, index: int, hidden: Tensor) -> Tensor:
+        """The output of block `number` for the hidden states of batch `index`."""
         batch = self.batches[index]
-        call = self._calls[batch.shape[0], batch.shape[1]][self._number]
+        call = self._calls[batch.shape[0], batch.shape[1]][number]
         found = block(hidden, *call.args, **call.kwargs)
         output: Tensor = found[0] if isinstance(found, tuple) else found
         return output
@@ -173,16 +182,25 @@ class BlockWalk:
             found: Tensor = hidden
             return found
 
-        for block in self.blocks:
-            block.forward = record
-        try:
+        with self._blocks_are(record), contextlib.suppress(_Reached):
             self.skeleton.model.base_model(input_ids=tokens, use_cache=False)
-        except _Reached:
-            pass
+        return states[0], calls
+
+    def behind_blocks(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """The logits, if the last block gives `hidden`; the weights outside of the blocks have to be there."""
+        with self._blocks_are(lambda *_, **__: hidden):
+            logits: Tensor = self.skeleton.model(input_ids=tokens, use_cache=False).logits
+        return logits
+
+    @contextlib.contextmanager
+    def _blocks_are(self, function: Callable[..., Tensor]) -> Iterator[None]:
+        for block in self.blocks:
+            block.forward = function
+        try:
+            yield
         finally:
             for block in self.blocks:
                 del block.forward
-        return states[0], calls
 
 
 @contextlib.contextmanager

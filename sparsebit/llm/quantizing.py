@@ -18,6 +18,8 @@ from sparsebit.errors import CheckpointError, ConfigError
 from sparsebit.execution.value_store import MIB
 from sparsebit.folders import staging_folder
 from sparsebit.llm.architectures import Architecture, Stages, architecture_of, linears
+from sparsebit.llm.bit_allocation import BitAllocation, allocate, need_solver
+from sparsebit.llm.bit_costs import NUM_SAMPLES, bit_costs
 from sparsebit.llm.block_walk import BlockWalk
 from sparsebit.llm.calibration_text import calibration_tokens
 from sparsebit.llm.checkpoint.compressed_tensors import LayerFormat
@@ -34,6 +36,7 @@ from sparsebit.progress import track
 from sparsebit.tensor_files import digest
 
 log = logging.getLogger(__name__)
+ALLOCATION = "bit_allocation.json"
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,8 @@ class Calibration:
 class QuantizedModel:
     """What `quantize` made. Sizes in bytes of all weights in the files; `bits_per_weight`: of the quantized layers.
 
-    `num_resumed`: blocks that an interrupted run had finished. `check`: None, if it was switched off.
+    `num_resumed`: blocks that an interrupted run had finished. `check`: None, if it was switched off. `allocation`: of
+    mixed bits.
     """
 
     folder: Path
@@ -63,6 +67,7 @@ class QuantizedModel:
     num_resumed: int
     seconds: float
     check: LoadCheck | None
+    allocation: BitAllocation | None = None
 
 
 def quantize(
@@ -84,7 +89,8 @@ def quantize(
     and hidden states up to `memory_budget` bytes, the rest on disk. Finished blocks are kept in `OUTPUT.partial`: the
     same call continues an interrupted run behind the last one, with the same result.
 
-    Embeddings, norms and the output layer stay as they are.
+    Embeddings, norms and the output layer stay as they are. With mixed bits, a pass over the model estimates what each
+    number of bits costs each layer before the first block is quantized; `bit_allocation.json` in the folder tells it.
     """
     started = time.monotonic()
     recipe = recipe or Recipe()
@@ -95,11 +101,14 @@ def quantize(
         raise ConfigError(f"{source.path} is quantized already; give the float model")
     if check:
         need_reader()
+    if recipe.is_mixed:
+        need_solver()
     skeleton = Skeleton(source, device=device, trust_remote_code=trust_remote_code)
     architecture = architecture_of(skeleton.model)
     tokens = _tokens(source, recipe, calibration, trust_remote_code)
     run = _Run(skeleton, architecture, recipe, tokens, batch_size, memory_budget)
     folder = RunFolder(target.with_name(f"{target.name}.partial"), run.settings())
+    run.allocate(folder)
     for number in track(range(run.walk.num_blocks), "quantizing blocks"):
         run.block(number, folder)
     with staging_folder(target) as staging:
@@ -107,6 +116,8 @@ def quantize(
         write_packed_folder(
             made, skeleton, run.paths, lambda number: _known(folder, number, run.sources), run.formats, run.ignored()
         )
+        if run.allocation is not None:
+            (made / ALLOCATION).write_text(run.allocation.to_json() + "\n", encoding="utf-8")
         found = None
         if check:
             reasons = vllm_reasons(run.formats, run.fused)
@@ -123,6 +134,7 @@ def quantize(
         run.num_resumed,
         time.monotonic() - started,
         found,
+        run.allocation,
     )
     log.info(
         "%s: %d layers, %.2f bits a weight, %.1f MB of %.1f MB",
@@ -156,7 +168,8 @@ class _Run:
             batch_size=batch_size,
             memory_budget=memory_budget,
         )
-        self.batch_size = batch_size
+        self.batch_size, self.memory_budget = batch_size, memory_budget
+        self.allocation: BitAllocation | None = None
         self.paths = [f"{architecture.blocks}.{number}" for number in range(self.walk.num_blocks)]
         self.formats: dict[str, LayerFormat] = {}
         self.fused: list[tuple[str, ...]] = []
@@ -178,6 +191,32 @@ class _Run:
 
     def _is_in_block(self, name: str) -> bool:
         return name.startswith(f"{self.architecture.blocks}.")
+
+    def allocate(self, folder: RunFolder) -> None:
+        """Choose the bits of each layer, if they are mixed; an interrupted run has chosen already."""
+        if not self.recipe.is_mixed:
+            return
+        known = folder.note(ALLOCATION)
+        if known is not None:
+            self.allocation = BitAllocation.from_json(known, str(folder.path / ALLOCATION))
+            return
+        walk = BlockWalk(
+            self.skeleton,
+            self.architecture,
+            self.tokens[:NUM_SAMPLES],
+            with_float=False,
+            batch_size=self.batch_size,
+            memory_budget=self.memory_budget,
+        )
+        found = bit_costs(walk, self.recipe, self.paths)
+        assert self.recipe.average_bits is not None
+        self.allocation = allocate(found.costs, found.num_weights, found.fused, self.recipe.average_bits)
+        folder.keep_note(ALLOCATION, self.allocation.to_json())
+        log.info("%.3f bits a weight in the mean, loss + %.4f nats", self.allocation.average_bits, self.allocation.cost)
+
+    def recipe_of(self, layer: str) -> Recipe:
+        """The recipe of a layer with its own number of bits."""
+        return self.recipe if self.allocation is None else self.recipe.with_bits(self.allocation.layers[layer].bits)
 
     def block(self, number: int, folder: RunFolder) -> None:
         """Quantize the next block, or read it if it is finished, and compute what the one behind it reads."""
@@ -226,7 +265,7 @@ class _Run:
                 full = f"{self.paths[number]}.{name}"
                 weight = linears(changed)[name].weight
                 stored = self.skeleton.folder.tensor(self.skeleton.names[f"{full}.weight"]).dtype
-                rounded = round_weight(weight, moments, self.recipe, full, stored=stored)
+                rounded = round_weight(weight, moments, self.recipe_of(full), full, stored=stored)
                 log.debug("%s: error %.3g, to nearest %.3g", full, rounded.error, rounded.nearest_error)
                 packed[name] = rounded.packed
                 _put(changed, name, rounded.packed)

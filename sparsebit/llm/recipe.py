@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from sparsebit.errors import ConfigError
@@ -25,6 +25,9 @@ class Recipe:
     `damping`, of the Hessian, as a share of its mean diagonal; `refit`, scales fitted to the codes in closed form;
     `sweeps`, how often codes are improved one by one afterwards; `input_correction`, from 0 to 1, how much of the
     difference between quantized and float inputs the weight takes up.
+
+    Mixed bits: with `candidate_bits` (instead of `bits`) and `average_bits`, each layer gets one of the candidates:
+    the estimated rise of the loss is smallest, and the mean over all weights is at most `average_bits`.
     """
 
     method: Method = "gptq"
@@ -37,6 +40,8 @@ class Recipe:
     refit: bool = True
     sweeps: int = 2
     input_correction: float = 1.0
+    candidate_bits: tuple[int, ...] = ()
+    average_bits: float | None = None
 
     def __post_init__(self) -> None:
         allowed = {
@@ -51,6 +56,7 @@ class Recipe:
         for name, (is_good, words) in allowed.items():
             if not is_good:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: allowed: {words}")
+        self._check_mixed()
         unused = [
             item.name for item in fields(self) if item.name in _OF_GPTQ and getattr(self, item.name) != item.default
         ]
@@ -59,10 +65,31 @@ class Recipe:
         if self.method == "rtn" and self.scale_search == "gptq":
             raise ConfigError("scale_search='gptq' with method='rtn': rtn does not run GPTQ; use 'nearest' or 'none'")
 
+    def _check_mixed(self) -> None:
+        if not self.candidate_bits and self.average_bits is None:
+            return
+        given = f"candidate_bits={self.candidate_bits}, average_bits={self.average_bits}"
+        known = ", ".join(map(str, BITS))
+        if len(set(self.candidate_bits)) < 2 or not set(self.candidate_bits) <= set(BITS):
+            raise ConfigError(f"{given}: give two or more different candidates of {known}")
+        if self.bits != 4:
+            raise ConfigError(f"bits={self.bits} with {given}: with candidates, leave bits out")
+        low, high = min(self.candidate_bits), max(self.candidate_bits)
+        if self.average_bits is None or not low <= self.average_bits <= high:
+            raise ConfigError(f"{given}: give an average from {low} to {high}")
+
+    @property
+    def is_mixed(self) -> bool:
+        return bool(self.candidate_bits)
+
+    def with_bits(self, bits: int) -> Recipe:
+        """The recipe of a layer that got so many bits."""
+        return replace(self, bits=bits, candidate_bits=(), average_bits=None)
+
     @property
     def needs_text(self) -> bool:
         """Whether calibration text decides anything."""
-        return self.method != "rtn" or self.scale_search != "none"
+        return self.method != "rtn" or self.scale_search != "none" or self.is_mixed
 
     @property
     def needs_float_inputs(self) -> bool:

@@ -55,6 +55,16 @@ def round_weight(
     return RoundedLayer(packed, float(rounded.loss.sum()) / energy, float(rounded.nearest_loss.sum()) / energy)
 
 
+@torch.no_grad()
+def row_losses(weight: Tensor, moments: InputMoments, recipe: Recipe, name: str, *, stored: torch.dtype) -> Tensor:
+    """The mean squared error that rounding brings into each output of the layer, `(out,)`, without corrected inputs."""
+    size = recipe.columns_per_scale(weight.shape[1], name)
+    W = weight.detach().float()[None]
+    H, grid = moments.hessian(), _grid(W, recipe, size, stored)
+    round_ = quantize if recipe.method == "gptq" else round_nearest
+    return round_(W, H, grid, _rounding(recipe)).loss[0].double().cpu()
+
+
 def _grid(weight: Tensor, recipe: Recipe, size: int, stored: torch.dtype) -> Grid:
     """The grid that holds the range of each group of `weight (1, out, in)`."""
     spec = TensorSpec(recipe.bits, recipe.symmetric, PerGroup(1, size))

@@ -72,6 +72,15 @@ class RunFolder:
         except OSError as error:
             raise CheckpointError(f"{path} cannot be written ({error}); blocks before it are kept") from error
 
+    def note(self, name: str) -> str | None:
+        """The text that was kept under this name."""
+        path = self.path / name
+        return path.read_text(encoding="utf-8") if path.is_file() else None
+
+    def keep_note(self, name: str, text: str) -> None:
+        """Keep a text that the rest of the run depends on."""
+        replace_text(self.path / name, text)
+
     def remove(self) -> None:
         """The result is kept elsewhere."""
         shutil.rmtree(self.path, ignore_errors=True)

@@ -53,6 +53,15 @@ def test_the_table(source: Path) -> None:
     assert "21 linear layers" in shown and "loads it" in shown and "would refuse: 3 bits" in shown
 
 
+def test_mixed_bits(source: Path) -> None:
+    shown = run(
+        *("quantize", source, "-o", source.parent / "packed", "--method", "rtn", "--group-size", 32, "--no-check"),
+        *("--text", source.parent / "text.txt", "--length", 24, "--num-samples", 6),
+        *("--candidate-bits", 2, 4, "--average-bits", 3),
+    )
+    assert "q_proj" in shown and "in the mean" in shown
+
+
 @pytest.mark.parametrize(
     ("args", "code", "message"),
     [
@@ -60,8 +69,9 @@ def test_the_table(source: Path) -> None:
         (("--method", "rtn", "--no-refit"), 1, "options of gptq"),
         (("--method", "rtn", "--scale-search", "none", "--seed", 3), 2, "nothing is drawn"),
         ((), 1, "needs calibration text"),
+        (("--candidate-bits", "2,4"), 1, "give an average from 2 to 4"),
     ],
-    ids=["bits", "rtn", "no-text", "gptq-no-text"],
+    ids=["bits", "rtn", "no-text", "gptq-no-text", "no-average"],
 )
 def test_options_that_do_not_fit(source: Path, args: tuple[object, ...], code: int, message: str) -> None:
     shown = run("quantize", source, "-o", source.parent / "packed", *args, code=code)
