@@ -48,8 +48,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "SMODULE_MAP",
     },
     "sparsebit.llm": {
-        "quantizing language models": "quantize Recipe Calibration QuantizedModel BitAllocation LayerBits LoadCheck "
-        "ARCHITECTURES Architecture",
+        "quantizing language models": "quantize Recipe Calibration QuantizedModel convert ConvertedModel BitAllocation "
+        "LayerBits LoadCheck ARCHITECTURES Architecture",
         "packed language models": "load QuantLinear PackedWeight kernel_paths probe_cpu CpuProbe resident_bytes",
         "text and perplexity": "calibration_tokens token_stream windows perplexity Perplexity",
     },

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import typer
 
-from sparsebit.cli import llm_eval, llm_generate, llm_quantize
+from sparsebit.cli import llm_convert, llm_eval, llm_generate, llm_quantize
 from sparsebit.cli.verb import Verb
 
-app = typer.Typer(help="Language models: quantize, evaluate, generate.", no_args_is_help=True)
+app = typer.Typer(help="Language models: quantize, convert, evaluate, generate.", no_args_is_help=True)
 
 
 @app.callback()
 def _group() -> None:
-    """Language models: quantize, evaluate, generate."""
+    """Language models: quantize, convert, evaluate, generate."""
 
 
 app.command("quantize", cls=llm_quantize.QuantizeVerb)(llm_quantize.quantize)
+app.command("convert", cls=Verb)(llm_convert.convert)
 app.command("eval", cls=Verb)(llm_eval.evaluate)
 app.command("generate", cls=Verb)(llm_generate.generate)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sparsebit.llm.architectures import ARCHITECTURES, Architecture
 from sparsebit.llm.bit_allocation import BitAllocation, LayerBits
 from sparsebit.llm.calibration_text import calibration_tokens, token_stream, windows
+from sparsebit.llm.converting import ConvertedModel, convert
 from sparsebit.llm.cpu_probe import CpuProbe, probe_cpu
 from sparsebit.llm.load_check import LoadCheck
 from sparsebit.llm.loading import load
@@ -19,6 +20,7 @@ __all__ = [
     "Architecture",
     "BitAllocation",
     "Calibration",
+    "ConvertedModel",
     "CpuProbe",
     "LayerBits",
     "LoadCheck",
@@ -28,6 +30,7 @@ __all__ = [
     "QuantizedModel",
     "Recipe",
     "calibration_tokens",
+    "convert",
     "kernel_paths",
     "load",
     "perplexity",

@@ -7,6 +7,7 @@ import io
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +15,24 @@ import torch
 from torch import Tensor
 
 from sparsebit.errors import DeploymentError, MissingExtraError
-from sparsebit.llm.checkpoint.compressed_tensors import LayerFormat
+from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.hub_classes import transformers_module
 from sparsebit.llm.loading import load
+from sparsebit.llm.model_folder import ModelFolder
 
 TOLERANCE = 1e-3
+# What transformers needs to load a format.
+_PACKAGES = {"compressed-tensors": ("compressed_tensors",), "gptq": ("gptqmodel", "optimum")}
 _VLLM_BITS, _VLLM_GROUPS = (4, 8), (0, 32, 64, 128)
 
 
 @dataclass(frozen=True)
 class LoadCheck:
-    """`difference`: of transformers' logits from ours, relative to the largest logit. `vllm`: why vLLM would refuse."""
+    """`difference`: of the logits of `reader` from ours, relative to the largest. `vllm`: why vLLM would refuse."""
 
     difference: float
     vllm: tuple[str, ...]
+    reader: str = "transformers"
 
 
 def need_reader() -> None:
@@ -38,10 +43,12 @@ def need_reader() -> None:
         raise MissingExtraError("compressed-tensors", "llm", "loading packed models with transformers") from None
 
 
-def vllm_reasons(formats: Mapping[str, LayerFormat], fused: Sequence[Sequence[str]]) -> tuple[str, ...]:
+def vllm_reasons(
+    formats: Mapping[str, LayerFormat], fused: Sequence[Sequence[str]], *, is_gptq: bool = False
+) -> tuple[str, ...]:
     """Why vLLM would refuse the layers: number formats without a kernel, and fused layers of different formats."""
     reasons: list[str] = []
-    bits = sorted({layer.bits for layer in formats.values()} - {*_VLLM_BITS})
+    bits = [] if is_gptq else sorted({layer.bits for layer in formats.values()} - {*_VLLM_BITS})
     if bits:
         reasons.append(f"{', '.join(map(str, bits))} bits: its kernels for pack-quantized weights have 4 and 8")
     sizes = sorted({layer.group_size for layer in formats.values()} - {*_VLLM_GROUPS})
@@ -66,6 +73,37 @@ def check_loading(folder: Path, tokens: Tensor, vllm: tuple[str, ...], *, trust_
             f"{TOLERANCE:g} of the largest); the folder is not kept: please report the model's architecture"
         )
     return LoadCheck(difference, vllm)
+
+
+@torch.no_grad()
+def check_conversion(
+    folder: Path, source: Path, vllm: tuple[str, ...], *, trust_remote_code: bool = False
+) -> LoadCheck:
+    """Load a converted folder and the one it was made from, run both on arbitrary tokens, and compare.
+
+    Where transformers can read the format here, it loads the folder too.
+    """
+    ours = load(source, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    size = int(ours.config.get_text_config().vocab_size)
+    tokens = torch.randint(0, size, (1, 64), generator=torch.Generator().manual_seed(0))
+    expected = ours(tokens, use_cache=False).logits
+    del ours
+    found = load(folder, dtype=torch.float32, trust_remote_code=trust_remote_code)(tokens, use_cache=False).logits
+    readers = {"sparsebit": relative_difference(found, expected)}
+    method = str(ModelFolder(folder).config["quantization_config"]["quant_method"])
+    if all(find_spec(name) is not None for name in _PACKAGES[method]):
+        theirs = _logits_of_transformers(folder, tokens, trust_remote_code)
+        readers["transformers"] = relative_difference(theirs, expected)
+    for reader, difference in readers.items():
+        if not difference <= TOLERANCE:
+            raise DeploymentError(
+                f"{reader} loads the converted model, and its logits differ by {difference:.2g} from those of {source} "
+                f"(allowed: {TOLERANCE:g} of the largest); the folder is not kept"
+            )
+    if "transformers" in readers:
+        return LoadCheck(max(readers.values()), vllm)
+    needed = " and ".join(_PACKAGES[method])
+    return LoadCheck(readers["sparsebit"], vllm, f"sparsebit (transformers was not tried: it needs {needed})")
 
 
 def relative_difference(found: Tensor, expected: Tensor) -> float:

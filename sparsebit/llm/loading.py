@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparsebit.llm.checkpoint.compressed_tensors import read_config, read_layer
 from sparsebit.llm.cpu_probe import UNPACKED, probe_cpu
 from sparsebit.llm.hub_classes import load_config
 from sparsebit.llm.kernel_layouts import Activations, as_activations
 from sparsebit.llm.model_folder import ModelFolder
+from sparsebit.llm.packed_source import packed_source
 from sparsebit.llm.quant_linear import QuantLinear, kernel_paths
 from sparsebit.llm.skeleton import Skeleton
 
@@ -32,9 +32,10 @@ def load(
 ) -> Any:
     """The causal language model of `folder`, ready to run, with `QuantLinear` in the place of each quantized layer.
 
-    `folder`: as `quantize` writes it, or any `pack-quantized` folder of compressed-tensors; a float model is loaded as
-    it is. `dtype`: of activations and float weights; by default float32 on a CPU, where half precision is slow, and the
-    type of the files elsewhere. The model is one of transformers: `generate` works, and `peft` finds the layers.
+    `folder`: as `quantize` or `convert` writes it, any `pack-quantized` folder of compressed-tensors, or GPTQ files
+    with static groups; a float model is loaded as it is. `dtype`: of activations and float weights; by default float32
+    on a CPU, where half precision is slow, and the type of the files elsewhere. The model is one of transformers:
+    `generate` works, and `peft` finds the layers.
 
     Each layer's product is computed by the fastest kernel for the device that takes the layer; the log says which, and
     so does `kernel_paths(model)`. `activations`: on a CPU, how far kernels may round the inputs of packed layers:
@@ -62,19 +63,14 @@ def load(
 
 def _packed_layers(skeleton: Skeleton) -> dict[str, QuantLinear]:
     """The quantized layers, by the names of their modules."""
-    quantization = skeleton.folder.config.get("quantization_config")
-    if quantization is None:
+    source = packed_source(skeleton)
+    if source is None:
         return {}
-    model = skeleton.model
-    formats = read_config(quantization, [name for name, part in model.named_modules() if type(part) is nn.Linear])
     layers: dict[str, QuantLinear] = {}
-    for name, layer in formats.items():
-        file_name = skeleton.names[f"{name}.weight_packed"].removesuffix(".weight_packed")
-        keys = [key for key in skeleton.folder if key.startswith(f"{file_name}.weight_")]
-        tensors = {key: skeleton.folder.tensor(key) for key in keys}
+    for name in source.formats:
         bias_name = skeleton.names.get(f"{name}.bias")
         bias = None if bias_name is None else skeleton.folder.tensor(bias_name).to(skeleton.dtype)
-        layers[name] = QuantLinear(read_layer(tensors, file_name, layer), bias)
+        layers[name] = QuantLinear(source.read(name), bias)
     return layers
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from torch import Tensor
 
 from sparsebit.folders import flush
-from sparsebit.llm.checkpoint.compressed_tensors import LayerFormat, layer_tensors, make_config
+from sparsebit.llm.checkpoint.compressed_tensors import layer_tensors, make_config
+from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.packed_weight import PackedWeight
 from sparsebit.llm.skeleton import Skeleton
 from sparsebit.tensor_files import save_tensors
@@ -31,7 +32,7 @@ def write_packed_folder(
     `layers_of(number)`: the packed layers of a block by their names in it. `formats`: of all layers by module name.
     """
     target.mkdir(parents=True, exist_ok=True)
-    _copy_small_files(skeleton.folder.path, target)
+    copy_small_files(skeleton.folder.path, target)
     config = {**skeleton.folder.config, "quantization_config": make_config(formats, ignored)}
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     replaced = {skeleton.names[f"{name}.weight"] for name in formats}
@@ -66,7 +67,7 @@ def _block_of_file(skeleton: Skeleton, block_paths: Sequence[str]) -> dict[str, 
     return found
 
 
-def _copy_small_files(source: Path, target: Path) -> None:
+def copy_small_files(source: Path, target: Path) -> None:
     """Tokenizer, generation config, chat template, licence: all that are no weights."""
     for path in sorted(source.iterdir()):
         if path.is_file() and path.name != "config.json" and not path.name.endswith(_NOT_COPIED):

@@ -22,7 +22,7 @@ from sparsebit.llm.bit_allocation import BitAllocation, allocate, need_solver
 from sparsebit.llm.bit_costs import NUM_SAMPLES, bit_costs
 from sparsebit.llm.block_walk import BlockWalk
 from sparsebit.llm.calibration_text import calibration_tokens
-from sparsebit.llm.checkpoint.compressed_tensors import LayerFormat
+from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.hub_classes import load_tokenizer
 from sparsebit.llm.load_check import LoadCheck, check_loading, need_reader, vllm_reasons
 from sparsebit.llm.model_folder import ModelFolder

@@ -53,6 +53,17 @@ def test_the_table(source: Path) -> None:
     assert "21 linear layers" in shown and "loads it" in shown and "would refuse: 3 bits" in shown
 
 
+def test_convert(source: Path) -> None:
+    packed, other = source.parent / "packed", source.parent / "gptq"
+    run(
+        *("quantize", source, "-o", packed, "--method", "rtn", "--scale-search", "none", "--group-size", 32),
+        *("--symmetric", "--no-check", "-q"),
+    )
+    shown = run("convert", packed, "-o", other, "--to", "gptq")
+    assert "21 packed layers as gptq" in shown and "logits differ by 0" in shown
+    assert "allowed: compressed-tensors" in run("convert", packed, "-o", source.parent / "x", "--to", "awq", code=1)
+
+
 def test_mixed_bits(source: Path) -> None:
     shown = run(
         *("quantize", source, "-o", source.parent / "packed", "--method", "rtn", "--group-size", 32, "--no-check"),

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from sparsebit.errors import CheckpointError
-from sparsebit.llm.checkpoint.compressed_tensors import LayerFormat, layer_tensors, make_config, read_config, read_layer
+from sparsebit.llm.checkpoint.compressed_tensors import layer_tensors, make_config, read_config, read_layer
+from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.load_check import vllm_reasons
 from tests.llm.test_packed_weight import packed_weight
 

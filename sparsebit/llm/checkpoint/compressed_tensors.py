@@ -9,24 +9,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsebit.errors import CheckpointError
+from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.packed_weight import PackedWeight
 from sparsebit.numerics.packing import pack, unpack
 
-
-@dataclass(frozen=True)
-class LayerFormat:
-    """The number format of one layer. `group_size`: 0 is one scale per row."""
-
-    bits: int
-    group_size: int
-    symmetric: bool
+SUFFIXES = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
 
 
 def layer_tensors(name: str, packed: PackedWeight) -> dict[str, Tensor]:

@@ -1,0 +1,124 @@
+"""The format of GPTQ checkpoints, versions 1 and 2, which gptqmodel, transformers and vLLM read.
+
+Of a layer `NAME`: `NAME.qweight (words, out)`, packed along the inputs; `NAME.scales (groups, out)` in float16;
+`NAME.qzeros (groups, words)`, packed along the outputs; `NAME.g_idx (in,)`, the group of each input. Version 1 stores
+zero points less one, so that a zero point of 0 cannot be stored: its readers would borrow from the neighbouring one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from sparsebit.errors import CheckpointError, DeploymentError
+from sparsebit.llm.checkpoint.layer_format import LayerFormat
+from sparsebit.llm.packed_weight import PackedWeight
+from sparsebit.numerics.packing import WORD, pack, unpack
+from sparsebit.version import __version__
+
+Version = Literal[1, 2]
+SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
+_NAMES: dict[Version, str] = {1: "gptq", 2: "gptq_v2"}
+# Of scales that become float16: as much as a half unit in the last place.
+_MOST_CHANGE = 2**-10
+
+
+def layer_tensors(name: str, packed: PackedWeight, version: Version) -> dict[str, Tensor]:
+    """The tensors of a file for the layer that the file calls `name`."""
+    refusal = why_not(packed, version)
+    if refusal is not None:
+        raise DeploymentError(f"layer {name} has {refusal}")
+    zeros = packed.zeros
+    if zeros is None:
+        zeros = torch.full(packed.scales.shape, 1 << packed.bits - 1, dtype=torch.uint8)
+    return {
+        f"{name}.qweight": packed.qweight.t().contiguous(),
+        f"{name}.qzeros": pack(zeros.t() - (1 if version == 1 else 0), packed.bits),
+        f"{name}.scales": packed.scales.t().to(torch.float16).contiguous(),
+        f"{name}.g_idx": (torch.arange(packed.in_features) // packed.group_size).to(torch.int32),
+    }
+
+
+def why_not(packed: PackedWeight, version: Version) -> str | None:
+    """Why a layer cannot be stored in the format; None, if it can."""
+    if packed.in_features % WORD or packed.out_features % WORD:
+        return f"the shape {packed.out_features} x {packed.in_features}: GPTQ files need multiples of {WORD}"
+    if version == 1 and packed.zeros is not None and bool((packed.zeros == 0).any()):
+        return "zero points of 0, which version 1 cannot store: write version 2 (gptq), or quantize with --symmetric"
+    scales = packed.scales.double()
+    if not bool(((scales.half().double() - scales).abs() <= _MOST_CHANGE * scales.abs()).all()):
+        return "scales that float16 cannot hold: keep compressed-tensors"
+    return None
+
+
+def read_layer(tensors: Mapping[str, Tensor], name: str, layer: LayerFormat, version: Version) -> PackedWeight:
+    """The inverse of `layer_tensors`; the number format is that of the config."""
+    missing = [key for key in ("qweight", "qzeros", "scales") if f"{name}.{key}" not in tensors]
+    if missing:
+        raise CheckpointError(f"layer {name} has no {', '.join(missing)}: the files and their config do not fit")
+    qweight, scales = tensors[f"{name}.qweight"].t().contiguous(), tensors[f"{name}.scales"].t().contiguous()
+    in_features = qweight.shape[1] * WORD // layer.bits
+    size = layer.group_size or in_features
+    order = tensors.get(f"{name}.g_idx")
+    if order is not None and not torch.equal(order.long(), torch.arange(in_features) // size):
+        raise CheckpointError(
+            f"layer {name}: its columns are in groups by activation (desc_act), not side by side: only files with "
+            "static groups are read"
+        )
+    zeros = unpack(tensors[f"{name}.qzeros"].contiguous(), layer.bits, len(scales)).t().contiguous()
+    if version == 1:
+        if bool((zeros == (1 << layer.bits) - 1).any()):
+            raise CheckpointError(
+                f"layer {name}: a zero point that GPTQ's version 1 cannot store; its readers disagree about it. Write "
+                "the file again in version 2"
+            )
+        zeros += 1
+    if layer.symmetric:
+        if not bool((zeros == 1 << layer.bits - 1).all()):
+            raise CheckpointError(f"layer {name} has other zero points than {1 << layer.bits - 1}, and is symmetric")
+        return PackedWeight(qweight, scales, None, layer.bits, size, in_features)
+    return PackedWeight(qweight, scales, zeros, layer.bits, size, in_features)
+
+
+def make_config(layers: Mapping[str, LayerFormat], version: Version) -> dict[str, Any]:
+    """The `quantization_config` of a model: the commonest format for all layers, and the others by name (`dynamic`)."""
+    usual = Counter(layers.values()).most_common(1)[0][0]
+    config: dict[str, Any] = {
+        "quant_method": "gptq",
+        "checkpoint_format": _NAMES[version],
+        **_entry(usual),
+        "desc_act": False,
+        "static_groups": False,
+        "true_sequential": True,
+        "lm_head": False,
+        "meta": {"quantizer": [f"sparsebit:{__version__}"]},
+    }
+    others = {f"+:^{re.escape(name)}$": _entry(layer) for name, layer in layers.items() if layer != usual}
+    return config | ({"dynamic": others} if others else {})
+
+
+def read_config(config: Mapping[str, Any], packed_names: list[str]) -> tuple[dict[str, LayerFormat], Version]:
+    """The format of each packed layer by its name, and the version."""
+    name = config.get("checkpoint_format", "gptq")
+    versions: dict[str, Version] = {text: number for number, text in _NAMES.items()}
+    if name not in versions:
+        raise CheckpointError(f"GPTQ files of format {name!r}: allowed: {', '.join(versions)}")
+    found: dict[str, LayerFormat] = {}
+    for layer in packed_names:
+        entry = dict(config)
+        for pattern, changes in (config.get("dynamic") or {}).items():
+            if not pattern.startswith("-:") and re.match(pattern.removeprefix("+:"), layer):
+                entry |= changes
+                break
+        size = int(entry["group_size"])
+        found[layer] = LayerFormat(int(entry["bits"]), max(size, 0), bool(entry.get("sym", True)))
+    return found, versions[name]
+
+
+def _entry(layer: LayerFormat) -> dict[str, Any]:
+    return {"bits": layer.bits, "group_size": layer.group_size or -1, "sym": layer.symmetric}

@@ -1,0 +1,133 @@
+"""`convert`: a packed model folder in another file format, checked before it is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.errors import ConfigError
+from sparsebit.folders import flush, staging_folder
+from sparsebit.llm.architectures import architecture_of, blocks_of, linears
+from sparsebit.llm.checkpoint import compressed_tensors, gptq
+from sparsebit.llm.checkpoint.layer_format import LayerFormat
+from sparsebit.llm.load_check import LoadCheck, check_conversion, need_reader, vllm_reasons
+from sparsebit.llm.model_folder import ModelFolder
+from sparsebit.llm.packed_folder import copy_small_files
+from sparsebit.llm.packed_source import PackedSource, packed_source
+from sparsebit.llm.packed_weight import PackedWeight
+from sparsebit.llm.skeleton import Skeleton
+from sparsebit.tensor_files import save_tensors
+
+
+@dataclass(frozen=True)
+class _Format:
+    """`config(formats, float_layers)`: the `quantization_config`. `tensors(name, packed)`: of a layer."""
+
+    config: Callable[[Mapping[str, LayerFormat], Sequence[str]], dict[str, Any]]
+    tensors: Callable[[str, PackedWeight], dict[str, Tensor]]
+
+
+FORMATS: dict[str, _Format] = {
+    "compressed-tensors": _Format(compressed_tensors.make_config, compressed_tensors.layer_tensors),
+    "gptq": _Format(
+        lambda formats, _: gptq.make_config(formats, 2), lambda name, packed: gptq.layer_tensors(name, packed, 2)
+    ),
+    "gptq-v1": _Format(
+        lambda formats, _: gptq.make_config(formats, 1), lambda name, packed: gptq.layer_tensors(name, packed, 1)
+    ),
+}
+
+
+@dataclass(frozen=True)
+class ConvertedModel:
+    """What `convert` made. `check`: None, if it was switched off."""
+
+    folder: Path
+    format: str
+    formats: Mapping[str, LayerFormat]
+    check: LoadCheck | None
+
+
+def convert(
+    model: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    format: str,  # noqa: A002 - the word that users know
+    *,
+    check: bool = True,
+    trust_remote_code: bool = False,
+) -> ConvertedModel:
+    """Write the packed model of one folder to another folder, with the same codes, in another file format.
+
+    `format`: "compressed-tensors", "gptq" (version 2) or "gptq-v1". `output` appears whole, after its logits were
+    compared with those of `model` (`check`), by us and, where the package for it is installed, by transformers.
+    """
+    target = Path(output)
+    if format not in FORMATS:
+        raise ConfigError(f"format={format!r}: allowed: {', '.join(FORMATS)}")
+    if target.exists():
+        raise ConfigError(f"output {target} exists; remove it or give another folder")
+    if check and format == "compressed-tensors":
+        need_reader()
+    skeleton = Skeleton(ModelFolder(model), trust_remote_code=trust_remote_code)
+    source = packed_source(skeleton)
+    if source is None:
+        raise ConfigError(f"{skeleton.folder.path} is a float model: quantize it first (sparsebit llm quantize)")
+    with staging_folder(target) as staging:
+        made = staging / target.name
+        _write(made, source, FORMATS[format])
+        found = None
+        if check:
+            reasons = vllm_reasons(source.formats, _fused(skeleton), is_gptq=format != "compressed-tensors")
+            found = check_conversion(made, skeleton.folder.path, reasons, trust_remote_code=trust_remote_code)
+        os.replace(made, target)
+    return ConvertedModel(target, format, source.formats, found)
+
+
+@torch.no_grad()
+def _write(target: Path, source: PackedSource, kind: _Format) -> None:
+    """Shards as those of the source: a layer is where its codes were."""
+    folder = source.skeleton.folder
+    target.mkdir(parents=True)
+    copy_small_files(folder.path, target)
+    linear_names = [name for name, part in source.skeleton.model.named_modules() if type(part) is nn.Linear]
+    floats = [name for name in linear_names if name not in source.formats]
+    config = {**folder.config, "quantization_config": kind.config(source.formats, floats)}
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    packed_keys = {key for layer in source.formats for key in source.keys(layer)}
+    layers_of: dict[Path, list[str]] = {}
+    for layer in source.formats:
+        layers_of.setdefault(folder.files[source.keys(layer)[0]], []).append(layer)
+    files = list(dict.fromkeys(folder.files.values()))
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, file in enumerate(files):
+        kept = [name for name, path in folder.files.items() if path == file and name not in packed_keys]
+        tensors = {name: folder.tensor(name) for name in kept}
+        for layer in layers_of.get(file, ()):
+            tensors |= kind.tensors(source.file_name(layer), source.read(layer))
+        name = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
+        save_tensors(tensors, target / name, {"format": "pt"})
+        flush(target / name)
+        weight_map |= dict.fromkeys(tensors, name)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+        folder.close()
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _fused(skeleton: Skeleton) -> list[tuple[str, ...]]:
+    """The layers that servers fuse; those of an unknown architecture are not known without running it."""
+    architecture = architecture_of(skeleton.model)
+    found: list[tuple[str, ...]] = []
+    for number, block in enumerate(blocks_of(skeleton.model, architecture)):
+        stages = architecture.stages or tuple((name,) for name in linears(block))
+        path = f"{architecture.blocks}.{number}"
+        found += [tuple(f"{path}.{name}" for name in group) for group in architecture.fused_groups(stages)]
+    return found

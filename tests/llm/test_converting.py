@@ -1,0 +1,67 @@
+"""`convert` between file formats: the same logits, and back to the same bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsebit.errors import ConfigError, DeploymentError
+from sparsebit.llm import Recipe, convert, load, quantize
+from sparsebit.llm import load_check as load_check_module
+from tests.llm.tiny_models import saved, tiny_model
+
+TOKENS = torch.arange(3, 35)[None]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Packed in 4 bits, without zero points."""
+    folder = saved(tiny_model("qwen2"), tmp_path / "model")
+    recipe = Recipe(method="rtn", scale_search="none", group_size=32, symmetric=True)
+    return quantize(folder, tmp_path / "packed", recipe, check=False).folder
+
+
+@pytest.mark.parametrize("kind", ["gptq", "gptq-v1"])
+def test_there_and_back(source: Path, kind: str) -> None:
+    made = convert(source, source.parent / "gptq", kind)
+    assert made.check is not None and made.check.difference == 0.0
+    assert len(made.formats) == 21
+    config = json.loads((made.folder / "config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == "gptq" and config["sym"]
+    with torch.no_grad():
+        found, expected = (load(folder)(TOKENS).logits for folder in (made.folder, source))
+    assert torch.equal(found, expected)
+    back = convert(made.folder, source.parent / "back", "compressed-tensors", check=False)
+    for path in source.glob("*.safetensors"):
+        assert path.read_bytes() == (back.folder / path.name).read_bytes()
+
+
+def test_compressed_tensors_are_checked_by_transformers(source: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    made = convert(source, source.parent / "gptq", "gptq", check=False)
+    back = convert(made.folder, source.parent / "back", "compressed-tensors")
+    assert back.check is not None and back.check.reader == "transformers" and back.check.vllm == ()
+
+
+def test_mixed_bits_and_zero_points(tmp_path: Path) -> None:
+    folder = saved(tiny_model(), tmp_path / "model")
+    recipe = Recipe(method="rtn", scale_search="none", group_size=32, bits=3)
+    packed = quantize(folder, tmp_path / "packed", recipe, check=False).folder
+    made = convert(packed, tmp_path / "gptq", "gptq")
+    assert made.check is not None and made.check.difference == 0.0
+
+
+def test_what_is_refused(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="format='awq': allowed: compressed-tensors, gptq, gptq-v1"):
+        convert(source, source.parent / "x", "awq")
+    with pytest.raises(ConfigError, match="exists"):
+        convert(source, source, "gptq")
+    with pytest.raises(ConfigError, match="float model"):
+        convert(source.parent / "model", source.parent / "x", "gptq")
+    monkeypatch.setattr(load_check_module, "relative_difference", lambda *_: 0.5)
+    with pytest.raises(DeploymentError, match=r"differ by 0\.5"):
+        convert(source, source.parent / "x", "gptq")
+    assert not (source.parent / "x").exists()
