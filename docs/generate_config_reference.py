@@ -105,7 +105,8 @@ by `SPECIFIC`). *fp8* is `W.QUANTIZER: {{TYPE: fp8, BIT: 8}}`, 8-bit floats (e4m
 per channel, symmetric, with an observer that weighs no even steps (`minmax`, `moving_average`, `percentile`).
 Activations are never per-group. Groups of weights
 have 4 bits with `tensorrt`, and are whole with `tensorrt` and `openvino` (`GROUP_SIZE` divides a layer's inputs, or
-holds them all); that is checked when the model is built. With `SCHEDULE.BN_TUNING: true` weights must be per-channel,
+holds them all); that is checked when the model is built. With `SCHEDULE.BN_TUNING: true` or
+`ALGORITHMS: [batchnorm_tuning]` weights must be per-channel,
 and batch norms are not folded until the tuning has ended, whatever `SCHEDULE.FUSE_BN` says.
 """
 

@@ -31,7 +31,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "number formats": "TensorSpec PerTensor PerChannel PerGroup Granularity qparams_from_range broadcast_to "
         "fake_quantize",
         "algorithms": "apply_algorithms register_algorithm equalize Equalized smooth Smoothed gptq LayerRounding "
-        "correct_biases reconstruct BlockReconstruction",
+        "correct_biases tune_batchnorms reconstruct BlockReconstruction",
         "mixed precision": "sensitivity Sensitivity search_bits BitSearch SiteBudget pareto_curve",
         "training": "DistillationLoss FreezeSchedule CudaGraphStep",
         "placement": "measure_placement MeasuredPlacement PlacementProfile apply_placement",

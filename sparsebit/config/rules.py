@@ -15,11 +15,12 @@ _ESCAPE = "BACKEND: virtual"
 
 
 def broken_rules(
-    kind: Kind, tensor: TensorConfig, *, backend: str, weight_only: bool, bn_tuning: bool
+    kind: Kind, tensor: TensorConfig, *, backend: str, weight_only: bool, bn_tuning: str | None
 ) -> Iterator[Fault]:
     """What forbids one tensor's config; nothing does where it stays float.
 
     `weight_only`: the activations beside these weights stay float, which lets some backends run fewer bits.
+    `bn_tuning`: how the config would be written without it; None where it has none.
     """
     if tensor.QUANTIZER.DISABLE:
         return
@@ -27,9 +28,9 @@ def broken_rules(
     yield from _quantizer(kind, tensor)
     yield from _format(kind, tensor)
     yield from _backend(kind, tensor, backend, weight_only)
-    if kind == "W" and bn_tuning and tensor.granularity != "channel":
+    if kind == "W" and bn_tuning is not None and tensor.granularity != "channel":
         scheme = f"per-channel-{'symmetric' if tensor.symmetric else 'affine'}"
-        reason = f"BN tuning wants per-channel weights; set {scheme}, or SCHEDULE.BN_TUNING: false"
+        reason = f"BN tuning wants per-channel weights; set {scheme}, or {bn_tuning}"
         yield _fault(kind, "QSCHEME", tensor.QSCHEME, reason)
 
 

@@ -15,7 +15,7 @@ from sparsebit.config.fields import Allowed, OneOf, field_at, section_of
 from sparsebit.config.rules import broken_rules
 from sparsebit.config.section import Section, put
 from sparsebit.config.selectors import Override, Selector, near_names, read_overrides
-from sparsebit.config.steps import Step, read_steps
+from sparsebit.config.steps import BATCHNORM_TUNING, Step, read_steps, wrong_order
 from sparsebit.config.tensor_config import ActivationConfig, Kind, TensorConfig, WeightConfig
 
 __all__ = ["ActivationConfig", "Kind", "QuantConfig", "Schedule", "TensorConfig", "UnmatchedGlob", "WeightConfig"]
@@ -134,6 +134,16 @@ class QuantConfig(Section):
     W: WeightSection = Field(default_factory=WeightSection, description="Weights.")
     A: ActivationSection = Field(default_factory=ActivationSection, description="Activations.")
 
+    @property
+    def without_batchnorm_tuning(self) -> str | None:
+        """What to write in the config so that no statistics of batch norms are tuned; None: none are, as it is.
+
+        While they are to be tuned, batch norms are not folded, and weights have a scale per channel.
+        """
+        if any(step.name == BATCHNORM_TUNING for step in self.ALGORITHMS):
+            return f"take {BATCHNORM_TUNING} out of ALGORITHMS"
+        return "SCHEDULE.BN_TUNING: false" if self.SCHEDULE.BN_TUNING else None
+
     @overload
     def resolve(self, kind: Literal["W"], layer: str) -> WeightConfig: ...
     @overload
@@ -183,7 +193,8 @@ class QuantConfig(Section):
             for place, override in enumerate(self._section(kind).SPECIFIC)
             if (faults := list(_wrong(kind, override)))
         }
-        if faults := [*(fault for found in wrong.values() for fault in found), *self._all_broken(wrong)]:
+        order = list(wrong_order(self.ALGORITHMS))
+        if faults := [*order, *(fault for found in wrong.values() for fault in found), *self._all_broken(wrong)]:
             raise Faults(faults)
         return self
 
@@ -235,7 +246,7 @@ class QuantConfig(Section):
             tensor,
             backend=self.BACKEND,
             weight_only=kind == "W" and self._is_float("A", activation),
-            bn_tuning=self.SCHEDULE.BN_TUNING,
+            bn_tuning=self.without_batchnorm_tuning,
         )
 
     def _is_float(self, kind: Kind, override: Override | None) -> bool:

@@ -12,6 +12,8 @@ from sparsebit.errors import ConfigError
 from sparsebit.registry import ALGORITHMS
 
 KEY = "ALGORITHMS"
+# It folds batch norms into the layers, so that what the float model computes is not there any more behind it.
+BATCHNORM_TUNING = "batchnorm_tuning"
 _FORM = "[gptq, {reconstruct: {STEPS: 500}}]"
 
 
@@ -36,6 +38,18 @@ def read_steps(value: object) -> tuple[Step, ...]:
     if faults := [fault for fault in found if isinstance(fault, Fault)]:
         raise Faults(faults)
     return tuple(step for step in found if isinstance(step, Step))
+
+
+def wrong_order(steps: tuple[Step, ...]) -> Iterator[Fault]:
+    """A fault where algorithms stand behind the one that has to be the last."""
+    names = [step.name for step in steps]
+    if BATCHNORM_TUNING in names[:-1]:
+        later = ", ".join(names[names.index(BATCHNORM_TUNING) + 1 :])
+        yield Fault(
+            (KEY,),
+            f"{BATCHNORM_TUNING} folds the batch norms with new statistics, and what stands behind it ({later}) could "
+            f"not compare with the float model any more; name {BATCHNORM_TUNING} once, as the last",
+        )
 
 
 def _read_entry(entry: object) -> Iterator[Step | Fault]:

@@ -17,6 +17,7 @@ from sparsebit.numerics.dispatch import fake_quantize
 from sparsebit.numerics.qparams import broadcast_to, qparams_from_range
 from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec
 from sparsebit.quantization.algorithms.applying import apply_algorithms
+from sparsebit.quantization.algorithms.batchnorm_step import tune_batchnorms
 from sparsebit.quantization.algorithms.bias_correction import correct_biases
 from sparsebit.quantization.algorithms.equalization import Equalized, equalize
 from sparsebit.quantization.algorithms.gptq import LayerRounding, gptq
@@ -114,5 +115,6 @@ __all__ = [
     "sensitivity",
     "smooth",
     "transform",
+    "tune_batchnorms",
     "weights_of_first_sparsebit",
 ]

@@ -66,6 +66,11 @@ def quantize(
             'some, give effort="good" or "best", or leave resume out'
         )
     profile = _profile(placement)
+    if placement == "measured" and qconfig.without_batchnorm_tuning is not None:
+        raise ConfigError(
+            "placement='measured': while batch norms are to be tuned they are not folded, and the files that are timed "
+            f"would not be the one that is exported; {qconfig.without_batchnorm_tuning}, or leave the placement out"
+        )
     if batches is None:
         if placement != "default":
             raise CalibrationError(

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 # The names of the built-in algorithms, observers and quantizers are filed when these are imported.
+import sparsebit.quantization.algorithms.batchnorm_step
 import sparsebit.quantization.algorithms.bias_correction
 import sparsebit.quantization.algorithms.equalization
 import sparsebit.quantization.algorithms.gptq

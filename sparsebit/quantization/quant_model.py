@@ -75,8 +75,9 @@ class QuantModel(SavableModel):
             )
         if self._float_values_are_lost:
             log.warning(
-                "algorithms changed weights of this model before it was saved or pickled, and the float model's values "
-                "are not in what was saved: blocks are compared with the changed weights. Start from the float model"
+                "algorithms changed weights of this model before it was saved or pickled, or tuned its batch norms: "
+                "the float model's values are not in what was saved, and blocks are compared with the changed weights. "
+                "Start from the float model"
             )
         self.eval()
         with switched_on(self):
@@ -170,8 +171,9 @@ class QuantModel(SavableModel):
         check_metric(self, batches, metric)
         if self._float_values_are_lost:
             log.warning(
-                "algorithms changed weights of this model before it was saved or pickled, and the float model's values "
-                "are not in what was saved: the changed weights count as float. Start from the float model"
+                "algorithms changed weights of this model before it was saved or pickled, or tuned its batch norms: "
+                "the float model's values are not in what was saved, and the changed weights count as float. Start "
+                "from the float model"
             )
         errors = profile_model(self, self._calls("accuracy_gains", batches), histograms=False).layers
         float_layers = FloatLayers(self._captured, self.float_parameters)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from typing_extensions import Self
 
 from sparsebit.errors import CaptureError, CheckpointError, ConfigError, SparsebitError
 from sparsebit.execution.batches import Call, as_call
+from sparsebit.execution.blocks import whole_graph
 from sparsebit.execution.distributed import gather_shards, once
 from sparsebit.graph.copying import rebind_functions, without_history
 from sparsebit.quantization import checkpoint, manifest
@@ -33,7 +35,7 @@ log = logging.getLogger(__name__)
 class SavableModel(CalibratedModel):
     """What `QuantModel` keeps of itself: what makes it again from the float model."""
 
-    # Whether algorithms changed weights before the model was saved; `float_parameters` is empty then.
+    # Whether algorithms changed weights before the model was saved, or tuned its norms; `float_parameters` is empty.
     _float_values_are_lost = False
 
     @property
@@ -41,6 +43,27 @@ class SavableModel(CalibratedModel):
         """What weights and biases were in the float model, of those that algorithms have changed."""
         kept: FloatParameters = self.__dict__.setdefault("_float_parameters", FloatParameters())
         return kept
+
+    @contextlib.contextmanager
+    def in_float(self) -> Iterator[None]:
+        """Inside, the model computes what the float model does: quantization off, the float model's parameters."""
+        switches = {quantizer: quantizer.use_quant for quantizer in self.quantizers()}
+        with contextlib.ExitStack() as stack:
+            if self._root is not None:
+                self.float_parameters.drop_outdated(self._root.graph_module)
+                for block in whole_graph(self._root.graph_module):
+                    stack.enter_context(self.float_parameters.original(block))
+            try:
+                self.set_quant(w_quant=False, a_quant=False)
+                yield
+            finally:
+                for quantizer, is_on in switches.items():
+                    quantizer.use_quant = is_on
+
+    def forget_float_parameters(self) -> None:
+        """Note that what the float model computes is not known any more: its batch norms have new statistics."""
+        self.__dict__["_float_parameters"] = FloatParameters()
+        self._float_values_are_lost = True
 
     def insert_factors(self, factors: Sequence[InsertedFactor]) -> None:
         """Put multiplications by a factor per channel (one, at first) into the graph; a saved model has them too."""

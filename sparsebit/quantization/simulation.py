@@ -159,9 +159,10 @@ class SimulatedModel(nn.Module):
                 self._policy = self._policy.cut(path, reason)
 
     def _folds_batchnorm(self) -> bool:
-        schedule = self.config.SCHEDULE
-        if schedule.BN_TUNING or self.config.is_set("SCHEDULE.FUSE_BN"):
-            return schedule.fuse_bn_now
+        if self.config.without_batchnorm_tuning is not None:
+            return False
+        if self.config.is_set("SCHEDULE.FUSE_BN"):
+            return self.config.SCHEDULE.FUSE_BN
         return PROFILES[self.config.BACKEND].folds_batchnorm
 
     def _tell(self, plan: Plan) -> None:

@@ -61,7 +61,7 @@ def _faults(site: Site, config: QuantConfig, backend: str, weight_only: bool) ->
         tensor = _MODELS[kind].model_validate(values)
     except pydantic.ValidationError as invalid:  # activations in groups
         return faults_of(invalid, _MODELS[kind], prefix=(kind,))
-    bn_tuning = config.SCHEDULE.BN_TUNING
+    bn_tuning = config.without_batchnorm_tuning
     return list(broken_rules(kind, tensor, backend=backend, weight_only=weight_only, bn_tuning=bn_tuning))
 
 
