@@ -55,6 +55,16 @@ class FloatParameters:
                 log.debug("%s was changed since an algorithm did: it counts as a weight of the float model", path)
                 del self._kept[path]
 
+    def changed(self, graph_module: fx.GraphModule) -> list[tuple[nn.Parameter, Tensor]]:
+        """The parameters that algorithms have changed, each with what it is in the float model."""
+        self.drop_outdated(graph_module)
+        now = dict(graph_module.named_parameters(remove_duplicate=False))
+        return [(now[path], kept.value) for path, kept in self._kept.items()]
+
+    def clear(self) -> None:
+        """The parameters are those of the float model again."""
+        self._kept.clear()
+
     @contextlib.contextmanager
     def keeping(self, block: Block) -> Iterator[None]:
         """Inside, parameters of the block may be changed; what they were before the first change is kept."""

@@ -79,7 +79,10 @@ def correct_biases(
                 log.warning("%s: not a plain linear layer or convolution; its bias stays", data.block.name)
                 return
             shift = _expected_shift(layer, form, data)
-        bias.add_(shift.to(bias))
+        # A second time the correction is that of the float model's bias, not one on top of the first.
+        kept, path = qmodel.float_parameters, f"{node.target}.op"
+        before = kept.get(f"{path}.bias") if method == "analytic" and kept.get(f"{path}.weight") is None else None
+        bias.copy_((bias if before is None else before.to(bias)) + shift.to(bias))
         found[data.block.name] = float(shift.abs().max())
         log.debug("%s: bias corrected by up to %.4g", data.block.name, found[data.block.name])
 

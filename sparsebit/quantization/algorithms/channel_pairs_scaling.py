@@ -23,6 +23,7 @@ from sparsebit.graph.nested import map_nested
 from sparsebit.progress import track
 from sparsebit.quantization.algorithms.channel_pairs import ChannelPair, find_pairs
 from sparsebit.quantization.algorithms.channel_pairs_rules import Value
+from sparsebit.quantization.float_parameters import FloatParameters
 from sparsebit.quantization.quantizers.base import Quantizer
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,12 @@ class ScalableModel(Protocol):
     """What these algorithms need of a `QuantModel`, which is built on top of them."""
 
     model: nn.Module
+
+    # Whether algorithms changed weights before the model was saved; `float_parameters` is empty then.
+    _float_values_are_lost: bool
+
+    @property
+    def float_parameters(self) -> FloatParameters: ...
 
     @property
     def original(self) -> nn.Module: ...
@@ -82,6 +89,7 @@ class FloatRuns:
         if not len(self.batches):
             raise CalibrationError(f"{verb}(): no batch was given; it needs those of the calibration")
         self._saved: dict[int, tuple[Tensor, Tensor]] = {}
+        self._rounded: list[tuple[Tensor, Tensor]] = []
 
     def _made_up_call(self) -> Call:
         """A call like the example that the model was captured with, where no activation needs data."""
@@ -132,7 +140,8 @@ class FloatRuns:
     def observe(self, watch: Watch) -> None:
         """Run all batches through the float model: `watch` sees every node and its value; outputs are kept."""
         with torch.no_grad(), interpreted(self.root, watch):
-            for index, (args, kwargs) in track(list(self.calls()), self.verb):
+            for index in track(range(len(self.batches)), self.verb):
+                args, kwargs = self.batches.get(index)
                 self.outputs.put(index, self.qmodel(*args, **kwargs))
 
     def changed(self) -> str | None:
@@ -144,6 +153,38 @@ class FloatRuns:
                 if found:
                     break
         return next(filter(None, gather(found)), None)
+
+    # --- what algorithms did before
+
+    @torch.no_grad()
+    def start_from_float(self) -> None:
+        """Give the parameters that algorithms have changed the float model's values; what they did is lost.
+
+        Ranges change with the channels. What was rounded for the old ones would be rounded once more.
+        """
+        changed = self.qmodel.float_parameters.changed(self.root)
+        for parameter, value in changed:
+            self._rounded.append((parameter, parameter.detach().clone()))
+            parameter.copy_(value)
+        if changed:
+            log.warning(
+                "%s(): algorithms have changed %d weights and biases of this model, for ranges that change now: they "
+                "are the float model's again. Call %s() first, and the others after it",
+                *(self.verb, len(changed), self.verb),
+            )
+        elif self.qmodel._float_values_are_lost:
+            log.warning(
+                "%s(): algorithms changed weights of this model before it was saved or pickled, for ranges that change "
+                "now: they are rounded a second time. Start from the float model",
+                self.verb,
+            )
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Every parameter as it was, after an error."""
+        self.restore()
+        for parameter, before in self._rounded:
+            parameter.copy_(before)
 
     # --- factors
 
@@ -166,7 +207,7 @@ class FloatRuns:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Every parameter as it was."""
+        """Every parameter as it was before the first factor."""
         for parameter, before in self._saved.values():
             parameter.copy_(before)
 
@@ -220,10 +261,12 @@ def float_runs(qmodel: ScalableModel, data: Any, *, verb: str, asym: bool, memor
     qmodel.eval()
     qmodel.set_quant(w_quant=False, a_quant=False)
     try:
+        runs.start_from_float()
         yield runs
         runs.calibrate_again(asym=asym, memory_budget=memory_budget)
+        qmodel.float_parameters.clear()
     except BaseException:
-        runs.restore()
+        runs.put_back()
         raise
     finally:
         runs.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -124,7 +124,10 @@ def gptq(
         if isinstance(form, str):
             reasons[name] = form
         else:
-            found[name], rows_per_column = _round_layer(layer, form, data, options, qmodel.float_parameters)
+            bias = layer.op._parameters.get("bias")
+            has_own_bias = bias is not None and owners[id(bias)] == 1
+            own = replace(options, correct_bias=options.correct_bias and has_own_bias)
+            found[name], rows_per_column = _round_layer(layer, form, data, own, qmodel.float_parameters)
             if rows_per_column < _FEWEST_ROWS:
                 scarce[name] = rows_per_column
             log.debug("%s: error %.4g to nearest, %.4g with GPTQ", name, found[name].nearest, found[name].rounded)

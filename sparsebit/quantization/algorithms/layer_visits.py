@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
@@ -66,11 +68,14 @@ def input_of(data: BlockData, values: BatchValues, batch: int) -> Tensor:
 
 
 def num_owners(model: nn.Module) -> dict[int, int]:
-    """How many layers hold each parameter, by its id."""
-    owners: dict[int, int] = {}
+    """How many layers hold each parameter, and how often the graph reads it by itself, by its id."""
+    owners: Counter[int] = Counter()
     for module in model.modules():
-        for parameter in module._parameters.values():
-            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+        owners.update(id(parameter) for parameter in module._parameters.values())
+    graph = getattr(model, "graph", None)
+    for node in [] if graph is None else graph.find_nodes(op="get_attr"):
+        # The path is that in the user's model: a wrapped layer gives its parameters under it too.
+        owners[id(operator.attrgetter(str(node.target))(model))] += 1
     return owners
 
 

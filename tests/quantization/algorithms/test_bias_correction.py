@@ -121,6 +121,30 @@ def test_biases_of_several_layers_stay() -> None:
     assert list(correct_biases(qmodel, data)) == ["head"]
 
 
+@pytest.mark.parametrize("first", METHODS)
+@pytest.mark.parametrize("second", METHODS)
+def test_a_second_correction_takes_the_place_of_the_first(
+    first: Literal["empirical", "analytic"], second: Literal["empirical", "analytic"]
+) -> None:
+    data = batches()
+    once, twice = calibrated(data), calibrated(data)
+    correct_biases(once, data, method=second)
+    correct_biases(twice, data, method=first)
+    correct_biases(twice, data, method=second)
+    for name, tensor in once.state_dict().items():
+        torch.testing.assert_close(twice.state_dict()[name], tensor, msg=name)
+
+
+def test_analytic_leaves_what_gptq_made_of_the_biases() -> None:
+    data = batches()
+    qmodel = calibrated(data)
+    gptq(qmodel, data)
+    before = {name: tensor.clone() for name, tensor in qmodel.state_dict().items()}
+    correct_biases(qmodel, data, method="analytic")
+    for name, tensor in qmodel.state_dict().items():
+        torch.testing.assert_close(tensor, before[name], msg=name)
+
+
 def test_an_unknown_method() -> None:
     data = batches(1)
     with pytest.raises(ConfigError, match="allowed: empirical, analytic"):
