@@ -42,7 +42,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "blocks": "Block BlockData find_blocks run_blocks mix gather",
     },
     "sparsebit.sparse": {
-        "sparse models": "SparseModel SparseConfig parse_sconfig LayerFit reestimate_norms save load",
+        "sparse models": "SparseModel SparseConfig parse_sconfig LayerFit RatioChoice ModelSize model_size "
+        "reestimate_norms save load",
         "channel groups": "find_groups ChannelGroups Group Unit Spared ChannelPlan",
         "own sparsity": "register_criterion Evidence scale_penalty register_sparser Sparser register_smodule SparseOpr "
         "SMODULE_MAP",

@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 import sparsebit
-from sparsebit.cli import audit, check, config_check, demo, export, graph, llm, profile, quantize, search
+from sparsebit.cli import audit, check, config_check, demo, export, graph, llm, profile, prune, quantize, search
 from sparsebit.cli.verb import Verb
 from sparsebit.errors import SparsebitError
 
@@ -68,6 +68,7 @@ app = typer.Typer(
 app.command("quantize", cls=Verb)(quantize.quantize)
 app.command("profile", cls=Verb)(profile.profile)
 app.command("search", cls=Verb)(search.search)
+app.command("prune", cls=Verb)(prune.prune)
 app.command("graph", cls=Verb)(graph.graph)
 app.command("export", cls=Verb)(export.export)
 app.command("check", cls=Verb)(check.check)

@@ -6,7 +6,9 @@ from sparsebit.execution.norm_statistics import reestimate_norms
 from sparsebit.sparse.channel_groups import Group, Spared, Unit
 from sparsebit.sparse.criteria import Evidence, register_criterion, scale_penalty
 from sparsebit.sparse.group_search import ChannelGroups, find_groups
+from sparsebit.sparse.model_size import ModelSize, model_size
 from sparsebit.sparse.pruned_folder import load, save
+from sparsebit.sparse.ratio_search import RatioChoice
 from sparsebit.sparse.reconstruction import LayerFit
 from sparsebit.sparse.sparse_config import SparseConfig, parse_sconfig
 from sparsebit.sparse.sparse_model import SparseModel
@@ -20,6 +22,8 @@ __all__ = [
     "Evidence",
     "Group",
     "LayerFit",
+    "ModelSize",
+    "RatioChoice",
     "Spared",
     "SparseConfig",
     "SparseModel",
@@ -28,6 +32,7 @@ __all__ = [
     "Unit",
     "find_groups",
     "load",
+    "model_size",
     "parse_sconfig",
     "reestimate_norms",
     "register_criterion",

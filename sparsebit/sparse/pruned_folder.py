@@ -36,9 +36,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
             f"{type(model).__name__} has no channel plan: save() takes what shrink() or load() gave; "
             "a model that was not pruned is saved with torch.save(model.state_dict(), ...)"
         )
-    target = path.resolve()
-    if target.exists() and (not target.is_dir() or set(os.listdir(target)) - {TENSORS, CHANNELS}):
-        raise CheckpointError(f"{path} holds something else than a pruned model; give another name")
+    target = checked_folder(path)
     tensors, aliases = _distinct(
         {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     )
@@ -62,6 +60,17 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written ({error})") from error
     return path
+
+
+def checked_folder(folder: str | os.PathLike[str]) -> Path:
+    """The folder's true path if a pruned model may be written there."""
+    target = Path(folder).expanduser().resolve()
+    if target.exists() and (not target.is_dir() or set(os.listdir(target)) - {TENSORS, CHANNELS}):
+        raise CheckpointError(f"{folder} holds something else than a pruned model; give another name")
+    above = target if target.is_dir() else next(parent for parent in target.parents if parent.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise CheckpointError(f"{folder}: {above} cannot be written to; give another name")
+    return target
 
 
 def load(folder: str | os.PathLike[str], model: nn.Module) -> nn.Module:

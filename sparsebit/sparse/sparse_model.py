@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -18,24 +17,17 @@ from sparsebit.deploy.model_file import checked_path, staged, write
 from sparsebit.deploy.ports import DynamicAxes
 from sparsebit.deploy.to_onnx import to_onnx
 from sparsebit.errors import CaptureError, ConfigError
-from sparsebit.execution.batches import as_call
+from sparsebit.execution.batches import as_call, calls
 from sparsebit.graph.copying import copy_model, uncompiled
 from sparsebit.sparse.channel_groups import Group, Unit
 from sparsebit.sparse.criteria import Evidence, criterion
-from sparsebit.sparse.element_masks import (
-    block_scores,
-    block_shape,
-    from_blocks,
-    lowest,
-    lowest_of_all,
-    n_of_m,
-    n_of_m_mask,
-    num_pruned,
-)
+from sparsebit.sparse.element_masks import block_shape, n_of_m
+from sparsebit.sparse.element_selection import select_elements
 from sparsebit.sparse.evidence import Loss, gather_evidence
 from sparsebit.sparse.example_guess import guessed_example
 from sparsebit.sparse.group_search import ChannelGroups, find_groups
 from sparsebit.sparse.labels import FIXED
+from sparsebit.sparse.ratio_search import CANDIDATES, RatioChoice, check_budgets, group_name, search_ratios
 from sparsebit.sparse.reconstruction import LayerFit, fit_layers
 from sparsebit.sparse.sparse_config import SparseConfig, parse_sconfig
 from sparsebit.sparse.sparsers import SPARSERS, Sparser, pruned_weights
@@ -64,6 +56,7 @@ class SparseModel(nn.Module):
         self.example_inputs = example_inputs
         self._groups: ChannelGroups | None = None
         self._before_add: set[str] = set()
+        self._ratios: dict[str, float] = {}
         self.register_buffer("steps_done", torch.zeros((), dtype=torch.long))
         self._masked = self._maskable()
         for name in self._masked:
@@ -81,9 +74,15 @@ class SparseModel(nn.Module):
     def groups(self) -> ChannelGroups:
         """The channel groups, found (and proved) when they are first asked for. Its text is the report."""
         if self._groups is None:
-            example = self.example_inputs if self.example_inputs is not None else guessed_example(self.model)
-            self._groups = find_groups(self.model, example)
+            self._groups = find_groups(self.model, self.example_batch)
         return self._groups
+
+    @property
+    def example_batch(self) -> Any:
+        """The batch by which channels are found: the one that was given, or a guess."""
+        if self.example_inputs is None:
+            self.example_inputs = guessed_example(self.model)
+        return self.example_inputs
 
     @property
     def masks(self) -> dict[str, Tensor]:
@@ -165,12 +164,12 @@ class SparseModel(nn.Module):
         self.apply_masks()
 
     def _chosen_units(self, scores: Mapping[str, Tensor], share: float) -> list[Unit]:
-        sparser = self.config.SPARSER
-        wanted = sparser.GRANULARITY if sparser.GRANULARITY in ("filter", "head", "neuron") else ""
-        groups = [group for group in self.groups.groups if not wanted or self.groups.kind_of(group) == wanted]
-        layers = [tuple(sorted({tensor.rpartition(".")[0] for tensor, _ in group.axes})) for group in groups]
+        sparser, groups = self.config.SPARSER, self._wanted_groups()
+        layers = [_layers_of(group) for group in groups]
         ratios = [
-            0.0 if self._is_before_add(group) else share * self.config.ratio_of(names)
+            0.0
+            if self._is_before_add(group)
+            else share * self._ratios.get(group_name(group), self.config.ratio_of(names))
             for group, names in zip(groups, layers, strict=True)
         ]
         kept = [index for index, ratio in enumerate(ratios) if ratio > 0]
@@ -185,6 +184,58 @@ class SparseModel(nn.Module):
             *select_globally([groups[i] for i in rest], [found[i] for i in rest], share * sparser.RATIO),
         ]
 
+    def _wanted_groups(self) -> list[Group]:
+        name = self.config.SPARSER.GRANULARITY
+        wanted = name if name in ("filter", "head", "neuron") else ""
+        return [group for group in self.groups.groups if not wanted or self.groups.kind_of(group) == wanted]
+
+    def choose_ratios(
+        self,
+        budgets: Mapping[str, float],
+        batches: Iterable[Any],
+        *,
+        candidates: Sequence[float] = CANDIDATES,
+        loss: Loss | None = None,
+    ) -> RatioChoice:
+        """Choose the ratio of each group such that the smaller model keeps the budgets; `calc_params` then uses them.
+
+        `budgets`: `{"macs": 0.7}`, of `macs` and `bytes`; up to 1 it is a share of the dense model, above 1 a number
+        (of MACs for one sample). `batches`: what an option costs is the change of the model's output on them; a few
+        dozen inputs are enough. Groups that `SPARE` or `SPECIFIC` name keep what the config says. The sizes are those
+        of the model that `shrink()` gives, counted.
+        """
+        check_budgets(budgets)
+        sparser = self.config.SPARSER
+        if not sparser.is_structured or sparser.SCOPE == "global":
+            raise ConfigError(
+                f"choose_ratios: SPARSER.TYPE={sparser.TYPE}, SCOPE={sparser.SCOPE}: it gives each group of channels "
+                "a ratio of its own; set TYPE: structured and SCOPE: layer"
+            )
+        listed = list(batches)
+        rule = criterion(sparser.STRATEGY)
+        evidence = gather_evidence(self.model, rule.needs, listed, loss, sparser.STRATEGY)
+        scores = {name: found for name, entry in evidence.items() if (found := rule.score(entry)) is not None}
+        groups = {group_name(group): group for group in self._wanted_groups()}
+        unit_score = {name: unit_scores(group, scores, sparser.STRATEGY) for name, group in groups.items()}
+        ratios = {name: self._candidates(group, candidates) for name, group in groups.items()}
+        device = next(self.model.parameters()).device
+        choice = search_ratios(
+            *(self.masked_model().eval(), groups, unit_score, ratios, budgets),
+            calls=list(calls(listed, self.model, device)),
+            plan=self.groups.plan,
+            example=self.example_batch,
+        )
+        self._ratios = dict(choice.ratios)
+        return choice
+
+    def _candidates(self, group: Group, candidates: Sequence[float]) -> list[float]:
+        names = _layers_of(group)
+        if self._is_before_add(group):
+            return [0.0]
+        if self.config.is_overridden(names):
+            return [self.config.ratio_of(names)]
+        return sorted({0.0, *candidates})
+
     def _is_before_add(self, group: Group) -> bool:
         return any(dim == 0 and tensor in self._before_add for tensor, dim in group.axes)
 
@@ -198,37 +249,10 @@ class SparseModel(nn.Module):
                     masks[tensor].index_fill_(dim, torch.tensor(places, device=masks[tensor].device), False)
 
     def _mask_elements(self, scores: Mapping[str, Tensor], share: float) -> None:
-        sparser, masks = self.config.SPARSER, self.masks
-        layers = {name: name.rpartition(".")[0] for name in masks}
-        ratios = {name: 0.0 if name in self._before_add else self.config.ratio_of(layers[name]) for name in masks}
-        if missing := [name for name in masks if name not in scores and ratios[name] > 0]:
-            raise ConfigError(
-                f"SPARSER.STRATEGY={sparser.STRATEGY} does not judge {missing[0]}: it is for TYPE: structured, or the "
-                "layer is not of a kind that it knows; choose another one, or spare the layer with SPARE"
-            )
-        # What is pruned already stays pruned, so that steps of a schedule only add.
-        lowest_first = {name: scores[name].masked_fill(~masks[name], -math.inf) for name in masks if ratios[name] > 0}
-        for mask in masks.values():
-            mask.fill_(True)
-        if pattern := n_of_m(sparser.GRANULARITY):
-            for name, score in lowest_first.items():
-                masks[name].copy_(n_of_m_mask(score, *pattern))
-            return
-        block = block_shape(sparser.GRANULARITY)
-        judged = {name: block_scores(score, block) if block else score for name, score in lowest_first.items()}
-        is_global = sparser.SCOPE == "global"
-        rest = [name for name in judged if is_global and not self.config.is_overridden((layers[name],))]
-        found = {
-            name: lowest(score, num_pruned(share * ratios[name], score.numel()))
-            for name, score in judged.items()
-            if name not in rest
-        }
-        if rest:
-            total = sum(judged[name].numel() for name in rest)
-            parts = lowest_of_all([judged[name] for name in rest], num_pruned(share * sparser.RATIO, total))
-            found.update(zip(rest, parts, strict=True))
-        for name, kept in found.items():
-            masks[name].copy_(from_blocks(kept, block, masks[name]) if block else kept)
+        masks = self.masks
+        found = select_elements(scores, masks, self.config, share, frozenset(self._before_add))
+        for name, mask in masks.items():
+            mask.copy_(found[name] if name in found else torch.ones_like(mask))
 
     def _mask_by_sparser(self, kind: type[Sparser], share: float) -> None:
         for name, mask in self.masks.items():
@@ -367,6 +391,10 @@ class SparseModel(nn.Module):
         )
         with staged(target) as path:
             write(model, path)
+
+
+def _layers_of(group: Group) -> tuple[str, ...]:
+    return tuple(sorted({tensor.rpartition(".")[0] for tensor, _ in group.axes}))
 
 
 class _MaskGradient:

@@ -1,0 +1,50 @@
+"""How large a model is: multiplications of one call, parameters, and their bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparsebit.execution.batches import as_call, to_device
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """`macs`: multiply-accumulates of convolutions and matrix products in one call, divided by its batch size."""
+
+    macs: float
+    parameters: int
+    bytes: int
+
+    def to_dict(self) -> dict[str, float]:
+        return {"macs": self.macs, "parameters": self.parameters, "bytes": self.bytes}
+
+
+def model_size(model: nn.Module, example_inputs: Any) -> ModelSize:
+    """The size of a model as it is; `example_inputs`: a batch. Tied parameters count once, buffers count as bytes."""
+    from torch.utils.flop_counter import FlopCounterMode  # it imports triton, which takes a second
+
+    args, kwargs = as_call(example_inputs, model)
+    device = next((p.device for p in model.parameters()), None)
+    args, kwargs = to_device(args, device), to_device(kwargs, device)
+    modes = {module: module.training for module in model.modules()}
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # its one operator for a whole layer is not counted
+    model.eval()
+    try:
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            model(*args, **kwargs)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+        for module, mode in modes.items():
+            module.training = mode
+    first = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.dim()), None)
+    tensors = [*model.parameters(), *model.buffers()]
+    return ModelSize(
+        counter.get_total_flops() / 2 / (1 if first is None else max(1, len(first))),
+        sum(parameter.numel() for parameter in model.parameters()),
+        sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+    )

@@ -1,0 +1,71 @@
+"""Ratios under a budget: the smaller model keeps it, and channels that matter stay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from sparsebit.errors import BudgetError, CalibrationError, ConfigError
+from sparsebit.sparse import SparseModel, model_size
+from tests.sparse.nets import Chain, Depthwise, Residual, Transformer, images
+
+pytest.importorskip("scipy")
+
+
+def smodel_of(model: nn.Module, example: object = None, **sparser: object) -> SparseModel:
+    config = {"DEVICE": "cpu", "SPARSER": {"TYPE": "structured", "STRATEGY": "l1norm", **sparser}}
+    return SparseModel(model, config, images() if example is None else example).eval()
+
+
+@pytest.mark.parametrize("kind", [Chain, Residual, Depthwise])
+@pytest.mark.parametrize("budgets", [{"macs": 0.6}, {"bytes": 0.6}, {"macs": 0.7, "bytes": 0.6}])
+def test_the_smaller_model_keeps_the_budgets(kind: type[nn.Module], budgets: dict[str, float]) -> None:
+    model = kind().eval()
+    smodel = smodel_of(model)
+    found = smodel.choose_ratios(budgets, [images(), images()])
+    smodel.calc_params()
+    before, after = model_size(model, images()), model_size(smodel.shrink(), images())
+    assert all(getattr(after, name) <= share * getattr(before, name) for name, share in budgets.items())
+    assert after == found.after and before == found.before and after.macs > 0.2 * before.macs
+    assert str(found).startswith("macs: ")
+
+
+def test_numbers_above_one_are_absolute() -> None:
+    model = Residual().eval()
+    macs = model_size(model, images()).macs
+    smodel = smodel_of(model)
+    smodel.choose_ratios({"macs": 0.5 * macs}, [images()])
+    smodel.calc_params()
+    assert 0.2 * macs < model_size(smodel.shrink(), images()).macs <= 0.5 * macs
+
+
+def test_channels_that_the_output_does_not_need_go_first() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    with torch.no_grad():
+        model[2].weight[:, 8:] = 0  # half of the first layer's neurons are not read
+        model[0].weight[8:] *= 1e-3
+    smodel = smodel_of(model, torch.randn(4, 8))
+    found = smodel.choose_ratios({"macs": 0.65}, [torch.randn(32, 8)])
+    assert found.ratios["0.weight"] >= 0.5 and found.ratios["2.weight"] <= 0.125
+
+
+def test_heads_and_spared_layers() -> None:
+    example = torch.randn(2, 5, 6)
+    smodel = smodel_of(Transformer(), example, SPARE=["up"])
+    found = smodel.choose_ratios({"macs": 0.9}, [example])
+    assert found.ratios["up.weight"] == 0.0 and max(found.ratios.values()) > 0
+
+
+def test_what_cannot_be_is_refused() -> None:
+    smodel = smodel_of(Chain())
+    with pytest.raises(ConfigError, match="budget 'flops': allowed: macs, bytes"):
+        smodel.choose_ratios({"flops": 0.5}, [images()])
+    with pytest.raises(ConfigError, match="no budget"):
+        smodel.choose_ratios({}, [images()])
+    with pytest.raises(CalibrationError, match="no batch"):
+        smodel.choose_ratios({"macs": 0.5}, [])
+    with pytest.raises(BudgetError, match="is the least that the options reach"):
+        smodel.choose_ratios({"macs": 0.001}, [images()])
+    with pytest.raises(ConfigError, match="SCOPE: layer"):
+        smodel_of(Chain(), SCOPE="global").choose_ratios({"macs": 0.5}, [images()])
