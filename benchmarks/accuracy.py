@@ -2,6 +2,7 @@
 
     python benchmarks/accuracy.py [--tasks resnet20,minilm] [--observers minmax,mse] [--json FILE] [--device cuda]
     python benchmarks/accuracy.py --tasks mobilenetv2 --rows per-tensor     # only rows whose label has this word
+    python benchmarks/accuracy.py --peers [...]     # beside other tools, see accuracy_peers.py and its options
 
 One JSON line per task, backend and observer: the metric in float and quantized, the loss, and, where they make sense,
 the agreement with float and the output SQNR on the first 2,000 samples.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import resource
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -152,6 +154,12 @@ def main() -> None:
     parser.add_argument("--rows", default="", help="only rows with this word in their label")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--peers", action="store_true", help="beside other tools: the options of accuracy_peers.py")
+    if "--peers" in sys.argv:
+        import accuracy_peers
+
+        accuracy_peers.main([argument for argument in sys.argv[1:] if argument != "--peers"])
+        return
     options = parser.parse_args()
     for name in options.tasks.split(","):
         task = TASKS[name]()

@@ -84,6 +84,38 @@ def accuracy(records: list[Record]) -> str:
     return table(head, rows, numeric=5)
 
 
+def accuracy_peers(records: list[Record]) -> str:
+    head = (
+        *("model", "bits", "tool", "settings", "metric", "float", "quantized", "loss"),
+        *("SQNR", "same answer or cosine", "CPU time", "peak memory"),
+    )
+    rows = [
+        (
+            f"{record['task']}, weights per tensor" if record["weights"] == "per-tensor" else record["task"],
+            record["bits"],
+            record["tool"].partition("-")[0],
+            record["settings"],
+            *_compared(record),
+        )
+        for record in records
+    ]
+    return table(head, rows, numeric=7)
+
+
+def _compared(record: Record) -> tuple[str, ...]:
+    if "failed" in record:
+        return (f"**fails**: {_code(record['failed'])}", *[""] * 7)
+    likeness = _number(record.get("agreement"), ".1f", " %") or _number(record.get("cosine"), ".4f")
+    return (
+        record["metric"],
+        *(_score(record[key], record["metric"]) for key in ("float", "quantized", "loss")),
+        _number(record.get("sqnr_db"), ".1f", " dB"),
+        likeness,
+        _number(record["cpu_seconds"], ".0f", " s"),
+        _number(record["peak_mib"], ",.0f", " MiB"),
+    )
+
+
 def calibration_time(records: list[Record]) -> str:
     head = ("observer", "images", "wall time", "CPU time", "plain forwards")
     rows = [
@@ -284,6 +316,7 @@ def zoo_export(records: list[Record]) -> str:
 
 SECTIONS: Sections = {
     "accuracy": (accuracy, {"benchmark": "accuracy"}),
+    "accuracy peers": (accuracy_peers, {"benchmark": "accuracy_peers"}),
     "calibration time": (calibration_time, {"benchmark": "calibration", "what": "time"}),
     "calibration memory": (calibration_memory, {"benchmark": "calibration", "what": "memory"}),
     "calibration search": (calibration_search, {"benchmark": "calibration", "what": "search"}),

@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 
 HARDWARE = {"cpu": "some CPU", "machine": "x86_64", "cores": 2, "gpu": None, "torch": "2.13.0"}
 NAMES = (
-    *("accuracy", "calibration time", "calibration memory", "calibration search"),
+    *("accuracy", "accuracy peers", "calibration time", "calibration memory", "calibration search"),
     *("deploy onnxruntime", "deploy openvino", "zoo", "zoo export"),
     *("qat step", "qat ablation", "qat accuracy", "fake quant gpu", "fake quant cpu"),
 )
@@ -91,6 +91,24 @@ def test_metric_without_agreement(tmp_path: Path) -> None:
     record = {key: value for key, value in ACCURACY.items() if key not in ("agreement", "sqnr_db")}
     page = render(tmp_path, record | {"metric": "spearman", "float": 0.8203, "quantized": 0.818, "loss": 0.0023})
     assert "| spearman | 0.8203 | 0.8180 | 0.0023 |  |  |" in page
+
+
+def test_accuracy_beside_peers(tmp_path: Path) -> None:
+    shown = ("task", "bits", "metric", "float", "quantized", "loss", "sqnr_db", "agreement")
+    record = {key: ACCURACY[key] for key in shown} | {"benchmark": "accuracy_peers", "weights": "per-tensor"}
+    tool = {"tool": "brevitas-gptq", "settings": "GPTQ", "cpu_seconds": 20.4, "seconds": 30.0, "peak_mib": 1234}
+    failed = {"tool": "aimet-cle", "settings": "CLE", "failed": "ImportError: no"}
+    text = {"task": "minilm", "metric": "spearman", "float": 0.82, "quantized": 0.81, "loss": 0.01, "cosine": 0.99714}
+    page = render(
+        tmp_path,
+        record | tool,
+        {key: record[key] for key in ("benchmark", "task", "bits", "weights")} | failed,
+        {key: record[key] for key in ("benchmark", "bits", "sqnr_db")} | tool | text | {"weights": "per-channel"},
+    )
+    row = "| resnet20, weights per tensor | W4A8 | brevitas | GPTQ | top1 | 92.50 | 90.75 | 1.75 | 17.0 dB | 95.0 % |"
+    assert f"{row} 20 s | 1,234 MiB |" in page
+    assert "| aimet | CLE | **fails**: `ImportError: no` |" in page
+    assert "| minilm | W4A8 | brevitas | GPTQ | spearman | 0.8200 | 0.8100 | 0.0100 | 17.0 dB | 0.9971 |" in page
 
 
 def test_calibration(tmp_path: Path) -> None:
