@@ -14,7 +14,7 @@ The loss is the squared error of the layer's output, `tr((W - V) H (W - V)^T)`; 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -308,9 +308,37 @@ def chosen_damping(
     for fitted, judge in itertools.permutations(halves, 2):
         for damping in errors:
             V = W if damping is None else target_weight(W, *fitted, damping)
-            H, cross = judge
-            errors[damping] += float(((V @ H - 2 * (W @ cross)) * V).sum())  # and a rest that no `V` changes
+            errors[damping] += _judged_error(W, V, judge)
     return min(errors, key=errors.__getitem__)
+
+
+def chosen_rounding(
+    W: Tensor,
+    halves: Sequence[tuple[Tensor, Tensor]],
+    target: Callable[[Tensor, Tensor], Tensor],
+    grid: Grid,
+    rounding: Rounding,
+    dampings: Sequence[float] = (0.1, 1.0, 10.0),
+) -> Rounding:
+    """The rounding, with its damping or the larger one that serves data best that it was not fitted to.
+
+    `halves`: as for `chosen_damping`. `target`: the weight that is rounded, from `H` and `cross` of a half. GPTQ moves
+    errors to where the data has hardly any input. With few rows for each column there are many such directions, and
+    other data has inputs there: damping makes GPTQ trust them less, up to rounding to nearest.
+    """
+    errors = dict.fromkeys((rounding.damping, *(d for d in dampings if d > rounding.damping)), 0.0)
+    for fitted, judge in itertools.permutations(halves, 2):
+        wanted = target(*fitted)
+        for damping in errors:
+            V = grid.values(_Factor(fitted[0], replace(rounding, damping=damping)).round(wanted, grid))
+            errors[damping] += _judged_error(W, V, judge)
+    return replace(rounding, damping=min(errors, key=errors.__getitem__))
+
+
+def _judged_error(W: Tensor, V: Tensor, judge: tuple[Tensor, Tensor]) -> float:
+    """The squared error of `V` on quantized inputs beside `W` on float ones, less a rest that no `V` changes."""
+    H, cross = judge
+    return float(((V @ H - 2 * (W @ cross)) * V).sum())
 
 
 def shared_columns(grid: Grid) -> list[Tensor]:

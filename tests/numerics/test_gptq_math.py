@@ -11,6 +11,7 @@ from sparsebit.numerics.gptq_math import (
     Grid,
     Rounding,
     chosen_damping,
+    chosen_rounding,
     descend,
     quantize,
     refit_scale,
@@ -293,6 +294,38 @@ def test_a_correction_is_chosen_by_data_that_it_was_not_fitted_to(
         halves.append((x.mT @ x / num_rows, original.mT @ x / num_rows))
     assert chosen_damping(W, halves) == expected
     assert chosen_damping(W, [(H, H) for H, _ in halves]) is None  # nothing to correct
+
+
+class TestChosenRounding:
+    def halves(self, num_rows: int, num_columns: int) -> tuple[list[Tensor], Tensor]:
+        """`H` of each half, and that of all data: few directions have most of the input."""
+        spread = numbers(num_columns, num_columns, seed=7) * torch.logspace(0, -1.5, num_columns).double()
+        x = [numbers(num_rows, num_columns, seed=seed) @ spread.T for seed in (2, 3)]
+        return [(rows.T @ rows / num_rows)[None] for rows in x], (spread @ spread.T)[None]
+
+    def rounded(self, num_rows: int) -> tuple[float, float, float]:
+        """The damping chosen, and the error on all data by what it was without and with it."""
+        W = numbers(1, 16, 32, seed=1)
+        halves, all_data = self.halves(num_rows, 32)
+        H, grid, rounding = (halves[0] + halves[1]) / 2, grid_of(W, 3), Rounding(sweeps=0)
+        found = chosen_rounding(W, [(half, half) for half in halves], lambda *_: W, grid, rounding)
+        errors = [float(row_loss(W, quantize(W, H, grid, r).values, all_data).sum()) for r in (rounding, found)]
+        return found.damping, *errors
+
+    def test_few_rows_are_trusted_less(self) -> None:
+        damping, before, after = self.rounded(8)
+        assert damping > 0.01
+        assert after < before
+
+    def test_many_rows_are_trusted(self) -> None:
+        assert self.rounded(5000)[0] == 0.01
+
+    def test_never_less_than_it_was(self) -> None:
+        W = numbers(1, 16, 32, seed=1)
+        halves, _ = self.halves(5000, 32)
+        given = Rounding(damping=0.5)
+        found = chosen_rounding(W, [(half, half) for half in halves], lambda *_: W, grid_of(W, 3), given)
+        assert found.damping >= 0.5
 
 
 def test_float8() -> None:

@@ -21,7 +21,15 @@ from torch.nn.utils.parametrize import is_parametrized
 from sparsebit.execution.block_engine import BlockData
 from sparsebit.execution.distributed import gather
 from sparsebit.execution.value_store import MIB
-from sparsebit.numerics.gptq_math import Grid, Rounding, ScaleSearch, chosen_damping, quantize, target_weight
+from sparsebit.numerics.gptq_math import (
+    Grid,
+    Rounding,
+    ScaleSearch,
+    chosen_damping,
+    chosen_rounding,
+    quantize,
+    target_weight,
+)
 from sparsebit.numerics.hessian import InputMoments
 from sparsebit.numerics.layer_matrix import LayerMatrix, layer_matrix
 from sparsebit.numerics.qparams import SMALLEST_SCALE, broadcast_to
@@ -44,6 +52,9 @@ log = logging.getLogger(__name__)
 
 # Below so many rows for each column of a layer, its second moments are those of the data at hand more than of others.
 _FEWEST_ROWS = 4
+_DAMPING = 0.01
+# Below so many, the damping is chosen by held-out data; with more, the choice would matter less than the time it takes.
+_PLENTY_OF_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,7 @@ class _Options:
     input_correction: float | Literal["auto"]
     correct_bias: bool
     max_rows: int | None
+    choose_damping: bool
 
 
 @register_algorithm("gptq")
@@ -71,7 +83,7 @@ def gptq(
     data: Any,
     *,
     act_order: bool = True,
-    damping: Annotated[float, Field(ge=0)] = 0.01,
+    damping: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto",
     scale_search: ScaleSearch = "nearest",
     refit: bool = True,
     sweeps: Annotated[int, Field(ge=0)] = 2,
@@ -87,7 +99,9 @@ def gptq(
     Linear layers and convolutions of every kind are rounded, in the order of the graph; gives what each one gained.
     Other weights (embeddings, tied or computed ones) stay rounded to nearest, and are logged.
 
-    `act_order`: columns with the largest inputs first. `damping`: of the Hessian, as a share of its mean diagonal.
+    `act_order`: columns with the largest inputs first. `damping`: of the Hessian, as a share of its mean diagonal;
+    "auto": 0.01, or more in a layer with few rows of data for each of its columns, if that serves one half of the data
+    better when weights are rounded for the other.
     `scale_search`: scales are multiplied by the best factor in [0.5, 1], judged by the error of round-to-nearest
     ("nearest"), by that of GPTQ itself ("gptq", slower), or not ("none"). `refit`: scales are fitted to the codes in
     closed form. `sweeps`: how often codes are improved one by one afterwards. `input_correction`: how much of the
@@ -102,10 +116,13 @@ def gptq(
     {'conv1': LayerRounding(nearest=0.0113, rounded=0.0021), ...}
     """
     options = _Options(
-        Rounding(act_order, damping, block_size, scale_search, sweeps=sweeps, refit=refit),
+        Rounding(
+            act_order, _DAMPING if damping == "auto" else damping, block_size, scale_search, sweeps=sweeps, refit=refit
+        ),
         input_correction,
         correct_bias,
         max_rows,
+        damping == "auto",
     )
     owners = num_owners(qmodel.model)
     found: dict[str, LayerRounding] = {}
@@ -190,21 +207,27 @@ def _round_layer(
     for half in halves:
         moments.merge(half)
     has_bias = options.correct_bias and bias is not None
-    hessian = moments.hessian(centered=has_bias)
+    hessian, cross = _second_moments(moments, centered=has_bias)
     # An algorithm may have been here before: what is rounded is the float model's weight.
     path = data.block.nodes[0].target
     weight_before, bias_before = (float_parameters.get(f"{path}.op.{name}") for name in ("weight", "bias"))
     original = form.matrix(weight.detach() if weight_before is None else weight_before.to(weight)).to(hessian)
-    target, rounding = original, options.rounding
+    sides = [_second_moments(half, centered=has_bias) for half in halves if half.num_rows]
+    correction: tuple[float, float] | None = None  # damping and share
     if options.input_correction == "auto":
-        sides = [(half.hessian(centered=has_bias), half.cross(centered=has_bias)) for half in halves if half.num_rows]
         damping = chosen_damping(original, sides) if len(sides) > 1 else None
-        if damping is not None:
-            target = target_weight(original, hessian, moments.cross(centered=has_bias), damping)
+        correction = None if damping is None else (damping, 1.0)
     elif options.input_correction:
-        cross = moments.cross(centered=has_bias)
-        target = target_weight(original, hessian, cross, rounding.damping, options.input_correction)
-    rounded = quantize(target, hessian, _grid(layer, form), rounding)
+        correction = options.rounding.damping, options.input_correction
+
+    def target(hessian: Tensor, cross: Tensor) -> Tensor:
+        return original if correction is None else target_weight(original, hessian, cross, *correction)
+
+    rounding, grid = options.rounding, _grid(layer, form)
+    rows_per_column = moments.num_rows / hessian.shape[-1]
+    if options.choose_damping and len(sides) > 1 and rows_per_column < _PLENTY_OF_ROWS:
+        rounding = chosen_rounding(original, sides, target, grid, rounding)
+    rounded = quantize(target(hessian, cross), hessian, grid, rounding)
     codes = form.weight(rounded.codes, weight.shape)
     store_codes(quantizer, weight, codes, rounded.grid.scale, rounded.grid.zero_point)
     if has_bias:
@@ -212,7 +235,7 @@ def _round_layer(
         shift = _product(original, moments.original_mean) - _product(rounded.values, moments.mean)  # (groups, rows)
         bias.copy_((bias if bias_before is None else bias_before.to(bias)) + shift.flatten().to(bias))
     gained = LayerRounding(float(rounded.nearest_loss.sum()), float(rounded.loss.sum()))
-    return gained, moments.num_rows / hessian.shape[-1]
+    return gained, rows_per_column
 
 
 def _moments(
@@ -246,6 +269,12 @@ def _moments(
         for total, state in zip(merged, states, strict=True):
             total.merge(InputMoments.from_state(state, device))
     return merged
+
+
+def _second_moments(moments: InputMoments, *, centered: bool) -> tuple[Tensor, Tensor]:
+    """`H` and `cross`; without float inputs both are `H`."""
+    hessian = moments.hessian(centered=centered)
+    return hessian, moments.cross(centered=centered) if moments.has_originals else hessian
 
 
 def _parts(form: LayerMatrix, x: Tensor, original: Tensor, *, whole: bool) -> list[tuple[Tensor, Tensor]]:

@@ -363,3 +363,16 @@ def test_few_rows_are_told(caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.WARNING):
             gptq(qmodel, data)
         assert ("fewer than 4 rows" in caplog.text) == is_told
+
+
+def test_weights_are_not_fitted_to_few_rows() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32)).eval()
+    mix = torch.randn(64, 64) * torch.logspace(0, -1, 64)
+    few, others = [torch.randn(8, 64) @ mix.T for _ in range(4)], [torch.randn(2000, 64) @ mix.T]
+    errors = {}
+    for damping in (0.01, "auto"):
+        qmodel = calibrated(model, few)
+        gptq(qmodel, few, damping=damping)
+        errors[damping] = error(qmodel, model, others)
+    assert errors["auto"] < 0.9 * errors[0.01]
