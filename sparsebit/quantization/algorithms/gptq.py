@@ -53,8 +53,9 @@ log = logging.getLogger(__name__)
 # Below so many rows for each column of a layer, its second moments are those of the data at hand more than of others.
 _FEWEST_ROWS = 4
 _DAMPING = 0.01
-# Below so many, the damping is chosen by held-out data; with more, the choice would matter less than the time it takes.
-_PLENTY_OF_ROWS = 32
+# Below so many, the damping is chosen by held-out data. ResNet-20 with 28 rows per column gained nothing by the choice,
+# and calibration with GPTQ took 1.5 times as long.
+_PLENTY_OF_ROWS = 16
 
 
 @dataclass(frozen=True)
