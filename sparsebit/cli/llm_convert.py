@@ -18,7 +18,7 @@ def convert(
     ],
     to: Annotated[
         str,
-        typer.Option("--to", metavar="FORMAT", help="compressed-tensors, gptq (version 2) or gptq-v1."),
+        typer.Option("--to", metavar="FORMAT", help="compressed-tensors, gptq (version 2), gptq-v1 or gguf."),
     ],
     no_check: Annotated[
         bool, typer.Option("--no-check", help="Keep the result without loading it and comparing logits.")
@@ -32,6 +32,8 @@ def convert(
     Before it is kept, the result is loaded, and its logits have to be those of the original.
 
     sparsebit llm convert llama-w4/ -o llama-w4-gptq/ --to gptq
+
+    sparsebit llm convert llama-w4/ -o llama-w4.gguf --to gguf
     """
     with speaking(as_json=json, quiet=quiet) as out:
         from dataclasses import asdict
@@ -41,12 +43,12 @@ def convert(
         made = run(model, output, to, check=not no_check, trust_remote_code=trust_remote_code)
         check = made.check
         record = {
-            "output": str(made.folder),
+            "output": str(made.output),
             "format": made.format,
             "layers": {name: asdict(layer) for name, layer in made.formats.items()},
             "check": None if check is None else asdict(check),
         }
-        facts = {"written": str(made.folder), "layers": f"{len(made.formats)} packed layers as {made.format}"}
+        facts = {"written": str(made.output), "layers": f"{len(made.formats)} packed layers as {made.format}"}
         if check is None:
             facts["checked"] = "not loaded (--no-check)"
         else:

@@ -17,7 +17,8 @@ from sparsebit.folders import flush, staging_folder
 from sparsebit.llm.architectures import architecture_of, blocks_of, linears
 from sparsebit.llm.checkpoint import compressed_tensors, gptq
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
-from sparsebit.llm.load_check import LoadCheck, check_conversion, need_reader, vllm_reasons
+from sparsebit.llm.gguf_file import gguf_package, write_gguf
+from sparsebit.llm.load_check import LoadCheck, check_conversion, check_gguf, need_reader, vllm_reasons
 from sparsebit.llm.model_folder import ModelFolder
 from sparsebit.llm.packed_folder import copy_small_files
 from sparsebit.llm.packed_source import PackedSource, packed_source
@@ -43,13 +44,14 @@ FORMATS: dict[str, _Format] = {
         lambda formats, _: gptq.make_config(formats, 1), lambda name, packed: gptq.layer_tensors(name, packed, 1)
     ),
 }
+GGUF = "gguf"
 
 
 @dataclass(frozen=True)
 class ConvertedModel:
-    """What `convert` made. `check`: None, if it was switched off."""
+    """What `convert` made: a folder, or a GGUF file. `check`: None, if it was switched off."""
 
-    folder: Path
+    output: Path
     format: str
     formats: Mapping[str, LayerFormat]
     check: LoadCheck | None
@@ -65,25 +67,36 @@ def convert(
 ) -> ConvertedModel:
     """Write the packed model of one folder to another folder, with the same codes, in another file format.
 
-    `format`: "compressed-tensors", "gptq" (version 2) or "gptq-v1". `output` appears whole, after its logits were
-    compared with those of `model` (`check`), by us and, where the package for it is installed, by transformers.
+    `format`: "compressed-tensors", "gptq" (version 2), "gptq-v1" or "gguf"; the last is one file, and `output` ends in
+    .gguf. `output` appears whole, after its logits were compared with those of `model` (`check`): by us, and where the
+    package for it is installed by transformers; those of a GGUF file by transformers alone.
     """
     target = Path(output)
-    if format not in FORMATS:
-        raise ConfigError(f"format={format!r}: allowed: {', '.join(FORMATS)}")
+    if format not in (*FORMATS, GGUF):
+        raise ConfigError(f"format={format!r}: allowed: {', '.join(FORMATS)}, {GGUF}")
+    if (format == GGUF) != (target.suffix == ".gguf"):
+        what = "is one file: give an output that ends in .gguf" if format == GGUF else "is a folder, not a .gguf file"
+        raise ConfigError(f"output {target}: {format} {what}")
     if target.exists():
         raise ConfigError(f"output {target} exists; remove it or give another folder")
     if check and format == "compressed-tensors":
         need_reader()
+    if format == GGUF:
+        gguf_package()
     skeleton = Skeleton(ModelFolder(model), trust_remote_code=trust_remote_code)
     source = packed_source(skeleton)
     if source is None:
         raise ConfigError(f"{skeleton.folder.path} is a float model: quantize it first (sparsebit llm quantize)")
     with staging_folder(target) as staging:
         made = staging / target.name
-        _write(made, source, FORMATS[format])
         found = None
-        if check:
+        if format == GGUF:
+            write_gguf(made, source)
+            flush(made)
+            found = check_gguf(made, skeleton.folder.path, trust_remote_code=trust_remote_code) if check else None
+        else:
+            _write(made, source, FORMATS[format])
+        if check and format != GGUF:
             reasons = vllm_reasons(source.formats, _fused(skeleton), is_gptq=format != "compressed-tensors")
             found = check_conversion(made, skeleton.folder.path, reasons, trust_remote_code=trust_remote_code)
         os.replace(made, target)

@@ -83,27 +83,45 @@ def check_conversion(
 
     Where transformers can read the format here, it loads the folder too.
     """
-    ours = load(source, dtype=torch.float32, trust_remote_code=trust_remote_code)
-    size = int(ours.config.get_text_config().vocab_size)
-    tokens = torch.randint(0, size, (1, 64), generator=torch.Generator().manual_seed(0))
-    expected = ours(tokens, use_cache=False).logits
-    del ours
+    tokens, expected = _arbitrary(source, trust_remote_code)
     found = load(folder, dtype=torch.float32, trust_remote_code=trust_remote_code)(tokens, use_cache=False).logits
     readers = {"sparsebit": relative_difference(found, expected)}
     method = str(ModelFolder(folder).config["quantization_config"]["quant_method"])
     if all(find_spec(name) is not None for name in _PACKAGES[method]):
         theirs = _logits_of_transformers(folder, tokens, trust_remote_code)
         readers["transformers"] = relative_difference(theirs, expected)
-    for reader, difference in readers.items():
-        if not difference <= TOLERANCE:
-            raise DeploymentError(
-                f"{reader} loads the converted model, and its logits differ by {difference:.2g} from those of {source} "
-                f"(allowed: {TOLERANCE:g} of the largest); the folder is not kept"
-            )
+    _compare(readers, source)
     if "transformers" in readers:
         return LoadCheck(max(readers.values()), vllm)
     needed = " and ".join(_PACKAGES[method])
     return LoadCheck(readers["sparsebit"], vllm, f"sparsebit (transformers was not tried: it needs {needed})")
+
+
+@torch.no_grad()
+def check_gguf(path: Path, source: Path, *, trust_remote_code: bool = False) -> LoadCheck:
+    """Load the GGUF file with transformers, and compare its logits with those of the packed folder it was made from."""
+    tokens, expected = _arbitrary(source, trust_remote_code)
+    theirs = _logits_of_transformers(path.parent, tokens, trust_remote_code, gguf_file=path.name)
+    difference = relative_difference(theirs, expected)
+    _compare({"transformers": difference}, source)
+    return LoadCheck(difference, ())
+
+
+def _arbitrary(source: Path, trust_remote_code: bool) -> tuple[Tensor, Tensor]:
+    """Arbitrary tokens, and the logits of the packed model for them."""
+    model = load(source, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    size = int(model.config.get_text_config().vocab_size)
+    tokens = torch.randint(0, size, (1, 64), generator=torch.Generator().manual_seed(0))
+    return tokens, model(tokens, use_cache=False).logits
+
+
+def _compare(readers: Mapping[str, float], source: Path) -> None:
+    for reader, difference in readers.items():
+        if not difference <= TOLERANCE:
+            raise DeploymentError(
+                f"{reader} loads the converted model, and its logits differ by {difference:.2g} from those of {source} "
+                f"(allowed: {TOLERANCE:g} of the largest); it is not kept"
+            )
 
 
 def relative_difference(found: Tensor, expected: Tensor) -> float:
@@ -112,7 +130,7 @@ def relative_difference(found: Tensor, expected: Tensor) -> float:
     return float((found.float() - expected.float()).abs().max() / scale)
 
 
-def _logits_of_transformers(folder: Path, tokens: Tensor, trust_remote_code: bool) -> Tensor:
+def _logits_of_transformers(folder: Path, tokens: Tensor, trust_remote_code: bool, **how: Any) -> Tensor:
     auto: Any = transformers_module().AutoModelForCausalLM
     try:
         # Progress bars and remarks of two other packages.
@@ -124,6 +142,7 @@ def _logits_of_transformers(folder: Path, tokens: Tensor, trust_remote_code: boo
                 device_map="cpu",
                 local_files_only=True,
                 trust_remote_code=trust_remote_code,
+                **how,
             )
             found: Tensor = model.eval()(tokens, use_cache=False).logits
     except (ValueError, RuntimeError, KeyError, TypeError, AttributeError, OSError) as error:

@@ -29,20 +29,20 @@ def test_there_and_back(source: Path, kind: str) -> None:
     made = convert(source, source.parent / "gptq", kind)
     assert made.check is not None and made.check.difference == 0.0
     assert len(made.formats) == 21
-    config = json.loads((made.folder / "config.json").read_text())["quantization_config"]
+    config = json.loads((made.output / "config.json").read_text())["quantization_config"]
     assert config["quant_method"] == "gptq" and config["sym"]
     with torch.no_grad():
-        found, expected = (load(folder)(TOKENS).logits for folder in (made.folder, source))
+        found, expected = (load(folder)(TOKENS).logits for folder in (made.output, source))
     assert torch.equal(found, expected)
-    back = convert(made.folder, source.parent / "back", "compressed-tensors", check=False)
+    back = convert(made.output, source.parent / "back", "compressed-tensors", check=False)
     for path in source.glob("*.safetensors"):
-        assert path.read_bytes() == (back.folder / path.name).read_bytes()
+        assert path.read_bytes() == (back.output / path.name).read_bytes()
 
 
 def test_compressed_tensors_are_checked_by_transformers(source: Path) -> None:
     pytest.importorskip("compressed_tensors")
     made = convert(source, source.parent / "gptq", "gptq", check=False)
-    back = convert(made.folder, source.parent / "back", "compressed-tensors")
+    back = convert(made.output, source.parent / "back", "compressed-tensors")
     assert back.check is not None and back.check.reader == "transformers" and back.check.vllm == ()
 
 
@@ -55,7 +55,7 @@ def test_mixed_bits_and_zero_points(tmp_path: Path) -> None:
 
 
 def test_what_is_refused(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="format='awq': allowed: compressed-tensors, gptq, gptq-v1"):
+    with pytest.raises(ConfigError, match="format='awq': allowed: compressed-tensors, gptq, gptq-v1, gguf"):
         convert(source, source.parent / "x", "awq")
     with pytest.raises(ConfigError, match="exists"):
         convert(source, source, "gptq")

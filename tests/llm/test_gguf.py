@@ -1,0 +1,113 @@
+"""GGUF files: blocks that the package gguf reads as our values, and models that transformers loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparsebit.errors import ConfigError, DeploymentError, MissingExtraError
+from sparsebit.llm import Recipe, convert, gguf_file, quantize
+from sparsebit.llm.checkpoint.gguf_blocks import block_type, blocks_of, why_not
+from sparsebit.llm.packed_weight import PackedWeight
+from tests.llm.test_packed_weight import packed_weight
+from tests.llm.tiny_models import saved, tiny_model
+
+gguf = pytest.importorskip("gguf")
+
+
+@pytest.mark.parametrize(
+    ("bits", "symmetric", "kind"),
+    [
+        (4, True, "Q4_0"),
+        (4, False, "Q5_0"),
+        (3, True, "Q4_0"),
+        (3, False, "Q4_0"),
+        (2, False, "Q4_0"),
+        (8, True, "Q8_0"),
+    ],
+    ids=["4", "4-zero-points", "3", "3-zero-points", "2-zero-points", "8"],
+)
+@pytest.mark.parametrize("group_size", [32, 96])
+def test_their_reader_gives_our_values(bits: int, symmetric: bool, kind: str, group_size: int) -> None:
+    packed = packed_weight(bits, symmetric, group_size)
+    assert block_type(bits, symmetric) == kind and why_not(packed) is None
+    found = gguf.quants.dequantize(blocks_of(packed).numpy(), gguf.GGMLQuantizationType[kind])
+    expected = packed.dequantize(torch.float32)
+    assert torch.equal(torch.from_numpy(found), expected)
+
+
+def test_what_blocks_cannot_hold() -> None:
+    codes = torch.zeros(4, 48, dtype=torch.uint8)
+    assert "groups of 16" in str(why_not(PackedWeight.from_codes(codes, torch.ones(4, 3), None, 4)))
+    assert "8 bits with zero points" in str(why_not(packed_weight(8)))
+    assert "float16" in str(why_not(PackedWeight.from_codes(codes[:, :32], torch.full((4, 1), 1e-9), None, 4)))
+
+
+def with_bpe(folder: Path) -> Path:
+    """A byte-level tokenizer of 259 tokens beside the model."""
+    tokenizers = pytest.importorskip("tokenizers")
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {letter: number for number, letter in enumerate(letters)} | {"ab": 256}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("a", "b")]))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    inner.add_special_tokens(["<s>", "</s>"])
+    inner.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def packed_folder(tmp_path: Path, model_type: str = "llama", *, window: int | None = None, **options: Any) -> Path:
+    more = {"sliding_window": window} if model_type == "mistral" else {}
+    model = tiny_model(model_type, vocab_size=264, bos_token_id=257, eos_token_id=258, **more)
+    folder = with_bpe(saved(model, tmp_path / "model", dtype=options.pop("dtype", torch.float16)))
+    recipe = Recipe(method="rtn", scale_search="none", **{"group_size": 32, "symmetric": True, **options})
+    return quantize(folder, tmp_path / "packed", recipe, check=False).folder
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        ("llama", {}),
+        ("llama", {"symmetric": False, "group_size": 64}),
+        ("llama", {"bits": 8, "dtype": torch.bfloat16}),
+        ("qwen2", {"bits": 3, "group_size": 0}),
+        ("mistral", {}),
+    ],
+    ids=["Q4_0", "Q5_0", "Q8_0-bfloat16", "qwen2", "mistral"],
+)
+def test_transformers_loads_it(model_type: str, options: dict[str, Any], tmp_path: Path) -> None:
+    source = packed_folder(tmp_path, model_type, **options)
+    made = convert(source, tmp_path / "model.gguf", "gguf")
+    assert made.check is not None and made.check.difference <= 1e-3 and made.check.reader == "transformers"
+    reader = gguf.GGUFReader(made.output)
+    assert reader.fields["tokenizer.ggml.model"].contents() == "gpt2"
+    assert reader.fields["tokenizer.ggml.tokens"].contents()[256:259] == ["ab", "<s>", "</s>"]
+    assert {tensor.name for tensor in reader.tensors} >= {"token_embd.weight", "blk.2.ffn_down.weight"}
+
+
+def test_a_window_of_attention_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DeploymentError, match="the last 8 tokens alone"):
+        convert(packed_folder(tmp_path, "mistral", window=8), tmp_path / "a.gguf", "gguf")
+
+
+def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = packed_folder(tmp_path)
+    with pytest.raises(ConfigError, match=r"ends in \.gguf"):
+        convert(source, tmp_path / "out", "gguf")
+    tokenizer = source / "tokenizer.json"
+    kept = json.loads(tokenizer.read_text())
+    tokenizer.write_text(json.dumps({**kept, "model": {"type": "Unigram"}}))
+    with pytest.raises(DeploymentError, match="byte-level BPE only"):
+        convert(source, tmp_path / "a.gguf", "gguf")
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf_file, "ARCHITECTURES", {})
+        with pytest.raises(DeploymentError, match="model type 'llama'"):
+            convert(source, tmp_path / "a.gguf", "gguf")
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    with pytest.raises(MissingExtraError, match=r"sparsebit\[gguf\]"):
+        convert(source, tmp_path / "a.gguf", "gguf")
+    assert not list(tmp_path.glob("*.gguf"))
