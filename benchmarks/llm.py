@@ -1,7 +1,8 @@
 """Perplexity of book-llama, quantized by `sparsebit.llm` and measured packed, with the CPU time it takes.
 
-`python benchmarks/llm.py --formats 4g128 3g128 2g64`; `SPARSEBIT_DATA` names the data folder. Calibration text is from
-the training set; the figure is of the first 60 windows of 512 tokens of the held-out books.
+`python benchmarks/llm.py --formats 4g128 3g128 2g64`; `--mixed 3.0` adds mixed bits of that average, `--decode` the
+speed of generation from the first model. `SPARSEBIT_DATA` names the data folder. Calibration text is from the training
+set; the figure is of the first 60 windows of 512 tokens of the held-out books.
 """
 
 from __future__ import annotations
@@ -11,11 +12,22 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from common import ROOT, data_folder
 
-from sparsebit.llm import Calibration, Recipe, load, perplexity, quantize, resident_bytes, token_stream, windows
+from sparsebit.llm import (
+    Calibration,
+    Recipe,
+    kernel_paths,
+    load,
+    perplexity,
+    quantize,
+    resident_bytes,
+    token_stream,
+    windows,
+)
 
 sys.path.insert(0, str(ROOT / "tests"))
 import torchvision_shim
@@ -25,6 +37,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--formats", nargs="+", default=["4g128", "3g128", "2g64"], help="BITSgGROUP, e.g. 4g128")
     parser.add_argument("--methods", nargs="+", default=["rtn", "gptq"], choices=["rtn", "gptq"])
+    parser.add_argument(
+        "--mixed", nargs="*", type=float, default=[], help="average bits of 2, 3 and 4, in groups of 128"
+    )
+    parser.add_argument("--decode", action="store_true", help="also: tokens per CPU second, of the first format")
     parser.add_argument("--num-samples", type=int, default=64)
     parser.add_argument("--num-windows", type=int, default=60)
     options = parser.parse_args()
@@ -43,21 +59,47 @@ def main() -> None:
     model = load(source)
     floats, size = perplexity(model, heldout).value, resident_bytes(model)
     print(f"float: perplexity {floats:.2f}, {size / 1e6:.1f} MB in memory")
-    for name in options.formats:
-        bits, group_size = map(int, name.split("g"))
-        for method in options.methods:
-            recipe = Recipe(method, bits, group_size)
-            with tempfile.TemporaryDirectory() as folder:
-                started = time.process_time()
-                made = quantize(source, Path(folder) / "packed", recipe, calibration)
-                seconds = time.process_time() - started
-                packed = load(made.folder)
-                found = perplexity(packed, heldout).value
-            print(
-                f"W{bits} g{group_size} {method}: perplexity {found:.2f} ({100 * (found / floats - 1):+.2f} %), "
-                f"{seconds:.0f} CPU s, {resident_bytes(packed) / 1e6:.1f} MB in memory",
-                flush=True,
+    recipes = [Recipe(method, *map(int, name.split("g"))) for name in options.formats for method in options.methods]
+    recipes += [Recipe(candidate_bits=(2, 3, 4), average_bits=average) for average in options.mixed]
+    for number, recipe in enumerate(recipes):
+        with tempfile.TemporaryDirectory() as folder:
+            started = time.process_time()
+            made = quantize(source, Path(folder) / "packed", recipe, calibration)
+            seconds = time.process_time() - started
+            packed = load(made.folder)
+            found = perplexity(packed, heldout).value
+            if options.decode and number == 0:
+                print_decoding(model, made.folder)
+        bits = f"mixed {recipe.average_bits:g}" if recipe.is_mixed else f"W{recipe.bits}"
+        print(
+            f"{bits} g{recipe.group_size} {recipe.method}: perplexity {found:.2f} "
+            f"({100 * (found / floats - 1):+.2f} %), {seconds:.0f} CPU s, "
+            f"{resident_bytes(packed) / 1e6:.1f} MB in memory",
+            flush=True,
+        )
+
+
+def print_decoding(model: Any, folder: Path) -> None:
+    """Tokens per CPU second of the float model and of each way to run the packed one; the best of three turns."""
+    models = {"float": model}
+    models |= {name: load(folder, activations=name) for name in ("float32", "bfloat16", "int8")}
+    best = dict.fromkeys(models, 0.0)
+    prompt = torch.arange(5, 9)[None]
+    for _ in range(3):
+        for name, one in models.items():
+            started = time.process_time()
+            one.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=24,
+                min_new_tokens=24,
+                do_sample=False,
+                pad_token_id=0,
             )
+            best[name] = max(best[name], 24 / (time.process_time() - started))
+    for name, one in models.items():
+        size = resident_bytes(one) / 1e6
+        print(f"decode {name}: {best[name]:.1f} tokens per CPU s, {size:.1f} MB, {kernel_paths(one)}", flush=True)
 
 
 if __name__ == "__main__":
