@@ -32,7 +32,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "fake_quantize",
         "algorithms": "apply_algorithms register_algorithm equalize Equalized smooth Smoothed gptq LayerRounding "
         "correct_biases tune_batchnorms reconstruct BlockReconstruction",
-        "mixed precision": "sensitivity Sensitivity search_bits BitSearch SiteBudget pareto_curve",
+        "mixed precision": "sensitivity Sensitivity search_bits BitSearch SiteBudget pareto_curve search_latency "
+        "LatencySearch",
         "training": "DistillationLoss FreezeSchedule CudaGraphStep",
         "placement": "measure_placement MeasuredPlacement PlacementProfile apply_placement",
         "own classes": "Quantizer register_quantizer Observer register_observer MinMax MovingMinMax Samples Histogram "

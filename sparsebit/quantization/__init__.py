@@ -28,6 +28,7 @@ from sparsebit.quantization.cuda_graph_step import CapturedStep as CapturedStep 
 from sparsebit.quantization.cuda_graph_step import CudaGraphStep
 from sparsebit.quantization.first_sparsebit import weights_of_first_sparsebit
 from sparsebit.quantization.held_parts import FreezeSchedule
+from sparsebit.quantization.mixed_precision.latency import LatencySearch, search_latency
 from sparsebit.quantization.mixed_precision.search import BitSearch, SiteBudget, pareto_curve, search_bits
 from sparsebit.quantization.mixed_precision.sensitivity import Sensitivity, sensitivity
 from sparsebit.quantization.observers import Observer, register_observer
@@ -60,6 +61,7 @@ __all__ = [
     "FreezeSchedule",
     "Granularity",
     "Histogram",
+    "LatencySearch",
     "LayerRounding",
     "MatchingNode",
     "MeasuredPlacement",
@@ -112,6 +114,7 @@ __all__ = [
     "register_quantizer",
     "run_blocks",
     "search_bits",
+    "search_latency",
     "sensitivity",
     "smooth",
     "transform",

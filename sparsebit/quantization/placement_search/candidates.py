@@ -41,7 +41,7 @@ class Costs:
             self.floating[place] if place in floats else self.integer[place] for place in range(len(self.integer))
         )
         return total + sum(
-            self.of_conversion(n) for left, right, n in _edges(graph) if (left in floats) != (right in floats)
+            self.of_conversion(n) for left, right, n in edges(graph) if (left in floats) != (right in floats)
         )
 
     def of_conversion(self, num_elements: int) -> float:
@@ -57,7 +57,7 @@ def costs_of(graph: TracedGraph, quantized: RegionTimes, floating: RegionTimes, 
     scale = ratio * floating.total_ms / quantized.total_ms if quantized.total_ms else 1.0
     integer_ms, float_ms = quantized.by_layer(), floating.by_layer()
     fixed = fixed_floats(graph)
-    converted = sum(n for left, right, n in _edges(graph) if (left in fixed) != (right in fixed))
+    converted = sum(n for left, right, n in edges(graph) if (left in fixed) != (right in fixed))
     spent = scale * quantized.conversion_ms
     per_element = spent / converted if converted and spent else _USUAL_MS
     return Costs(
@@ -76,8 +76,8 @@ def cheapest(graph: TracedGraph, costs: Costs, weight: float = 1.0) -> Floats:
     """The placement with the least sum of units and conversions, the latter `weight` times as dear as measured."""
     fixed = fixed_floats(graph)
     integer = [math.inf if place in fixed else ms for place, ms in enumerate(costs.integer)]
-    edges = [(left, right, weight * costs.of_conversion(n)) for left, right, n in _edges(graph)]
-    ours = cheapest_split(integer, costs.floating, edges)
+    weighted = [(left, right, weight * costs.of_conversion(n)) for left, right, n in edges(graph)]
+    ours = cheapest_split(integer, costs.floating, weighted)
     return frozenset(place for place, is_integer in enumerate(ours) if not is_integer)
 
 
@@ -123,7 +123,7 @@ def singles(graph: TracedGraph, costs: Costs, floats: Floats) -> Iterator[tuple[
 def _component(graph: TracedGraph, among: set[int]) -> set[int]:
     """The units that hang together with the first one."""
     near: dict[int, set[int]] = {place: set() for place in among}
-    for left, right, _ in _edges(graph):
+    for left, right, _ in edges(graph):
         if left in among and right in among:
             near[left].add(right)
             near[right].add(left)
@@ -136,7 +136,7 @@ def _component(graph: TracedGraph, among: set[int]) -> set[int]:
     return found
 
 
-def _edges(graph: TracedGraph) -> Iterator[tuple[int, int, int]]:
+def edges(graph: TracedGraph) -> Iterator[tuple[int, int, int]]:
     """Units that hand each other a tensor, and its size; a tensor with several readers counts once per reader."""
     for link in graph.links:
         if link.producer >= 0 and link.consumer >= 0:

@@ -6,7 +6,6 @@ a candidate takes a second. Float altogether is always one of them: the result i
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import platform
@@ -17,24 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from sparsebit.deploy.cpu import cpu_name
 from sparsebit.deploy.runtimes import PROFILES
-from sparsebit.deploy.sessions import require_runtime, runtime_version
-from sparsebit.deploy.to_onnx import flat_inputs, in_order
-from sparsebit.errors import ConfigError, DeploymentError
-from sparsebit.execution.batches import Call, calls
-from sparsebit.graph.nested import map_nested
+from sparsebit.deploy.sessions import runtime_version
+from sparsebit.errors import DeploymentError
 from sparsebit.progress import track
-from sparsebit.quantization.export import check_ready, switched_on, trace_onnx
-from sparsebit.quantization.ops.quant_opr import QShared
 from sparsebit.quantization.placement_search import candidates
 from sparsebit.quantization.placement_search.candidates import Costs, Floats
 from sparsebit.quantization.placement_search.profile import Choice, PlacementProfile
 from sparsebit.quantization.placement_search.stopwatch import Stopwatch
 from sparsebit.quantization.placement_search.traced_graph import TracedGraph
+from sparsebit.quantization.placement_search.tracing import traced
 from sparsebit.quantization.quant_model import QuantModel
 from sparsebit.quantization.recording import architecture_facts
 from sparsebit.quantization.simulation import users_level
@@ -42,8 +34,6 @@ from sparsebit.records.phases import phase
 
 log = logging.getLogger(__name__)
 
-NUM_SAMPLES = 8
-_LARGEST = 1 << 30  # bytes: candidates are kept in memory
 _GAIN = 0.005  # a candidate must be faster by this much: less is noise
 _TRIAL_S, _FINAL_S = 1.0, 4.0
 _FLOAT, _DEFAULT = "float", "default"
@@ -81,28 +71,9 @@ def measure_placement(
     the runtime. `keep`: a folder for the files as they were timed: `float.onnx`, `default.onnx` and `measured.onnx`.
     `qmodel` is left as it was.
     """
-    runtime = PROFILES[qmodel.config.BACKEND].executes
-    if runtime is None:
-        raise ConfigError(
-            f"placement='measured' with BACKEND: {qmodel.config.BACKEND}: no runtime here runs its files; set BACKEND: "
-            "onnxruntime or openvino, or measure on the machine that has it"
-        )
-    require_runtime(runtime)
-    check_ready(qmodel, "measure_placement")
     start = time.perf_counter()
-    samples = _samples(qmodel, batches)
-    with switched_on(qmodel):
-        model, opset = trace_onnx(qmodel, _as_data(samples[0]))
-    size = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None)
-    if size > _LARGEST:
-        raise DeploymentError(
-            f"placement='measured': the float file would have {size / 1e9:.1f} GB, and candidates are kept in memory "
-            f"(at most {_LARGEST / 1e9:.1f} GB); use the default placement"
-        )
-    shared = {m.name: m.input_quantizer.name for m in qmodel.model.modules() if isinstance(m, QShared)}
-    graph = TracedGraph(model, opset, shared)
-    arrays = [[tensor.detach().cpu().numpy() for tensor in flat_inputs(*sample)] for sample in samples]
-    watch = stopwatch or Stopwatch(runtime, arrays, num_threads)
+    ready = traced(qmodel, batches, "measure_placement", "placement='measured'", num_threads, stopwatch)
+    runtime, graph, watch = ready.runtime, ready.graph, ready.watch
     search = _Search(qmodel, graph, watch, margin_db, time.perf_counter() + seconds)
     search.run()
     chosen, ratios, noise = search.confirmed()
@@ -122,7 +93,7 @@ def measure_placement(
         machine=platform.machine(),
         num_threads=num_threads,
         architecture=architecture_facts(qmodel.original).architecture,
-        shapes=tuple(tuple(array.shape) for array in arrays[0]),
+        shapes=ready.shapes,
         floats=tuple(name for name in qmodel.plan if name in left_out),
         is_float=chosen == _FLOAT,
         ratio=ratios[chosen],
@@ -306,33 +277,3 @@ class _Search:
             number += 1
             name = f"{wanted} ({number})"
         return name
-
-
-def _samples(qmodel: QuantModel, batches: Iterable[Any]) -> list[Call]:
-    """The first samples one by one, as they come in use."""
-    found: list[Call] = []
-    signature = inspect.signature(qmodel.original.forward)
-    for call in calls(batches, qmodel.original, qmodel.device):
-        call = call[0], in_order(call[1], signature)
-        tensors = flat_inputs(*call)
-        size = len(tensors[0]) if tensors and tensors[0].ndim else 1
-        found += [_sample(call, place, size) for place in range(min(size, NUM_SAMPLES - len(found)))]
-        if len(found) >= NUM_SAMPLES:
-            break
-    if not found:
-        raise ConfigError("placement='measured': no batches were given; give those of the calibration")
-    return found
-
-
-def _sample(call: Call, place: int, size: int) -> Call:
-    def cut(tensor: Tensor) -> Tensor:
-        return tensor[place : place + 1] if tensor.ndim and tensor.shape[0] == size else tensor
-
-    with torch.no_grad():
-        return map_nested(Tensor, cut, call[0]), map_nested(Tensor, cut, call[1])
-
-
-def _as_data(call: Call) -> Any:
-    """A call in the form that the export takes."""
-    args, kwargs = call
-    return (*args, kwargs) if args and kwargs else kwargs or args

@@ -15,7 +15,7 @@ import sparsebit
 from sparsebit.deploy.region_times import RegionTime, RegionTimes
 from sparsebit.errors import ConfigError
 from sparsebit.quantization import QuantModel
-from sparsebit.quantization.placement_search import PlacementProfile, apply_placement, measure_placement, search
+from sparsebit.quantization.placement_search import PlacementProfile, apply_placement, measure_placement, tracing
 from sparsebit.quantization.placement_search.stopwatch import Stopwatch, Timed
 
 onnx = pytest.importorskip("onnx")
@@ -99,14 +99,14 @@ TRACED: dict[QuantModel, Any] = {}
 @pytest.fixture(autouse=True)
 def _trace_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trace takes seconds, and a search only reads it."""
-    original = search.trace_onnx
+    original = tracing.trace_onnx
 
     def trace(qmodel: QuantModel, data: Any) -> Any:
         if qmodel not in TRACED:
             TRACED[qmodel] = original(qmodel, data)
         return TRACED[qmodel]
 
-    monkeypatch.setattr(search, "trace_onnx", trace)
+    monkeypatch.setattr(tracing, "trace_onnx", trace)
 
 
 def weights(qmodel: QuantModel) -> set[str]:
@@ -143,7 +143,7 @@ def test_a_faster_placement_that_is_less_exact_is_not_taken(qmodel: QuantModel) 
     from sparsebit.deploy.runtimes import PROFILES
     from sparsebit.quantization.placement_search.traced_graph import TracedGraph
 
-    default = TracedGraph(*search.trace_onnx(qmodel, BATCH[:1])).file((), PROFILES["onnxruntime"])
+    default = TracedGraph(*tracing.trace_onnx(qmodel, BATCH[:1])).file((), PROFILES["onnxruntime"])
     num_integer = sum(is_integer for _, is_integer in Fake(SLOW_WISE).times(default).values())
     watch = Fake(SLOW_WISE, exactness={num_integer: 40.0})
     found = measure_placement(qmodel, [BATCH], stopwatch=watch)

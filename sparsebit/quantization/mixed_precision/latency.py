@@ -1,0 +1,317 @@
+"""`search_latency`: which layers stay float, such that the loss is least and a measured time is kept.
+
+A runtime has 8-bit kernels and float ones: the choice of a layer is between these two, whatever bits its weight could
+have in a file. The time of a choice is the sum of measured regions (the float file and the quantized one, each profiled
+in the runtime) and of the conversions between them. The choice is an integer program. What it predicts is then checked:
+the file that it means is timed in turns with the float file, and a file over the limit is searched again with a
+smaller one.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sparsebit.deploy.cpu import cpu_name
+from sparsebit.deploy.runtimes import PROFILES
+from sparsebit.deploy.sessions import runtime_version
+from sparsebit.errors import BudgetError, ConfigError
+from sparsebit.numerics.choice_program import Budget, choose
+from sparsebit.progress import track
+from sparsebit.quantization.mixed_precision.candidates import stored_weights
+from sparsebit.quantization.mixed_precision.sensitivity import Sensitivity, sensitivity
+from sparsebit.quantization.placement_search import PlacementProfile, apply_placement
+from sparsebit.quantization.placement_search.candidates import Costs, Floats, costs_of, edges, fixed_floats
+from sparsebit.quantization.placement_search.profile import Choice
+from sparsebit.quantization.placement_search.stopwatch import Stopwatch
+from sparsebit.quantization.placement_search.traced_graph import TracedGraph
+from sparsebit.quantization.placement_search.tracing import Traced, traced
+from sparsebit.quantization.quant_model import QuantModel
+from sparsebit.quantization.recording import architecture_facts
+from sparsebit.records.phases import phase
+
+log = logging.getLogger(__name__)
+
+_FLOAT, _DEFAULT = "float", "all that can be in integers"
+_MOST_TRIES = 5
+_TRIAL_S, _FINAL_S = 1.0, 4.0
+_GAP = 1e-3
+_REST = "(conversions beside layers that are always float)"
+
+
+@dataclass(frozen=True)
+class LatencySearch:
+    """What was found for one limit, a share of the float file's time.
+
+    `ratio`: the time of the chosen file over that of the float file, as measured; `predicted`: by the sum of measured
+    regions. `default_ratio`, `default_predicted`: of the file with all in integers that can be. `loss`: the sum of the
+    scores of what is in integers. `floats`: layers that stay float. `qmodel`: the model with that placement;
+    `profile`: to keep, for `quantize(..., placement=...)`.
+    """
+
+    limit: float
+    ratio: float
+    predicted: float
+    default_ratio: float
+    default_predicted: float
+    loss: float
+    floats: tuple[str, ...]
+    num_layers: int
+    tries: int
+    qmodel: QuantModel
+    profile: PlacementProfile
+
+    def to_dict(self) -> dict[str, Any]:
+        names = ("limit", "ratio", "predicted", "default_ratio", "default_predicted", "loss", "num_layers", "tries")
+        return {**{name: getattr(self, name) for name in names}, "floats": list(self.floats)}
+
+    def __str__(self) -> str:
+        chosen = _told(self.ratio, self.predicted)
+        default = _told(self.default_ratio, self.default_predicted)
+        rows = [
+            f"limit {self.limit:.3f} of float's time: {chosen}",
+            f"all in integers: {default}",
+            f"{len(self.floats)} of {self.num_layers} layers in float, sum of scores {self.loss:.4g}",
+        ]
+        return "\n".join([*rows, *(f"  {name}" for name in self.floats)])
+
+
+@phase("latency search")
+def search_latency(
+    qmodel: QuantModel,
+    data: Iterable[Any],
+    limits: float | Iterable[float],
+    *,
+    max_bytes: float | None = None,
+    scores: Sensitivity | None = None,
+    num_threads: int = 1,
+    stopwatch: Stopwatch | None = None,
+) -> list[LatencySearch]:
+    """The best placement for each limit on the time, from one measurement; the calibrated `qmodel` stays as it is.
+
+    `limits`: shares of the float file's time (0.6), one or several. `data`: the calibration batches. The layers that
+    cost most accuracy by `sensitivity` become float, as far as the time allows. `scores`: a sensitivity that was
+    measured before. `max_bytes`: also a limit on the bytes of the layers' weights, a share of what they take in float
+    (all in integers: 0.25). `num_threads`: of the runtime. A limit that no placement keeps is a `BudgetError` that
+    says what the fastest takes.
+
+    >>> (found,) = search_latency(qmodel, batches, 0.6)  # doctest: +SKIP
+    >>> print(found)  # doctest: +SKIP
+    limit 0.600 of float's time: measured 0.587, predicted 0.594 by the sum of measured regions (1 % apart)
+    """
+    wanted = [limits] if isinstance(limits, (int, float)) else list(limits)
+    if not wanted:
+        raise ConfigError("search_latency(): no limit was given; give shares of the float file's time, as 0.6")
+    for limit in wanted:
+        if not limit > 0:
+            raise ConfigError(f"latency limit {limit!r}: allowed: shares of the float file's time, above 0")
+    start = time.perf_counter()
+    batches = list(data)
+    found = traced(qmodel, batches, "search_latency", "search_latency()", num_threads, stopwatch)
+    judged = scores or sensitivity(qmodel, batches, weight_bits=(), activation_bits=())
+    search = _Search(qmodel, found, judged, max_bytes)
+    results = [search.within(limit) for limit in track(wanted, "latency limits")]
+    return [search.result(one, found, num_threads, time.perf_counter() - start) for one in results]
+
+
+@dataclass(frozen=True)
+class _Found:
+    limit: float
+    name: str
+    floats: Floats
+    ratio: float
+    predicted: float
+    loss: float
+    tries: int
+
+
+class _Search:
+    """What was measured of the float file and of the one with all in integers, and the choices between them."""
+
+    def __init__(self, qmodel: QuantModel, found: Traced, scores: Sensitivity, max_bytes: float | None) -> None:
+        self.qmodel, self.graph, self.watch = qmodel, found.graph, found.watch
+        self.runtime = PROFILES[qmodel.config.BACKEND]
+        self.fixed = fixed_floats(self.graph)
+        everything = frozenset(range(len(self.graph.units)))
+        self.files = {_FLOAT: self._file(everything), _DEFAULT: self.graph.file((), self.runtime)}
+        timed = self.watch.ratios(self.files, _FINAL_S)
+        self.default_ratio, self.noise = timed[_DEFAULT].ratio, timed[_FLOAT].noise
+        regions = self.watch.regions({_DEFAULT: self.files[_DEFAULT], _FLOAT: self.files[_FLOAT]})
+        self.float_ms = regions[_FLOAT].total_ms
+        summed = costs_of(self.graph, regions[_DEFAULT], regions[_FLOAT], self.default_ratio)
+        rest = max(0.0, self.float_ms - sum(summed.floating))  # of no unit: changes of the memory layout
+        self.default_predicted = (summed.of(self.graph, self.fixed) + rest) / self.float_ms
+        self.costs = _fitted(self.graph, summed, self.fixed, self.float_ms, self.default_ratio)
+        self.scores = _unit_scores(self.graph, scores)
+        weights = {site: weight.numel() for site, weight in stored_weights(qmodel.model)}
+        self.sizes = {
+            place: sum(weights.get(site, 0) for site in self.graph.units[place].weights) for place in self.scores
+        }
+        self.max_bytes = max_bytes
+
+    def within(self, limit: float) -> _Found:
+        """The best placement whose file was measured to keep the limit."""
+        if limit >= 1 and self.max_bytes is None:
+            return _Found(limit, _FLOAT, frozenset(range(len(self.graph.units))), 1.0, 1.0, 0.0, 0)
+        aim, fastest = limit, self.default_ratio
+        for tries in range(1, _MOST_TRIES + 1):
+            try:
+                floats = self._chosen(aim)
+            except BudgetError:
+                if self.max_bytes is not None and self.max_bytes < 0.25:
+                    raise
+                break
+            name = f"limit {limit:g}, try {tries}"
+            files = {_FLOAT: self.files[_FLOAT], name: self._file(floats)}
+            ratio = self.watch.ratios(files, _TRIAL_S)[name].ratio
+            log.debug("%s: aimed at %.3f, predicted %.3f, measured %.3f", name, aim, self.predicted(floats), ratio)
+            if ratio <= limit:
+                ratio = self.watch.ratios(files, _FINAL_S)[name].ratio
+            if ratio <= limit:
+                loss = sum(score for place, score in self.scores.items() if place not in floats)
+                self.files[name] = files[name]
+                return _Found(limit, name, floats, ratio, self.predicted(floats), loss, tries)
+            fastest = min(fastest, ratio)
+            aim = min(aim * limit / ratio, 0.98 * aim)
+        if self.default_ratio <= limit:
+            loss = sum(self.scores.values())
+            predicted = self.predicted(self.fixed)
+            return _Found(limit, _DEFAULT, self.fixed, self.default_ratio, predicted, loss, _MOST_TRIES)
+        raise BudgetError(
+            f"latency limit {limit:g}: no placement was measured to keep it; the fastest took {fastest:.3f} of the "
+            f"float file's time (all in integers: {self.default_ratio:.3f}). Give a larger one"
+        )
+
+    def predicted(self, floats: Floats) -> float:
+        """By the sum of measured regions, as a share of the float file's."""
+        return self.costs.of(self.graph, floats | self.fixed) / self.float_ms
+
+    def _chosen(self, limit: float) -> Floats:
+        solved = choose(
+            {**{str(place): [0.0, score] for place, score in self.scores.items()}, _REST: [0.0]},
+            [_time_budget(self.graph, self.costs, self.fixed, limit * self.float_ms), *self._bytes()],
+            gap=_GAP,
+        )
+        return self.fixed | {place for place in self.scores if solved.options[str(place)] == 0}
+
+    def _bytes(self) -> list[Budget]:
+        """Of weights: four for each in float, one in integers."""
+        if self.max_bytes is None:
+            return []
+        limit = self.max_bytes * 4 * sum(self.sizes.values())
+        return [Budget("bytes", limit, {str(place): [4.0 * n, 1.0 * n] for place, n in self.sizes.items()})]
+
+    def _left_out(self, floats: Floats) -> frozenset[str]:
+        return self.graph.sites_without(floats) & frozenset(self.qmodel.plan)
+
+    def _file(self, floats: Floats) -> bytes:
+        left_out = frozenset(self.qmodel.plan) if len(floats) == len(self.graph.units) else self._left_out(floats)
+        return self.graph.file(left_out, self.runtime)
+
+    def result(self, one: _Found, found: Traced, num_threads: int, seconds: float) -> LatencySearch:
+        is_float = one.name == _FLOAT
+        left_out = frozenset[str]() if one.name == _DEFAULT else self._left_out(one.floats)
+        plan, total = self.qmodel.plan, len(self.qmodel.plan)
+        names = dict.fromkeys((_FLOAT, _DEFAULT, one.name))
+        ratios = {_FLOAT: 1.0, _DEFAULT: self.default_ratio, one.name: one.ratio}
+        counts = {_FLOAT: 0, _DEFAULT: total, one.name: 0 if is_float else total - len(left_out)}
+        sqnr = {
+            name: None if name == _FLOAT else self.watch.sqnr_db(name, self.files[name], self.files[_FLOAT])
+            for name in names
+        }
+        profile = PlacementProfile(
+            backend=self.qmodel.config.BACKEND,
+            runtime=found.runtime,
+            runtime_version=runtime_version(found.runtime),
+            cpu=cpu_name(),
+            machine=platform.machine(),
+            num_threads=num_threads,
+            architecture=architecture_facts(self.qmodel.original).architecture,
+            shapes=found.shapes,
+            floats=() if is_float else tuple(name for name in plan if name in left_out),
+            is_float=is_float,
+            ratio=one.ratio,
+            default_ratio=self.default_ratio,
+            noise=self.noise,
+            seconds=seconds,
+            choices=tuple(
+                Choice(name, ratios[name], sqnr[name], counts[name], "chosen" if name == one.name else "")
+                for name in names
+            ),
+        )
+        layers = [unit.layer for unit in self.graph.units if unit.layer]
+        return LatencySearch(
+            limit=one.limit,
+            ratio=one.ratio,
+            predicted=one.predicted,
+            default_ratio=self.default_ratio,
+            default_predicted=self.default_predicted,
+            loss=one.loss,
+            floats=tuple(
+                unit.layer for place, unit in enumerate(self.graph.units) if unit.layer and place in one.floats
+            ),
+            num_layers=len(layers),
+            tries=one.tries,
+            qmodel=apply_placement(self.qmodel, profile),
+            profile=profile,
+        )
+
+
+def _unit_scores(graph: TracedGraph, scores: Sensitivity) -> dict[int, float]:
+    """What each unit costs in integers: its weights, and its share of each tensor that it reads, by place."""
+    of_site = {site: max(row.values()) for site, row in scores.scores.items()}
+    readers: dict[str, set[int]] = {}
+    for link in graph.links:
+        for site in link.sites:
+            place = link.producer if link.consumer < 0 else link.consumer
+            readers.setdefault(graph.owners.get(site, site), set()).add(place)
+    found = {
+        place: sum(of_site.get(site, 0.0) for site in unit.weights)
+        for place, unit in enumerate(graph.units)
+        if unit.can_be_integer
+    }
+    for site, places in readers.items():
+        for place in places & found.keys():
+            found[place] += of_site.get(site, 0.0) / len(places)
+    return found
+
+
+def _fitted(graph: TracedGraph, costs: Costs, fixed: Floats, float_ms: float, ratio: float) -> Costs:
+    """The costs, such that those of both measured files add up to what was measured.
+
+    What belongs to no unit (changes of the memory layout, in the float file most of all) is spread over the units.
+    """
+    floating_ms, integer_ms = sum(costs.floating), sum(ms for p, ms in enumerate(costs.integer) if p not in fixed)
+    up = float_ms / floating_ms if floating_ms else 1.0
+    floating = tuple(up * ms for ms in costs.floating)
+    others = costs.of(graph, fixed) - sum(costs.floating[place] for place in fixed) - integer_ms  # conversions
+    wanted = ratio * float_ms - others - sum(floating[place] for place in fixed)
+    scale = wanted / integer_ms if integer_ms and wanted > 0 else 1.0
+    return Costs(tuple(scale * ms for ms in costs.integer), floating, costs.per_element)
+
+
+def _time_budget(graph: TracedGraph, costs: Costs, fixed: Floats, limit_ms: float) -> Budget:
+    """Milliseconds: of each unit in float and in integers, and of a conversion between two that differ."""
+    own = {place: [costs.floating[place], costs.integer[place]] for place in range(len(graph.units))}
+    pairs: dict[tuple[str, str], list[list[float]]] = {}
+    for left, right, num_elements in edges(graph):
+        conversion = costs.of_conversion(num_elements)
+        ends = sorted({left, right} - fixed)
+        if len(ends) == 2:
+            table = pairs.setdefault((str(ends[0]), str(ends[1])), [[0.0, 0.0], [0.0, 0.0]])
+            table[0][1] += conversion
+            table[1][0] += conversion
+        elif len(ends) == 1 and left != right:
+            own[ends[0]][1] += conversion
+    always = sum(costs.floating[place] for place in fixed)
+    rows: Mapping[str, list[float]] = {str(place): row for place, row in own.items() if place not in fixed}
+    return Budget("latency", limit_ms, {**rows, _REST: [always]}, pairs)
+
+
+def _told(measured: float, predicted: float) -> str:
+    apart = f"{abs(predicted / measured - 1):.0%} apart" if measured else "not measured"
+    return f"measured {measured:.3f}, predicted {predicted:.3f} by the sum of measured regions ({apart})"

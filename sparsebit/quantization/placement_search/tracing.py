@@ -1,0 +1,105 @@
+"""`traced`: a calibrated model as a graph whose placements can be written as files and timed in its runtime."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsebit.deploy.runtimes import PROFILES
+from sparsebit.deploy.sessions import require_runtime
+from sparsebit.deploy.to_onnx import flat_inputs, in_order
+from sparsebit.errors import ConfigError, DeploymentError
+from sparsebit.execution.batches import Call, calls
+from sparsebit.graph.nested import map_nested
+from sparsebit.quantization.export import check_ready, switched_on, trace_onnx
+from sparsebit.quantization.ops.quant_opr import QShared
+from sparsebit.quantization.placement_search.stopwatch import Stopwatch
+from sparsebit.quantization.placement_search.traced_graph import TracedGraph
+from sparsebit.quantization.quant_model import QuantModel
+
+NUM_SAMPLES = 8
+_LARGEST = 1 << 30  # bytes: candidates are kept in memory
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The graph, what times its files, the runtime's name, and the shapes of one sample."""
+
+    graph: TracedGraph
+    watch: Stopwatch
+    runtime: str
+    shapes: tuple[tuple[int, ...], ...]
+
+
+def traced(
+    qmodel: QuantModel,
+    batches: Iterable[Any],
+    verb: str,
+    wish: str,
+    num_threads: int = 1,
+    stopwatch: Stopwatch | None = None,
+) -> Traced:
+    """The model traced once; its first samples are what files are timed and compared on.
+
+    `verb`, `wish`: for messages, the function that is called and what the user asked for.
+    """
+    runtime = PROFILES[qmodel.config.BACKEND].executes
+    if runtime is None:
+        raise ConfigError(
+            f"{wish} with BACKEND: {qmodel.config.BACKEND}: no runtime here runs its files; set BACKEND: "
+            "onnxruntime or openvino, or measure on the machine that has it"
+        )
+    require_runtime(runtime)
+    check_ready(qmodel, verb)
+    samples = _samples(qmodel, batches, wish)
+    with switched_on(qmodel):
+        model, opset = trace_onnx(qmodel, _as_data(samples[0]))
+    size = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None)
+    if size > _LARGEST:
+        raise DeploymentError(
+            f"{wish}: the float file would have {size / 1e9:.1f} GB, and candidates are kept in memory "
+            f"(at most {_LARGEST / 1e9:.1f} GB); use the default placement"
+        )
+    shared = {m.name: m.input_quantizer.name for m in qmodel.model.modules() if isinstance(m, QShared)}
+    arrays = [[tensor.detach().cpu().numpy() for tensor in flat_inputs(*sample)] for sample in samples]
+    return Traced(
+        TracedGraph(model, opset, shared),
+        stopwatch or Stopwatch(runtime, arrays, num_threads),
+        runtime,
+        tuple(tuple(array.shape) for array in arrays[0]),
+    )
+
+
+def _samples(qmodel: QuantModel, batches: Iterable[Any], wish: str) -> list[Call]:
+    """The first samples one by one, as they come in use."""
+    found: list[Call] = []
+    signature = inspect.signature(qmodel.original.forward)
+    for call in calls(batches, qmodel.original, qmodel.device):
+        call = call[0], in_order(call[1], signature)
+        tensors = flat_inputs(*call)
+        size = len(tensors[0]) if tensors and tensors[0].ndim else 1
+        found += [_sample(call, place, size) for place in range(min(size, NUM_SAMPLES - len(found)))]
+        if len(found) >= NUM_SAMPLES:
+            break
+    if not found:
+        raise ConfigError(f"{wish}: no batches were given; give those of the calibration")
+    return found
+
+
+def _sample(call: Call, place: int, size: int) -> Call:
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor[place : place + 1] if tensor.ndim and tensor.shape[0] == size else tensor
+
+    with torch.no_grad():
+        return map_nested(Tensor, cut, call[0]), map_nested(Tensor, cut, call[1])
+
+
+def _as_data(call: Call) -> Any:
+    """A call in the form that the export takes."""
+    args, kwargs = call
+    return (*args, kwargs) if args and kwargs else kwargs or args
