@@ -73,7 +73,7 @@ class QuantModel(SavableModel):
             raise CaptureError(
                 "visit_blocks() needs a graph of the whole model, which could not be traced: see coverage"
             )
-        if self._float_values_are_lost:
+        if self.float_values_are_lost:
             log.warning(
                 "algorithms changed weights of this model before it was saved or pickled, or tuned its batch norms: "
                 "the float model's values are not in what was saved, and blocks are compared with the changed weights. "
@@ -169,7 +169,7 @@ class QuantModel(SavableModel):
         batches = _as_batches(data)
         require_repeatable(batches, "accuracy_gains()")
         check_metric(self, batches, metric)
-        if self._float_values_are_lost:
+        if self.float_values_are_lost:
             log.warning(
                 "algorithms changed weights of this model before it was saved or pickled, or tuned its batch norms: "
                 "the float model's values are not in what was saved, and the changed weights count as float. Start "

@@ -36,7 +36,7 @@ class SavableModel(CalibratedModel):
     """What `QuantModel` keeps of itself: what makes it again from the float model."""
 
     # Whether algorithms changed weights before the model was saved, or tuned its norms; `float_parameters` is empty.
-    _float_values_are_lost = False
+    float_values_are_lost = False
 
     @property
     def float_parameters(self) -> FloatParameters:
@@ -63,7 +63,7 @@ class SavableModel(CalibratedModel):
     def forget_float_parameters(self) -> None:
         """Note that what the float model computes is not known any more: its batch norms have new statistics."""
         self.__dict__["_float_parameters"] = FloatParameters()
-        self._float_values_are_lost = True
+        self.float_values_are_lost = True
 
     def insert_factors(self, factors: Sequence[InsertedFactor]) -> None:
         """Put multiplications by a factor per channel (one, at first) into the graph; a saved model has them too."""
@@ -99,7 +99,7 @@ class SavableModel(CalibratedModel):
             quantizer.load_state_dict(old[name].state_dict())
             quantizer.use_quant = old[name].use_quant
         new.__dict__["_float_parameters"] = copy.copy(self.float_parameters)
-        new._float_values_are_lost = self._float_values_are_lost
+        new.float_values_are_lost = self.float_values_are_lost
         new._make_room_for_biases()
         return new
 
@@ -173,7 +173,7 @@ class SavableModel(CalibratedModel):
             "transforms": [name_of(step) for step in self._transforms],
             "plan": None if self._given_plan is None else self._given_plan.to_dict(),
             "algorithms": list(self.applied_algorithms),
-            "weights_changed": self._float_values_are_lost or bool(len(self.float_parameters)),
+            "weights_changed": self.float_values_are_lost or bool(len(self.float_parameters)),
             "sites": {q.name: q.describe() for q in self.quantizers() if not q.fake_fused},
         }
 
@@ -210,7 +210,7 @@ class SavableModel(CalibratedModel):
         else:
             qmodel._load_all_but_quantizers(tensors)
         qmodel.applied_algorithms = tuple(description.get("algorithms", ()))
-        qmodel._float_values_are_lost = bool(description.get("weights_changed", False))
+        qmodel.float_values_are_lost = bool(description.get("weights_changed", False))
         return qmodel.eval()
 
     def _load_all_but_quantizers(self, tensors: dict[str, Tensor]) -> None:

@@ -39,7 +39,7 @@ class ScalableModel(Protocol):
     model: nn.Module
 
     # Whether algorithms changed weights before the model was saved; `float_parameters` is empty then.
-    _float_values_are_lost: bool
+    float_values_are_lost: bool
 
     @property
     def float_parameters(self) -> FloatParameters: ...
@@ -172,7 +172,7 @@ class FloatRuns:
                 "are the float model's again. Call %s() first, and the others after it",
                 *(self.verb, len(changed), self.verb),
             )
-        elif self.qmodel._float_values_are_lost:
+        elif self.qmodel.float_values_are_lost:
             log.warning(
                 "%s(): algorithms changed weights of this model before it was saved or pickled, for ranges that change "
                 "now: they are rounded a second time. Start from the float model",
