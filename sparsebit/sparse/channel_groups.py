@@ -103,14 +103,20 @@ def grouped(units: Iterable[Unit]) -> list[Group]:
 Kept = dict[str, dict[int, torch.Tensor]]
 
 
+def positions_of(units: Iterable[Unit]) -> dict[tuple[str, int], list[int]]:
+    """The positions of all these units together, by tensor and dimension."""
+    found: dict[tuple[str, int], list[int]] = {}
+    for unit in units:
+        for tensor, dim, places in unit.members:
+            found.setdefault((tensor, dim), []).extend(places)
+    return found
+
+
 def kept_positions(dead: Iterable[Unit], sizes: Mapping[str, tuple[int, ...]]) -> Kept:
     """For each tensor and dimension that loses positions, those that stay, in order."""
-    gone: dict[tuple[str, int], set[int]] = {}
-    for unit in dead:
-        for tensor, dim, places in unit.members:
-            gone.setdefault((tensor, dim), set()).update(places)
     kept: Kept = {}
-    for (tensor, dim), lost in gone.items():
+    for (tensor, dim), places in positions_of(dead).items():
+        lost = set(places)
         alive = [place for place in range(sizes[tensor][dim]) if place not in lost]
         kept.setdefault(tensor, {})[dim] = torch.tensor(alive, dtype=torch.long)
     return kept

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from sparsebit.execution.batches import Call
 from sparsebit.graph.copying import copy_model
 from sparsebit.graph.nested import map_nested
-from sparsebit.sparse.channel_groups import Group, Unit, kept_positions
+from sparsebit.sparse.channel_groups import Group, Unit, kept_positions, positions_of
 from sparsebit.sparse.channel_trace import Step, Trace, watch
 from sparsebit.sparse.labels import FIXED, LabelSets
 from sparsebit.sparse.surgery import Attribute, ChannelPlan, apply_plan, named_tensors
@@ -187,10 +187,9 @@ def mask_units(model: nn.Module, units: Iterable[Unit]) -> None:
     """Put zeros into every parameter of the units, in place."""
     parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for unit in units:
-            for tensor, dim, places in unit.members:
-                if tensor in parameters:
-                    parameters[tensor].index_fill_(dim, torch.tensor(places, device=parameters[tensor].device), 0)
+        for (tensor, dim), places in positions_of(units).items():
+            if tensor in parameters:
+                parameters[tensor].index_fill_(dim, torch.tensor(places, device=parameters[tensor].device), 0)
 
 
 def _same_digest(one: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]]) -> bool:

@@ -19,7 +19,7 @@ from sparsebit.deploy.to_onnx import to_onnx
 from sparsebit.errors import CaptureError, ConfigError
 from sparsebit.execution.batches import as_call, calls
 from sparsebit.graph.copying import copy_model, uncompiled
-from sparsebit.sparse.channel_groups import Group, Unit
+from sparsebit.sparse.channel_groups import Group, Unit, positions_of
 from sparsebit.sparse.criteria import Evidence, criterion
 from sparsebit.sparse.element_masks import block_shape, n_of_m
 from sparsebit.sparse.element_selection import select_elements
@@ -243,10 +243,9 @@ class SparseModel(nn.Module):
         masks = self.masks
         for mask in masks.values():
             mask.fill_(True)
-        for unit in dead:
-            for tensor, dim, places in unit.members:
-                if tensor in masks:
-                    masks[tensor].index_fill_(dim, torch.tensor(places, device=masks[tensor].device), False)
+        for (tensor, dim), places in positions_of(dead).items():
+            if tensor in masks:
+                masks[tensor].index_fill_(dim, torch.tensor(places, device=masks[tensor].device), False)
 
     def _mask_elements(self, scores: Mapping[str, Tensor], share: float) -> None:
         masks = self.masks
@@ -322,12 +321,17 @@ class SparseModel(nn.Module):
 
     def dead_units(self) -> list[Unit]:
         """The units all of whose weights are masked."""
-        masks = {name: mask.cpu() for name, mask in self.masks.items()}
+        masks = self.masks
+        # For each axis: whether anything of a position is left.
+        left = {
+            (name, dim): mask.movedim(dim, 0).flatten(1).any(1).tolist() if mask.dim() > 1 else mask.tolist()
+            for name, mask in masks.items()
+            for dim in range(mask.dim())
+        }
 
         def is_dead(unit: Unit) -> bool:
-            members = [(tensor, dim, places) for tensor, dim, places in unit.members if tensor in masks]
-            slices = [masks[tensor].index_select(dim, torch.tensor(places)) for tensor, dim, places in members]
-            return bool(slices) and not any(bool(part.any()) for part in slices)
+            members = [(left[tensor, dim], places) for tensor, dim, places in unit.members if tensor in masks]
+            return bool(members) and not any(axis[place] for axis, places in members for place in places)
 
         return [unit for unit in self.groups.units if is_dead(unit)]
 

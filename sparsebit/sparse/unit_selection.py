@@ -18,20 +18,18 @@ def unit_scores(group: Group, scores: Mapping[str, Tensor], strategy: str) -> Te
     So a layer with large weights counts as much as one with small weights, and units of different groups compare.
     Every axis counts: what makes a channel, and what reads it.
     """
-    sums: dict[tuple[str, int], Tensor] = {}
     total = torch.zeros(len(group.units), dtype=torch.float64)
     count = torch.zeros(len(group.units), dtype=torch.float64)
+    means: dict[tuple[str, int], list[float]] = {}
     for tensor, dim in group.axes:
         if tensor in scores:
             values = scores[tensor].double().cpu()
-            sums[tensor, dim] = values.movedim(dim, 0).flatten(1).sum(1) if values.dim() > 1 else values
-    for axis, values in sums.items():
-        mean = values.mean().clamp_min(1e-300)
-        for index, unit in enumerate(group.units):
-            for tensor, dim, places in unit.members:
-                if (tensor, dim) == axis:
-                    total[index] += float(values[list(places)].sum()) / float(mean) / len(places)
-                    count[index] += 1
+            values = values.movedim(dim, 0).flatten(1).sum(1) if values.dim() > 1 else values
+            means[tensor, dim] = (values / values.mean().clamp_min(1e-300)).tolist()
+    for index, unit in enumerate(group.units):
+        found = [(means[tensor, dim], places) for tensor, dim, places in unit.members if (tensor, dim) in means]
+        total[index] = sum(sum(values[place] for place in places) / len(places) for values, places in found)
+        count[index] = len(found)
     if not bool(count.any()):
         raise ConfigError(
             f"SPARSER.STRATEGY={strategy}: it judges none of the parameters of a group ({group}); choose another one, "
