@@ -2,6 +2,7 @@
 
     python benchmarks/accuracy.py [--tasks resnet20,minilm] [--observers minmax,mse] [--json FILE] [--device cuda]
     python benchmarks/accuracy.py --tasks mobilenetv2 --rows per-tensor     # only rows whose label has this word
+    python benchmarks/accuracy.py --tasks resnet20 --rows mixed             # bits chosen at the bytes of uniform 4 bits
     python benchmarks/accuracy.py --peers [...]     # beside other tools, see accuracy_peers.py and its options
 
 One JSON line per task, backend and observer: the metric in float and quantized, the loss, and, where they make sense,
@@ -32,6 +33,7 @@ from sparsebit.quantization import (
     gptq,
     parse_qconfig,
     reconstruct,
+    search_bits,
     smooth,
 )
 
@@ -64,6 +66,9 @@ LOW_BITS = {
     "vit": ((4, 8), (4, 4)),
     "efficientnet_lite0": ((4, 8),),
 }
+# Where bits are also chosen per layer, at the bytes that the uniform config takes, and among which.
+MIXED = {"resnet20": (4, 8), "mobilenetv2": (4, 8)}
+CANDIDATES = (2, 3, 4, 5, 6, 8)
 # Models that the plain configs do not suit, and the config that their example recommends.
 RECOMMENDED = {"minilm": "examples/configs/encoder_w8a8.yaml", "yolov5n": "examples/configs/yolo_w8a8.yaml"}
 
@@ -94,6 +99,9 @@ def measure(
 ) -> dict[str, Any]:
     wall, cpu = time.perf_counter(), time.process_time()
     algorithm = ALGORITHMS.get(label.get("algorithm", ""))
+    if label.get("choice") == "mixed":
+        uniform = sparsebit.quantize(task.model, task.calibration, settings)
+        settings = search_bits(uniform, task.calibration, {"bytes": 1.0}, weight_bits=CANDIDATES).config
     qmodel = sparsebit.quantize(task.model, task.calibration, settings)
     if algorithm is not None:
         algorithm(qmodel, task.calibration)
@@ -140,6 +148,9 @@ def variants(task: str, observers: list[str], device: str) -> list[Variant]:
     low = [variant("virtual", "mse", *bits) for bits in LOW_BITS.get(task, ())]
     found += low
     found += [({**label, "algorithm": name}, settings) for name in ROUNDING for label, settings in low]
+    if task in MIXED:
+        label, settings = variant("virtual", "mse", *MIXED[task])
+        found += [({**label, "choice": "mixed", **rest}, settings) for rest in ({}, {"algorithm": "gptq"})]
     if task == "mobilenetv2":
         label = {"backend": "virtual", "observer": "minmax", "bits": "W8A8", "weights": "per-tensor"}
         whole = config("virtual", "minmax", device=device, weights="per-tensor")
