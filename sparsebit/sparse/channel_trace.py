@@ -155,20 +155,22 @@ class _Watch(TorchDispatchMode):
         inputs = tuple((tuple(tensor.shape), self.axes_of(tensor)) for tensor in call.tensors())
         carried = tuple(carry(self.sets, call))
         for output, axes in zip(outputs, carried, strict=True):
-            setattr(output, _ATTRIBUTE, axes)
+            setattr(output, _ATTRIBUTE, (self.sets.number, axes))
         self.trace.steps.append(Step(name, where, shapes, inputs, carried, groups[0] if groups else None))
         return result
 
     def axes_of(self, tensor: Tensor) -> Axes:
-        found: Axes | None = getattr(tensor, _ATTRIBUTE, None)
-        if found is not None and len(found) == tensor.dim():
-            return found
         assert self.sets is not None
+        number, found = getattr(tensor, _ATTRIBUTE, (0, ()))
+        # A tensor that the model keeps from run to run (a cached bias) may have labels of an earlier analysis.
+        if number == self.sets.number and len(found) == tensor.dim():
+            axes: Axes = found
+            return axes
         name = self.names.get(id(tensor))
         if name is None or not tensor.is_floating_point():
             return (None,) * tensor.dim()
         axes = tuple(self.sets.add_axis(name, dim, size) if size > 1 else None for dim, size in enumerate(tensor.shape))
-        setattr(tensor, _ATTRIBUTE, axes)
+        setattr(tensor, _ATTRIBUTE, (self.sets.number, axes))
         return axes
 
     def choose(self, kind: str, num_options: int, labels: Tensor) -> int:
@@ -225,4 +227,5 @@ def forget_labels(model: nn.Module) -> None:
 
 def output_labels(trace: Trace) -> Iterator[Tensor]:
     for tensor in trace.outputs:
-        yield from (labels for labels in getattr(tensor, _ATTRIBUTE, ()) if labels is not None)
+        _, axes = getattr(tensor, _ATTRIBUTE, (0, ()))
+        yield from (labels for labels in axes if labels is not None)

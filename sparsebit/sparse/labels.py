@@ -7,6 +7,7 @@ buffer. Atoms that must live and die together are joined into one set; a set tha
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 FIXED, FREE = 0, -1
+_NUMBERS = itertools.count(1)
 # For each dimension of a tensor: the label of every position; None: all positions are fixed.
 Axes = tuple[Tensor | None, ...]
 
@@ -32,6 +34,7 @@ class LabelSets:
     """Disjoint sets of atoms (union-find). Pins are kept with the set, and the first reason wins."""
 
     def __init__(self) -> None:
+        self.number = next(_NUMBERS)  # which analysis labels belong to
         self.axes: list[Axis] = []
         self._parent: list[int] = [FIXED]
         self._reasons: dict[int, str] = {}
