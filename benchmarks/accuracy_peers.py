@@ -32,7 +32,10 @@ from accuracy_tools import TOOLS, Case
 from common import emit, sqnr_db
 from models import TASKS, Task, top1, torchvision_shim
 
-ROUNDING = ("sparsebit-fast", "sparsebit-good", "brevitas", "brevitas-gptq", "brevitas-qronos", "aimet-adaround")
+ROUNDING = (
+    *("sparsebit-fast", "sparsebit-good", "brevitas", "brevitas-gptq", "brevitas-layerwise", "brevitas-qronos"),
+    "aimet-adaround",
+)
 COMPARED: dict[str, tuple[Case, tuple[str, ...]]] = {
     "resnet20-W4A8": (Case("resnet20", 4, 8), ROUNDING),
     "resnet20-W4A4": (Case("resnet20", 4, 4), ROUNDING),
@@ -78,7 +81,7 @@ def in_own_process(case: str, tool: str, reference: str) -> dict[str, Any]:
 
 
 def environment(package: str) -> dict[str, str]:
-    found = dict(os.environ)
+    found = {"NNCF_EXTENSION_LOAD_TIMEOUT": "0", **os.environ}  # NNCF compiles at its first call: minutes if busy
     folder = Path(found.get("SPARSEBIT_PEERS", "")) / package
     if "SPARSEBIT_PEERS" in found and folder.is_dir():
         found["PYTHONPATH"] = os.pathsep.join(filter(None, (found.get("PYTHONPATH"), str(folder.resolve()))))

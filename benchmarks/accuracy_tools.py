@@ -68,10 +68,11 @@ def sparsebit_config(task: Task, _: Case, *, file: str) -> nn.Module:
     return quantize(task.model, task.calibration, parse_qconfig(ROOT / file).replace("DEVICE", "cpu"))
 
 
-def brevitas(task: Task, case: Case, *, rounding: str = "gptq") -> nn.Module:
+def brevitas(task: Task, case: Case, *, rounding: str = "gptq", backend: str = "fx") -> nn.Module:
     """The steps of `brevitas_ptq_imagenet_val`, in its order and with its defaults.
 
     Graph equalization (20 rounds, biases merged), 99.999 % ranges, then GPTQ or Qronos, then bias correction.
+    `backend`: "fx" quantizes residual sums too; "layerwise" only what layers read, and gives the first layer 8 bits.
     """
     from brevitas.graph.quantize import preprocess_for_quantize
     from brevitas_examples.imagenet_classification.ptq import ptq_common as steps
@@ -81,7 +82,7 @@ def brevitas(task: Task, case: Case, *, rounding: str = "gptq") -> nn.Module:
     model = preprocess_for_quantize(model, equalize_iters=20, equalize_merge_bias=True)
     quantized = steps.quantize_model(
         model,
-        backend="fx",
+        backend=backend,
         scale_factor_type="float_scale",
         quant_format="int",
         bias_bit_width=32,
@@ -213,6 +214,12 @@ TOOLS: dict[str, Tool] = {
         "brevitas", "graph equalization, bias correction", partial(brevitas, rounding="nearest"), BREVITAS
     ),
     "brevitas-gptq": Tool("brevitas", "graph equalization, GPTQ, bias correction", brevitas, BREVITAS),
+    "brevitas-layerwise": Tool(
+        "brevitas",
+        "graph equalization, GPTQ, bias correction; sums in float, first layer 8 bits",
+        partial(brevitas, backend="layerwise"),
+        BREVITAS,
+    ),
     "brevitas-qronos": Tool(
         "brevitas", "graph equalization, Qronos, bias correction", partial(brevitas, rounding="qronos"), BREVITAS
     ),
