@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsebit.errors import ConfigError
+from sparsebit.errors import ConfigError, DeploymentError
 from sparsebit.folders import flush, staging_folder
 from sparsebit.llm.architectures import architecture_of, blocks_of, linears
 from sparsebit.llm.checkpoint import compressed_tensors, gptq
@@ -87,6 +87,11 @@ def convert(
     source = packed_source(skeleton)
     if source is None:
         raise ConfigError(f"{skeleton.folder.path} is a float model: quantize it first (sparsebit llm quantize)")
+    if check and format.startswith("gptq") and len(set(source.formats.values())) > 1:
+        raise DeploymentError(
+            f"{skeleton.folder.path} has layers of different number formats: transformers does not read those in GPTQ "
+            "files, so that the result cannot be checked; keep compressed-tensors, or skip the check (--no-check)"
+        )
     with staging_folder(target) as staging:
         made = staging / target.name
         found = None
