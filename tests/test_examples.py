@@ -56,7 +56,7 @@ LOOPS = {"qat_lightning": "lightning", "qat_accelerate": "accelerate"}  # and th
 ON_ANY_IMAGES = ("ptq_imagenet", "ptq_deit", "qat_imagenet")  # random weights: these need no data folder
 
 
-LONG = ("low_bits_cifar10", "ptq_deit", "ptq_yolo", "qat_imagenet")
+LONG = ("prune_cifar10", "low_bits_cifar10", "ptq_deit", "ptq_yolo", "qat_imagenet")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in RUNS])
