@@ -25,7 +25,7 @@ from sparsebit.llm.rounding import row_losses
 from sparsebit.numerics.hessian import InputMoments
 from sparsebit.progress import track
 
-# Windows of the calibration text that are read; more change the costs by a few percent.
+# Windows of the calibration text that are read: the pass back takes several times as long as one forward.
 NUM_SAMPLES = 16
 
 
@@ -113,7 +113,7 @@ class _TwoPasses:
     def _cost(self, path: str, name: str, weight: Tensor, moments: InputMoments, squares: Tensor) -> None:
         full = f"{path}.{name}"
         stored = self.skeleton.folder.tensor(self.skeleton.names[f"{full}.weight"]).dtype
-        # Sweeps take as long as all the rest, and lower the losses of all bits alike.
+        # Without sweeps, to save time: the costs only have to rank layers and bits.
         quick = replace(self.recipe, sweeps=0) if self.recipe.method == "gptq" else self.recipe
         mean = squares / moments.num_rows
         self.num_weights[full] = weight.numel()

@@ -13,7 +13,8 @@ from sparsebit.numerics.packing import unpack
 
 # Weights that are unpacked at once: 4 MiB in float32, which stays in the cache of a core or near it.
 _BLOCK_ELEMENTS = 1 << 20
-# Up to this many rows of x unpacking takes longer than multiplying, and `_few_rows` is faster; measured on x86.
+# Up to this many rows of x `_few_rows` is tried. One row on x86: 1.4 times as fast for 4 bits, 1.2 times for 2, the
+# same for 3 and 8; at 16 rows about the same for all.
 _MOST_FEW_ROWS = 16
 
 
