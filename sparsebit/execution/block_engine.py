@@ -21,7 +21,7 @@ from sparsebit.execution.block_runner import BlockRunner, Values
 from sparsebit.execution.blocks import Block, Flow, with_gaps
 from sparsebit.execution.shared_weights import SharedWeights
 from sparsebit.execution.value_store import SharedData
-from sparsebit.graph.nested import map_nested
+from sparsebit.graph.nested import map_nested, tensors_of
 from sparsebit.progress import track
 
 log = logging.getLogger(__name__)
@@ -126,15 +126,17 @@ def run_blocks(
 
 def mix(changed: Values, original: Values, share: float, generator: torch.Generator | None = None) -> Values:
     """`changed` with a random share of its elements taken from `original` (QDrop, section 3.3)."""
+    others = iter(tensors_of(original))
 
-    def mixed(one: Any, other: Any) -> Any:
-        if not isinstance(one, Tensor) or not one.is_floating_point():
+    def mixed(one: Tensor) -> Tensor:
+        other = next(others)
+        if not one.is_floating_point():
             return one
         device = one.device if generator is None else generator.device
         chance = torch.rand(one.shape, generator=generator, device=device).to(one.device)
         return torch.where(chance < share, other, one)
 
-    return tuple(mixed(one, other) for one, other in zip(changed, original, strict=True))
+    return tuple(map_nested(Tensor, mixed, value) for value in changed)
 
 
 class _Run:

@@ -12,6 +12,7 @@ from torch import Tensor
 from sparsebit.execution.block_engine import BatchValues, BlockData
 from sparsebit.execution.block_runner import Values
 from sparsebit.execution.value_store import MIB
+from sparsebit.graph.nested import map_nested, tensors_of
 
 # Stored batches that are shuffled together: as many as fit, at least one.
 _CHUNK_BYTES = 256 * MIB
@@ -68,7 +69,7 @@ class Samples:
         size = 0
         for index in order:
             batch = self._batch(index)
-            own = sum(v.numel() * v.element_size() for v in _values(batch) if isinstance(v, Tensor))
+            own = sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(_values(batch)))
             if chunk and size + own > _CHUNK_BYTES:
                 yield chunk
                 chunk, size = [], 0
@@ -80,15 +81,18 @@ class Samples:
         first = self._batch(0)
         if not self._has_independent_rows(first):
             return "whole"
-        forms = {_form(self._batch(index)) for index in range(self.data.num_batches)}
-        constants = any(not _is_row_tensor(v, num_rows(first)) for v in _values(first))
-        return "mixed" if len(forms) == 1 and not (constants and self.data.num_batches > 1) else "within"
+        batches = (self._batch(index) for index in range(self.data.num_batches))
+        forms, rows = zip(*((_form(batch), _which_have_rows(batch)) for batch in batches), strict=True)
+        if len(set(rows)) > 1:  # a constant that is as long as one of the batches
+            return "whole"
+        constants = not all(rows[0])
+        return "mixed" if len(set(forms)) == 1 and not (constants and self.data.num_batches > 1) else "within"
 
     @torch.no_grad()
     def _has_independent_rows(self, batch: Minibatch) -> bool:
         """Whether the block computes for some rows alone what it computes for them among the others."""
         count = num_rows(batch)
-        if count < 2 or not all(_is_row_tensor(v, count) for v in batch.targets if isinstance(v, Tensor)):
+        if count < 2 or not all(_is_row_tensor(tensor, count) for tensor in tensors_of(batch.targets)):
             return False
         chosen = torch.arange(count - 1, -1, -2)
         try:
@@ -96,9 +100,8 @@ class Samples:
             whole = self.data.run(batch.inputs)
         except Exception:  # a size that does not fit the rows: anything may be raised by the block's ops
             return False
-        return all(
-            not isinstance(one, Tensor) or _is_alike(one, other[chosen]) for one, other in zip(some, whole, strict=True)
-        )
+        pairs = zip(tensors_of(some), tensors_of(whole), strict=True)
+        return all(_is_alike(one, other[chosen]) for one, other in pairs)
 
 
 def _is_alike(one: Tensor, other: Tensor) -> bool:
@@ -109,7 +112,7 @@ def _is_alike(one: Tensor, other: Tensor) -> bool:
 
 
 def num_rows(batch: Minibatch) -> int:
-    return next((len(v) for v in batch.targets if isinstance(v, Tensor) and v.ndim), 0)
+    return next((len(tensor) for tensor in tensors_of(batch.targets) if tensor.ndim), 0)
 
 
 def _drawn(chunk: Sequence[Minibatch], size: int, generator: torch.Generator) -> Iterator[Minibatch]:
@@ -136,15 +139,31 @@ def _joined(parts: Sequence[tuple[Minibatch, Tensor]]) -> Minibatch:
 
 
 def _concatenated(values: tuple[Any, ...]) -> Any:
-    return torch.cat(values) if len(values) > 1 and isinstance(values[0], Tensor) else values[0]
+    if len(values) == 1:
+        return values[0]
+    joined = (torch.cat(parts) for parts in zip(*map(tensors_of, values), strict=True))
+    return map_nested(Tensor, lambda tensor: next(joined), values[0])
 
 
 def _rows(values: Values, chosen: Tensor, count: int) -> Values:
-    return tuple(v[chosen.to(v.device)] if _is_row_tensor(v, count) else v for v in values)
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor[chosen.to(tensor.device)] if _is_row_tensor(tensor, count) else tensor
+
+    return tuple(map_nested(Tensor, cut, value) for value in values)
 
 
-def _is_row_tensor(value: Any, count: int) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0 and len(value) == count
+def _is_row_tensor(tensor: Tensor, count: int) -> bool:
+    return tensor.ndim > 0 and len(tensor) == count
+
+
+def _which_have_rows(batch: Minibatch) -> tuple[bool, ...]:
+    """Of each tensor whether it has a row for each sample; False for a value without tensors."""
+    count = num_rows(batch)
+    return tuple(
+        is_row
+        for value in _values(batch)
+        for is_row in [_is_row_tensor(tensor, count) for tensor in tensors_of(value)] or [False]
+    )
 
 
 def _values(batch: Minibatch) -> Values:
@@ -153,4 +172,7 @@ def _values(batch: Minibatch) -> Values:
 
 def _form(batch: Minibatch) -> tuple[Any, ...]:
     """What must be the same where samples of several batches are mixed."""
-    return tuple((v.shape[1:], v.dtype) if isinstance(v, Tensor) else repr(v) for v in _values(batch))
+    return tuple(
+        tuple((tensor.shape[1:], tensor.dtype) for tensor in tensors_of(value)) or repr(value)
+        for value in _values(batch)
+    )

@@ -20,6 +20,7 @@ from sparsebit.execution.block_engine import BatchValues, BlockData, mix
 from sparsebit.execution.block_runner import Values
 from sparsebit.execution.block_samples import Minibatch, Samples
 from sparsebit.execution.distributed import gather, is_distributed
+from sparsebit.graph.nested import tensors_of
 from sparsebit.progress import note
 
 Decay = Literal["constant", "linear", "cosine"]
@@ -121,7 +122,7 @@ def mean_distance(data: BlockData, distance: Distance, extras: BatchValues | Non
     for index in range(data.num_batches):
         more = () if extras is None else extras[index]
         targets = data.targets[index]
-        size = next((len(t) for t in targets if isinstance(t, Tensor) and t.ndim), 1)
+        size = next((len(tensor) for tensor in tensors_of(targets) if tensor.ndim), 1)
         total += size * float(distance(data.run(data.inputs[index]), targets, more))
         count += size
     totals, counts = zip(*gather((total, count)), strict=True)
@@ -136,16 +137,18 @@ def block_seed(seed: int, name: str) -> int:
 def squared_error(outputs: Values, targets: Values, extras: Values = ()) -> Tensor:
     """The squared error beside the targets' energy, summed over the block's float outputs.
 
-    `extras`: one weight for each element of each output (Fisher information), else all weigh the same.
+    `extras`: one weight for each element of each output, in the outputs' structure (Fisher information); without them
+    all weigh the same.
     """
     total: Tensor | None = None
-    for index, (output, target) in enumerate(zip(outputs, targets, strict=True)):
-        if not isinstance(output, Tensor) or not output.is_floating_point():
+    weights = tensors_of(extras)
+    for index, (output, target) in enumerate(zip(tensors_of(outputs), tensors_of(targets), strict=True)):
+        if not output.is_floating_point():
             continue
         error = (output.float() - target.float()).square()
         energy = target.float().square()
-        if extras:
-            error, energy = error * extras[index], energy * extras[index]
+        if weights:
+            error, energy = error * weights[index], energy * weights[index]
         found = error.sum() / energy.sum().clamp_min(1e-20)
         total = found if total is None else total + found
     if total is None:
@@ -209,7 +212,7 @@ def _inputs(batch: Minibatch, float_share: float, generator: torch.Generator) ->
 
 
 def _autocast(batch: Minibatch, bf16: bool) -> Any:
-    device = next((v.device.type for v in (*batch.inputs, *batch.targets) if isinstance(v, Tensor)), "cpu")
+    device = next((tensor.device.type for tensor in tensors_of((batch.inputs, batch.targets))), "cpu")
     return torch.autocast(device, torch.bfloat16, enabled=bf16 and device == "cuda")
 
 

@@ -63,7 +63,7 @@ class LayerMatrix:
         """
         if self.num_dims == 0:
             rows = x.reshape(-1, x.shape[-1])
-            rows = rows[_drawn(len(rows), step, rows.device)] if step > 1 else rows
+            rows = rows[drawn_positions(len(rows), step, rows.device)] if step > 1 else rows
             for part in rows.split(max(_CHUNK // max(rows.shape[1], 1), 1)):
                 yield part[None]
             return
@@ -82,7 +82,7 @@ class LayerMatrix:
         num_dims = self.num_dims
         if step > 1:
             sizes = (len(windows), *windows.shape[2 : 2 + num_dims])
-            sample, *place = torch.unravel_index(_drawn(torch.Size(sizes).numel(), step, x.device), sizes)
+            sample, *place = torch.unravel_index(drawn_positions(torch.Size(sizes).numel(), step, x.device), sizes)
             chosen = windows.movedim(1, 1 + num_dims)[(sample, *place)]  # (chosen, channels, *kernel): a copy
             return chosen.reshape(len(chosen), self.groups, -1).transpose(0, 1)
         windows = torch.unflatten(windows, 1, (self.groups, -1))  # (n, groups, channels, *positions, *kernel)
@@ -91,7 +91,7 @@ class LayerMatrix:
         return windows.permute(order).reshape(self.groups, -1, columns)
 
 
-def _drawn(count: int, step: int, device: torch.device) -> Tensor:
+def drawn_positions(count: int, step: int, device: torch.device) -> Tensor:
     """One of every `step` of so many positions: the same ones for the same count."""
     starts = torch.arange(0, count, step)
     offsets = torch.randint(step, starts.shape, generator=torch.Generator().manual_seed(count))

@@ -26,7 +26,7 @@ class ChannelFactor(nn.Module):
         self.register_buffer("factor", torch.ones(shape))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.factor
+        return x * self.factor.to(x.dtype)  # a model in half precision stays in it
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 
@@ -12,12 +13,11 @@ from sparsebit.execution.block_engine import BlockData, run_blocks
 from sparsebit.execution.block_samples import Minibatch, Samples
 from sparsebit.execution.blocks import Block, whole_graph
 from sparsebit.graph.capture import capture
+from sparsebit.graph.nested import tensors_of
 
 
 def looked_at(model: nn.Module, batches: list[Tensor], look: Callable[[BlockData], None]) -> None:
     """`look` at the whole model as one block."""
-    import contextlib
-
     graph_module = capture(model.eval()).regions[""].graph_module
     (name,) = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
 
@@ -91,3 +91,46 @@ def test_a_rest_is_left_out_but_a_small_set_is_used() -> None:
     assert [len(batch.inputs[0]) for batch in found] == [8, 8, 8]
     _, found = drawn(nn.Sequential(nn.Linear(1, 1)), [torch.randn(3, 1)], 8, 2)
     assert [len(batch.inputs[0]) for batch in found] == [3, 3]
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.layer(x).split([1, 3], 1)
+
+
+def test_rows_of_tensors_in_a_tuple() -> None:
+    batches = [torch.arange(6.0).reshape(6, 1) + 6 * i for i in range(2)]
+    mode, found = drawn(Halves(), batches, 4, 3)
+    assert mode == "mixed"
+    for batch in found:
+        parts = tensors_of(batch.targets)
+        assert [part.shape for part in parts] == [(4, 1), (4, 3)]
+        slope = parts[0].diff(dim=0) / batch.inputs[0].diff(dim=0)
+        torch.testing.assert_close(slope, slope[:1].expand_as(slope), rtol=1e-3, atol=1e-5)
+
+
+class Scaled(nn.Module):
+    """`scale` crosses the border of the whole model, and has no rows."""
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return x * scale
+
+
+def test_a_constant_that_is_as_long_as_a_batch_is_not_cut() -> None:
+    scale, sizes = torch.tensor([1.0, 10.0, 100.0]), (6, 3)
+    graph_module = capture(Scaled().eval()).regions[""].graph_module
+    names = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
+    batches = [dict(zip(names, (torch.ones(size, 3), scale), strict=True)) for size in sizes]
+    found: list[Minibatch] = []
+
+    def look(data: BlockData) -> None:
+        found.extend(itertools.islice(Samples(data).minibatches(3, torch.Generator().manual_seed(0)), 8))
+
+    blocks = whole_graph(graph_module)
+    run_blocks(graph_module, blocks, 2, batches.__getitem__, look, as_float=lambda block: contextlib.nullcontext())
+    for batch in found:
+        assert torch.equal(batch.inputs[names.index("scale")], scale)

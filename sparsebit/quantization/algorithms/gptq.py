@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
+import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor, fx
 from torch.nn.utils.parametrize import is_parametrized
 
 from sparsebit.execution.block_engine import BlockData
-from sparsebit.execution.distributed import gather
+from sparsebit.execution.distributed import gather, is_distributed
 from sparsebit.execution.value_store import MIB
 from sparsebit.numerics.gptq_math import (
     Grid,
@@ -249,6 +250,7 @@ def _moments(
     device = layer.op.get_parameter("weight").device
     dtype = torch.float64 if layer.op.get_parameter("weight").dtype == torch.float64 else torch.float32
     halves = (InputMoments(dtype), InputMoments(dtype))
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
     step = 1
     for index in range(data.num_batches):
         (x,) = layer.quantize_input((input_of(data, data.inputs, index),), {})
@@ -257,8 +259,9 @@ def _moments(
             wanted = max(max_rows, 2 * _FEWEST_ROWS * columns)
             step = max(1, form.num_rows(x) * data.num_batches // wanted)
         original = input_of(data, data.float_inputs, index) if with_originals else x
-        for place, (part, other) in enumerate(_parts(form, x, original, whole=data.num_batches > 1)):
-            half = halves[(index + place) % 2]
+        for place, (part, other) in enumerate(_parts(form, x, original, whole=data.num_batches * num_ranks > 1)):
+            # Ranks have every so-many-th batch, as samplers deal them out: the halves are those of one process.
+            half = halves[(index * num_ranks + rank + place) % 2]
             if not with_originals:
                 for patches in form.patches(part, step):
                     half.add(patches)

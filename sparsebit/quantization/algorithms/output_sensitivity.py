@@ -17,7 +17,7 @@ from sparsebit.execution.block_engine import BatchValues
 from sparsebit.execution.block_runner import Values
 from sparsebit.execution.blocks import Block, whole_graph
 from sparsebit.execution.value_store import SharedData
-from sparsebit.graph.nested import tensors_of
+from sparsebit.graph.nested import map_nested, tensors_of
 from sparsebit.quantization.block_visits import FloatRun
 
 _DRAWS = 2
@@ -39,10 +39,13 @@ class OutputSensitivity:
             values, outputs = _forward(run, index, wanted)
             found = _squared_gradients(values, outputs, generator)
             for block in run.blocks:
-                self.store.put((block.name, index), tuple(found.get(node) for node in block.outputs))
+                self.store.put((block.name, index), tuple(found[node] for node in block.outputs))
 
     def of(self, block: Block) -> BatchValues:
-        """One weight for each element of each output, with a mean of 1; ones where the network does not read it."""
+        """One weight for each element of each output, with a mean of 1; ones where the network does not read it.
+
+        In the structure of the outputs: of a split, a tuple of tensors.
+        """
         return BatchValues(self.num_batches, lambda index: self._values(block, index))
 
     def drop(self, block: Block) -> None:
@@ -54,17 +57,19 @@ class OutputSensitivity:
         return found
 
 
-def _forward(run: FloatRun, index: int, wanted: set[fx.Node]) -> tuple[dict[fx.Node, Tensor], list[Tensor]]:
-    """The float values of the wanted nodes as parts of one autograd graph, and the network's float outputs."""
-    kept: dict[fx.Node, Tensor] = {}
+def _forward(run: FloatRun, index: int, wanted: set[fx.Node]) -> tuple[dict[fx.Node, Any], list[Tensor]]:
+    """The values of the wanted nodes as parts of one autograd graph, and the network's float outputs."""
+    kept: dict[fx.Node, Any] = {}
+
+    def followed(tensor: Tensor) -> Tensor:
+        is_constant = tensor.is_floating_point() and not tensor.requires_grad
+        return tensor.detach().requires_grad_() if is_constant else tensor
 
     class Keeping(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
             value = super().run_node(n)
-            if n in wanted and isinstance(value, Tensor) and value.is_floating_point():
-                if not value.requires_grad:
-                    value = value.detach().requires_grad_()
-                kept[n] = value
+            if n in wanted:
+                value = kept[n] = map_nested(Tensor, followed, value)
             return value
 
     given = run.inputs_of(index)
@@ -77,22 +82,23 @@ def _forward(run: FloatRun, index: int, wanted: set[fx.Node]) -> tuple[dict[fx.N
 
 
 def _squared_gradients(
-    values: dict[fx.Node, Tensor], outputs: list[Tensor], generator: torch.Generator
-) -> dict[fx.Node, Tensor]:
-    totals: dict[fx.Node, Tensor] = {}
+    values: dict[fx.Node, Any], outputs: list[Tensor], generator: torch.Generator
+) -> dict[fx.Node, Any]:
+    """The weights of each node's tensors, in the structure of what it gives."""
+    tensors = list({id(t): t for t in tensors_of(list(values.values())) if t.is_floating_point()}.values())
+    totals: dict[int, Tensor] = {}
     for draw in range(_DRAWS if outputs else 0):
         vectors = [torch.randn(output.shape, generator=generator).to(output) for output in outputs]
-        found = torch.autograd.grad(
-            outputs, list(values.values()), vectors, retain_graph=draw + 1 < _DRAWS, allow_unused=True
-        )
-        for node, gradient in zip(values, found, strict=True):
+        found = torch.autograd.grad(outputs, tensors, vectors, retain_graph=draw + 1 < _DRAWS, allow_unused=True)
+        for tensor, gradient in zip(tensors, found, strict=True):
             if gradient is not None:
                 square = gradient.detach().float().square()
-                totals[node] = square if node not in totals else totals[node] + square
-    result = {}
-    for node, value in values.items():
-        total = totals.get(node)
-        mean = None if total is None else total.mean()
-        ones = torch.ones_like(value.detach(), dtype=torch.float32)
-        result[node] = ones if total is None or mean is None or not bool(mean > 0) else total / mean
-    return result
+                totals[id(tensor)] = square + totals.get(id(tensor), 0.0)
+
+    def weights(tensor: Tensor) -> Tensor:
+        total = totals.get(id(tensor))
+        if total is None or not bool(total.mean() > 0):
+            return torch.ones_like(tensor.detach(), dtype=torch.float32)
+        return total / total.mean()
+
+    return {node: map_nested(Tensor, weights, value) for node, value in values.items()}

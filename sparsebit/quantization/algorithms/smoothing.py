@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
@@ -20,6 +21,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from sparsebit.execution.distributed import gather
 from sparsebit.execution.value_store import MIB, SharedData
+from sparsebit.numerics.layer_matrix import drawn_positions
 from sparsebit.progress import track
 from sparsebit.quantization.algorithms.channel_pairs import ChannelPair, Reader, changeable_layers
 from sparsebit.quantization.algorithms.channel_pairs_limits import Limits, SeenValues
@@ -169,34 +171,53 @@ class _Samples:
 
     def __init__(self, pairs: Sequence[ChannelPair], num_batches: int, num_samples: int, memory_budget: int) -> None:
         self._store = SharedData(device_bytes=memory_budget, host_bytes=memory_budget)
-        self._count: dict[fx.Node, int] = {}
-        self._quota: dict[fx.Node, int] = {}
+        self._num_batches, self._num_samples = num_batches, num_samples
+        self._seen: Counter[fx.Node] = Counter()
+        self._parts: dict[tuple[fx.Node, int], list[int]] = {}
+        self._wanted: dict[fx.Node, set[int]] = {}  # per node the dimensions of its readers' images
         for reader in (reader for pair in pairs for reader in pair.readers):
-            wanted = _NUM_IMAGES if isinstance(reader.layer, _ConvNd) else num_samples
-            self._quota[reader.node.all_input_nodes[0]] = -(-wanted // num_batches)
+            self._wanted.setdefault(reader.node.all_input_nodes[0], set()).add(_num_dims(reader.layer))
 
     def __call__(self, node: fx.Node, value: Any) -> None:
-        if node not in self._quota:
-            return
-        quota = self._quota[node]
-        rows = value if quota <= _NUM_IMAGES and value.ndim > 2 else value.reshape(-1, value.shape[-1])
-        step = max(len(rows) // quota, 1)
-        number = self._count.get(node, 0)
-        self._store.put((node, number), rows[::step][:quota].clone())
-        self._count[node] = number + 1
+        batch = self._seen[node]
+        self._seen[node] += 1
+        for num_dims in self._wanted.get(node, ()):
+            wanted = _NUM_IMAGES if num_dims else self._num_samples
+            # Of many batches only some, so that what is kept does not grow with their number.
+            stride = max(self._num_batches // wanted, 1)
+            if batch % stride:
+                continue
+            part = _chosen(value, num_dims, -(-wanted * stride // self._num_batches))
+            if len(part):
+                self._store.put((node, num_dims, batch), part)
+                self._parts.setdefault((node, num_dims), []).append(batch)
 
     def of(self, reader: Reader) -> tuple[list[Tensor], list[Tensor]]:
         """Two halves: one that ranges are found on, one that they are judged by. Images may differ in size."""
-        node = reader.node.all_input_nodes[0]
-        parts = [self._store.get((node, number)) for number in range(self._count.get(node, 0))]
-        if not isinstance(reader.layer, _ConvNd):
-            parts = [part.reshape(-1, part.shape[-1]) for part in parts]
+        node, num_dims = reader.node.all_input_nodes[0], _num_dims(reader.layer)
+        parts = [self._store.get((node, num_dims, batch)) for batch in self._parts.get((node, num_dims), ())]
         if len(parts) == 1 and len(parts[0]) > 1:
             parts = [parts[0][::2], parts[0][1::2]]
         return parts[::2], parts[1::2] or parts
 
     def clear(self) -> None:
         self._store.clear()
+
+
+def _num_dims(layer: nn.Module) -> int:
+    """Of the images that a convolution reads; 0 for a linear layer."""
+    return len(layer.kernel_size) if isinstance(layer, _ConvNd) else 0
+
+
+def _chosen(value: Tensor, num_dims: int, count: int) -> Tensor:
+    """About so many images, or rows of a linear layer's input, of one batch: a copy."""
+    if num_dims:
+        images = value[None] if value.ndim == num_dims + 1 else value
+        return images[:: max(len(images) // count, 1)][:count].clone()
+    rows = value.reshape(-1, value.shape[-1])
+    step = max(len(rows) // count, 1)
+    # Not every so-many-th: that would be the same token of each sentence.
+    return rows[drawn_positions(len(rows), step, rows.device)][:count]
 
 
 class _Search:

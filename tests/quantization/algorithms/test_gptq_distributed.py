@@ -11,18 +11,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparsebit.quantization import correct_biases, gptq
+from sparsebit.quantization import correct_biases, equalize, gptq, reconstruct, smooth
 from tests.quantization.tiny import TwoLayers, calibrated, qconfig
 
 
 def everything(batches: Tensor) -> dict[str, Tensor]:
-    """What a model is after GPTQ, and after either kind of bias correction."""
+    """What a model is after each algorithm."""
     found = {}
-    for name in ("gptq", "empirical", "analytic"):
+    for name in ("gptq", "empirical", "analytic", "equalize", "smooth", "reconstruct"):
         torch.manual_seed(0)
         qmodel = calibrated(TwoLayers(), batches, qconfig(bits=4))
         if name == "gptq":
             gptq(qmodel, list(batches))
+        elif name == "equalize":
+            equalize(qmodel, list(batches))
+        elif name == "smooth":
+            smooth(qmodel, list(batches), alpha=0.5)
+        elif name == "reconstruct":
+            reconstruct(qmodel, list(batches), steps=20, learn_biases=True)
         else:
             correct_biases(qmodel, list(batches), method=name)  # type: ignore[arg-type]
         found |= {f"{name}.{key}": tensor for key, tensor in qmodel.model.state_dict().items()}
@@ -52,7 +58,8 @@ def test_two_ranks_equal_one_process(tmp_path: Path, project_root: Path) -> None
     assert ranks[0].keys() == ranks[1].keys() == alone.keys()
     for name, tensor in alone.items():
         assert torch.equal(ranks[0][name], ranks[1][name]), name
-        torch.testing.assert_close(ranks[0][name], tensor, msg=name)
+        if not name.startswith("reconstruct"):  # which draws its mini-batches from each rank's own samples
+            torch.testing.assert_close(ranks[0][name], tensor, msg=name)
 
 
 def main(folder: Path) -> None:

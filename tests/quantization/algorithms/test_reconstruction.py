@@ -339,6 +339,27 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
         reconstruct(calibrated(float_model(), data), data, **options)
 
 
+class SplitBetween(nn.Module):
+    """The blocks behind the first one read parts of its output: a tuple crosses their border."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.one, self.two = nn.Conv2d(3, 8, 3), nn.Conv2d(3, 4, 3), nn.Conv2d(5, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = torch.relu(self.first(x)).split([3, 5], 1)
+        return self.one(left) + self.two(right)
+
+
+@pytest.mark.parametrize("method", ["brecq", "qdrop", "autoround"])
+def test_a_tuple_between_blocks(method: Method) -> None:
+    torch.manual_seed(0)
+    model, data = SplitBetween().eval(), list(torch.randn(3, 8, 3, 6, 6))
+    qmodel = tiny.calibrated(model, data, tiny.qconfig(bits=3), example_inputs=data[0])
+    found = reconstruct(qmodel, data, method=method, steps=20, float_share=0.5)
+    assert any(result.after < result.before for result in found.values())
+
+
 def test_a_config_names_it() -> None:
     model, data = float_model(), batches()
     steps = [{"gptq": {"SWEEPS": 0}}, {"reconstruct": {"METHOD": "brecq", "STEPS": 5, "BLOCKS": ["stem", "head"]}}]

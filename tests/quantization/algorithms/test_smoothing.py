@@ -10,6 +10,8 @@ from torch import nn
 import sparsebit
 from sparsebit.errors import CalibrationError, CaptureError, ConfigError
 from sparsebit.quantization import QuantModel, gptq, smooth
+from sparsebit.quantization.algorithms.channel_pairs_scaling import FloatRuns
+from sparsebit.quantization.algorithms.smoothing import _Samples
 
 CONFIG = (
     "{BACKEND: virtual, DEVICE: cpu, W: {QSCHEME: per-channel-symmetric, QUANTIZER: {BIT: 8}}, "
@@ -180,3 +182,36 @@ def test_the_file_agrees(batches, tmp_path):
     qmodel = sparsebit.quantize(model, batches, ORT)
     smooth(qmodel, batches, insert=True)
     assert qmodel.export_onnx(batches[0], tmp_path / "net.onnx", check=batches) is not None
+
+
+def test_images_without_a_batch_axis():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 12, 3), nn.ReLU(), nn.Conv2d(12, 4, 3)).eval()
+    images = list(torch.randn(12, 3, 8, 8))
+    qmodel = sparsebit.quantize(model, images, CONFIG)
+    assert smooth(qmodel, images, alpha=0.5)["0"].num_scaled == 12
+    assert float_difference(qmodel, model, images) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_inserted_factors_keep_half_precision(batches, dtype):
+    model, data = net(is_first=False).to(dtype), [x.to(dtype) for x in batches]
+    qmodel = sparsebit.quantize(model, data, CONFIG)
+    found = smooth(qmodel, data, insert=True, alpha=0.5)
+    assert any(result.is_inserted for result in found.values()) and qmodel(data[0]).dtype == dtype
+
+
+def test_what_is_kept_does_not_grow_with_the_number_of_batches():
+    layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.ReLU(), nn.Linear(64, 2))
+    qmodel = sparsebit.quantize(layers.eval(), list(torch.randn(5, 2, 3, 8, 8)), CONFIG)
+    kept = []
+    for num_batches in (40, 160):
+        data = list(torch.randn(num_batches, 2, 3, 8, 8))
+        runs = FloatRuns(qmodel, data, verb="smooth", memory_budget=1 << 20)
+        pairs = runs.pairs()
+        samples = _Samples(pairs, num_batches, 16, 1 << 20)
+        runs.observe(samples)
+        readers = [reader for pair in pairs for reader in pair.readers]
+        kept.append([sum(len(part) for half in samples.of(reader) for part in half) for reader in readers])
+        runs.close()
+    assert kept == [[8, 20], [8, 16]]  # images of the convolution, rows of the linear layer
