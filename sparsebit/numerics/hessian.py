@@ -65,6 +65,11 @@ class InputMoments:
         return "cross" in self._sums
 
     @property
+    def is_finite(self) -> bool:
+        """Whether no input that was counted has NaN or infinity."""
+        return all(bool(part.isfinite().all()) for part in self._sums.values())
+
+    @property
     def mean(self) -> Tensor:
         """`(groups, columns)`."""
         return self._sum("mean") / self.num_rows

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import is_parametrized
 
+from sparsebit.errors import CalibrationError
 from sparsebit.execution.block_engine import BlockData
 from sparsebit.execution.distributed import gather
 from sparsebit.execution.value_store import MIB
@@ -79,6 +80,10 @@ def correct_biases(
                 log.warning("%s: not a plain linear layer or convolution; its bias stays", data.block.name)
                 return
             shift = _expected_shift(layer, form, data)
+        if not bool(shift.isfinite().all()):
+            raise CalibrationError(
+                f"{data.block.name}: its mean input or output is not finite; a batch has NaN or infinity"
+            )
         # A second time the correction is that of the float model's bias, not one on top of the first.
         kept, path = qmodel.float_parameters, f"{node.target}.op"
         before = kept.get(f"{path}.bias") if method == "analytic" and kept.get(f"{path}.weight") is None else None

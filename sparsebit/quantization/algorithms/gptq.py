@@ -19,6 +19,7 @@ from pydantic import Field
 from torch import Tensor, fx
 from torch.nn.utils.parametrize import is_parametrized
 
+from sparsebit.errors import CalibrationError
 from sparsebit.execution.block_engine import BlockData
 from sparsebit.execution.distributed import gather, is_distributed
 from sparsebit.execution.value_store import MIB
@@ -208,6 +209,8 @@ def _round_layer(
     moments = InputMoments(halves[0].dtype)
     for half in halves:
         moments.merge(half)
+    if not moments.is_finite:
+        raise CalibrationError(f"{data.block.name}: its input is not finite; a batch has NaN or infinity")
     has_bias = options.correct_bias and bias is not None
     hessian, cross = _second_moments(moments, centered=has_bias)
     # An algorithm may have been here before: what is rounded is the float model's weight.

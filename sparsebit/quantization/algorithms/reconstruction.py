@@ -194,7 +194,11 @@ def _reconstruct_block(
 
     groups = sites.groups(options.rates)
     with in_place(sites, list(data.block.modules.values())):
-        train_block(data, groups, options.training, distance=distance, extras=extras, penalty=penalty)
+        try:
+            train_block(data, groups, options.training, distance=distance, extras=extras, penalty=penalty)
+        except BaseException:
+            load_block_state(data.block, state)  # biases are trained in place
+            raise
     num_changed = sites.store()
     after = mean_distance(data, squared_error, extras)
     # What was fitted to the same data before looks better on it than it is: compare with a margin then.

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sparsebit.errors import CalibrationError
 from sparsebit.quantization import QuantModel, correct_biases, gptq, reconstruct
 from tests.quantization import tiny
 
@@ -74,3 +75,27 @@ def test_a_bias_that_another_op_reads_stays(algorithm: str) -> None:
 def test_a_bias_of_two_layers_stays(algorithm: str) -> None:
     torch.manual_seed(0)
     assert "one.op.bias" not in changed(TiedBias(), algorithm)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        (gptq, {}),
+        (reconstruct, {"steps": 20, "learn_biases": True}),
+        (correct_biases, {"method": "analytic"}),
+        (correct_biases, {"method": "empirical"}),
+    ],
+    ids=["gptq", "reconstruct", "analytic", "empirical"],
+)
+def test_a_batch_that_is_not_finite_is_refused(
+    algorithm: Callable[..., Any], options: dict[str, Any], value: float
+) -> None:
+    torch.manual_seed(0)
+    data = [batch.clone() for batch in DATA]
+    data[1][0, 0] = value
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2)).eval()
+    qmodel = tiny.calibrated(model, DATA, tiny.qconfig(bits=3), example_inputs=DATA[0])
+    with pytest.raises(CalibrationError):
+        algorithm(qmodel, data, **options)
+    assert all(bool(p.isfinite().all()) for p in qmodel.model.parameters())
