@@ -5,6 +5,8 @@ Every message says what was given, where, what is allowed and what to do.
 
 from __future__ import annotations
 
+import sys
+
 
 def printable(text: str, keep: str = "\n\t") -> str:
     """The text with control characters written as escapes: text of a file must not control the terminal."""
@@ -62,6 +64,8 @@ class MissingExtraError(SparsebitError, ImportError):
     """An optional package is not installed; the message names the command that installs it."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
-        super().__init__(
-            f"{purpose} needs the package {package!r}, which is not installed: pip install 'sparsebit[{extra}]'"
-        )
+        cause, problem = sys.exc_info()[1], "is not installed"
+        # A package that is there and fails while it is imported has another problem than one that is not.
+        if isinstance(cause, ImportError) and not (isinstance(cause, ModuleNotFoundError) and cause.name):
+            problem = f"cannot be imported ({str(cause).splitlines()[0] if str(cause) else type(cause).__name__})"
+        super().__init__(f"{purpose} needs the package {package!r}, which {problem}: pip install 'sparsebit[{extra}]'")
