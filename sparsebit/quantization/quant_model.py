@@ -137,6 +137,7 @@ class QuantModel(SavableModel):
 
         `is_async`: each layer quantized alone; else all layers quantized.
         """
+        self._tell_of_changed_weights("get_quantization_error")
         return profile_errors(self, self._calls("get_quantization_error", data), checker, is_async=is_async)
 
     def profile(self, data: Any, *, sync: bool = False, histograms: bool = True) -> ErrorProfile:
@@ -145,7 +146,16 @@ class QuantModel(SavableModel):
         `sync`: the layers' errors with all layers quantized together; else each layer quantized alone. `histograms`:
         also at most 64 bins of the float values of each tensor, beside the range that quantization clips them to.
         """
+        self._tell_of_changed_weights("profile")
         return profile_model(self, self._calls("profile", data), sync=sync, histograms=histograms)
+
+    def _tell_of_changed_weights(self, verb: str) -> None:
+        if len(self.float_parameters) or self.float_values_are_lost:
+            log.warning(
+                "%s(): algorithms have changed weights (%s); errors are counted from the changed weights, so that what "
+                "their rounding costs is not in them",
+                *(verb, ", ".join(self.applied_algorithms) or "before the model was saved"),
+            )
 
     def accuracy_gains(
         self, data: Any, metric: str | Metric = "accuracy", *, num_layers: int = NUM_LAYERS

@@ -67,3 +67,15 @@ def test_a_copy_with_another_plan_is_compared_with_the_float_model_too() -> None
     assert all(torch.equal(a, b) for a, b in zip(targets(copied), expected, strict=True))
     gptq(copied, DATA)  # of the copy alone
     assert all(torch.equal(a, b) for a, b in zip(targets(qmodel), expected, strict=True))
+
+
+def test_errors_after_an_algorithm_say_what_is_not_in_them(caplog: pytest.LogCaptureFixture) -> None:
+    qmodel = calibrated()
+    qmodel.profile(DATA[0])
+    qmodel.get_quantization_error(DATA[0])
+    assert not caplog.records
+    gptq(qmodel, DATA)
+    for verb in (qmodel.profile, qmodel.get_quantization_error):
+        caplog.clear()
+        verb(DATA[0])
+        assert "algorithms have changed weights (gptq)" in caplog.text
