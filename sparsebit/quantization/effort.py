@@ -37,11 +37,18 @@ def with_effort(config: QuantConfig, effort: str | None) -> QuantConfig:
         raise ConfigError(f"effort={effort!r}, and the config has ALGORITHMS of its own ({names}): give one of the two")
     if effort == "fast":
         return config
-    has_few_bits = not config.W.QUANTIZER.DISABLE and config.W.QUANTIZER.BIT < 8
-    changes: list[Any] = ["ALGORITHMS", list(LADDERS[effort]) if has_few_bits else []]
+    changes: list[Any] = ["ALGORITHMS", list(LADDERS[effort]) if _has_few_bits(config) else []]
     for kind in ("W", "A"):
         quantizer = getattr(config, kind).QUANTIZER
         is_open = not config.is_set(f"{kind}.OBSERVER.TYPE") and quantizer.TYPE == "uniform"
         if is_open and not quantizer.DISABLE:
             changes += [f"{kind}.OBSERVER.TYPE", "mse"]
     return config.replace(*changes)
+
+
+def _has_few_bits(config: QuantConfig) -> bool:
+    """Whether any weight has fewer than 8 bits: all of them, or those of a `SPECIFIC` entry."""
+    quantizer = config.W.QUANTIZER
+    found = {"QUANTIZER.BIT": quantizer.BIT, "QUANTIZER.DISABLE": quantizer.DISABLE}
+    choices = [found, *(found | dict(override.settings) for override in config.W.SPECIFIC)]
+    return any(not choice["QUANTIZER.DISABLE"] and choice["QUANTIZER.BIT"] < 8 for choice in choices)

@@ -34,6 +34,13 @@ def test_weights_of_8_bits_only_get_other_ranges() -> None:
     assert config.ALGORITHMS == () and config.W.OBSERVER.TYPE == "mse"
 
 
+@pytest.mark.parametrize(("bits", "disable", "num"), [(4, False, 1), (4, True, 0), (8, False, 0)])
+def test_layers_with_fewer_bits_than_the_others_count(bits: int, disable: bool, num: int) -> None:
+    entry = {"head": ["QUANTIZER.BIT", bits, "QUANTIZER.DISABLE", disable]}
+    config = {"DEVICE": "cpu", "W": {"QUANTIZER": {"BIT": 8}, "SPECIFIC": [entry]}, "A": {"QUANTIZER": {"BIT": 8}}}
+    assert len(with_effort(parse_qconfig(config), "good").ALGORITHMS) == num
+
+
 def test_what_the_user_chose_stays() -> None:
     weights = {"QUANTIZER": {"BIT": 8, "TYPE": "fp8"}}
     activations = {"QUANTIZER": {"BIT": 8}, "OBSERVER": {"TYPE": "percentile"}}
