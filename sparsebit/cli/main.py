@@ -7,7 +7,9 @@ Exit codes: 0 done; 1 an error that the user can fix, told in one message; 2 a c
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Annotated, Any, NoReturn
@@ -35,7 +37,8 @@ class Verbs(TyperGroup):
         """Where `--version` and `--help` are answered: the output may be a full disk."""
         is_traced = "--traceback" in args
         try:
-            return super().make_context(info_name, args, parent, **extra)
+            with _output_written():
+                return super().make_context(info_name, args, parent, **extra)
         except OSError as fault:
             if is_traced or isinstance(fault, BrokenPipeError):
                 raise
@@ -44,7 +47,7 @@ class Verbs(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            with _ending_cleanly():
+            with _ending_cleanly(), _output_written():
                 return super().invoke(ctx)
         except KeyboardInterrupt as stop:
             _tell("interrupted", "nothing was left half-written")
@@ -95,6 +98,23 @@ def _options(
 ) -> None:
     # What the flags do is done by `_version` and by `Verbs.invoke`.
     del version, traceback
+
+
+@contextlib.contextmanager
+def _output_written() -> Iterator[None]:
+    """At the end, everything printed is written, so that a full disk is an error here and not after the last line."""
+    try:
+        yield
+    finally:
+        try:
+            sys.stdout.flush()
+        except OSError:
+            # What could not be written is still in the buffer: the interpreter would try again as it ends, and fail.
+            with contextlib.suppress(OSError, ValueError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, sys.stdout.fileno())
+                os.close(nowhere)
+            raise
 
 
 @contextlib.contextmanager

@@ -41,12 +41,18 @@ def test_runs_as_a_module(project_root: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["quantize", "--help"]])
-def test_a_full_disk_is_a_message(arguments: list[str], project_root: Path) -> None:
+@pytest.mark.parametrize("buffering", [[], ["-u"]], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize(
+    "arguments", [["--version"], ["--help"], ["quantize", "--help"], ["config", "check", "virtual", "--json"]]
+)
+def test_a_full_disk_is_a_message(
+    arguments: list[str], buffering: list[str], project_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "sparsebit.cli", *arguments]
+        command = [sys.executable, *buffering, "-m", "sparsebit.cli", *arguments]
         done = subprocess.run(command, cwd=project_root, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == 1 and done.stderr == "error: [Errno 28] No space left on device\n"
+    assert done.returncode == 1 and done.stderr.endswith("error: [Errno 28] No space left on device\n")
 
 
 def test_help_lists_every_verb(sparsebit: Sparsebit) -> None:
