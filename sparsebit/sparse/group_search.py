@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +26,15 @@ _NUM_DRAWS = 2
 
 
 @dataclass(frozen=True)
+class SearchCost:
+    """What a search took: groups before the proof, and seconds of finding and of proving."""
+
+    num_found: int
+    finding_seconds: float
+    proof_seconds: float
+
+
+@dataclass(frozen=True)
 class ChannelGroups:
     """What can be removed from a model, what is spared and why. Its text is the report."""
 
@@ -33,6 +43,7 @@ class ChannelGroups:
     notes: tuple[str, ...]
     bench: Bench
     rules: tuple[SizeRule, ...]
+    cost: SearchCost
 
     @property
     def units(self) -> list[Unit]:
@@ -82,12 +93,14 @@ def find_groups(model: nn.Module, example_inputs: Any) -> ChannelGroups:
 
     `example_inputs`: a batch: a tensor, a tuple of arguments or a mapping of keywords.
     """
+    start = time.perf_counter()
     call = as_call(example_inputs, model)
     probe, call = _probe(model, call)
     search = _Search(probe, call)
     search.choose()
+    num_found, found_at = len(search.analysis.groups), time.perf_counter()
     search.prove()
-    return search.result()
+    return search.result(SearchCost(num_found, found_at - start, time.perf_counter() - found_at))
 
 
 def _probe(model: nn.Module, call: Call) -> tuple[nn.Module, Call]:
@@ -280,8 +293,13 @@ class _Search:
         ]
         return suspects & set().union(*alone) if alone else suspects
 
-    def result(self) -> ChannelGroups:
+    def result(self, cost: SearchCost) -> ChannelGroups:
         analysis = self.analysis
         return ChannelGroups(
-            tuple(analysis.groups), tuple(analysis.spared), tuple(analysis.notes), self._bench(), tuple(self.rules)
+            tuple(analysis.groups),
+            tuple(analysis.spared),
+            tuple(analysis.notes),
+            self._bench(),
+            tuple(self.rules),
+            cost,
         )
