@@ -1,0 +1,47 @@
+"""The table of the placement benchmark, and the cores that its processes are pinned to."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def placement() -> ModuleType:
+    folder = str(Path(__file__).resolve().parents[2] / "benchmarks")
+    sys.path.insert(0, folder)
+    try:
+        return importlib.import_module("placement")
+    finally:
+        sys.path.remove(folder)
+
+
+def line(name: str, size: int, default: float, measured: float, ort: float) -> str:
+    ratios = {"float": 1.0, "default": default, "measured": measured, "ort": ort}
+    return json.dumps({"model": name, "size": size} | {k: {"ratio": v, "cpu_ms": 2.0} for k, v in ratios.items()})
+
+
+def test_the_table_has_means_by_size_and_names_what_loses(
+    placement: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "lines.jsonl"
+    lines = [line("a", 96, 1.0, 0.5, 1.0), line("b", 96, 1.0, 1.125, 1.0), line("a", 224, 1.0, 0.25, 0.2)]
+    file.write_text("\n".join([*lines, json.dumps({"model": "c", "size": 96, "error": "no such model"})]) + "\n")
+    placement.summary(file)
+    told = capsys.readouterr().out
+    assert "| geometric mean | 96 | | 1.00 | 0.75 | 1.00 |" in told
+    assert "slower than float: [('b', 96)]" in told
+    assert "behind the peer: [('a', 224, 1.25), ('b', 96, 1.12)]" in told
+    assert "('c', 96, 'no such model')" in told
+
+
+def test_workers_have_cores_of_their_own(placement: ModuleType) -> None:
+    assert placement.cores(1) == [min(os.sched_getaffinity(0))]
+    with pytest.raises(SystemExit, match="cores"):
+        placement.cores(100_000)
