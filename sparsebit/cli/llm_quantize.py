@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,7 @@ from sparsebit.cli.verb import Verb
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from sparsebit.llm import BitAllocation, QuantizedModel, Recipe
+    from sparsebit.llm import BitAllocation, ExpertCalibration, QuantizedModel, Recipe
 
 _TUNE = "Method"
 
@@ -138,7 +139,8 @@ def quantize(
             check=not no_check,
             trust_remote_code=trust_remote_code,
         )
-        out.result(_record(made), *_allocation_table(made.allocation), facts_table(_facts(made)))
+        tables = [*_allocation_table(made.allocation), *_experts_table(made.experts)]
+        out.result(_record(made), *tables, facts_table(_facts(made)))
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
@@ -168,6 +170,7 @@ def _record(made: QuantizedModel) -> dict[str, Any]:
         "resumed_blocks": made.num_resumed,
         "seconds": made.seconds,
         "check": None if made.check is None else asdict(made.check),
+        "experts": {name: asdict(expert) for name, expert in made.experts.items()},
         "allocation": None if made.allocation is None else json.loads(made.allocation.to_json()),
     }
 
@@ -178,6 +181,7 @@ def _facts(made: QuantizedModel) -> dict[str, str]:
         "mixed bits": _mixed(made.allocation),
         "written": str(made.folder),
         "layers": f"{len(made.formats)} linear layers, {made.bits_per_weight:.2f} bits a weight with its scales",
+        "experts": _experts(made.experts),
         "files": f"{kilobytes(made.packed_bytes)} of {kilobytes(made.float_bytes)}",
         "time": f"{made.seconds:.0f} s",
         "continued": f"after {made.num_resumed} finished blocks" if made.num_resumed else "",
@@ -193,6 +197,28 @@ def _mixed(allocation: BitAllocation | None) -> str:
     if allocation is None:
         return ""
     return f"{allocation.average_bits:.3f} in the mean; loss of a token about {allocation.cost:.3f} nats higher"
+
+
+def _experts(experts: Mapping[str, ExpertCalibration]) -> str:
+    if not experts:
+        return ""
+    few = sum(expert.fallback is not None for expert in experts.values())
+    least = min(expert.num_tokens for expert in experts.values())
+    words = f"{len(experts)} layers, each with its own Hessian; at least {least} tokens"
+    return words if not few else f"{few} of {len(experts)} layers got too few tokens (table above); the rest enough"
+
+
+def _experts_table(experts: Mapping[str, ExpertCalibration]) -> list[Table]:
+    """The layers of experts that too few calibration tokens reached."""
+    few = {name: expert for name, expert in experts.items() if expert.fallback is not None}
+    if not few:
+        return []
+    from rich.table import Table
+
+    table = Table("layer of an expert", "tokens", "rounded by")
+    for name, expert in few.items():
+        table.add_row(name, str(expert.num_tokens), str(expert.fallback))
+    return [table]
 
 
 def _allocation_table(allocation: BitAllocation | None) -> list[Table]:

@@ -12,7 +12,7 @@ from sparsebit.llm.loading import load
 from sparsebit.llm.packed_weight import PackedWeight
 from sparsebit.llm.perplexity import Perplexity, perplexity
 from sparsebit.llm.quant_linear import QuantLinear, kernel_paths, resident_bytes
-from sparsebit.llm.quantizing import Calibration, QuantizedModel, quantize
+from sparsebit.llm.quantizing import Calibration, ExpertCalibration, QuantizedModel, quantize
 from sparsebit.llm.recipe import Recipe
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Calibration",
     "ConvertedModel",
     "CpuProbe",
+    "ExpertCalibration",
     "LayerBits",
     "LoadCheck",
     "PackedWeight",

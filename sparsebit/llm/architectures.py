@@ -2,7 +2,8 @@
 
 The names are those of the modules of transformers 5. A row says where the list of blocks is, the linear layers of a
 block in stages (layers of one stage read the same input), and which of them servers fuse into one matrix, so that their
-number formats have to be alike. An architecture without a row is walked: its blocks are the longest list of modules of
+number formats have to be alike. Experts (`separate_experts.py`) are one entry, which stands for the stages of all of
+them. An architecture without a row is walked: its blocks are the longest list of modules of
 one class, and its stages are found by running a block.
 
 >>> ARCHITECTURES["llama"].stages[0]
@@ -11,13 +12,16 @@ one class, and its stages are found by running a block.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError
+from sparsebit.llm.separate_experts import experts_in
 
 Stages = tuple[tuple[str, ...], ...]
 
@@ -33,15 +37,44 @@ class Architecture:
     stages: Stages | None = None
     fused: Stages | None = None
 
+    def stages_in(self, block: nn.Module) -> Stages | None:
+        """The stages of one block, experts by name; None, if the row does not tell them.
+
+        Blocks differ: one has experts where another has an MLP. A stage that the block lacks is left out.
+        """
+        if self.stages is None:
+            return None
+        experts, known = experts_in(block), linears(block)
+        found: list[tuple[str, ...]] = []
+        for stage in self.stages:
+            if stage[0] in experts:
+                found += experts[stage[0]].stages(stage[0])
+            elif all(name in known for name in stage):
+                found.append(stage)
+        left = known.keys() - {name for stage in found for name in stage}
+        if left:
+            missing = [name for stage in self.stages for name in stage if name not in known and name not in experts]
+            raise ConfigError(
+                f"{type(block).__name__} has no linear layers {', '.join(missing)}, which its row in "
+                f"sparsebit/llm/architectures.py names; it has {', '.join(known)}"
+            )
+        return tuple(found)
+
     def fused_groups(self, stages: Stages) -> Stages:
         """Groups of two or more linear layers of a block whose number formats have to be alike."""
         return tuple(group for group in (stages if self.fused is None else self.fused) if len(group) > 1)
 
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_QKV_O = (_QKV, ("self_attn.o_proj",))
 _GATED = Architecture(
     "model.layers",
-    (_QKV, ("self_attn.o_proj",), ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",)),
+    (*_QKV_O, ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",)),
+)
+# Some blocks of Qwen3-MoE have an MLP instead of experts.
+_EXPERTS = Architecture(
+    "model.layers",
+    (*_QKV_O, ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",), ("mlp.experts",)),
 )
 _PHI = Architecture(  # attention and MLP read the same normalized input
     "model.layers",
@@ -67,6 +100,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mistral": _GATED,
     "qwen2": _GATED,
     "qwen3": _GATED,
+    "mixtral": _EXPERTS,
+    "qwen3_moe": _EXPERTS,
     "gemma": _GATED,
     "gemma2": _GATED,
     "gemma3_text": _GATED,
@@ -83,14 +118,8 @@ def architecture_of(model: nn.Module) -> Architecture:
     row = ARCHITECTURES.get(str(model_type))
     if row is None:
         return Architecture(_longest_list(model, str(model_type)))
-    block = blocks_of(model, row)[0]
-    known = linears(block)
-    missing = [name for stage in row.stages or () for name in stage if name not in known]
-    if missing:
-        raise ConfigError(
-            f"model type {model_type!r}: its blocks have no linear layers {', '.join(missing)}, which its row in "
-            f"sparsebit/llm/architectures.py names; they have {', '.join(known)}"
-        )
+    for block in blocks_of(model, row):
+        row.stages_in(block)
     return row
 
 
@@ -103,22 +132,42 @@ def blocks_of(model: nn.Module, architecture: Architecture) -> nn.ModuleList:
 
 
 def linears(block: nn.Module) -> dict[str, nn.Linear]:
-    """The plain linear layers of a block by name. Stacked experts are refused: they would stay float unnoticed."""
+    """The plain linear layers of a block by name. Stacked weights are refused: they would stay float unnoticed."""
     experts = [name for name, parameter in block.named_parameters() if parameter.ndim > 2]
     if experts:
         raise ConfigError(
-            f"{type(block).__name__} has stacked weights ({', '.join(experts)}), as those of fused experts: they are "
-            "not supported yet; use a model without experts"
+            f"{type(block).__name__} has stacked weights ({', '.join(experts)}): only fused experts whose files hold a "
+            "matrix for each expert are supported, without biases; this architecture cannot be quantized yet"
         )
     return {name: module for name, module in block.named_modules() if type(module) is nn.Linear}
 
 
+def passes_of(block: nn.Module, stages: Stages) -> tuple[Stages, ...]:
+    """The stages in groups that do not read one another's outputs: alike layers of all experts are one group."""
+    experts = experts_in(block)
+
+    def kind(stage: tuple[str, ...]) -> tuple[str, str]:
+        path = next((path for path in experts if stage[0].startswith(f"{path}.")), None)
+        return (stage[0], "") if path is None else (path, stage[0].rsplit(".", 1)[-1])
+
+    return tuple(tuple(group) for _, group in itertools.groupby(stages, kind))
+
+
 def stages_of(block: nn.Module, call: Callable[[], Any]) -> Stages:
-    """The linear layers of a block in the order in which `call` runs them; neighbours with one input are a stage."""
+    """The linear layers of a block in the order in which `call` runs them; neighbours with one input are a stage.
+
+    Experts are taken as one module, since no call need reach all of them.
+    """
     reached: list[tuple[str, Tensor]] = []
+    experts = experts_in(block)
+    alone = {
+        name: module
+        for name, module in linears(block).items()
+        if not any(name.startswith(f"{path}.") for path in experts)
+    }
     hooks = [
         module.register_forward_pre_hook(lambda _, args, name=name: reached.append((name, args[0])))
-        for name, module in linears(block).items()
+        for name, module in {**alone, **experts}.items()
     ]
     try:
         call()
@@ -129,7 +178,10 @@ def stages_of(block: nn.Module, call: Callable[[], Any]) -> Stages:
     inputs: list[Tensor] = []  # held, so that no two of them share an address
     for name, given in reached:
         same = [number for number, other in enumerate(inputs) if other is given]
-        if same:
+        if name in experts:
+            stages += [list(stage) for stage in experts[name].stages(name)]
+            inputs += [torch.empty(0) for _ in experts[name].stages(name)]
+        elif same:
             stages[same[0]].append(name)
         else:
             stages.append([name])

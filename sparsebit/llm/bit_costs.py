@@ -22,6 +22,7 @@ from sparsebit.llm.architectures import Stages, linears
 from sparsebit.llm.block_walk import BlockWalk
 from sparsebit.llm.recipe import Recipe
 from sparsebit.llm.rounding import row_losses
+from sparsebit.llm.separate_experts import experts_in
 from sparsebit.numerics.hessian import InputMoments
 from sparsebit.progress import track
 
@@ -46,7 +47,8 @@ def bit_costs(walk: BlockWalk, recipe: Recipe, paths: Sequence[str]) -> BitCosts
     for number in track(range(len(paths) - 1, -1, -1), "costs of bits"):
         inner.backward(number)
     order = [f"{path}.{name}" for path in paths for name in inner.names[path]]
-    return BitCosts({name: inner.costs[name] for name in order}, inner.num_weights, inner.fused)
+    fused = [*inner.fused, tuple(inner.of_experts)] if inner.of_experts else inner.fused
+    return BitCosts({name: inner.costs[name] for name in order}, inner.num_weights, fused)
 
 
 class _TwoPasses:
@@ -59,6 +61,8 @@ class _TwoPasses:
         self.costs: dict[str, dict[int, float]] = {}
         self.num_weights: dict[str, int] = {}
         self.fused: list[tuple[str, ...]] = []
+        self.of_experts: list[str] = []  # transformers reads one number format for all of them
+        self.num_tokens = sum(batch.numel() for batch in walk.batches)
 
     @torch.no_grad()
     def forward(self) -> None:
@@ -68,7 +72,9 @@ class _TwoPasses:
             block = self.skeleton.fill(path)
             stages = self.walk.stages(block)
             self.stages[path], self.names[path] = stages, [name for stage in stages for name in stage]
-            groups = self.walk.architecture.fused_groups(stages)
+            inside = tuple(f"{name}." for name in experts_in(block))
+            self.of_experts += [f"{path}.{name}" for name in self.names[path] if name.startswith(inside)]
+            groups = [group for group in self.walk.architecture.fused_groups(stages) if not group[0].startswith(inside)]
             self.fused += [tuple(f"{path}.{name}" for name in group) for group in groups]
             for index in range(len(self.walk.batches)):
                 hidden = store.get(("changed", number, index))
@@ -115,8 +121,11 @@ class _TwoPasses:
         stored = self.skeleton.folder.tensor(self.skeleton.names[f"{full}.weight"]).dtype
         # Without sweeps, to save time: the costs only have to rank layers and bits.
         quick = replace(self.recipe, sweeps=0) if self.recipe.method == "gptq" else self.recipe
-        mean = squares / moments.num_rows
         self.num_weights[full] = weight.numel()
+        if not moments.num_rows:  # an expert that no token reached
+            self.costs[full] = dict.fromkeys(self.recipe.candidate_bits, 0.0)
+            return
+        mean = squares / self.num_tokens  # an expert that few tokens reach changes the loss of few
         self.costs[full] = {
             bits: 0.5 * float((mean * row_losses(weight, moments, quick.with_bits(bits), full, stored=stored)).sum())
             for bits in self.recipe.candidate_bits

@@ -18,6 +18,7 @@ from sparsebit.errors import ConfigError
 from sparsebit.execution.value_store import MIB, SharedData
 from sparsebit.graph.nested import map_nested, tensors_of
 from sparsebit.llm.architectures import Architecture, Stages, blocks_of, linears, stages_of
+from sparsebit.llm.separate_experts import experts_in
 from sparsebit.llm.skeleton import Skeleton
 from sparsebit.numerics.hessian import InputMoments
 
@@ -91,8 +92,9 @@ class BlockWalk:
 
     def stages(self, block: nn.Module) -> Stages:
         """The stages of the block: those of the architecture's row, else found by running it on the first batch."""
-        if self.architecture.stages is not None:
-            return self.architecture.stages
+        known = self.architecture.stages_in(block)
+        if known is not None:
+            return known
         with torch.no_grad():
             found = stages_of(
                 block, lambda: self.run(block, self._number, 0, self.store.get(("changed", self._number, 0)))
@@ -121,12 +123,45 @@ class BlockWalk:
         return found
 
     @torch.no_grad()
+    def expert_moments(self, changed: nn.Module, stages: Stages) -> dict[str, InputMoments]:
+        """Of the input of each stage of experts, by its first layer, from one pass; one that got no token counts none.
+
+        The float input is not beside it: the float model may send other tokens to the expert.
+        """
+        modules = linears(changed)
+        found = {stage[0]: InputMoments() for stage in stages}
+        for index in range(len(self.batches)):
+            taken: dict[str, Tensor] = {}
+            with _hooked({name: modules[name] for name in found}, taken):
+                self.run(changed, self._number, index, self.store.get(("changed", self._number, index)))
+            for name, x in taken.items():
+                found[name].add(_rows(x))
+        return found
+
+    def chunks(self, block: nn.Module, stages: Stages) -> Iterator[Stages]:
+        """The stages of experts in groups whose second moments fit into the memory budget, or one by one."""
+        modules, size = linears(block), 0
+        held: list[tuple[str, ...]] = []
+        for stage in stages:
+            needed = 8 * modules[stage[0]].in_features ** 2
+            if held and size + needed > self.memory_budget:
+                yield tuple(held)
+                held, size = [], 0
+            held.append(stage)
+            size += needed
+        yield tuple(held)
+
+    @torch.no_grad()
     def run_float(self, original: nn.Module, stages: Stages) -> None:
         """Compute the float model's outputs of the block, and keep the inputs of its stages if the budget allows."""
         if not self.with_float:
             return
-        modules = linears(original)
-        heads = {stage[0]: modules[stage[0]] for stage in stages}
+        modules, experts = linears(original), experts_in(original)
+        heads = {
+            stage[0]: modules[stage[0]]
+            for stage in stages
+            if not any(stage[0].startswith(f"{path}.") for path in experts)
+        }
         length = sum(batch.numel() for batch in self.batches)
         needed = length * sum(module.in_features for module in heads.values()) * self.skeleton.dtype.itemsize
         is_kept = needed + self.store.host_bytes + self.store.device_bytes <= self.memory_budget

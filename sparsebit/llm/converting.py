@@ -23,6 +23,7 @@ from sparsebit.llm.model_folder import ModelFolder
 from sparsebit.llm.packed_folder import copy_small_files
 from sparsebit.llm.packed_source import PackedSource, packed_source
 from sparsebit.llm.packed_weight import PackedWeight
+from sparsebit.llm.separate_experts import experts_in, routers
 from sparsebit.llm.skeleton import Skeleton
 from sparsebit.tensor_files import save_tensors
 
@@ -87,6 +88,11 @@ def convert(
     source = packed_source(skeleton)
     if source is None:
         raise ConfigError(f"{skeleton.folder.path} is a float model: quantize it first (sparsebit llm quantize)")
+    if check and format.startswith("gptq") and experts_in(skeleton.model):
+        raise DeploymentError(
+            f"{skeleton.folder.path} has experts: transformers does not read them from GPTQ files, so that the result "
+            "cannot be checked; keep compressed-tensors, or skip the check (--no-check)"
+        )
     if check and format.startswith("gptq") and len(set(source.formats.values())) > 1:
         raise DeploymentError(
             f"{skeleton.folder.path} has layers of different number formats: transformers does not read those in GPTQ "
@@ -115,7 +121,7 @@ def _write(target: Path, source: PackedSource, kind: _Format) -> None:
     target.mkdir(parents=True)
     copy_small_files(folder.path, target)
     linear_names = [name for name, part in source.skeleton.model.named_modules() if type(part) is nn.Linear]
-    floats = [name for name in linear_names if name not in source.formats]
+    floats = [*(name for name in linear_names if name not in source.formats), *routers(source.skeleton)]
     config = {**folder.config, "quantization_config": kind.config(source.formats, floats)}
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     packed_keys = {key for layer in source.formats for key in source.keys(layer)}
@@ -145,7 +151,7 @@ def _fused(skeleton: Skeleton) -> list[tuple[str, ...]]:
     architecture = architecture_of(skeleton.model)
     found: list[tuple[str, ...]] = []
     for number, block in enumerate(blocks_of(skeleton.model, architecture)):
-        stages = architecture.stages or tuple((name,) for name in linears(block))
+        stages = architecture.stages_in(block) or tuple((name,) for name in linears(block))
         path = f"{architecture.blocks}.{number}"
         found += [tuple(f"{path}.{name}" for name in group) for group in architecture.fused_groups(stages)]
     return found

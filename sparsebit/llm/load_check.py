@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparsebit.errors import DeploymentError, MissingExtraError
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.hub_classes import transformers_module
 from sparsebit.llm.loading import load
 from sparsebit.llm.model_folder import ModelFolder
+from sparsebit.llm.quant_linear import QuantLinear
+from sparsebit.llm.separate_experts import experts_in
 
 TOLERANCE = 1e-3
 # What transformers needs to load a format.
@@ -62,10 +64,13 @@ def vllm_reasons(
 def check_loading(folder: Path, tokens: Tensor, vllm: tuple[str, ...], *, trust_remote_code: bool = False) -> LoadCheck:
     """Load the folder with transformers and with `load`, run both on `tokens (1, n)` in float32, and compare.
 
-    A difference above `TOLERANCE` is an error.
+    A difference above `TOLERANCE` is an error. transformers unpacks experts in the type of the files, whichever type
+    the model has: their weights are rounded to it on our side too.
     """
     theirs = _logits_of_transformers(folder, tokens, trust_remote_code)
-    ours = load(folder, dtype=torch.float32, trust_remote_code=trust_remote_code)(tokens, use_cache=False).logits
+    model = load(folder, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    _round_experts(model)
+    ours = model(tokens, use_cache=False).logits
     difference = relative_difference(theirs, ours)
     if not difference <= TOLERANCE:
         raise DeploymentError(
@@ -122,6 +127,17 @@ def _compare(readers: Mapping[str, float], source: Path) -> None:
                 f"{reader} loads the converted model, and its logits differ by {difference:.2g} from those of {source} "
                 f"(allowed: {TOLERANCE:g} of the largest); it is not kept"
             )
+
+
+def _round_experts(model: nn.Module) -> None:
+    """Experts with unpacked weights that are rounded to the type of their scales."""
+    for experts in experts_in(model).values():
+        packed = {name: layer for name, layer in experts.named_modules() if isinstance(layer, QuantLinear)}
+        for name, layer in packed.items():
+            weight = layer.packed.dequantize(layer.scales.dtype).float()
+            plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+            plain.weight = nn.Parameter(weight, requires_grad=False)
+            experts.set_submodule(name, plain)
 
 
 def relative_difference(found: Tensor, expected: Tensor) -> float:

@@ -86,6 +86,11 @@ class Recipe:
         """The recipe of a layer that got so many bits."""
         return replace(self, bits=bits, candidate_bits=(), average_bits=None)
 
+    def without_text(self) -> Recipe:
+        """The recipe of a layer that too little text has reached: nearest, with the smallest error of the weights."""
+        search: ScaleSearch = "none" if self.scale_search == "none" else "nearest"
+        return Recipe("rtn", self.bits, self.group_size, self.symmetric, search)
+
     @property
     def needs_text(self) -> bool:
         """Whether calibration text decides anything."""

@@ -1,7 +1,7 @@
 """`RunFolder`: the finished blocks of a quantization, so that a killed run continues after the last one.
 
-`run.json` tells what the run is of; `block-00003.safetensors` holds the packed weights of block 3. Each file appears
-whole or not at all.
+`run.json` tells what the run is of; `block-00003.safetensors` holds what was made of block 3. Each file appears whole
+or not at all.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,18 @@ from sparsebit.folders import flush, replace_text, staging_folder
 from sparsebit.llm.packed_weight import PackedWeight
 from sparsebit.tensor_files import digest, load_tensors, save_tensors
 
-_RUN, _FORMAT = "run.json", 1
+_RUN, _FORMAT = "run.json", 2
+
+
+@dataclass(frozen=True)
+class FinishedBlock:
+    """What was made of a block: its packed layers by name.
+
+    `tokens`: how many calibration tokens each layer of an expert has read.
+    """
+
+    layers: Mapping[str, PackedWeight]
+    tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 class RunFolder:
@@ -43,8 +55,8 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             replace_text(known, text)
 
-    def read(self, number: int, source: str) -> dict[str, PackedWeight] | None:
-        """The packed layers of a finished block by name; None if it is not finished. `source`: of its float weights."""
+    def read(self, number: int, source: str) -> FinishedBlock | None:
+        """A finished block; None if it is not finished. `source`: of its float weights."""
         path = self._file(number)
         if not path.is_file():
             return None
@@ -54,17 +66,19 @@ class RunFolder:
         if metadata.get("sha256") != digest(tensors):
             raise CheckpointError(f"{path} is damaged (its checksum differs); remove it to quantize the block again")
         names = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
-        return {name: PackedWeight.from_tensors(tensors, name) for name in names}
+        layers = {name: PackedWeight.from_tensors(tensors, name) for name in names}
+        return FinishedBlock(layers, json.loads(metadata["tokens"]))
 
-    def write(self, number: int, source: str, layers: Mapping[str, PackedWeight]) -> None:
+    def write(self, number: int, source: str, block: FinishedBlock) -> None:
         """Keep a finished block."""
         tensors: dict[str, Tensor] = {}
-        for name, packed in layers.items():
+        for name, packed in block.layers.items():
             tensors |= packed.to_tensors(name)
         path = self._file(number)
         try:
             with staging_folder(path) as folder:
                 metadata = {"run": self._key, "source": source, "sha256": digest(tensors)}
+                metadata["tokens"] = json.dumps(dict(block.tokens))
                 save_tensors(tensors, folder / path.name, metadata)
                 flush(folder / path.name)
                 os.replace(folder / path.name, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,12 +12,16 @@ from torch import Tensor, nn
 from sparsebit.errors import CheckpointError
 from sparsebit.llm.hub_classes import load_config, transformers_module
 from sparsebit.llm.model_folder import ModelFolder
+from sparsebit.llm.separate_experts import separate_experts
+
+# Files that hold the experts of a block stacked, as transformers has them in memory.
+_STACKED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 
 
 class Skeleton:
     """`model`: the architecture of the folder on torch's meta device, in `dtype`.
 
-    `names`: the name in the files of each tensor of the model.
+    `names`: the name in the files of each tensor of the model. Stacked experts are `SeparateExperts`.
     """
 
     def __init__(
@@ -30,7 +35,10 @@ class Skeleton:
         self.folder, self.dtype, self.device = folder, dtype, torch.device(device)
         config = load_config(folder.path, trust_remote_code=trust_remote_code)
         self.model = empty_model(config, dtype=dtype, trust_remote_code=trust_remote_code)
-        self.names = file_names(self.model, folder)
+        renamings, converters = _rules(self.model)
+        if not any(_STACKED.search(name) for name in folder):
+            converters = separate_experts(self.model, converters)
+        self.names = _file_names(self.model, folder, renamings, converters)
 
     def fill(self, path: str, *, without: Sequence[str] = ()) -> nn.Module:
         """The module at `path` with its weights, and with those of the modules in it, but not of those at `without`."""
@@ -103,17 +111,23 @@ def set_tensor(module: nn.Module, name: str, value: Tensor) -> None:
         module._buffers[name] = value
 
 
-def file_names(model: Any, folder: ModelFolder) -> dict[str, str]:
-    """The name in the files of each tensor of the model, by transformers' own rules; tied weights are kept once.
-
-    Tensors that transformers computes from several others when it loads them (fused experts) are missing.
-    """
+def _rules(model: Any) -> tuple[list[Any], list[Any]]:
+    """How transformers renames the tensors of files, and which of its tensors it builds from several of them."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
 
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    return renamings, [rule for rule in rules if isinstance(rule, WeightConverter)]
+
+
+def _file_names(model: Any, folder: ModelFolder, renamings: list[Any], converters: list[Any]) -> dict[str, str]:
+    """The name in the files of each tensor of the model, by transformers' own rules; tied weights are kept once.
+
+    Tensors that transformers computes from several others when it loads them are missing.
+    """
+    from transformers.core_model_loading import rename_source_key
+
     known = model.state_dict()
     names: dict[str, str] = {}
     for name in folder:

@@ -12,6 +12,7 @@ from torch import nn
 from sparsebit.errors import CheckpointError
 from sparsebit.llm.architectures import ARCHITECTURES
 from sparsebit.llm.model_folder import ModelFolder
+from sparsebit.llm.separate_experts import experts_in
 from sparsebit.llm.skeleton import Skeleton, restore_buffers
 from tests.llm.tiny_models import loaded, saved, tiny_model
 
@@ -24,7 +25,11 @@ def test_filled_it_is_the_model(model_type: str, tmp_path: Path) -> None:
     assert all(parameter.is_meta for parameter in skeleton.model.parameters())
     skeleton.fill("")
     with torch.no_grad():
-        assert torch.equal(skeleton.model(TOKENS).logits, loaded(tmp_path)(TOKENS).logits)
+        ours, theirs = skeleton.model(TOKENS).logits, loaded(tmp_path)(TOKENS).logits
+    if experts_in(skeleton.model):  # sums in another order
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    else:
+        assert torch.equal(ours, theirs)
 
 
 def test_parts_are_filled_and_emptied(tmp_path: Path) -> None:

@@ -28,6 +28,15 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 8},
     "gemma3_text": {"sliding_window": 8, "sliding_window_pattern": 2},
     "mistral": {"sliding_window": 8},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+    },
     "phi": {"num_key_value_heads": 4},
     "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
 }
@@ -41,8 +50,8 @@ def tiny_model(model_type: str = "llama", **changes: Any) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 2:
-                nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+            if parameter.ndim >= 2:
+                nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
             elif "norm" in name and name.endswith("weight"):
                 parameter.add_(0.2 * torch.randn_like(parameter))
             elif name.endswith("bias"):

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsebit.errors import CheckpointError
+from sparsebit.errors import CheckpointError, DeploymentError
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.packed_weight import PackedWeight
 from sparsebit.numerics.packing import pack, unpack
 
 SUFFIXES = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
+_EXPERTS = re.compile(r"\.experts\.\d+\.")
+_EXPERTS_TARGET = r"re:.*\.experts\.\d+\..*"
 
 
 def layer_tensors(name: str, packed: PackedWeight) -> dict[str, Tensor]:
@@ -53,14 +55,23 @@ def read_layer(tensors: Mapping[str, Tensor], name: str, layer: LayerFormat) -> 
 def make_config(layers: Mapping[str, LayerFormat], ignored: Sequence[str]) -> dict[str, Any]:
     """The `quantization_config` of a model: the format of each layer by module name, and the layers that are float.
 
-    One format for all layers is said for the class `Linear`; several are said for the layers by name.
+    One format for all layers is said for the class `Linear`; several are said for the layers by name. Experts have one
+    format in all blocks, which one pattern says: transformers finds it by the word `experts`, and reads no zero points.
     """
+    of_experts = {layer for name, layer in layers.items() if _EXPERTS.search(name)}
+    if len(of_experts) > 1 or any(not layer.symmetric for layer in of_experts):
+        raise DeploymentError(
+            f"experts of the formats {', '.join(map(str, of_experts))}: transformers reads one symmetric format for "
+            "all experts of a model"
+        )
     formats = list(dict.fromkeys(layers.values()))
     groups: dict[str, Any] = {}
     for number, layer in enumerate(formats):
         names = [name for name, found in layers.items() if found == layer]
+        targets = [f"re:^{re.escape(name)}$" for name in names if not _EXPERTS.search(name)]
+        targets += [_EXPERTS_TARGET] if layer in of_experts else []
         groups[f"group_{number}"] = {
-            "targets": ["Linear"] if len(formats) == 1 else [f"re:^{re.escape(name)}$" for name in names],
+            "targets": ["Linear"] if len(formats) == 1 else targets,
             "weights": {
                 "num_bits": layer.bits,
                 "type": "int",
