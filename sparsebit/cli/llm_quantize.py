@@ -15,7 +15,7 @@ from sparsebit.cli.verb import Verb
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from sparsebit.llm import BitAllocation, ExpertCalibration, QuantizedModel, Recipe
+    from sparsebit.llm import BitAllocation, ExpertCalibration, QuantizedModel, Recipe, ScaledInput
 
 _TUNE = "Method"
 
@@ -31,7 +31,7 @@ def quantize(
             "--text", metavar="FILE|DIR", help="Calibration text: a text file, .jsonl, a folder of these, a dataset."
         ),
     ] = None,
-    method: Annotated[str, typer.Option("--method", metavar="rtn|gptq", help="How weights are rounded.")] = "gptq",
+    method: Annotated[str, typer.Option("--method", metavar="rtn|gptq|awq", help="How weights are rounded.")] = "gptq",
     bits: Annotated[int | None, typer.Option("--bits", metavar="2|3|4|8", help="Bits of a weight (4).")] = None,
     candidate_bits: Annotated[
         str | None,
@@ -171,6 +171,7 @@ def _record(made: QuantizedModel) -> dict[str, Any]:
         "seconds": made.seconds,
         "check": None if made.check is None else asdict(made.check),
         "experts": {name: asdict(expert) for name, expert in made.experts.items()},
+        "scaled_inputs": {name: asdict(scaled) for name, scaled in made.scaled_inputs.items()},
         "allocation": None if made.allocation is None else json.loads(made.allocation.to_json()),
     }
 
@@ -182,6 +183,7 @@ def _facts(made: QuantizedModel) -> dict[str, str]:
         "written": str(made.folder),
         "layers": f"{len(made.formats)} linear layers, {made.bits_per_weight:.2f} bits a weight with its scales",
         "experts": _experts(made.experts),
+        "scaled inputs": _scaled(made.scaled_inputs),
         "files": f"{kilobytes(made.packed_bytes)} of {kilobytes(made.float_bytes)}",
         "time": f"{made.seconds:.0f} s",
         "continued": f"after {made.num_resumed} finished blocks" if made.num_resumed else "",
@@ -206,6 +208,19 @@ def _experts(experts: Mapping[str, ExpertCalibration]) -> str:
     least = min(expert.num_tokens for expert in experts.values())
     words = f"{len(experts)} layers, each with its own Hessian; at least {least} tokens"
     return words if not few else f"{few} of {len(experts)} layers got too few tokens (table above); the rest enough"
+
+
+def _scaled(inputs: Mapping[str, ScaledInput]) -> str:
+    """How many inputs were scaled, and why others were not."""
+    if not inputs:
+        return ""
+    reasons: dict[str, set[str]] = {}
+    for name, scaled in inputs.items():
+        if scaled.reason is not None:
+            reasons.setdefault(scaled.reason, set()).add(name.split(": ", 1)[1])
+    count = sum(scaled.reason is None for scaled in inputs.values())
+    told = "".join(f"; not {' or '.join(sorted(names)[:4])}: {reason}" for reason, names in reasons.items())
+    return f"{count} of {len(inputs)}{told}"
 
 
 def _experts_table(experts: Mapping[str, ExpertCalibration]) -> list[Table]:

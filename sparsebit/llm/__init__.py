@@ -7,6 +7,7 @@ from sparsebit.llm.bit_allocation import BitAllocation, LayerBits
 from sparsebit.llm.calibration_text import calibration_tokens, token_stream, windows
 from sparsebit.llm.converting import ConvertedModel, convert
 from sparsebit.llm.cpu_probe import CpuProbe, probe_cpu
+from sparsebit.llm.input_scaling import ScaledInput
 from sparsebit.llm.load_check import LoadCheck
 from sparsebit.llm.loading import load
 from sparsebit.llm.packed_weight import PackedWeight
@@ -30,6 +31,7 @@ __all__ = [
     "QuantLinear",
     "QuantizedModel",
     "Recipe",
+    "ScaledInput",
     "calibration_tokens",
     "convert",
     "kernel_paths",

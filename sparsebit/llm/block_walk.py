@@ -96,9 +96,7 @@ class BlockWalk:
         if known is not None:
             return known
         with torch.no_grad():
-            found = stages_of(
-                block, lambda: self.run(block, self._number, 0, self.store.get(("changed", self._number, 0)))
-            )
+            found = stages_of(block, lambda: self.run_first(block))
         unused = sorted(linears(block).keys() - {name for stage in found for name in stage})
         if unused:
             raise ConfigError(
@@ -123,10 +121,10 @@ class BlockWalk:
         return found
 
     @torch.no_grad()
-    def expert_moments(self, changed: nn.Module, stages: Stages) -> dict[str, InputMoments]:
-        """Of the input of each stage of experts, by its first layer, from one pass; one that got no token counts none.
+    def moments_together(self, changed: nn.Module, stages: Stages) -> dict[str, InputMoments]:
+        """Of the input of each stage, by its first layer, from one pass; an expert that got no token counts none.
 
-        The float input is not beside it: the float model may send other tokens to the expert.
+        The float input is not beside it: the float model may send other tokens to an expert.
         """
         modules = linears(changed)
         found = {stage[0]: InputMoments() for stage in stages}
@@ -139,7 +137,7 @@ class BlockWalk:
         return found
 
     def chunks(self, block: nn.Module, stages: Stages) -> Iterator[Stages]:
-        """The stages of experts in groups whose second moments fit into the memory budget, or one by one."""
+        """The stages in groups whose second moments fit into the memory budget, or one by one."""
         modules, size = linears(block), 0
         held: list[tuple[str, ...]] = []
         for stage in stages:
@@ -149,7 +147,8 @@ class BlockWalk:
                 held, size = [], 0
             held.append(stage)
             size += needed
-        yield tuple(held)
+        if held:
+            yield tuple(held)
 
     @torch.no_grad()
     def run_float(self, original: nn.Module, stages: Stages) -> None:
@@ -202,6 +201,10 @@ class BlockWalk:
         found = block(hidden, *call.args, **call.kwargs)
         output: Tensor = found[0] if isinstance(found, tuple) else found
         return output
+
+    def run_first(self, block: nn.Module) -> Tensor:
+        """The output of a block, in the place of the present one, for the first batch."""
+        return self.run(block, self._number, 0, self.store.get(("changed", self._number, 0)))
 
     def _front(self, tokens: Tensor) -> tuple[Tensor, list[_Call]]:
         """What block 0 reads, and the other arguments of every block: each one gives its hidden states unchanged."""

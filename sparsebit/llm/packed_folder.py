@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsebit.folders import flush
 from sparsebit.llm.checkpoint.compressed_tensors import layer_tensors, make_config
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
-from sparsebit.llm.packed_weight import PackedWeight
+from sparsebit.llm.run_folder import FinishedBlock
 from sparsebit.llm.skeleton import Skeleton
 from sparsebit.tensor_files import save_tensors
 
@@ -23,13 +23,13 @@ def write_packed_folder(
     target: Path,
     skeleton: Skeleton,
     block_paths: Sequence[str],
-    layers_of: Callable[[int], Mapping[str, PackedWeight]],
+    block_of: Callable[[int], FinishedBlock],
     formats: Mapping[str, LayerFormat],
     ignored: Sequence[str],
 ) -> None:
     """Write config, tokenizer and shards to `target`; one block is in memory at a time.
 
-    `layers_of(number)`: the packed layers of a block by their names in it. `formats`: of all layers by module name.
+    `block_of(number)`: what was made of a block. `formats`: of all layers by module name.
     """
     target.mkdir(parents=True, exist_ok=True)
     copy_small_files(skeleton.folder.path, target)
@@ -44,9 +44,8 @@ def write_packed_folder(
         number = shard - 1  # shard 0: what is in no block
         names = [name for name in skeleton.folder if owner.get(name, -1) == number and name not in replaced]
         tensors: dict[str, Tensor] = {name: skeleton.folder.tensor(name) for name in names}
-        for name, packed in layers_of(number).items() if number >= 0 else ():
-            file_name = skeleton.names[f"{block_paths[number]}.{name}.weight"].removesuffix(".weight")
-            tensors |= layer_tensors(file_name, packed)
+        if number >= 0:
+            tensors |= _made(skeleton, block_paths[number], block_of(number))
         file = f"model-{shard + 1:05}-of-{num_shards:05}.safetensors"
         save_tensors(tensors, target / file, {"format": "pt"})
         flush(target / file)
@@ -55,6 +54,14 @@ def write_packed_folder(
         skeleton.folder.close()
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _made(skeleton: Skeleton, path: str, block: FinishedBlock) -> dict[str, Tensor]:
+    """The packed layers of a block, and its other tensors that have changed, by their names in the files."""
+    tensors = {skeleton.names[f"{path}.{name}"]: value for name, value in block.others.items()}
+    for name, packed in block.layers.items():
+        tensors |= layer_tensors(skeleton.names[f"{path}.{name}.weight"].removesuffix(".weight"), packed)
+    return tensors
 
 
 def _block_of_file(skeleton: Skeleton, block_paths: Sequence[str]) -> dict[str, int]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,32 +17,27 @@ from torch import Tensor, nn
 from sparsebit.errors import CheckpointError, ConfigError
 from sparsebit.execution.value_store import MIB
 from sparsebit.folders import staging_folder
-from sparsebit.llm.architectures import Architecture, Stages, architecture_of, linears, passes_of
+from sparsebit.llm.architectures import Architecture, Stages, architecture_of, linears
 from sparsebit.llm.bit_allocation import BitAllocation, allocate, need_solver
 from sparsebit.llm.bit_costs import NUM_SAMPLES, bit_costs
+from sparsebit.llm.block_rounding import BlockRounding, fallback_of, put_block
 from sparsebit.llm.block_walk import BlockWalk
 from sparsebit.llm.calibration_text import calibration_tokens
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.hub_classes import load_tokenizer
+from sparsebit.llm.input_scaling import ScaledInput
 from sparsebit.llm.load_check import LoadCheck, check_loading, need_reader, vllm_reasons
 from sparsebit.llm.model_folder import ModelFolder
 from sparsebit.llm.packed_folder import write_packed_folder
-from sparsebit.llm.packed_weight import PackedWeight
 from sparsebit.llm.recipe import Recipe
-from sparsebit.llm.rounding import round_weight
 from sparsebit.llm.run_folder import FinishedBlock, RunFolder
 from sparsebit.llm.separate_experts import experts_in, routers
 from sparsebit.llm.skeleton import Skeleton
-from sparsebit.numerics.hessian import InputMoments
 from sparsebit.progress import track
 from sparsebit.tensor_files import digest
 
 log = logging.getLogger(__name__)
 ALLOCATION = "bit_allocation.json"
-# An expert's layer that reads fewer tokens than this for each of its columns is rounded without its Hessian: the method
-# would fit the weight to the few tokens, and err more on others. Measured on a layer of book-llama with 512 columns:
-# GPTQ's error on other tokens is 1.8 times that of rounding to nearest with 1 token a column, 1.08 with 2, 0.78 with 8.
-TOKENS_PER_COLUMN = {"rtn": 0.25, "gptq": 3.0}
 
 
 @dataclass(frozen=True)
@@ -71,6 +65,7 @@ class QuantizedModel:
 
     `num_resumed`: blocks that an interrupted run had finished. `check`: None, if it was switched off. `allocation`: of
     mixed bits. `experts`: how each layer of an expert was calibrated, by name; empty where no text was needed.
+    `scaled_inputs`: of `awq`, how the input of each block's layers was scaled, or why it was not.
     """
 
     folder: Path
@@ -84,6 +79,7 @@ class QuantizedModel:
     check: LoadCheck | None
     allocation: BitAllocation | None = None
     experts: Mapping[str, ExpertCalibration] = field(default_factory=dict)
+    scaled_inputs: Mapping[str, ScaledInput] = field(default_factory=dict)
 
 
 def quantize(
@@ -134,7 +130,7 @@ def quantize(
             made,
             skeleton,
             run.paths,
-            lambda number: _known(folder, number, run.sources).layers,
+            lambda number: _known(folder, number, run.sources),
             run.formats,
             run.ignored(),
         )
@@ -158,6 +154,7 @@ def quantize(
         found,
         run.allocation,
         run.experts,
+        run.scaled_inputs,
     )
     log.info(
         "%s: %d layers, %.2f bits a weight, %.1f MB of %.1f MB",
@@ -197,7 +194,9 @@ class _Run:
         self.formats: dict[str, LayerFormat] = {}
         self.fused: list[tuple[str, ...]] = []
         self.sources: list[str] = []
+        self.rounding = BlockRounding(self.walk, recipe, self.recipe_of, skeleton.stored_type)
         self.experts: dict[str, ExpertCalibration] = {}
+        self.scaled_inputs: dict[str, ScaledInput] = {}
         self.num_resumed = 0
         self._bits = self._weights = 0.0
 
@@ -254,17 +253,16 @@ class _Run:
         if self.recipe.needs_text:
             self.walk.run_float(original, stages)
         if finished is None:
-            finished = self._quantize(original, changed, stages, number)
+            finished = self.rounding.round(original, changed, stages, self.paths[number])
             folder.write(number, source, finished)
         else:
             self.num_resumed += 1
-        for name, weight in finished.layers.items():
-            _put(changed, name, weight)
+        put_block(changed, finished)
         if self.recipe.needs_text:
             self.walk.advance(changed, stages)
         self.skeleton.empty(self.paths[number])
         self.skeleton.folder.close()
-        self._note(number, source, finished, original, stages)
+        self._note(number, source, finished, stages)
 
     def ignored(self) -> list[str]:
         """The linear layers of the model that stay float, and what chooses the experts, which vLLM has as a layer."""
@@ -279,46 +277,7 @@ class _Run:
             return self.walk.stages(block)
         return self.architecture.stages_in(block) or tuple((name,) for name in linears(block))
 
-    def _quantize(self, original: nn.Module, changed: nn.Module, stages: Stages, number: int) -> FinishedBlock:
-        packed: dict[str, PackedWeight] = {}
-        tokens: dict[str, int] = {}
-        for group in passes_of(changed, stages):
-            for part in self._parts(changed, group):
-                gathered = self._moments(original, changed, part)
-                for stage in part:
-                    moments = gathered.get(stage[0])
-                    for name in stage:
-                        if _is_expert(changed, name) and moments is not None:
-                            tokens[name] = moments.num_rows
-                        packed[name] = self._round(changed, name, moments, tokens.get(name), number)
-                        _put(changed, name, packed[name])
-        return FinishedBlock(packed, tokens)
-
-    def _parts(self, block: nn.Module, group: Stages) -> Iterable[Stages]:
-        return self.walk.chunks(block, group) if self.recipe.needs_text else (group,)
-
-    def _moments(self, original: nn.Module, changed: nn.Module, part: Stages) -> dict[str, InputMoments]:
-        """Of the input of each stage, by its first layer; none, if no text is needed."""
-        if not self.recipe.needs_text:
-            return {}
-        if _is_expert(changed, part[0][0]):
-            return self.walk.expert_moments(changed, part)
-        return {stage[0]: self.walk.moments(original, changed, stage) for stage in part}
-
-    def _round(
-        self, block: nn.Module, name: str, moments: InputMoments | None, num_tokens: int | None, number: int
-    ) -> PackedWeight:
-        full = f"{self.paths[number]}.{name}"
-        weight = linears(block)[name].weight
-        stored = self.skeleton.folder.tensor(self.skeleton.names[f"{full}.weight"]).dtype
-        recipe = self.recipe_of(full)
-        if num_tokens is not None and fallback_of(num_tokens, weight.shape[1], recipe) is not None:
-            recipe, moments = recipe.without_text(), None
-        rounded = round_weight(weight, moments, recipe, full, stored=stored)
-        log.debug("%s: error %.3g, to nearest %.3g", full, rounded.error, rounded.nearest_error)
-        return rounded.packed
-
-    def _note(self, number: int, source: str, block: FinishedBlock, original: nn.Module, stages: Stages) -> None:
+    def _note(self, number: int, source: str, block: FinishedBlock, stages: Stages) -> None:
         self.sources.append(source)
         for name, weight in block.layers.items():
             full = f"{self.paths[number]}.{name}"
@@ -330,6 +289,8 @@ class _Run:
             if name in block.tokens:
                 rows = block.tokens[name]
                 self.experts[full] = ExpertCalibration(rows, fallback_of(rows, weight.in_features, self.recipe))
+        for name, scaled in block.scales.items():
+            self.scaled_inputs[f"{self.paths[number]}: {name}"] = scaled
         for group in self.architecture.fused_groups(stages):
             self.fused.append(tuple(f"{self.paths[number]}.{name}" for name in group))
 
@@ -354,24 +315,6 @@ def _tokens(source: ModelFolder, recipe: Recipe, calibration: Calibration | None
         seed=wanted.seed,
         chat_template=wanted.chat_template,
     )
-
-
-def _put(block: nn.Module, name: str, packed: PackedWeight) -> None:
-    layer = linears(block)[name]
-    layer.weight.data = packed.dequantize(layer.weight.dtype).to(layer.weight.device)
-
-
-def fallback_of(num_tokens: int, num_columns: int, recipe: Recipe) -> str | None:
-    """How an expert's layer that has read so few tokens is rounded; None, if they are enough for its Hessian."""
-    needed = math.ceil(TOKENS_PER_COLUMN[recipe.method] * num_columns)
-    if num_tokens >= needed:
-        return None
-    how = "rtn" if recipe.scale_search == "none" else "rtn, scales searched without a Hessian"
-    return f"{how}: {num_tokens} tokens, and {num_columns} columns need {needed}"
-
-
-def _is_expert(block: nn.Module, name: str) -> bool:
-    return any(name.startswith(f"{path}.") for path in experts_in(block))
 
 
 def _refuse_zero_points_of_experts(skeleton: Skeleton, recipe: Recipe) -> None:

@@ -8,8 +8,8 @@ from typing import Literal
 from sparsebit.errors import ConfigError
 from sparsebit.numerics.gptq_math import ScaleSearch
 
-Method = Literal["rtn", "gptq"]
-METHODS: tuple[Method, ...] = ("rtn", "gptq")
+Method = Literal["rtn", "gptq", "awq"]
+METHODS: tuple[Method, ...] = ("rtn", "gptq", "awq")
 BITS = (2, 3, 4, 8)
 _OF_GPTQ = ("act_order", "damping", "refit", "sweeps", "input_correction")
 
@@ -20,8 +20,9 @@ class Recipe:
 
     `group_size`: columns that share a scale; 0: one scale per row. `symmetric`: without zero points. `scale_search`:
     scales are multiplied by the factor with the smallest error of the layer's output, judged by round-to-nearest
-    ("nearest"), by GPTQ itself ("gptq", slower), or not searched ("none"). The rest is of `gptq`: `act_order`, columns
-    with the largest inputs first (scales stay those of neighbouring columns, so that files need no order);
+    ("nearest"), by GPTQ itself ("gptq", slower), or not searched ("none"). `method="awq"`: rounding to nearest, after
+    channels with large inputs were scaled up, where that can be folded exactly. The rest is of `gptq`: `act_order`,
+    columns with the largest inputs first (scales stay those of neighbouring columns, so that files need no order);
     `damping`, of the Hessian, as a share of its mean diagonal; `refit`, scales fitted to the codes in closed form;
     `sweeps`, how often codes are improved one by one afterwards; `input_correction`, from 0 to 1, how much of the
     difference between quantized and float inputs the weight takes up.
@@ -60,10 +61,13 @@ class Recipe:
         unused = [
             item.name for item in fields(self) if item.name in _OF_GPTQ and getattr(self, item.name) != item.default
         ]
-        if self.method == "rtn" and unused:
-            raise ConfigError(f"{', '.join(unused)} with method='rtn': these are options of gptq; leave them out")
-        if self.method == "rtn" and self.scale_search == "gptq":
-            raise ConfigError("scale_search='gptq' with method='rtn': rtn does not run GPTQ; use 'nearest' or 'none'")
+        given = f"method={self.method!r}"
+        if self.method != "gptq" and unused:
+            raise ConfigError(f"{', '.join(unused)} with {given}: these are options of gptq; leave them out")
+        if self.method != "gptq" and self.scale_search == "gptq":
+            raise ConfigError(
+                f"scale_search='gptq' with {given}: {self.method} does not run GPTQ; use 'nearest' or 'none'"
+            )
 
     def _check_mixed(self) -> None:
         if not self.candidate_bits and self.average_bits is None:

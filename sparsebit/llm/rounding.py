@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +54,17 @@ def round_weight(
     energy = float(((W @ H.to(W)) * W).sum().clamp(min=1e-30))
     packed = _packed(rounded, recipe, size, stored)
     return RoundedLayer(packed, float(rounded.loss.sum()) / energy, float(rounded.nearest_loss.sum()) / energy)
+
+
+def nearest_values(recipe: Recipe, name: str, stored: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """The function that rounds a weight `(out, in)` to nearest, on a grid that holds its whole range."""
+
+    def round_(weight: Tensor) -> Tensor:
+        W = weight[None]
+        grid = _grid(W, recipe, recipe.columns_per_scale(weight.shape[1], name), stored)
+        return grid.values(grid.nearest(W))[0]
+
+    return round_
 
 
 @torch.no_grad()

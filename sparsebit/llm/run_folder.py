@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +19,25 @@ from torch import Tensor
 
 from sparsebit.errors import CheckpointError
 from sparsebit.folders import flush, replace_text, staging_folder
+from sparsebit.llm.input_scaling import ScaledInput
 from sparsebit.llm.packed_weight import PackedWeight
 from sparsebit.tensor_files import digest, load_tensors, save_tensors
 
 _RUN, _FORMAT = "run.json", 2
+_OTHER = "other:"
 
 
 @dataclass(frozen=True)
 class FinishedBlock:
-    """What was made of a block: its packed layers by name.
+    """What was made of a block: its packed layers by name, and `others`, its other tensors that have changed.
 
-    `tokens`: how many calibration tokens each layer of an expert has read.
+    `tokens`: how many calibration tokens each layer of an expert has read. `scales`: how inputs were scaled.
     """
 
     layers: Mapping[str, PackedWeight]
     tokens: Mapping[str, int] = field(default_factory=dict)
+    others: Mapping[str, Tensor] = field(default_factory=dict)
+    scales: Mapping[str, ScaledInput] = field(default_factory=dict)
 
 
 class RunFolder:
@@ -67,11 +71,13 @@ class RunFolder:
             raise CheckpointError(f"{path} is damaged (its checksum differs); remove it to quantize the block again")
         names = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
         layers = {name: PackedWeight.from_tensors(tensors, name) for name in names}
-        return FinishedBlock(layers, json.loads(metadata["tokens"]))
+        others = {name.removeprefix(_OTHER): value for name, value in tensors.items() if name.startswith(_OTHER)}
+        scales = {name: ScaledInput(**record) for name, record in json.loads(metadata["scales"]).items()}
+        return FinishedBlock(layers, json.loads(metadata["tokens"]), others, scales)
 
     def write(self, number: int, source: str, block: FinishedBlock) -> None:
         """Keep a finished block."""
-        tensors: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {f"{_OTHER}{name}": value for name, value in block.others.items()}
         for name, packed in block.layers.items():
             tensors |= packed.to_tensors(name)
         path = self._file(number)
@@ -79,6 +85,7 @@ class RunFolder:
             with staging_folder(path) as folder:
                 metadata = {"run": self._key, "source": source, "sha256": digest(tensors)}
                 metadata["tokens"] = json.dumps(dict(block.tokens))
+                metadata["scales"] = json.dumps({name: asdict(scaled) for name, scaled in block.scales.items()})
                 save_tensors(tensors, folder / path.name, metadata)
                 flush(folder / path.name)
                 os.replace(folder / path.name, path)

@@ -68,6 +68,10 @@ class Skeleton:
             )
         return value.to(self.device, self.dtype if wanted.is_floating_point() else wanted.dtype)
 
+    def stored_type(self, name: str) -> torch.dtype:
+        """The type in the files of a tensor of the model."""
+        return self.folder.tensor(self.names[name]).dtype
+
     def empty(self, path: str) -> None:
         """Free the weights of the module at `path`."""
         self.model.get_submodule(path).to("meta")

@@ -13,9 +13,9 @@ import torch
 from sparsebit.errors import ConfigError, DeploymentError
 from sparsebit.llm import Calibration, QuantLinear, Recipe, convert, load, quantize
 from sparsebit.llm.architectures import architecture_of, passes_of
+from sparsebit.llm.block_rounding import fallback_of
 from sparsebit.llm.block_walk import BlockWalk
 from sparsebit.llm.model_folder import ModelFolder
-from sparsebit.llm.quantizing import fallback_of
 from sparsebit.llm.rounding import round_weight
 from sparsebit.llm.separate_experts import SeparateExperts, experts_in
 from sparsebit.llm.skeleton import Skeleton
@@ -55,7 +55,7 @@ def test_experts_read_their_own_tokens(model_type: str, tmp_path: Path) -> None:
     reads: dict[str, list[torch.Tensor]] = {stage[0]: [] for stage in (*first, *second)}
     for name, held in reads.items():
         block.get_submodule(name).register_forward_pre_hook(lambda _, args, held=held: held.append(args[0]))
-    gathered = {name: one for part in (first, second) for name, one in walk.expert_moments(block, part).items()}
+    gathered = {name: one for part in (first, second) for name, one in walk.moments_together(block, part).items()}
     assert sum(gathered[stage[0]].num_rows for stage in first) == 2 * tokens.numel()  # two experts for each token
     for name, moments in gathered.items():
         x = torch.cat(reads[name][: len(reads[name]) // 2]).double()  # the second pass runs the block again
