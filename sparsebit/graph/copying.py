@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -31,6 +32,7 @@ def copy_model(model: nn.Module, *, share_parameters: bool = False, share: Itera
     if share_parameters:
         memo.update({id(parameter): parameter for parameter in model.parameters()})
     memo.update(without_history(model))
+    memo.update(_empty_containers(model))
     try:
         copied = copy.deepcopy(model, memo)
     except Exception as error:
@@ -70,6 +72,16 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 def without_history(model: nn.Module) -> dict[int, torch.Tensor]:
     """Copies, by the id of the original, of the tensors that `copy.deepcopy` refuses."""
     return {id(tensor): tensor.detach().clone() for tensor in _computed_tensors(model)}
+
+
+def _empty_containers(model: nn.Module) -> dict[int, Any]:
+    """Copies, by the id of the original, of the empty containers of modules: most of what there is to copy is hooks."""
+    return {
+        id(value): type(value)()
+        for module in model.modules()
+        for value in module.__dict__.values()
+        if type(value) in (dict, OrderedDict, list, set) and not value
+    }
 
 
 def _computed_tensors(model: nn.Module) -> Iterator[torch.Tensor]:

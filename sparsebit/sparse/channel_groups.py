@@ -55,27 +55,25 @@ class Spared:
 def units_of(sets: LabelSets) -> tuple[list[Unit], list[Spared]]:
     """The sets of atoms that may be removed, and for every axis what is spared."""
     members: dict[int, dict[tuple[str, int], list[int]]] = {}
-    sizes: dict[tuple[str, int], int] = {}
-    for axis in sets.axes:
-        sizes[axis.tensor, axis.dim] = axis.size
-        for place in range(axis.size):
-            root = sets.find(axis.first + place)
-            members.setdefault(root, {}).setdefault((axis.tensor, axis.dim), []).append(place)
-    reasons: dict[int, str] = {}
-    for root, parts in members.items():
-        if (reason := sets.reason(root)) is not None:
-            reasons[root] = reason
-        elif whole := [axis for axis, places in parts.items() if len(places) == sizes[axis]]:
-            reasons[root] = f"all of {whole[0][0]}[{whole[0][1]}] would have to go at once"
+    sizes = {(axis.tensor, axis.dim): axis.size for axis in sets.axes}
     spared: dict[tuple[str, int, str], int] = {}
-    for root, reason in reasons.items():
-        for (tensor, dim), places in members[root].items():
-            spared[tensor, dim, reason] = spared.get((tensor, dim, reason), 0) + len(places)
-    units = [
-        Unit(root, tuple((tensor, dim, tuple(places)) for (tensor, dim), places in parts.items()))
-        for root, parts in members.items()
-        if root not in reasons
-    ]
+    roots, pinned = sets.roots().tolist(), sets.reasons()
+    for axis in sets.axes:
+        for place, root in enumerate(roots[axis.first : axis.first + axis.size]):
+            if (reason := pinned.get(root)) is None:
+                members.setdefault(root, {}).setdefault((axis.tensor, axis.dim), []).append(place)
+            else:
+                key = axis.tensor, axis.dim, reason
+                spared[key] = spared.get(key, 0) + 1
+    units: list[Unit] = []
+    for root, parts in members.items():
+        whole = next((axis for axis, places in parts.items() if len(places) == sizes[axis]), None)
+        if whole is None:
+            units.append(Unit(root, tuple((*axis, tuple(places)) for axis, places in parts.items())))
+            continue
+        for (tensor, dim), places in parts.items():
+            key = tensor, dim, f"all of {whole[0]}[{whole[1]}] would have to go at once"
+            spared[key] = spared.get(key, 0) + len(places)
     return units, [Spared(tensor, dim, count, reason) for (tensor, dim, reason), count in spared.items()]
 
 

@@ -19,7 +19,7 @@ from sparsebit.execution.batches import Call
 from sparsebit.graph.copying import copy_model
 from sparsebit.graph.nested import map_nested
 from sparsebit.sparse.channel_groups import Group, Unit, kept_positions, positions_of
-from sparsebit.sparse.channel_trace import Step, Trace, watch
+from sparsebit.sparse.channel_trace import Step, Trace, outputs_of, watch
 from sparsebit.sparse.labels import FIXED, LabelSets
 from sparsebit.sparse.surgery import Attribute, ChannelPlan, apply_plan, named_tensors
 
@@ -60,11 +60,11 @@ class Bench:
 
     def plan(self, dead: Sequence[Unit], rules: Iterable[SizeRule]) -> ChannelPlan:
         """The plan that removes these units."""
-        gone = {unit.label for unit in dead}
+        alive = self._alive({unit.label for unit in dead})
         kept = kept_positions(dead, self.sizes)
         attributes: dict[str, dict[str, Attribute]] = {}
         for rule in (*rules, *self._group_rules()):
-            size = sum(self._is_alive(label, gone) for label in rule.labels)
+            size = int(alive[torch.tensor(rule.labels).clamp(min=FIXED)].sum())
             module = self.model.get_submodule(rule.module)
             value = attributes.get(rule.module, {}).get(rule.attribute, getattr(module, rule.attribute))
             changed: Attribute = size
@@ -89,23 +89,16 @@ class Bench:
             if isinstance(module, (nn.modules.conv._ConvNd, nn.GroupNorm)):
                 yield SizeRule(step.where, name, None, tuple(step.groups.tolist()))
 
-    def _is_alive(self, label: int, gone: set[int]) -> bool:
-        return label <= FIXED or self.sets.find(label) not in gone
+    def _alive(self, gone: set[int]) -> Tensor:
+        """For every label: whether it survives."""
+        return ~torch.isin(self.sets.roots(), torch.tensor(sorted(gone), dtype=torch.long))
 
-    def expected(self, step: Step, gone: set[int]) -> tuple[tuple[int | None, ...], ...]:
+    def expected(self, step: Step, alive: Tensor) -> tuple[tuple[int | None, ...], ...]:
         """The sizes of a step's outputs after the removal; None: not known."""
         return tuple(
-            tuple(self._count(labels, size, gone) for labels, size in zip(axes, shape, strict=True))
+            tuple(_count(labels, size, alive) for labels, size in zip(axes, shape, strict=True))
             for axes, shape in zip(step.outputs, step.shapes, strict=True)
         )
-
-    def _count(self, labels: Tensor | None, size: int, gone: set[int]) -> int | None:
-        if labels is None:
-            return size
-        found = labels.tolist()
-        if any(label < FIXED for label in found):
-            return None
-        return sum(self._is_alive(label, gone) for label in found)
 
     def masked(self, dead: Sequence[Unit]) -> nn.Module:
         """A copy with zeros in every parameter of the units; buffers stay."""
@@ -124,17 +117,16 @@ class Bench:
         run = watch(self.shrunk(self.plan(dead, rules)), self.call)
         if failure := self._first_difference(run, gone):
             return failure
-        masked = watch(self.masked(dead), self.call)
-        if _agrees(masked.outputs, run.outputs, self.dense_outputs):
+        if _agrees(outputs_of(self.masked(dead), self.call), run.outputs, self.dense_outputs):
             return None
         return self._first_wrong_value(dead, rules, gone)
 
     def _first_difference(self, run: Trace, gone: set[int]) -> Failure | None:
         expected = [(index, step) for index, step in enumerate(self.steps) if not step.is_move]
         actual = [step for step in run.steps if not step.is_move]
-        previous = 0
+        previous, alive = 0, self._alive(gone)
         for position, ((index, step), found) in enumerate(zip(expected, actual, strict=False)):
-            wanted = self.expected(step, gone)
+            wanted = self.expected(step, alive)
             if step.name != found.name or not _fits(wanted, found.shapes):
                 reason = (
                     f"{found.name} in {found.where or 'the model'} gives {_shown(found.shapes)}, not {_shown(wanted)}"
@@ -155,13 +147,15 @@ class Bench:
         return self._failure(position, where, reason, steps, moves)
 
     def _failure(self, position: int, where: str, reason: str, steps: Sequence[Step], moves: int = 0) -> Failure:
-        labels = {label for step in steps for found in step.labels() for label in found.tolist()}
-        real = frozenset(self.sets.find(label) for label in labels if label > FIXED)
+        found = [labels for step in steps for labels in step.labels()]
+        roots = self.sets.roots(torch.cat(found)).unique().tolist() if found else []
+        real = frozenset(label for label in roots if label > FIXED)
         return Failure((position, moves), where, reason, real, tuple(steps))
 
     def _first_wrong_value(self, dead: Sequence[Unit], rules: Sequence[SizeRule], gone: set[int]) -> Failure:
         """The first operator whose surviving values differ."""
-        kept = [[self._survivors(axes, gone) for axes in step.outputs] for step in self.steps if not step.is_move]
+        alive = self._alive(gone)
+        kept = [[_survivors(axes, alive) for axes in step.outputs] for step in self.steps if not step.is_move]
         masked = watch(self.masked(dead), self.call, values=kept)
         shrunk = watch(self.shrunk(self.plan(dead, rules)), self.call, values=[])
         steps = [step for step in self.steps if not step.is_move]
@@ -172,15 +166,22 @@ class Bench:
                 return self._failure(position, step.where, reason, [step])
         return Failure((len(steps), 0), "", "the outputs of the model differ without them", frozenset(gone))
 
-    def _survivors(self, axes: tuple[Tensor | None, ...], gone: set[int]) -> dict[int, Tensor]:
-        found = {}
-        for dim, labels in enumerate(axes):
-            if labels is None or bool((labels < FIXED).any()):
-                continue
-            alive = torch.tensor([self._is_alive(label, gone) for label in labels.tolist()])
-            if not bool(alive.all()):
-                found[dim] = alive.nonzero().flatten()
-        return found
+
+def _count(labels: Tensor | None, size: int, alive: Tensor) -> int | None:
+    if labels is None:
+        return size
+    return None if bool((labels < FIXED).any()) else int(alive[labels].sum())
+
+
+def _survivors(axes: tuple[Tensor | None, ...], alive: Tensor) -> dict[int, Tensor]:
+    found = {}
+    for dim, labels in enumerate(axes):
+        if labels is None or bool((labels < FIXED).any()):
+            continue
+        stays = alive[labels]
+        if not bool(stays.all()):
+            found[dim] = stays.nonzero().flatten()
+    return found
 
 
 def mask_units(model: nn.Module, units: Iterable[Unit]) -> None:

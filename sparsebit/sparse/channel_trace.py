@@ -194,18 +194,33 @@ def watch(
     trace = Trace()
     paths = ModulePaths(model)
     args, kwargs = call
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # one operator for a whole encoder layer would hide its parts
     try:
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), paths.watched():
+        with _plain_operators(), paths.watched():
             with _Watch(paths, trace, sets, names or {}, options or {}, values):
                 result = model(*args, **kwargs)
             trace.outputs = tensors_of(result)
     except Exception as error:
         trace.error = error
+    return trace
+
+
+def outputs_of(model: nn.Module, call: ModelCall) -> list[Tensor]:
+    """What the model gives, by the same operators as in a run that is watched."""
+    args, kwargs = call
+    with _plain_operators():
+        return tensors_of(model(*args, **kwargs))
+
+
+@contextlib.contextmanager
+def _plain_operators() -> Iterator[None]:
+    """One operator for a whole attention or encoder layer would hide its parts."""
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
-    return trace
 
 
 def _digest(tensor: Tensor, dims: Mapping[int, Tensor]) -> tuple[float, float]:

@@ -10,10 +10,12 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sparsebit.errors import CaptureError
 from sparsebit.execution.batches import Call, as_call
+from sparsebit.graph.copying import copy_model
+from sparsebit.graph.nested import map_nested, tensors_of
 from sparsebit.sparse.channel_groups import Group, Spared, Unit, grouped, units_of
 from sparsebit.sparse.channel_proof import Bench, Failure, SizeRule, double_precision, drawn, find_repairs, probe_copy
 from sparsebit.sparse.channel_trace import Trace, forget_labels, output_labels, watch
@@ -23,6 +25,7 @@ from sparsebit.sparse.surgery import ChannelPlan, named_tensors
 _log = logging.getLogger(__name__)
 _SHARE = 0.5  # of the units that a proof removes
 _NUM_DRAWS = 2
+_NUM_SAMPLES = 2  # with one, a dimension of size 1 could hide an error
 
 
 @dataclass(frozen=True)
@@ -109,11 +112,28 @@ def _probe(model: nn.Module, call: Call) -> tuple[nn.Module, Call]:
     run = watch(probe, call)
     if run.error is not None:
         raise CaptureError(f"the model does not run on the example inputs: {run.error}") from run.error
+    call = _few_samples(probe, call, run.outputs)
     precise, inputs = double_precision(probe, call)
     again = watch(precise, inputs)
     if again.error is None and all(bool(torch.isfinite(x).all()) for x in again.outputs if x.is_floating_point()):
         return precise, inputs
     return probe, call
+
+
+def _few_samples(model: nn.Module, call: Call, outputs: list[Tensor]) -> Call:
+    """The call with the first samples alone, where the model takes them one by one: a proof needs no more."""
+    sizes = [len(leaf) for leaf in tensors_of(call) if leaf.dim()]
+    if not sizes or sizes[0] <= _NUM_SAMPLES:
+        return call
+
+    def first(x: Tensor) -> Tensor:
+        return x[:_NUM_SAMPLES] if x.dim() and len(x) == sizes[0] else x
+
+    few: Call = map_nested(Tensor, first, call)
+    run = watch(copy_model(model), few)
+    expected = [(_NUM_SAMPLES, *x.shape[1:]) if x.dim() and len(x) == sizes[0] else tuple(x.shape) for x in outputs]
+    is_same = run.error is None and [tuple(x.shape) for x in run.outputs] == expected
+    return few if is_same else call
 
 
 class _Analysis:
@@ -132,11 +152,18 @@ class _Analysis:
         for labels in output_labels(self.trace):
             self.sets.pin(labels, "the model returns them")
         self._visit_training(model, call, names, options)
-        for axis in self.sets.axes:
-            for place in range(axis.size):
-                if reason := pins.get((axis.tensor, axis.dim, place)):
-                    self.sets.join((axis.first + place, FIXED), reason)
         forget_labels(model)
+        self.pin(pins)
+
+    def pin(self, pins: Mapping[tuple[str, int, int], str]) -> None:
+        """These atoms, (tensor, dimension, position), must stay. Units and groups are what is left."""
+        first = {(axis.tensor, axis.dim): axis.first for axis in self.sets.axes}
+        by_reason: dict[str, list[int]] = {}
+        for (tensor, dim, place), reason in pins.items():
+            if (tensor, dim) in first:
+                by_reason.setdefault(reason, []).append(first[tensor, dim] + place)
+        for reason, labels in by_reason.items():
+            self.sets.pin(torch.tensor(labels), reason)
         self.units, self.spared = units_of(self.sets)
         self.groups = grouped(self.units)
 
@@ -166,12 +193,12 @@ class _Analysis:
         return float(sum(len(places) for unit in self.units for _, _, places in unit.members))
 
     def atoms(self, labels: Iterable[int]) -> list[tuple[str, int, int]]:
-        wanted = set(labels)
+        wanted, roots = set(labels), self.sets.roots().tolist()
         return [
             (axis.tensor, axis.dim, place)
             for axis in self.sets.axes
-            for place in range(axis.size)
-            if self.sets.find(axis.first + place) in wanted
+            for place, root in enumerate(roots[axis.first : axis.first + axis.size])
+            if root in wanted
         ]
 
 
@@ -206,8 +233,7 @@ class _Search:
         alive = {unit.label for unit in self.analysis.units}
         found: dict[str, tuple[int, bool]] = {}
         for choice in self.analysis.trace.choices:
-            labels = [label for label in choice.labels.unique().tolist() if label > FIXED]
-            is_free = any(self.analysis.sets.find(label) in alive for label in labels)
+            is_free = not alive.isdisjoint(self.analysis.sets.roots(choice.labels).unique().tolist())
             number, was_free = found.get(choice.key, (choice.num_options, False))
             found[choice.key] = (max(number, choice.num_options), was_free or is_free)
         return [
@@ -252,8 +278,7 @@ class _Search:
         """
         sets = self.analysis.sets
         for choice in self.analysis.trace.choices:
-            passing = {sets.find(label) for label in choice.labels.unique().tolist() if label > FIXED}
-            if not failure.labels & passing:
+            if failure.labels.isdisjoint(sets.roots(choice.labels).unique().tolist()):
                 continue
             for option in range(choice.num_options):
                 if (choice.key, option) in self.tried or option == self.options.get(choice.key, 0):
@@ -277,9 +302,9 @@ class _Search:
         if not blamed & gone:
             blamed = alive  # the failure does not say which: nothing is proved
         _log.debug("spared at %s: %s", failure.where, failure.reason)
-        for atom in self.analysis.atoms(blamed):
-            self.pins.setdefault(atom, f"not proved: {failure.reason}")
-        self.analysis = self._analyse(self.options)
+        pins = dict.fromkeys(self.analysis.atoms(blamed), f"not proved: {failure.reason}")
+        self.pins = pins | self.pins
+        self.analysis.pin(pins)
 
     def _guilty(self, suspects: set[int], dead: list[Unit]) -> set[int]:
         """Of the units that meet at a failure, those whose group fails alone; all of them where none does."""

@@ -8,7 +8,7 @@ buffer. Atoms that must live and die together are joined into one set; a set tha
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,62 +31,97 @@ class Axis:
 
 
 class LabelSets:
-    """Disjoint sets of atoms (union-find). Pins are kept with the set, and the first reason wins."""
+    """Disjoint sets of atoms (union-find over tensors). Pins are kept with the set, and the first reason wins."""
 
     def __init__(self) -> None:
         self.number = next(_NUMBERS)  # which analysis labels belong to
         self.axes: list[Axis] = []
-        self._parent: list[int] = [FIXED]
+        self._size = 1  # FIXED is a label too
+        self._parent = torch.zeros(1024, dtype=torch.long)
+        self._is_pinned = torch.zeros(1024, dtype=torch.bool)
         self._reasons: dict[int, str] = {}
+        self._listed: list[int] | None = None
+        self.num_unions = 0  # a change of it says that representatives may have changed
 
     def __len__(self) -> int:
-        return len(self._parent)
+        return self._size
 
     def add_axis(self, tensor: str, dim: int, size: int) -> Tensor:
         """New atoms for every position of one dimension."""
-        first = len(self._parent)
+        first, self._size, self._listed = self._size, self._size + size, None
+        while self._size > self._parent.numel():
+            self._parent = torch.cat([self._parent, torch.zeros_like(self._parent)])
+            self._is_pinned = torch.cat([self._is_pinned, torch.zeros_like(self._is_pinned)])
         self.axes.append(Axis(tensor, dim, size, first))
-        self._parent.extend(range(first, first + size))
-        return torch.arange(first, first + size)
+        labels = torch.arange(first, first + size)
+        self._parent[first : first + size] = labels
+        return labels
 
     def find(self, label: int) -> int:
-        parent = self._parent
-        while parent[label] != label:
-            parent[label] = parent[parent[label]]
-            label = parent[label]
-        return label
+        """The representative of the set of one label."""
+        if self._listed is None:
+            self._listed = self.roots().tolist()
+        return self._listed[label]
 
-    def canonical(self, labels: Tensor) -> Tensor:
-        """The labels with every atom replaced by the representative of its set."""
-        found, inverse = labels.unique(return_inverse=True)
-        roots = [label if label <= FIXED else self.find(label) for label in found.tolist()]
-        return torch.tensor(roots, dtype=torch.long)[inverse].view(labels.shape)
+    def roots(self, labels: Tensor | None = None) -> Tensor:
+        """Every label replaced by the representative of its set; without an argument, of all labels in order."""
+        if labels is None:
+            labels = torch.arange(self._size)
+        atoms = labels.clamp(min=FIXED)
+        found = self._parent[atoms]
+        while not torch.equal(above := self._parent[found], found):
+            found = above
+        self._parent[atoms] = found  # shorter paths for the next time
+        return torch.where(labels < FIXED, labels, found)
 
     def join(self, labels: Iterable[int], reason: str) -> None:
         """Make one set of all these labels. With FIXED among them the set is pinned; FREE has no effect."""
-        found = {label if label <= FIXED else self.find(label) for label in labels} - {FREE}
-        is_fixed = FIXED in found
-        roots = sorted(found - {FIXED})
-        for other in roots[1:]:
-            self._parent[other] = roots[0]
-            if other in self._reasons:
-                self._reasons.setdefault(roots[0], self._reasons.pop(other))
-        if is_fixed and roots:
-            self._reasons.setdefault(roots[0], reason)
+        self.join_rows(torch.tensor([list(labels)], dtype=torch.long), reason)
+
+    def join_rows(self, rows: Tensor, reason: str) -> None:
+        """Make one set of all labels in a row. `rows`: (sets, labels)."""
+        if rows.numel():
+            self.join_pairwise(rows.amax(1, keepdim=True).expand_as(rows), rows, reason)
 
     def join_pairwise(self, first: Tensor, second: Tensor, reason: str) -> None:
         """Join position by position; both have the same shape."""
-        if first.equal(second):
+        one, other = self.roots(first.flatten()), self.roots(second.flatten())
+        differ = (one != other) & (one != FREE) & (other != FREE)
+        if not bool(differ.any()):
             return
-        for one, other in set(zip(first.flatten().tolist(), second.flatten().tolist(), strict=True)):
-            if one != other:
-                self.join((one, other), reason)
+        low, high = torch.minimum(one, other)[differ], torch.maximum(one, other)[differ]
+        stays = low == FIXED
+        merged = self._united(low[~stays], high[~stays])
+        moved = merged[self._is_pinned[merged]].unique()
+        self._pin(self.roots(moved), [self._reasons.pop(label) for label in moved.tolist()])
+        pinned = self.roots(high[stays])
+        pinned = pinned[~self._is_pinned[pinned]].unique()
+        self._pin(pinned, [reason] * pinned.numel())
+
+    def _united(self, low: Tensor, high: Tensor) -> Tensor:
+        """Unite pairs of representatives; gives those that are none any more."""
+        merged = []
+        while low.numel():
+            self._listed = None
+            self.num_unions += 1
+            merged.append(high)
+            self._parent.scatter_reduce_(0, high, low, "amin")
+            one, other = self.roots(low), self.roots(high)
+            differ = one != other  # a representative that had two partners has one of them now
+            low, high = torch.minimum(one, other)[differ], torch.maximum(one, other)[differ]
+        return torch.cat(merged) if merged else high
+
+    def _pin(self, roots: Tensor, reasons: Sequence[str]) -> None:
+        self._is_pinned[roots] = True
+        for root, reason in zip(roots.tolist(), reasons, strict=True):
+            self._reasons.setdefault(root, reason)
 
     def pin(self, labels: Tensor | None, reason: str) -> None:
         """Every one of these atoms must stay."""
-        for label in () if labels is None else labels.unique().tolist():
-            self.join((label, FIXED), reason)
+        if labels is not None:
+            flat = labels.flatten()
+            self.join_pairwise(flat, torch.zeros_like(flat), reason)
 
-    def reason(self, label: int) -> str | None:
-        """Why the set of an atom must stay; None: it may be removed."""
-        return self._reasons.get(self.find(label))
+    def reasons(self) -> Mapping[int, str]:
+        """Why sets must stay, by their representatives; all others may be removed."""
+        return self._reasons

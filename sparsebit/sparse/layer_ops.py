@@ -74,20 +74,17 @@ def _grouped(
     whole_groups = call.choose("group", 2, taken) == int(prefers_places) if num_taken > 1 else True
     if whole_groups:
         sets.pin(columns, f"{reason} of which each is whole")
-        for part, other in zip(taken.view(groups, -1).tolist(), rows.view(groups, -1).tolist(), strict=True):
-            sets.join((*part, *other), reason)
+        sets.join_rows(torch.cat([taken.view(groups, -1), rows.view(groups, -1)], 1), reason)
         call.note_groups(rows.view(groups, -1)[:, 0])
         if not is_transposed:
             return rows
         return taken.view(groups, -1)[:, 0].repeat_interleave(call.outputs[0].shape[1] // groups)
     if is_transposed:
         sets.join_pairwise(taken, rows, reason)
-        for places in rows.view(groups, -1).t().tolist():
-            sets.join(places, reason)
+        sets.join_rows(rows.view(groups, -1).t(), reason)
         return columns.repeat(groups)
     sets.join_pairwise(taken, columns.repeat(groups), reason)
-    for places in rows.view(groups, -1).t().tolist():
-        sets.join(places, reason)
+    sets.join_rows(rows.view(groups, -1).t(), reason)
     return rows
 
 
@@ -149,8 +146,7 @@ def _group_normalized(sets: LabelSets, call: Call) -> list[Axes]:
     for labels in axes[2:]:
         sets.pin(labels, reason)
     if channel is not None:
-        for places in channel.view(groups, -1).tolist():
-            sets.join(places, reason)
+        sets.join_rows(channel.view(groups, -1), reason)
     of_groups = None if channel is None else channel.view(groups, -1)[:, 0].clone()
     if of_groups is not None:
         call.note_groups(of_groups)

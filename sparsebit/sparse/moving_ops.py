@@ -56,11 +56,14 @@ def moved(sets: LabelSets, call: Call) -> list[Axes]:
         if name in _SPLITS:
             _tie_parts(sets, call, labels, source, dim)
         try:
-            results = _run_on_labels(call, source, labels, dim)
+            state = sets.num_unions
+            results = _run_on_labels(call, source, sets.roots(labels), dim)
         except (RuntimeError, NotImplementedError, IndexError):
             sets.pin(labels, f"{call.described()}: its index map is not known")
             continue
         for place, result in enumerate(results):
+            if sets.num_unions != state:
+                result = sets.roots(result)
             for target, moved in _projected(sets, call, result).items():
                 other = found[place][target]
                 if other is not None:
@@ -112,8 +115,7 @@ def _tie_parts(sets: LabelSets, call: Call, labels: Tensor, source: Tensor, dim:
     along = call.argument("dim", 0) % source.dim()
     sizes = {output.shape[dim] for output in call.outputs}
     if along == dim and len(sizes) == 1 and len(call.outputs) > 1 and call.choose("split", 2, labels):
-        for places in labels.view(len(call.outputs), -1).t().tolist():
-            sets.join(places, f"{call.described()} splits them into equal parts")
+        sets.join_rows(labels.view(len(call.outputs), -1).t(), f"{call.described()} splits them into equal parts")
 
 
 def _run_on_labels(call: Call, source: Tensor, labels: Tensor, dim: int) -> list[Tensor]:
@@ -151,11 +153,13 @@ def _spread(labels: Tensor, shape: Sequence[int], dim: int) -> Tensor:
 
 
 def _projected(sets: LabelSets, call: Call, elements: Tensor) -> dict[int, Tensor]:
-    """Labels of elements as labels of one dimension; where they vary along several, the others are joined."""
+    """Labels of elements as labels of one dimension; where they vary along several, the others are joined.
+
+    `elements`: representatives of sets.
+    """
     for dim in range(elements.dim()):
         if elements.stride(dim) == 0 and elements.shape[dim] > 1:
             elements = elements.narrow(dim, 0, 1)
-    elements = sets.canonical(elements)
     varying = [dim for dim in range(elements.dim()) if not _is_constant(elements, dim)]
     if not varying:
         if elements.numel() == 0 or int(elements.flatten()[0]) == FIXED:
@@ -171,10 +175,9 @@ def _projected(sets: LabelSets, call: Call, elements: Tensor) -> dict[int, Tenso
         chosen = order[call.choose("view", len(order), elements)]
     rows = elements.movedim(chosen, 0).reshape(elements.shape[chosen], -1)
     reason = f"{call.described()} arranges them in several dimensions"
-    for row in _distinct_columns(rows).tolist() if rows.shape[1] > 1 else ():
-        sets.join(row, reason)
     labels = rows[:, 0].clone()
     if rows.shape[1] > 1:
+        sets.join_rows(_distinct_columns(rows), reason)
         is_real = rows > FIXED
         labels = torch.where(is_real.any(1), rows.amax(1), labels)
     return {chosen: labels}

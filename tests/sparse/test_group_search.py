@@ -99,3 +99,25 @@ def test_labels_of_an_earlier_analysis_are_not_taken_for_others() -> None:
     # What was kept has the old size in a smaller model too.
     assert not [unit for unit in again.units if "a.weight" in {tensor for tensor, _, _ in unit.members}]
     assert any("must stay" in entry.reason for entry in again.spared if entry.tensor == "a.weight")
+
+
+class NeedsFour(nn.Module):
+    """A net that takes the rows of a batch in fours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 10), nn.Linear(40, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x).reshape(x.shape[0] // 4, -1))
+
+
+def test_a_proof_takes_two_samples_of_a_large_batch() -> None:
+    found = find_groups(PaddedShortcut().eval(), torch.randn(64, 3, 4, 4))
+    assert found.bench.call[0][0].shape[0] == 2
+    assert len(found.units) == 24
+
+
+def test_a_batch_stays_whole_where_the_model_needs_it() -> None:
+    found = find_groups(NeedsFour().eval(), torch.randn(8, 6))
+    assert found.bench.call[0][0].shape[0] == 8
