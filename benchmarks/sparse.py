@@ -2,6 +2,7 @@
 
     python benchmarks/sparse.py zoo [--workers 4] [--only NAME,GLOB] [--skip NAME] [--json FILE]   random weights
     python benchmarks/sparse.py accuracy [--json FILE]           CIFAR models, 5,000 images, no fine-tuning
+    python benchmarks/sparse.py speed|finetune|two_four          see sparse_speed.py and the like
 
 The first removes 30 % of the channels that the groups allow (L1), shrinks, and compares the small model with the masked
 one: the relative difference, MACs before and after, groups found and proved, the reasons for what is spared, seconds
@@ -12,6 +13,7 @@ rows are in the file as they come, and a run that was interrupted goes on where 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 import time
 from pathlib import Path
@@ -83,7 +85,9 @@ def accuracy(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["accuracy"]:
+    if sys.argv[1:2] and sys.argv[1] in ("speed", "finetune", "two_four"):
+        importlib.import_module(f"sparse_{sys.argv[1]}").main(sys.argv[2:])
+    elif sys.argv[1:2] == ["accuracy"]:
         parser = argparse.ArgumentParser(description=accuracy.__doc__)
         parser.add_argument("--images", type=int, default=5000)
         parser.add_argument("--calibration", type=int, default=512, help="training images, without labels")

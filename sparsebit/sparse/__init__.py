@@ -14,6 +14,7 @@ from sparsebit.sparse.sparse_config import SparseConfig, parse_sconfig
 from sparsebit.sparse.sparse_model import SparseModel
 from sparsebit.sparse.sparsers import SMODULE_MAP, SparseOpr, Sparser, register_smodule, register_sparser
 from sparsebit.sparse.surgery import ChannelPlan
+from sparsebit.sparse.two_four import TwoFourAdvice, accelerate_2_4, recommend_2_4
 
 __all__ = [
     "SMODULE_MAP",
@@ -29,11 +30,14 @@ __all__ = [
     "SparseModel",
     "SparseOpr",
     "Sparser",
+    "TwoFourAdvice",
     "Unit",
+    "accelerate_2_4",
     "find_groups",
     "load",
     "model_size",
     "parse_sconfig",
+    "recommend_2_4",
     "reestimate_norms",
     "register_criterion",
     "register_smodule",
