@@ -124,3 +124,16 @@ def written_later(graph_module: fx.GraphModule) -> set[fx.Node]:
             families.join(node, other)
         sources += written_by(node, graph_module)
     return {member for source in sources for member in families.of(source)}
+
+
+def writes_through_data(graph_module: fx.GraphModule) -> bool:
+    """Whether a node writes through `.data`, which autograd does not see: a backward then reads what was written."""
+    views: set[fx.Node] = set()
+    for node in graph_module.graph.nodes:
+        if node.target is getattr and node.args[1] == "data":
+            views.add(node)
+        elif any(source in views for source in written_by(node, graph_module)):
+            return True
+        elif any(source in views for source in may_alias(node, graph_module)):
+            views.add(node)
+    return False

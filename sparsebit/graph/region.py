@@ -10,11 +10,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from sparsebit.graph.aliasing import written_later
 from sparsebit.graph.call_form import CallForm, flattened, is_constant, same_constant, signature_of
 from sparsebit.graph.captured_block import refuse_hook
 from sparsebit.graph.example import GuardError, guard
 from sparsebit.graph.graph_module import CapturedGraph
-from sparsebit.graph.outcome import Call, Randomness, Snapshot
+from sparsebit.graph.outcome import Call, Randomness, Snapshot, cloned
 from sparsebit.graph.outer_state import OuterState
 from sparsebit.graph.stand_in import StandIn
 from sparsebit.graph.untraceable import has_hooks
@@ -105,12 +106,20 @@ class Region(StandIn):
         # What runs before a guard fails may write into inputs and buffers, draw random numbers, or call hooks.
         snapshot, randomness = Snapshot(self.graph_module, self.source, call=inputs), Randomness.now()
         outside = OuterState(self.graph_module.modules(), {})
-        try:
-            output = self.graph_module(**inputs)
-        except GuardError as error:
+
+        def restore() -> None:
             snapshot.restore()
             outside.restore()
             randomness.restore()
+
+        try:
+            if torch.is_grad_enabled() and self._writes_inputs():
+                # The values of an input can be put back, its history cannot: the guards are asked with copies.
+                self.graph_module(**cloned(((), inputs))[1])
+                restore()
+            output = self.graph_module(**inputs)
+        except GuardError as error:
+            restore()
             reason = str(error)
             raise
         else:
@@ -121,6 +130,9 @@ class Region(StandIn):
                 if len(self.known_forms) >= _KNOWN_FORMS:
                     self.known_forms.clear()
                 self.known_forms[form] = reason
+
+    def _writes_inputs(self) -> bool:
+        return any(node.op == "placeholder" for node in written_later(self.graph_module))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """An attribute that code around the region sets is the source's, which runs its own code from then on."""

@@ -1002,6 +1002,32 @@ class LateQuestion(nn.Module):
         return y * 2 if len(y) == 3 else y
 
 
+class WriteBeforeQuestion(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        z = x * 2 + y
+        x[:, :1] = 0
+        x -= y
+        return z * 2 if len(z) == 3 else z + x
+
+
+@pytest.mark.parametrize("learns", ["x", "y", "both"])
+@pytest.mark.parametrize("size", [3, 5])
+def test_a_guard_that_fails_behind_a_write_keeps_gradients(size: int, learns: str) -> None:
+    """The values of an input can be put back, its history cannot."""
+    captured = capture(WriteBeforeQuestion(), example=((torch.randn(3, 4), torch.randn(3, 4)), {}))
+    assert not captured.untraced
+    gradients = []
+    for model in (WriteBeforeQuestion(), captured.model):
+        torch.manual_seed(0)
+        x = torch.randn(size, 4).requires_grad_(learns != "y")
+        y = torch.randn(size, 4).requires_grad_(learns != "x")
+        given = x * 1
+        out = model(given, y)
+        (out * torch.arange(4.0)).sum().backward()
+        gradients.append([given.detach(), *(tensor.grad for tensor in (x, y) if tensor.requires_grad)])
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_a_guard_that_fails_late_leaves_nothing_behind(training: bool) -> None:
     model = LateQuestion().train(training)

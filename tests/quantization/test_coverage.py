@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import operator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -141,3 +143,28 @@ def test_float_parameters_have_the_reason_of_what_keeps_them_float() -> None:
     assert reasons["1.weight"].startswith("biases, norms")
     (bag,) = QuantModel(nn.Sequential(model[1]), qconfig()).coverage.parameters
     assert bag.reason == "embedding bags run in float"
+
+
+@pytest.mark.parametrize(
+    ("write", "is_told"),
+    [
+        (lambda x: x.data.neg_(), True),
+        (lambda x: x.data[:, :2].mul_(2), True),
+        (lambda x: operator.iadd(x.data, 1), True),
+        (lambda x: x.detach().neg_(), False),
+        (lambda x: x.data.neg(), False),
+    ],
+)
+def test_a_write_that_autograd_does_not_see_is_told(write: Callable[[Tensor], Tensor], is_told: bool) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.layer(x)
+            write(x)
+            return y
+
+    notes = " ".join(QuantModel(Net(), qconfig(bits=8)).coverage.notes)
+    assert ("writes through .data" in notes) == is_told

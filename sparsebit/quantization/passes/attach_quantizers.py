@@ -112,10 +112,10 @@ class _RegionAttacher:
         if tensor.num_writes:
             first = self.writes.first(list(tensor.readers))
             node = insert_module_before(self.root, first, before, name, QIdentity(quantizer))
-            is_written = self.writes.any_behind(first, tensor.source)
+            is_written = self.writes.any_from(first, tensor.source)
         else:
             node = insert_module_after(self.root, before, name, QIdentity(quantizer))
-            is_written = self.writes.any_behind(node, tensor.source)
+            is_written = self.writes.any_behind(tensor.source, tensor.source)
         for reader in readers:
             reader.replace_input_with(before, node)
             self.served.setdefault(reader, {})[f"{quantizer.name} (module {name})"] = quantizer

@@ -39,12 +39,18 @@ class Writes:
         places = self._written_at(source)
         return bool(places) and places[-1] > self._order[source]
 
+    def any_from(self, reader: fx.Node, source: fx.Node) -> bool:
+        """Whether the memory of `source` is written by `reader` itself or after it."""
+        return self._written_since(self._order[reader], source)
+
     def any_behind(self, reader: fx.Node, source: fx.Node) -> bool:
-        """Whether the memory of `source` is written after `reader` has run."""
-        if not self._written_outside.isdisjoint(self._families.of(source)):
-            return True
+        """Whether the memory of `source` is written after `reader` has run, in the graph or by others."""
+        return self._written_since(self._order[reader] + 1, source)
+
+    def _written_since(self, index: int, source: fx.Node) -> bool:
         places = self._written_at(source)
-        return bool(places) and places[-1] > self._order.get(reader, self._order[source])
+        is_shared = not self._written_outside.isdisjoint(self._families.of(source))
+        return is_shared or (bool(places) and places[-1] >= index)
 
     def first(self, readers: list[fx.Node]) -> fx.Node:
         """The reader that runs first."""

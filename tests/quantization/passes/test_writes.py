@@ -331,7 +331,22 @@ def _inside_a_layer(m: Program, x: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("code", [_after_a_sum, _of_itself, _through_a_view, _inside_a_layer])
+def _into_itself(m: Program, x: Tensor) -> Tensor:
+    y = F.hardtanh(x, inplace=True)
+    y += x
+    return y
+
+
+def _into_a_view_of_itself(m: Program, x: Tensor) -> Tensor:
+    y = F.dropout(x, 0.0, training=True, inplace=True)
+    y[:, :4] -= x[:, 4:]
+    return y * 2
+
+
+@pytest.mark.parametrize(
+    "code",
+    [_after_a_sum, _of_itself, _through_a_view, _inside_a_layer, _into_itself, _into_a_view_of_itself],
+)
 def test_what_a_quantizer_has_read_is_kept_for_the_backward(code: Code) -> None:
     model, x = Program(code), torch.randn(6, 8)
     qmodel = calibrated(model, [x.clone()], qconfig({"A.QADD.ENABLE_QUANT": True}, bits=16)).train()
