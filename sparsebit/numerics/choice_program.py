@@ -17,7 +17,8 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sparsebit.errors import BudgetError, ConfigError
-from sparsebit.numerics.choice_solver import Found, Row, Solver
+from sparsebit.numerics.choice_bounds import option_bounds
+from sparsebit.numerics.choice_solver import Row, Solver
 
 Pair = tuple[str, str]
 # Options beyond one per item that the integer program is tried with first.
@@ -214,33 +215,38 @@ class _Program:
         relaxed = solver.relaxed()
         if relaxed is None:
             return None
-        least, reduced_costs = relaxed
-        num_kept, found = len(self.num_options) + _CORE, None
-        by_cost = sorted(range(self.num_binary), key=lambda place: reduced_costs[place])
-        while found is None and num_kept < self.num_binary:
-            found = solver.integer(set(by_cost[:num_kept]), least, max(gap / 2, _CORE_GAP))
-            num_kept *= 2
-        if found is None:
-            found = solver.integer(set(by_cost), least, gap)
-            if found is None:
-                return None
-        else:
-            best = math.fsum(objective[place] for place in found.chosen)
-            kept = {place for place in by_cost if reduced_costs[place] <= (best - least) * (1 + 1e-6)}
-            is_near = best - least <= gap * abs(best)
-            again = None if is_near else solver.integer(kept | set(found.chosen), least, gap)
-            if again is None:
-                found = Found(found.chosen, least)
-            else:
-                is_worse = math.fsum(objective[place] for place in again.chosen) > best
-                found = Found(found.chosen if is_worse else again.chosen, again.bound)
+        least, reduced = relaxed
+        extra = option_bounds(self.num_options, self.first, self.pairs, reduced)
+        by_cost = sorted(range(self.num_binary), key=lambda place: extra[place])
+        num_beside, chosen, best, bound = _CORE, None, math.inf, least
+        while chosen is None or best - least > gap * abs(best):
+            # What costs more than the best choice so far is not in a better one.
+            possible = [place for place in by_cost if extra[place] <= (best - least) * (1 + 1e-6)]
+            num_kept = len(self.num_options) + num_beside
+            is_whole = num_kept >= len(possible)
+            kept = {*possible[:num_kept], *(chosen or ())}
+            try:
+                found = solver.integer(kept, least, gap if is_whole else max(gap / 2, _CORE_GAP))
+            except BudgetError:  # out of time
+                if chosen is None:
+                    raise
+                break
+            if found is not None:
+                cost = math.fsum(objective[place] for place in found.chosen)
+                chosen, best = (found.chosen, cost) if cost < best else (chosen, best)
+            if is_whole:
+                bound = least if found is None else found.bound
+                break
+            num_beside *= 2
+        if chosen is None:
+            return None
         group_of = {
             self.first[group] + option: (group, option)
             for group, count in self.num_options.items()
             for option in range(count)
         }
-        chosen = dict(group_of[place] for place in found.chosen)
-        return {item: chosen[group] for item, group in self.groups.items()}, found.bound
+        options = dict(group_of[place] for place in chosen)
+        return {item: options[group] for item, group in self.groups.items()}, bound
 
 
 def _merged(costs: Mapping[str, Sequence[float]], ties: Iterable[Iterable[str]]) -> dict[str, str]:

@@ -63,11 +63,12 @@ class Solver:
         given: dict[str, Any] = {"A_eq": self._matrix(equal), "b_eq": [high for *_, high in equal]}
         if bounded:
             given |= {"A_ub": self._matrix(bounded), "b_ub": [high for *_, high in bounded]}
-        upper = self._upper(range(self.program.num_binary))
+        # No upper end of 1, which the rows have already: it could take up what options cost, and none would be reduced.
+        upper = [0.0 if place in self.program.barred else None for place in range(self.program.num_variables)]
         found = self._run(
             self.optimize.linprog,
             [value * scale for value in self.objective],
-            bounds=list(zip([0.0] * len(upper), upper, strict=True)),
+            bounds=[(0.0, end) for end in upper],
             method="highs",
             **given,
         )

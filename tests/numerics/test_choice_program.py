@@ -9,6 +9,7 @@ import pytest
 
 from sparsebit.errors import BudgetError, ConfigError, MissingExtraError
 from sparsebit.numerics.choice_program import Budget, choose
+from sparsebit.numerics.choice_solver import Found, Solver
 
 pytest.importorskip("scipy")
 BITS = (2, 4, 8)
@@ -141,3 +142,39 @@ def test_nothing_is_printed_and_a_gap_that_is_allowed_is_told(capfd: pytest.Capt
     assert found.gap <= 0.01
     assert found.bound <= choose(costs, [Budget("bytes", limit, sizes)]).cost * (1 + 1e-9) <= found.cost * (1 + 1e-9)
     assert capfd.readouterr().out == ""
+
+
+def test_a_budget_of_pairs_leaves_few_options_to_the_integer_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without bounds of their own, options that stand in pairs could not be told apart, and all were tried."""
+    numbers, bits = random.Random(0), (2, 3, 4, 5, 6, 8)
+    costs = {f"{kind}{i}": [numbers.random() * 4.0**-b for b in bits] for kind in "wa" for i in range(60)}
+    pairs = {(f"w{i}", f"a{i // 2 * 2}"): [[a * b * (1.0 + i % 7) for b in bits] for a in bits] for i in range(60)}
+    limit = 20 * sum(1.0 + i % 7 for i in range(60))
+    tried: list[int] = []
+    integer = Solver.integer
+
+    def counted(solver: Solver, kept: set[int], least: float, gap: float) -> Found | None:
+        tried.append(len(kept))
+        return integer(solver, kept, least, gap)
+
+    monkeypatch.setattr(Solver, "integer", counted)
+    found = choose(costs, [Budget("bops", limit, {}, pairs)], gap=1e-3)
+    assert found.gap <= 1e-3 and found.spent["bops"] <= limit
+    assert max(tried) < 400  # of 720
+
+
+def test_a_time_limit_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = random.Random(0)
+    costs = {str(i): [numbers.random() for _ in range(6)] for i in range(60)}
+    size = Budget("size", 90, {str(i): [numbers.randrange(6) for _ in range(6)] for i in range(60)})
+    integer, calls = Solver.integer, []
+
+    def once(solver: Solver, kept: set[int], least: float, gap: float) -> Found | None:
+        calls.append(kept)
+        if len(calls) > 1:
+            raise BudgetError("no choice was found in 60 s")
+        return integer(solver, kept, least, gap)
+
+    monkeypatch.setattr(Solver, "integer", once)
+    found = choose(costs, [size])
+    assert len(calls) == 2 and found.spent["size"] <= 90 and 0 < found.gap < 0.1
