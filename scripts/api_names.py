@@ -53,7 +53,8 @@ GROUPS: dict[str, dict[str, str]] = {
     "sparsebit.llm": {
         "quantizing language models": "quantize Recipe Calibration QuantizedModel convert ConvertedModel BitAllocation "
         "LayerBits LoadCheck ExpertCalibration ScaledInput ARCHITECTURES Architecture",
-        "packed language models": "load QuantLinear PackedWeight kernel_paths probe_cpu CpuProbe resident_bytes",
+        "packed language models": "load QuantLinear PackedWeight FloatLinear FloatWeight kernel_paths probe_cpu "
+        "CpuProbe resident_bytes",
         "text and perplexity": "calibration_tokens token_stream windows perplexity Perplexity",
     },
 }

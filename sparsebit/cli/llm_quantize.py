@@ -31,7 +31,9 @@ def quantize(
             "--text", metavar="FILE|DIR", help="Calibration text: a text file, .jsonl, a folder of these, a dataset."
         ),
     ] = None,
-    method: Annotated[str, typer.Option("--method", metavar="rtn|gptq|awq", help="How weights are rounded.")] = "gptq",
+    method: Annotated[
+        str, typer.Option("--method", metavar="METHOD", help="rtn, gptq, awq, fp8, mxfp4 or nvfp4.")
+    ] = "gptq",
     bits: Annotated[int | None, typer.Option("--bits", metavar="2|3|4|8", help="Bits of a weight (4).")] = None,
     candidate_bits: Annotated[
         str | None,
@@ -148,6 +150,8 @@ def _given(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _format(recipe: Recipe) -> str:
+    if recipe.float_kind is not None:
+        return f"{recipe.float_kind} numbers"
     kind = "symmetric" if recipe.symmetric else "asymmetric"
     bits = str(recipe.bits)
     if recipe.is_mixed:

@@ -7,6 +7,8 @@ from sparsebit.llm.bit_allocation import BitAllocation, LayerBits
 from sparsebit.llm.calibration_text import calibration_tokens, token_stream, windows
 from sparsebit.llm.converting import ConvertedModel, convert
 from sparsebit.llm.cpu_probe import CpuProbe, probe_cpu
+from sparsebit.llm.float_linear import FloatLinear
+from sparsebit.llm.float_weight import FloatWeight
 from sparsebit.llm.input_scaling import ScaledInput
 from sparsebit.llm.load_check import LoadCheck
 from sparsebit.llm.loading import load
@@ -24,6 +26,8 @@ __all__ = [
     "ConvertedModel",
     "CpuProbe",
     "ExpertCalibration",
+    "FloatLinear",
+    "FloatWeight",
     "LayerBits",
     "LoadCheck",
     "PackedWeight",

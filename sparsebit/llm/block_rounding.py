@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sparsebit.llm.architectures import Stages, linears, passes_of
 from sparsebit.llm.block_walk import BlockWalk
 from sparsebit.llm.channel_scaling import ChannelScaling
-from sparsebit.llm.packed_weight import PackedWeight
+from sparsebit.llm.float_weight import Weight
 from sparsebit.llm.recipe import Recipe
 from sparsebit.llm.rounding import round_weight
 from sparsebit.llm.run_folder import FinishedBlock
@@ -38,7 +38,7 @@ class BlockRounding:
     def round(self, original: nn.Module, changed: nn.Module, stages: Stages, path: str) -> FinishedBlock:
         """What the block at `path` of the model becomes; `changed`, a copy of it, becomes that too."""
         scales = self._scaling.apply(changed, stages, path) if self.recipe.method == "awq" else {}
-        packed: dict[str, PackedWeight] = {}
+        packed: dict[str, Weight] = {}
         tokens: dict[str, int] = {}
         for group in passes_of(changed, stages):
             for part in self._parts(changed, group):
@@ -65,7 +65,7 @@ class BlockRounding:
 
     def _round(
         self, block: nn.Module, name: str, moments: InputMoments | None, num_tokens: int | None, path: str
-    ) -> PackedWeight:
+    ) -> Weight:
         full = f"{path}.{name}"
         weight, recipe = linears(block)[name].weight, self.recipe_of(full)
         if num_tokens is not None and fallback_of(num_tokens, weight.shape[1], recipe) is not None:
@@ -84,7 +84,7 @@ def fallback_of(num_tokens: int, num_columns: int, recipe: Recipe) -> str | None
     return f"{how}: {num_tokens} tokens, and {num_columns} columns need {needed}"
 
 
-def put_weight(block: nn.Module, name: str, packed: PackedWeight) -> None:
+def put_weight(block: nn.Module, name: str, packed: Weight) -> None:
     """Give a layer of the block the values of its packed weight."""
     layer = linears(block)[name]
     layer.weight.data = packed.dequantize(layer.weight.dtype).to(layer.weight.device)

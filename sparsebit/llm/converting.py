@@ -17,12 +17,12 @@ from sparsebit.folders import flush, staging_folder
 from sparsebit.llm.architectures import architecture_of, blocks_of, linears
 from sparsebit.llm.checkpoint import compressed_tensors, gptq
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
+from sparsebit.llm.float_weight import Weight, integers
 from sparsebit.llm.gguf_file import gguf_package, write_gguf
 from sparsebit.llm.load_check import LoadCheck, check_conversion, check_gguf, need_reader, vllm_reasons
 from sparsebit.llm.model_folder import ModelFolder
 from sparsebit.llm.packed_folder import copy_small_files
 from sparsebit.llm.packed_source import PackedSource, packed_source
-from sparsebit.llm.packed_weight import PackedWeight
 from sparsebit.llm.separate_experts import experts_in, routers
 from sparsebit.llm.skeleton import Skeleton
 from sparsebit.tensor_files import save_tensors
@@ -33,16 +33,18 @@ class _Format:
     """`config(formats, float_layers)`: the `quantization_config`. `tensors(name, packed)`: of a layer."""
 
     config: Callable[[Mapping[str, LayerFormat], Sequence[str]], dict[str, Any]]
-    tensors: Callable[[str, PackedWeight], dict[str, Tensor]]
+    tensors: Callable[[str, Weight], dict[str, Tensor]]
 
 
 FORMATS: dict[str, _Format] = {
     "compressed-tensors": _Format(compressed_tensors.make_config, compressed_tensors.layer_tensors),
     "gptq": _Format(
-        lambda formats, _: gptq.make_config(formats, 2), lambda name, packed: gptq.layer_tensors(name, packed, 2)
+        lambda formats, _: gptq.make_config(formats, 2),
+        lambda name, packed: gptq.layer_tensors(name, integers(packed), 2),
     ),
     "gptq-v1": _Format(
-        lambda formats, _: gptq.make_config(formats, 1), lambda name, packed: gptq.layer_tensors(name, packed, 1)
+        lambda formats, _: gptq.make_config(formats, 1),
+        lambda name, packed: gptq.layer_tensors(name, integers(packed), 1),
     ),
 }
 GGUF = "gguf"
@@ -88,6 +90,11 @@ def convert(
     source = packed_source(skeleton)
     if source is None:
         raise ConfigError(f"{skeleton.folder.path} is a float model: quantize it first (sparsebit llm quantize)")
+    kinds = sorted({layer.kind for layer in source.formats.values()} - {"int"})
+    if kinds and format != "compressed-tensors":
+        raise DeploymentError(
+            f"{skeleton.folder.path} has {', '.join(kinds)} weights: {format} holds whole numbers only"
+        )
     if check and format.startswith("gptq") and experts_in(skeleton.model):
         raise DeploymentError(
             f"{skeleton.folder.path} has experts: transformers does not read them from GPTQ files, so that the result "

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sparsebit.errors import CheckpointError, DeploymentError, MissingExtraError
 from sparsebit.llm.checkpoint.gguf_blocks import BLOCK, BYTES, block_type, blocks_of, why_not
+from sparsebit.llm.float_weight import integers
 from sparsebit.llm.packed_source import PackedSource
 
 
@@ -147,7 +148,7 @@ def _float_item(
 
 
 def _blocks(source: PackedSource, layer: str, order: Tensor | None) -> Tensor:
-    packed = source.read(layer)
+    packed = integers(source.read(layer))
     reason = why_not(packed)
     if reason is not None:
         raise DeploymentError(f"layer {layer}: {reason}")

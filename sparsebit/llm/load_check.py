@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import DeploymentError, MissingExtraError
+from sparsebit.llm.checkpoint.float_formats import FORMATS
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
+from sparsebit.llm.float_linear import FloatLinear
 from sparsebit.llm.hub_classes import transformers_module
 from sparsebit.llm.loading import load
 from sparsebit.llm.model_folder import ModelFolder
@@ -50,6 +52,8 @@ def vllm_reasons(
 ) -> tuple[str, ...]:
     """Why vLLM would refuse the layers: number formats without a kernel, and fused layers of different formats."""
     reasons: list[str] = []
+    formats = {name: layer for name, layer in formats.items() if layer.kind == "int"}
+    fused = [group for group in fused if any(name in formats for name in group)]
     bits = [] if is_gptq else sorted({layer.bits for layer in formats.values()} - {*_VLLM_BITS})
     if bits:
         reasons.append(f"{', '.join(map(str, bits))} bits: its kernels for pack-quantized weights have 4 and 8")
@@ -129,12 +133,21 @@ def _compare(readers: Mapping[str, float], source: Path) -> None:
             )
 
 
+def _is_float4(folder: Path) -> bool:
+    """Whether compressed-tensors unpacks the weights to bfloat16, whichever type the model has."""
+    config = ModelFolder(folder).config.get("quantization_config") or {}
+    return config.get("format") in (FORMATS["mxfp4"], FORMATS["nvfp4"])
+
+
 def _round_experts(model: nn.Module) -> None:
-    """Experts with unpacked weights that are rounded to the type of their scales."""
+    """Experts with unpacked weights that are rounded to the type of their scales, and with float inputs."""
     for experts in experts_in(model).values():
-        packed = {name: layer for name, layer in experts.named_modules() if isinstance(layer, QuantLinear)}
+        packed = {
+            name: layer for name, layer in experts.named_modules() if isinstance(layer, QuantLinear | FloatLinear)
+        }
         for name, layer in packed.items():
-            weight = layer.packed.dequantize(layer.scales.dtype).float()
+            stored = layer.scales.dtype if isinstance(layer, QuantLinear) else torch.float32
+            weight = layer.packed.dequantize(stored).float()
             plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
             plain.weight = nn.Parameter(weight, requires_grad=False)
             experts.set_submodule(name, plain)
@@ -152,6 +165,8 @@ def _logits_of_transformers(folder: Path, tokens: Tensor, trust_remote_code: boo
         # Progress bars and remarks of two other packages.
         with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
+            if _is_float4(folder):
+                how["quantization_config"] = transformers_module().CompressedTensorsConfig(dequantize=True)
             model = auto.from_pretrained(
                 folder,
                 dtype=torch.float32,
@@ -160,6 +175,8 @@ def _logits_of_transformers(folder: Path, tokens: Tensor, trust_remote_code: boo
                 trust_remote_code=trust_remote_code,
                 **how,
             )
+            if _is_float4(folder):
+                model = model.float()
             found: Tensor = model.eval()(tokens, use_cache=False).logits
     except (ValueError, RuntimeError, KeyError, TypeError, AttributeError, OSError) as error:
         raise DeploymentError(f"transformers does not load the packed model ({error}); it is not kept") from error

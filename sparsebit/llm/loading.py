@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from sparsebit.llm.cpu_probe import UNPACKED, probe_cpu
+from sparsebit.llm.float_linear import FloatLinear
+from sparsebit.llm.float_weight import FloatWeight
 from sparsebit.llm.hub_classes import load_config
 from sparsebit.llm.kernel_layouts import Activations, as_activations
 from sparsebit.llm.model_folder import ModelFolder
@@ -30,10 +32,11 @@ def load(
     activations: str = "float32",
     trust_remote_code: bool = False,
 ) -> Any:
-    """The causal language model of `folder`, ready to run, with `QuantLinear` in the place of each quantized layer.
+    """The causal language model of `folder`, ready to run, with packed layers in the place of quantized ones.
 
     `folder`: as `quantize` or `convert` writes it, any `pack-quantized` folder of compressed-tensors, or GPTQ files
-    with static groups; a float model is loaded as it is. `dtype`: of activations and float weights; by default float32
+    with static groups (layers become `QuantLinear`), or its fp8, mxfp4 and nvfp4 weights (`FloatLinear`); a float model
+    is loaded as it is. `dtype`: of activations and float weights; by default float32
     on a CPU, where half precision is slow, and the type of the files elsewhere. The model is one of transformers:
     `generate` works, and `peft` finds the layers.
 
@@ -51,7 +54,8 @@ def load(
     packed = _packed_layers(skeleton)
     for name, layer in packed.items():
         layer = layer.to(device)
-        layer.prepare(dtype, rounding)
+        if isinstance(layer, QuantLinear):
+            layer.prepare(dtype, rounding)
         skeleton.model.set_submodule(name, layer)
     skeleton.fill("")
     skeleton.model.tie_weights()
@@ -61,16 +65,17 @@ def load(
     return skeleton.model
 
 
-def _packed_layers(skeleton: Skeleton) -> dict[str, QuantLinear]:
+def _packed_layers(skeleton: Skeleton) -> dict[str, QuantLinear | FloatLinear]:
     """The quantized layers, by the names of their modules."""
     source = packed_source(skeleton)
     if source is None:
         return {}
-    layers: dict[str, QuantLinear] = {}
+    layers: dict[str, QuantLinear | FloatLinear] = {}
     for name in source.formats:
         bias_name = skeleton.names.get(f"{name}.bias")
         bias = None if bias_name is None else skeleton.folder.tensor(bias_name).to(skeleton.dtype)
-        layers[name] = QuantLinear(source.read(name), bias)
+        weight = source.read(name)
+        layers[name] = FloatLinear(weight, bias) if isinstance(weight, FloatWeight) else QuantLinear(weight, bias)
     return layers
 
 

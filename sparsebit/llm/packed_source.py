@@ -10,24 +10,25 @@ from torch import Tensor, nn
 from sparsebit.errors import CheckpointError
 from sparsebit.llm.checkpoint import compressed_tensors, gptq
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
+from sparsebit.llm.float_weight import Weight
 from sparsebit.llm.packed_weight import PackedWeight
 from sparsebit.llm.skeleton import Skeleton
 
-_Reader = Callable[[Mapping[str, Tensor], str, LayerFormat], PackedWeight]
+_Reader = Callable[[Mapping[str, Tensor], str, LayerFormat], Weight]
 
 
 @dataclass(frozen=True)
 class PackedSource:
-    """`formats`: of each packed layer by module name. `suffixes`: what follows a layer's name in the files."""
+    """`formats`: of each packed layer by module name. `suffixes`: what follows a layer's name in files."""
 
     skeleton: Skeleton
     formats: Mapping[str, LayerFormat]
-    suffixes: tuple[str, ...]
+    suffixes: Callable[[LayerFormat], tuple[str, ...]]
     reader: _Reader
 
     def file_name(self, layer: str) -> str:
         """What the files call the layer."""
-        first = self.suffixes[0]
+        first = self.suffixes(self.formats[layer])[0]
         if f"{layer}.{first}" not in self.skeleton.names:
             raise CheckpointError(
                 f"{self.skeleton.folder.path} has no {first} of layer {layer}, which its config names"
@@ -37,9 +38,10 @@ class PackedSource:
     def keys(self, layer: str) -> list[str]:
         """The names in the files of the layer's packed tensors."""
         name = self.file_name(layer)
-        return [f"{name}.{suffix}" for suffix in self.suffixes if f"{name}.{suffix}" in self.skeleton.folder]
+        suffixes = self.suffixes(self.formats[layer])
+        return [f"{name}.{suffix}" for suffix in suffixes if f"{name}.{suffix}" in self.skeleton.folder]
 
-    def read(self, layer: str) -> PackedWeight:
+    def read(self, layer: str) -> Weight:
         tensors = {key: self.skeleton.folder.tensor(key) for key in self.keys(layer)}
         return self.reader(tensors, self.file_name(layer), self.formats[layer])
 
@@ -53,7 +55,7 @@ def packed_source(skeleton: Skeleton) -> PackedSource | None:
     method = config.get("quant_method")
     if method == "compressed-tensors":
         formats = compressed_tensors.read_config(config, names)
-        return PackedSource(skeleton, formats, compressed_tensors.SUFFIXES, compressed_tensors.read_layer)
+        return PackedSource(skeleton, formats, compressed_tensors.suffixes, compressed_tensors.read_layer)
     if method == "gptq":
         packed = [name for name in names if f"{name}.qweight" in skeleton.names]
         formats, version = gptq.read_config(config, packed)
@@ -61,5 +63,5 @@ def packed_source(skeleton: Skeleton) -> PackedSource | None:
         def read(tensors: Mapping[str, Tensor], name: str, layer: LayerFormat) -> PackedWeight:
             return gptq.read_layer(tensors, name, layer, version)
 
-        return PackedSource(skeleton, formats, gptq.SUFFIXES, read)
-    raise CheckpointError(f"quantization {method!r}: allowed: compressed-tensors (format pack-quantized), gptq")
+        return PackedSource(skeleton, formats, lambda _: gptq.SUFFIXES, read)
+    raise CheckpointError(f"quantization {method!r}: allowed: compressed-tensors, gptq")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.llm.cpu_probe import UNPACKED, probe_cpu
+from sparsebit.llm.float_linear import FloatLinear
 from sparsebit.llm.kernel_layouts import FRAGMENTS, LAYOUTS, Activations, KernelLayout, Prepared
 from sparsebit.llm.packed_weight import PackedWeight
 from sparsebit.llm.unpacked_product import packed_linear
@@ -128,7 +129,7 @@ class QuantLinear(nn.Module):
 
 def kernel_paths(model: nn.Module) -> dict[str, int]:
     """How many layers of the model are multiplied in which way; an unpacked one is told with its reason."""
-    layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
+    layers = [module for module in model.modules() if isinstance(module, QuantLinear | FloatLinear)]
     return dict(Counter(f"{one.path} ({one.path_reason})" if one.path_reason else one.path for one in layers))
 
 

@@ -24,6 +24,7 @@ from sparsebit.llm.block_rounding import BlockRounding, fallback_of, put_block
 from sparsebit.llm.block_walk import BlockWalk
 from sparsebit.llm.calibration_text import calibration_tokens
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
+from sparsebit.llm.float_weight import GROUPS, FloatWeight, Weight
 from sparsebit.llm.hub_classes import load_tokenizer
 from sparsebit.llm.input_scaling import ScaledInput
 from sparsebit.llm.load_check import LoadCheck, check_loading, need_reader, vllm_reasons
@@ -117,7 +118,7 @@ def quantize(
         need_solver()
     skeleton = Skeleton(source, device=device, trust_remote_code=trust_remote_code)
     architecture = architecture_of(skeleton.model)
-    _refuse_zero_points_of_experts(skeleton, recipe)
+    _check_experts(skeleton, recipe)
     tokens = _tokens(source, recipe, calibration, trust_remote_code)
     run = _Run(skeleton, architecture, recipe, tokens, batch_size, memory_budget)
     folder = RunFolder(target.with_name(f"{target.name}.partial"), run.settings())
@@ -281,8 +282,7 @@ class _Run:
         self.sources.append(source)
         for name, weight in block.layers.items():
             full = f"{self.paths[number]}.{name}"
-            size = weight.group_size if self.recipe.group_size else 0
-            self.formats[full] = LayerFormat(weight.bits, size, weight.symmetric)
+            self.formats[full] = _format_of(weight, self.recipe)
             count = weight.out_features * weight.in_features
             self._weights += count
             self._bits += count * weight.bits_per_weight
@@ -293,6 +293,12 @@ class _Run:
             self.scaled_inputs[f"{self.paths[number]}: {name}"] = scaled
         for group in self.architecture.fused_groups(stages):
             self.fused.append(tuple(f"{self.paths[number]}.{name}" for name in group))
+
+
+def _format_of(weight: Weight, recipe: Recipe) -> LayerFormat:
+    if isinstance(weight, FloatWeight):
+        return LayerFormat(weight.bits, GROUPS[weight.kind], True, weight.kind)
+    return LayerFormat(weight.bits, weight.group_size if recipe.group_size else 0, weight.symmetric)
 
 
 def _tokens(source: ModelFolder, recipe: Recipe, calibration: Calibration | None, trust_remote_code: bool) -> Tensor:
@@ -317,8 +323,16 @@ def _tokens(source: ModelFolder, recipe: Recipe, calibration: Calibration | None
     )
 
 
-def _refuse_zero_points_of_experts(skeleton: Skeleton, recipe: Recipe) -> None:
-    if not recipe.symmetric and experts_in(skeleton.model):
+def _check_experts(skeleton: Skeleton, recipe: Recipe) -> None:
+    """Refuse number formats of experts that transformers does not read."""
+    if not experts_in(skeleton.model):
+        return
+    if recipe.method == "nvfp4":
+        raise ConfigError(
+            "method='nvfp4' with a model of experts: transformers does not read the global scales of experts; use "
+            "mxfp4, fp8, or whole numbers"
+        )
+    if not recipe.symmetric and recipe.float_kind is None:
         raise ConfigError(
             "symmetric=False with a model of experts: neither transformers nor vLLM reads zero points of experts; "
             "quantize with symmetric=True (--symmetric)"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from sparsebit.errors import ConfigError
+from sparsebit.llm.float_weight import FLOAT_KINDS, GROUPS, FloatKind
 from sparsebit.numerics.gptq_math import ScaleSearch
 
-Method = Literal["rtn", "gptq", "awq"]
-METHODS: tuple[Method, ...] = ("rtn", "gptq", "awq")
+Method = Literal["rtn", "gptq", "awq", "fp8", "mxfp4", "nvfp4"]
+METHODS: tuple[Method, ...] = get_args(Method)
 BITS = (2, 3, 4, 8)
 _OF_GPTQ = ("act_order", "damping", "refit", "sweeps", "input_correction")
 
@@ -21,8 +22,11 @@ class Recipe:
     `group_size`: columns that share a scale; 0: one scale per row. `symmetric`: without zero points. `scale_search`:
     scales are multiplied by the factor with the smallest error of the layer's output, judged by round-to-nearest
     ("nearest"), by GPTQ itself ("gptq", slower), or not searched ("none"). `method="awq"`: rounding to nearest, after
-    channels with large inputs were scaled up, where that can be folded exactly. The rest is of `gptq`: `act_order`,
-    columns with the largest inputs first (scales stay those of neighbouring columns, so that files need no order);
+    channels with large inputs were scaled up, where that can be folded exactly. "fp8", "mxfp4", "nvfp4": weights become
+    floats of 8 or 4 bits, whose bits and groups the format gives, and whose scales are searched for the smallest error
+    of the weights, without text; fp8 layers round their inputs too, with a scale for each token. The rest is of
+    `gptq`: `act_order`, columns with the largest inputs first (scales stay those of neighbouring columns, so that files
+    need no order);
     `damping`, of the Hessian, as a share of its mean diagonal; `refit`, scales fitted to the codes in closed form;
     `sweeps`, how often codes are improved one by one afterwards; `input_correction`, from 0 to 1, how much of the
     difference between quantized and float inputs the weight takes up.
@@ -58,6 +62,7 @@ class Recipe:
             if not is_good:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: allowed: {words}")
         self._check_mixed()
+        self._check_floats()
         unused = [
             item.name for item in fields(self) if item.name in _OF_GPTQ and getattr(self, item.name) != item.default
         ]
@@ -82,6 +87,22 @@ class Recipe:
         if self.average_bits is None or not low <= self.average_bits <= high:
             raise ConfigError(f"{given}: give an average from {low} to {high}")
 
+    def _check_floats(self) -> None:
+        if self.float_kind is None:
+            return
+        given = {"bits": self.bits != 4, "group_size": self.group_size != 128, "candidate_bits": self.is_mixed}
+        unused = [name for name, is_given in given.items() if is_given]
+        if unused:
+            raise ConfigError(
+                f"{', '.join(unused)} with method={self.method!r}: the format has its own bits and groups; leave them "
+                "out"
+            )
+
+    @property
+    def float_kind(self) -> FloatKind | None:
+        """The kind of float numbers that weights become; None, if they become whole numbers."""
+        return next((kind for kind in FLOAT_KINDS if kind == self.method), None)
+
     @property
     def is_mixed(self) -> bool:
         return bool(self.candidate_bits)
@@ -98,6 +119,8 @@ class Recipe:
     @property
     def needs_text(self) -> bool:
         """Whether calibration text decides anything."""
+        if self.float_kind is not None:
+            return False
         return self.method != "rtn" or self.scale_search != "none" or self.is_mixed
 
     @property
@@ -106,7 +129,7 @@ class Recipe:
 
     def columns_per_scale(self, in_features: int, name: str) -> int:
         """The group size of a layer of so many columns; a size that does not divide them is refused."""
-        size = self.group_size or in_features
+        size = (self.group_size if self.float_kind is None else GROUPS[self.float_kind]) or in_features
         if in_features % size:
             near = [n for n in (256, 128, 96, 64, 48, 32, 16) if in_features % n == 0]
             raise ConfigError(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparsebit.llm.float_weight import Weight, round_to_floats
 from sparsebit.llm.packed_weight import PackedWeight
 from sparsebit.llm.recipe import Recipe
 from sparsebit.numerics.gptq_math import Grid, Rounded, Rounding, quantize, round_nearest, target_weight
@@ -26,7 +27,7 @@ class RoundedLayer:
     `nearest_error`: that of rounding to nearest with scales that hold the whole range.
     """
 
-    packed: PackedWeight
+    packed: Weight
     error: float
     nearest_error: float
 
@@ -41,6 +42,16 @@ def round_weight(
     """
     size = recipe.columns_per_scale(weight.shape[1], name)
     W = weight.detach().float()[None]
+    kind = recipe.float_kind
+    if kind is not None:
+        floats, plain = (
+            round_to_floats(weight, kind, search=search, stored=stored)
+            for search in (recipe.scale_search != "none", False)
+        )
+        errors = [
+            (one.dequantize(torch.float32).to(W) - W[0]).square().sum() / W.square().sum() for one in (floats, plain)
+        ]
+        return RoundedLayer(floats, *map(float, errors))
     grid = _grid(W, recipe, size, stored)
     H = torch.eye(W.shape[-1], device=W.device)[None] if moments is None else moments.hessian()
     target = W

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sparsebit.errors import CheckpointError
 from sparsebit.folders import flush, replace_text, staging_folder
+from sparsebit.llm.float_weight import FLOAT_KINDS, FloatWeight, Weight
 from sparsebit.llm.input_scaling import ScaledInput
 from sparsebit.llm.packed_weight import PackedWeight
 from sparsebit.tensor_files import digest, load_tensors, save_tensors
@@ -34,7 +35,7 @@ class FinishedBlock:
     `tokens`: how many calibration tokens each layer of an expert has read. `scales`: how inputs were scaled.
     """
 
-    layers: Mapping[str, PackedWeight]
+    layers: Mapping[str, Weight]
     tokens: Mapping[str, int] = field(default_factory=dict)
     others: Mapping[str, Tensor] = field(default_factory=dict)
     scales: Mapping[str, ScaledInput] = field(default_factory=dict)
@@ -70,7 +71,10 @@ class RunFolder:
         if metadata.get("sha256") != digest(tensors):
             raise CheckpointError(f"{path} is damaged (its checksum differs); remove it to quantize the block again")
         names = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
-        layers = {name: PackedWeight.from_tensors(tensors, name) for name in names}
+        layers: dict[str, Weight] = {name: PackedWeight.from_tensors(tensors, name) for name in names}
+        for kind in FLOAT_KINDS:
+            floats = [name.removesuffix(f".{kind}") for name in tensors if name.endswith(f".{kind}")]
+            layers |= {name: FloatWeight.from_tensors(tensors, name) for name in floats}
         others = {name.removeprefix(_OTHER): value for name, value in tensors.items() if name.startswith(_OTHER)}
         scales = {name: ScaledInput(**record) for name, record in json.loads(metadata["scales"]).items()}
         return FinishedBlock(layers, json.loads(metadata["tokens"]), others, scales)

@@ -1,4 +1,4 @@
-"""The format `pack-quantized` of compressed-tensors, which transformers and vLLM read.
+"""The formats of compressed-tensors, which transformers and vLLM read; `pack-quantized` here, floats beside it.
 
 Of a layer `NAME`: `NAME.weight_packed (out, words)`, `NAME.weight_scale (out, groups)`, `NAME.weight_shape`, and if it
 is not symmetric `NAME.weight_zero_point`, packed along the outputs, `(words, groups)`. The config's
@@ -15,17 +15,27 @@ import torch
 from torch import Tensor
 
 from sparsebit.errors import CheckpointError, DeploymentError
+from sparsebit.llm.checkpoint import float_formats
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
+from sparsebit.llm.float_weight import GROUPS, FloatWeight, Weight
 from sparsebit.llm.packed_weight import PackedWeight
 from sparsebit.numerics.packing import pack, unpack
 
-SUFFIXES = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
+_SUFFIXES = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
+_INTEGERS = "pack-quantized"
 _EXPERTS = re.compile(r"\.experts\.\d+\.")
 _EXPERTS_TARGET = r"re:.*\.experts\.\d+\..*"
 
 
-def layer_tensors(name: str, packed: PackedWeight) -> dict[str, Tensor]:
+def suffixes(layer: LayerFormat) -> tuple[str, ...]:
+    """What follows a layer's name in the files; the first is always there."""
+    return _SUFFIXES if layer.kind == "int" else float_formats.SUFFIXES[layer.kind]
+
+
+def layer_tensors(name: str, packed: Weight) -> dict[str, Tensor]:
     """The tensors of a file for the layer that the file calls `name`."""
+    if isinstance(packed, FloatWeight):
+        return float_formats.layer_tensors(name, packed)
     tensors = {
         f"{name}.weight_packed": packed.qweight,
         f"{name}.weight_scale": packed.scales,
@@ -36,8 +46,10 @@ def layer_tensors(name: str, packed: PackedWeight) -> dict[str, Tensor]:
     return tensors
 
 
-def read_layer(tensors: Mapping[str, Tensor], name: str, layer: LayerFormat) -> PackedWeight:
+def read_layer(tensors: Mapping[str, Tensor], name: str, layer: LayerFormat) -> Weight:
     """The inverse of `layer_tensors`; the number format is that of the config."""
+    if layer.kind != "int":
+        return float_formats.read_layer(tensors, name, layer.kind)
     missing = [key for key in ("weight_packed", "weight_scale", "weight_shape") if f"{name}.{key}" not in tensors]
     missing += [] if layer.symmetric or f"{name}.weight_zero_point" in tensors else ["weight_zero_point"]
     if missing:
@@ -72,22 +84,12 @@ def make_config(layers: Mapping[str, LayerFormat], ignored: Sequence[str]) -> di
         targets += [_EXPERTS_TARGET] if layer in of_experts else []
         groups[f"group_{number}"] = {
             "targets": ["Linear"] if len(formats) == 1 else targets,
-            "weights": {
-                "num_bits": layer.bits,
-                "type": "int",
-                "symmetric": layer.symmetric,
-                "strategy": "group" if layer.group_size else "channel",
-                "group_size": layer.group_size or None,
-                "dynamic": False,
-                "observer": "minmax",
-            },
-            "input_activations": None,
-            "output_activations": None,
-            "format": "pack-quantized",
+            **(_scheme(layer) if layer.kind == "int" else float_formats.scheme(layer.kind)),
         }
+    found = {group["format"] for group in groups.values()}
     return {
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
+        "format": found.pop() if len(found) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": list(ignored),
@@ -95,12 +97,30 @@ def make_config(layers: Mapping[str, LayerFormat], ignored: Sequence[str]) -> di
     }
 
 
+def _scheme(layer: LayerFormat) -> dict[str, Any]:
+    return {
+        "weights": {
+            "num_bits": layer.bits,
+            "type": "int",
+            "symmetric": layer.symmetric,
+            "strategy": "group" if layer.group_size else "channel",
+            "group_size": layer.group_size or None,
+            "dynamic": False,
+            "observer": "minmax",
+        },
+        "input_activations": None,
+        "output_activations": None,
+        "format": _INTEGERS,
+    }
+
+
 def read_config(config: Mapping[str, Any], linear_names: Sequence[str]) -> dict[str, LayerFormat]:
     """The format of each quantized layer of a model whose linear layers have these names."""
-    if config.get("quant_method") != "compressed-tensors" or config.get("format") != "pack-quantized":
+    known = (_INTEGERS, *float_formats.FORMATS.values())
+    if config.get("quant_method") != "compressed-tensors" or config.get("format") not in known:
         raise CheckpointError(
             f"quantization {config.get('quant_method')!r} of format {config.get('format')!r}: allowed: "
-            "compressed-tensors of format pack-quantized"
+            f"compressed-tensors of format {', '.join(known)}"
         )
     found: dict[str, LayerFormat] = {}
     for name in linear_names:
@@ -116,6 +136,9 @@ def read_config(config: Mapping[str, Any], linear_names: Sequence[str]) -> dict[
 def _layer_format(group: Mapping[str, Any], name: str) -> LayerFormat:
     weights = group.get("weights") or {}
     strategy = weights.get("strategy")
+    kind = float_formats.kind_of(group, name)
+    if kind is not None:
+        return LayerFormat(8 if kind == "fp8" else 4, GROUPS[kind], True, kind)
     if weights.get("type", "int") != "int" or strategy not in ("group", "channel") or group.get("input_activations"):
         raise CheckpointError(
             f"layer {name}: {weights.get('type')} weights of strategy {strategy!r}, activations "

@@ -1,0 +1,39 @@
+"""4-bit floats E2M1: one bit of sign, two of exponent, one of mantissa: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
+
+OCP Microscaling Formats specification 1.0 (2023), section 5.3.3. A code is the sign (bit 3) and the index of the
+magnitude (bits 0 to 2). Two codes share a byte, the one of the even column in its low half.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+LARGEST_FLOAT4 = MAGNITUDES[-1]
+
+
+def float4_codes(x: Tensor) -> Tensor:
+    """The codes of the nearest numbers, uint8; what lies beyond the largest becomes the largest, halves go to even."""
+    table = torch.tensor(MAGNITUDES, dtype=x.dtype, device=x.device)
+    borders = (table[1:] + table[:-1]) / 2
+    size = x.abs()
+    index = torch.bucketize(size, borders)  # at a border: the lower index
+    # Halfway between two numbers the one with an even index is taken, as hardware rounds.
+    is_half = torch.isin(size, borders) & (index % 2 == 1)
+    return ((index + is_half) | (x.signbit().to(index.dtype) << 3)).to(torch.uint8)
+
+
+def float4_values(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    table = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)], dtype=dtype, device=codes.device)
+    return table[codes.long()]
+
+
+def pack_float4(codes: Tensor) -> Tensor:
+    """`(rows, columns)` to `(rows, columns / 2)`, uint8."""
+    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+
+
+def unpack_float4(octets: Tensor) -> Tensor:
+    """The inverse of `pack_float4`."""
+    return torch.stack((octets & 15, octets >> 4), -1).flatten(1)
