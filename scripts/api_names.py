@@ -55,6 +55,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "LayerBits LoadCheck ExpertCalibration ScaledInput ARCHITECTURES Architecture",
         "packed language models": "load QuantLinear PackedWeight FloatLinear FloatWeight kernel_paths probe_cpu "
         "CpuProbe resident_bytes",
+        "adapters of language models": "finetune Tuning FinetunedModel merge MergedModel add_adapter load_adapter",
         "text and perplexity": "calibration_tokens token_stream windows perplexity Perplexity",
     },
 }

@@ -26,6 +26,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 DEVELOPER = {
     "benchmarks/kernel_cuts.py": {"sparsebit.kernels"},
     "benchmarks/llm.py": {"sparsebit.llm"},
+    "benchmarks/llm_finetune.py": {"sparsebit.llm", "sparsebit.numerics"},
     "benchmarks/packed_linear.py": {"sparsebit.kernels"},
     "benchmarks/fake_quant.py": {"sparsebit.numerics"},
     "benchmarks/deploy.py": {"sparsebit.deploy.timing"},

@@ -19,6 +19,7 @@ def evaluate(
         int | None, typer.Option("--num-windows", min=1, help="Windows from the beginning of the text; all of them.")
     ] = None,
     batch_size: llm_options.BatchSize = 4,
+    adapter: llm_options.Adapter = None,
     device: llm_options.Device = "cpu",
     activations: llm_options.Activations = "float32",
     trust_remote_code: llm_options.TrustRemoteCode = False,
@@ -33,16 +34,19 @@ def evaluate(
     sparsebit llm eval llama-w4/ --text heldout.txt --length 2048
     """
     with speaking(as_json=json, quiet=quiet) as out:
-        from sparsebit.llm import kernel_paths, load, perplexity, resident_bytes, token_stream, windows
+        from sparsebit.llm import kernel_paths, load, load_adapter, perplexity, resident_bytes, token_stream, windows
         from sparsebit.llm.hub_classes import load_tokenizer
 
         tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
         tokens = windows(token_stream(text, tokenizer), length, num_windows)
         loaded = load(model, device=device, activations=activations, trust_remote_code=trust_remote_code)
+        if adapter is not None:
+            loaded = load_adapter(loaded, adapter)
         found = perplexity(loaded, tokens, batch_size=batch_size)
         size = resident_bytes(loaded)
         record = {
             "model": str(model),
+            "adapter": None if adapter is None else str(adapter),
             "text": str(text),
             "perplexity": found.value,
             "windows": found.num_windows,

@@ -14,6 +14,9 @@ Device = Annotated[str, typer.Option("--device", metavar="DEVICE", help="cpu, cu
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model; off unless given.")
 ]
+Adapter = Annotated[
+    Path | None, typer.Option("--adapter", metavar="DIR", help="An adapter of the model, as finetune writes it.")
+]
 BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Windows of text at once.")]
 Activations = Annotated[
     str,

@@ -98,6 +98,15 @@ def dequantized(weight: FragmentWeight) -> Tensor:
     return dense[: weight.outputs]
 
 
+def dense_weight(weight: FragmentWeight) -> Tensor:
+    """`dequantized` by the program for it where that runs: the weight for the backward of training."""
+    if not runs_on(weight.words.device):
+        return dequantized(weight)
+    with torch.cuda.device(weight.words.device):
+        nothing = weight.scales.new_empty(0, weight.inputs)
+        return _Product(nothing, weight).dense()[: weight.outputs]
+
+
 def runs_on(device: torch.device) -> bool:
     """Whether the programs run there: an NVIDIA GPU of compute capability 9.0 or newer, and a torch that compiles."""
     if device.type != "cuda" or torch.version.hip or not hasattr(torch.cuda, "_compile_kernel"):
@@ -198,12 +207,15 @@ class _Product:
         return (128, 2, 1, 6) if self.num_rows <= 128 else (256, 2, 1, 4)
 
     def dequantized(self) -> Tensor:
+        return self.x @ self.dense().t()
+
+    def dense(self) -> Tensor:
         dense = self.x.new_empty(self.outputs, self.inputs)
         warps = 8
         grid = (-(-self.inputs // BLOCK // warps), self.outputs // 16, 1)
         values = [*self.operands, dense, self.outputs, self.inputs]
         self.run("dequantize", {"WARPS": warps}, grid, 32 * warps, values)
-        return self.x @ dense.t()
+        return dense
 
     def run(
         self,

@@ -7,6 +7,10 @@ from sparsebit.llm.bit_allocation import BitAllocation, LayerBits
 from sparsebit.llm.calibration_text import calibration_tokens, token_stream, windows
 from sparsebit.llm.converting import ConvertedModel, convert
 from sparsebit.llm.cpu_probe import CpuProbe, probe_cpu
+from sparsebit.llm.finetuning.merging import MergedModel, merge
+from sparsebit.llm.finetuning.packed_lora import add_adapter, load_adapter
+from sparsebit.llm.finetuning.training import FinetunedModel, finetune
+from sparsebit.llm.finetuning.tuning import Tuning
 from sparsebit.llm.float_linear import FloatLinear
 from sparsebit.llm.float_weight import FloatWeight
 from sparsebit.llm.input_scaling import ScaledInput
@@ -26,20 +30,27 @@ __all__ = [
     "ConvertedModel",
     "CpuProbe",
     "ExpertCalibration",
+    "FinetunedModel",
     "FloatLinear",
     "FloatWeight",
     "LayerBits",
     "LoadCheck",
+    "MergedModel",
     "PackedWeight",
     "Perplexity",
     "QuantLinear",
     "QuantizedModel",
     "Recipe",
     "ScaledInput",
+    "Tuning",
+    "add_adapter",
     "calibration_tokens",
     "convert",
+    "finetune",
     "kernel_paths",
     "load",
+    "load_adapter",
+    "merge",
     "perplexity",
     "probe_cpu",
     "quantize",

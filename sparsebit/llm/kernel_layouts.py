@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparsebit.errors import ConfigError
 from sparsebit.kernels.fragments import BLOCK, restore
-from sparsebit.kernels.packed_linear import DTYPES, GROUP_SIZES, FragmentWeight, fragment_weight, runs_on
+from sparsebit.kernels.packed_linear import DTYPES, GROUP_SIZES, FragmentWeight, dense_weight, fragment_weight, runs_on
 from sparsebit.kernels.packed_linear import packed_linear as fragment_linear
 from sparsebit.llm.packed_weight import PackedWeight
 
@@ -48,7 +48,8 @@ class Prepared:
 class KernelLayout:
     """`refusal(packed, dtype)`: why the kernel does not take a weight with activations of that type; None if it does.
 
-    `codes`: the codes `(out, in)` of a prepared weight again.
+    `codes`: the codes `(out, in)` of a prepared weight again. `dense`: its values `(out, in)`, for the backward of
+    training; None where the kernel rounds its input, so that training does not use it.
     """
 
     name: str
@@ -57,6 +58,7 @@ class KernelLayout:
     prepare: Callable[[PackedWeight, torch.dtype], Prepared]
     product: Callable[[Tensor, Prepared], Tensor]
     codes: Callable[[Prepared], Tensor]
+    dense: Callable[[Prepared], Tensor] | None = None
 
 
 def _refusal_of_int4pack(packed: PackedWeight, dtype: torch.dtype) -> str | None:
@@ -145,6 +147,10 @@ def _fragments(x: Tensor, weight: Prepared) -> Tensor:
     return fragment_linear(x, FragmentWeight(weight.words, weight.scales, weight.offsets, weight.out_features))
 
 
+def _dense_fragments(weight: Prepared) -> Tensor:
+    return dense_weight(FragmentWeight(weight.words, weight.scales, weight.offsets, weight.out_features))
+
+
 def _codes_of_fragments(weight: Prepared) -> Tensor:
     return restore(weight.words)[: weight.out_features].to(torch.uint8)
 
@@ -152,7 +158,13 @@ def _codes_of_fragments(weight: Prepared) -> Tensor:
 INT4PACK = KernelLayout("int4pack", "bfloat16", _refusal_of_int4pack, _prepare_int4pack, _int4pack, _codes_of_int4pack)
 DYNAMIC = KernelLayout("dyn_quant_4bit", "int8", _refusal_of_dynamic, _prepare_dynamic, _dynamic, _codes_of_dynamic)
 FRAGMENTS = KernelLayout(
-    "cuda_fragments", "float32", _refusal_of_fragments, _prepare_fragments, _fragments, _codes_of_fragments
+    "cuda_fragments",
+    "float32",
+    _refusal_of_fragments,
+    _prepare_fragments,
+    _fragments,
+    _codes_of_fragments,
+    _dense_fragments,
 )
 LAYOUTS: dict[str, KernelLayout] = {layout.name: layout for layout in (INT4PACK, DYNAMIC, FRAGMENTS)}
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from sparsebit.llm.cpu_probe import UNPACKED, probe_cpu
 from sparsebit.llm.float_linear import FloatLinear
 from sparsebit.llm.kernel_layouts import FRAGMENTS, LAYOUTS, Activations, KernelLayout, Prepared
 from sparsebit.llm.packed_weight import PackedWeight
-from sparsebit.llm.unpacked_product import packed_linear
+from sparsebit.llm.unpacked_product import packed_linear, packed_transposed
 
 
 class QuantLinear(nn.Module):
@@ -68,8 +69,21 @@ class QuantLinear(nn.Module):
         return PackedWeight.from_codes(codes, self.scales, self.zeros, self.bits)
 
     def forward(self, x: Tensor) -> Tensor:
-        # The kernels have no derivative.
-        if self.path == UNPACKED or (x.requires_grad and torch.is_grad_enabled()):
+        if x.requires_grad and torch.is_grad_enabled():
+            y: Tensor = _Differentiable.apply(x, self)  # type: ignore[no-untyped-call]
+            return y
+        return self._product(x, exact=False)
+
+    def input_gradient(self, gradient: Tensor) -> Tensor:
+        """`gradient (..., out)` times the weight: what the input gets. The weight is unpacked on the way, and freed."""
+        dense = None if self.path == UNPACKED else LAYOUTS[self.path].dense
+        if dense is None:
+            return packed_transposed(gradient, self.packed)
+        return gradient @ dense(self._prepared()).to(gradient.dtype)
+
+    def _product(self, x: Tensor, *, exact: bool) -> Tensor:
+        """`exact`: not by a kernel that rounds its input."""
+        if self.path == UNPACKED or (exact and LAYOUTS[self.path].dense is None):
             return packed_linear(x, self.packed, self.bias)
         rows = x.reshape(-1, self.in_features)
         y = LAYOUTS[self.path].product(rows, self._prepared()).reshape(*x.shape[:-1], self.out_features)
@@ -125,6 +139,21 @@ class QuantLinear(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
         if self._wish is not None:
             self.prepare(*self._wish)
+
+
+class _Differentiable(torch.autograd.Function):
+    """The product of a layer. For the backward it keeps the layer, whose weight is packed, and no dense weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: QuantLinear) -> Tensor:
+        ctx.layer = layer
+        return layer._product(x, exact=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        layer: QuantLinear = ctx.layer
+        return layer.input_gradient(gradient), None
 
 
 def kernel_paths(model: nn.Module) -> dict[str, int]:

@@ -88,3 +88,32 @@ def test_options_that_do_not_fit(source: Path, args: tuple[object, ...], code: i
     shown = run("quantize", source, "-o", source.parent / "packed", *args, code=code)
     assert message in " ".join(shown.split())
     assert not (source.parent / "packed").exists()
+
+
+def test_finetune_and_merge(source: Path) -> None:
+    pytest.importorskip("peft")
+    packed, adapter, merged = (source.parent / name for name in ("packed", "adapter", "merged"))
+    text, data = source.parent / "text.txt", source.parent / "data.jsonl"
+    run(
+        *("quantize", source, "-o", packed, "--method", "rtn", "--scale-search", "none", "--group-size", 32),
+        *("--no-check", "-q"),
+    )
+    data.write_text('{"prompt": "say a", "response": "aaa"}\n{"prompt": "say b", "response": "bbb"}\n')
+    common = ("finetune", packed, data, "-o", adapter, "--length", 24, "--epochs", 2, "--rank", 2)
+    made = json.loads(run(*common, "--targets", "q_proj, v_proj", "--json", "-q"))
+    assert made["num_samples"] == 2 and len(made["losses"]) == 2 and made["tuning"]["targets"] == ["q_proj", "v_proj"]
+    assert "exists" in run(*common, code=1)
+    found = json.loads(
+        run("eval", packed, "--adapter", adapter, "--text", text, "--length", 24, "--num-windows", 4, "--json", "-q")
+    )
+    assert found["adapter"] == str(adapter)
+    shown = run("merge", adapter, "-o", merged, "--text", text, "--length", 24, "--num-windows", 4)
+    assert "6 layers took up the adapter" in shown and "perplexity" in shown
+    spoken = json.loads(
+        run("generate", packed, "--adapter", adapter, "-p", "say a", "--max-new-tokens", 3, "--json", "-q")
+    )
+    assert spoken["tokens"] >= 1
+    data.write_text('{"prompt": "say a"}\n')
+    assert "data.jsonl:1: it has no response" in " ".join(
+        run("finetune", packed, data, "-o", source.parent / "x", code=1).split()
+    )

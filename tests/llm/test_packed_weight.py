@@ -65,3 +65,36 @@ def test_parts_that_do_not_belong_together() -> None:
 
 def test_its_description() -> None:
     assert "96, 24, bits=4, group_size=32, asymmetric" in repr(QuantLinear(packed_weight()))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
+def test_the_gradient_is_that_of_the_values(bits: int, symmetric: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unpacked_product, "_BLOCK_ELEMENTS", 7 * 96)
+    packed, bias, upstream = packed_weight(bits, symmetric), torch.randn(24), torch.randn(2, 20, 24)
+    x = torch.randn(2, 20, 96, requires_grad=True)
+    expected = nn.functional.linear(x, packed.dequantize(torch.float32), bias)
+    (wanted,) = torch.autograd.grad(expected, x, upstream)
+    found = QuantLinear(packed, bias)(x)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-2)
+    (gradient,) = torch.autograd.grad(found, x, upstream)
+    torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-2)
+
+
+def test_no_dense_weight_is_kept_for_the_backward() -> None:
+    kept: list[torch.Size] = []
+    x = torch.randn(3, 96, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.shape), t)[1], lambda t: t):
+        QuantLinear(packed_weight())(x).sum().backward()
+    assert kept == [] and x.grad is not None
+
+
+def test_kernels_that_round_are_not_trained_with() -> None:
+    packed = packed_weight(4, rows=32)
+    layer, plain = QuantLinear(packed), QuantLinear(packed)
+    layer.prepare(activations="bfloat16")
+    x = torch.randn(5, 96, requires_grad=True)
+    found, expected = layer(x), plain(x)
+    torch.testing.assert_close(found, expected)
+    (gradient,), (wanted,) = (torch.autograd.grad(y.sum(), x) for y in (found, expected))
+    torch.testing.assert_close(gradient, wanted)

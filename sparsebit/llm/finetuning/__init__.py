@@ -1,0 +1,3 @@
+"""Fine-tuning of packed language models: adapters in float, the backbone packed."""
+
+from __future__ import annotations

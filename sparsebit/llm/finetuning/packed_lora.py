@@ -1,0 +1,182 @@
+"""LoRA adapters of peft on packed layers: added to a loaded model, saved in peft's own format, loaded again."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparsebit.errors import CheckpointError, ConfigError, MissingExtraError
+from sparsebit.llm.architectures import ARCHITECTURES
+from sparsebit.llm.float_linear import FloatLinear
+from sparsebit.llm.quant_linear import QuantLinear
+
+
+def add_adapter(
+    model: Any,
+    *,
+    rank: int = 16,
+    alpha: int = 32,
+    dropout: float = 0.0,
+    targets: Sequence[str] = (),
+    seed: int = 0,
+    base: str = "",
+) -> Any:
+    """A model of peft around `model`: a new adapter on each linear layer of the blocks; everything else is frozen.
+
+    `targets`: ends of the names of the layers that get one, such as `q_proj`; all, if none are given. `base`: the
+    folder of the model, which the adapter's files name. The adapters' weights are float32.
+    """
+    peft = peft_module()
+    names = adapted_layers(model, targets)
+    config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=_short_names(model, names),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base or None,
+    )
+    config._register_custom_module({QuantLinear: lora_class()})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        wrapped = peft.get_peft_model(model, config)
+    config.base_model_name_or_path = base or None  # peft puts in the name that the config of the model has
+    return wrapped
+
+
+def load_adapter(model: Any, folder: str | os.PathLike[str], *, is_trainable: bool = False) -> Any:
+    """A model of peft around `model`, as `sparsebit.llm.load` gives it, with the adapter of a folder.
+
+    The folder is in peft's own format; adapters of others fit too, if they are LoRA for linear layers.
+    """
+    peft = peft_module()
+    path = Path(folder)
+    if not (path / "adapter_config.json").is_file():
+        raise CheckpointError(f"{path} has no adapter_config.json; give the folder of an adapter")
+    config = peft.PeftConfig.from_pretrained(str(path))
+    if not isinstance(config, peft.LoraConfig):
+        raise CheckpointError(f"{path} is an adapter of type {config.peft_type}; allowed: LORA")
+    if not (path / "adapter_model.safetensors").is_file():
+        raise CheckpointError(f"{path} has no adapter_model.safetensors; adapters are read from safetensors only")
+    config._register_custom_module({QuantLinear: lora_class()})
+    try:
+        return peft.PeftModel.from_pretrained(model, str(path), config=config, is_trainable=is_trainable)
+    except (ValueError, RuntimeError, KeyError) as error:
+        raise CheckpointError(f"{path} does not fit the model ({error})") from error
+
+
+def adapted_layers(model: Any, targets: Sequence[str]) -> list[str]:
+    """The linear layers of the blocks, packed or float, whose names end in one of `targets`; all, without any."""
+    rounded = [name for name, part in model.named_modules() if isinstance(part, FloatLinear)]
+    if rounded:
+        kind = model.get_submodule(rounded[0]).kind
+        raise ConfigError(
+            f"{rounded[0]} and {len(rounded) - 1} other layers have {kind} weights: adapters are trained on weights of "
+            "2, 3, 4 or 8 bits in whole numbers (rtn, gptq, awq), or on a float model"
+        )
+    blocks = blocks_path(model)
+    every = [
+        name
+        for name, part in model.named_modules()
+        if isinstance(part, (QuantLinear, nn.Linear)) and name.startswith(f"{blocks}.")
+    ]
+    found = [name for name in every if not targets or any(f".{name}".endswith(f".{target}") for target in targets)]
+    if not found:
+        known = sorted({name.rsplit(".", 1)[-1] for name in every})
+        raise ConfigError(f"targets={', '.join(targets)}: no layer is called so; there are {', '.join(known)}")
+    return found
+
+
+def blocks_path(model: Any) -> str:
+    """The path of the blocks of a loaded model, whose linear layers may be packed."""
+    row = ARCHITECTURES.get(str(model.config.model_type))
+    if row is not None:
+        return row.blocks
+    counts = {
+        name: sum(isinstance(one, (QuantLinear, nn.Linear)) for one in part.modules())
+        for name, part in model.named_modules()
+        if isinstance(part, nn.ModuleList) and len({type(one) for one in part}) == 1
+    }
+    if not any(counts.values()):
+        raise ConfigError(
+            f"model type {model.config.model_type!r} is not known, and no list of equal blocks in it has linear layers"
+        )
+    return str(max(counts, key=lambda name: counts[name]))
+
+
+def peft_module() -> Any:
+    """The package peft."""
+    try:
+        import peft
+    except ImportError:
+        raise MissingExtraError("peft", "llm", "fine-tuning with adapters") from None
+    return peft
+
+
+def _short_names(model: Any, names: Sequence[str]) -> list[str]:
+    """The last words of the names, as servers expect them; the whole names, if others end in the same words."""
+    ends = {name.rsplit(".", 1)[-1] for name in names}
+    meant = [name for name, _ in model.named_modules() if name.rsplit(".", 1)[-1] in ends]
+    return sorted(ends) if sorted(meant) == sorted(names) else sorted(names)
+
+
+@functools.cache
+def lora_class() -> Any:
+    """The adapter of a packed layer, a class of peft's; made when it is needed, since peft is an extra."""
+    from peft.tuners.lora.layer import LoraLayer
+
+    class PackedLoraLinear(nn.Module, LoraLayer):
+        """`base_layer(x) + B(A(x)) * scaling`. A and B are float32, and compute in the type of x."""
+
+        def __init__(
+            self,
+            base_layer: nn.Module,
+            adapter_name: str,
+            config: Any,
+            r: int = 0,
+            lora_alpha: int = 1,
+            **_: Any,
+        ) -> None:
+            super().__init__()
+            LoraLayer.__init__(self, base_layer)
+            self._active_adapter = adapter_name
+            self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config)
+
+        def _get_in_out_features(self, module: Any) -> tuple[int, int]:
+            return module.in_features, module.out_features
+
+        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            result: Tensor = self.base_layer(x)
+            if self.disable_adapters:
+                return result
+            for name in self.active_adapters:
+                if name not in self.lora_A:
+                    continue
+                down: Any = self.lora_A[name]
+                up: Any = self.lora_B[name]
+                dropout: Any = self.lora_dropout[name]
+                inner = F.linear(dropout(x), down.weight.to(x.dtype))
+                bias = None if up.bias is None else up.bias.to(x.dtype)
+                result = result + F.linear(inner, up.weight.to(x.dtype), bias) * self.scaling[name]
+            return result
+
+        def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+            raise ConfigError("a packed layer cannot take an adapter into its codes; use sparsebit.llm.merge")
+
+        def unmerge(self) -> None:
+            return None
+
+        def get_delta_weight(self, adapter: str) -> Tensor:
+            up: Any = self.lora_B[adapter]
+            down: Any = self.lora_A[adapter]
+            delta: Tensor = up.weight @ down.weight * self.scaling[adapter]
+            return delta
+
+    return PackedLoraLinear

@@ -1,0 +1,55 @@
+"""The processes of a run under torchrun: joined when a command needs them, left when it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from sparsebit.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One of `count` processes; `number` 0 writes files. `device`: the one that this process computes on."""
+
+    number: int
+    count: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.number == 0
+
+
+@contextlib.contextmanager
+def joined(device: torch.device | str) -> Iterator[Rank]:
+    """Join the other processes of torchrun (gloo on a CPU, NCCL on GPUs); alone, one process of one.
+
+    Under torchrun `cuda` is the GPU of the process's local rank. A process group that is there already is used and
+    left as it is.
+    """
+    wanted = torch.device(device)
+    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if num_processes > 1 and wanted.type == "cuda" and wanted.index is None:
+        wanted = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    made = False
+    if num_processes > 1 and not dist.is_initialized():
+        if not dist.is_available():
+            raise ConfigError("torchrun with several processes: this torch has no torch.distributed")
+        if wanted.type == "cuda":
+            torch.cuda.set_device(wanted)
+        dist.init_process_group("nccl" if wanted.type == "cuda" else "gloo")
+        made = True
+    try:
+        if dist.is_available() and dist.is_initialized():
+            yield Rank(dist.get_rank(), dist.get_world_size(), wanted)
+        else:
+            yield Rank(0, 1, wanted)
+    finally:
+        if made:
+            dist.destroy_process_group()

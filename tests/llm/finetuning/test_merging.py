@@ -1,0 +1,81 @@
+"""`merge`: the model with its adapter as one model, and what it loses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsebit.errors import ConfigError
+from sparsebit.llm import PackedWeight, QuantLinear, finetune, load, load_adapter, merge
+from sparsebit.llm.finetuning.merging import add_to_packed
+from tests.llm.finetuning.tasks import TUNING, instructions, packed_model
+from tests.llm.tiny_models import loaded
+
+pytest.importorskip("peft")
+TOKENS = torch.arange(3, 51).view(2, 24)
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tmp_path = tmp_path_factory.mktemp("adapter")
+    model = packed_model(tmp_path)
+    tuning = replace(TUNING, num_epochs=6, targets=("q_proj", "down_proj"))
+    return finetune(model, instructions(tmp_path), tmp_path / "adapter", tuning).folder
+
+
+def test_merged_models(adapter: Path, tmp_path: Path) -> None:
+    base = adapter.parent / "packed-llama-4"
+    packed = merge(adapter, tmp_path / "merged", windows=TOKENS)
+    half = merge(adapter, tmp_path / "half", kind="bfloat16", model=base)
+    assert (packed.num_layers, half.num_layers) == (2, 2)
+    assert half.logit_error < 0.01 < packed.logit_error < 0.3 and half.perplexity_merged is None
+    assert packed.perplexity_with_adapter is not None and packed.perplexity_merged is not None
+    assert packed.perplexity_merged == pytest.approx(packed.perplexity_with_adapter, rel=0.3)
+    merged, before = load(packed.folder), load(base)
+    with torch.no_grad():
+        wanted = load_adapter(load(base), adapter)(TOKENS).logits
+        found, without, plain = merged(TOKENS).logits, before(TOKENS).logits, loaded(half.folder)(TOKENS).logits
+    assert (plain - wanted).norm() < 0.01 * wanted.norm()
+    assert (found - wanted).norm() < 0.5 * (without - wanted).norm()
+    layers = {name: part for name, part in merged.named_modules() if isinstance(part, QuantLinear)}
+    assert len(layers) == 7
+    for name, part in before.named_modules():
+        if isinstance(part, QuantLinear) and not name.endswith(("q_proj", "down_proj")):
+            assert torch.equal(part.qweight, layers[name].qweight)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
+def test_an_update_of_a_packed_weight(bits: int, symmetric: bool) -> None:
+    torch.manual_seed(0)
+    codes, scales = torch.randint(0, 1 << bits, (8, 64)), torch.rand(8, 2) + 0.1
+    zeros = None if symmetric else torch.randint(0, 1 << bits, (8, 2))
+    packed = PackedWeight.from_codes(codes, scales, zeros, bits)
+    same = add_to_packed(packed, torch.zeros(8, 64), "layer")
+    torch.testing.assert_close(same.dequantize(torch.float32), packed.dequantize(torch.float32), rtol=1e-3, atol=1e-3)
+    update = torch.randn(8, 64) * 0.3 * scales.mean()
+    wanted = packed.dequantize(torch.float32) + update
+    found = add_to_packed(packed, update, "layer")
+    assert (found.bits, found.group_size, found.symmetric) == (bits, 32, symmetric)
+    error = (found.dequantize(torch.float32) - wanted).norm()
+    assert error < update.norm()  # nearer than without the update
+    steps = (wanted - found.dequantize(torch.float32)).abs() / found.scales.repeat_interleave(32, 1)
+    assert float(steps.median()) <= 0.5
+
+
+def test_what_cannot_be_merged(adapter: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="allowed: packed, bfloat16, float16"):
+        merge(adapter, tmp_path / "out", kind="int4")
+    with pytest.raises(ConfigError, match="is a float model"):
+        merge(adapter, tmp_path / "out", model=adapter.parent / "float-llama")
+    moved = shutil.copytree(adapter, tmp_path / "moved")
+    config = json.loads((moved / "adapter_config.json").read_text())
+    (moved / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "elsewhere"}))
+    with pytest.raises(ConfigError, match="which is not a folder here"):
+        merge(moved, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
