@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,7 +40,8 @@ def prune(
         typer.Option(
             "--budget",
             metavar="NAME=NUMBER",
-            help="macs or bytes of the smaller model, up to 1 as a share: the ratio of each group is chosen.",
+            help="macs, bytes or latency (the measured time in ONNX Runtime here) of the smaller model, up to 1 as a "
+            "share: the ratio of each group is chosen.",
         ),
     ] = None,
     strategy: Annotated[
@@ -97,7 +99,7 @@ def prune(
         chosen = None
         if limits:
             assert batches is not None
-            chosen = smodel.choose_ratios(limits, batches)
+            chosen = smodel.choose_ratios(limits, batches, round_to=round_to)
         smodel.calc_params(batches)
         pruned_sqnr = None if first is None else first.sqnr_db(smodel.model, sconfig.DEVICE)
         if batches is not None and not no_reconstruct:
@@ -107,6 +109,7 @@ def prune(
         sizes = model_size(net, smodel.example_batch), model_size(small, smodel.example_batch)
         sqnr = None if first is None else first.sqnr_db(small, sconfig.DEVICE)
         save(small, output)
+        latency = None if chosen is None else chosen.latency
         record = {
             "model": model,
             "output": str(output),
@@ -116,10 +119,12 @@ def prune(
             "groups": len(smodel.groups.groups),
             "spared": [str(entry) for entry in smodel.groups.spared],
             "ratios": None if chosen is None else dict(chosen.ratios),
+            "latency": None if latency is None else asdict(latency),
             "output_sqnr_db": {"pruned": pruned_sqnr, "reconstructed": None if no_reconstruct else sqnr},
         }
         facts = {
             **_sizes(*sizes),
+            **({} if latency is None else {"latency": str(latency).partition(": ")[2]}),
             "removed": f"{len(smodel.dead_units()):,} of {len(smodel.groups.units):,} channels, heads and neurons",
             **({} if sqnr is None else {"output": f"{decibel(sqnr)} beside the dense model (first batch)"}),
             "saved": str(output),

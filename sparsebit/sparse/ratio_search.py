@@ -2,31 +2,37 @@
 
 Each group of channels is an item, each ratio an option. An option costs what the model's output loses when this group
 alone is pruned so far, measured on data. The MACs and bytes of a layer are a product of the widths of the two groups
-that its weight lies in, so they are pairs in the program.
+that its weight lies in, so they are pairs in the program. So is its time, as measured in ONNX Runtime at several widths
+(`latency_table.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sparsebit.errors import CalibrationError, ConfigError
+from sparsebit.errors import BudgetError, CalibrationError, ConfigError
 from sparsebit.execution.batches import Call
 from sparsebit.graph.copying import copy_model
 from sparsebit.graph.nested import tensors_of
-from sparsebit.numerics.choice_program import Budget, Choice, choose
 from sparsebit.sparse.channel_groups import Group, Unit
 from sparsebit.sparse.channel_proof import mask_units
+from sparsebit.sparse.latency_table import POINTS, Clock, Latency
+from sparsebit.sparse.layer_budgets import LATENCY, LayerWeight, choose_options, timed_weights, weights_of
 from sparsebit.sparse.model_size import ModelSize, model_size
 from sparsebit.sparse.surgery import ChannelPlan, apply_plan
-from sparsebit.sparse.unit_selection import select_by_group
+from sparsebit.sparse.unit_selection import rounded, select_by_group
 
-BUDGETS = ("macs", "bytes")
+log = logging.getLogger(__name__)
+
+BUDGETS = ("macs", "bytes", LATENCY)
 CANDIDATES = (0.0, 0.0625, 0.125, 0.1875, 0.25, 0.375, 0.5, 0.625, 0.75)
+_MOST_TRIES, _MOST_PROGRAMS = 5, 12  # smaller models that are timed, and choices that are made
 
 
 @dataclass(frozen=True)
@@ -34,30 +40,23 @@ class RatioChoice:
     """The ratio of each group, by the first of its axes, and the size of the model before and after.
 
     `costs`: for each group the relative squared error of the model's output at the chosen ratio, when it is pruned
-    alone.
+    alone. `latency`: what was measured, where it was a budget.
     """
 
     ratios: Mapping[str, float]
     costs: Mapping[str, float]
     before: ModelSize
     after: ModelSize
+    latency: Latency | None = None
 
     def __str__(self) -> str:
-        lines = [
+        lines = [] if self.latency is None else [str(self.latency)]
+        lines += [
             f"{name}: {getattr(self.before, name):,.0f} -> {getattr(self.after, name):,.0f} "
             f"({getattr(self.after, name) / max(1, getattr(self.before, name)):.3f})"
             for name in ("macs", "parameters", "bytes")
         ]
         return "\n".join([*lines, *(f"  {ratio:6.3f}  {name}" for name, ratio in self.ratios.items())])
-
-
-@dataclass(frozen=True)
-class _Weight:
-    """What one parameter takes as a whole, and which groups its first two axes lie in: (group, share per unit)."""
-
-    macs: float
-    bytes: float
-    axes: tuple[tuple[str, float], ...]
 
 
 def group_name(group: Group) -> str:
@@ -72,6 +71,8 @@ def check_budgets(budgets: Mapping[str, float]) -> None:
             raise ConfigError(f"budget {name!r}: allowed: {', '.join(BUDGETS)}")
         if not limit > 0:
             raise ConfigError(f"budget {name}={limit:g}: a number above 0; up to 1 it is a share of the dense model")
+        if name == LATENCY and limit > 1:
+            raise ConfigError(f"budget {name}={limit:g}: a share of the dense model's time, above 0 and up to 1")
     if not budgets:
         raise ConfigError(f"no budget was given; allowed: {', '.join(BUDGETS)}")
 
@@ -86,32 +87,117 @@ def search_ratios(
     calls: Sequence[Call],
     plan: Callable[[list[Unit]], ChannelPlan],
     example: Any,
+    sizes: Mapping[str, tuple[int, ...]],
+    round_to: int = 1,
+    clock: Callable[[], Clock] | None = None,
 ) -> RatioChoice:
     """The ratio of each group, out of `ratios`, with which the smaller model keeps the budgets and loses least.
 
-    `scores`: of the units of each group. `plan`: what removes units. The sizes are counted on the smaller model itself.
+    `scores`: of the units of each group. `plan`: what removes units. `sizes`: the shapes of all tensors, of which
+    widths stay multiples of `round_to`. MACs and bytes are counted on the smaller model itself, and its time is
+    measured by `clock`.
     """
     costs = measured_costs(model, groups, scores, ratios, calls)
-    removed = {
-        name: [select_by_group([group], [scores[name]], [ratio]) for ratio in ratios[name]]
-        for name, group in groups.items()
-    }
-    counts = {name: [len(units) for units in options] for name, options in removed.items()}
+
+    def dead(name: str, ratio: float) -> list[Unit]:
+        units = select_by_group([groups[name]], [scores[name]], [ratio])
+        return rounded([groups[name]], units, sizes, round_to) if round_to > 1 else units
+
+    removed = {name: [dead(name, ratio) for ratio in ratios[name]] for name in groups}
     weights, before = weights_of(model, groups, calls[0]), model_size(model, example)
-    wanted = {name: limit if limit <= 1 else limit / getattr(before, name) for name, limit in budgets.items()}
-    limits = dict(wanted)
-    while True:
-        options = choose_options(costs, counts, weights, limits).options
-        small = copy_model(model)
-        apply_plan(small, plan([unit for name in groups for unit in removed[name][options[name]]]))
-        after = model_size(small, example)
-        over = {name: getattr(after, name) / getattr(before, name) / share for name, share in wanted.items()}
-        if max(over.values()) <= 1:
-            break
-        # The program counts layers; what the model computes or holds beside them is only seen in the model itself.
-        limits = {name: share * min(1.0, 0.998 / over[name]) for name, share in limits.items()}
-    chosen = {name: ratios[name][options[name]] for name in groups}
-    return RatioChoice(chosen, {name: costs[name][options[name]] for name in groups}, before, after)
+    search = _Search(model, costs, removed, weights, plan, example, before)
+    limits = {
+        name: limit if limit <= 1 else limit / getattr(before, name)
+        for name, limit in budgets.items()
+        if name != LATENCY
+    }
+    if LATENCY not in budgets:
+        found, latency = search.within(limits), None
+    else:
+        assert clock is not None
+        running = clock()
+        points = {
+            ratio: {name: dead(name, ratio if len(ratios[name]) > 1 else ratios[name][0]) for name in groups}
+            for ratio in POINTS
+        }
+        search.weights = timed_weights(weights, points, running)
+        found, latency = search.in_time(limits, budgets[LATENCY], running)
+    chosen = {name: ratios[name][found.options[name]] for name in groups}
+    final = {name: costs[name][found.options[name]] for name in groups}
+    return RatioChoice(chosen, final, before, found.after, latency)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The option of each group, and the smaller model. `predicted`: its time by the sum of measured regions."""
+
+    options: Mapping[str, int]
+    small: nn.Module
+    after: ModelSize
+    predicted: float
+
+
+@dataclass
+class _Search:
+    model: nn.Module
+    costs: Mapping[str, Sequence[float]]
+    removed: Mapping[str, Sequence[list[Unit]]]
+    weights: Sequence[LayerWeight]
+    plan: Callable[[list[Unit]], ChannelPlan]
+    example: Any
+    before: ModelSize
+
+    def within(self, wanted: Mapping[str, float], time: float | None = None) -> _Found:
+        """The best choice whose smaller model, counted, keeps the shares; `time`: by the table."""
+        counts = {name: [len(units) for units in options] for name, options in self.removed.items()}
+        limits = dict(wanted)
+        while True:
+            timed = {} if time is None else {LATENCY: time}
+            options = choose_options(self.costs, counts, self.weights, {**limits, **timed}).options
+            small = copy_model(self.model)
+            apply_plan(
+                small, self.plan([unit for name, found in self.removed.items() for unit in found[options[name]]])
+            )
+            after = model_size(small, self.example)
+            over = {name: getattr(after, name) / getattr(self.before, name) / share for name, share in wanted.items()}
+            if max(over.values(), default=0.0) <= 1:
+                break
+            # The program counts layers; what the model computes or holds beside them is only seen in the model itself.
+            limits = {name: share * min(1.0, 0.998 / over[name]) for name, share in limits.items()}
+        kept = {name: found[options[name]] for name, found in counts.items()}
+        dense = sum(weight.amount(LATENCY, 1.0) for weight in self.weights) or 1.0
+        predicted = sum(weight.amount(LATENCY, weight.share(kept)) for weight in self.weights) / dense
+        return _Found(options, small, after, predicted)
+
+    def in_time(self, wanted: Mapping[str, float], asked: float, clock: Clock) -> tuple[_Found, Latency]:
+        """The choice whose smaller model was measured nearest to the time; what is aimed at is corrected by it."""
+        tried: list[tuple[_Found, Latency]] = []
+        aim = asked
+        for _ in range(_MOST_PROGRAMS):
+            try:
+                found = self.within(wanted, min(1.0, aim))
+            except BudgetError:
+                if not tried:
+                    raise
+                break  # nothing is as fast as the correction asks for
+            known = next((latency for other, latency in tried if other.options == found.options), None)
+            if known is not None:  # one that was timed already: on in the same direction
+                aim *= 0.98 if known.ratio > asked else 1.02
+                continue
+            tried.append((found, Latency(asked, clock.ratio(found.small), found.predicted, len(tried) + 1)))
+            if tried[-1][1].is_near or len(tried) == _MOST_TRIES:
+                break
+            aim *= asked / tried[-1][1].ratio
+        best, latency = min(tried, key=lambda pair: abs(pair[1].ratio / asked - 1))
+        latency = replace(latency, tries=len(tried))
+        if not latency.is_near:
+            side = "slower" if latency.ratio > asked else "faster"
+            told = (
+                f"{abs(latency.ratio / asked - 1):.0%} {side} than asked; the nearest of {len(tried)} that were timed"
+            )
+            latency = replace(latency, reason=told)
+            log.warning("budget latency=%g: the smaller model is %s", asked, told)
+        return best, latency
 
 
 @torch.no_grad()
@@ -148,88 +234,3 @@ def measured_costs(
 
 def _outputs(model: nn.Module, call: Call) -> list[Tensor]:
     return [x.double() for x in tensors_of(model(*call[0], **call[1])) if x.is_floating_point()]
-
-
-def weights_of(model: nn.Module, groups: Mapping[str, Group], call: Call) -> list[_Weight]:
-    """What every parameter takes, with the groups of its axes."""
-    positions = _positions(model, call)
-    sizes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    shares: dict[tuple[str, int], tuple[str, float]] = {}
-    for name, group in groups.items():
-        for tensor, dim in group.axes:
-            places = sum(len(p) for unit in group.units for t, d, p in unit.members if (t, d) == (tensor, dim))
-            if tensor in sizes:
-                shares[tensor, dim] = (name, places / sizes[tensor][dim] / len(group.units))
-    found = []
-    for name, parameter in model.named_parameters():
-        axes = tuple(shares[name, dim] for dim in range(2) if (name, dim) in shares)
-        size = parameter.numel()
-        found.append(_Weight(size * positions.get(name, 0.0), float(size * parameter.element_size()), axes))
-    return found
-
-
-def _positions(model: nn.Module, call: Call) -> dict[str, float]:
-    """How often each weight of a convolution or a linear layer is multiplied with in one call."""
-    found: dict[str, float] = {}
-    handles = []
-    for path, module in model.named_modules():
-        if not isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
-            continue
-
-        def note(layer: Any, args: tuple[Tensor, ...], output: Tensor, path: str = path) -> None:
-            seen = args[0] if getattr(layer, "transposed", False) else output
-            channels = seen.shape[-1] if isinstance(layer, nn.Linear) else seen.shape[1]
-            name = f"{path}.weight" if path else "weight"
-            found[name] = found.get(name, 0.0) + seen.numel() / max(1, channels)
-
-        handles.append(module.register_forward_hook(note))
-    try:
-        with torch.no_grad():
-            model(*call[0], **call[1])
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found
-
-
-def choose_options(
-    costs: Mapping[str, Sequence[float]],
-    counts: Mapping[str, Sequence[int]],
-    weights: Iterable[_Weight],
-    limits: Mapping[str, float],
-) -> Choice:
-    """The options with the least cost whose weights stay within the limits: shares of what the dense model takes.
-
-    `counts`: how many units of a group each option removes.
-    """
-    listed = list(weights)
-    budgets = []
-    for name, limit in limits.items():
-        single: dict[str, list[float]] = {}
-        pairs: dict[tuple[str, str], list[list[float]]] = {}
-        total = fixed = 0.0
-        for weight in listed:
-            size = getattr(weight, name)
-            total += size
-            kept = {
-                place: [1 - share * count for count in counts[group]]
-                for place, (group, share) in enumerate(weight.axes)
-            }
-            groups = [group for group, _ in weight.axes]
-            if not groups:
-                fixed += size
-            elif len(groups) == 1 or groups[0] == groups[1]:
-                shares = kept[0] if len(groups) == 1 else [a * b for a, b in zip(kept[0], kept[1], strict=True)]
-                row = single.setdefault(groups[0], [0.0] * len(shares))
-                single[groups[0]] = [old + size * share for old, share in zip(row, shares, strict=True)]
-            else:
-                first, second = (
-                    (0, 1) if (groups[0], groups[1]) in pairs or (groups[1], groups[0]) not in pairs else (1, 0)
-                )
-                key = (groups[first], groups[second])
-                table = pairs.setdefault(key, [[0.0] * len(kept[second]) for _ in kept[first]])
-                for row, a in zip(table, kept[first], strict=True):
-                    for place, b in enumerate(kept[second]):
-                        row[place] += size * a * b
-        budgets.append(Budget(name, limit * total - fixed, single, pairs))
-    return choose(costs, budgets, gap=1e-3)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from sparsebit.config.reading import Source
 from sparsebit.deploy.model_file import checked_path, staged, write
 from sparsebit.deploy.ports import DynamicAxes
+from sparsebit.deploy.stopwatch import Stopwatch
 from sparsebit.deploy.to_onnx import to_onnx
 from sparsebit.errors import CaptureError, ConfigError
 from sparsebit.execution.batches import as_call, calls
@@ -27,6 +28,7 @@ from sparsebit.sparse.evidence import Loss, gather_evidence
 from sparsebit.sparse.example_guess import guessed_example
 from sparsebit.sparse.group_search import ChannelGroups, find_groups
 from sparsebit.sparse.labels import FIXED
+from sparsebit.sparse.latency_table import Clock
 from sparsebit.sparse.ratio_search import CANDIDATES, RatioChoice, check_budgets, group_name, search_ratios
 from sparsebit.sparse.reconstruction import LayerFit, fit_layers
 from sparsebit.sparse.sparse_config import SparseConfig, parse_sconfig
@@ -196,13 +198,20 @@ class SparseModel(nn.Module):
         *,
         candidates: Sequence[float] = CANDIDATES,
         loss: Loss | None = None,
+        round_to: int = 1,
+        num_threads: int = 1,
+        stopwatch: Stopwatch | None = None,
     ) -> RatioChoice:
         """Choose the ratio of each group such that the smaller model keeps the budgets; `calc_params` then uses them.
 
-        `budgets`: `{"macs": 0.7}`, of `macs` and `bytes`; up to 1 it is a share of the dense model, above 1 a number
-        (of MACs for one sample). `batches`: what an option costs is the change of the model's output on them; a few
-        dozen inputs are enough. Groups that `SPARE` or `SPECIFIC` name keep what the config says. The sizes are those
-        of the model that `shrink()` gives, counted.
+        `budgets`: `{"macs": 0.7}`, of `macs`, `bytes`, `latency`; up to 1 it is a share of the dense model, above 1 a
+        number (of MACs for one sample). `batches`: what an option costs is the change of the model's output on them; a
+        few dozen inputs are enough. Groups that `SPARE` or `SPECIFIC` name keep what the config says. The sizes are
+        those of the model that `shrink(round_to)` gives, counted.
+
+        `latency`: the time of one sample in ONNX Runtime on this machine, with `num_threads`, as a share of the dense
+        float file's. Layers are timed at several widths; the smaller model is exported and timed, and chosen anew until
+        it is within 5 % of what was asked. `stopwatch`: what measures, for tests.
         """
         check_budgets(budgets)
         sparser = self.config.SPARSER
@@ -219,11 +228,15 @@ class SparseModel(nn.Module):
         unit_score = {name: unit_scores(group, scores, sparser.STRATEGY) for name, group in groups.items()}
         ratios = {name: self._candidates(group, candidates) for name, group in groups.items()}
         device = next(self.model.parameters()).device
+        model, inputs = self.masked_model().eval(), list(calls(listed, self.model, device))
         choice = search_ratios(
-            *(self.masked_model().eval(), groups, unit_score, ratios, budgets),
-            calls=list(calls(listed, self.model, device)),
+            *(model, groups, unit_score, ratios, budgets),
+            calls=inputs,
             plan=self.groups.plan,
             example=self.example_batch,
+            sizes=self.groups.bench.sizes,
+            round_to=round_to,
+            clock=lambda: Clock(model, inputs[0], self.groups.plan, num_threads, stopwatch),
         )
         self._ratios = dict(choice.ratios)
         return choice

@@ -9,6 +9,7 @@ import pytest
 
 from sparsebit.cli.loading import load_model
 from sparsebit.sparse import load
+from tests.sparse.fake_runtime import ByMultiplications, layer_sizes
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Sparsebit
@@ -30,6 +31,17 @@ def test_the_folder_rebuilds_from_the_original_class(sparsebit: Sparsebit, proje
     assert sum(p.numel() for p in small.parameters()) == told["after"]["parameters"]
     if "--budget" in how:
         assert told["after"]["macs"] <= 0.6 * told["before"]["macs"] and told["ratios"]
+
+
+def test_a_budget_of_latency_is_measured(sparsebit: Sparsebit, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("scipy", "onnxruntime"):
+        pytest.importorskip(package)
+    monkeypatch.setattr("sparsebit.sparse.latency_table.onnx_bytes", layer_sizes)
+    monkeypatch.setattr("sparsebit.sparse.latency_table.Stopwatch", lambda *_: ByMultiplications())
+    answer = sparsebit(*MODEL, *DATA, "--budget", "latency=0.6", "--json")
+    assert answer.code == 0, answer.err
+    assert answer.json["latency"]["asked"] == 0.6 and answer.json["latency"]["ratio"] < 0.7
+    assert "of the dense model's" in sparsebit(*MODEL, *DATA, "--budget", "latency=0.6").out
 
 
 def test_a_table_is_shown(sparsebit: Sparsebit, project: Path) -> None:

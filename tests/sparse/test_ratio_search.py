@@ -59,7 +59,7 @@ def test_heads_and_spared_layers() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     smodel = smodel_of(Chain())
-    with pytest.raises(ConfigError, match="budget 'flops': allowed: macs, bytes"):
+    with pytest.raises(ConfigError, match="budget 'flops': allowed: macs, bytes, latency"):
         smodel.choose_ratios({"flops": 0.5}, [images()])
     with pytest.raises(ConfigError, match="no budget"):
         smodel.choose_ratios({}, [images()])

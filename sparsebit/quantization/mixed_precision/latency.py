@@ -19,6 +19,7 @@ from typing import Any
 from sparsebit.deploy.cpu import cpu_name
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.deploy.sessions import runtime_version
+from sparsebit.deploy.stopwatch import Stopwatch
 from sparsebit.errors import BudgetError, ConfigError
 from sparsebit.numerics.choice_program import Budget, choose
 from sparsebit.progress import track
@@ -27,7 +28,6 @@ from sparsebit.quantization.mixed_precision.sensitivity import Sensitivity, sens
 from sparsebit.quantization.placement_search import PlacementProfile, apply_placement
 from sparsebit.quantization.placement_search.candidates import Costs, Floats, costs_of, edges, fixed_floats
 from sparsebit.quantization.placement_search.profile import Choice
-from sparsebit.quantization.placement_search.stopwatch import Stopwatch
 from sparsebit.quantization.placement_search.traced_graph import TracedGraph
 from sparsebit.quantization.placement_search.tracing import Traced, traced
 from sparsebit.quantization.quant_model import QuantModel

@@ -19,12 +19,12 @@ from typing import Any
 from sparsebit.deploy.cpu import cpu_name
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.deploy.sessions import runtime_version
+from sparsebit.deploy.stopwatch import Stopwatch
 from sparsebit.errors import DeploymentError
 from sparsebit.progress import track
 from sparsebit.quantization.placement_search import candidates
 from sparsebit.quantization.placement_search.candidates import Costs, Floats
 from sparsebit.quantization.placement_search.profile import Choice, PlacementProfile
-from sparsebit.quantization.placement_search.stopwatch import Stopwatch
 from sparsebit.quantization.placement_search.traced_graph import TracedGraph
 from sparsebit.quantization.placement_search.tracing import traced
 from sparsebit.quantization.quant_model import QuantModel

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.deploy.sessions import require_runtime
+from sparsebit.deploy.stopwatch import Stopwatch
 from sparsebit.deploy.to_onnx import flat_inputs, in_order
 from sparsebit.errors import ConfigError, DeploymentError
 from sparsebit.execution.batches import Call, calls
 from sparsebit.graph.nested import map_nested
 from sparsebit.quantization.export import check_ready, switched_on, trace_onnx
 from sparsebit.quantization.ops.quant_opr import QShared
-from sparsebit.quantization.placement_search.stopwatch import Stopwatch
 from sparsebit.quantization.placement_search.traced_graph import TracedGraph
 from sparsebit.quantization.quant_model import QuantModel
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import sparsebit
+from sparsebit.deploy.stopwatch import Timed
 from sparsebit.errors import BudgetError, ConfigError
 from sparsebit.quantization import PlacementProfile, QuantModel, search_latency, sensitivity
 from sparsebit.quantization.mixed_precision.sensitivity import Sensitivity
-from sparsebit.quantization.placement_search.stopwatch import Timed
 from tests.quantization.placement_search.test_search import BATCH, Fake, Net, _trace_once  # noqa: F401
 
 pytest.importorskip("scipy")

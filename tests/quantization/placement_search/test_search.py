@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import sparsebit
 from sparsebit.deploy.region_times import RegionTime, RegionTimes
+from sparsebit.deploy.stopwatch import Stopwatch, Timed
 from sparsebit.errors import ConfigError
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.placement_search import PlacementProfile, apply_placement, measure_placement, tracing
-from sparsebit.quantization.placement_search.stopwatch import Stopwatch, Timed
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
