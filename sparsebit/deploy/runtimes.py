@@ -87,9 +87,9 @@ PROFILES: dict[str, RuntimeProfile] = {
         RuntimeProfile("virtual", inputs=None, weight_widths=frozenset({2, 4, 8, 16})),
         RuntimeProfile(
             "onnxruntime",
-            inputs=_LINEARS | _POOLS | {"conv", "add", "cat", "silu"},
-            conv_fed=_POOLS | {"add", "cat", "silu"},
-            outputs=frozenset({"conv", "add", "silu", "avg_pool", "adaptive_avg_pool"}),
+            inputs=_LINEARS | _POOLS | {"conv", "add", "mul", "cat", "silu"},
+            conv_fed=_POOLS | {"add", "mul", "cat", "silu"},
+            outputs=frozenset({"conv", "add", "mul", "silu", "avg_pool", "adaptive_avg_pool"}),
             absorbs=_RELUS,
             gates=frozenset({"silu"}),
             folds_batchnorm=True,

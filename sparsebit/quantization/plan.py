@@ -34,6 +34,8 @@ from sparsebit.quantization.placement import InsideOf, Placement
 from sparsebit.quantization.sites import Plan, Site, layer_name, site_of
 
 _INTEGER_PATH = frozenset({"batch_norm", "add", "cat", "max_pool", "avg_pool", "upsample"})
+# Convolutions must feed all that they read.
+_FED_BY_ALL = frozenset({"cat", "mul"})
 PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum"})
 _ENDS_FOR_ADDS = frozenset({"add", "cat", "flatten", "permute", "reshape"})
 _QUANTIZABLE = (OpKind.WEIGHTED, OpKind.UNARY, OpKind.MULTI)
@@ -279,23 +281,32 @@ class _RegionPlanner:
         """Whether a convolution feeds the op through ops that keep integers: activations, norms, moves, pools.
 
         A concat needs that of all its inputs: beside scores, coordinates that were computed in float would share the
-        scores' grid. An add looks no further than the next add or concat, and not through moves that make tokens of an
-        image: the stem's convolution does not make a transformer's residual stream a CNN's.
+        scores' grid. So does a product (the gate of squeeze and excitation), and of two tensors: factors that are
+        numbers or parameters scale boxes, or belong to a norm. An add looks no further than the next add or concat, and
+        not through moves that make tokens of an image: the stem's convolution does not make a transformer's residual
+        stream a CNN's.
         """
         row = self.rows[node]
         stops = _ENDS_FOR_ADDS if row.name == "add" else frozenset()
-        among = all if row.name == "cat" else any
-        return among(self._comes_from_conv(source, stops) for source in self._tensors(node))
+        return self._is_fed(node, row, stops)
+
+    def _is_fed(self, node: fx.Node, row: OpRow, stops: frozenset[str]) -> bool:
+        sources = self._tensors(node)
+        if row.name == "mul" and len(sources) < 2:
+            return False
+        among = all if row.name in _FED_BY_ALL else any
+        return among(self._comes_from_conv(source, stops) for source in sources)
 
     def _comes_from_conv(self, node: fx.Node, stops: frozenset[str]) -> bool:
         row = self.rows.get(node)
         if row is None or row.name == "conv":
             return row is not None
-        if row.name in stops or not (row.kind is OpKind.TRANSPARENT or row.is_activation or row.name in _INTEGER_PATH):
+        is_product = row.name == "mul" and row.name in self.profile.conv_fed  # one that runs in integers itself
+        keeps = row.kind is OpKind.TRANSPARENT or row.is_activation or row.name in _INTEGER_PATH or is_product
+        if row.name in stops or not keeps:
             return False
         if (node, stops) not in self.conv_fed:
-            among = all if row.name == "cat" else any
-            self.conv_fed[node, stops] = among(self._comes_from_conv(source, stops) for source in self._tensors(node))
+            self.conv_fed[node, stops] = self._is_fed(node, row, stops)
         return self.conv_fed[node, stops]
 
     def _tensors(self, node: fx.Node) -> list[fx.Node]:

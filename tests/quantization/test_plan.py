@@ -337,3 +337,22 @@ def test_a_concat_of_scores_and_computed_coordinates_stays_float() -> None:
 
 
 qbits: dict[str, Any] = {"W": {"QUANTIZER": {"BIT": 8}}, "A": {"QUANTIZER": {"BIT": 8}}}
+
+
+class Gated(nn.Module):
+    """Squeeze and excitation, a factor that is a parameter, and one that is a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.gate, self.last = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
+        self.scale = nn.Parameter(torch.rand(4, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = x * self.gate(x.mean((2, 3), keepdim=True)).sigmoid()
+        return self.last(x) * self.scale * 2
+
+
+@pytest.mark.parametrize(("backend", "expected"), [("onnxruntime", {"mul"}), ("openvino", set())])
+def test_a_gate_of_convolutions_is_multiplied_in_integers(backend: str, expected: set[str]) -> None:
+    assert {name.partition(".")[0] for name in placed(Gated().eval(), backend=backend) if "mul" in name} == expected

@@ -17,6 +17,7 @@ from sparsebit.quantization.quantizers.base import Quantizer
 
 # Whole numbers up to 2^24 are exact in float32; half of that leaves room for what a sum is on its way.
 LARGEST_EXACT = float(1 << 23)
+_Three = tuple[Tensor, Tensor, Tensor]
 
 
 class IntegerKernel(nn.Module):
@@ -86,13 +87,29 @@ class IntegerAdd(IntegerKernel):
 
     def forward(self, left: Any, right: Any) -> Any:
         plain = getattr(left, self.op)(right) if isinstance(self.op, str) else self.op(left, right)
-        if not self.is_active or left.shape != right.shape or left.dtype != torch.float32:
+        if not self.is_active or left.dtype != torch.float32 or not self.has_kernel(left, right):
             return plain
         numbers = [quantizer.qparams() for quantizer in self.sources]
         with torch.no_grad():
             scales, zero_points = zip(*numbers, strict=True)
-            exact = integer_kernels.add(left, right, scales, zero_points)
+            exact = self.exact(left, right, scales, zero_points)
         return with_gradient_of(plain, exact)
+
+    def has_kernel(self, left: Tensor, right: Tensor) -> bool:
+        return left.shape == right.shape
+
+    def exact(self, left: Tensor, right: Tensor, scales: _Three, zero_points: _Three) -> Tensor:
+        return integer_kernels.add(left, right, scales, zero_points)
+
+
+class IntegerProduct(IntegerAdd):
+    """A product in the graph of two quantized tensors, which is quantized: a gate of squeeze and excitation."""
+
+    def has_kernel(self, left: Tensor, right: Tensor) -> bool:
+        return left.dtype == right.dtype
+
+    def exact(self, left: Tensor, right: Tensor, scales: _Three, zero_points: _Three) -> Tensor:
+        return integer_kernels.multiply(left, right, scales, zero_points)
 
 
 class IntegerMultiply(IntegerKernel):

@@ -13,7 +13,7 @@ from sparsebit.graph.region import Region
 from sparsebit.graph.values import static_values
 from sparsebit.numerics.spec import PerChannel
 from sparsebit.quantization.ops.bias import BiasRounding
-from sparsebit.quantization.ops.integer_ops import IntegerAdd, IntegerLayer, IntegerMultiply
+from sparsebit.quantization.ops.integer_ops import IntegerAdd, IntegerLayer, IntegerMultiply, IntegerProduct
 from sparsebit.quantization.ops.quant_opr import (
     FunctionalWeightedQuantOpr,
     GatedQuantOpr,
@@ -27,6 +27,7 @@ from sparsebit.quantization.quantizers.base import Quantizer, rounds_by_operator
 from sparsebit.quantization.sites import split_site
 
 _LAYERS = frozenset({"conv", "linear", "addmm"})
+_BINARY = {"add": IntegerAdd, "mul": IntegerProduct}
 _CLIPS = frozenset({"relu", "relu6", "hardtanh"})  # they commute with rounding on a grid that holds their ends
 
 
@@ -57,7 +58,7 @@ def attach_integer_ops(captured: Captured, profile: RuntimeProfile) -> None:
             elif isinstance(layer, GatedQuantOpr) and is_exact:
                 _attach_product(node, layer, region)
             elif is_exact:
-                _attach_add(node, region)
+                _attach_binary(node, region)
         region.graph_module.recompile()
     for loose in captured.loose.values():
         if isinstance(loose.module, WeightedQuantOpr):
@@ -172,11 +173,11 @@ def _adds_plainly(node: fx.Node, layer: FunctionalWeightedQuantOpr, constants: s
     return (bias is None or bias in constants) and all(factor == 1 for factor in factors)
 
 
-def _attach_add(node: fx.Node, region: Region) -> None:
-    """add(QIdentity, QIdentity) + relu + QIdentity."""
+def _attach_binary(node: fx.Node, region: Region) -> None:
+    """In `add(QIdentity, QIdentity) + relu + QIdentity`; `mul` likewise."""
     root = region.graph_module
     row = row_of(node, root) if node.op in ("call_function", "call_method") else None
-    if row is None or row.name != "add" or len(node.args) != 2 or node.kwargs:
+    if row is None or row.name not in _BINARY or len(node.args) != 2 or node.kwargs:
         return
     left, right = (_quantizer_of(source, region) for source in node.args)
     output = _output_quantizer(node, region)
@@ -184,7 +185,7 @@ def _attach_add(node: fx.Node, region: Region) -> None:
         return
     if any(q.spec.granularity.kind != "tensor" or q.spec.bits != 8 for q in (left, right, output)):
         return
-    root.add_submodule(node.name, IntegerAdd(node.target, left, right, output).train(root.training))
+    root.add_submodule(node.name, _BINARY[row.name](node.target, left, right, output).train(root.training))
     node.op, node.target = "call_module", node.name
 
 

@@ -9,12 +9,17 @@ _SMALLEST = 1e-12
 
 
 def cheapest_split(
-    ours: Sequence[float], theirs: Sequence[float], edges: Iterable[tuple[int, int, float]]
+    ours: Sequence[float],
+    theirs: Sequence[float],
+    edges: Iterable[tuple[int, int, float]],
+    *,
+    both_ways: bool = True,
 ) -> tuple[bool, ...]:
     """For each node whether it is on our side, so that the sum of all costs is the least.
 
     `ours[i]`, `theirs[i]`: what node `i` costs on each side; infinity forbids it. `edges`: `(i, j, cost)` is paid where
-    `i` and `j` are on different sides. Among equally cheap splits the one with the fewest nodes on our side is given.
+    `i` and `j` are on different sides; not `both_ways`: only where `i` is on our side and `j` is not. Among equally
+    cheap splits the one with the fewest nodes on our side is given.
 
     >>> cheapest_split([1.0, 5.0, 1.0], [3.0, 1.0, 3.0], [(0, 1, 0.5), (1, 2, 0.5)])
     (True, False, True)
@@ -27,7 +32,7 @@ def cheapest_split(
         flow.add(source, node, other)
         flow.add(node, sink, mine)
     for left, right, cost in edges:
-        flow.add(left, right, cost, cost)
+        flow.add(left, right, cost, cost if both_ways else 0.0)
     flow.run(source, sink)
     reached = flow.levels(source)
     return tuple(reached[node] >= 0 for node in range(len(ours)))

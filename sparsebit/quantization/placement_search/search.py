@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsebit.deploy.cpu import cpu_name
+from sparsebit.deploy.region_times import RegionTimes
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.deploy.sessions import runtime_version
 from sparsebit.deploy.stopwatch import Stopwatch
@@ -24,6 +25,7 @@ from sparsebit.errors import DeploymentError
 from sparsebit.progress import track
 from sparsebit.quantization.placement_search import candidates
 from sparsebit.quantization.placement_search.candidates import Costs, Floats
+from sparsebit.quantization.placement_search.learned_costs import LearnedCosts
 from sparsebit.quantization.placement_search.profile import Choice, PlacementProfile
 from sparsebit.quantization.placement_search.traced_graph import TracedGraph
 from sparsebit.quantization.placement_search.tracing import traced
@@ -36,6 +38,8 @@ log = logging.getLogger(__name__)
 
 _GAIN = 0.005  # a candidate must be faster by this much: less is noise
 _TRIAL_S, _FINAL_S = 1.0, 4.0
+_HOPELESS = 1.25  # a family that should be slower than the best by this factor is not timed
+_MOST_CUTS = 12
 _FLOAT, _DEFAULT = "float", "default"
 
 Metric = Callable[[QuantModel], float]
@@ -147,43 +151,64 @@ class _Search:
         self.sqnr: dict[str, float] = {}
         self.verdict: dict[str, str] = {}
         self.best = _DEFAULT
+        self.costs, self.float_ms = LearnedCosts(graph), 1.0
 
     def run(self) -> None:
         timed = self.watch.ratios(self.files, _TRIAL_S)
         self.ratio[_DEFAULT] = timed[_DEFAULT].ratio
         self.sqnr[_DEFAULT] = self._sqnr(_DEFAULT)
-        costs = self._costs(_DEFAULT)
-        for name, floats in self._first(costs):
-            self.attempt(name, floats)
-        for name, floats in track(self._more(costs), "placement"):
+        times = self.watch.regions({name: self.files[name] for name in (_DEFAULT, _FLOAT)})
+        self.float_ms = times[_FLOAT].total_ms
+        for name, regions in times.items():
+            self._learn(name, regions)
+        self.attempt("sites that serve integer layers", candidates.fixed_floats(self.graph))
+        self.attempt("cheapest by measured times", self.costs.cheapest())
+        for name, floats in track(self._more(), "placement"):
             if time.perf_counter() > self.deadline:
                 break
             self.attempt(name, floats)
 
-    def _first(self, costs: Costs) -> Iterator[tuple[str, Floats]]:
-        yield "sites that serve integer layers", candidates.fixed_floats(self.graph)
-        yield "cheapest by measured times", candidates.cheapest(self.graph, costs)
-
-    def _more(self, costs: Costs) -> Iterator[tuple[str, Floats]]:
-        """Other cuts, whole families, then parts of the best one; each begins at the best that there is by then."""
-        for weight in (0.5, 2.0):
-            yield f"cheapest, conversions x {weight:g}", candidates.cheapest(self.graph, costs, weight)
-        yield from candidates.families(self.graph)
+    def _more(self) -> Iterator[tuple[str, Floats]]:
+        """The cheapest by all that was learned, again and again; other cuts and families; parts of the best one."""
+        yield from self._cheapest()
+        for weight in (0.7, 1.4):
+            yield f"cheapest, conversions x {weight:g}", self.costs.cheapest(weight)
+        for name, floats in candidates.families(self.graph):
+            if self.costs.of(floats) < _HOPELESS * self.costs.of(self.floats[self.best]):
+                yield name, floats
         begun = ""
         while begun != self.best and self.best != _FLOAT:
             begun = self.best
-            if self.best != _DEFAULT:
-                yield "cheapest by the times of the best", candidates.cheapest(self.graph, self._mixed(costs))
+            yield from self._cheapest()
             floats = self.floats[self.best]
-            expected = costs.of(self.graph, floats)
-            parts = [*candidates.islands(self.graph, floats), *candidates.singles(self.graph, costs, floats)]
-            for name, changed in sorted(parts, key=lambda part: costs.of(self.graph, part[1])):
-                if costs.of(self.graph, changed) < 1.1 * expected:
+            expected = self.costs.of(floats)
+            found = [*candidates.islands(self.graph, floats), *candidates.singles(self.graph, self._units(), floats)]
+            parts = sorted(((self.costs.of(changed), name, changed) for name, changed in found), key=lambda one: one[0])
+            for ms, name, changed in parts:
+                if ms < 1.05 * expected:
                     yield name, changed ^ floats ^ self.floats[self.best]
+
+    def _cheapest(self) -> Iterator[tuple[str, Floats]]:
+        """Until a placement comes back that was tried: what it takes is known then, and nothing is cheaper."""
+        for _ in range(_MOST_CUTS):
+            floats = self.costs.cheapest()
+            if self._left_out(floats) in self.seen:
+                return
+            yield "cheapest by the times so far", floats
+
+    def _units(self) -> Costs:
+        places = range(len(self.graph.units))
+        integer, floating = (
+            tuple(self.costs.of_unit(place, is_float=is_float) for place in places) for is_float in (False, True)
+        )
+        return Costs(integer, floating, 0.0)
+
+    def _left_out(self, floats: Floats) -> frozenset[str]:
+        return self.graph.sites_without(floats) & frozenset(self.qmodel.plan)
 
     def attempt(self, name: str, floats: Floats) -> None:
         """Time a candidate in turns with float and the best; keep it where it is faster and exact enough."""
-        left_out = self.graph.sites_without(floats) & frozenset(self.qmodel.plan)
+        left_out = self._left_out(floats)
         if left_out in self.seen or len(left_out) == len(self.qmodel.plan):
             return
         self.seen.add(left_out)
@@ -199,6 +224,7 @@ class _Search:
             self.verdict[name], self.ratio[name] = "does not run", float("inf")
             return
         self.ratio[name] = timed[name].ratio
+        self._learn(name, self.watch.regions({name: file})[name])
         if timed[name].ratio > (1 - _GAIN) * timed[self.best].ratio:
             self.verdict[name] = "not faster"
             return
@@ -250,23 +276,10 @@ class _Search:
             for name, ratio in ratios.items()
         )
 
-    def _costs(self, name: str) -> Costs:
-        """From the measured regions, brought to the measured ratio: profiled kernels are slower than they are alone."""
-        times = self.watch.regions({name: self.files[name], _FLOAT: self.files[_FLOAT]})
-        return candidates.costs_of(self.graph, times[name], times[_FLOAT], self.ratio[name])
-
-    def _mixed(self, costs: Costs) -> Costs:
-        """The costs, with those that the best placement shows in the place of those of the default one."""
-        seen, floats = self._costs(self.best), self.floats[self.best]
-        places = range(len(self.graph.units))
-        return Costs(
-            tuple(costs.integer[place] if place in floats else seen.integer[place] for place in places),
-            tuple(
-                seen.integer[place] or costs.floating[place] if place in floats else costs.floating[place]
-                for place in places
-            ),
-            costs.per_element,
-        )
+    def _learn(self, name: str, times: RegionTimes) -> None:
+        """From measured regions, brought to the measured ratio: profiled kernels are slower than they are alone."""
+        scale = self.ratio[name] * self.float_ms / times.total_ms if times.total_ms else 1.0
+        self.costs.learn(self.floats[name], times, scale)
 
     def _sqnr(self, name: str) -> float:
         return self.watch.sqnr_db(name, self.files[name], self.files[_FLOAT])

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import sparsebit
 from sparsebit.deploy.audit import audit
 from sparsebit.quantization import QuantModel
-from sparsebit.quantization.ops.integer_ops import IntegerAdd
+from sparsebit.quantization.ops.integer_ops import IntegerAdd, IntegerProduct
 from sparsebit.quantization.ops.quant_opr import (
     FunctionalWeightedQuantOpr,
     GatedQuantOpr,
@@ -242,3 +243,31 @@ def test_a_function_s_gradients_are_those_of_the_plain_op() -> None:
     output.sum().backward()
     gradients = {name: p.grad for name, p in qmodel.named_parameters() if name.endswith(("matrix", "bias"))}
     assert all(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients.values())
+
+
+class Squeezed(nn.Module):
+    """Squeeze and excitation, with the gate on either side of the product."""
+
+    def __init__(self, gate_first: bool) -> None:
+        super().__init__()
+        self.gate_first = gate_first
+        self.stem, self.last = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1)
+        self.squeeze, self.excite = nn.Conv2d(8, 4, 1), nn.Conv2d(4, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.silu(self.stem(x))
+        gate = F.hardsigmoid(self.excite(self.squeeze(x.mean((2, 3), keepdim=True)).relu()))
+        return self.last(gate * x if self.gate_first else x * gate)
+
+
+@pytest.mark.parametrize("gate_first", [True, False])
+def test_the_product_of_squeeze_and_excitation_is_that_of_the_kernel(gate_first: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(8, 3, 10, 10)
+    qmodel = sparsebit.quantize(Squeezed(gate_first).eval(), [batch], "onnxruntime")
+    assert any(isinstance(module, IntegerProduct) for module in qmodel.modules())
+    parity = qmodel.export_onnx(batch[:1], tmp_path / "gated.onnx", check=[batch])
+    assert parity is not None and parity.worst.max_difference == 0
+    x = batch[:1].clone().requires_grad_()
+    qmodel(x).sum().backward()
+    assert x.grad is not None and x.grad.abs().sum() > 0

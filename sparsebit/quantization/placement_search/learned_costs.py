@@ -1,0 +1,136 @@
+"""What units and conversions take, learned from every file that was profiled, and the cheapest placement by that.
+
+One profile is not enough: the file with all in integers shows no conversion between an integer convolution and a float
+one, which changes the memory layout too and takes several times as long as the one that it shows. So each candidate is
+profiled, fast or not, and what it shows replaces what was assumed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from sparsebit.deploy.region_times import RegionTimes
+from sparsebit.quantization.placement_search.candidates import Floats, fixed_floats
+from sparsebit.quantization.placement_search.minimum_cut import cheapest_split
+from sparsebit.quantization.placement_search.traced_graph import TracedGraph
+
+# Where no conversion of a direction was measured (milliseconds per element, and per call).
+_USUAL_MS, _PER_CALL_MS = 1e-6, 2e-3
+Direction = Literal["to integers", "to float"]
+
+
+@dataclass(frozen=True)
+class _Handed:
+    """The result of one unit, and the units that read it. The world outside is a unit too: it is always float."""
+
+    producer: int
+    consumers: tuple[int, ...]
+    num_elements: int
+
+    def direction(self, floats: Floats) -> Direction | None:
+        """How it is converted in a placement; None where all that read it are on its producer's side."""
+        is_float = self.producer in floats
+        if all((consumer in floats) == is_float for consumer in self.consumers):
+            return None
+        return "to integers" if is_float else "to float"
+
+
+class LearnedCosts:
+    """Milliseconds of every unit on either side and of every conversion: means of what the profiles showed."""
+
+    def __init__(self, graph: TracedGraph) -> None:
+        self.fixed = fixed_floats(graph)
+        self.size = len(graph.units)
+        self.handed = tuple(_handed(graph))
+        self._unit_of = {node: place for place, unit in enumerate(graph.units) for node in unit.nodes}
+        self._units: dict[tuple[int, bool], list[float]] = defaultdict(list)
+        self._conversions: dict[tuple[int, Direction], list[float]] = defaultdict(list)
+        self._rates: dict[Direction, float] = {"to integers": _USUAL_MS, "to float": _USUAL_MS}
+
+    def learn(self, floats: Floats, times: RegionTimes, scale: float) -> None:
+        """From the regions of a file; `scale` brings its times to those of a run without a profiler."""
+        outside = floats | {self.size}
+        spent = [0.0] * self.size
+        for layer, ms in times.by_layer().items():
+            if (place := self._unit_of.get(layer)) is not None:
+                spent[place] += scale * ms
+        behind: dict[int, float] = defaultdict(float)
+        for region in times.regions:
+            if not region.layers:
+                behind[self._unit_of.get(region.behind, self.size)] += scale * region.ms
+        for handed in self.handed:
+            direction = handed.direction(outside)
+            if direction is not None:
+                self._conversions[handed.producer, direction].append(behind.pop(handed.producer, 0.0))
+        for place, ms in behind.items():  # a change of the layout between two units of one side
+            if place < self.size:
+                spent[place] += ms
+        for place, ms in enumerate(spent):
+            self._units[place, place in floats].append(ms)
+        self._fit()
+
+    def _fit(self) -> None:
+        sizes = {handed.producer: handed.num_elements for handed in self.handed}
+        for direction in self._rates:
+            seen = [(sizes[place], _mean(ms)) for (place, way), ms in self._conversions.items() if way == direction]
+            elements = sum(size for size, _ in seen)
+            if elements:
+                self._rates[direction] = max(0.0, sum(ms - _PER_CALL_MS for _, ms in seen)) / elements
+
+    def of_unit(self, place: int, *, is_float: bool) -> float:
+        """Of a unit; one that was never seen on this side takes what it takes on the other."""
+        return _mean(self._units.get((place, is_float)) or self._units.get((place, not is_float)) or [0.0])
+
+    def of_conversion(self, handed: _Handed, direction: Direction) -> float:
+        seen = self._conversions.get((handed.producer, direction))
+        return _mean(seen) if seen else _PER_CALL_MS + self._rates[direction] * handed.num_elements
+
+    def of(self, floats: Floats) -> float:
+        """What a placement should take."""
+        outside = floats | {self.size}
+        total = sum(self.of_unit(place, is_float=place in floats) for place in range(self.size))
+        for handed in self.handed:
+            direction = handed.direction(outside)
+            if direction is not None:
+                total += self.of_conversion(handed, direction)
+        return total
+
+    def cheapest(self, weight: float = 1.0) -> Floats:
+        """The placement that should take least, with conversions `weight` times as dear as they were."""
+        places = range(self.size)
+        integer = [math.inf if place in self.fixed else self.of_unit(place, is_float=False) for place in places]
+        floating = [self.of_unit(place, is_float=True) for place in places]
+        integer.append(math.inf)
+        floating.append(0.0)
+        # A tensor is converted once for all that read it: a node of its own pays, and drags the readers along.
+        paid: list[tuple[int, int, float]] = []
+        for handed in self.handed:
+            up, down = len(integer), len(integer) + 1
+            integer += [0.0, 0.0]
+            floating += [0.0, 0.0]
+            paid.append((handed.producer, up, weight * self.of_conversion(handed, "to float")))
+            paid += [(up, consumer, math.inf) for consumer in handed.consumers]
+            paid.append((down, handed.producer, weight * self.of_conversion(handed, "to integers")))
+            paid += [(consumer, down, math.inf) for consumer in handed.consumers]
+        sides = cheapest_split(integer, floating, paid, both_ways=False)
+        return frozenset(place for place in places if not sides[place])
+
+
+def _handed(graph: TracedGraph) -> Iterator[_Handed]:
+    outside = len(graph.units)
+    readers: dict[int, dict[int, None]] = defaultdict(dict)
+    sizes: dict[int, int] = defaultdict(int)
+    for link in graph.links:
+        producer = link.producer if link.producer >= 0 else outside
+        readers[producer][link.consumer if link.consumer >= 0 else outside] = None
+        sizes[producer] = max(sizes[producer], link.num_elements)
+    for producer, consumers in readers.items():
+        yield _Handed(producer, tuple(consumers), sizes[producer])
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
