@@ -53,8 +53,8 @@ GROUPS: dict[str, dict[str, str]] = {
     "sparsebit.llm": {
         "quantizing language models": "quantize Recipe Calibration QuantizedModel convert ConvertedModel BitAllocation "
         "LayerBits LoadCheck ExpertCalibration ScaledInput ARCHITECTURES Architecture",
-        "packed language models": "load QuantLinear PackedWeight FloatLinear FloatWeight kernel_paths probe_cpu "
-        "CpuProbe resident_bytes",
+        "packed language models": "load load_streamed stream_usage StreamUsage QuantLinear PackedWeight FloatLinear "
+        "FloatWeight kernel_paths probe_cpu CpuProbe resident_bytes",
         "adapters of language models": "finetune Tuning FinetunedModel merge MergedModel add_adapter load_adapter",
         "text and perplexity": "calibration_tokens token_stream windows perplexity Perplexity",
     },

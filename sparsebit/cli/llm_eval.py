@@ -21,6 +21,7 @@ def evaluate(
     batch_size: llm_options.BatchSize = 4,
     adapter: llm_options.Adapter = None,
     device: llm_options.Device = "cpu",
+    single_device: llm_options.SingleDevice = False,
     activations: llm_options.Activations = "float32",
     trust_remote_code: llm_options.TrustRemoteCode = False,
     json: options.Json = False,
@@ -34,16 +35,23 @@ def evaluate(
     sparsebit llm eval llama-w4/ --text heldout.txt --length 2048
     """
     with speaking(as_json=json, quiet=quiet) as out:
-        from sparsebit.llm import kernel_paths, load, load_adapter, perplexity, resident_bytes, token_stream, windows
+        from sparsebit.llm import kernel_paths, perplexity, resident_bytes, stream_usage, token_stream, windows
         from sparsebit.llm.hub_classes import load_tokenizer
 
         tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
         tokens = windows(token_stream(text, tokenizer), length, num_windows)
-        loaded = load(model, device=device, activations=activations, trust_remote_code=trust_remote_code)
-        if adapter is not None:
-            loaded = load_adapter(loaded, adapter)
+        loaded = llm_options.load_model(
+            model,
+            adapter=adapter,
+            device=device,
+            single_device=single_device,
+            activations=activations,
+            trust_remote_code=trust_remote_code,
+        )
         found = perplexity(loaded, tokens, batch_size=batch_size)
         size = resident_bytes(loaded)
+        if single_device:
+            size += stream_usage(loaded).peak_bytes
         record = {
             "model": str(model),
             "adapter": None if adapter is None else str(adapter),

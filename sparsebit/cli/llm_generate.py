@@ -21,6 +21,7 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
     adapter: llm_options.Adapter = None,
     device: llm_options.Device = "cpu",
+    single_device: llm_options.SingleDevice = False,
     activations: llm_options.Activations = "float32",
     trust_remote_code: llm_options.TrustRemoteCode = False,
     json: options.Json = False,
@@ -36,7 +37,7 @@ def generate(
         import torch
 
         from sparsebit.errors import ConfigError
-        from sparsebit.llm import kernel_paths, load, load_adapter
+        from sparsebit.llm import kernel_paths
         from sparsebit.llm.hub_classes import load_tokenizer
 
         tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
@@ -47,9 +48,14 @@ def generate(
             messages = [{"role": "user", "content": prompt}]
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         tokens = tokenizer(text, return_tensors="pt", add_special_tokens=not chat)["input_ids"].to(device)
-        loaded = load(model, device=device, activations=activations, trust_remote_code=trust_remote_code)
-        if adapter is not None:
-            loaded = load_adapter(loaded, adapter).eval()
+        loaded = llm_options.load_model(
+            model,
+            adapter=adapter,
+            device=device,
+            single_device=single_device,
+            activations=activations,
+            trust_remote_code=trust_remote_code,
+        )
         torch.manual_seed(seed)
         started = time.perf_counter()
         how: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}

@@ -21,6 +21,7 @@ from sparsebit.llm.perplexity import Perplexity, perplexity
 from sparsebit.llm.quant_linear import QuantLinear, kernel_paths, resident_bytes
 from sparsebit.llm.quantizing import Calibration, ExpertCalibration, QuantizedModel, quantize
 from sparsebit.llm.recipe import Recipe
+from sparsebit.llm.streaming import StreamUsage, load_streamed, stream_usage
 
 __all__ = [
     "ARCHITECTURES",
@@ -42,6 +43,7 @@ __all__ = [
     "QuantizedModel",
     "Recipe",
     "ScaledInput",
+    "StreamUsage",
     "Tuning",
     "add_adapter",
     "calibration_tokens",
@@ -50,11 +52,13 @@ __all__ = [
     "kernel_paths",
     "load",
     "load_adapter",
+    "load_streamed",
     "merge",
     "perplexity",
     "probe_cpu",
     "quantize",
     "resident_bytes",
+    "stream_usage",
     "token_stream",
     "windows",
 ]

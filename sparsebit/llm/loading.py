@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sparsebit.llm.cpu_probe import UNPACKED, probe_cpu
 from sparsebit.llm.float_linear import FloatLinear
-from sparsebit.llm.float_weight import FloatWeight
+from sparsebit.llm.float_weight import FloatWeight, Weight
 from sparsebit.llm.hub_classes import load_config
 from sparsebit.llm.kernel_layouts import Activations, as_activations
 from sparsebit.llm.model_folder import ModelFolder
@@ -60,7 +60,7 @@ def load(
     skeleton.fill("")
     skeleton.model.tie_weights()
     files.close()
-    _load_generation_config(skeleton.model, files.path)
+    load_generation_config(skeleton.model, files.path)
     _tell(skeleton.model, rounding)
     return skeleton.model
 
@@ -74,12 +74,17 @@ def _packed_layers(skeleton: Skeleton) -> dict[str, QuantLinear | FloatLinear]:
     for name in source.formats:
         bias_name = skeleton.names.get(f"{name}.bias")
         bias = None if bias_name is None else skeleton.folder.tensor(bias_name).to(skeleton.dtype)
-        weight = source.read(name)
-        layers[name] = FloatLinear(weight, bias) if isinstance(weight, FloatWeight) else QuantLinear(weight, bias)
+        layers[name] = layer_of(source.read(name), bias)
     return layers
 
 
-def _load_generation_config(model: Any, folder: Path) -> None:
+def layer_of(weight: Weight, bias: Tensor | None) -> QuantLinear | FloatLinear:
+    """The layer for a weight as the files hold it."""
+    return FloatLinear(weight, bias) if isinstance(weight, FloatWeight) else QuantLinear(weight, bias)
+
+
+def load_generation_config(model: Any, folder: Path) -> None:
+    """Give the model the settings of `generate` that are kept beside it."""
     if (folder / "generation_config.json").is_file():
         model.generation_config = type(model.generation_config).from_pretrained(folder, local_files_only=True)
 

@@ -163,6 +163,7 @@ def kernel_paths(model: nn.Module) -> dict[str, int]:
 
 
 def resident_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers; what is shared counts once."""
-    found = {tensor.data_ptr(): tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]}
+    """Bytes of all parameters and buffers; what is shared counts once, what has no memory (meta device) not at all."""
+    every = [*model.parameters(), *model.buffers()]
+    found = {tensor.data_ptr(): tensor.nbytes for tensor in every if not tensor.is_meta}
     return sum(found.values())

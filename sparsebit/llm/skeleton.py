@@ -50,11 +50,13 @@ class Skeleton:
             restore_buffers(self.model, part, self.device)
             for own, tensor in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
                 if tensor.is_meta:
-                    set_tensor(part, own, self._read(f"{full}.{own}" if full else own, tensor))
+                    name_of_tensor = f"{full}.{own}" if full else own
+                    set_tensor(part, own, self.read(name_of_tensor, tensor).to(self.device))
         module.eval()
         return module
 
-    def _read(self, name: str, wanted: Tensor) -> Tensor:
+    def read(self, name: str, wanted: Tensor) -> Tensor:
+        """A tensor of the model from the files, on the CPU, in the type that the model has; `wanted`: its shape."""
         if name not in self.names:
             raise CheckpointError(
                 f"{self.folder.path} has no tensor for {name} of {type(self.model).__name__}, or keeps it in another "
@@ -66,7 +68,7 @@ class Skeleton:
                 f"{self.folder.path}: {name} has the shape {tuple(value.shape)}, and the architecture wants "
                 f"{tuple(wanted.shape)}"
             )
-        return value.to(self.device, self.dtype if wanted.is_floating_point() else wanted.dtype)
+        return value.to(self.dtype if wanted.is_floating_point() else wanted.dtype)
 
     def stored_type(self, name: str) -> torch.dtype:
         """The type in the files of a tensor of the model."""

@@ -117,3 +117,13 @@ def test_finetune_and_merge(source: Path) -> None:
     assert "data.jsonl:1: it has no response" in " ".join(
         run("finetune", packed, data, "-o", source.parent / "x", code=1).split()
     )
+
+
+def test_single_device(source: Path) -> None:
+    common = ("eval", source, "--text", source.parent / "text.txt", "--length", 24, "--num-windows", 4, "--json", "-q")
+    whole, streamed = json.loads(run(*common)), json.loads(run(*common, "--single-device"))
+    assert streamed["perplexity"] == whole["perplexity"]
+    assert streamed["resident_bytes"] < whole["resident_bytes"]
+    asked = ("generate", source, "-p", "abc", "--max-new-tokens", 3, "--json", "-q")
+    assert json.loads(run(*asked, "--single-device"))["text"] == json.loads(run(*asked))["text"]
+    assert "not together with --activations" in run(*asked, "--single-device", "--activations", "int8", code=2)
