@@ -32,7 +32,7 @@ def quantize(
         ),
     ] = None,
     method: Annotated[
-        str, typer.Option("--method", metavar="METHOD", help="rtn, gptq, awq, fp8, mxfp4 or nvfp4.")
+        str, typer.Option("--method", metavar="METHOD", help="rtn, gptq, awq, autoround, fp8, mxfp4 or nvfp4.")
     ] = "gptq",
     bits: Annotated[int | None, typer.Option("--bits", metavar="2|3|4|8", help="Bits of a weight (4).")] = None,
     candidate_bits: Annotated[
@@ -77,6 +77,10 @@ def quantize(
         int | None,
         typer.Option("--sweeps", min=0, help="gptq: how often codes are improved (2).", rich_help_panel=_TUNE),
     ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option("--steps", min=1, help="autoround: of learning, for each block (200).", rich_help_panel=_TUNE),
+    ] = None,
     input_correction: Annotated[
         float | None,
         typer.Option(
@@ -116,6 +120,7 @@ def quantize(
         tuned: dict[str, Any] = {
             "damping": damping,
             "sweeps": sweeps,
+            "steps": steps,
             "input_correction": input_correction,
             "act_order": False if no_act_order else None,
             "refit": False if no_refit else None,

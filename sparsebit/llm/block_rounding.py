@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from sparsebit.llm.architectures import Stages, linears, passes_of
 from sparsebit.llm.block_walk import BlockWalk
 from sparsebit.llm.channel_scaling import ChannelScaling
-from sparsebit.llm.float_weight import Weight
+from sparsebit.llm.float_weight import Weight, integers
+from sparsebit.llm.learned_rounding import learn_rounding
 from sparsebit.llm.recipe import Recipe
 from sparsebit.llm.rounding import round_weight
 from sparsebit.llm.run_folder import FinishedBlock
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 # An expert's layer that reads fewer tokens than this for each of its columns is rounded without its Hessian: the method
 # would fit the weight to the few tokens, and err more on others. Measured on a layer of book-llama with 512 columns:
 # GPTQ's error on other tokens is 1.8 times that of rounding to nearest with 1 token a column, 1.08 with 2, 0.78 with 8.
-TOKENS_PER_COLUMN = {"rtn": 0.25, "gptq": 3.0, "awq": 0.25}
+TOKENS_PER_COLUMN = {"rtn": 0.25, "gptq": 3.0, "awq": 0.25, "autoround": 0.25}
 
 
 class BlockRounding:
@@ -50,7 +51,27 @@ class BlockRounding:
                             tokens[name] = moments.num_rows
                         packed[name] = self._round(changed, name, moments, tokens.get(name), path)
                         put_weight(changed, name, packed[name])
+        if self.recipe.method == "autoround":
+            packed |= self._learned(original, changed, packed, tokens, path)
         return FinishedBlock(packed, tokens, _others(original, changed, packed, path, self.stored), scales)
+
+    def _learned(
+        self,
+        original: nn.Module,
+        changed: nn.Module,
+        packed: Mapping[str, Weight],
+        tokens: Mapping[str, int],
+        path: str,
+    ) -> dict[str, Weight]:
+        """The layers with learned rounding; experts that got too few tokens are left out."""
+        floats = {name: layer.weight for name, layer in linears(original).items()}
+        chosen = {
+            name: integers(weight)
+            for name, weight in packed.items()
+            if name not in tokens or fallback_of(tokens[name], weight.in_features, self.recipe) is None
+        }
+        found = learn_rounding(self.walk, changed, floats.__getitem__, chosen, steps=self.recipe.steps, name=path)
+        return dict(found)
 
     def _parts(self, block: nn.Module, group: Stages) -> Iterable[Stages]:
         return self.walk.chunks(block, group) if self.recipe.needs_text else (group,)

@@ -206,6 +206,33 @@ class BlockWalk:
         """The output of a block, in the place of the present one, for the first batch."""
         return self.run(block, self._number, 0, self.store.get(("changed", self._number, 0)))
 
+    def run_some(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        """The output of a block, in the place of the present one, for some samples of the batches."""
+        wanted = (len(hidden), hidden.shape[1])
+        known = [shape for shape in self._calls if shape[1] == wanted[1] and shape[0] >= wanted[0]]
+        if not known:
+            raise ConfigError(f"hidden states of shape {tuple(hidden.shape)}: no batch is that large")
+        size = min(known)[0]
+        call = self._calls[min(known)][self._number]
+
+        def cut(tensor: Tensor) -> Tensor:
+            return tensor[: len(hidden)] if tensor.ndim and len(tensor) == size else tensor
+
+        args, kwargs = map_nested(Tensor, cut, (call.args, call.kwargs))
+        found = block(hidden, *args, **kwargs)
+        output: Tensor = found[0] if isinstance(found, tuple) else found
+        return output
+
+    def present(self, stream: Stream, index: int) -> Tensor:
+        """What the present block reads."""
+        value: Tensor = self.store.get((stream, self._number, index))
+        return value
+
+    def target(self, index: int) -> Tensor:
+        """What the present block gives in the float model; `run_float` has computed it."""
+        value: Tensor = self.store.get(("float", self._number + 1, index))
+        return value
+
     def _front(self, tokens: Tensor) -> tuple[Tensor, list[_Call]]:
         """What block 0 reads, and the other arguments of every block: each one gives its hidden states unchanged."""
         calls: list[_Call] = []

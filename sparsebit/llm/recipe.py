@@ -9,7 +9,7 @@ from sparsebit.errors import ConfigError
 from sparsebit.llm.float_weight import FLOAT_KINDS, GROUPS, FloatKind
 from sparsebit.numerics.gptq_math import ScaleSearch
 
-Method = Literal["rtn", "gptq", "awq", "fp8", "mxfp4", "nvfp4"]
+Method = Literal["rtn", "gptq", "awq", "autoround", "fp8", "mxfp4", "nvfp4"]
 METHODS: tuple[Method, ...] = get_args(Method)
 BITS = (2, 3, 4, 8)
 _OF_GPTQ = ("act_order", "damping", "refit", "sweeps", "input_correction")
@@ -22,7 +22,8 @@ class Recipe:
     `group_size`: columns that share a scale; 0: one scale per row. `symmetric`: without zero points. `scale_search`:
     scales are multiplied by the factor with the smallest error of the layer's output, judged by round-to-nearest
     ("nearest"), by GPTQ itself ("gptq", slower), or not searched ("none"). `method="awq"`: rounding to nearest, after
-    channels with large inputs were scaled up, where that can be folded exactly. "fp8", "mxfp4", "nvfp4": weights become
+    channels with large inputs were scaled up, where that can be folded exactly. `"autoround"`: rounding
+    and ranges are learned from there in `steps` steps for each block. "fp8", "mxfp4", "nvfp4": weights become
     floats of 8 or 4 bits, whose bits and groups the format gives, and whose scales are searched for the smallest error
     of the weights, without text; fp8 layers round their inputs too, with a scale for each token. The rest is of
     `gptq`: `act_order`, columns with the largest inputs first (scales stay those of neighbouring columns, so that files
@@ -45,6 +46,7 @@ class Recipe:
     refit: bool = True
     sweeps: int = 2
     input_correction: float = 1.0
+    steps: int = 200
     candidate_bits: tuple[int, ...] = ()
     average_bits: float | None = None
 
@@ -56,6 +58,7 @@ class Recipe:
             "scale_search": (self.scale_search in ("none", "nearest", "gptq"), "none, nearest, gptq"),
             "damping": (self.damping >= 0, "0 or more; 0.01 is usual"),
             "sweeps": (self.sweeps >= 0, "0 or more"),
+            "steps": (self.steps >= 1, "1 or more; 200 is usual"),
             "input_correction": (0 <= self.input_correction <= 1, "0 to 1"),
         }
         for name, (is_good, words) in allowed.items():
@@ -63,10 +66,11 @@ class Recipe:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: allowed: {words}")
         self._check_mixed()
         self._check_floats()
-        unused = [
-            item.name for item in fields(self) if item.name in _OF_GPTQ and getattr(self, item.name) != item.default
-        ]
+        changed = [item.name for item in fields(self) if getattr(self, item.name) != item.default]
+        unused = [name for name in changed if name in _OF_GPTQ]
         given = f"method={self.method!r}"
+        if self.method != "autoround" and "steps" in changed:
+            raise ConfigError(f"steps with {given}: these are of autoround; leave them out")
         if self.method != "gptq" and unused:
             raise ConfigError(f"{', '.join(unused)} with {given}: these are options of gptq; leave them out")
         if self.method != "gptq" and self.scale_search == "gptq":
@@ -125,7 +129,7 @@ class Recipe:
 
     @property
     def needs_float_inputs(self) -> bool:
-        return self.method == "gptq" and self.input_correction > 0
+        return self.method == "autoround" or (self.method == "gptq" and self.input_correction > 0)
 
     def columns_per_scale(self, in_features: int, name: str) -> int:
         """The group size of a layer of so many columns; a size that does not divide them is refused."""

@@ -1,0 +1,145 @@
+"""AutoRound on the blocks of a language model: rounding and ranges of all its layers learned together.
+
+Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent" (EMNLP 2024), section 3: an offset for each weight
+decides whether it is rounded up or down, and two factors for each group clip its range; both are moved by the sign of
+the gradient of the block's error. The formulas are those of `numerics/rounding_math.py`, the training is that of
+`execution/block_training.py`: inputs come from the quantized blocks in front, targets from the float model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparsebit.execution.block_engine import BatchValues, BlockData
+from sparsebit.execution.block_runner import Values
+from sparsebit.execution.block_training import ParameterGroup, Training, mean_distance, squared_error, train_block
+from sparsebit.execution.blocks import Block
+from sparsebit.llm.architectures import linears
+from sparsebit.llm.block_walk import BlockWalk
+from sparsebit.llm.packed_weight import PackedWeight
+from sparsebit.numerics.rounding_math import bounded_offset, clipped_grid, offset_codes, offset_start
+
+_NARROWEST = 0.5  # of a range, beside the one to begin with
+
+
+class LearnedLayer:
+    """The weight of a layer whose codes and ranges are learned, beginning with those that it has.
+
+    `weight (out, in)`: its float values. Shapes inside are `(out, groups, columns)`, of scales `(out, groups, 1)`.
+    """
+
+    def __init__(self, weight: Tensor, start: PackedWeight) -> None:
+        self.begin, self.shape = start, (start.out_features, start.in_features)
+        device = weight.device
+        self.highest = (1 << start.bits) - 1
+        self.scale = start.scales.to(device, torch.float32)[..., None]
+        middle = torch.full_like(start.scales, 1 << start.bits - 1)
+        self.zero = (middle if start.zeros is None else start.zeros).to(device, torch.float32)[..., None]
+        self.W = weight.detach().float().reshape(start.out_features, start.scales.shape[1], -1)
+        steps = start.codes().to(device, torch.float32).view_as(self.W) - self.zero
+        self.start = offset_start(self.W / self.scale, steps)
+        self.v = self.start.clone().requires_grad_()
+        count = 1 if start.symmetric else 2
+        self.factors = [torch.ones_like(self.scale).requires_grad_() for _ in range(count)]
+
+    def groups(self, lr: float) -> list[ParameterGroup]:
+        ranges = ParameterGroup(tuple(self.factors), lr, "linear", signed=True, lowest=_NARROWEST, highest=1.0)
+        return [ParameterGroup((self.v,), lr, "linear", signed=True), ranges]
+
+    def weight(self) -> Tensor:
+        """As it is now, with straight-through gradients, `(out, in)`."""
+        scale, zero = self._grid()
+        return (self._codes(scale, zero) * scale).reshape(self.shape)
+
+    @torch.no_grad()
+    def packed(self) -> PackedWeight:
+        """The codes for scales as they are stored."""
+        stored = self.begin.scales.dtype
+        scale, zero = self._grid()
+        scale = scale.clamp(torch.finfo(stored).tiny, torch.finfo(stored).max).to(stored)
+        codes = self._codes(scale.float(), zero) + zero
+        zeros = None if self.begin.zeros is None else zero[..., 0].to(torch.uint8).cpu()
+        return PackedWeight.from_codes(
+            codes.reshape(self.shape).to(torch.uint8).cpu(), scale[..., 0].cpu(), zeros, self.begin.bits
+        )
+
+    def _grid(self) -> tuple[Tensor, Tensor]:
+        if len(self.factors) == 1:
+            return self.scale * self.factors[0], self.zero
+        low, high = self.factors
+        scale, zero = clipped_grid(self.scale, self.zero, low, high, 0, self.highest)
+        return scale, zero.clamp(0, self.highest)
+
+    def _codes(self, scale: Tensor, zero: Tensor) -> Tensor:
+        """Less the zero point."""
+        return offset_codes(self.W / scale, bounded_offset(self.v, self.start), -zero, self.highest - zero)
+
+
+class _WalkData(BlockData):
+    """The values of the walk's present block, for the training."""
+
+    def __init__(self, walk: BlockWalk, block: nn.Module, name: str) -> None:
+        self.block, self.num_batches = Block(name, ()), len(walk.batches)
+        self._walk, self._module = walk, block
+        self.inputs = BatchValues(self.num_batches, lambda index: (walk.present("changed", index),))
+
+    @property
+    def float_inputs(self) -> BatchValues:
+        return BatchValues(self.num_batches, lambda index: (self._walk.present("float", index),))
+
+    @property
+    def targets(self) -> BatchValues:
+        return BatchValues(self.num_batches, lambda index: (self._walk.target(index),))
+
+    def run(self, inputs: Values) -> Values:
+        return (self._walk.run_some(self._module, inputs[0]),)
+
+
+def learn_rounding(
+    walk: BlockWalk,
+    block: nn.Module,
+    floats: Callable[[str], Tensor],
+    packed: Mapping[str, PackedWeight],
+    *,
+    steps: int,
+    name: str,
+) -> dict[str, PackedWeight]:
+    """Better codes and ranges for the packed layers of the walk's present block; those given, where none are found.
+
+    `floats(layer)`: the float weight of a layer.
+    """
+    layers = {layer: LearnedLayer(floats(layer), weight) for layer, weight in packed.items()}
+    data = _WalkData(walk, block, name)
+    # Half of the samples of a batch of the walk: twice the steps for the same time.
+    training = Training(steps=steps, batch_size=max(len(walk.batches[0]) // 2, 1))
+    before = mean_distance(data, squared_error)
+    with _computing_with(block, layers), torch.enable_grad():
+        groups = [group for layer in layers.values() for group in layer.groups(1 / steps)]
+        train_block(data, groups, training, distance=squared_error)
+    found = {layer: learned.packed() for layer, learned in layers.items()}
+    modules = linears(block)
+    for layer, weight in found.items():
+        modules[layer].weight.data = weight.dequantize(torch.float32).to(modules[layer].weight)
+    return found if mean_distance(data, squared_error) < before else dict(packed)
+
+
+@contextlib.contextmanager
+def _computing_with(block: nn.Module, layers: Mapping[str, LearnedLayer]) -> Iterator[None]:
+    """Inside, the layers of the block compute with the weights that are learned."""
+    modules = linears(block)
+
+    def forward(layer: LearnedLayer, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        return lambda x: F.linear(x, layer.weight().to(x.dtype), bias)
+
+    for name, layer in layers.items():
+        modules[name].forward = forward(layer, modules[name].bias)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        for name in layers:
+            del modules[name].forward
