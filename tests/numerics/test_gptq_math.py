@@ -21,6 +21,7 @@ from sparsebit.numerics.gptq_math import (
     search_scale,
     shared_columns,
     target_weight,
+    with_variance,
 )
 from sparsebit.numerics.hessian import damped, inverse_factor
 from sparsebit.numerics.qparams import broadcast_to, qparams_from_range
@@ -388,3 +389,27 @@ def test_scales_are_rounded_to_the_type_that_is_kept() -> None:
     found = quantize(weight, torch.eye(16)[None].double(), grid.with_scale(grid.scale), Rounding())
     assert torch.equal(found.grid.scale, found.grid.scale.bfloat16().float())
     assert found.codes.dtype == torch.float32
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES.values(), ids=GRANULARITIES)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_outputs_get_the_variance_that_is_wanted(granularity: Granularity, symmetric: bool) -> None:
+    W, H = problem(6, 10, 60)
+    wanted = 1.3 * row_loss(W, torch.zeros_like(W), H)
+    rounded = quantize(W, H, grid_of(W, 3, symmetric, granularity), Rounding())
+    kept = with_variance(rounded, W, H, wanted)
+    assert torch.equal(kept.codes, rounded.codes) and torch.equal(kept.grid.zero_point, rounded.grid.zero_point)
+    found = row_loss(kept.values, torch.zeros_like(W), H)
+    shares_scales = granularity in (PerTensor(), PerChannel(1))
+    torch.testing.assert_close(*((x.sum() if shares_scales else x) for x in (found, wanted)), rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(kept.loss, row_loss(W, kept.values, H))
+
+
+def test_a_row_that_is_constant_keeps_its_scale_and_factors_are_bounded() -> None:
+    W, H = problem(3, 6, 60)
+    W[:, 0] = 0
+    rounded = quantize(W, H, grid_of(W + 1e-3, 3), Rounding())
+    power = row_loss(W, torch.zeros_like(W), H)
+    kept = with_variance(rounded, W, H, torch.stack([power[:, 0], 0 * power[:, 1], 100 * power[:, 2]], 1))
+    ratio = kept.grid.scale / rounded.grid.scale
+    torch.testing.assert_close(ratio, torch.tensor([1.0, 1.0, 2.0], dtype=ratio.dtype), rtol=1e-6, atol=0.0)

@@ -31,6 +31,7 @@ from sparsebit.numerics.gptq_math import (
     chosen_rounding,
     quantize,
     target_weight,
+    with_variance,
 )
 from sparsebit.numerics.hessian import InputMoments
 from sparsebit.numerics.layer_matrix import LayerMatrix, layer_matrix
@@ -76,6 +77,7 @@ class _Options:
     rounding: Rounding
     input_correction: float | Literal["auto"]
     correct_bias: bool
+    keep_variance: bool
     max_rows: int | None
     choose_damping: bool
 
@@ -92,6 +94,7 @@ def gptq(
     sweeps: Annotated[int, Field(ge=0)] = 2,
     input_correction: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = "auto",
     correct_bias: bool = True,
+    keep_variance: bool = False,
     block_size: Annotated[int, Field(ge=1)] = 128,
     max_rows: Annotated[int, Field(ge=1)] | None = None,
     memory_budget: int = 1024 * MIB,
@@ -110,6 +113,7 @@ def gptq(
     closed form. `sweeps`: how often codes are improved one by one afterwards. `input_correction`: how much of the
     difference between the quantized and the float input the weight takes up, from 0 (nothing) to 1; "auto": in each
     layer as much as one half of the data shows to hold for the other. `correct_bias`: the bias takes up the mean error.
+    `keep_variance`: scales are multiplied such that each channel of the output varies as much as in the float model.
     `block_size`: columns between two updates of the whole weight; it changes the time, not the method. `max_rows`:
     about so many rows of a layer's input (of a convolution: positions) are read, or 8 for each of its columns where
     that is more; None: all. `resume`: a folder that keeps each finished layer; a run that was killed goes on after
@@ -124,6 +128,7 @@ def gptq(
         ),
         input_correction,
         correct_bias,
+        keep_variance,
         max_rows,
         damping == "auto",
     )
@@ -199,11 +204,16 @@ def _round_layer(
     """What the layer gained, and how many rows of data there were for each of its columns."""
     op, quantizer = layer.op, layer.weight_quantizer
     weight, bias = op.get_parameter("weight"), op._parameters.get("bias")
-    halves = _moments(
+    # An algorithm may have been here before: what is rounded is the float model's weight.
+    path = data.block.nodes[0].target
+    weight_before, bias_before = (float_parameters.get(f"{path}.op.{name}") for name in ("weight", "bias"))
+    float_weight = form.matrix(weight.detach() if weight_before is None else weight_before.to(weight))
+    halves, power = _moments(
         layer,
         form,
         data,
-        with_originals=options.input_correction != 0 or options.correct_bias,
+        float_weight if options.keep_variance else None,
+        with_originals=options.input_correction != 0 or options.correct_bias or options.keep_variance,
         max_rows=options.max_rows,
     )
     moments = InputMoments(halves[0].dtype)
@@ -213,10 +223,7 @@ def _round_layer(
         raise CalibrationError(f"{data.block.name}: its input is not finite; a batch has NaN or infinity")
     has_bias = options.correct_bias and bias is not None
     hessian, cross = _second_moments(moments, centered=has_bias)
-    # An algorithm may have been here before: what is rounded is the float model's weight.
-    path = data.block.nodes[0].target
-    weight_before, bias_before = (float_parameters.get(f"{path}.op.{name}") for name in ("weight", "bias"))
-    original = form.matrix(weight.detach() if weight_before is None else weight_before.to(weight)).to(hessian)
+    original = float_weight.to(hessian)
     sides = [_second_moments(half, centered=has_bias) for half in halves if half.num_rows]
     correction: tuple[float, float] | None = None  # damping and share
     if options.input_correction == "auto":
@@ -232,7 +239,10 @@ def _round_layer(
     rows_per_column = moments.num_rows / hessian.shape[-1]
     if options.choose_damping and len(sides) > 1 and rows_per_column < _PLENTY_OF_ROWS:
         rounding = chosen_rounding(original, sides, target, grid, rounding)
-    rounded = quantize(target(hessian, cross), hessian, grid, rounding)
+    wanted = target(hessian, cross)
+    rounded = quantize(wanted, hessian, grid, rounding)
+    if options.keep_variance:
+        rounded = with_variance(rounded, wanted, hessian, power.variance(centered=has_bias))
     codes = form.weight(rounded.codes, weight.shape)
     store_codes(quantizer, weight, codes, rounded.grid.scale, rounded.grid.zero_point)
     if has_bias:
@@ -243,16 +253,44 @@ def _round_layer(
     return gained, rows_per_column
 
 
+class _OutputPower:
+    """Sums of a layer's float outputs and of their squares, `(groups, rows of the weight)`, in float64."""
+
+    def __init__(self) -> None:
+        self.num_rows, self.sums = 0, torch.zeros(2)
+
+    def add(self, outputs: Tensor) -> None:
+        """`(groups, rows of data, rows of the weight)`."""
+        sums = torch.stack([outputs.sum(1, dtype=torch.float64), outputs.square().sum(1, dtype=torch.float64)])
+        self.merge(sums, outputs.shape[1])
+
+    def merge(self, sums: Tensor, num_rows: int) -> None:
+        if num_rows:
+            self.sums, self.num_rows = (self.sums + sums if self.num_rows else sums), self.num_rows + num_rows
+
+    def variance(self, *, centered: bool) -> Tensor:
+        mean: Tensor
+        square: Tensor
+        mean, square = self.sums / max(self.num_rows, 1)
+        return (square - mean.square()).clamp_min(0) if centered else square
+
+
 def _moments(
-    layer: WeightedQuantOpr, form: LayerMatrix, data: BlockData, *, with_originals: bool, max_rows: int | None
-) -> tuple[InputMoments, InputMoments]:
+    layer: WeightedQuantOpr,
+    form: LayerMatrix,
+    data: BlockData,
+    float_weight: Tensor | None,
+    *,
+    with_originals: bool,
+    max_rows: int | None,
+) -> tuple[tuple[InputMoments, InputMoments], _OutputPower]:
     """Of the layer's quantized input and of its float input, over all processes, for each half of the batches.
 
-    Of a single batch, for each half of its rows.
+    Of a single batch, for each half of its rows. And, with `float_weight`, of the float output for the same rows.
     """
     device = layer.op.get_parameter("weight").device
     dtype = torch.float64 if layer.op.get_parameter("weight").dtype == torch.float64 else torch.float32
-    halves = (InputMoments(dtype), InputMoments(dtype))
+    halves, power = (InputMoments(dtype), InputMoments(dtype)), _OutputPower()
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
     step = 1
     for index in range(data.num_batches):
@@ -271,11 +309,14 @@ def _moments(
                 continue
             for patches, others in zip(form.patches(part, step), form.patches(other, step), strict=True):
                 half.add(patches, others)
-    merged = (InputMoments(dtype), InputMoments(dtype))
-    for states in gather([half.state() for half in halves]):
+                if float_weight is not None:
+                    power.add(others.to(dtype) @ float_weight.mT.to(dtype))
+    merged, total_power = (InputMoments(dtype), InputMoments(dtype)), _OutputPower()
+    for states, sums, num_rows in gather(([half.state() for half in halves], power.sums.cpu(), power.num_rows)):
         for total, state in zip(merged, states, strict=True):
             total.merge(InputMoments.from_state(state, device))
-    return merged
+        total_power.merge(sums.to(device), num_rows)
+    return merged, total_power
 
 
 def _second_moments(moments: InputMoments, *, centered: bool) -> tuple[Tensor, Tensor]:

@@ -103,6 +103,8 @@ def test_every_layer_and_scheme(scheme: str) -> None:
         {"correct_bias": False},
         {"input_correction": 0.0},
         {"input_correction": 0.5, "damping": 0.1, "block_size": 5},
+        {"keep_variance": True},
+        {"keep_variance": True, "input_correction": 0.0, "correct_bias": False},
         {"input_correction": 0.0, "correct_bias": False, "sweeps": 0, "refit": False, "scale_search": "none"},
     ],
     ids=lambda options: ", ".join(f"{name}={value}" for name, value in options.items()),
@@ -119,6 +121,30 @@ def test_every_option_works_alone(options: dict[str, Any]) -> None:
         assert all(torch.equal(weights(qmodel)[name].weight_quantizer.scale, scale) for name, scale in scales.items())
     if options.get("correct_bias") is False:
         assert all(torch.equal(weights(qmodel)[name].op.bias, bias) for name, bias in biases.items())
+
+
+def test_outputs_vary_as_much_as_in_the_float_model() -> None:
+    model, data = float_model(), batches()
+    qmodel = calibrated(model, data, "{DEVICE: cpu, W: {QUANTIZER: {BIT: 2}}, A: {QUANTIZER: {BIT: 8}}}")
+    gptq(qmodel, data, keep_variance=True, max_rows=10**9)
+    wanted: dict[str, Tensor] = {}
+    found: dict[str, Tensor] = {}
+
+    def kept_in(values: dict[str, list[Tensor]], name: str) -> Any:
+        return lambda _module, _inputs, output: values.setdefault(name, []).append(output.transpose(0, 1).flatten(1))
+
+    for values, root in ((wanted, model), (found, qmodel.model)):
+        seen: dict[str, list[Tensor]] = {}
+        hooks = [root.get_submodule(name).register_forward_hook(kept_in(seen, name)) for name in ("stem", "grouped")]
+        with torch.no_grad():
+            for x in data:
+                (model if root is model else qmodel)(x)
+        values |= {name: torch.cat(parts, 1).double() for name, parts in seen.items()}
+        for hook in hooks:
+            hook.remove()
+    for name, outputs in wanted.items():
+        torch.testing.assert_close(found[name].var(1), outputs.var(1), rtol=2e-3, atol=0.0)
+        torch.testing.assert_close(found[name].mean(1), outputs.mean(1), rtol=1e-3, atol=1e-5)
 
 
 def test_a_second_time_it_rounds_the_float_models_weights_again() -> None:
