@@ -233,11 +233,16 @@ def _shown(shapes: Sequence[Sequence[int | None]]) -> str:
     return ", ".join("x".join("?" if size is None else str(size) for size in shape) for shape in shapes)
 
 
-def drawn(groups: Iterable[Group], share: float, generator: torch.Generator) -> list[Unit]:
-    """Some units of every group, at random; every axis keeps one at least."""
+def drawn(groups: Iterable[Group], share: float, generator: torch.Generator, spread: float = 0.0) -> list[Unit]:
+    """Some units of every group, at random; every axis keeps one at least.
+
+    `spread`: how far the share of each group may be from `share`: with one share for all, widths keep their ratios, and
+    code that relies on a ratio (the width of a head is `embed_dim // num_heads`) would pass.
+    """
     dead: list[Unit] = []
     for group in groups:
-        count = min(max(1, round(share * len(group.units))), len(group.units) - 1)
+        own = share + spread * (2 * float(torch.rand((), generator=generator)) - 1)
+        count = min(max(1, round(own * len(group.units))), len(group.units) - 1)
         order = torch.randperm(len(group.units), generator=generator)[:count].tolist()
         dead += keeping_axes([group.units[index] for index in order], group)
     return dead

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from sparsebit.sparse.labels import Axes, LabelSets
+from sparsebit.sparse.labels import FREE, Axes, LabelSets, is_free
 from sparsebit.sparse.layer_ops import layer_rule
-from sparsebit.sparse.moving_ops import is_join, is_move, joined, moved
+from sparsebit.sparse.moving_ops import is_expansion, is_join, is_move, joined, moved
 from sparsebit.sparse.op_call import Call, pin_all, shared
 
 # Sums over channels: a removed channel counts as zero. The proof decides whether it was zero.
@@ -33,13 +33,18 @@ _POINTWISE = frozenset((
 ))  # fmt: skip
 # They write values into a tensor that is there already.
 _FILLS = frozenset(("fill_", "zero_", "normal_", "uniform_", "bernoulli_", "exponential_", "random_"))
+# One value at every place: such a tensor could be made with any size.
+_CONSTANTS = frozenset(("zeros", "ones", "full", "new_zeros", "new_ones", "new_full"))
 _LOOKUPS = frozenset(("index", "_unsafe_index", "index_select", "gather"))
 
 
 def carry(sets: LabelSets, call: Call) -> list[Axes]:
     """The labels of every output of a call; joins and pins what the operator ties together."""
     tensors = call.tensors()
-    if not any(labels is not None for tensor in tensors for labels in call.axes_of(tensor)):
+    if call.name in _CONSTANTS:
+        return [tuple(torch.full((size,), FREE) if size > 1 else None for size in x.shape) for x in call.outputs]
+    is_labelled = any(labels is not None for tensor in tensors for labels in call.axes_of(tensor))
+    if not is_labelled and not is_expansion(call.name):
         return [(None,) * output.dim() for output in call.outputs]
     name = call.name
     if name in _FILLS:
@@ -78,6 +83,8 @@ def _slicewise(sets: LabelSets, call: Call) -> list[Axes]:
                 and (is_pointwise or tensor.dim() == output.dim())
             ]
             found = [call.axes_of(inputs[number])[axis] for number, axis in taking]
+            if call.name.endswith("_") and taking and taking[0][0] == 0 and is_free(found[0]):
+                found[0] = None  # what is written into a constant has its size
             if all(labels is None for labels in found):
                 continue
             if not is_pointwise and not stays_apart(call, [inputs[number] for number, _ in taking], place, dim):
@@ -152,7 +159,7 @@ def _reduced(sets: LabelSets, call: Call) -> list[Axes]:
         return _slicewise(sets, call)
     for dim in gone:
         if call.name not in _SUMS and source.dim():
-            sets.pin(axes[dim], f"{call.described()} is taken over them")
+            call.pin_when_used(axes[dim], f"{call.described()} is taken over them")
     kept = tuple(None if dim in gone else labels for dim, labels in enumerate(axes) if keeps or dim not in gone)
     return [kept if output.dim() == len(kept) else (None,) * output.dim() for output in call.outputs]
 

@@ -7,7 +7,7 @@ hooks, functions and parametrized weights are all seen as the operators that the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +23,10 @@ from sparsebit.sparse.channel_rules import carry
 from sparsebit.sparse.labels import Axes, LabelSets
 from sparsebit.sparse.moving_ops import is_move
 from sparsebit.sparse.op_call import Call
+from sparsebit.sparse.run_state import nested_tensors
 
 _ATTRIBUTE = "_sparsebit_axes"
+_PINS = "_sparsebit_pins"  # what must stay if the tensor is used
 # For each output of a step: dimension -> the positions that are looked at.
 Survivors = Sequence[Mapping[int, Tensor]]
 
@@ -151,18 +153,27 @@ class _Watch(TorchDispatchMode):
             self.trace.steps.append(Step(name, where, shapes))
             return result
         groups: list[Tensor] = []
-        call = Call(op, args, kwargs, outputs, where, self.axes_of, self.choose, groups.append)
+        pins: list[tuple[Tensor, str]] = []
+
+        def pin_when_used(labels: Tensor | None, reason: str) -> None:
+            if labels is not None:
+                pins.append((labels, reason))
+
+        call = Call(op, args, kwargs, outputs, where, self.axes_of, self.choose, groups.append, pin_when_used)
+        enact_pins(self.sets, call.tensors())
         inputs = tuple((tuple(tensor.shape), self.axes_of(tensor)) for tensor in call.tensors())
         carried = tuple(carry(self.sets, call))
         for output, axes in zip(outputs, carried, strict=True):
             setattr(output, _ATTRIBUTE, (self.sets.number, axes))
+            if pins:
+                setattr(output, _PINS, (self.sets.number, pins))
         self.trace.steps.append(Step(name, where, shapes, inputs, carried, groups[0] if groups else None))
         return result
 
     def axes_of(self, tensor: Tensor) -> Axes:
         assert self.sets is not None
         number, found = getattr(tensor, _ATTRIBUTE, (0, ()))
-        # A tensor that the model keeps from run to run (a cached bias) may have labels of an earlier analysis.
+        # A tensor that a model keeps from run to run, outside of itself, may have labels of an earlier analysis.
         if number == self.sets.number and len(found) == tensor.dim():
             axes: Axes = found
             return axes
@@ -201,7 +212,20 @@ def watch(
             trace.outputs = tensors_of(result)
     except Exception as error:
         trace.error = error
+    if sets is not None:
+        kept = [x for module in model.modules() for value in vars(module).values() for x in nested_tensors(value)]
+        enact_pins(sets, [*trace.outputs, *kept])
     return trace
+
+
+def enact_pins(sets: LabelSets, used: Iterable[Tensor]) -> None:
+    """Pin what must stay because these tensors are used."""
+    for tensor in used:
+        number, pins = getattr(tensor, _PINS, (0, ()))
+        if number == sets.number:
+            delattr(tensor, _PINS)
+            for labels, reason in pins:
+                sets.pin(labels, reason)
 
 
 def outputs_of(model: nn.Module, call: ModelCall) -> list[Tensor]:
@@ -231,13 +255,6 @@ def _digest(tensor: Tensor, dims: Mapping[int, Tensor]) -> tuple[float, float]:
     flat = values.flatten().nan_to_num()
     weights = torch.cos(torch.arange(flat.numel(), dtype=torch.float64) * 0.7)
     return float((flat * weights).sum()), float((flat * weights).abs().sum())
-
-
-def forget_labels(model: nn.Module) -> None:
-    """Take the labels off the model's tensors, so that the next run starts anew."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        if hasattr(tensor, _ATTRIBUTE):
-            delattr(tensor, _ATTRIBUTE)
 
 
 def output_labels(trace: Trace) -> Iterator[Tensor]:

@@ -18,13 +18,15 @@ from sparsebit.graph.copying import copy_model
 from sparsebit.graph.nested import map_nested, tensors_of
 from sparsebit.sparse.channel_groups import Group, Spared, Unit, grouped, units_of
 from sparsebit.sparse.channel_proof import Bench, Failure, SizeRule, double_precision, drawn, find_repairs, probe_copy
-from sparsebit.sparse.channel_trace import Trace, forget_labels, output_labels, watch
+from sparsebit.sparse.channel_trace import Trace, output_labels, watch
 from sparsebit.sparse.labels import FIXED, LabelSets
 from sparsebit.sparse.surgery import ChannelPlan, named_tensors
 
 _log = logging.getLogger(__name__)
-_SHARE = 0.5  # of the units that a proof removes
+_SHARE = 0.5  # of the units that a proof removes, in the mean
+_SPREAD = 0.3  # of the shares of single groups
 _NUM_DRAWS = 2
+_NUM_REPAIRS = 5  # that are compared where one has carried the run further: two attributes may have the same number
 _NUM_SAMPLES = 2  # with one, a dimension of size 1 could hide an error
 
 
@@ -107,14 +109,14 @@ def find_groups(model: nn.Module, example_inputs: Any) -> ChannelGroups:
 
 
 def _probe(model: nn.Module, call: Call) -> tuple[nn.Module, Call]:
-    """A copy to experiment with; in float64 where the model runs in it."""
+    """A copy to experiment with, which itself is never run; in float64 where the model runs in it."""
     probe = probe_copy(model)
-    run = watch(probe, call)
+    run = watch(copy_model(probe), call)
     if run.error is not None:
         raise CaptureError(f"the model does not run on the example inputs: {run.error}") from run.error
     call = _few_samples(probe, call, run.outputs)
     precise, inputs = double_precision(probe, call)
-    again = watch(precise, inputs)
+    again = watch(copy_model(precise), inputs)
     if again.error is None and all(bool(torch.isfinite(x).all()) for x in again.outputs if x.is_floating_point()):
         return precise, inputs
     return probe, call
@@ -144,15 +146,14 @@ class _Analysis:
     ) -> None:
         self.sets = LabelSets()
         self.notes: list[str] = []
+        model = copy_model(model)  # what a run leaves behind (cached values) must not be seen by the next one
         names = {id(tensor): name for name, tensor in named_tensors(model).items()}
-        forget_labels(model)
         self.trace: Trace = watch(model, call, self.sets, names, options)
         if self.trace.error is not None:
             raise self.trace.error
         for labels in output_labels(self.trace):
             self.sets.pin(labels, "the model returns them")
         self._visit_training(model, call, names, options)
-        forget_labels(model)
         self.pin(pins)
 
     def pin(self, pins: Mapping[tuple[str, int, int], str]) -> None:
@@ -246,7 +247,7 @@ class _Search:
         while draw < _NUM_DRAWS and self.analysis.groups:
             generator = torch.Generator().manual_seed(draw)
             bench = self._bench()
-            dead = drawn(self.analysis.groups, _SHARE, generator)
+            dead = drawn(self.analysis.groups, _SHARE, generator, _SPREAD)
             failure = bench.compare(dead, self.rules)
             if failure is None:
                 draw += 1
@@ -261,15 +262,23 @@ class _Search:
         site = (kind, failure.where.rpartition(".")[2], failure.steps[-1].name if failure.steps else "")
         if site in self.hopeless:
             return False
-        for option in find_repairs(bench, failure, dead, self.rules):
+        furthest, best = failure.position, None
+        for number, option in enumerate(find_repairs(bench, failure, dead, self.rules)):
+            if best is not None and number >= _NUM_REPAIRS:
+                break
             known = {(rule.module, rule.attribute, rule.item) for rule in option}
-            rules = [rule for rule in self.rules if (rule.module, rule.attribute, rule.item) not in known]
-            other = bench.compare(dead, rules + option)
-            if other is None or other.position > failure.position:
-                self.rules = rules + option
-                return True
-        self.hopeless.add(site)
-        return False
+            rules = [rule for rule in self.rules if (rule.module, rule.attribute, rule.item) not in known] + option
+            other = bench.compare(dead, rules)
+            if other is None:
+                best = rules
+                break
+            if other.position > furthest:
+                furthest, best = other.position, rules
+        if best is None:
+            self.hopeless.add(site)
+            return False
+        self.rules = best
+        return True
 
     def _rechosen(self, failure: Failure, seed: int) -> bool:
         """Take another option of a choice that the failing channels pass, where that carries the run further.
@@ -287,7 +296,7 @@ class _Search:
                 options = {**self.options, choice.key: option}
                 other = self._analyse(options)
                 before, self.analysis = self.analysis, other
-                dead = drawn(other.groups, _SHARE, torch.Generator().manual_seed(seed))
+                dead = drawn(other.groups, _SHARE, torch.Generator().manual_seed(seed), _SPREAD)
                 found = self._bench().compare(dead, self.rules) if dead else failure
                 if found is None or found.position > failure.position:
                     self.options = options

@@ -30,6 +30,11 @@ class Axis:
     first: int
 
 
+def is_free(labels: Tensor | None) -> bool:
+    """Whether a dimension could have any size."""
+    return labels is not None and bool((labels == FREE).all())
+
+
 class LabelSets:
     """Disjoint sets of atoms (union-find over tensors). Pins are kept with the set, and the first reason wins."""
 

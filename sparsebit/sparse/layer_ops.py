@@ -93,8 +93,8 @@ def _contracted(sets: LabelSets, first: Tensor | None, second: Tensor | None, si
     if first is None and second is None:
         return
     reason = f"{call.described()} sums over values that must stay"
-    one = torch.full((size,), FIXED) if first is None else first.clamp(min=FIXED)
-    other = torch.full((size,), FIXED) if second is None else second.clamp(min=FIXED)
+    one = torch.full((size,), FIXED) if first is None else first
+    other = torch.full((size,), FIXED) if second is None else second
     sets.join_pairwise(one, other, reason)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from sparsebit.sparse.labels import FIXED, FREE, Axes, LabelSets
+from sparsebit.sparse.labels import FIXED, FREE, Axes, LabelSets, is_free
 from sparsebit.sparse.op_call import Call, shared
 
 # Operators whose output values are input values (or zeros) at other places.
@@ -24,10 +24,12 @@ _MOVES = frozenset((
     "reflection_pad2d", "reflection_pad3d", "replication_pad1d", "replication_pad2d", "replication_pad3d",
     "_reshape_alias", "view_copy", "narrow", "diagonal", "split_copy", "unbind_copy", "slice_copy", "permute_copy",
     "unsqueeze_copy", "_conj", "movedim", "repeat_interleave", "rot90", "t_copy", "transpose_copy", "expand_copy",
-    "select_copy", "squeeze_copy",
+    "select_copy", "squeeze_copy", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk",
 ))  # fmt: skip
 _VIEWS = frozenset(("view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy"))
-_SPLITS = frozenset(("split", "split_with_sizes", "chunk", "split_copy"))
+_SPLITS = frozenset((
+    "split", "split_with_sizes", "chunk", "split_copy", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk",
+))  # fmt: skip
 _COPIES = frozenset(("_to_copy", "clone", "contiguous", "lift_fresh", "lift_fresh_copy", "alias", "detach", "detach_"))
 _JOINS = frozenset(("cat", "concat", "concatenate", "stack", "_cat"))
 
@@ -42,16 +44,24 @@ def is_join(name: str) -> bool:
     return name in _JOINS
 
 
+def is_expansion(name: str) -> bool:
+    """Whether an operator repeats values along dimensions that then could have any size."""
+    return name in ("expand", "expand_copy")
+
+
 def moved(sets: LabelSets, call: Call) -> list[Axes]:
     """Run the operator on the labels. A tensor is a function of several dimensions after a view that splits one."""
     source = next(leaf for leaf in call.tensors())
     axes = call.axes_of(source)
     name = call.name
-    if name in ("expand", "expand_copy"):
+    if is_expansion(name):
         return [_expanded(axes, source, call.outputs[0])]
     found: list[list[Tensor | None]] = [[None] * output.dim() for output in call.outputs]
     for dim, labels in enumerate(axes):
         if labels is None:
+            continue
+        if is_free(labels):
+            _move_free(call, source, dim, found)
             continue
         if name in _SPLITS:
             _tie_parts(sets, call, labels, source, dim)
@@ -66,11 +76,23 @@ def moved(sets: LabelSets, call: Call) -> list[Axes]:
                 result = sets.roots(result)
             for target, moved in _projected(sets, call, result).items():
                 other = found[place][target]
-                if other is not None:
+                if other is not None and not is_free(other):
                     sets.pin(moved, f"{call.described()}: two kinds of channels end up in one dimension")
                 else:
                     found[place][target] = moved
     return [tuple(entry) for entry in found]
+
+
+def _move_free(call: Call, source: Tensor, dim: int, found: list[list[Tensor | None]]) -> None:
+    """The dimensions into which a dimension of any size goes could have any size too."""
+    try:
+        results = _run_on_labels(call, source, torch.arange(source.shape[dim]), dim)
+    except (RuntimeError, NotImplementedError, IndexError):
+        return
+    for place, result in enumerate(results):
+        for target, size in enumerate(result.shape):
+            if found[place][target] is None and not _is_constant(result, target):
+                found[place][target] = torch.full((size,), FREE)
 
 
 def joined(sets: LabelSets, call: Call) -> list[Axes]:

@@ -27,6 +27,8 @@ class Call:
     choose: Callable[[str, int, Tensor], int]
     # Takes sizes that are no dimension of a tensor: the labels of the groups of a convolution.
     note_groups: Callable[[Tensor], None]
+    # (labels, reason): they must stay if anything uses what the call gives.
+    pin_when_used: Callable[[Tensor | None, str], None]
 
     @property
     def name(self) -> str:

@@ -31,6 +31,7 @@ from sparsebit.sparse.labels import FIXED
 from sparsebit.sparse.latency_table import Clock
 from sparsebit.sparse.ratio_search import CANDIDATES, RatioChoice, check_budgets, group_name, search_ratios
 from sparsebit.sparse.reconstruction import LayerFit, fit_layers
+from sparsebit.sparse.run_state import forget_run_state
 from sparsebit.sparse.sparse_config import SparseConfig, parse_sconfig
 from sparsebit.sparse.sparsers import SPARSERS, Sparser, pruned_weights
 from sparsebit.sparse.surgery import apply_plan
@@ -138,6 +139,8 @@ class SparseModel(nn.Module):
             self._mask_by_sparser(cast("type[Sparser]", SPARSERS.get(sparser.TYPE)), share)
         cast("Tensor", self.steps_done).add_(1)
         self.apply_masks()
+        if self._groups is not None:
+            forget_run_state(self.model, self._groups.bench.model)
 
     def _with_ratio(self, evidence: Evidence, share: float) -> Evidence:
         """With what the config asks for in the layer, where it asks for something in each."""
@@ -365,6 +368,7 @@ class SparseModel(nn.Module):
         if failure := self.groups.bench.compare(dead, self.groups.rules):
             raise CaptureError(f"shrink: the smaller model is not the masked one: {failure.reason}; SPARE these layers")
         small = self.masked_model()
+        forget_run_state(small, self.groups.bench.model)
         apply_plan(small, self.groups.plan(dead))
         return small
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import CheckpointError
+from sparsebit.sparse.pruned_attention import follow_attention, follow_encoder
 
 _PLAN = "_sparsebit_channel_plan"
 # What an attribute of a module becomes: a number, or a tuple or list of numbers.
@@ -106,15 +107,33 @@ def apply_plan(model: nn.Module, plan: ChannelPlan) -> None:
             for key, value in registry.items():
                 if value is not None and id(value) in smaller:
                     registry[key] = smaller[id(value)]  # type: ignore[assignment]
+        for key, value in list(module.__dict__.items()):
+            if key not in ("_parameters", "_buffers", "_modules"):
+                replaced = _replaced(value, smaller)
+                if replaced is not value:
+                    module.__dict__[key] = replaced
     for path, values in plan.attributes.items():
         module = model.get_submodule(path)
         for name, number in values.items():
             is_tuple = isinstance(getattr(module, name), tuple)
             setattr(module, name, tuple(number) if is_tuple and not isinstance(number, int) else number)
-    for module in model.modules():
+    for module in reversed(list(model.modules())):  # parts before what holds them
         _follow_shapes(module)
     earlier = plan_of(model)
     model.__dict__[_PLAN] = plan if earlier is None else plan.after(earlier)
+
+
+def _replaced(value: Any, smaller: Mapping[int, Tensor], depth: int = 4) -> Any:
+    """An attribute that holds parameters or buffers once more (a list of weights) holds the smaller ones."""
+    if isinstance(value, Tensor):
+        return smaller.get(id(value), value)
+    if type(value) not in (list, tuple, dict) or not depth:
+        return value
+    items = value.values() if isinstance(value, dict) else value
+    found = [_replaced(item, smaller, depth - 1) for item in items]
+    if all(one is other for one, other in zip(found, items, strict=True)):
+        return value
+    return dict(zip(value, found, strict=True)) if isinstance(value, dict) else type(value)(found)
 
 
 def plan_of(model: nn.Module) -> ChannelPlan | None:
@@ -154,5 +173,9 @@ def _follow_shapes(module: nn.Module) -> None:
     elif isinstance(module, nn.Embedding):
         if isinstance(weight, Tensor):
             module.embedding_dim = weight.shape[1]
+    elif isinstance(module, nn.MultiheadAttention):
+        follow_attention(module)
+    elif isinstance(module, nn.TransformerEncoder):
+        follow_encoder(module)
     elif isinstance(module, nn.PReLU) and isinstance(weight, Tensor):
         module.num_parameters = weight.shape[0]

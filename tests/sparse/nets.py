@@ -410,6 +410,97 @@ class Auxiliary(nn.Module):
         return (self.b(x), self.aux(x)) if self.training else self.b(x)
 
 
+class DiscardedMean(nn.Module):
+    """A mean over channels that nothing uses, as attentions compute it of their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 12), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        x.mean(1)
+        return self.b(x)
+
+
+class KeptMean(DiscardedMean):
+    """The mean is kept, where others may read it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        self.seen = x.mean(1)
+        return self.b(x)
+
+
+class WritesIntoZeros(nn.Module):
+    """Values are written into a tensor of a fixed size: with one channel left they would be broadcast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = conv(3, 4), conv(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.new_zeros(x.shape[0], 8, *x.shape[2:])
+        y[:, :4] = self.a(x)
+        return self.b(y).mean((2, 3))
+
+
+class StartsFromZeros(nn.Module):
+    """A state that starts as zeros of the width that an attribute says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.width, self.a, self.b, self.c = 10, nn.Linear(6, 10), nn.Linear(10, 10), nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros(x.shape[0], self.width, dtype=x.dtype)
+        for _ in range(2):
+            state = torch.tanh(self.a(x) + self.b(state))
+        return self.c(state)
+
+
+class Recurrent(nn.Module):
+    """The width of what a GRU reads is also the width of its state: only the first changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.gru, self.b = nn.Linear(6, 10), nn.GRU(10, 10, batch_first=True), nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, _ = self.gru(torch.relu(self.a(x)))
+        return self.b(states[:, -1])
+
+
+class ListsWeights(nn.Module):
+    """Weights that are read from a list, not from the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 10), nn.Linear(10, 3)
+        self.weights = [self.a.weight, {"bias": self.a.bias}]
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, others = self.weights
+        return self.b(torch.relu(F.linear(x, weight, others["bias"])))
+
+
+class Caching(nn.Module):
+    """A net that keeps computed values from one run to the next, in a list and as a new attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.scale = nn.Conv2d(3, 8, 1), nn.Parameter(torch.rand(1, 8, 1, 1) + 1)
+        self.b = nn.Conv2d(8, 4, 1)
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.kept:
+            self.kept.append(self.scale * 2)
+        if not hasattr(self, "moved"):
+            self.moved = self.scale - 1
+        return self.b(self.a(x) * self.kept[0] + self.moved)
+
+
 def images() -> Tensor:
     return torch.randn(2, 3, 4, 4)
 
@@ -449,11 +540,18 @@ PRUNABLE: dict[str, tuple[Build, int]] = {
     "einsum": (lambda: (Einsum(), rows(7)), 2),
     "orthogonal weight": (lambda: (Parametrized(), rows()), 20),
     "auxiliary": (lambda: (Auxiliary(), images()), 8),
+    "discarded mean": (lambda: (DiscardedMean(), rows()), 12),
+    "starts from zeros": (lambda: (StartsFromZeros(), rows()), 10),
+    "recurrent": (lambda: (Recurrent(), torch.randn(2, 3, 6)), 10),
+    "lists weights": (lambda: (ListsWeights(), rows()), 10),
+    "caching": (lambda: (Caching(), images()), 8),
 }
 # Nets with a layer `a` whose outputs must be spared, and words of the reason.
 SPARED: dict[str, tuple[Build, str]] = {
     "size in the code": (lambda: (FixedReshape(), images()), "not proved"),
     "mean over channels": (lambda: (MeanOverChannels(), images()), "mean in the model is taken over them"),
     "hidden constant": (lambda: (HiddenConstant(), rows()), "gives other values without them"),
+    "kept mean": (lambda: (KeptMean(), rows()), "mean in the model is taken over them"),
+    "writes into zeros": (lambda: (WritesIntoZeros(), images()), "combines them with values that must stay"),
     "softmax": (lambda: (Softmax(), rows()), "softmax in the model mixes them"),
 }

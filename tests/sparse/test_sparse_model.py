@@ -23,7 +23,7 @@ from sparsebit.sparse import (
     scale_penalty,
 )
 from sparsebit.sparse.criteria import CRITERIA
-from tests.sparse.nets import Attention, Chain, Concat, Depthwise, Residual, Transformer, images, rows
+from tests.sparse.nets import Attention, Caching, Chain, Concat, Depthwise, Residual, Transformer, images, rows
 
 
 def config(**sparser: object) -> dict[str, object]:
@@ -186,6 +186,20 @@ def test_a_shrunk_model_is_the_masked_one(kind: type[nn.Module], scope: str, tmp
     save(small, tmp_path / "small")
     assert torch.equal(load(tmp_path / "small", kind()).eval()(batch), small(batch))
     small.train()(batch).sum().backward()
+
+
+def test_values_that_a_model_keeps_from_run_to_run_are_computed_anew() -> None:
+    """What was cached before has the old widths and the old weights."""
+    batch = images()
+    smodel = SparseModel(Caching(), structured(), batch).eval()
+    assert smodel.groups.groups
+    smodel(batch)
+    smodel.calc_params()
+    masked = smodel(batch)
+    small = smodel.shrink()
+    assert small.a.out_channels == 4
+    assert torch.allclose(small(batch), masked, atol=1e-5)
+    assert torch.allclose(smodel.masked_model().eval()(batch), masked, atol=1e-5)
 
 
 def test_widths_are_rounded_to_a_multiple() -> None:

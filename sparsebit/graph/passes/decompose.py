@@ -35,7 +35,8 @@ def decompose(model: nn.Module) -> nn.Module:
 
 
 def _is_decomposable(module: nn.MultiheadAttention, held: Counter[int]) -> bool:
-    is_plain = type(module) is nn.MultiheadAttention and module.bias_k is None and not module.add_zero_attn
+    is_known = type(module) is nn.MultiheadAttention or getattr(type(module), "is_decomposable", False)
+    is_plain = is_known and module.bias_k is None and not module.add_zero_attn
     is_watched = module._forward_hooks or module._forward_pre_hooks
     # Weights that another layer holds too must stay one tensor.
     return is_plain and not is_watched and all(held[id(parameter)] == 1 for parameter in module.parameters())
@@ -57,9 +58,10 @@ class PlainMultiheadAttention(nn.Module):
         super().__init__()
         self.keeps_layout = keeps_layout
         self.embed_dim, self.num_heads, self.head_dim = original.embed_dim, original.num_heads, original.head_dim
+        self.heads_dim = self.num_heads * self.head_dim  # less than embed_dim where heads were pruned
         self.batch_first, self.dropout = original.batch_first, original.dropout
         weights: tuple[Tensor, ...] = (original.q_proj_weight, original.k_proj_weight, original.v_proj_weight)
-        if original._qkv_same_embed_dim:
+        if original.in_proj_weight is not None:
             weights = original.in_proj_weight.chunk(3)
         biases = original.in_proj_bias.chunk(3) if original.in_proj_bias is not None else (None,) * 3
         self.q_proj, self.k_proj, self.v_proj = (_linear(w, b) for w, b in zip(weights, biases, strict=True))
@@ -103,10 +105,10 @@ class PlainMultiheadAttention(nn.Module):
         weights = F.dropout(torch.softmax(scores, dim=-1), p=self.dropout, training=self.training)
         heads = torch.matmul(weights, v)
         if self.batch_first:
-            output = self.out_proj(heads.transpose(1, 2).reshape(batch, queries, self.embed_dim))
+            output = self.out_proj(heads.transpose(1, 2).reshape(batch, queries, self.heads_dim))
             output = _laid_out(output, self.training) if self.keeps_layout else output
         else:
-            output = self.out_proj(heads.permute(2, 0, 1, 3).reshape(queries, batch, self.embed_dim))
+            output = self.out_proj(heads.permute(2, 0, 1, 3).reshape(queries, batch, self.heads_dim))
         if unbatched:
             output = output.squeeze(0 if self.batch_first else 1)
         if not need_weights:

@@ -1,0 +1,47 @@
+"""What a forward leaves behind in a model: tensors in plain attributes, computed once and kept for the next run.
+
+A cached value has the widths and the weights of the time when it was computed. When weights are masked or removed it
+is stale, so it is forgotten, and the next forward computes it anew.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+
+
+def forget_run_state(model: nn.Module, fresh: nn.Module) -> None:
+    """Set attributes of `model` that hold tensors back to what they are in `fresh`, which was never run.
+
+    `fresh`: a model of the same structure. What holds tensors there too is no trace of a run, and stays.
+    """
+    originals = dict(fresh.named_modules())
+    for path, module in model.named_modules():
+        original = originals.get(path)
+        if original is None:
+            continue
+        for name, value in list(module.__dict__.items()):
+            if name in _REGISTRIES or not _holds_tensor(value):
+                continue
+            if name not in original.__dict__:
+                del module.__dict__[name]
+            elif not _holds_tensor(original.__dict__[name]):
+                module.__dict__[name] = copy.deepcopy(original.__dict__[name])
+
+
+def _holds_tensor(value: Any) -> bool:
+    return any(True for _ in nested_tensors(value))
+
+
+def nested_tensors(value: Any, depth: int = 4) -> Iterator[Tensor]:
+    """The tensors in plain containers, a few levels down."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, set, dict)) and depth:
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from nested_tensors(item, depth - 1)
