@@ -47,6 +47,9 @@ def quantize(
         int, typer.Option("--group-size", min=0, help="Columns that share a scale; 0: one scale per row.")
     ] = 128,
     symmetric: Annotated[bool, typer.Option("--symmetric", help="Without zero points.")] = False,
+    rotate: Annotated[
+        bool, typer.Option("--rotate", help="Rotate hidden states by Hadamard blocks of a group, folded into weights.")
+    ] = False,
     num_samples: Annotated[
         int | None, typer.Option("--num-samples", min=1, help="Windows of calibration text (64).")
     ] = None,
@@ -125,7 +128,7 @@ def quantize(
             "act_order": False if no_act_order else None,
             "refit": False if no_refit else None,
         }
-        formats: dict[str, Any] = {"method": method, "scale_search": scale_search}
+        formats: dict[str, Any] = {"method": method, "scale_search": scale_search, "rotate": rotate}
         formats |= _given({"bits": bits, "average_bits": average_bits})
         if candidate_bits is not None:
             formats["candidate_bits"] = tuple(dict.fromkeys(options.read_bits(candidate_bits)))

@@ -31,6 +31,7 @@ from sparsebit.llm.load_check import LoadCheck, check_loading, need_reader, vllm
 from sparsebit.llm.model_folder import ModelFolder
 from sparsebit.llm.packed_folder import write_packed_folder
 from sparsebit.llm.recipe import Recipe
+from sparsebit.llm.rotating import remove_rotated, rotated_beside
 from sparsebit.llm.run_folder import FinishedBlock, RunFolder
 from sparsebit.llm.separate_experts import experts_in, routers
 from sparsebit.llm.skeleton import Skeleton
@@ -116,6 +117,9 @@ def quantize(
         need_reader()
     if recipe.is_mixed:
         need_solver()
+    floats = source
+    if recipe.rotate:
+        source = rotated_beside(target, floats, recipe.columns_in_group, trust_remote_code=trust_remote_code)
     skeleton = Skeleton(source, device=device, trust_remote_code=trust_remote_code)
     architecture = architecture_of(skeleton.model)
     _check_experts(skeleton, recipe)
@@ -143,11 +147,13 @@ def quantize(
             found = check_loading(made, tokens[:1, :128], reasons, trust_remote_code=trust_remote_code)
         os.replace(made, target)
     folder.remove()
+    if recipe.rotate:
+        remove_rotated(target)
     result = QuantizedModel(
         target,
         recipe,
         run.formats,
-        _num_bytes(source),
+        _num_bytes(floats),
         _num_bytes(ModelFolder(target)),
         run.bits_per_weight(),
         run.num_resumed,

@@ -32,6 +32,9 @@ class Recipe:
     `sweeps`, how often codes are improved one by one afterwards; `input_correction`, from 0 to 1, how much of the
     difference between quantized and float inputs the weight takes up.
 
+    `rotate`: hidden states are multiplied by Hadamard matrices on blocks as large as a group, folded into the weights;
+    a model whose blocks do not compute the same then is refused.
+
     Mixed bits: with `candidate_bits` (instead of `bits`) and `average_bits`, each layer gets one of the candidates:
     the estimated rise of the loss is smallest, and the mean over all weights is at most `average_bits`.
     """
@@ -47,6 +50,7 @@ class Recipe:
     sweeps: int = 2
     input_correction: float = 1.0
     steps: int = 200
+    rotate: bool = False
     candidate_bits: tuple[int, ...] = ()
     average_bits: float | None = None
 
@@ -58,6 +62,7 @@ class Recipe:
             "scale_search": (self.scale_search in ("none", "nearest", "gptq"), "none, nearest, gptq"),
             "damping": (self.damping >= 0, "0 or more; 0.01 is usual"),
             "sweeps": (self.sweeps >= 0, "0 or more"),
+            "rotate": (not self.rotate or self.columns_in_group > 0, "with groups; give a group_size such as 128"),
             "steps": (self.steps >= 1, "1 or more; 200 is usual"),
             "input_correction": (0 <= self.input_correction <= 1, "0 to 1"),
         }
@@ -103,6 +108,11 @@ class Recipe:
             )
 
     @property
+    def columns_in_group(self) -> int:
+        """Columns that share a scale; 0: all of a row."""
+        return self.group_size if self.float_kind is None else GROUPS[self.float_kind]
+
+    @property
     def float_kind(self) -> FloatKind | None:
         """The kind of float numbers that weights become; None, if they become whole numbers."""
         return next((kind for kind in FLOAT_KINDS if kind == self.method), None)
@@ -133,7 +143,7 @@ class Recipe:
 
     def columns_per_scale(self, in_features: int, name: str) -> int:
         """The group size of a layer of so many columns; a size that does not divide them is refused."""
-        size = (self.group_size if self.float_kind is None else GROUPS[self.float_kind]) or in_features
+        size = self.columns_in_group or in_features
         if in_features % size:
             near = [n for n in (256, 128, 96, 64, 48, 32, 16) if in_features % n == 0]
             raise ConfigError(
