@@ -3,10 +3,11 @@
     python benchmarks/placement.py --json placement.jsonl [--workers 8] [--only 'mobilenet*,resnet*'] [--sizes 96,224]
     python benchmarks/placement.py --summary placement.jsonl
 
-Random weights, batch 1, one thread. The files of a model are open side by side in one process and take turns. All come
-from one trace: float and default as `measure_placement` writes them, the peer's from the float file. `ratio`: of CPU
-time (`time.process_time`), which other processes on the machine hardly change; `wall_ratio` beside it. `sqnr_db`:
-of the outputs against the float file's, on the images of the calibration.
+Random weights (YOLOv5n: its own, with the mAP of every file where pycocotools is installed), batch 1, one thread. The
+files of a model are open side by side in one process and take turns. All come from one trace: float and default as
+`measure_placement` writes them, the peer's from the float file. `ratio`: of CPU time (`time.process_time`), which other
+processes on the machine hardly change; `wall_ratio` beside it. `sqnr_db`: of the outputs against the float file's, on
+images of the calibration.
 
 Each model and size has a process of its own, pinned to one CPU; `--workers` of them run at once, each on its own core.
 Prints one JSON line for each. A run that is started again skips the lines that `--json` has and repeats failures.
@@ -26,8 +27,10 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +55,11 @@ KINDS = ("default", "measured", "ort")
 NUM_SAMPLES = 8
 
 
-def build(name: str, size: int) -> tuple[nn.Module, torch.Tensor]:
-    """The model and calibration images."""
+Score = Callable[[nn.Module], float]
+
+
+def build(name: str, size: int) -> tuple[nn.Module, list[torch.Tensor], str, Score | None]:
+    """The model, calibration batches, the config, and what scores a model where there are labels."""
     from zoo import spread
 
     torch.manual_seed(0)
@@ -61,7 +67,8 @@ def build(name: str, size: int) -> tuple[nn.Module, torch.Tensor]:
         from models import yolov5n
 
         task = yolov5n()
-        return task.model, torch.cat(task.calibration[:NUM_SAMPLES])
+        score = (lambda m: float(task.evaluate(m)[0])) if find_spec("pycocotools") else None
+        return task.model, task.calibration, str(ROOT / "examples/configs/yolo_w8a8.yaml"), score
     torchvision_shim.install()
     if name in _TORCHVISION:
         from torchvision import models
@@ -72,7 +79,7 @@ def build(name: str, size: int) -> tuple[nn.Module, torch.Tensor]:
 
         model = timm.create_model(name, pretrained=False).eval()
     spread(model)
-    return model, torch.randn(NUM_SAMPLES, 3, size, size)
+    return model, [torch.randn(NUM_SAMPLES, 3, size, size)], "onnxruntime", None
 
 
 def measure(name: str, size: int, seconds: float, folder: Path, budget_s: float, *, check: bool) -> dict[str, Any]:
@@ -81,11 +88,12 @@ def measure(name: str, size: int, seconds: float, folder: Path, budget_s: float,
     from sparsebit.deploy.timing import interleaved
     from sparsebit.quantization import measure_placement
 
-    model, images = build(name, size)
+    model, batches, config, score = build(name, size)
+    images = torch.cat(batches)[:NUM_SAMPLES]
     record: dict[str, Any] = {"model": name, "size": size}
-    qmodel = sparsebit.quantize(model, [images], "onnxruntime")
+    qmodel = sparsebit.quantize(model, batches, config)
     start = time.perf_counter()
-    found = measure_placement(qmodel, [images], seconds=seconds, keep=folder)
+    found = measure_placement(qmodel, batches, seconds=seconds, keep=folder)
     record |= {"placement_seconds": round(time.perf_counter() - start, 1), "placement": found.profile.words}
     record["tried"] = [[one.name, round(one.ratio, 3), one.verdict] for one in found.profile.choices]
     if check:
@@ -109,7 +117,22 @@ def measure(name: str, size: int, seconds: float, folder: Path, budget_s: float,
             "cpu_quartiles_ms": [round(one, 3) for one in latency.cpu_quartiles_ms],
             "sqnr_db": None if kind == "float" else round(sqnr_db(outputs["float"], outputs[kind]), 1),
         }
+        if score is not None:
+            record[kind]["score"] = round(score(_File(opened[kind])), 4)
     return record
+
+
+class _File(nn.Module):
+    """A file as a model of one image after the other."""
+
+    def __init__(self, session: Any) -> None:
+        super().__init__()
+        self.session = session
+        self.place = nn.Parameter(torch.zeros(1))  # says which device it is on
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        name = self.session.inputs[0]
+        return torch.cat([torch.from_numpy(self.session.run({name: image[None].numpy()})[0]) for image in images])
 
 
 def _outputs(session: Any, images: torch.Tensor) -> torch.Tensor:
@@ -165,6 +188,10 @@ def summary(file: Path) -> None:
         for key, line in good.items()
         if "ort" in line and line["measured"]["ratio"] > 1.03 * line["ort"]["ratio"]
     ]
+    for (name, _), line in good.items():
+        scores = {kind: line[kind]["score"] for kind in ("float", *KINDS) if "score" in line.get(kind, {})}
+        if scores:
+            print(f"\n{name}: score {scores}")
     print(f"\nslower than float: {slower}\nmore than 3 % behind the peer: {behind}")
     print(f"failed: {[(*key, line['error'][-200:]) for key, line in lines.items() if 'error' in line]}")
 

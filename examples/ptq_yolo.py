@@ -2,6 +2,7 @@
 
     python examples/ptq_yolo.py
     python examples/ptq_yolo.py --config onnxruntime        # the backend's defaults, for comparison
+    python examples/ptq_yolo.py --placement measured        # the layers in integers that are fastest on this machine
 
 The file gives the raw predictions; what picks the boxes (`detections`) stays in Python. mAP needs pycocotools; without
 it the table shows only the SQNR of the predictions. The weights are AGPL-3.0: use them to measure, not to ship.
@@ -90,7 +91,11 @@ def average_precision(truth: Any, ids: list[int], pictures: list[Picture], predi
 
 
 def main() -> None:
-    options = arguments(__doc__, limit="images", config=str(CONFIGS / "yolo_w8a8.yaml")).parse_args()
+    parser = arguments(__doc__, limit="images", config=str(CONFIGS / "yolo_w8a8.yaml"))
+    parser.add_argument("--placement", default="default", help="default, measured, or the file of a placement")
+    parser.add_argument("--placement-seconds", type=float, default=60.0, help="about how long placements are tried")
+    parser.add_argument("--save-placement", type=Path, metavar="FILE", help="keep what --placement measured finds")
+    options = parser.parse_args()
     sys.path.insert(0, str(existing(options.data / "yolov5n")))
     from yolov5n_plain import load  # the architecture stands beside its weights
 
@@ -99,7 +104,15 @@ def main() -> None:
     pictures, ids = [letterbox(file) for file in files], [int(file.stem) for file in files]
     calibration = [letterbox(file)[0] for file in sorted((coco / "train2017").glob("*.jpg"))[: options.limit]]
 
-    qmodel = sparsebit.quantize(model, calibration, options.config)
+    qmodel = sparsebit.quantize(
+        *(model, calibration, options.config),
+        placement=options.placement,
+        placement_seconds=options.placement_seconds,
+    )
+    if qmodel.placement is not None:
+        print(qmodel.placement, file=sys.stderr)
+        if options.save_placement is not None:
+            qmodel.placement.save(options.save_placement)
 
     exported = export(qmodel, options, "yolov5n", example=calibration[0], free={0: "batch"}, check=calibration)
 

@@ -282,9 +282,10 @@ class _RegionPlanner:
 
         A concat needs that of all its inputs: beside scores, coordinates that were computed in float would share the
         scores' grid. So does a product (the gate of squeeze and excitation), and of two tensors: factors that are
-        numbers or parameters scale boxes, or belong to a norm. An add looks no further than the next add or concat, and
-        not through moves that make tokens of an image: the stem's convolution does not make a transformer's residual
-        stream a CNN's.
+        numbers or parameters scale boxes, or belong to a norm. One of the two is on a grid already: behind an
+        activation that runs in float (hard swish), a product in integers adds a conversion. An add looks no further
+        than the next add or concat, and not through moves that make tokens of an image: the stem's convolution does not
+        make a transformer's residual stream a CNN's.
         """
         row = self.rows[node]
         stops = _ENDS_FOR_ADDS if row.name == "add" else frozenset()
@@ -292,7 +293,7 @@ class _RegionPlanner:
 
     def _is_fed(self, node: fx.Node, row: OpRow, stops: frozenset[str]) -> bool:
         sources = self._tensors(node)
-        if row.name == "mul" and len(sources) < 2:
+        if row.name == "mul" and (len(sources) < 2 or not any(self._is_on_grid(source) for source in sources)):
             return False
         among = all if row.name in _FED_BY_ALL else any
         return among(self._comes_from_conv(source, stops) for source in sources)
@@ -301,13 +302,22 @@ class _RegionPlanner:
         row = self.rows.get(node)
         if row is None or row.name == "conv":
             return row is not None
-        is_product = row.name == "mul" and row.name in self.profile.conv_fed  # one that runs in integers itself
+        is_product = row.name == "mul" and chain_end(node, self.absorbed) in self.out.outputs  # it runs in integers
         keeps = row.kind is OpKind.TRANSPARENT or row.is_activation or row.name in _INTEGER_PATH or is_product
         if row.name in stops or not keeps:
             return False
         if (node, stops) not in self.conv_fed:
             self.conv_fed[node, stops] = self._is_fed(node, row, stops)
         return self.conv_fed[node, stops]
+
+    def _is_on_grid(self, node: fx.Node) -> bool:
+        """Whether the value is a quantized output, or one that was only moved since."""
+        while node not in self.out.outputs:
+            row, sources = self.rows.get(node), self._tensors(node)
+            if row is None or not sources or not keeps_grid(row, node, self.root):
+                return False
+            node = sources[0]
+        return True
 
     def _tensors(self, node: fx.Node) -> list[fx.Node]:
         return [source for source in node.all_input_nodes if source not in self.python]

@@ -356,3 +356,22 @@ class Gated(nn.Module):
 @pytest.mark.parametrize(("backend", "expected"), [("onnxruntime", {"mul"}), ("openvino", set())])
 def test_a_gate_of_convolutions_is_multiplied_in_integers(backend: str, expected: set[str]) -> None:
     assert {name.partition(".")[0] for name in placed(Gated().eval(), backend=backend) if "mul" in name} == expected
+
+
+class Swished(nn.Module):
+    """The gate's other operand comes from an activation that ONNX Runtime runs in float."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.stem, self.activation, self.last = nn.Conv2d(3, 4, 3), activation, nn.Conv2d(4, 4, 1)
+        self.gate = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.activation(self.stem(x))
+        return self.last(x * self.gate(x.mean((2, 3), keepdim=True)).sigmoid())
+
+
+@pytest.mark.parametrize(("activation", "expected"), [(nn.SiLU(), True), (nn.ReLU(), True), (nn.Hardswish(), False)])
+def test_a_product_behind_a_float_activation_stays_float(activation: nn.Module, expected: bool) -> None:
+    found = placed(Swished(activation).eval(), backend="onnxruntime")
+    assert any(name.startswith("mul") for name in found) == expected
