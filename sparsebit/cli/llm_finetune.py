@@ -128,7 +128,7 @@ def finetune(
         made = run(
             model, data, output, tuning, save_every=save_every, device=device, trust_remote_code=trust_remote_code
         )
-        if not is_first_process():
+        if not llm_options.is_first_process():
             return
         record = asdict(made) | {"folder": str(made.folder)}
         facts = {
@@ -190,10 +190,3 @@ def merge(
         if made.perplexity_merged is not None:
             facts["perplexity"] = f"{made.perplexity_with_adapter:.3f} -> {made.perplexity_merged:.3f}"
         out.result(asdict(made) | {"folder": str(made.folder)}, facts_table(facts))
-
-
-def is_first_process() -> bool:
-    """Whether this process speaks: under torchrun the first one alone does."""
-    import os
-
-    return os.environ.get("RANK", "0") == "0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +31,11 @@ Activations = Annotated[
         help="On a CPU, how far kernels may round the inputs of packed layers; a probe takes the fastest.",
     ),
 ]
+
+
+def is_first_process() -> bool:
+    """Whether this process tells the result: under torchrun the first one alone does."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def load_model(

@@ -150,7 +150,8 @@ def quantize(
             trust_remote_code=trust_remote_code,
         )
         tables = [*_allocation_table(made.allocation), *_experts_table(made.experts)]
-        out.result(_record(made), *tables, facts_table(_facts(made)))
+        if llm_options.is_first_process():
+            out.result(_record(made), *tables, facts_table(_facts(made)))
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError
+from sparsebit.execution.distributed import gather
 from sparsebit.execution.value_store import MIB, SharedData
 from sparsebit.graph.nested import map_nested, tensors_of
 from sparsebit.llm.architectures import Architecture, Stages, blocks_of, linears, stages_of
+from sparsebit.llm.process_group import Rank
 from sparsebit.llm.separate_experts import experts_in
 from sparsebit.llm.skeleton import Skeleton
 from sparsebit.numerics.hessian import InputMoments
@@ -41,7 +43,7 @@ class BlockWalk:
     """`tokens (samples, length)` on their way through the model of a skeleton.
 
     `with_float`: keep the float model's stream too. `memory_budget`: bytes of hidden states in memory; the rest is on
-    disk.
+    disk. `rank`: of several processes; each walks its share of the batches, and moments are of all of them.
     """
 
     def __init__(
@@ -53,10 +55,19 @@ class BlockWalk:
         with_float: bool,
         batch_size: int = 4,
         memory_budget: int = 1024 * MIB,
+        rank: Rank | None = None,
     ) -> None:
         self.skeleton, self.architecture, self.with_float = skeleton, architecture, with_float
         self.blocks = blocks_of(skeleton.model, architecture)
         self.batches: tuple[Tensor, ...] = tokens.split(batch_size)
+        self.rank = rank
+        if rank is not None and rank.count > 1:
+            if len(self.batches) < rank.count:
+                raise ConfigError(
+                    f"{len(tokens)} samples in batches of {batch_size} are {len(self.batches)} batches for "
+                    f"{rank.count} processes: give more samples, a smaller batch size or fewer processes"
+                )
+            self.batches = self.batches[rank.number :: rank.count]
         self.memory_budget, self.num_samples = memory_budget, len(tokens)
         self.store = SharedData(device_bytes=memory_budget, host_bytes=memory_budget)
         self._calls: dict[tuple[int, int], list[_Call]] = {}
@@ -118,7 +129,7 @@ class BlockWalk:
                 found.add(_rows(x), _rows(other.to(x)))
             else:
                 found.add(_rows(x))
-        return found
+        return self._over_ranks(found)
 
     @torch.no_grad()
     def moments_together(self, changed: nn.Module, stages: Stages) -> dict[str, InputMoments]:
@@ -134,7 +145,16 @@ class BlockWalk:
                 self.run(changed, self._number, index, self.store.get(("changed", self._number, index)))
             for name, x in taken.items():
                 found[name].add(_rows(x))
-        return found
+        return {name: self._over_ranks(moments) for name, moments in found.items()}
+
+    def _over_ranks(self, moments: InputMoments) -> InputMoments:
+        """The moments of all processes, added in the order of their ranks: the same on each."""
+        if self.rank is None or self.rank.count == 1:
+            return moments
+        total = InputMoments(moments.dtype)
+        for state in gather(moments.state()):
+            total.merge(InputMoments.from_state(state, self.skeleton.device))
+        return total
 
     def chunks(self, block: nn.Module, stages: Stages) -> Iterator[Stages]:
         """The stages in groups whose second moments fit into the memory budget, or one by one."""

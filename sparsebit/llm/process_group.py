@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from sparsebit.errors import ConfigError
+from sparsebit.errors import ConfigError, SparsebitError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,25 @@ class Rank:
     @property
     def is_first(self) -> bool:
         return self.number == 0
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What `make` gives on rank 0, on every rank; its error is an error on every rank."""
+        if self.count == 1:
+            return make()
+        box: list[Any] = [None, None]
+        cause: Exception | None = None
+        if self.is_first:
+            try:
+                box[0] = make()
+            except Exception as error:
+                box[1], cause = f"{type(error).__name__}: {error}", error
+        dist.broadcast_object_list(box, 0, device=self.device)
+        if cause is not None:
+            raise cause
+        if box[1] is not None:
+            raise SparsebitError(f"rank 0 failed, {box[1]}")
+        found: T = box[0]
+        return found
 
 
 @contextlib.contextmanager

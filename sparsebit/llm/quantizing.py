@@ -30,6 +30,7 @@ from sparsebit.llm.input_scaling import ScaledInput
 from sparsebit.llm.load_check import LoadCheck, check_loading, need_reader, vllm_reasons
 from sparsebit.llm.model_folder import ModelFolder
 from sparsebit.llm.packed_folder import write_packed_folder
+from sparsebit.llm.process_group import Rank, joined
 from sparsebit.llm.recipe import Recipe
 from sparsebit.llm.rotating import remove_rotated, rotated_beside
 from sparsebit.llm.run_folder import FinishedBlock, RunFolder
@@ -105,6 +106,9 @@ def quantize(
 
     Embeddings, norms and the output layer stay as they are. With mixed bits, a pass over the model estimates what each
     number of bits costs each layer before the first block is quantized; `bit_allocation.json` in the folder tells it.
+
+    Under torchrun the batches of calibration text are split over the processes and their second moments are summed, so
+    that the result is that of one process; rank 0 writes.
     """
     started = time.monotonic()
     recipe = recipe or Recipe()
@@ -117,61 +121,89 @@ def quantize(
         need_reader()
     if recipe.is_mixed:
         need_solver()
-    floats = source
-    if recipe.rotate:
-        source = rotated_beside(target, floats, recipe.columns_in_group, trust_remote_code=trust_remote_code)
-    skeleton = Skeleton(source, device=device, trust_remote_code=trust_remote_code)
-    architecture = architecture_of(skeleton.model)
-    _check_experts(skeleton, recipe)
-    tokens = _tokens(source, recipe, calibration, trust_remote_code)
-    run = _Run(skeleton, architecture, recipe, tokens, batch_size, memory_budget)
-    folder = RunFolder(target.with_name(f"{target.name}.partial"), run.settings())
-    run.allocate(folder)
-    for number in track(range(run.walk.num_blocks), "quantizing blocks"):
-        run.block(number, folder)
-    with staging_folder(target) as staging:
-        made = staging / target.name
-        write_packed_folder(
-            made,
-            skeleton,
-            run.paths,
-            lambda number: _known(folder, number, run.sources),
-            run.formats,
-            run.ignored(),
+    with joined(device) as rank:
+        result = _quantize(
+            source, target, recipe, calibration, batch_size, memory_budget, rank, check, trust_remote_code
         )
-        if run.allocation is not None:
-            (made / ALLOCATION).write_text(run.allocation.to_json() + "\n", encoding="utf-8")
-        found = None
-        if check:
-            reasons = vllm_reasons(run.formats, run.fused)
-            found = check_loading(made, tokens[:1, :128], reasons, trust_remote_code=trust_remote_code)
-        os.replace(made, target)
-    folder.remove()
-    if recipe.rotate:
-        remove_rotated(target)
-    result = QuantizedModel(
-        target,
-        recipe,
-        run.formats,
-        _num_bytes(floats),
-        _num_bytes(ModelFolder(target)),
-        run.bits_per_weight(),
-        run.num_resumed,
-        time.monotonic() - started,
-        found,
-        run.allocation,
-        run.experts,
-        run.scaled_inputs,
-    )
     log.info(
         "%s: %d layers, %.2f bits a weight, %.1f MB of %.1f MB",
         target,
-        len(run.formats),
+        len(result.formats),
         result.bits_per_weight,
         result.packed_bytes / 1e6,
         result.float_bytes / 1e6,
     )
-    return result
+    return replace(result, seconds=time.monotonic() - started)
+
+
+def _quantize(
+    source: ModelFolder,
+    target: Path,
+    recipe: Recipe,
+    calibration: Calibration | None,
+    batch_size: int,
+    memory_budget: int,
+    rank: Rank,
+    check: bool,
+    trust_remote_code: bool,
+) -> QuantizedModel:
+    """The part of `quantize` that all processes of torchrun do together."""
+    floats = source
+    if recipe.rotate:
+        size = recipe.columns_in_group
+        rotated = rank.from_first(
+            lambda: rotated_beside(target, floats, size, trust_remote_code=trust_remote_code).path
+        )
+        source = ModelFolder(rotated)
+    skeleton = Skeleton(source, device=rank.device, trust_remote_code=trust_remote_code)
+    architecture = architecture_of(skeleton.model)
+    _check_experts(skeleton, recipe)
+    tokens = _tokens(source, recipe, calibration, trust_remote_code)
+    run = _Run(skeleton, architecture, recipe, tokens, batch_size, memory_budget, rank)
+    partial, settings = target.with_name(f"{target.name}.partial"), run.settings()
+    folder = rank.from_first(lambda: RunFolder(partial, settings))  # the others never touch its files
+    run.allocate(folder)
+    for number in track(range(run.walk.num_blocks), "quantizing blocks"):
+        run.block(number, folder)
+
+    def write() -> LoadCheck | None:
+        with staging_folder(target) as staging:
+            made = staging / target.name
+            write_packed_folder(
+                made,
+                skeleton,
+                run.paths,
+                lambda number: _known(folder, number, run.sources),
+                run.formats,
+                run.ignored(),
+            )
+            if run.allocation is not None:
+                (made / ALLOCATION).write_text(run.allocation.to_json() + "\n", encoding="utf-8")
+            found = None
+            if check:
+                reasons = vllm_reasons(run.formats, run.fused)
+                found = check_loading(made, tokens[:1, :128], reasons, trust_remote_code=trust_remote_code)
+            os.replace(made, target)
+        folder.remove()
+        if recipe.rotate:
+            remove_rotated(target)
+        return found
+
+    checked = rank.from_first(write)
+    return QuantizedModel(
+        target,
+        recipe,
+        run.formats,
+        _num_bytes(floats),
+        rank.from_first(lambda: _num_bytes(ModelFolder(target))),
+        run.bits_per_weight(),
+        run.num_resumed,
+        0.0,
+        checked,
+        run.allocation,
+        run.experts,
+        run.scaled_inputs,
+    )
 
 
 class _Run:
@@ -185,7 +217,9 @@ class _Run:
         tokens: Tensor,
         batch_size: int,
         memory_budget: int,
+        rank: Rank,
     ) -> None:
+        self.rank = rank
         self.skeleton, self.architecture, self.recipe, self.tokens = skeleton, architecture, recipe, tokens
         self.walk = BlockWalk(
             skeleton,
@@ -194,6 +228,7 @@ class _Run:
             with_float=recipe.needs_float_inputs,
             batch_size=batch_size,
             memory_budget=memory_budget,
+            rank=rank,
         )
         self.batch_size, self.memory_budget = batch_size, memory_budget
         self.allocation: BitAllocation | None = None
@@ -226,7 +261,7 @@ class _Run:
         """Choose the bits of each layer, if they are mixed; an interrupted run has chosen already."""
         if not self.recipe.is_mixed:
             return
-        known = folder.note(ALLOCATION)
+        known = self.rank.from_first(lambda: folder.note(ALLOCATION))
         if known is not None:
             self.allocation = BitAllocation.from_json(known, str(folder.path / ALLOCATION))
             return
@@ -240,8 +275,10 @@ class _Run:
         )
         found = bit_costs(walk, self.recipe, self.paths)
         assert self.recipe.average_bits is not None
-        self.allocation = allocate(found.costs, found.num_weights, found.fused, self.recipe.average_bits)
-        folder.keep_note(ALLOCATION, self.allocation.to_json())
+        average = self.recipe.average_bits
+        chosen = self.rank.from_first(lambda: allocate(found.costs, found.num_weights, found.fused, average))
+        self.allocation = chosen
+        self.rank.from_first(lambda: folder.keep_note(ALLOCATION, chosen.to_json()))
         log.info("%.3f bits a weight in the mean, loss + %.4f nats", self.allocation.average_bits, self.allocation.cost)
 
     def recipe_of(self, layer: str) -> Recipe:
@@ -254,14 +291,19 @@ class _Run:
             self.walk.start()
         original = self.skeleton.fill(self.paths[number])
         source = digest(dict(original.named_parameters()))
-        finished = folder.read(number, source)
+        finished = self.rank.from_first(lambda: folder.read(number, source))
         stages = self._stages(original)
         changed = copy.deepcopy(original)
         if self.recipe.needs_text:
             self.walk.run_float(original, stages)
         if finished is None:
-            finished = self.rounding.round(original, changed, stages, self.paths[number])
-            folder.write(number, source, finished)
+            rounded = self.rounding.round(original, changed, stages, self.paths[number])
+
+            def kept() -> FinishedBlock:
+                folder.write(number, source, rounded)
+                return rounded
+
+            finished = self.rank.from_first(kept)
         else:
             self.num_resumed += 1
         put_block(changed, finished)

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError
-from sparsebit.execution.distributed import once
 from sparsebit.folders import flush, staging_folder
 from sparsebit.llm.finetuning.instructions import Sample, read_instructions
 from sparsebit.llm.finetuning.optimizers import make_optimizer, resolve_optimizer
@@ -99,8 +98,7 @@ def finetune(
         settings = _settings(tuning, samples, backbone, dtype)
         run = _Training(backbone, samples, tuning, rank, _pad_token(tokenizer), str(model))
         partial = target.with_name(f"{target.name}.partial")
-        if rank.is_first:
-            RunFolder(partial, settings | {"optimizer": run.optimizer_name})
+        rank.from_first(lambda: RunFolder(partial, settings | {"optimizer": run.optimizer_name}).path)
         num_resumed = run.resume(partial)
         with torch.random.fork_rng(devices=[rank.device] if rank.device.type == "cuda" else []):
             for step in track(range(num_resumed, run.num_steps), "fine-tuning"):
@@ -119,7 +117,7 @@ def finetune(
             num_resumed,
             time.monotonic() - started,
         )
-        once("fine-tuning: writing the adapter", lambda: _write(target, run.peft_model, found, partial))
+        rank.from_first(lambda: _write(target, run.peft_model, found, partial))
     log.info("%s: %d steps, loss %.4f -> %.4f", target, len(found.losses), found.losses[0], found.losses[-1])
     return found
 
@@ -161,10 +159,7 @@ class _Training:
 
     def resume(self, folder: Path) -> int:
         """Take up the newest state that rank 0 finds; how many steps are done."""
-        states = [newest_state(folder, self.optimizer) if self.rank.is_first else None]
-        if self.rank.count > 1:
-            dist.broadcast_object_list(states, 0, device=self.rank.device)
-        state = states[0]
+        state = self.rank.from_first(lambda: newest_state(folder, self.optimizer))
         if state is None:
             return 0
         restore_parameters(self.parameters, state.parameters)
