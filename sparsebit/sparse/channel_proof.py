@@ -24,6 +24,8 @@ from sparsebit.sparse.labels import FIXED, LabelSets
 from sparsebit.sparse.surgery import Attribute, ChannelPlan, apply_plan, named_tensors
 
 TOLERANCE = 1e-5
+# A linear layer is one of these, or two, by the strides of its input.
+_PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "add"))
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,8 @@ class Bench:
         actual = [step for step in run.steps if not step.is_move]
         previous, alive = 0, self._alive(gone)
         for position, ((index, step), found) in enumerate(zip(expected, actual, strict=False)):
+            if run.error is None and step.name != found.name and {step.name, found.name} <= _PRODUCTS:
+                return None  # strides choose among them (one channel that is left is contiguous): the outputs decide
             wanted = self.expected(step, alive)
             if step.name != found.name or not _fits(wanted, found.shapes):
                 reason = (

@@ -27,6 +27,8 @@ _SHARE = 0.5  # of the units that a proof removes, in the mean
 _SPREAD = 0.3  # of the shares of single groups
 _NUM_DRAWS = 2
 _NUM_REPAIRS = 5  # that are compared where one has carried the run further: two attributes may have the same number
+_READS = frozenset(("_local_scalar_dense", "is_nonzero", "equal", "allclose"))  # tensors become Python's values
+_FACTORS = (-1.0, 100.0, -100.0, 0.0)  # of inputs, where code reads values
 _NUM_SAMPLES = 2  # with one, a dimension of size 1 could hide an error
 
 
@@ -153,6 +155,7 @@ class _Analysis:
             raise self.trace.error
         for labels in output_labels(self.trace):
             self.sets.pin(labels, "the model returns them")
+        self._visit_other_values(model, call, names, options)
         self._visit_training(model, call, names, options)
         self.pin(pins)
 
@@ -167,6 +170,28 @@ class _Analysis:
             self.sets.pin(torch.tensor(labels), reason)
         self.units, self.spared = units_of(self.sets)
         self.groups = grouped(self.units)
+
+    def _visit_other_values(
+        self, model: nn.Module, call: Call, names: Mapping[int, str], options: Mapping[str, int]
+    ) -> None:
+        """Where code reads values of tensors, other inputs may take other paths: some are tried, and tied too."""
+        readers = sorted({step.where for step in self.trace.steps if step.name in _READS})
+        if not readers:
+            return
+        for factor in _FACTORS:
+
+            def scaled(x: Tensor, factor: float = factor) -> Tensor:
+                return x * factor if x.is_floating_point() else x
+
+            run = watch(model, map_nested(Tensor, scaled, call), self.sets, names, options)
+            for labels in output_labels(run):
+                self.sets.pin(labels, "the model returns them")
+        self.notes.append(
+            f"{readers[0] or 'the model'}"
+            + (f" and {len(readers) - 1} more" if len(readers) > 1 else "")
+            + ": code reads "
+            "values of tensors, and may take a path that the example does not take; compare on your data after shrink()"
+        )
 
     def _visit_training(
         self, model: nn.Module, call: Call, names: Mapping[int, str], options: Mapping[str, int]
