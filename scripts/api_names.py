@@ -50,6 +50,9 @@ GROUPS: dict[str, dict[str, str]] = {
         "own sparsity": "register_criterion Evidence scale_penalty register_sparser Sparser register_smodule SparseOpr "
         "SMODULE_MAP",
     },
+    "sparsebit.compress": {
+        "channels and bits": "choose_channels_and_bits JointChoice",
+    },
     "sparsebit.llm": {
         "quantizing language models": "quantize Recipe Calibration QuantizedModel convert ConvertedModel BitAllocation "
         "LayerBits LoadCheck ExpertCalibration ScaledInput ARCHITECTURES Architecture",

@@ -77,25 +77,35 @@ def check_budgets(budgets: Mapping[str, float]) -> None:
         raise ConfigError(f"no budget was given; allowed: {', '.join(BUDGETS)}")
 
 
-def search_ratios(
+@dataclass(frozen=True)
+class RatioOptions:
+    """What may be chosen: for each group its ratios, what each costs, the units that it removes, and all weights."""
+
+    ratios: Mapping[str, Sequence[float]]
+    costs: Mapping[str, Sequence[float]]
+    dead: Callable[[str, float], list[Unit]]
+    weights: Sequence[LayerWeight]
+
+    @property
+    def removed(self) -> dict[str, list[list[Unit]]]:
+        """The units of each group at each of its ratios."""
+        return {name: [self.dead(name, ratio) for ratio in ratios] for name, ratios in self.ratios.items()}
+
+
+def ratio_options(
     model: nn.Module,
     groups: Mapping[str, Group],
     scores: Mapping[str, Tensor],
     ratios: Mapping[str, Sequence[float]],
-    budgets: Mapping[str, float],
     *,
     calls: Sequence[Call],
-    plan: Callable[[list[Unit]], ChannelPlan],
-    example: Any,
     sizes: Mapping[str, tuple[int, ...]],
     round_to: int = 1,
-    clock: Callable[[], Clock] | None = None,
-) -> RatioChoice:
-    """The ratio of each group, out of `ratios`, with which the smaller model keeps the budgets and loses least.
+) -> RatioOptions:
+    """What each ratio of each group costs on the data.
 
-    `scores`: of the units of each group. `plan`: what removes units. `sizes`: the shapes of all tensors, of which
-    widths stay multiples of `round_to`. MACs and bytes are counted on the smaller model itself, and its time is
-    measured by `clock`.
+    `scores`: of the units of each group. `sizes`: the shapes of all tensors, of which widths stay multiples of
+    `round_to`.
     """
     costs = measured_costs(model, groups, scores, ratios, calls)
 
@@ -103,9 +113,25 @@ def search_ratios(
         units = select_by_group([groups[name]], [scores[name]], [ratio])
         return rounded([groups[name]], units, sizes, round_to) if round_to > 1 else units
 
-    removed = {name: [dead(name, ratio) for ratio in ratios[name]] for name in groups}
-    weights, before = weights_of(model, groups, calls[0]), model_size(model, example)
-    search = _Search(model, costs, removed, weights, plan, example, before)
+    return RatioOptions(ratios, costs, dead, weights_of(model, groups, calls[0]))
+
+
+def search_ratios(
+    model: nn.Module,
+    options: RatioOptions,
+    budgets: Mapping[str, float],
+    *,
+    plan: Callable[[list[Unit]], ChannelPlan],
+    example: Any,
+    clock: Callable[[], Clock] | None = None,
+) -> RatioChoice:
+    """The ratio of each group with which the smaller model keeps the budgets and loses least.
+
+    `plan`: what removes units. MACs and bytes are counted on the smaller model itself, and its time is measured by
+    `clock`.
+    """
+    before = model_size(model, example)
+    search = _Search(model, options.costs, options.removed, options.weights, plan, example, before)
     limits = {
         name: limit if limit <= 1 else limit / getattr(before, name)
         for name, limit in budgets.items()
@@ -117,14 +143,14 @@ def search_ratios(
         assert clock is not None
         running = clock()
         points = {
-            ratio: {name: dead(name, ratio if len(ratios[name]) > 1 else ratios[name][0]) for name in groups}
-            for ratio in POINTS
+            point: {name: options.dead(name, point if len(own) > 1 else own[0]) for name, own in options.ratios.items()}
+            for point in POINTS
         }
-        search.weights = timed_weights(weights, points, running)
+        search.weights = timed_weights(options.weights, points, running)
         found, latency = search.in_time(limits, budgets[LATENCY], running)
-    chosen = {name: ratios[name][found.options[name]] for name in groups}
-    final = {name: costs[name][found.options[name]] for name in groups}
-    return RatioChoice(chosen, final, before, found.after, latency)
+    chosen = {name: own[found.options[name]] for name, own in options.ratios.items()}
+    costs = {name: options.costs[name][place] for name, place in found.options.items()}
+    return RatioChoice(chosen, costs, before, found.after, latency)
 
 
 @dataclass(frozen=True)

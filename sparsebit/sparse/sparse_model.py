@@ -29,7 +29,16 @@ from sparsebit.sparse.example_guess import guessed_example
 from sparsebit.sparse.group_search import ChannelGroups, find_groups
 from sparsebit.sparse.labels import FIXED
 from sparsebit.sparse.latency_table import Clock
-from sparsebit.sparse.ratio_search import CANDIDATES, RatioChoice, check_budgets, group_name, search_ratios
+from sparsebit.sparse.ratio_config import config_of_ratios
+from sparsebit.sparse.ratio_search import (
+    CANDIDATES,
+    RatioChoice,
+    RatioOptions,
+    check_budgets,
+    group_name,
+    ratio_options,
+    search_ratios,
+)
 from sparsebit.sparse.reconstruction import LayerFit, fit_layers
 from sparsebit.sparse.run_state import forget_run_state
 from sparsebit.sparse.sparse_config import SparseConfig, parse_sconfig
@@ -217,6 +226,29 @@ class SparseModel(nn.Module):
         it is within 5 % of what was asked. `stopwatch`: what measures, for tests.
         """
         check_budgets(budgets)
+        listed = list(batches)
+        options = self.ratio_options(listed, candidates=candidates, loss=loss, round_to=round_to)
+        model, device = self.masked_model().eval(), next(self.model.parameters()).device
+        choice = search_ratios(
+            *(model, options, budgets),
+            plan=self.groups.plan,
+            example=self.example_batch,
+            clock=lambda: Clock(
+                model, next(iter(calls(listed, model, device))), self.groups.plan, num_threads, stopwatch
+            ),
+        )
+        self._ratios = dict(choice.ratios)
+        return choice
+
+    def ratio_options(
+        self,
+        batches: Iterable[Any],
+        *,
+        candidates: Sequence[float] = CANDIDATES,
+        loss: Loss | None = None,
+        round_to: int = 1,
+    ) -> RatioOptions:
+        """What each ratio of each group would cost, measured on the batches: what `choose_ratios` chooses from."""
         sparser = self.config.SPARSER
         if not sparser.is_structured or sparser.SCOPE == "global":
             raise ConfigError(
@@ -228,21 +260,20 @@ class SparseModel(nn.Module):
         evidence = gather_evidence(self.model, rule.needs, listed, loss, sparser.STRATEGY)
         scores = {name: found for name, entry in evidence.items() if (found := rule.score(entry)) is not None}
         groups = {group_name(group): group for group in self._wanted_groups()}
-        unit_score = {name: unit_scores(group, scores, sparser.STRATEGY) for name, group in groups.items()}
-        ratios = {name: self._candidates(group, candidates) for name, group in groups.items()}
-        device = next(self.model.parameters()).device
-        model, inputs = self.masked_model().eval(), list(calls(listed, self.model, device))
-        choice = search_ratios(
-            *(model, groups, unit_score, ratios, budgets),
-            calls=inputs,
-            plan=self.groups.plan,
-            example=self.example_batch,
+        return ratio_options(
+            self.masked_model().eval(),
+            groups,
+            {name: unit_scores(group, scores, sparser.STRATEGY) for name, group in groups.items()},
+            {name: self._candidates(group, candidates) for name, group in groups.items()},
+            calls=list(calls(listed, self.model, next(self.model.parameters()).device)),
             sizes=self.groups.bench.sizes,
             round_to=round_to,
-            clock=lambda: Clock(model, inputs[0], self.groups.plan, num_threads, stopwatch),
         )
-        self._ratios = dict(choice.ratios)
-        return choice
+
+    def config_of(self, ratios: Mapping[str, float]) -> SparseConfig:
+        """The config that alone gives each group this ratio (`RatioChoice.ratios`), by the names of its layers."""
+        layers = {group_name(group): _layers_of(group) for group in self._wanted_groups()}
+        return config_of_ratios(self.config, {name: layers[name] for name in ratios}, ratios)
 
     def _candidates(self, group: Group, candidates: Sequence[float]) -> list[float]:
         names = _layers_of(group)

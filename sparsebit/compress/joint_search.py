@@ -1,0 +1,249 @@
+"""`choose_channels_and_bits`: how many channels go and how many bits weights have, in one integer program.
+
+Each group of channels is an item, and its options are pairs: a ratio, and the bits of the weights that make these
+channels. So layers that write the same channels (a residual stream) have the same bits. A weight that makes no channels
+that can go (the last layer) is an item with its bits alone. What an option costs is the noise of the model's output,
+relative to its signal, when the group alone is pruned so far and its weights alone have these bits: both are measured.
+Bytes and bit operations of a weight are a product of its bits and of what is left of its two axes: a pair of items.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from sparsebit.config.reading import Source
+from sparsebit.config.schema import QuantConfig
+from sparsebit.errors import ConfigError
+from sparsebit.graph.copying import copy_model
+from sparsebit.numerics.choice_program import Budget, choose
+from sparsebit.quantization.mixed_precision.bit_config import with_bits
+from sparsebit.quantization.mixed_precision.sensitivity import sensitivity
+from sparsebit.quantization.post_training import quantize
+from sparsebit.quantization.quant_model import QuantModel
+from sparsebit.quantization.sites import split_site
+from sparsebit.sparse.layer_budgets import LayerWeight
+from sparsebit.sparse.ratio_search import CANDIDATES, RatioOptions
+from sparsebit.sparse.sparse_config import SparseConfig
+from sparsebit.sparse.sparse_model import SparseModel
+from sparsebit.sparse.surgery import apply_plan
+
+log = logging.getLogger(__name__)
+
+BUDGETS = ("bytes", "bops")
+_FLOAT_BITS = 32
+_GAP = 1e-3
+
+
+@dataclass(frozen=True)
+class JointChoice:
+    """What was found. Both configs alone rebuild it: prune by `sconfig`, shrink, then quantize by `qconfig`.
+
+    `ratios`: of each group. `bits`: of each weight. `cost`: the sum of the noise of all choices. `spent`: the bytes or
+    bit operations of the smaller, quantized model as shares of the dense float model's; `limits`: what was allowed.
+    """
+
+    sconfig: SparseConfig
+    qconfig: QuantConfig
+    ratios: Mapping[str, float]
+    bits: Mapping[str, int]
+    cost: float
+    spent: Mapping[str, float]
+    limits: Mapping[str, float]
+
+    def __str__(self) -> str:
+        lines = [f"{name}: {self.spent[name]:.4f} of the dense float model's, {limit:g} allowed"
+                 for name, limit in self.limits.items()]  # fmt: skip
+        lines += [f"  {ratio:6.3f} of the channels of {name} go" for name, ratio in self.ratios.items()]
+        return "\n".join([*lines, *(f"  {count:2d} bits  {name}" for name, count in self.bits.items())])
+
+
+def choose_channels_and_bits(
+    model: nn.Module,
+    batches: Iterable[Any],
+    budgets: Mapping[str, float],
+    *,
+    sconfig: Source | SparseConfig = "{SPARSER: {TYPE: structured}}",
+    qconfig: Source | QuantConfig = "onnxruntime",
+    weight_bits: Sequence[int] = (4, 8),
+    candidates: Sequence[float] = CANDIDATES,
+    round_to: int = 1,
+) -> JointChoice:
+    """The ratio of each group of channels and the bits of each weight that together keep the budgets and lose least.
+
+    `budgets`: "bytes" of all parameters with the scales of weights, "bops" (products of the bits of a layer's weight
+    and input, times its multiplications): shares of what the dense float model has. `weight_bits`: the candidates;
+    activations keep what `qconfig` says. `round_to`: as `shrink` will be called. The model stays as it is.
+
+    >>> found = choose_channels_and_bits(model, batches, {"bytes": 0.12})  # doctest: +SKIP
+    >>> smodel = SparseModel(model, found.sconfig, batches[0])  # doctest: +SKIP
+    >>> smodel.calc_params()  # doctest: +SKIP
+    >>> qmodel = sparsebit.quantize(smodel.shrink(), batches, found.qconfig)  # doctest: +SKIP
+    """
+    _check(budgets)
+    listed = list(batches)
+    smodel = SparseModel(model, sconfig, listed[0] if listed else None).eval()
+    options = smodel.ratio_options(listed, candidates=candidates, round_to=round_to)
+    qmodel = quantize(model, listed, qconfig)
+    scores = sensitivity(qmodel, listed, method="sqnr", weight_bits=weight_bits, activation_bits=()).scores
+    weights = {weight.name for weight in options.weights}
+    noise = {site: row for site, row in scores.items() if site in weights}
+    program = _Program(options, noise, _activation_bits(qmodel))
+    limits = dict(budgets)
+    while True:
+        places, cost = program.solve(limits)
+        ratios = {name: own[program.ratio_place(name, places)] for name, own in options.ratios.items()}
+        bits = {site: program.bits_of(site, places) for site in noise}
+        small = copy_model(smodel.masked_model())
+        apply_plan(
+            small, smodel.groups.plan([unit for name, ratio in ratios.items() for unit in options.dead(name, ratio)])
+        )
+        spent = program.shares(places)
+        if "bytes" in budgets:  # counted, with what the program does not know: buffers, scales
+            spent["bytes"] = _num_bytes(small, bits) / _num_bytes(smodel.model, {})
+        over = {name: spent[name] / limit for name, limit in budgets.items()}
+        if max(over.values()) <= 1:
+            break
+        limits = {name: limit * min(1.0, 0.998 / over[name]) for name, limit in limits.items()}
+    layers = {split_site(site)[0]: count for site, count in bits.items()}
+    changed = with_bits(qmodel.config, qmodel.plan.layers, layers, {})
+    return JointChoice(smodel.config_of(ratios), changed, ratios, bits, cost, spent, dict(budgets))
+
+
+def _check(budgets: Mapping[str, float]) -> None:
+    if not budgets:
+        raise ConfigError(f"no budget was given; allowed: {', '.join(BUDGETS)}")
+    for name, limit in budgets.items():
+        if name not in BUDGETS:
+            raise ConfigError(f"budget {name!r}: allowed: {', '.join(BUDGETS)}")
+        if not 0 < limit <= 1:
+            raise ConfigError(f"budget {name}={limit:g}: a share of the dense float model's, above 0 and up to 1")
+
+
+class _Program:
+    """Items are groups (options: ratio and bits) and weights that no group makes (options: bits)."""
+
+    def __init__(
+        self, options: RatioOptions, noise: Mapping[str, Mapping[int, float]], activation_bits: Mapping[str, int]
+    ) -> None:
+        self.weights, self.noise, self.activation_bits = options.weights, noise, activation_bits
+        self.counts = {name: [len(units) for units in removed] for name, removed in options.removed.items()}
+        made: dict[str, list[LayerWeight]] = {name: [] for name in options.ratios}
+        for weight in self.weights:
+            if weight.name in noise and weight.made:
+                made[weight.made].append(weight)
+        self.options: dict[str, list[tuple[int, int]]] = {}  # (place of the ratio, bits)
+        self.costs: dict[str, list[float]] = {}
+        for name, makers in made.items():
+            allowed = sorted(set.intersection(*(set(noise[w.name]) for w in makers))) if makers else [_FLOAT_BITS]
+            self.options[name] = [(place, bits) for place in range(len(options.ratios[name])) for bits in allowed]
+            self.costs[name] = [
+                options.costs[name][place]
+                + sum(noise[w.name][bits] * (1 - _each(w, name) * self.counts[name][place]) for w in makers)
+                for place, bits in self.options[name]
+            ]
+        for weight in self.weights:
+            if weight.name in noise and not weight.made:
+                item = _own(weight.name)
+                self.options[item] = [(0, bits) for bits in sorted(noise[weight.name])]
+                self.costs[item] = [noise[weight.name][bits] for _, bits in self.options[item]]
+
+    def solve(self, limits: Mapping[str, float]) -> tuple[dict[str, int], float]:
+        found = choose(self.costs, [self._budget(name, limit) for name, limit in limits.items()], gap=_GAP)
+        return dict(found.options), found.cost
+
+    def ratio_place(self, group: str, places: Mapping[str, int]) -> int:
+        return self.options[group][places[group]][0]
+
+    def bits_of(self, weight: str, places: Mapping[str, int]) -> int:
+        item = self._item(next(one for one in self.weights if one.name == weight))
+        return self.options[item][places[item]][1] if item else _FLOAT_BITS
+
+    def shares(self, places: Mapping[str, int]) -> dict[str, float]:
+        """What the choice takes, as shares of the dense float model's."""
+        found = {}
+        for name in BUDGETS:
+            total = sum(self._amount(name, weight, 1.0, _FLOAT_BITS, dense=True) for weight in self.weights) or 1.0
+            kept = {group: self.counts[group][self.ratio_place(group, places)] for group in self.counts}
+            spent = sum(
+                self._amount(name, weight, weight.share(kept), self.bits_of(weight.name, places))
+                for weight in self.weights
+            )
+            found[name] = spent / total
+        return found
+
+    def _item(self, weight: LayerWeight) -> str:
+        """The item that decides the bits of a weight; none where it stays float."""
+        if weight.name not in self.noise:
+            return ""
+        return weight.made or _own(weight.name)
+
+    def _amount(self, name: str, weight: LayerWeight, share: float, bits: int, *, dense: bool = False) -> float:
+        if name == "bytes":
+            return weight.bytes * share * bits / _FLOAT_BITS
+        others = _FLOAT_BITS if dense else self.activation_bits.get(weight.name, _FLOAT_BITS)
+        return weight.macs * share * bits * others
+
+    def _budget(self, name: str, limit: float) -> Budget:
+        total = sum(self._amount(name, weight, 1.0, _FLOAT_BITS, dense=True) for weight in self.weights)
+        single: dict[str, list[float]] = {}
+        pairs: dict[tuple[str, str], list[list[float]]] = {}
+        fixed = 0.0
+        for weight in self.weights:
+            items = list(dict.fromkeys(item for item in (self._item(weight), *(g for g, _ in weight.axes)) if item))
+            if not items:
+                fixed += self._amount(name, weight, 1.0, _FLOAT_BITS)
+            elif len(items) == 1:
+                row = single.setdefault(items[0], [0.0] * len(self.options[items[0]]))
+                for place in range(len(row)):
+                    row[place] += self._with(name, weight, {items[0]: place})
+            else:
+                one, other = (items[0], items[1]) if (items[1], items[0]) not in pairs else (items[1], items[0])
+                empty = [[0.0] * len(self.options[other]) for _ in self.options[one]]
+                table = pairs.setdefault((one, other), empty)
+                for i, line in enumerate(table):
+                    for j in range(len(line)):
+                        line[j] += self._with(name, weight, {one: i, other: j})
+        return Budget(name, limit * total - fixed, single, pairs)
+
+    def _with(self, name: str, weight: LayerWeight, places: Mapping[str, int]) -> float:
+        """What a weight takes when its items have these options."""
+        counts = {group: self.counts[group][self.options[group][places[group]][0]] for group, _ in weight.axes}
+        item = self._item(weight)
+        return self._amount(
+            name, weight, weight.share(counts), self.options[item][places[item]][1] if item else _FLOAT_BITS
+        )
+
+
+def _own(weight: str) -> str:
+    return f"weight {weight}"
+
+
+def _each(weight: LayerWeight, group: str) -> float:
+    return next(share for name, share in weight.axes if name == group)
+
+
+def _activation_bits(qmodel: QuantModel) -> dict[str, int]:
+    """The bits of what each layer reads, by the name of its weight; a float input is not in it."""
+    found: dict[str, int] = {}
+    for site, entry in qmodel.plan.items():
+        layer = split_site(site)[0]
+        if not site.endswith(".weight"):
+            found.setdefault(f"{layer}.weight", entry.spec.bits)
+    return found
+
+
+def _num_bytes(model: nn.Module, bits: Mapping[str, int]) -> float:
+    """Of parameters and buffers; a weight with bits is packed, with a float scale per row."""
+    buffers = sum(
+        buffer.numel() * buffer.element_size() for buffer in model.buffers() if buffer.dtype.is_floating_point
+    )
+    total = float(buffers)
+    for name, parameter in model.named_parameters():
+        size = parameter.numel()
+        total += size * bits[name] / 8 + 4 * parameter.shape[0] if name in bits else size * parameter.element_size()
+    return total
