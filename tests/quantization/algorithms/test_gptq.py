@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -402,3 +406,38 @@ def test_weights_are_not_fitted_to_few_rows() -> None:
         gptq(qmodel, few, damping=damping)
         errors[damping] = error(qmodel, model, others)
     assert errors["auto"] < 0.9 * errors[0.01]
+
+
+KILLED = """
+import importlib, os, signal, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)  # as here: sums of several threads have other last bits
+from tests.quantization.algorithms.test_gptq import batches, calibrated, float_model
+
+module = importlib.import_module("sparsebit.quantization.algorithms.gptq")
+store_codes = module.store_codes
+
+def dying(quantizer, weight, *args):
+    store_codes(quantizer, weight, *args)  # the layer is changed, and not yet finished
+    if tuple(weight.shape) == (8, 4, 3, 3):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+module.store_codes = dying
+data = batches()
+module.gptq(calibrated(float_model(), data), data, resume=Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_and_ends_with_equal_bits(tmp_path: Path, project_root: Path) -> None:
+    script, folder, data = tmp_path / "killed.py", tmp_path / "kept", batches()
+    script.write_text(KILLED)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(project_root), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, str(script), str(folder)]
+    assert subprocess.run(command, env=environment, timeout=240).returncode == -signal.SIGKILL
+    assert any(folder.rglob("*"))
+    whole, resumed = calibrated(float_model(), data), calibrated(float_model(), data)
+    gptq(whole, data)
+    gptq(resumed, data, resume=folder)
+    assert all(torch.equal(resumed.state_dict()[name], tensor) for name, tensor in whole.state_dict().items())
