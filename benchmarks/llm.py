@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument(
         "--mixed", nargs="*", type=float, default=[], help="average bits of 2, 3 and 4, in groups of 128"
     )
+    parser.add_argument("--steps", type=int, default=200, help="of autoround, for each block")
     parser.add_argument("--decode", action="store_true", help="also: tokens per CPU second, of the first format")
     parser.add_argument("--num-samples", type=int, default=64)
     parser.add_argument("--num-windows", type=int, default=60)
@@ -59,7 +60,11 @@ def main() -> None:
     model = load(source)
     floats, size = perplexity(model, heldout).value, resident_bytes(model)
     print(f"float: perplexity {floats:.2f}, {size / 1e6:.1f} MB in memory")
-    recipes = [Recipe(method, *map(int, name.split("g"))) for name in options.formats for method in options.methods]
+    recipes = [
+        Recipe(method, *map(int, name.split("g")), **({"steps": options.steps} if method == "autoround" else {}))
+        for name in options.formats
+        for method in options.methods
+    ]
     recipes += [Recipe(candidate_bits=(2, 3, 4), average_bits=average) for average in options.mixed]
     for number, recipe in enumerate(recipes):
         with tempfile.TemporaryDirectory() as folder:

@@ -135,6 +135,8 @@ def _compare(readers: Mapping[str, float], source: Path) -> None:
 
 def _is_float4(folder: Path) -> bool:
     """Whether compressed-tensors unpacks the weights to bfloat16, whichever type the model has."""
+    if not (folder / "config.json").is_file():  # a GGUF file
+        return False
     config = ModelFolder(folder).config.get("quantization_config") or {}
     return config.get("format") in (FORMATS["mxfp4"], FORMATS["nvfp4"])
 

@@ -53,6 +53,18 @@ def test_the_table(source: Path) -> None:
     assert "21 linear layers" in shown and "loads it" in shown and "would refuse: 3 bits" in shown
 
 
+def test_experts_and_inputs_that_are_not_scaled_are_shown(tmp_path: Path) -> None:
+    write_text(tmp_path / "text.txt")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8, "num_hidden_layers": 1, "num_local_experts": 2}
+    source = with_tokenizer(saved(tiny_model("mixtral", **sizes), tmp_path / "model"))
+    common = ("--text", tmp_path / "text.txt", "--length", 4, "--num-samples", 1, "--group-size", 32, "--no-check")
+    shown = " ".join(run("quantize", source, "-o", tmp_path / "a", "--method", "awq", "--symmetric", *common).split())
+    assert "scaled inputs" in shown and "experts share their input" in shown
+    assert "6 of 6 layers got too few tokens" in shown and "layer of an expert" in shown
+    told = run("quantize", source, "-o", tmp_path / "b", *common, code=1)
+    assert "--symmetric" in told
+
+
 def test_convert(source: Path) -> None:
     packed, other = source.parent / "packed", source.parent / "gptq"
     run(
