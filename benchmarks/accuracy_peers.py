@@ -9,7 +9,8 @@ a row with the reason.
 
 `SPARSEBIT_PEERS` names a folder with one folder per package (brevitas, aimet_torch, nncf), each made by `pip install
 --no-deps --target`: packages that want other versions of the same dependency stay apart. Without it they come from the
-environment.
+environment. NNCF compiles an extension at its first call; where that was killed, a file `lock` is left in
+`~/.cache/torch_extensions`, and every later call waits for it: delete it, or name another `TORCH_EXTENSIONS_DIR`.
 """
 
 from __future__ import annotations

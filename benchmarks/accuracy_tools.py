@@ -140,7 +140,7 @@ def aimet(task: Task, case: Case, *, equalized: bool = False, iterations: int = 
     if equalized:
         equalize_model(model, dummy_input=example)  # folds batch norms too
     else:
-        fold_all_batch_norms(model, dummy_input=example)
+        fold_all_batch_norms(model, tuple(example.shape), dummy_input=example)
     name = "default_config_per_channel.json" if case.weights == "per-channel" else "default_config.json"
     settings = {
         "quant_scheme": QuantScheme.post_training_tf_enhanced,
