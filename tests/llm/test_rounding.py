@@ -99,7 +99,7 @@ def test_a_group_that_does_not_divide_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "awq"}, "method='awq': allowed: rtn, gptq"),
+        ({"method": "spqr"}, "method='spqr': allowed: rtn, gptq, awq"),
         ({"bits": 5}, "bits=5: allowed: 2, 3, 4, 8"),
         ({"group_size": -1}, "group_size=-1"),
         ({"scale_search": "all"}, "allowed: none, nearest, gptq"),
