@@ -114,8 +114,8 @@ def efficientnet_lite0(num_views: int = 1) -> Task:
     return _classifier("efficientnet_lite0", model.eval(), torch.cat(views), x[~held], y[~held], 50)
 
 
-def minilm() -> Task:
-    """STS-B: Spearman correlation of cosine similarities; calibrated on 128 sentences, spread over the dev set.
+def minilm(num_calibration: int = 128) -> Task:
+    """STS-B: Spearman correlation of cosine similarities; calibrated on sentences that are spread over the dev set.
 
     Its parts come from different sources: the first 128 are captions of images alone.
     """
@@ -143,8 +143,8 @@ def minilm() -> Task:
         return dict(tokenizer(sentences, padding=True, truncation=True, max_length=64, return_tensors="pt"))
 
     dev, test = rows("stsb_dev.tsv"), rows("stsb_test.tsv")
-    examples = [row[1] for row in dev[:: len(dev) // 128][:128]]
-    calibration = [tokens(examples[i : i + 16]) for i in range(0, 128, 16)]
+    examples = [row[1] for row in dev[:: max(1, len(dev) // num_calibration)][:num_calibration]]
+    calibration = [tokens(examples[i : i + 16]) for i in range(0, len(examples), 16)]
     sentences = [row[side] for side in (1, 2) for row in test]
     order = sorted(range(len(sentences)), key=lambda i: len(sentences[i]))
 

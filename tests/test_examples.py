@@ -42,6 +42,8 @@ RUNS = {
     "ptq_cifar10": (("numpy",), "--limit 100 --config examples/configs/resnet20_w4a8.yaml"),
     "low_bits_cifar10": (("numpy",), "--limit 64"),
     "prune_cifar10": (("numpy", "scipy"), "--limit 64 --macs 0.8"),
+    "prune_imagenet": (("PIL", "timm", "torchvision", "scipy"), "--limit 8 --model test_resnet --batch-size 4"),
+    "prune_bert": (("transformers", "scipy"), "--tiny --macs 0.8"),
     "ptq_imagenet": (("PIL", "timm", "torchvision"), "--limit 8 --model test_resnet --batch-size 4"),
     "ptq_deit": (("PIL", "timm", "torchvision"), "--limit 4 --batch-size 4"),
     "ptq_yolo": (("PIL", "numpy"), "--limit 2"),
@@ -53,10 +55,10 @@ RUNS = {
     ),
 }
 LOOPS = {"qat_lightning": "lightning", "qat_accelerate": "accelerate"}  # and the packages that run them
-ON_ANY_IMAGES = ("ptq_imagenet", "ptq_deit", "qat_imagenet")  # random weights: these need no data folder
+ON_ANY_IMAGES = ("prune_imagenet", "ptq_imagenet", "ptq_deit", "qat_imagenet")  # random weights: no data folder
 
 
-LONG = ("prune_cifar10", "low_bits_cifar10", "ptq_deit", "ptq_yolo", "qat_imagenet")
+LONG = ("prune_cifar10", "prune_imagenet", "prune_bert", "low_bits_cifar10", "ptq_deit", "ptq_yolo", "qat_imagenet")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in RUNS])
@@ -67,6 +69,8 @@ def test_runs_and_scores_the_file(name: str, request: pytest.FixtureRequest, tmp
     if name in ON_ANY_IMAGES:
         draw(*(tmp_path / "images" / f"{number:04}_noise.png" for number in range(10)), size=64)
         inputs = ["--images", str(tmp_path / "images")]
+    elif "--tiny" in arguments:
+        inputs = []
     else:
         inputs = ["--data", str(request.getfixturevalue("shared_data"))]
     file, kept = tmp_path / "model.onnx", tmp_path / "kept"
