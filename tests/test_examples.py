@@ -24,6 +24,7 @@ from sparsebit.errors import MissingExtraError
 from sparsebit.quantization import QuantModel, parse_qconfig
 from tests import torchvision_shim
 from tests.conftest import ROOT
+from tests.llm.tiny_models import saved, tiny_model, with_tokenizer, write_text
 
 EXAMPLES = ROOT / "examples"
 ONNX = ("onnx", "onnx_ir", "onnxscript", "onnxruntime")
@@ -53,6 +54,10 @@ RUNS = {
         ("PIL", "timm", "torchvision"),
         "--limit 6 --model test_resnet --batch-size 3 --epochs 1 --workers 0 --channels-last --ema 0.9",
     ),
+}
+LANGUAGE_MODELS = {
+    "llm_quantize": "model --text text.txt --heldout text.txt --group-size 32 --num-samples 4 --length 24",
+    "llm_finetune": "out/packed data.jsonl --length 24 --rank 2 --batch-size 2",
 }
 LOOPS = {"qat_lightning": "lightning", "qat_accelerate": "accelerate"}  # and the packages that run them
 ON_ANY_IMAGES = ("prune_imagenet", "ptq_imagenet", "ptq_deit", "qat_imagenet")  # random weights: no data folder
@@ -89,6 +94,23 @@ def test_runs_and_scores_the_file(name: str, request: pytest.FixtureRequest, tmp
     assert exported["ratio"] > 0 and exported["parity"]["outputs"][0]["sqnr_db"] > 15
     assert all(word in shown for word in ("file", "loss", "coverage:", "worst layers:", "parity", "size", "speed"))
     assert record["saved"] == str(kept) and list(kept.glob("*.safetensors"))
+
+
+@pytest.mark.slow
+def test_language_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for package in ("compressed_tensors", "peft"):
+        pytest.importorskip(package)
+    with_tokenizer(saved(tiny_model(num_hidden_layers=1), tmp_path / "model"))
+    write_text(tmp_path / "text.txt")
+    (tmp_path / "data.jsonl").write_text('{"prompt": "say a", "response": "aaa"}\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    for name, arguments in LANGUAGE_MODELS.items():  # the second takes what the first has made
+        monkeypatch.setattr(sys, "argv", [name, *arguments.split(), "-o", "out"])
+        importlib.import_module(name).main()
+        record = json.loads(capsys.readouterr().out)
+        assert record["text"]
+    assert record["losses"] and (tmp_path / "out" / "merged" / "config.json").is_file()
 
 
 @pytest.mark.slow
@@ -140,7 +162,7 @@ def test_a_resumed_run_ends_as_one_that_was_never_interrupted(tmp_path: Path) ->
 def test_every_example_is_run_here_and_told_in_the_readme() -> None:
     names = {file.stem for file in EXAMPLES.glob("*_*.py")} - {"qat_digits"}
     readme = (EXAMPLES / "README.md").read_text(encoding="utf-8")
-    assert names == RUNS.keys() | LOOPS.keys()
+    assert names == RUNS.keys() | LOOPS.keys() | LANGUAGE_MODELS.keys()
     assert [name for name in names if f"[{name}.py]({name}.py)" not in readme] == []
 
 

@@ -32,6 +32,8 @@ DEVELOPER = {
     "benchmarks/deploy.py": {"sparsebit.deploy.timing"},
     "benchmarks/placement.py": {"sparsebit.deploy.timing"},
     "benchmarks/qat_step.py": {"sparsebit.numerics", "sparsebit.quantization.speed"},
+    "examples/llm_finetune.py": {"sparsebit.llm"},
+    "examples/llm_quantize.py": {"sparsebit.llm"},
     "examples/qat_accelerate.py": {"sparsebit.cli.digits"},
     "examples/qat_digits.py": {"sparsebit.cli.digits"},
     "examples/qat_lightning.py": {"sparsebit.cli.digits"},

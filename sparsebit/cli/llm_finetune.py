@@ -81,6 +81,9 @@ def finetune(
             rich_help_panel=_ADAPTER,
         ),
     ] = "",
+    pipeline: Annotated[
+        bool, typer.Option("--pipeline", help="Under torchrun: each process has some of the blocks.")
+    ] = False,
     save_every: Annotated[int, typer.Option("--save-every", min=1, help="Steps between states on disk.")] = 50,
     device: llm_options.Device = "cpu",
     trust_remote_code: llm_options.TrustRemoteCode = False,
@@ -126,7 +129,14 @@ def finetune(
             seed=seed,
         )
         made = run(
-            model, data, output, tuning, save_every=save_every, device=device, trust_remote_code=trust_remote_code
+            model,
+            data,
+            output,
+            tuning,
+            save_every=save_every,
+            device=device,
+            pipeline=pipeline,
+            trust_remote_code=trust_remote_code,
         )
         if not llm_options.is_first_process():
             return

@@ -148,6 +148,10 @@ def _quantize(
     trust_remote_code: bool,
 ) -> QuantizedModel:
     """The part of `quantize` that all processes of torchrun do together."""
+    if rank.count > 1 and recipe.method == "autoround":
+        raise ConfigError(
+            "method='autoround' in several processes: it learns on outputs of blocks, which are not exchanged; use one"
+        )
     floats = source
     if recipe.rotate:
         size = recipe.columns_in_group

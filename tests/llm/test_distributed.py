@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from sparsebit.execution.distributed import is_distributed
 from sparsebit.llm import Calibration, Recipe, finetune, quantize
+from sparsebit.llm.finetuning.pipeline_training import PipelineTraining
 from sparsebit.llm.process_group import joined
 from tests.llm.finetuning.tasks import TUNING, instructions, packed_model
 from tests.llm.tiny_models import write_text
@@ -21,9 +25,25 @@ GPTQ = Recipe(bits=3, group_size=32, sweeps=1)
 
 
 def everything(folder: Path, output: Path) -> None:
-    """What is compared: adapters of data parallel training, and a model that was quantized on text."""
+    """What is compared: adapters of data parallel training and of a pipeline, and quantized models."""
     model, data = folder / "packed-llama-4", folder / "data.jsonl"
     finetune(model, data, output / "adapter", TUNING, save_every=1)
+    plain = replace(TUNING, dropout=0.0, num_epochs=2)
+    pipeline = is_distributed()
+    if pipeline:  # broken off after its second step, and started again
+        step = PipelineTraining.step
+
+        def dying(self: PipelineTraining, number: int) -> None:
+            if number == 2:
+                raise InterruptedError
+            step(self, number)
+
+        PipelineTraining.step = dying  # type: ignore[method-assign]
+        with contextlib.suppress(InterruptedError):
+            finetune(folder / "packed-qwen2-4", data, output / "pipeline", plain, pipeline=True, save_every=1)
+        PipelineTraining.step = step  # type: ignore[method-assign]
+    made = finetune(folder / "packed-qwen2-4", data, output / "pipeline", plain, pipeline=pipeline, save_every=1)
+    assert made.num_resumed == (2 if pipeline else 0)
     calibration = Calibration(folder / "text.txt", num_samples=7, length=16)
     quantize(folder / "float-llama", output / "gptq", GPTQ, calibration, batch_size=2, check=False)
     mixed = Recipe(method="rtn", group_size=32, candidate_bits=(2, 4), average_bits=3.0)
@@ -36,6 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, project_root: Path) -> Path
     pytest.importorskip("peft")
     made = tmp_path_factory.mktemp("distributed")
     packed_model(made)
+    packed_model(made, kind="qwen2", num_hidden_layers=3)
     instructions(made)
     write_text(made / "text.txt")
     (made / "one").mkdir()
@@ -51,14 +72,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory, project_root: Path) -> Path
 
 
 @pytest.mark.slow
-def test_adapters_of_two_processes(folder: Path) -> None:
-    one, two = (load_file(folder / name / "adapter" / "adapter_model.safetensors") for name in ("one", "two"))
+@pytest.mark.parametrize("kind", ["adapter", "pipeline"])
+def test_adapters_of_two_processes(folder: Path, kind: str) -> None:
+    one, two = (load_file(folder / name / kind / "adapter_model.safetensors") for name in ("one", "two"))
     assert one.keys() == two.keys()
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-5, msg=name)
-    losses = [
-        json.loads((folder / name / "adapter" / "training.json").read_text())["losses"] for name in ("one", "two")
-    ]
+    losses = [json.loads((folder / name / kind / "training.json").read_text())["losses"] for name in ("one", "two")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 

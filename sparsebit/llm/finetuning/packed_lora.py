@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,11 +45,21 @@ def add_adapter(
         base_model_name_or_path=base or None,
     )
     config._register_custom_module({QuantLinear: lora_class()})
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        wrapped = peft.get_peft_model(model, config)
+    wrapped = peft.get_peft_model(model, config)
+    _start(wrapped, seed)
     config.base_model_name_or_path = base or None  # peft puts in the name that the config of the model has
     return wrapped
+
+
+@torch.no_grad()
+def _start(wrapped: Any, seed: int) -> None:
+    """Draw the first values of each adapter by the name of its layer: the same, whichever other layers there are."""
+    for name, part in wrapped.get_base_model().named_modules():
+        for own in getattr(part, "lora_A", {}).values():
+            key = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
+            bound = own.weight.shape[1] ** -0.5  # as peft's own: Kaiming's uniform distribution with a = sqrt(5)
+            values = torch.empty(own.weight.shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(key))
+            own.weight.copy_(values)
 
 
 def load_adapter(model: Any, folder: str | os.PathLike[str], *, is_trainable: bool = False) -> Any:

@@ -71,9 +71,9 @@ def plan_epochs(
     return steps
 
 
-def make_batch(samples: Sequence[Sample], rows: Sequence[Sequence[int]], pad_token: int) -> Batch:
-    """The rows of one batch, as long as the longest of them."""
-    width = max(sum(len(samples[number].tokens) for number in row) for row in rows)
+def make_batch(samples: Sequence[Sample], rows: Sequence[Sequence[int]], pad_token: int, *, width: int = 0) -> Batch:
+    """The rows of one batch, as long as the longest of them, or as `width` if that is more; a row may be empty."""
+    width = max(width, *(sum(len(samples[number].tokens) for number in row) for row in rows))
     tokens = torch.full((len(rows), width), pad_token)
     positions = torch.zeros_like(tokens)
     targets = torch.full_like(tokens, IGNORED)

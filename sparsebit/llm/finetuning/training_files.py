@@ -45,7 +45,7 @@ def save_state(folder: Path, state: TrainingState) -> None:
         "optimizer": json.dumps(numbers),
         "sha256": digest(tensors),
     }
-    path = folder / f"step-{state.step:08}.safetensors"
+    path = _file(folder, state.step)
     try:
         with staging_folder(path) as staging:
             save_tensors(tensors, staging / path.name, metadata)
@@ -60,12 +60,21 @@ def save_state(folder: Path, state: TrainingState) -> None:
 
 def newest_state(folder: Path, optimizer: torch.optim.Optimizer) -> TrainingState | None:
     """The last state that was kept; None if there is none."""
-    files = _files(folder)
-    if not files:
-        return None
-    tensors, metadata = load_tensors(files[-1])
+    steps = saved_steps(folder)
+    return state_at(folder, steps[-1], optimizer) if steps else None
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """After how many steps states were kept that are still there, in order."""
+    return [int(path.stem.removeprefix("step-")) for path in _files(folder)]
+
+
+def state_at(folder: Path, step: int, optimizer: torch.optim.Optimizer) -> TrainingState:
+    """The state that was kept after so many steps."""
+    path = _file(folder, step)
+    tensors, metadata = load_tensors(path)
     if metadata.get("sha256") != digest(tensors):
-        raise CheckpointError(f"{files[-1]} is damaged (its checksum differs); remove it to go on from an earlier one")
+        raise CheckpointError(f"{path} is damaged (its checksum differs); remove it to go on from an earlier one")
     entries: dict[int, dict[str, Any]] = {
         int(index): dict(values) for index, values in json.loads(metadata["optimizer"]).items()
     }
@@ -88,6 +97,10 @@ def restore_parameters(parameters: Mapping[str, nn.Parameter], values: Mapping[s
         raise CheckpointError("the state of the training has other adapters than the model; remove it to begin anew")
     for name, parameter in parameters.items():
         parameter.copy_(values[name])
+
+
+def _file(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08}.safetensors"
 
 
 def _files(folder: Path) -> Sequence[Path]:

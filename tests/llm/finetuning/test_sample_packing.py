@@ -9,7 +9,7 @@ from sparsebit.errors import ConfigError
 from sparsebit.llm.finetuning.instructions import Sample
 from sparsebit.llm.finetuning.packing_check import check_packing
 from sparsebit.llm.finetuning.sample_packing import IGNORED, make_batch, pack_samples, plan_epochs
-from sparsebit.llm.finetuning.token_loss import choose_loss, summed_loss, summed_loss_in_blocks
+from sparsebit.llm.finetuning.token_loss import choose_loss, forward, summed_loss, summed_loss_in_blocks
 from tests.llm.tiny_models import tiny_model
 
 
@@ -54,7 +54,7 @@ def test_epochs_have_different_orders_of_the_same_samples() -> None:
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3", "gemma2", "gemma3_text", "phi", "phi3"])
 def test_a_packed_row_has_the_loss_of_its_samples(kind: str) -> None:
     model, samples = tiny_model(kind), random_samples(6)
-    check_packing(model, samples)
+    check_packing(model, samples, lambda batch: forward(model, batch).logits)
     with torch.no_grad():
         packed = summed_loss(model, make_batch(samples, [[0, 1, 2], [3, 4, 5]], 0))
         apart = sum(summed_loss(model, make_batch(samples, [[number]], 0)) for number in range(6))
@@ -63,10 +63,10 @@ def test_a_packed_row_has_the_loss_of_its_samples(kind: str) -> None:
 
 def test_a_model_that_mixes_samples_is_refused() -> None:
     model = tiny_model()
-    forward = model.forward
-    model.forward = lambda *args, position_ids=None, **kwargs: forward(*args, **kwargs)
+    original = model.forward
+    model.forward = lambda *args, position_ids=None, **kwargs: original(*args, **kwargs)
     with pytest.raises(ConfigError, match="would see each other; switch packing off"):
-        check_packing(model, random_samples(6))
+        check_packing(model, random_samples(6), lambda batch: forward(model, batch).logits)
 
 
 @pytest.mark.parametrize("kind", ["llama", "phi"])

@@ -18,7 +18,7 @@ import torch
 
 from sparsebit.errors import CheckpointError, ConfigError
 from sparsebit.llm import QuantLinear, finetune, load, load_adapter
-from sparsebit.llm.finetuning import training
+from sparsebit.llm.finetuning import training, training_loop
 from tests.llm.finetuning.tasks import TUNING, instructions, packed_model
 from tests.llm.tiny_models import loaded, saved, tiny_model, with_tokenizer
 
@@ -95,7 +95,7 @@ def test_an_interrupted_run_goes_on_with_the_same_result(tmp_path: Path, monkeyp
     model, data = packed_model(tmp_path), instructions(tmp_path)
     whole = finetune(model, data, tmp_path / "whole", TUNING)
     number = len(whole.losses)
-    original = training._Training.step
+    original = training_loop.Training.step
 
     def dying(self: Any, step: int) -> None:
         if step == number - 1:
@@ -103,7 +103,7 @@ def test_an_interrupted_run_goes_on_with_the_same_result(tmp_path: Path, monkeyp
         original(self, step)
 
     with monkeypatch.context() as patch:
-        patch.setattr(training._Training, "step", dying)
+        patch.setattr(training_loop.Training, "step", dying)
         with pytest.raises(Killed):
             finetune(model, data, tmp_path / "parted", TUNING, save_every=2)
     states = sorted((tmp_path / "parted.partial").glob("step-*"))

@@ -1,0 +1,169 @@
+"""`Training`: adapters, their optimizer and the losses so far; one step at a time, in one process or several."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sparsebit.errors import ConfigError
+from sparsebit.llm.finetuning.instructions import Sample
+from sparsebit.llm.finetuning.optimizers import make_optimizer, resolve_optimizer
+from sparsebit.llm.finetuning.packed_lora import add_adapter
+from sparsebit.llm.finetuning.packing_check import check_packing
+from sparsebit.llm.finetuning.sample_packing import make_batch, plan_epochs
+from sparsebit.llm.finetuning.token_loss import LossOfBatch, choose_loss, forward
+from sparsebit.llm.finetuning.training_files import TrainingState, newest_state, restore_parameters, save_state
+from sparsebit.llm.finetuning.tuning import Tuning
+from sparsebit.llm.process_group import Rank
+from sparsebit.progress import note
+
+Steps = Sequence[Sequence[Sequence[int]]]
+
+
+class Training:
+    """The model, its optimizer, and the losses of the steps so far. Rows are split over the processes."""
+
+    def __init__(
+        self, backbone: Any, samples: Sequence[Sample], tuning: Tuning, rank: Rank, pad_token: int, base: str
+    ) -> None:
+        self.samples, self.tuning, self.rank, self.pad_token = samples, tuning, rank, pad_token
+        self.model = backbone
+        if tuning.packing:
+            self.check_packing()
+        self.peft_model = add_adapter(
+            backbone,
+            rank=tuning.rank,
+            alpha=tuning.alpha,
+            dropout=tuning.dropout,
+            targets=tuning.targets,
+            seed=tuning.seed,
+            base=base,
+        )
+        self.model = self.peft_model.get_base_model()
+        if tuning.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.model.train()
+        self.parameters = trainable(self.model)
+        self.optimizer_name = resolve_optimizer(tuning.optimizer, rank.device)
+        self.optimizer = make_optimizer(
+            self.optimizer_name,
+            list(self.parameters.values()),
+            learning_rate=tuning.learning_rate,
+            weight_decay=tuning.weight_decay,
+        )
+        self.steps = plan(samples, tuning)
+        self.num_steps = len(self.steps)
+        self.losses: list[float] = []
+        self._loss: LossOfBatch | None = None
+
+    def check_packing(self) -> None:
+        """Refuse packing, if the model does not keep the samples of a row apart."""
+        check_packing(self.model, self.samples, lambda batch: forward(self.model, batch).logits)
+
+    def resume(self, folder: Path) -> int:
+        """Take up the newest state that rank 0 finds; how many steps are done."""
+        state = self.rank.from_first(lambda: newest_state(folder, self.optimizer))
+        if state is None:
+            return 0
+        restore_parameters(self.parameters, state.parameters)
+        self.optimizer.load_state_dict(dict(state.optimizer))
+        self.losses = list(state.losses)
+        return state.step
+
+    def keep(self, folder: Path, step: int) -> None:
+        """Write the state after so many steps."""
+        if self.rank.is_first:
+            save_state(folder, self.state(step))
+
+    def adapter_tensors(self) -> dict[str, Tensor] | None:
+        """All adapters by the names of peft; None, if this process has them all in its model."""
+        return None
+
+    def state(self, step: int) -> TrainingState:
+        values = {name: parameter.detach() for name, parameter in self.parameters.items()}
+        return TrainingState(step, tuple(self.losses), values, self.optimizer.state_dict())
+
+    def num_learned(self, rows: Sequence[Sequence[int]]) -> int:
+        return sum(self.samples[number].num_learned for row in rows for number in row)
+
+    def step(self, number: int) -> None:
+        """One step of the optimizer: gradients of all rows, added up over the processes, then clipped."""
+        loss = self.gradients(number)
+        if not math.isfinite(loss):
+            raise ConfigError(
+                f"the loss of step {number + 1} is not finite with learning_rate={self.tuning.learning_rate:g}; lower "
+                "it, or begin with a model whose perplexity is finite"
+            )
+        if self.tuning.max_grad_norm:
+            self.clip()
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.tuning.learning_rate_at(number, self.num_steps)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.losses.append(loss)
+        note(f"loss {loss:.3f}")
+
+    def clip(self) -> None:
+        """Scale the gradients down to the largest norm that is allowed."""
+        nn.utils.clip_grad_norm_(list(self.parameters.values()), self.tuning.max_grad_norm)
+
+    def gradients(self, number: int) -> float:
+        """Fill the gradients of the mean loss of a learned token of the step; that mean."""
+        rows, size = self.steps[number], self.tuning.micro_batch_size
+        total = self.num_learned(rows)
+        parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+        loss = torch.zeros((), device=self.rank.device)
+        for index in range(self.rank.number, len(parts), self.rank.count):
+            batch = make_batch(self.samples, parts[index], self.pad_token).to(self.rank.device)
+            # Dropout depends on the place of the rows alone, not on what ran before: a resumed run draws the same.
+            torch.manual_seed(seed_of(self.tuning.seed, number, index))
+            if self._loss is None:
+                self._loss = choose_loss(self.model, batch)
+            part = self._loss(self.model, batch) / total
+            part.backward()
+            loss += part.detach()
+        if self.rank.count > 1:
+            loss = add_up(list(self.parameters.values()), loss)
+        return float(loss)
+
+
+def plan(samples: Sequence[Sample], tuning: Tuning) -> Steps:
+    """The rows of each step."""
+    steps = plan_epochs(
+        samples,
+        tuning.length,
+        packing=tuning.packing,
+        num_epochs=tuning.num_epochs,
+        batch_size=tuning.batch_size,
+        seed=tuning.seed,
+    )
+    return steps[: tuning.max_steps]
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are trained, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@torch.no_grad()
+def add_up(parameters: Sequence[nn.Parameter], loss: Tensor) -> Tensor:
+    """Sum the gradients, and the loss, over all processes, in one message."""
+    parts = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
+    flat = torch.cat([*(part.float().flatten() for part in parts), loss.float().view(1)])
+    dist.all_reduce(flat)
+    pieces = flat[:-1].split([one.numel() for one in parameters])
+    for parameter, piece in zip(parameters, pieces, strict=True):
+        parameter.grad = piece.view_as(parameter).to(parameter.dtype)
+    return flat[-1]
+
+
+def seed_of(seed: int, step: int, index: int) -> int:
+    """The seed of the dropout in one part of a step."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {step} {index}".encode()).digest()[:7], "big")
