@@ -1,6 +1,7 @@
-"""A linear layer with a packed 4-bit weight against cuBLAS in bfloat16 and torch's own int4 product, in one run.
+"""A linear layer with a packed weight against cuBLAS in bfloat16 and torch's own int4 product, in one run.
 
-    python benchmarks/packed_linear.py [--shapes 8192x28672] [--rows 1,16,64] [--output results/packed_linear.jsonl]
+    python benchmarks/packed_linear.py [--shapes 8192x28672] [--rows 1,16,64] [--bits 4,3,2]
+        [--output results/packed_linear.jsonl]
 
 Shapes are outputs x inputs; group size 128. Each product is captured 12 times in a CUDA graph, with three copies of
 the weight in turn, so that none is read from the cache. `ratio`: time of cuBLAS by ours; `limit_us`: the bytes of the
@@ -27,28 +28,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="8192x28672,28672x8192,4096x4096,14336x4096")
     parser.add_argument("--rows", default="1,4,8,16,32,64,128,256,512,1024,2048,4096")
+    parser.add_argument("--bits", default="4")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     speed = copy_speed()
     for shape in options.shapes.split(","):
         outputs, inputs = map(int, shape.split("x"))
-        for num_rows in map(int, options.rows.split(",")):
-            emit({**measure(outputs, inputs, num_rows, speed)}, options.output)
+        for bits in map(int, options.bits.split(",")):
+            for num_rows in map(int, options.rows.split(",")):
+                emit({**measure(outputs, inputs, bits, num_rows, speed)}, options.output)
 
 
-def measure(outputs: int, inputs: int, num_rows: int, speed: float) -> dict[str, Any]:
+def measure(outputs: int, inputs: int, bits: int, num_rows: int, speed: float) -> dict[str, Any]:
     torch.manual_seed(0)
-    codes = torch.randint(0, 16, (outputs, inputs), device="cuda")
+    codes = torch.randint(0, 1 << bits, (outputs, inputs), device="cuda")
     scales = (torch.rand(outputs, inputs // GROUP, device="cuda") * 0.01 + 0.005).bfloat16()
-    weights = [fragment_weight(codes, scales) for _ in range(COPIES)]
-    grouped = (codes.view(outputs, -1, GROUP) - 8).bfloat16() * scales[..., None]
+    weights = [fragment_weight(codes, scales, bits=bits) for _ in range(COPIES)]
+    grouped = (codes.view(outputs, -1, GROUP) - (1 << bits - 1)).bfloat16() * scales[..., None]
     dense = [grouped.flatten(1).clone() for _ in range(COPIES)]
     x = torch.randn(num_rows, inputs, device="cuda", dtype=torch.bfloat16)
     times = {
         "cublas": microseconds(lambda turn: x @ dense[turn].t()),
         "sparsebit": microseconds(lambda turn: packed_linear(x, weights[turn])),
     }
-    if num_rows <= 64:  # above, it is slower still
+    if num_rows <= 64 and bits == 4:  # above, it is slower still
         times["torch_int4"] = microseconds(tinygemm(codes, scales, x))
     num_bytes = _num_bytes(weights[0])
     exact = x.double() @ dense[0].double().t()
@@ -57,6 +60,7 @@ def measure(outputs: int, inputs: int, num_rows: int, speed: float) -> dict[str,
         "benchmark": "packed_linear",
         "outputs": outputs,
         "inputs": inputs,
+        "bits": bits,
         "rows": num_rows,
         "us": {name: round(value, 1) for name, value in times.items()},
         "ratio": {name: round(times["cublas"] / value, 2) for name, value in times.items() if name != "cublas"},

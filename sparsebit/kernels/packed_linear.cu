@@ -1,11 +1,11 @@
-// y = x W^T with a 4-bit weight that stays packed. `fragments.py` tells how its codes are ordered.
+// y = x W^T with a weight of 2, 3, 4 or 8 bits that stays packed. `fragments.py` tells how its codes are ordered.
 //
-// A word of 32 bits holds the 8 codes that one lane has of a 16 x 16 tile of W in a tensor-core product
-// (mma.m16n8k16, A operand: registers 0 to 3). A code becomes a 16-bit float without a conversion: put under an exponent
-// (MAGIC) it is BASE + code, exactly.
+// Words hold the 8 codes that one lane has of a 16 x 16 tile of W in a tensor-core product (mma.m16n8k16, A operand:
+// registers 0 to 3). A code of up to 4 bits becomes a 16-bit float without a conversion: put under an exponent (MAGIC) it
+// is BASE + code, exactly. Of 8 bits the lower and the upper four are such codes.
 //
-// Defined in front of this file: KERNEL (which of them), HALF (float16, else bfloat16), HAS_ZERO (zero points, else 8), GT
-// (how many tiles of 16 along K share a scale: 2, 4 or 8), and the sizes that each kernel names.
+// Defined in front of this file: KERNEL (which of them), BITS, HALF (float16, else bfloat16), HAS_ZERO (zero points, else
+// the middle), GT (how many tiles of 16 along K share a scale: 2, 4 or 8), and the sizes that each kernel names.
 typedef unsigned int u32;
 #if HALF
 #define MAGIC 0x64006400u
@@ -14,6 +14,9 @@ typedef unsigned int u32;
 #define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
 #define SUB2 "sub.f16x2 "
 #define MUL2 "mul.f16x2 "
+#define FMA2 "fma.rn.f16x2 "
+#define SIXTEEN 0x4C004C00u
+#define PART (BITS == 2 ? 0x34003400u : 0x30003000u)  // 1/4, 1/8
 #else
 #define MAGIC 0x43004300u
 #define BASE 128.f
@@ -21,6 +24,9 @@ typedef unsigned int u32;
 #define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
 #define SUB2 "sub.bf16x2 "
 #define MUL2 "mul.bf16x2 "
+#define FMA2 "fma.rn.bf16x2 "
+#define SIXTEEN 0x41804180u
+#define PART (BITS == 2 ? 0x3E803E80u : 0x3E003E00u)  // 1/4, 1/8
 #endif
 
 __device__ __forceinline__ void mma(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -32,6 +38,9 @@ __device__ __forceinline__ u32 nibbles(u32 w, u32 mask) {
 }
 __device__ __forceinline__ u32 sub2(u32 a, u32 b) { u32 r; asm(SUB2 "%0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 __device__ __forceinline__ u32 mul2(u32 a, u32 b) { u32 r; asm(MUL2 "%0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+__device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
+  u32 r; asm(FMA2 "%0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r;
+}
 __device__ __forceinline__ float to_float(unsigned short h) {
 #if HALF
   float f; asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h)); return f;
@@ -56,6 +65,69 @@ __device__ __forceinline__ u32 word_of(const uint4* v, int j) {  // word j of 8
   return i == 0 ? q.x : i == 1 ? q.y : i == 2 ? q.z : q.w;
 }
 
+// What a lane has of 16 outputs and 128 k.
+#define MIDDLE (1 << (BITS - 1))
+#define BLOCK_VECTORS (16 * BITS)
+#define VECTORS (BITS < 4 ? 1 : BITS / 2)
+struct Words {
+  uint4 v[VECTORS];
+#if BITS == 3
+  uint2 rest;
+#endif
+};
+__device__ __forceinline__ Words words_at(const uint4* block, int lane) {
+  Words w;
+  #pragma unroll
+  for (int i = 0; i < VECTORS; i++) w.v[i] = stream(block + 32 * i + lane);
+#if BITS == 3
+  const uint2* p = (const uint2*)(block + 32) + lane;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(w.rest.x), "=r"(w.rest.y) : "l"(p));
+#endif
+  return w;
+}
+// Register i of tile j: BASE + FACTOR(i & 1) * code; of 8 bits the lower four, and the upper ones. Codes of 2 and 3 bits for
+// the lower rows of a tile stay where they are in the mantissa, which saves a shift.
+#define FACTOR(half) ((half) && BITS < 4 ? 1 << BITS : 1)
+#if BITS == 3
+__device__ __forceinline__ u32 word_of_six(const Words& w, int k) { return k < 4 ? word_of(w.v, k) : k == 4 ? w.rest.x : w.rest.y; }
+#endif
+__device__ __forceinline__ u32 lower(const Words& w, int j, int i) {
+#if BITS >= 4
+  return nibbles(word_of(w.v, j) >> (4 * i), 0x000F000Fu);
+#elif BITS == 2
+  return nibbles(word_of(w.v, j >> 1) >> (8 * (j & 1) + 4 * (i >> 1)), i & 1 ? 0x000C000Cu : 0x00030003u);
+#else
+  const int first = 3 * (j >> 2), n = 2 * (j & 3) + (i >> 1);
+  if (i & 1) return nibbles(word_of_six(w, first + (n < 6 ? n / 2 : n - 6)) >> (n < 6 ? 6 * (n & 1) : 9), 0x00380038u);
+  if (n < 7) return nibbles(word_of_six(w, first + (n < 6 ? n / 2 : 2)) >> (n < 6 ? 6 * (n & 1) : 12), 0x00070007u);
+  u32 r = nibbles(word_of_six(w, first) >> 15, 0x00010001u);
+  r |= (word_of_six(w, first + 1) >> 14) & 0x00020002u;
+  return r | ((word_of_six(w, first + 2) >> 13) & 0x00040004u);
+#endif
+}
+#if BITS == 8
+__device__ __forceinline__ u32 upper(const Words& w, int j, int i) { return nibbles(word_of(w.v + 2, j) >> (4 * i), 0x000F000Fu); }
+#endif
+__device__ __forceinline__ u32 zero_pair(u32 z, int half) {
+#if BITS == 8
+  z = from_float((float)z); return z | (z << 16);
+#else
+  z *= FACTOR(half); return MAGIC | z | (z << 16);
+#endif
+}
+// (code - zero) * scale, the difference exact.
+__device__ __forceinline__ u32 value(const Words& w, int j, int i, u32 zero, u32 scale) {
+#if BITS == 8
+  return mul2(sub2(fma2(sub2(upper(w, j, i), MAGIC), SIXTEEN, sub2(lower(w, j, i), MAGIC)), zero), scale);
+#else
+  u32 d = sub2(lower(w, j, i), zero);
+#if BITS < 4
+  if (i & 1) d = mul2(d, PART);
+#endif
+  return mul2(d, scale);
+#endif
+}
+
 #define FEW_ROWS 1
 #define SOME_ROWS 2
 #define DEQUANTIZE 3
@@ -64,7 +136,7 @@ __device__ __forceinline__ u32 word_of(const uint4* v, int j) {  // word j of 8
 #define MANY_ROWS 6
 
 #if KERNEL == FEW_ROWS
-// RT: tiles of 16 outputs a block. MB: times 8 rows of x. WARPS. MINB: blocks on a multiprocessor.
+// RT: tiles of 16 outputs a block. MB: times 8 rows of x. WARPS. MINB: blocks on a multiprocessor. DEPTH: loads ahead.
 // Few rows: the warps of a block share 16 RT outputs and split K; x is read from L1 and L2. The sum over a group is
 // scaled, not the weight: tmp = sum x (BASE + code), and sx = sum x by a product with ones.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MINB) few_rows(
@@ -77,27 +149,28 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MINB) few_rows(
   #pragma unroll
   for (int r = 0; r < RT; r++)
     for (int m = 0; m < MB; m++) for (int i = 0; i < 4; i++) acc[r][m][i] = 0.f;
-  uint4 nw[RT][2], nx[MB][4];
-  auto load = [&](int group) {
+  Words nw[DEPTH][RT]; uint4 nx[DEPTH][MB][4];
+  auto load = [&](int group, int d) {
     #pragma unroll
-    for (int r = 0; r < RT; r++) {
-      const uint4* p = w + ((size_t)(tile0 + r) * groups + group) * 64 + lane;
-      nw[r][0] = stream(p); nw[r][1] = stream(p + 32);
-    }
+    for (int r = 0; r < RT; r++) nw[d][r] = words_at(w + ((size_t)(tile0 + r) * groups + group) * BLOCK_VECTORS, lane);
     #pragma unroll
     for (int m = 0; m < MB; m++)
       #pragma unroll
       for (int c = 0; c < 4; c++)
-        nx[m][c] = (m * 8 + g < M) ? __ldg((const uint4*)(x + (size_t)(m * 8 + g) * K + group * 128 + 32 * c + 8 * t)) : make_uint4(0, 0, 0, 0);
+        nx[d][m][c] = (m * 8 + g < M) ? __ldg((const uint4*)(x + (size_t)(m * 8 + g) * K + group * 128 + 32 * c + 8 * t)) : make_uint4(0, 0, 0, 0);
   };
-  int group = warp;
-  if (group < groups) load(group);
-  for (; group < groups; group += WARPS) {
-    uint4 cw[RT][2], cx[MB][4];
+  #pragma unroll
+  for (int d = 0; d < DEPTH; d++) if (warp + d * WARPS < groups) load(warp + d * WARPS, d);
+  for (int first = warp; first < groups; first += DEPTH * WARPS)
+  #pragma unroll
+  for (int d = 0; d < DEPTH; d++) {
+    const int group = first + d * WARPS;
+    if (group >= groups) break;
+    Words cw[RT]; uint4 cx[MB][4];
     #pragma unroll
-    for (int r = 0; r < RT; r++) { cw[r][0] = nw[r][0]; cw[r][1] = nw[r][1]; }
+    for (int r = 0; r < RT; r++) cw[r] = nw[d][r];
     #pragma unroll
-    for (int m = 0; m < MB; m++) for (int c = 0; c < 4; c++) cx[m][c] = nx[m][c];
+    for (int m = 0; m < MB; m++) for (int c = 0; c < 4; c++) cx[m][c] = nx[d][m][c];
     unsigned short sc[RT][2][8 / GT]; unsigned char zp[RT][2][8 / GT];
     #pragma unroll
     for (int r = 0; r < RT; r++)
@@ -109,13 +182,20 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MINB) few_rows(
           zp[r][h][q] = zeros[at];
 #endif
         }
-    if (group + WARPS < groups) load(group + WARPS);
+    if (group + DEPTH * WARPS < groups) load(group + DEPTH * WARPS, d);
     float tmp[RT][MB][4], sx[MB][4];
+#if BITS == 8
+    float top[RT][MB][4];
+#endif
     #pragma unroll
     for (int j = 0; j < 8; j++) {
       if (j % GT == 0) {
         #pragma unroll
         for (int m = 0; m < MB; m++) for (int i = 0; i < 4; i++) { sx[m][i] = 0.f; for (int r = 0; r < RT; r++) tmp[r][m][i] = 0.f; }
+#if BITS == 8
+        #pragma unroll
+        for (int r = 0; r < RT; r++) for (int m = 0; m < MB; m++) for (int i = 0; i < 4; i++) top[r][m][i] = 0.f;
+#endif
       }
       #pragma unroll
       for (int m = 0; m < MB; m++) {
@@ -124,23 +204,34 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MINB) few_rows(
       }
       #pragma unroll
       for (int r = 0; r < RT; r++) {
-        u32 q = word_of(cw[r], j);
-        u32 a0 = nibbles(q, 0x000F000Fu), a1 = nibbles(q >> 4, 0x000F000Fu), a2 = nibbles(q >> 8, 0x000F000Fu), a3 = nibbles(q >> 12, 0x000F000Fu);
+        u32 a0 = lower(cw[r], j, 0), a1 = lower(cw[r], j, 1), a2 = lower(cw[r], j, 2), a3 = lower(cw[r], j, 3);
         #pragma unroll
         for (int m = 0; m < MB; m++) { uint4 v = cx[m][j >> 1]; mma(tmp[r][m], a0, a1, a2, a3, j & 1 ? v.z : v.x, j & 1 ? v.w : v.y); }
+#if BITS == 8
+        a0 = upper(cw[r], j, 0), a1 = upper(cw[r], j, 1), a2 = upper(cw[r], j, 2), a3 = upper(cw[r], j, 3);
+        #pragma unroll
+        for (int m = 0; m < MB; m++) { uint4 v = cx[m][j >> 1]; mma(top[r][m], a0, a1, a2, a3, j & 1 ? v.z : v.x, j & 1 ? v.w : v.y); }
+#endif
       }
       if (j % GT == GT - 1) {
         #pragma unroll
         for (int r = 0; r < RT; r++)
           for (int h = 0; h < 2; h++) {
-            float s = to_float(sc[r][h][j / GT]);
+            float s = to_float(sc[r][h][j / GT]) * (1.f / FACTOR(h));
 #if HAS_ZERO
-            float off = BASE + (float)zp[r][h][j / GT];
+            float off = (float)zp[r][h][j / GT];
 #else
-            float off = BASE + 8.f;
+            float off = (float)MIDDLE;
 #endif
             for (int m = 0; m < MB; m++)
-              for (int i = 0; i < 2; i++) acc[r][m][2 * h + i] += s * (tmp[r][m][2 * h + i] - off * sx[m][2 * h + i]);
+              for (int i = 0; i < 2; i++) {
+#if BITS == 8
+                float sum = tmp[r][m][2 * h + i] + 16.f * top[r][m][2 * h + i] - (17.f * BASE + off) * sx[m][2 * h + i];
+#else
+                float sum = tmp[r][m][2 * h + i] - (BASE + FACTOR(h) * off) * sx[m][2 * h + i];
+#endif
+                acc[r][m][2 * h + i] += s * sum;
+              }
           }
       }
     }
@@ -175,13 +266,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) some_rows(
   #pragma unroll
   for (int r = 0; r < RT; r++)
     for (int m = 0; m < MB; m++) for (int i = 0; i < 4; i++) acc[r][m][i] = 0.f;
-  uint4 nw[RT][2];
+  Words nw[RT];
   auto words = [&](int group) {
     #pragma unroll
-    for (int r = 0; r < RT; r++) {
-      const uint4* p = w + ((size_t)(tile0 + r) * groups + group) * 64 + lane;
-      nw[r][0] = stream(p); nw[r][1] = stream(p + 32);
-    }
+    for (int r = 0; r < RT; r++) nw[r] = words_at(w + ((size_t)(tile0 + r) * groups + group) * BLOCK_VECTORS, lane);
   };
   auto stage = [&](int group, int slot) {
     for (int e = threadIdx.x; e < 8 * MB * 16; e += WARPS * 32) {
@@ -196,9 +284,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) some_rows(
   if (first < last) { stage(first, 0); words(first); }
   for (int group = first; group < last; group++) {
     const int slot = (group - first) & 1;
-    uint4 cw[RT][2];
+    Words cw[RT];
     #pragma unroll
-    for (int r = 0; r < RT; r++) { cw[r][0] = nw[r][0]; cw[r][1] = nw[r][1]; }
+    for (int r = 0; r < RT; r++) cw[r] = nw[r];
     u32 sc[RT][2][8 / GT], zo[RT][2][8 / GT];
     #pragma unroll
     for (int r = 0; r < RT; r++)
@@ -207,9 +295,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) some_rows(
           size_t at = (size_t)(group * (8 / GT) + q) * N + (tile0 + r) * 16 + 8 * h + g;
           u32 s = scales[at]; sc[r][h][q] = s | (s << 16);
 #if HAS_ZERO
-          u32 z = zeros[at]; zo[r][h][q] = MAGIC | z | (z << 16);
+          zo[r][h][q] = zero_pair(zeros[at], h);
 #else
-          zo[r][h][q] = MAGIC | 0x00080008u;
+          zo[r][h][q] = zero_pair(MIDDLE, h);
 #endif
         }
     asm volatile("cp.async.wait_group 0;");
@@ -220,12 +308,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) some_rows(
       u32 a[RT][2][4];
       #pragma unroll
       for (int r = 0; r < RT; r++)
-        for (int e = 0; e < 2; e++) {
-          u32 q = word_of(cw[r], 2 * c + e);
+        for (int e = 0; e < 2; e++)
           #pragma unroll
           for (int i = 0; i < 4; i++)
-            a[r][e][i] = mul2(sub2(nibbles(q >> (4 * i), 0x000F000Fu), zo[r][i & 1][(2 * c + e) / GT]), sc[r][i & 1][(2 * c + e) / GT]);
-        }
+            a[r][e][i] = value(cw[r], 2 * c + e, i, zo[r][i & 1][(2 * c + e) / GT], sc[r][i & 1][(2 * c + e) / GT]);
       #pragma unroll
       for (int m = 0; m < MB; m++) {
         uint4 v = *(const uint4*)&xs[slot][(m * 8 + g) * STRIDE + 64 * c + 16 * t];
@@ -254,26 +340,23 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) dequantize(
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, groups = K / 128;
   const int group = blockIdx.x * WARPS + warp, tile = blockIdx.y;
   if (group >= groups) return;
-  const uint4* p = w + ((size_t)tile * groups + group) * 64 + lane;
-  uint4 v[2] = {stream(p), stream(p + 32)};
+  const Words v = words_at(w + ((size_t)tile * groups + group) * BLOCK_VECTORS, lane);
   #pragma unroll
   for (int c = 0; c < 4; c++) {
     u32 a[2][4];
     #pragma unroll
-    for (int e = 0; e < 2; e++) {
-      u32 q = word_of(v, 2 * c + e);
+    for (int e = 0; e < 2; e++)
       #pragma unroll
       for (int i = 0; i < 4; i++) {
         size_t at = (size_t)(group * (8 / GT) + (2 * c + e) / GT) * N + tile * 16 + 8 * (i & 1) + g;
         u32 s = scales[at]; s |= s << 16;
 #if HAS_ZERO
-        u32 z = zeros[at]; z = MAGIC | z | (z << 16);
+        u32 z = zero_pair(zeros[at], i & 1);
 #else
-        u32 z = MAGIC | 0x00080008u;
+        u32 z = zero_pair(MIDDLE, i & 1);
 #endif
-        a[e][i] = mul2(sub2(nibbles(q >> (4 * i), 0x000F000Fu), z), s);
+        a[e][i] = value(v, 2 * c + e, i, z, s);
       }
-    }
     #pragma unroll
     for (int h = 0; h < 2; h++)
       *(uint4*)(out + (size_t)(tile * 16 + 8 * h + g) * K + group * 128 + 32 * c + 8 * t) = make_uint4(a[0][h], a[0][2 + h], a[1][h], a[1][2 + h]);
@@ -303,7 +386,7 @@ extern "C" __global__ void sum_parts(const float* __restrict__ from, unsigned sh
   y[e] = from_float(s);
 }
 #elif KERNEL == MANY_ROWS
-// Many rows: warpgroup products with the weight unpacked in registers and x in shared memory.
+// Many rows, 4 bits: warpgroup products with the weight unpacked in registers and x in shared memory.
 // BM: rows of x a block. WG: warpgroups, each with R times 64 outputs. STG: stages of x. blockIdx.z splits K into parts.
 // One warp copies x, as `reorder` left it, into shared memory; the others unpack the next words while products run.
 #define QS (GT >= 4 ? 1 : 4 / GT)

@@ -1,4 +1,4 @@
-"""`packed_linear`: a linear layer whose 4-bit weight is unpacked inside the product, on Hopper GPUs and newer.
+"""`packed_linear`: a linear layer whose packed weight is unpacked inside the product, on Hopper GPUs and newer.
 
 The programs are in `packed_linear.cu`; torch compiles them with NVRTC at their first use, without a CUDA toolkit. By
 the number of rows of x one of four ways is taken, each the fastest where it was measured
@@ -18,23 +18,26 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from sparsebit.errors import SpecError
-from sparsebit.kernels.fragments import BITS, BLOCK, ROWS, arrange, restore
+from sparsebit.kernels.fragments import BITS, BLOCK, ROWS, arrange, bits_of, restore
 
 DTYPES = (torch.bfloat16, torch.float16)
 GROUP_SIZES = (32, 64, 128)
-_MIDDLE = 8  # the zero point of a symmetric weight
 _KERNELS = {"few_rows": 1, "some_rows": 2, "dequantize": 3, "reorder": 4, "sum_parts": 5, "many_rows": 6}
-# Rows of x up to which each way is the fastest.
+# Rows of x up to which each way is the fastest; "many_rows" has 4 bits only.
 _MOST_FEW, _MOST_SOME, _MOST_FUSED = 16, 48, 640
-# Warps of a block and blocks on a multiprocessor, by: tiles of outputs a block, whether there are more blocks than
-# multiprocessors, rows of x in eights.
+# Warps of a block, blocks on a multiprocessor and loads ahead, by: tiles of outputs a block, whether there are more
+# blocks than multiprocessors, rows of x in eights.
 _FEW = {
-    (1, False, 1): (8, 1),
-    (1, False, 2): (8, 1),
-    (4, False, 1): (12, 1),
-    (4, False, 2): (8, 1),
-    (4, True, 1): (6, 2),
-    (4, True, 2): (4, 2),
+    (1, False, 1): (8, 1, 1),
+    (1, False, 2): (8, 1, 1),
+    (2, False, 1): (6, 2, 1),
+    (2, False, 2): (4, 2, 1),
+    (2, True, 1): (6, 2, 1),
+    (2, True, 2): (4, 2, 1),
+    (4, False, 1): (12, 1, 1),
+    (4, False, 2): (8, 1, 1),
+    (4, True, 1): (6, 2, 1),
+    (4, True, 2): (4, 2, 1),
 }
 _SPARE_SHARED = 1024  # to start at a multiple of 1024
 
@@ -43,7 +46,8 @@ _SPARE_SHARED = 1024  # to start at a multiple of 1024
 class FragmentWeight:
     """A packed weight on a GPU: words of `fragments.arrange`, scales and zero points as `(inputs / group, outputs)`.
 
-    Outputs are padded to a multiple of 128, with scales of 0. `zeros` is None where every zero point is 8.
+    Outputs are padded to a multiple of 128, with scales of 0. `zeros` is None where every zero point is the middle,
+    `2**(bits - 1)`.
     """
 
     words: Tensor
@@ -59,13 +63,19 @@ class FragmentWeight:
     def group_size(self) -> int:
         return self.inputs // len(self.scales)
 
+    @property
+    def bits(self) -> int:
+        return bits_of(self.words)
 
-def fragment_weight(codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> FragmentWeight:
+
+def fragment_weight(codes: Tensor, scales: Tensor, zeros: Tensor | None = None, bits: int = 4) -> FragmentWeight:
     """The weight `(codes - zeros) * scales` for `packed_linear`.
 
-    `codes`: 0 to 15, `(outputs, inputs)`. `scales`: bfloat16 or float16, `(outputs, inputs / group)`. `zeros`: whole
-    numbers 0 to 15 in the shape of the scales; 8 where none are given.
+    `codes`: from 0 to `2**bits - 1`, `(outputs, inputs)`. `scales`: bfloat16 or float16, `(outputs, inputs / group)`.
+    `zeros`: whole numbers in the range of the codes and the shape of the scales; the middle where none are given.
     """
+    if bits not in BITS:
+        raise SpecError(f"{bits} bits; allowed: {', '.join(map(str, BITS))}")
     outputs, inputs = codes.shape
     group = inputs // scales.shape[-1] if scales.shape[-1] else 0
     if inputs % BLOCK or group not in GROUP_SIZES or scales.shape != (outputs, inputs // group):
@@ -76,10 +86,10 @@ def fragment_weight(codes: Tensor, scales: Tensor, zeros: Tensor | None = None) 
     if scales.dtype not in DTYPES:
         raise SpecError(f"scales are {scales.dtype}; allowed: {', '.join(map(str, DTYPES))}")
     for what, values in (("codes", codes), ("zero points", zeros)):
-        if values is not None and values.numel() and not 0 <= int(values.min()) <= int(values.max()) < 1 << BITS:
-            raise SpecError(f"{what} from {int(values.min())} to {int(values.max())}; allowed: 0 to {(1 << BITS) - 1}")
+        if values is not None and values.numel() and not 0 <= int(values.min()) <= int(values.max()) < 1 << bits:
+            raise SpecError(f"{what} from {int(values.min())} to {int(values.max())}; allowed: 0 to {(1 << bits) - 1}")
     more = -outputs % ROWS
-    words = arrange(pad(codes, (0, 0, 0, more)))
+    words = arrange(pad(codes, (0, 0, 0, more)), bits)
     by_group = pad(scales, (0, 0, 0, more)).t().contiguous()
     offsets = None if zeros is None else pad(zeros, (0, 0, 0, more)).t().to(torch.uint8).contiguous()
     return FragmentWeight(words, by_group, offsets, outputs)
@@ -92,7 +102,7 @@ def definition(x: Tensor, weight: FragmentWeight) -> Tensor:
 
 def dequantized(weight: FragmentWeight) -> Tensor:
     """The weight `(outputs, inputs)` in the scales' type, in plain torch."""
-    zeros = _MIDDLE if weight.zeros is None else weight.zeros.t()[:, :, None].to(weight.scales)
+    zeros = 1 << weight.bits - 1 if weight.zeros is None else weight.zeros.t()[:, :, None].to(weight.scales)
     grouped = restore(weight.words).to(weight.scales).unflatten(1, (-1, weight.group_size)) - zeros
     dense: Tensor = (grouped * weight.scales.t()[:, :, None]).flatten(1)
     return dense[: weight.outputs]
@@ -158,17 +168,17 @@ class _Product:
             return self.few_rows()
         if self.num_rows <= _MOST_SOME or (self.capability != "90" and self.num_rows <= 4 * _MOST_SOME):
             return self.some_rows()
-        if self.capability == "90" and self.num_rows <= _MOST_FUSED:
+        if self.capability == "90" and self.num_rows <= _MOST_FUSED and self.weight.bits == 4:
             return self.many_rows()
         return self.dequantized()
 
     def few_rows(self) -> Tensor:
         columns, tiles = self.columns(8), self.outputs // 16
-        height = 4 if tiles >= 3.6 * self.num_processors else 1
+        height = 1 if tiles < 3.6 * self.num_processors else 4 if self.weight.bits <= 4 else 2
         is_crowded = tiles / height >= 1.5 * self.num_processors
-        warps, resident = _FEW[height, is_crowded and height > 1, columns]
+        warps, resident, depth = _FEW[height, is_crowded and height > 1, columns]
         y = self.output()
-        sizes = {"RT": height, "MB": columns, "WARPS": warps, "MINB": resident}
+        sizes = {"RT": height, "MB": columns, "WARPS": warps, "MINB": resident, "DEPTH": depth}
         self.run("few_rows", sizes, (tiles // height, 1, 1), 32 * warps, [*self.operands, self.x, y, *self.shape])
         return y
 
@@ -230,6 +240,7 @@ class _Product:
         defines = {
             **sizes,
             "KERNEL": _KERNELS[name],
+            "BITS": self.weight.bits,
             "HALF": int(self.x.dtype == torch.float16),
             "HAS_ZERO": int(has_zero),
             "GT": self.weight.group_size // 16,

@@ -1,4 +1,4 @@
-"""Orders of 4-bit codes that kernels multiply with: which layers each takes, how they are brought into it and back.
+"""Orders of codes that kernels multiply with: which layers each takes, how they are brought into it and back.
 
 A row of the table is one kernel. All of them compute `x @ ((codes - zeros) * scales).T`; `activations` is what x
 becomes on the way, on a CPU.
@@ -15,7 +15,15 @@ from torch import Tensor
 
 from sparsebit.errors import ConfigError
 from sparsebit.kernels.fragments import BLOCK, restore
-from sparsebit.kernels.packed_linear import DTYPES, GROUP_SIZES, FragmentWeight, dense_weight, fragment_weight, runs_on
+from sparsebit.kernels.packed_linear import (
+    BITS,
+    DTYPES,
+    GROUP_SIZES,
+    FragmentWeight,
+    dense_weight,
+    fragment_weight,
+    runs_on,
+)
 from sparsebit.kernels.packed_linear import packed_linear as fragment_linear
 from sparsebit.llm.packed_weight import PackedWeight
 
@@ -135,11 +143,11 @@ def _refusal_of_fragments(packed: PackedWeight, dtype: torch.dtype) -> str | Non
         return f"activations of {dtype}: the kernel takes bfloat16 and float16"
     if packed.in_features % BLOCK:
         return f"{packed.in_features} columns: the kernel takes multiples of {BLOCK}"
-    return _needs(packed, sizes=GROUP_SIZES, multiple_of=1)
+    return _needs(packed, sizes=GROUP_SIZES, multiple_of=1, bits=BITS)
 
 
 def _prepare_fragments(packed: PackedWeight, dtype: torch.dtype) -> Prepared:
-    weight = fragment_weight(packed.codes(), packed.scales.to(dtype), packed.zeros)
+    weight = fragment_weight(packed.codes(), packed.scales.to(dtype), packed.zeros, packed.bits)
     return _prepared(packed, weight.words, weight.scales, weight.zeros)
 
 
@@ -169,9 +177,11 @@ FRAGMENTS = KernelLayout(
 LAYOUTS: dict[str, KernelLayout] = {layout.name: layout for layout in (INT4PACK, DYNAMIC, FRAGMENTS)}
 
 
-def _needs(packed: PackedWeight, *, sizes: tuple[int, ...], multiple_of: int) -> str | None:
-    if packed.bits != 4:
-        return f"{packed.bits} bits: the kernel has 4"
+def _needs(
+    packed: PackedWeight, *, sizes: tuple[int, ...], multiple_of: int, bits: tuple[int, ...] = (4,)
+) -> str | None:
+    if packed.bits not in bits:
+        return f"{packed.bits} bits: the kernel has {', '.join(map(str, bits))}"
     if packed.group_size not in sizes:
         return f"groups of {packed.group_size}: the kernel does not take them"
     if packed.out_features % multiple_of:

@@ -1,30 +1,51 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsebit.kernels.fragments import arrange, restore
+from sparsebit.kernels.fragments import arrange, bits_of, restore
 
 
-@given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 1000))
-def test_codes_come_back(tiles: int, blocks: int, seed: int) -> None:
-    codes = torch.randint(0, 16, (16 * tiles, 128 * blocks), generator=torch.Generator().manual_seed(seed))
-    words = arrange(codes)
-    assert words.dtype == torch.int32 and words.numel() * 8 == codes.numel()
+@given(st.integers(1, 3), st.integers(1, 3), st.sampled_from([2, 3, 4, 8]), st.integers(0, 1000))
+def test_codes_come_back(tiles: int, blocks: int, bits: int, seed: int) -> None:
+    codes = torch.randint(0, 1 << bits, (16 * tiles, 128 * blocks), generator=torch.Generator().manual_seed(seed))
+    words = arrange(codes, bits)
+    assert words.dtype == torch.int32 and words.numel() * 32 == codes.numel() * bits and bits_of(words) == bits
     assert torch.equal(restore(words), codes)
 
 
-def test_a_lane_holds_what_the_product_wants() -> None:
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_a_lane_holds_what_the_product_wants(bits: int) -> None:
     """Register `i` of a lane in `mma.m16n8k16` is a pair of neighbours along k, of row `g` or `g + 8`."""
-    codes = torch.randint(0, 16, (16, 128))
-    words = arrange(codes)[0, 0].to(torch.int64) & 0xFFFFFFFF  # (2, lanes, 4)
+    codes = torch.randint(0, 1 << bits, (16, 128))
+    words = arrange(codes, bits)[0, 0].to(torch.int64) & 0xFFFFFFFF
     for tile in range(8):
         for lane in range(32):
             g, t = divmod(lane, 4)
-            word = int(words[tile // 4, lane, tile % 4])
             for register in range(4):
-                pair = (word >> 4 * register) & 0x000F000F
                 k = 32 * (tile // 2) + 8 * t + 4 * (tile % 2) + 2 * (register // 2)
                 expected = codes[g + 8 * (register % 2), k : k + 2].tolist()
-                assert [pair & 15, pair >> 16] == expected
+                assert _held(words, bits, tile, lane, register) == expected
+
+
+def _held(words: torch.Tensor, bits: int, tile: int, lane: int, register: int) -> list[int]:
+    """The two codes of a register, read as the programs read them."""
+    if bits in (4, 8):
+        pairs = [
+            int(words[256 * p + 128 * (tile // 4) + 4 * lane + tile % 4]) >> 4 * register for p in range(bits // 4)
+        ]
+        return [sum((pair >> place & 15) << 4 * p for p, pair in enumerate(pairs)) for place in (0, 16)]
+    if bits == 2:
+        pair = int(words[4 * lane + tile // 2]) >> 8 * (tile % 2) + 2 * register
+        return [pair & 3, pair >> 16 & 3]
+    six = [*words[4 * lane : 4 * lane + 4].tolist(), *words[128 + 2 * lane : 130 + 2 * lane].tolist()]
+    a, b, c = six[:3] if tile < 4 else six[3:]
+    number = 2 * (tile % 4) + register // 2
+    if register % 2:
+        pair = [a, a >> 6, b, b >> 6, c, c >> 6, a >> 9, b >> 9][number] >> 3
+    else:
+        last = a >> 15 & 0x10001 | b >> 14 & 0x20002 | c >> 13 & 0x40004
+        pair = [a, a >> 6, b, b >> 6, c, c >> 6, c >> 12, last][number]
+    return [pair & 7, pair >> 16 & 7]

@@ -18,11 +18,11 @@ from sparsebit.kernels.packed_linear import (
 
 
 def parts(
-    outputs: int, inputs: int, group: int, *, affine: bool = False, dtype: torch.dtype = torch.bfloat16
+    outputs: int, inputs: int, group: int, *, affine: bool = False, dtype: torch.dtype = torch.bfloat16, bits: int = 4
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    codes = torch.randint(0, 16, (outputs, inputs))
+    codes = torch.randint(0, 1 << bits, (outputs, inputs))
     scales = (torch.rand(outputs, inputs // group) * 0.01 + 0.005).to(dtype)
-    return codes, scales, torch.randint(0, 16, scales.shape) if affine else None
+    return codes, scales, torch.randint(0, 1 << bits, scales.shape) if affine else None
 
 
 def on(device: str, weight: FragmentWeight) -> FragmentWeight:
@@ -30,12 +30,14 @@ def on(device: str, weight: FragmentWeight) -> FragmentWeight:
     return FragmentWeight(weight.words.to(device), weight.scales.to(device), zeros, weight.outputs)
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("affine", [False, True])
-def test_the_weight_is_what_was_packed(group: int, affine: bool) -> None:
-    codes, scales, zeros = parts(40, 256, group, affine=affine)
-    weight = fragment_weight(codes, scales, zeros)
-    offset = 8 if zeros is None else zeros.repeat_interleave(group, 1)
+def test_the_weight_is_what_was_packed(group: int, affine: bool, bits: int) -> None:
+    codes, scales, zeros = parts(40, 256, group, affine=affine, bits=bits)
+    weight = fragment_weight(codes, scales, zeros, bits)
+    assert weight.bits == bits
+    offset = 1 << bits - 1 if zeros is None else zeros.repeat_interleave(group, 1)
     expected = (codes - offset).to(torch.bfloat16) * scales.repeat_interleave(group, 1)
     assert torch.equal(dequantized(weight), expected)
     assert (weight.outputs, weight.inputs, weight.group_size) == (40, 256, group)
@@ -65,6 +67,11 @@ def test_codes_and_zero_points_of_more_bits_are_refused() -> None:
         fragment_weight(codes.clamp(1, 14) + 2 * (codes > 13), scales)
     with pytest.raises(SpecError, match="zero points from -1"):
         fragment_weight(codes, scales, zeros - zeros.min() - 1)
+
+
+def test_other_bits_are_refused() -> None:
+    with pytest.raises(SpecError, match="5 bits; allowed: 2, 3, 4, 8"):
+        fragment_weight(*parts(16, 128, 128), bits=5)
 
 
 def test_x_of_another_type_or_width() -> None:
@@ -112,6 +119,31 @@ def test_groups_zero_points_and_types(
 ) -> None:
     weight = on("cuda", fragment_weight(*parts(512, 1024, group, affine=affine, dtype=dtype)))
     x = torch.randn(num_rows, 1024, dtype=dtype, device="cuda")
+    exact = x.double() @ dequantized(weight).double().t()
+    error = float((packed_linear(x, weight).double() - exact).norm() / exact.norm())
+    assert error < (3e-3 if dtype == torch.bfloat16 else 5e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [2, 3, 8])
+@pytest.mark.parametrize("num_rows", [1, 12, 40, 300])
+@pytest.mark.parametrize(("outputs", "inputs", "group"), [(512, 1024, 32), (1000, 512, 64), (9216, 4096, 128)])
+@pytest.mark.parametrize(
+    ("affine", "dtype"), [(False, torch.bfloat16), (True, torch.bfloat16), (True, torch.float16)], ids=str
+)
+def test_other_bits(
+    gpu: torch.device,
+    bits: int,
+    num_rows: int,
+    outputs: int,
+    inputs: int,
+    group: int,
+    affine: bool,
+    dtype: torch.dtype,
+) -> None:
+    with gpu:
+        weight = fragment_weight(*parts(outputs, inputs, group, affine=affine, dtype=dtype, bits=bits), bits)
+        x = torch.randn(num_rows, inputs, dtype=dtype)
     exact = x.double() @ dequantized(weight).double().t()
     error = float((packed_linear(x, weight).double() - exact).norm() / exact.norm())
     assert error < (3e-3 if dtype == torch.bfloat16 else 5e-4)
