@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from sparsebit.graph.aliasing import writes_through_data
 from sparsebit.graph.call_form import VARYING, CallForm, has_forward, signature_of
 from sparsebit.graph.copying import copy_model, uncompiled
 from sparsebit.graph.example import UNKNOWN
@@ -48,7 +49,8 @@ class Captured:
 
     `model` runs like the original; `regions` and `loose`, by path in the original model, are what passes work on.
 
-    `untraced`: modules that run their own code; `untouched`: those that stay as they are, with the reason.
+    `untraced`: modules that run their own code; `untouched`: those that stay as they are, with the reason;
+    `hidden_writes`: regions that write through `.data`.
     """
 
     model: nn.Module
@@ -56,6 +58,7 @@ class Captured:
     loose: dict[str, Loose] = field(default_factory=dict)
     untraced: dict[str, Untraced] = field(default_factory=dict)
     eval_branches: dict[str, str] = field(default_factory=dict)
+    hidden_writes: list[str] = field(default_factory=list)
     untouched: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -123,6 +126,8 @@ class _Explorer:
         self.captured.regions[path] = region
         self.captured.eval_branches.update({tracer.full_path(p): line for p, line in tracer.eval_branches.items()})
         region.graph_module.meta["eval_branches"] = frozenset(tracer.eval_branches)
+        if writes_through_data(region.graph_module):  # asked now: passes take away what nothing reads
+            self.captured.hidden_writes.append(path)
         for local, failure in tracer.untraced.items():
             inner = module.get_submodule(local)
             self.captured.untraced[tracer.full_path(local)] = failure

@@ -27,6 +27,16 @@ def depends_on_input(node: fx.Node) -> bool:
     return False
 
 
+def asks_about_training(node: fx.Node) -> str | None:
+    """The attribute that the node's value is made from, where training changes it: `weight.requires_grad`."""
+    pending = [node]
+    for current in pending:
+        if current.target is getattr and current.args[1] in ("requires_grad", "grad", "grad_fn", "is_leaf"):
+            return str(current.args[1])
+        pending.extend(source for source in current.all_input_nodes if source not in pending)
+    return None
+
+
 def asks_for_sizes(node: fx.Node) -> bool:
     """Whether the node only reads sizes of weights, as `self.weight.shape[0] // 2`: known without an example."""
     if node.op == "call_method":

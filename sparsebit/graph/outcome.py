@@ -161,8 +161,8 @@ class Snapshot:
             state.restore()
         with torch.no_grad():
             for tensor, version, value in self.values.values():
-                is_written = not torch.equal(tensor, value) if version is None else _version(tensor) != version
-                if is_written:
+                is_counted = version is not None and _version(tensor) != version
+                if is_counted or not _is_same(tensor, value):  # a write through `.data` is not counted
                     tensor.copy_(value)
 
 
@@ -203,6 +203,12 @@ def _at(module: Any, path: str) -> Any:
 def _version(tensor: Tensor) -> Any:
     """A value that changes with every write into the tensor; inference tensors, which count none, give their values."""
     return _Values(tensor.detach().clone()) if tensor.is_inference() else tensor._version
+
+
+def _is_same(tensor: Tensor, value: Tensor) -> bool:
+    """Whether no number differs; of sparse and nested tensors, which few operators know, nothing is said."""
+    is_plain = tensor.layout is torch.strided and not tensor.is_nested
+    return not is_plain or _Values(tensor) == _Values(value)
 
 
 class _Values:

@@ -42,7 +42,13 @@ from sparsebit.graph.example import (
 from sparsebit.graph.failures import FAILURES, Untraced, describe_failure, forward_line, report_own_fault, user_line
 from sparsebit.graph.graph_module import NAME_KEY
 from sparsebit.graph.node_names import NodeNames
-from sparsebit.graph.node_queries import asks_for_sizes, depends_on_input, is_part_of_input, is_write_into
+from sparsebit.graph.node_queries import (
+    asks_about_training,
+    asks_for_sizes,
+    depends_on_input,
+    is_part_of_input,
+    is_write_into,
+)
 from sparsebit.graph.outer_state import OuterState, Place, undisturbed_outer_state
 from sparsebit.graph.patched_torch import TRACING, traced_factories, unfused_attention
 from sparsebit.graph.state import PythonRandomness, states_of, undisturbed_state
@@ -306,7 +312,10 @@ class LeafTracer(fx.Tracer):
         """Remember in the graph that `node` was taken to be `answer`. What weights alone decide needs no guard."""
         guards = [user.args[1] for user in node.users if user.target is guard]
         is_known = any(type(known) is type(answer) and known == answer for known in guards)
-        if not is_known and depends_on_input(node):
+        if not depends_on_input(node):
+            if (question := asks_about_training(node)) is not None:
+                self.refuse(f"asks for {question} of a parameter, which changes when it is frozen or trained")
+        elif not is_known:
             self.create_node("call_function", guard, (node, answer, user_line()), {})
 
     def call_module(

@@ -2,7 +2,7 @@
 
 A weight of `(outputs, inputs)` is cut into tiles of 16 x 16. In a product `mma.m16n8k16`, lane `4 g + t` holds 8
 elements of a tile: rows `g` and `g + 8`, and of each two pairs of neighbours along k. Register `row_half + 2 * pair` is
-such a pair. In a word, the first of the pair has its bits in the lower 16, the second has the same ones in the upper 16:
+such a pair. In a word, the first of a pair has its bits in the lower 16, the second has the same in the upper 16:
 so `(word >> place) & mask` is a register of the product but for its exponent. `_places` tells where each code is.
 
 Which k a lane has is free, as long as x follows. Of 32 neighbours, lane `t` has the 8 from `8 t` on, 4 in each of two

@@ -6,7 +6,6 @@ from collections import Counter
 
 from torch import nn
 
-from sparsebit.graph.aliasing import writes_through_data
 from sparsebit.graph.capture import Captured
 from sparsebit.graph.op_rows import OpKind
 from sparsebit.graph.op_table import row_of_module, row_of_name
@@ -61,8 +60,7 @@ def describe_coverage(model: nn.Module, captured: Captured, plan: Plan) -> Cover
             *(
                 f"{path or '(model)'} writes through .data, which autograd does not see: in training, the model's own "
                 "backward may read what was written, the copy's reads what its layers have read"
-                for path, region in captured.regions.items()
-                if writes_through_data(region.graph_module)
+                for path in captured.hidden_writes
             ),
             *(reason for name, reason in unseen.items() if name in layers),
             *(

@@ -168,7 +168,9 @@ def out_argument(scope: Scope) -> bool:
     ]
     target = scope.choices.pick([x.name, f"(o := torch.empty_like({x.name}))"])
     if target == x.name:
-        return scope.say(scope.choices.pick(forms).format(y=y.name, o=target))
+        # Where both are views of one memory in different orders, torch's own result is undefined.
+        read = y.name if x.is_contiguous and y.is_contiguous else f"{y.name}.clone()"
+        return scope.say(scope.choices.pick(forms).format(y=read, o=target))
     new = scope.new(x.shape, dtype=x.dtype)
     form = scope.choices.pick([f for f in forms if "relu" not in f])
     return scope.say(

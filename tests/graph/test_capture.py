@@ -6,6 +6,7 @@ import threading
 import types
 import warnings
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -1026,6 +1027,51 @@ def test_a_guard_that_fails_behind_a_write_keeps_gradients(size: int, learns: st
         (out * torch.arange(4.0)).sum().backward()
         gradients.append([given.detach(), *(tensor.grad for tensor in (x, y) if tensor.requires_grad)])
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
+
+
+class HiddenWriteBeforeQuestion(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x.data.mul_(2)
+        return x * 2 if len(x) == 3 else x + 1
+
+
+def test_a_guard_that_fails_behind_a_write_through_data() -> None:
+    """Torch does not count such a write; it must not happen twice."""
+    captured = capture(HiddenWriteBeforeQuestion(), example=((torch.randn(3, 4),), {}))
+    for size in (3, 5):
+        x = torch.randn(size, 4)
+        given, copied = x.clone(), x.clone()
+        torch.testing.assert_close(captured.model(copied), HiddenWriteBeforeQuestion()(given), rtol=0, atol=0)
+        torch.testing.assert_close(copied, given, rtol=0, atol=0)
+
+
+class AsksAboutTraining(nn.Module):
+    def __init__(self, question: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.question, self.layer = question, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        return y * 2 if self.question(self.layer.weight) else x - y
+
+
+@pytest.mark.parametrize("with_example", [False, True])
+@pytest.mark.parametrize(
+    "question",
+    [lambda w: w.requires_grad, lambda w: not w.requires_grad, lambda w: w.grad is None],
+    ids=["requires_grad", "not requires_grad", "grad is None"],
+)
+def test_questions_about_a_parameter_that_training_answers(
+    question: Callable[[Tensor], bool], with_example: bool
+) -> None:
+    model, x = AsksAboutTraining(question), torch.randn(3, 4)
+    captured = capture(model, example=((x,), {}) if with_example else None)
+    copied = next(m for m in captured.model.modules() if isinstance(m, AsksAboutTraining))
+    for change in ("nothing", "trained", "frozen"):
+        for one in (model, copied):
+            one.layer.weight.requires_grad_(change != "frozen")
+            one.layer.weight.grad = torch.zeros(4, 4) if change == "trained" else None
+        torch.testing.assert_close(captured.model(x), model(x), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -151,6 +151,7 @@ def test_float_parameters_have_the_reason_of_what_keeps_them_float() -> None:
         (lambda x: x.data.neg_(), True),
         (lambda x: x.data[:, :2].mul_(2), True),
         (lambda x: operator.iadd(x.data, 1), True),
+        (lambda x: x.repeat(1, 1).data.relu_(), True),
         (lambda x: x.detach().neg_(), False),
         (lambda x: x.data.neg(), False),
     ],
