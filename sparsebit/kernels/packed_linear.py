@@ -23,8 +23,8 @@ from sparsebit.kernels.fragments import BITS, BLOCK, ROWS, arrange, bits_of, res
 DTYPES = (torch.bfloat16, torch.float16)
 GROUP_SIZES = (32, 64, 128)
 _KERNELS = {"few_rows": 1, "some_rows": 2, "dequantize": 3, "reorder": 4, "sum_parts": 5, "many_rows": 6}
-# Rows of x up to which each way is the fastest; "many_rows" has 4 bits only.
-_MOST_FEW, _MOST_SOME, _MOST_FUSED = 16, 48, 640
+# Rows of x up to which each way is taken; "many_rows" has 4 bits only.
+_MOST_FEW, _MOST_SOME, _MOST_SOME_OF_OTHER_BITS, _MOST_FUSED = 16, 48, 64, 640
 # Warps of a block, blocks on a multiprocessor and loads ahead, by: tiles of outputs a block, whether there are more
 # blocks than multiprocessors, rows of x in eights.
 _FEW = {
@@ -166,7 +166,8 @@ class _Product:
     def compute(self) -> Tensor:
         if self.num_rows <= _MOST_FEW:
             return self.few_rows()
-        if self.num_rows <= _MOST_SOME or (self.capability != "90" and self.num_rows <= 4 * _MOST_SOME):
+        most_some = _MOST_SOME if self.weight.bits == 4 else _MOST_SOME_OF_OTHER_BITS
+        if self.num_rows <= most_some or (self.capability != "90" and self.num_rows <= 4 * _MOST_SOME):
             return self.some_rows()
         if self.capability == "90" and self.num_rows <= _MOST_FUSED and self.weight.bits == 4:
             return self.many_rows()
