@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from sparsebit.errors import ConfigError
-from sparsebit.kernels.fragments import BLOCK, restore
+from sparsebit.kernels.fragments import BITS, BLOCK, restore
 from sparsebit.kernels.packed_linear import (
-    BITS,
     DTYPES,
     GROUP_SIZES,
     FragmentWeight,
