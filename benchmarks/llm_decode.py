@@ -20,8 +20,7 @@ from common import emit
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
-from sparsebit.llm.packed_weight import PackedWeight
-from sparsebit.llm.quant_linear import QuantLinear, kernel_paths
+from sparsebit.llm import PackedWeight, QuantLinear, kernel_paths
 
 GROUP, CACHE, WARM, STEPS = 128, 1024, 16, 64
 SHAPES = {

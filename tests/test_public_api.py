@@ -20,20 +20,20 @@ from sparsebit.quantization import QuantModel
 from sparsebit.quantization.simulation import SimulatedModel
 from tests.conftest import ROOT
 
-PUBLIC = ("sparsebit", "sparsebit.quantization", "sparsebit.sparse")
+PUBLIC = ("sparsebit", "sparsebit.quantization", "sparsebit.sparse", "sparsebit.compress", "sparsebit.llm")
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Modules that these files may import besides: benchmarks of single kernels, and the data of the demo.
 DEVELOPER = {
     "benchmarks/kernel_cuts.py": {"sparsebit.kernels"},
-    "benchmarks/llm.py": {"sparsebit.llm"},
+    "benchmarks/effort.py": {"sparsebit.quantization.effort"},
     "benchmarks/llm_finetune.py": {"sparsebit.llm", "sparsebit.numerics"},
     "benchmarks/packed_linear.py": {"sparsebit.kernels"},
     "benchmarks/fake_quant.py": {"sparsebit.numerics"},
     "benchmarks/deploy.py": {"sparsebit.deploy.timing"},
     "benchmarks/placement.py": {"sparsebit.deploy.timing"},
+    "benchmarks/sparse_speed.py": {"sparsebit.deploy.sessions", "sparsebit.deploy.timing"},
+    "benchmarks/sparse_two_four.py": {"sparsebit.sparse.two_four"},
     "benchmarks/qat_step.py": {"sparsebit.numerics", "sparsebit.quantization.speed"},
-    "examples/llm_finetune.py": {"sparsebit.llm"},
-    "examples/llm_quantize.py": {"sparsebit.llm"},
     "examples/qat_accelerate.py": {"sparsebit.cli.digits"},
     "examples/qat_digits.py": {"sparsebit.cli.digits"},
     "examples/qat_lightning.py": {"sparsebit.cli.digits"},
