@@ -26,6 +26,8 @@ from sparsebit.graph.training_flag import TrainingFlag
 
 # Every module's registries, of tensors, children and hooks.
 _REGISTRIES = nn.Module().__dict__.keys() - {"training"}
+# Code may add hooks at its first call, and note in an attribute that it has: both are put back, or neither.
+_HOOKS = [name for name, value in nn.Module().__dict__.items() if "_hooks" in name and isinstance(value, dict)]
 CONTAINERS = (list, dict, set, collections.deque)
 _CODE = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
 _MAX_ITEMS = 10_000
@@ -40,6 +42,7 @@ class ModuleState:
         # A counter cannot be set back: a copy of it takes its place.
         self.attributes = {k: copy.copy(v) if isinstance(v, itertools.count) else v for k, v in module.__dict__.items()}
         self.registries = {name: dict(module.__dict__[name]) for name in ("_parameters", "_buffers")}
+        self.hooks = {name: dict(module.__dict__[name]) for name in _HOOKS}
         self.children = dict(module._modules)
         self.undo: list[Callable[[], None]] = []
         self.prints = _prints(module, self.undo)
@@ -70,7 +73,7 @@ class ModuleState:
         constants = {k: v for k, v in self.module.__dict__.items() if k.startswith("_tensor_constant")}
         self.module.__dict__.clear()
         self.module.__dict__.update(self.attributes, **constants)
-        for registry, held in self.registries.items():
+        for registry, held in {**self.registries, **self.hooks}.items():
             self.module.__dict__[registry].clear()
             self.module.__dict__[registry].update(held)
         self.module._modules.update(self.children)

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.parametrize import is_parametrized
 
 from sparsebit.graph.aliasing import OPERATORS, writes_by_name
@@ -415,6 +416,8 @@ class LeafTracer(fx.Tracer):
             node = self.create_node("get_attr", f"{a.path}.training" if a.path else "training", (), {})
             node.meta["example"] = False
             return node
+        if isinstance(a, FakeTensor):  # the result of a call without data, kept by a hook and read here
+            self.refuse("reads a value that was kept outside of the graph, by a hook for example")
         if isinstance(a, dict) and type(a) is not dict:
             return self._typed_dict(a)
         argument = super().create_arg(a)

@@ -1029,6 +1029,41 @@ def test_a_guard_that_fails_behind_a_write_keeps_gradients(size: int, learns: st
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
 
 
+KEPT: list[Tensor] = []
+
+
+class InstallsHooks(nn.Module):
+    """As models of transformers: hooks are installed at the first call, and collect what inner blocks give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not getattr(self, "installed", False):
+            for block in self.blocks:
+                block.register_forward_hook(lambda *call: KEPT.append(call[2]))
+            self.installed = True
+        KEPT.clear()
+        for block in self.blocks:
+            x = block(x)
+        assert len(KEPT) == 2
+        return torch.cat([*KEPT, x], 1)
+
+
+@pytest.mark.parametrize("is_called_before", [False, True])
+@pytest.mark.parametrize("with_example", [False, True])
+def test_hooks_that_a_first_call_installs(with_example: bool, is_called_before: bool) -> None:
+    model, x = InstallsHooks(), torch.randn(3, 4)
+    if is_called_before:
+        model(x)
+    captured = capture(model, example=((x,), {}) if with_example else None)
+    assert [len(block._forward_hooks) for block in model.blocks] == [int(is_called_before)] * 2
+    for size in (3, 5, 3):
+        x = torch.randn(size, 4)
+        torch.testing.assert_close(captured.model(x), model(x), rtol=0, atol=0)
+
+
 class HiddenWriteBeforeQuestion(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x.data.mul_(2)
