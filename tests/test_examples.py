@@ -63,7 +63,17 @@ LOOPS = {"qat_lightning": "lightning", "qat_accelerate": "accelerate"}  # and th
 ON_ANY_IMAGES = ("prune_imagenet", "ptq_imagenet", "ptq_deit", "qat_imagenet")  # random weights: no data folder
 
 
-LONG = ("prune_cifar10", "prune_imagenet", "prune_bert", "low_bits_cifar10", "ptq_deit", "ptq_yolo", "qat_imagenet")
+LONG = (
+    "ptq_imagenet",
+    "qat_cifar10",
+    "prune_cifar10",
+    "prune_imagenet",
+    "prune_bert",
+    "low_bits_cifar10",
+    "ptq_deit",
+    "ptq_yolo",
+    "qat_imagenet",
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in RUNS])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,19 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conftest import ROOT
-
-MODULES = ("accuracy_peers", "accuracy_tools", "accuracy", "models", "common")
-
 
 @pytest.fixture
-def peers(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
-    for name in MODULES:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield importlib.import_module("accuracy_peers")
-    for name in MODULES:
-        sys.modules.pop(name, None)
+def peers(benchmark_module: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark_module("accuracy_peers")
 
 
 def classifier(peers: ModuleType) -> Any:

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import math
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 
-from tests.conftest import ROOT
-
 
 @pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def benchmark(benchmark_module: Callable[[str], ModuleType]) -> ModuleType:
     pytest.importorskip("peft")
-    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
-    yield importlib.import_module("llm_finetune")
-    for name in ("llm_finetune", "common", "torchvision_shim"):
-        sys.modules.pop(name, None)
+    return benchmark_module("llm_finetune")
 
 
 def test_every_way_but_that_of_a_gpu(benchmark: ModuleType) -> None:

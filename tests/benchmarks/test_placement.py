@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 
-@pytest.fixture(scope="module")
-def placement() -> ModuleType:
-    folder = str(Path(__file__).resolve().parents[2] / "benchmarks")
-    sys.path.insert(0, folder)
-    try:
-        return importlib.import_module("placement")
-    finally:
-        sys.path.remove(folder)
+@pytest.fixture
+def placement(benchmark_module: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark_module("placement")
 
 
 def line(name: str, size: int, default: float, measured: float, ort: float) -> str:

@@ -42,6 +42,7 @@ def test_budgets_without_sense(sparsebit: Sparsebit, project: Path) -> None:
 LATENCY = (*COMMAND[:-1], "fast.json")
 
 
+@pytest.mark.slow
 def test_latency_gives_a_placement_that_quantize_takes(sparsebit: Sparsebit, project: Path) -> None:
     pytest.importorskip("onnxruntime")
     answer = sparsebit(*LATENCY, "--latency", "1000", "--latency", "2000", "--budget", "bytes=0.9", "--json")
