@@ -15,11 +15,22 @@ check() {
   echo "== $name"
   "$@" || failed+=("$name")
 }
+outputs=$(mktemp -d)
+trap 'rm -rf "$outputs"' EXIT
+ended() { # waits for a check that was started before, and shows what it printed
+  local status=0
+  wait "$1" || status=$?
+  cat "$2"
+  return "$status"
+}
+# The two long ones each take one core.
+mypy > "$outputs/types" 2>&1 & types=$!
+mkdocs build --strict --quiet > "$outputs/docs" 2>&1 & docs=$!
 check "style" ruff check --output-format concise .
 check "format" ruff format --check --output-format concise .
-check "types" mypy
 check "layers" lint-imports --no-logo
-check "docs" mkdocs build --strict --quiet
+check "types" ended "$types" "$outputs/types"
+check "docs" ended "$docs" "$outputs/docs"
 # A part of what scripts/without_speed.sh runs by hand: quantizers, ops and training by the plain path.
 check "without speed" bash scripts/without_speed.sh -m 'not slow' -k 'not compile' \
   tests/quantization/quantizers/test_training.py tests/quantization/quantizers/test_base.py tests/quantization/ops/test_quant_opr.py

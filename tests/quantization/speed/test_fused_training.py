@@ -108,8 +108,14 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert float((found[name] - value).norm()) <= 1e-3 * float(value.norm()) + 1e-5, name
 
 
-@pytest.mark.parametrize("kind", ["lsq", "lsq+", "uniform"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("activation", "kind"),
+    [
+        pytest.param(activation, kind, marks=[pytest.mark.slow] * (kind != "lsq" and activation != "gelu"))
+        for activation in ACTIVATIONS
+        for kind in ("lsq", "lsq+", "uniform")
+    ],
+)
 def test_values_and_gradients_stay(device: str, activation: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     qmodel = ready(device, activation, kind)
     found, nodes = step(qmodel, tokens(device))
@@ -121,7 +127,7 @@ def test_values_and_gradients_stay(device: str, activation: str, kind: str, monk
     assert_close(found, expected)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "function"])
+@pytest.mark.parametrize("activation", [pytest.param("gelu", marks=pytest.mark.slow), "function"])
 def test_packed(device: str, activation: str) -> None:
     expected, _ = step(ready(device, activation), tokens(device))
     for pack_first in (True, False):
@@ -277,7 +283,9 @@ def test_a_part_that_nobody_learns_from(device: str) -> None:
     assert x.grad is not None and not x.grad[:, 2].any() and x.grad[:, :2].any()
 
 
-@pytest.mark.parametrize("activation", ["gelu", "silu", "function"])
+@pytest.mark.parametrize(
+    "activation", ["gelu", *(pytest.param(x, marks=pytest.mark.slow) for x in ("silu", "function"))]
+)
 def test_a_trained_model_becomes_a_file(device: str, activation: str, tmp_path: Path) -> None:
     qmodel, x = ready(device, activation), tokens(device)
     step(qmodel, x)
