@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError
@@ -158,6 +159,9 @@ def _write(
         made = staging / target.name
         given = {} if tensors is None else {"state_dict": dict(tensors)}
         peft_model.save_pretrained(str(made), safe_serialization=True, save_embedding_layers=False, **given)
+        if tensors is not None:  # peft writes the adapters of its own model alone: those of this stage
+            whole = {name.replace(".default.", "."): value.contiguous() for name, value in tensors.items()}
+            save_file(whole, made / "adapter_model.safetensors", metadata={"format": "pt"})
         (made / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         for path in made.iterdir():
             flush(path)
