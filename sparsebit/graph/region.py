@@ -189,7 +189,7 @@ NAMES_OF_A_REGION = (
 def _form_of(inputs: dict[str, Any]) -> Any:
     """What guards can read of the inputs, hashable; None where something in them cannot be described."""
     leaves, structure = pytree.tree_flatten(inputs)
-    parts: list[Any] = []
+    parts: list[Any] = [torch.is_grad_enabled()]  # decides what requires a gradient
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             parts.append((type(leaf), leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad))

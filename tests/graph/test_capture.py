@@ -1064,6 +1064,28 @@ def test_hooks_that_a_first_call_installs(with_example: bool, is_called_before: 
         torch.testing.assert_close(captured.model(x), model(x), rtol=0, atol=0)
 
 
+class AsksAboutGradients(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        x.mul_(3)
+        return y * 2 if y.requires_grad else y + x
+
+
+def test_a_guard_that_the_mode_of_gradients_answers() -> None:
+    """What held without gradients is asked again with them; a write in front of the guard happens once."""
+    model, x = AsksAboutGradients(), torch.randn(3, 4)
+    captured = capture(model, example=((x.clone(),), {}))
+    for enabled in (False, True, False):
+        given, copied = x.clone(), x.clone()
+        with torch.set_grad_enabled(enabled):
+            torch.testing.assert_close(captured.model(copied), model(given), rtol=0, atol=0)
+        torch.testing.assert_close(copied, given, rtol=0, atol=0)
+
+
 class HiddenWriteBeforeQuestion(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x.data.mul_(2)
