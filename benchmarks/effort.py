@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=256, help="for calibration")
     parser.add_argument("--views", type=int, default=1, help="crops of each image, for efficientnet_lite0")
     parser.add_argument(
-        "--gptq", type=json.loads, default={}, help="JSON: options of GPTQ, in the place of an effort's"
+        "--gptq", type=json.loads, default={}, help="JSON: options of GPTQ that replace those of an effort"
     )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)

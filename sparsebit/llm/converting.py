@@ -24,8 +24,8 @@ from sparsebit.llm.model_folder import ModelFolder
 from sparsebit.llm.packed_folder import copy_small_files
 from sparsebit.llm.packed_source import PackedSource, packed_source
 from sparsebit.llm.separate_experts import experts_in, routers
+from sparsebit.llm.shards import Shards
 from sparsebit.llm.skeleton import Skeleton
-from sparsebit.tensor_files import save_tensors
 
 
 @dataclass(frozen=True)
@@ -136,21 +136,15 @@ def _write(target: Path, source: PackedSource, kind: _Format) -> None:
     for layer in source.formats:
         layers_of.setdefault(folder.files[source.keys(layer)[0]], []).append(layer)
     files = list(dict.fromkeys(folder.files.values()))
-    weight_map: dict[str, str] = {}
-    total = 0
-    for number, file in enumerate(files):
+    shards = Shards(target, len(files))
+    for file in files:
         kept = [name for name, path in folder.files.items() if path == file and name not in packed_keys]
         tensors = {name: folder.tensor(name) for name in kept}
         for layer in layers_of.get(file, ()):
             tensors |= kind.tensors(source.file_name(layer), source.read(layer))
-        name = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
-        save_tensors(tensors, target / name, {"format": "pt"})
-        flush(target / name)
-        weight_map |= dict.fromkeys(tensors, name)
-        total += sum(tensor.nbytes for tensor in tensors.values())
+        shards.write(tensors)
         folder.close()
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    shards.finish()
 
 
 def _fused(skeleton: Skeleton) -> list[tuple[str, ...]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sparsebit.errors import CheckpointError, MissingExtraError
 
 
@@ -33,3 +35,9 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
         return auto.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{folder}: its tokenizer cannot be read ({error})") from None
+
+
+def default_dtype(config: Any, device: torch.device | str) -> torch.dtype:
+    """Of activations and float weights: float32 on a CPU, where half precision is slow, else the type of the files."""
+    stored: torch.dtype = getattr(config, "dtype", None) or torch.float32
+    return torch.float32 if torch.device(device).type == "cpu" else stored

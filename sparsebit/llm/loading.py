@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from sparsebit.llm.cpu_probe import UNPACKED, probe_cpu
 from sparsebit.llm.float_linear import FloatLinear
 from sparsebit.llm.float_weight import FloatWeight, Weight
-from sparsebit.llm.hub_classes import load_config
+from sparsebit.llm.hub_classes import default_dtype, load_config
 from sparsebit.llm.kernel_layouts import Activations, as_activations
 from sparsebit.llm.model_folder import ModelFolder
 from sparsebit.llm.packed_source import packed_source
@@ -32,7 +32,7 @@ def load(
     activations: str = "float32",
     trust_remote_code: bool = False,
 ) -> Any:
-    """The causal language model of `folder`, ready to run, with packed layers in the place of quantized ones.
+    """The causal language model of `folder`, ready to run, with its quantized layers packed.
 
     `folder`: as `quantize` or `convert` writes it, any `pack-quantized` folder of compressed-tensors, or GPTQ files
     with static groups (layers become `QuantLinear`), or its fp8, mxfp4 and nvfp4 weights (`FloatLinear`); a float model
@@ -47,9 +47,7 @@ def load(
     rounding = as_activations(activations)
     files = ModelFolder(folder)
     config = load_config(files.path, trust_remote_code=trust_remote_code)
-    if dtype is None:
-        stored = getattr(config, "dtype", None) or torch.float32
-        dtype = torch.float32 if torch.device(device).type == "cpu" else stored
+    dtype = dtype or default_dtype(config, device)
     skeleton = Skeleton(files, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     packed = _packed_layers(skeleton)
     for name, layer in packed.items():

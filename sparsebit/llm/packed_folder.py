@@ -9,12 +9,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from sparsebit.folders import flush
 from sparsebit.llm.checkpoint.compressed_tensors import layer_tensors, make_config
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.run_folder import FinishedBlock
+from sparsebit.llm.shards import Shards
 from sparsebit.llm.skeleton import Skeleton
-from sparsebit.tensor_files import save_tensors
 
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
@@ -37,23 +36,15 @@ def write_packed_folder(
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     replaced = {skeleton.names[f"{name}.weight"] for name in formats}
     owner = _block_of_file(skeleton, block_paths)
-    weight_map: dict[str, str] = {}
-    total = 0
-    num_shards = len(block_paths) + 1
-    for shard in range(num_shards):
-        number = shard - 1  # shard 0: what is in no block
+    shards = Shards(target, len(block_paths) + 1)
+    for number in range(-1, len(block_paths)):  # -1: what is in no block
         names = [name for name in skeleton.folder if owner.get(name, -1) == number and name not in replaced]
         tensors: dict[str, Tensor] = {name: skeleton.folder.tensor(name) for name in names}
         if number >= 0:
             tensors |= _made(skeleton, block_paths[number], block_of(number))
-        file = f"model-{shard + 1:05}-of-{num_shards:05}.safetensors"
-        save_tensors(tensors, target / file, {"format": "pt"})
-        flush(target / file)
-        weight_map |= dict.fromkeys(tensors, file)
-        total += sum(tensor.nbytes for tensor in tensors.values())
+        shards.write(tensors)
         skeleton.folder.close()
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    shards.finish()
 
 
 def _made(skeleton: Skeleton, path: str, block: FinishedBlock) -> dict[str, Tensor]:

@@ -72,7 +72,7 @@ class SeparateExperts(nn.Module):
 
 
 def separate_experts(model: nn.Module, converters: Sequence[Any]) -> list[Any]:
-    """Put `SeparateExperts` in the place of stacked experts whose matrices are single in checkpoints.
+    """Replace stacked experts by `SeparateExperts` where their matrices are single in checkpoints.
 
     `converters`: transformers' rules that build stacked tensors from single ones. Those that are left are returned.
     Experts of another layout (transposed, interleaved, with biases) stay stacked.

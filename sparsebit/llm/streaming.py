@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError
 from sparsebit.llm.architectures import architecture_of, blocks_of
-from sparsebit.llm.hub_classes import load_config
+from sparsebit.llm.hub_classes import default_dtype, load_config
 from sparsebit.llm.loading import layer_of, load_generation_config
 from sparsebit.llm.model_folder import ModelFolder
 from sparsebit.llm.packed_source import PackedSource, packed_source
@@ -50,9 +50,7 @@ def load_streamed(
     """
     files = ModelFolder(folder)
     config = load_config(files.path, trust_remote_code=trust_remote_code)
-    if dtype is None:
-        stored = getattr(config, "dtype", None) or torch.float32
-        dtype = torch.float32 if torch.device(device).type == "cpu" else stored
+    dtype = dtype or default_dtype(config, device)
     skeleton = Skeleton(files, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     path = architecture_of(skeleton.model).blocks
     source = packed_source(skeleton)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import CheckpointError, ConfigError
-from sparsebit.folders import flush, staging_folder
+from sparsebit.folders import staging_folder
 from sparsebit.llm.checkpoint import compressed_tensors
 from sparsebit.llm.finetuning.packed_lora import load_adapter
 from sparsebit.llm.loading import load
@@ -24,9 +24,9 @@ from sparsebit.llm.packed_weight import PackedWeight
 from sparsebit.llm.perplexity import perplexity
 from sparsebit.llm.recipe import Recipe
 from sparsebit.llm.rounding import round_weight
+from sparsebit.llm.shards import Shards
 from sparsebit.llm.skeleton import Skeleton
 from sparsebit.progress import track
-from sparsebit.tensor_files import save_tensors
 
 PACKED = "packed"
 KINDS: dict[str, torch.dtype | None] = {PACKED: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -152,9 +152,8 @@ def _write(
         layers_of.setdefault(folder.files[source.keys(layer)[0]], []).append(layer)
     dense = {skeleton.names[f"{name}.weight"]: name for name in updates if name not in formats}
     files = list(dict.fromkeys(folder.files.values()))
-    weight_map: dict[str, str] = {}
-    total = 0
-    for number, file in enumerate(track(files, "merging")):
+    shards = Shards(target, len(files))
+    for file in track(files, "merging"):
         tensors: dict[str, Tensor] = {}
         for key in (key for key, path in folder.files.items() if path == file and key not in packed_keys):
             value = folder.tensor(key)
@@ -174,14 +173,9 @@ def _write(
             else:
                 weight = packed.dequantize(torch.float32)
                 tensors[f"{source.file_name(layer)}.weight"] = (weight if update is None else weight + update).to(dtype)
-        name = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
-        save_tensors(tensors, target / name, {"format": "pt"})
-        flush(target / name)
-        weight_map |= dict.fromkeys(tensors, name)
-        total += sum(tensor.nbytes for tensor in tensors.values())
+        shards.write(tensors)
         folder.close()
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    shards.finish()
 
 
 def add_to_packed(packed: PackedWeight, update: Tensor, name: str) -> PackedWeight:
