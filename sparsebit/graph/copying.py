@@ -1,7 +1,8 @@
 """A copy of a model that shares no state that a forward or a training step could change.
 
 `copy.deepcopy` alone is not enough: it keeps functions as they are, so that a `forward` or a hook that was put onto an
-instance goes on calling the layers of the original, and it refuses tensors with a gradient history.
+instance goes on calling the layers of the original, as weak references do, and it refuses tensors with a gradient
+history.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -19,6 +21,7 @@ from torch import nn
 from sparsebit.errors import CaptureError
 
 _CONTAINERS = (list, tuple, set, frozenset, dict)
+_REGISTRIES = nn.Module().__dict__.keys()
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -43,7 +46,8 @@ def copy_model(model: nn.Module, *, share_parameters: bool = False, share: Itera
     rebind_functions(model.modules(), copied.modules(), memo)
     if not share_parameters:
         for original, twin in zip(model.parameters(), copied.parameters(), strict=True):
-            for hook in (getattr(original, "_backward_hooks", None) or {}).values():
+            hooks = {} if twin is original else getattr(original, "_backward_hooks", None) or {}
+            for hook in hooks.values():
                 twin.register_hook(hook)
     return copied
 
@@ -92,6 +96,11 @@ def _computed_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
                 yield value
 
 
+def is_held(root: nn.Module, part: nn.Module) -> bool:
+    """Whether a module of `root` has the part in an attribute, registered or not: a copy then has its own."""
+    return any(value is part for module in root.modules() for value in _leaves(vars(module)))
+
+
 def _leaves(value: Any, depth: int = 4) -> Iterator[Any]:
     """What plain containers hold, a few levels down."""
     if isinstance(value, _CONTAINERS) and depth:
@@ -114,6 +123,8 @@ class _Rebinder:
         tensors = [t for m in modules for registry in (m._parameters, m._buffers) for t in registry.values()]
         self.twins = {id(part): memo[id(part)] for part in (*modules, *tensors) if id(part) in memo}
         self.done: dict[int, Any] = {}
+        parts = [part for part in (*modules, *tensors) if part is not None]
+        self.references = {id(reference): part for part in parts for reference in weakref.getweakrefs(part)}
 
     def rebind(self, copies: Iterable[nn.Module]) -> None:
         for module in copies:
@@ -121,7 +132,7 @@ class _Rebinder:
                 if name in _HOOKS:
                     for key, hook in list(value.items()):
                         value[key] = self._twin(hook)
-                elif not name.startswith("_") or isinstance(value, types.FunctionType):
+                elif name not in _REGISTRIES:
                     twin = self._twin(value)
                     if twin is not value:
                         module.__dict__[name] = twin
@@ -130,6 +141,11 @@ class _Rebinder:
         """`value` with every part of the original in it replaced; the same object where there is none."""
         if id(value) in self.twins:
             return self.twins[id(value)]
+        if id(value) in self.references:
+            twin = self.twins.get(id(self.references[id(value)]))
+            return (
+                value if twin is None else weakref.ref(twin) if isinstance(value, weakref.ref) else weakref.proxy(twin)
+            )
         if isinstance(value, types.FunctionType):
             if id(value) not in self.done:
                 self.done[id(value)] = value  # a function may refer to itself

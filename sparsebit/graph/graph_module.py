@@ -54,6 +54,13 @@ class CapturedGraph(fx.GraphModule):
         self._follow_modes()
         return self
 
+    def recompile(self) -> Any:
+        """As in torch.fx, whose `__call__` would print a traceback to the terminal for every error in the graph."""
+        code = super().recompile()
+        if "__call__" in vars(type(self)):
+            del type(self).__call__
+        return code
+
     def add_submodule(self, target: str, m: nn.Module) -> bool:
         added = super().add_submodule(target, m)
         self._mark_blocks(target)

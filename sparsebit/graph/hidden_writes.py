@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
+import sys
 import textwrap
 from functools import cache, lru_cache
-from types import FunctionType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch.nn.functional as F
 from torch import nn
 
 from sparsebit.graph.graph_module import CapturedGraph
+
+_MAX_FUNCTIONS = 300
+_LIBRARIES = {"torch", "sparsebit", "numpy", *sys.stdlib_module_names} - {"__main__"}
 
 
 def module_may_write(module: nn.Module) -> bool:
@@ -30,25 +35,98 @@ def code_may_write(model: nn.Module) -> bool:
 
 
 def function_may_write(function: Any) -> bool:
-    """Whether a call of a function of the user's own may write into its arguments."""
-    return _may_write(function)
+    """Whether a call of a function of the user's own may write into its arguments, or a function that it calls by name
+    into those that it gets.
+    """
+    return _may_write(function) or any(map(_writes_into_arguments, _called_by_name(function)))
 
 
 def may_write_parameters(model: nn.Module) -> bool:
     """Whether a forward of the model may write into its parameters: clip a weight, say."""
     parts = list(model.modules())
     kinds: list[Any] = [type(part) for part in parts]
-    return any(getattr(part, "max_norm", None) is not None for part in parts) or any(map(_class_may_train, kinds))
+    own = [_function(value) for part in parts for value in (*vars(part).values(), *_hooks(part))]
+    return (
+        any(getattr(part, "max_norm", None) is not None for part in parts)
+        or any(map(_class_may_train, kinds))
+        or any(function is not None and _may_train(function) for function in own)
+    )
 
 
 @lru_cache(maxsize=4096)
 def _class_may_write(kind: Any) -> bool:
-    return any(map(_may_write, _own_functions(kind)))
+    return any(map(_may_write, _own_functions(kind))) or any(map(function_may_write, _run_by_forward(kind)))
 
 
 @lru_cache(maxsize=4096)
 def _class_may_train(kind: Any) -> bool:
-    return any(map(_may_write_parameters, _own_functions(kind)))
+    own = _own_functions(kind)
+    return any(_may_write_parameters(function, _self(function)) for function in own) or any(
+        map(_may_train, _run_by_forward(kind))
+    )
+
+
+@lru_cache(maxsize=4096)
+def _may_train(function: FunctionType) -> bool:
+    """Whether the function, or one that it calls by a name, may write into parameters."""
+    helpers = _called_by_name(function)
+    return _may_write_parameters(function, _self(function)) or any(
+        _may_write_parameters(helper, _arguments(helper)) for helper in helpers
+    )
+
+
+def _self(function: FunctionType) -> set[str]:
+    """The name of the first argument."""
+    return set(function.__code__.co_varnames[:1])
+
+
+def _run_by_forward(kind: Any) -> list[FunctionType]:
+    """The methods that `forward` runs, by their names. Others may well write: they give weights their first values."""
+    functions = _own_functions(kind)
+    found = {function for function in functions if function.__name__ in ("forward", "__call__")}
+    while True:
+        names = set[str]().union(*(_names(function.__code__) for function in found))
+        more = {function for function in functions if function.__name__ in names} - found
+        if not more:
+            return list(found)
+        found |= more
+
+
+def _called_by_name(function: FunctionType) -> list[FunctionType]:
+    """The user's functions, in globals and closures, that the function's code names, and those that these name."""
+    found: dict[int, FunctionType] = {}
+    waiting = [function]
+    while waiting and len(found) < _MAX_FUNCTIONS:
+        caller = waiting.pop()
+        cells = (cell.cell_contents for cell in caller.__closure__ or () if cell != CellType())
+        for value in (*(caller.__globals__.get(name) for name in _names(caller.__code__)), *cells):
+            named = _function(value)
+            if named is not None and id(named) not in found and named is not function:
+                found[id(named)] = named
+                waiting.append(named)
+    return list(found.values())
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def _function(value: Any) -> FunctionType | None:
+    """The user's function that a value is, or whose method or partial application it is."""
+    value = value.func if isinstance(value, functools.partial) else value
+    value = getattr(value, "__func__", value) if isinstance(value, MethodType) else value
+    is_users = isinstance(value, FunctionType) and str(value.__module__).partition(".")[0] not in _LIBRARIES
+    return value if is_users else None
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
+def _arguments(function: FunctionType) -> set[str]:
+    code = function.__code__
+    return set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
 
 
 def _own_functions(kind: Any) -> list[FunctionType]:
@@ -63,13 +141,21 @@ def _may_write(function: FunctionType) -> bool:
     return tree is None or any(_is_write(node) for node in ast.walk(tree))
 
 
-def _may_write_parameters(function: FunctionType) -> bool:
+@lru_cache(maxsize=4096)
+def _writes_into_arguments(function: FunctionType) -> bool:
+    tree = _tree_of(function)
+    own = _arguments(function)
+    return tree is not None and any(_is_write(node) and _is_written_in(node, own) for node in ast.walk(tree))
+
+
+def _may_write_parameters(function: FunctionType, own: set[str]) -> bool:
+    """Whether the function's own code may; `own`: the names of the arguments that may hold parameters."""
     tree = _tree_of(function)
     if tree is None:
         return True
     writes = [node for node in ast.walk(tree) if _is_write(node)]
     names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    return bool(writes) and (not names.isdisjoint(_PARAMETERS) or any(_is_written_in_self(node) for node in writes))
+    return bool(writes) and (not names.isdisjoint(_PARAMETERS) or any(_is_written_in(node, own) for node in writes))
 
 
 def _tree_of(function: FunctionType) -> ast.AST | None:
@@ -85,7 +171,7 @@ def _tree_of(function: FunctionType) -> ast.AST | None:
 _PARAMETERS = frozenset({"data", "parameters", "named_parameters", "_parameters", "state_dict", "weight", "bias"})
 
 
-def _is_written_in_self(node: Any) -> bool:
+def _is_written_in(node: Any, own: set[str]) -> bool:
     """Whether the write goes into something that `self` holds, as far as its line tells; a plain counter does too."""
     if isinstance(node, ast.AugAssign):
         places: list[Any] = [node.target]
@@ -93,7 +179,7 @@ def _is_written_in_self(node: Any) -> bool:
         places = [target for target in node.targets if _is_memory(target)]
     else:
         places = [node.func, *node.args, *(keyword.value for keyword in node.keywords if keyword.arg == "out")]
-    return any(isinstance(part, ast.Name) and part.id == "self" for place in places for part in ast.walk(place))
+    return any(isinstance(part, ast.Name) and part.id in own for place in places for part in ast.walk(place))
 
 
 def _is_memory(target: ast.expr) -> bool:

@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from sparsebit.graph.nested import tensors_of
 from sparsebit.graph.node_queries import depends_on_input
-from sparsebit.graph.state import CONTAINERS, fingerprint, tensors_kept
+from sparsebit.graph.state import CONTAINERS, fingerprint, is_iterator, kept_iterator, tensors_kept
 
 _MAX_FUNCTIONS = 300
 _MAX_ITEMS = 256
@@ -44,6 +44,8 @@ class OuterState:
         self.undo: list[Callable[[], None]] = []
         places = dict.fromkeys(place for module in modules for place in _places_of(module, known))
         self.held = [(place, place.read()) for place in places]
+        iterators = [(index, value) for index, (_, value) in enumerate(self.held) if is_iterator(value)]
+        self.iterators = {index: kept_iterator(value) for index, value in iterators}
         self.prints = [_print(value, self.undo) for _, value in self.held]
 
     def changed(self) -> str | None:
@@ -55,9 +57,11 @@ class OuterState:
         return None
 
     def restore(self) -> None:
-        for place, value in self.held:
+        for index, (place, value) in enumerate(self.held):
             if place.read() is not value:
                 place.write(value)
+            elif index in self.iterators and _print(value, []) != self.prints[index]:
+                place.write(self.iterators[index])
         for undo in self.undo:
             undo()
 
@@ -81,7 +85,8 @@ def _print(value: Any, undo: list[Callable[[], None]]) -> Any:
 
 
 def _is_data(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, complex, str, torch.Tensor, *CONTAINERS))
+    is_plain = value is None or isinstance(value, (bool, int, float, complex, str, torch.Tensor, *CONTAINERS))
+    return is_plain or is_iterator(value)
 
 
 def _is_memo(before: Any, now: Any, print_before: Any) -> bool:
@@ -155,12 +160,12 @@ def _reached_by(members: list[Any]) -> Iterator[Place]:
                 yield Place(f"a default argument of {function.__qualname__}", _constant(default), _ignore)
         namespace = function.__globals__
         for name in _names(function.__code__):
-            value = namespace.get(name)
+            value = namespace.get(name, _MISSING)  # read once: a trace in another thread may add and remove names
             waiting.append(value)
             if isinstance(value, type) and value.__module__ == function.__module__ and (id(value), "") not in places:
                 places.add((id(value), ""))
                 yield from _attributes(value)
-            elif name in namespace and _is_data(value) and (id(namespace), name) not in places:
+            elif _is_data(value) and (id(namespace), name) not in places:
                 places.add((id(namespace), name))
                 yield _global(namespace, name)
 
@@ -195,7 +200,10 @@ def _cell(cell: types.CellType, function: types.FunctionType) -> Place:
 
 def _global(namespace: dict[str, Any], name: str) -> Place:
     def write(value: Any) -> None:
-        namespace[name] = value
+        if value is _MISSING:
+            namespace.pop(name, None)
+        else:
+            namespace[name] = value
 
     return Place(f"the global {name!r}", lambda: namespace.get(name, _MISSING), write)
 

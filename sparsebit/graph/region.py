@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from sparsebit.graph.aliasing import written_later
@@ -15,6 +16,8 @@ from sparsebit.graph.call_form import CallForm, flattened, is_constant, same_con
 from sparsebit.graph.captured_block import refuse_hook
 from sparsebit.graph.example import GuardError, guard
 from sparsebit.graph.graph_module import CapturedGraph
+from sparsebit.graph.hidden_writes import module_may_write
+from sparsebit.graph.nested import is_symbolic
 from sparsebit.graph.outcome import Call, Randomness, Snapshot, cloned
 from sparsebit.graph.outer_state import OuterState
 from sparsebit.graph.stand_in import StandIn
@@ -76,11 +79,15 @@ class Region(StandIn):
 
     def run_source(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The source's own code, with the layers that the graph has."""
-        if not torch.compiler.is_compiling():
-            self.graph_module.update_source()
-            if self.before_source is not None:
-                self.before_source(self, (args, kwargs))
-        return self.source(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self.source(*args, **kwargs)
+        self.graph_module.update_source()
+        if self.before_source is not None:
+            self.before_source(self, (args, kwargs))
+        # A quantizer saves what it reads, also where the float layer saves nothing, and this code may overwrite it.
+        is_risky = torch.is_grad_enabled() and not is_symbolic([]) and module_may_write(self.source)
+        with saved_tensors_hooks(_own_copy, _as_is) if is_risky else contextlib.nullcontext():
+            return self.source(*args, **kwargs)
 
     def _refuse_late_hooks(self) -> None:
         """Attributes that the graph lacks are the source's: a hook on a block that was found so would never run."""
@@ -157,6 +164,15 @@ def _blocks_within(graph_module: CapturedGraph) -> tuple[tuple[str, nn.Module], 
     called = {id(module) for module in graph_module.modules()}
     inner = list(graph_module.source.named_modules())[1:]
     return tuple((path, module) for path, module in inner if id(module) not in called and not has_hooks(module))
+
+
+def _own_copy(saved: Tensor) -> Tensor:
+    is_parameter = saved.is_leaf and saved.requires_grad  # torch refuses writes into it
+    return saved if is_parameter else saved.clone()
+
+
+def _as_is(saved: Tensor) -> Tensor:
+    return saved
 
 
 class ContainerRegion(Region):

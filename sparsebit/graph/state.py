@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 import dataclasses
 import enum
-import itertools
 import random
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
 
 import torch
@@ -39,8 +37,7 @@ class ModuleState:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        # A counter cannot be set back: a copy of it takes its place.
-        self.attributes = {k: copy.copy(v) if isinstance(v, itertools.count) else v for k, v in module.__dict__.items()}
+        self.attributes = {name: kept_iterator(value) for name, value in module.__dict__.items()}
         self.registries = {name: dict(module.__dict__[name]) for name in ("_parameters", "_buffers")}
         self.hooks = {name: dict(module.__dict__[name]) for name in _HOOKS}
         self.children = dict(module._modules)
@@ -193,8 +190,8 @@ def _print(value: Any, undo: list[Callable[[], None]], seen: set[int], depth: in
         return "object", id(value)
     if isinstance(value, (tuple, frozenset)):
         return "value", type(value), tuple(_print(item, undo, seen, depth + 1) for item in value)
-    if isinstance(value, itertools.count):
-        return "value", itertools.count, repr(value)
+    if is_iterator(value):
+        return "value", type(value), _position(value)
     seen.add(id(value))
     if isinstance(value, CONTAINERS):
         undo.append(_undo_of(value))
@@ -202,6 +199,45 @@ def _print(value: Any, undo: list[Callable[[], None]], seen: set[int], depth: in
         items = _items(value, undo, seen, depth) if size <= _MAX_ITEMS else size
         return "container", type(value), id(value), items
     return "object", id(value), _inside(value, undo, seen, depth)
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether it is an iterator of Python's own, whose position a call of `next` moves. Generators cannot be copied."""
+    return type(value).__module__ in ("builtins", "itertools") and hasattr(value, "__next__") and _can_be_made(value)
+
+
+def kept_iterator(value: Any) -> Any:
+    """An iterator at the same position, which cannot be set back itself; anything else as it is."""
+    if not is_iterator(value):
+        return value
+    make, args, *state = value.__reduce__()
+    made = make(*map(kept_iterator, args))
+    if state and state[0] is not None:
+        made.__setstate__(_kept_state(state[0]))
+    return made
+
+
+def _kept_state(state: Any) -> Any:
+    """Of an iterator: the iterators inside, and the list in which `cycle` collects what it repeats."""
+    if isinstance(state, tuple):
+        return tuple(map(_kept_state, state))
+    return list(state) if type(state) is list else kept_iterator(state)
+
+
+def _position(value: Any) -> Any:
+    """Of an iterator where it stands; of what it stands on how much that is, which shrinks or grows."""
+    if is_iterator(value):
+        return type(value), _position(value.__reduce__()[1:])
+    if isinstance(value, tuple):
+        return tuple(map(_position, value))
+    return repr(value) if isinstance(value, (int, float)) else len(value) if isinstance(value, Sized) else id(value)
+
+
+def _can_be_made(value: Any) -> bool:
+    try:
+        return isinstance(value.__reduce__(), tuple)
+    except TypeError:
+        return False
 
 
 def _items(value: Any, undo: list[Callable[[], None]], seen: set[int], depth: int) -> tuple[Any, ...]:
@@ -270,7 +306,8 @@ def _held(container: Any) -> list[Any]:
 
 
 def _undo_of(container: Any) -> Callable[[], None]:
-    base, kept = _base(container), _held(container)
+    base = _base(container)
+    kept = [(item[0], kept_iterator(item[1])) if base is dict else kept_iterator(item) for item in _held(container)]
 
     def undo() -> None:
         now = _held(container)

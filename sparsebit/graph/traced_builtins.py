@@ -84,7 +84,7 @@ def _replacements(tracer: Any) -> dict[str, Any]:
     def isinstance_(obj: Any, classes: Any, /) -> bool:
         if not asked(obj) or classes is fx.Proxy:  # code that knows traces asks for these by name
             return isinstance(obj, classes)
-        return issubclass(class_of(tracer, obj), classes)
+        return issubclass(class_of(tracer, obj), classes) or any(_is_of_type(obj, kind) for kind in _flat(classes))
 
     def hasattr_(obj: Any, name: str, /) -> bool:
         return has_attribute(tracer, obj, name) if asked(obj) else hasattr(obj, name)
@@ -132,6 +132,20 @@ def class_of(tracer: Any, value: Any) -> type:
     if _may_vary(tracer, value.node):
         tracer.add_guard(tracer.create_proxy("call_function", kind_of, (value,), {}).node, class_name(kind))
     return kind
+
+
+def _flat(classes: Any) -> list[Any]:
+    """The classes of a second argument of `isinstance`."""
+    if isinstance(classes, tuple):
+        return [kind for item in classes for kind in _flat(item)]
+    return list(classes.__args__) if isinstance(classes, types.UnionType) else [classes]
+
+
+def _is_of_type(value: Any, kind: Any) -> bool:
+    """Whether a traced tensor is a `torch.FloatTensor`, say: such classes stand for a dtype on a device."""
+    if not isinstance(kind, builtins.type(torch.FloatTensor)) or isinstance(value, TrainingFlag):
+        return False
+    return bool(value.dtype == kind.dtype) and bool(value.is_cuda == kind.is_cuda) and bool(value.layout == kind.layout)
 
 
 def has_attribute(tracer: Any, value: Any, name: str) -> bool:

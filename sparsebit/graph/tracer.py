@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.parametrize import is_parametrized
 
 from sparsebit.graph.aliasing import OPERATORS, writes_by_name
+from sparsebit.graph.copying import is_held
 from sparsebit.graph.example import (
     GIVEN,
     UNKNOWN,
@@ -387,6 +388,8 @@ class LeafTracer(fx.Tracer):
         """The module's path; one that forward creates (`nn.ReLU()(x)`) is installed first."""
         assert isinstance(self.root, nn.Module) and isinstance(self.submodule_paths, dict)
         if module not in self.submodule_paths:
+            if any(True for _ in (*module.parameters(), *module.buffers())) and not is_held(self.root, module):
+                self.refuse(f"calls a {type(module).__name__} that is not part of the model, for example a global one")
             place = f"{self.scope.module_path}.".lstrip(".").replace(".", "_")
             name = self.get_fresh_qualname(f"{place}{type(module).__name__.lower()}")
             self.root.add_module(name, module)

@@ -95,6 +95,9 @@ def has_hooks(module: nn.Module) -> bool:
 def _patch_all(tracer: Any, stack: contextlib.ExitStack) -> None:
     for owner, method, name in _MODES:
         _patch(stack, owner, method, _refusing(tracer, getattr(owner, method), f"computes under {name}"))
+    saving = torch.autograd.graph.saved_tensors_hooks  # checkpoints of torch use them too, to the same effect
+    reason = "computes under torch.autograd.graph.saved_tensors_hooks()"
+    _patch(stack, saving, "__enter__", _refusing(tracer, saving.__enter__, reason, users_only=True))
     for name in _QUESTIONS:
         reason = f"asks torch.{name}(): the answer may differ from call to call"
         _patch(stack, torch, name, _refusing(tracer, getattr(torch, name), reason, users_only=True))

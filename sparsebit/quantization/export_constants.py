@@ -7,15 +7,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from sparsebit.errors import DeploymentError
+from sparsebit.graph.aliasing import written_later
+from sparsebit.graph.graph_module import CapturedGraph
+from sparsebit.graph.op_table import weight_argument
+from sparsebit.graph.random_ops import may_draw
 from sparsebit.numerics import float8
 from sparsebit.numerics.operator import OPERATOR
 from sparsebit.quantization.ops.bias import INT32, BiasRounding
 from sparsebit.quantization.ops.layer_call import current_weight
 from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
-from sparsebit.quantization.ops.quant_opr import QShared, WeightedQuantOpr
+from sparsebit.quantization.ops.quant_opr import FunctionalWeightedQuantOpr, QShared, WeightedQuantOpr
 from sparsebit.quantization.quantizers.base import Quantizer, rounds_by_operator
 
 
@@ -96,8 +100,9 @@ def quantizers_as_constants(model: nn.Module) -> Iterator[None]:
                     marked.append(child)
                 if child is not None and _is_swapped(parent, child):
                     swapped.append((parent, name, child))
+        computed = _computed_weights(model)
         # After all quantizers are collected: a bias uses the scales of its input and weight.
-        sites = [_constant_site(parent, child) for parent, _, child in swapped]
+        sites = [_constant_site(parent, child, computed.get(child)) for parent, _, child in swapped]
         for (parent, name, _), site in zip(swapped, sites, strict=True):
             parent._modules[name] = site
         yield
@@ -121,7 +126,50 @@ def _is_own_weight(parent: nn.Module, quantizer: Quantizer) -> bool:
 
 
 @torch.no_grad()
-def _constant_site(parent: nn.Module, child: nn.Module) -> ConstantSite:
+def _computed_weights(model: nn.Module) -> dict[nn.Module, Tensor]:
+    """Weight quantizer -> the weight that a graph computes for it from parameters alone (a standardized one).
+
+    As torch computes it: the same operations elsewhere may round to other codes.
+    """
+    found: dict[nn.Module, Tensor] = {}
+    graphs = [module for module in model.modules() if isinstance(module, CapturedGraph)]
+    for root in graphs:
+        for node in root.graph.find_nodes(op="call_module"):
+            layer = root.get_submodule(str(node.target))
+            if not isinstance(layer, FunctionalWeightedQuantOpr) or not layer.weight_quantizer.is_enable:
+                continue
+            place = weight_argument(layer.row, node.args, node.kwargs)
+            weight = None if place is None else node.kwargs[place] if isinstance(place, str) else node.args[place]
+            value = _constant_value(root, weight) if isinstance(weight, fx.Node) else None
+            if isinstance(value, Tensor):
+                found[layer.weight_quantizer] = value
+    return found
+
+
+def _constant_value(root: CapturedGraph, node: fx.Node) -> Any:
+    """What the node gives, where functions alone compute it from parameters and buffers that nothing overwrites, and
+    nothing is drawn at random; else None.
+    """
+    needed = {node}
+    for current in reversed(root.graph.nodes):
+        if current in needed:
+            needed.update(current.all_input_nodes)
+    is_changing = not needed.isdisjoint(written_later(root)) or any(
+        part.op == "call_function" and may_draw(part.target) for part in needed
+    )
+    if is_changing or any(part.op in ("placeholder", "call_module") for part in needed):
+        return None
+    interpreter = fx.Interpreter(root, garbage_collect_values=False)
+    interpreter.env = {}
+    for part in root.graph.nodes:
+        if part in needed:
+            interpreter.env[part] = interpreter.run_node(part)
+    return interpreter.env[node]
+
+
+@torch.no_grad()
+def _constant_site(parent: nn.Module, child: nn.Module, weight: Tensor | None) -> ConstantSite:
+    """`weight`: what the graph computes for the quantizer from parameters alone, where it is one of those."""
     if isinstance(child, BiasRounding):
         scale = child.scale()
         axis = None if scale.numel() == 1 else 0
@@ -133,6 +181,8 @@ def _constant_site(parent: nn.Module, child: nn.Module) -> ConstantSite:
         if isinstance(parent, QuantizedParameter):
             return _constant_weight(child, parent.parameter)
         return _constant_weight(child, current_weight(parent.get_submodule("op")))
+    if weight is not None:
+        return _constant_weight(child, weight)
     return _site(child.name, child, transform=child.transform)
 
 

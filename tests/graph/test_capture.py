@@ -836,6 +836,13 @@ def test_a_models_own_train_is_obeyed() -> None:
 # --- odd forwards
 
 
+def test_an_error_in_a_graph_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    captured = capture(model_with(lambda self, x: self.linear(x).missing))
+    with pytest.raises(AttributeError, match="missing"):
+        captured.model(X)
+    assert capsys.readouterr() == ("", "")
+
+
 def test_modules_made_on_the_spot() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         return nn.Softmax(dim=-1)(nn.ReLU()(self.linear(x)) + nn.Sequential(nn.ReLU(), nn.Tanh())(x))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -22,6 +23,16 @@ class Net(nn.Module):
         self.seen += 1
         self.log.append(len(self.log))
         return self.fc(x)
+
+
+def with_weak_reference(net: Net) -> None:
+    net._me = weakref.ref(net)  # type: ignore[assignment]
+    net.forward = types.MethodType(lambda self, x: self._me().fc(x) * 2, net)  # type: ignore[method-assign]
+
+
+def with_proxy(net: Net) -> None:
+    net.parts = {"layer": weakref.proxy(net.fc)}  # type: ignore[assignment]
+    net.forward = types.MethodType(lambda self, x: self.parts["layer"](x) * 2, net)  # type: ignore[method-assign]
 
 
 def with_closure(net: Net) -> None:
@@ -87,6 +98,8 @@ def with_a_name(net: Net) -> None:
     [
         with_closure,
         with_default,
+        with_weak_reference,
+        with_proxy,
         with_method,
         with_partial,
         with_partial_of_a_closure,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsebit.graph.capture import capture
-from sparsebit.graph.hidden_writes import code_may_write, function_may_write, module_may_write
+from sparsebit.graph.hidden_writes import code_may_write, function_may_write, may_write_parameters, module_may_write
 
 
 class Item(nn.Module):
@@ -52,7 +54,78 @@ class Harmless(nn.Module):
         return y + F.dropout(x, 0.5, self.training)
 
 
-@pytest.mark.parametrize("kind", [Item, Assigned, Method, Out, ByPosition])
+def doubled(values: Tensor) -> Tensor:
+    return values.mul_(2)
+
+
+def through_another(values: Tensor) -> Tensor:
+    return doubled(values)
+
+
+class ByHelper(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return through_another(x)
+
+
+def clip(layer: Any) -> None:
+    layer.weight.data.clamp_(-1, 1)
+
+
+def clip_all(layer: Any) -> None:
+    for tensor in layer.parameters():
+        clip_one(tensor)
+
+
+def clip_one(tensor: Tensor) -> None:
+    with torch.no_grad():
+        tensor.clamp_(-1, 1)
+
+
+class Clips(nn.Module):
+    def __init__(self, how: Any = clip) -> None:
+        super().__init__()
+        self.fc, self.how = nn.Linear(2, 2), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        clip(self.fc)
+        return self.fc(x)
+
+
+class ClipsAll(Harmless):
+    def forward(self, x: Tensor) -> Tensor:
+        clip_all(self.fc)
+        return self.fc(x)
+
+
+class ClipsByAttribute(Harmless):
+    def __init__(self) -> None:
+        super().__init__()
+        self.clip = clip
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.clip(self.fc)
+        return self.fc(x)
+
+
+def hooked() -> nn.Module:
+    model = Harmless()
+    model.fc.register_forward_pre_hook(lambda module, _: clip_one(module.weight))
+    return model
+
+
+def patched() -> nn.Module:
+    model = Harmless()
+    model.forward = lambda x: (clip(model.fc), model.fc(x))[1]  # type: ignore[assignment, method-assign, func-returns-value]
+    return model
+
+
+@pytest.mark.parametrize("build", [Clips, ClipsAll, ClipsByAttribute, hooked, patched])
+def test_parameters_that_helper_functions_write(build: Any) -> None:
+    assert may_write_parameters(nn.Sequential(nn.ReLU(), build()))
+    assert not may_write_parameters(nn.Sequential(Harmless(), ByHelper.__bases__[0]()))
+
+
+@pytest.mark.parametrize("kind", [Item, Assigned, Method, Out, ByPosition, ByHelper])
 def test_code_that_writes_is_found(kind: type[nn.Module]) -> None:
     assert module_may_write(kind()) and module_may_write(nn.Sequential(nn.Identity(), kind()))
 

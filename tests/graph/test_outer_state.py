@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import types
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.graph.capture import Captured, capture
-from sparsebit.graph.outer_state import undisturbed_outer_state
+from sparsebit.graph.outer_state import OuterState, undisturbed_outer_state
 
 calls = 0
 outputs: list[Any] = []
@@ -137,6 +139,40 @@ def reset() -> None:
 
 def opaque(captured: Captured) -> list[str]:
     return [failure.reason for failure in captured.untraced.values()]
+
+
+numbers = itertools.cycle([1.0, 2.0, 3.0])
+
+
+class GlobalIterator(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) * next(numbers)
+
+
+def test_the_position_of_a_global_iterator_is_state() -> None:
+    global numbers
+    numbers, model, x = itertools.cycle([1.0, 2.0, 3.0]), GlobalIterator(), torch.randn(2, 8)
+    captured = capture(model, example=((x,), {}))
+    assert opaque(captured) and next(numbers) == 1.0  # the example's run is undone
+    assert not torch.allclose(captured.model(x), captured.model(x))
+
+
+class Changing(dict[str, Any]):
+    """Globals to which another thread adds a name whenever one is read, as a trace does."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = super().get(name, default)
+        self[name] = value if name in self else isinstance
+        return value
+
+
+def test_names_that_a_trace_in_another_thread_adds_are_left_alone() -> None:
+    names = Changing(torch=torch, total=1)
+    code = compile("def forward(self, x):\n    return x * total if isinstance(x, torch.Tensor) else x", "", "exec")
+    exec(code, names)
+    kind = type("Racing", (nn.Module,), {"forward": types.FunctionType(names["forward"].__code__, names, "forward")})
+    state = OuterState([kind()], {})
+    assert [place.name for place, _ in state.held] == ["the global 'total'"]
 
 
 STATEFUL: list[Callable[[], nn.Module]] = [

@@ -48,6 +48,8 @@ QUESTIONS: dict[str, Any] = {
     "callable": lambda x: not callable(x),
     "issubclass": lambda x: issubclass(type(x), Tensor),
     "singledispatch": dispatched,
+    "dtype by class": lambda x: isinstance(x, (list, torch.FloatTensor)),
+    "another dtype by class": lambda x: not isinstance(x, torch.DoubleTensor | torch.HalfTensor),
 }
 
 
@@ -58,9 +60,17 @@ def test_questions_about_the_class_of_an_input(name: str, with_example: bool) ->
     copy = capture(model, example=((x,), {}) if with_example else None)
     torch.testing.assert_close(copy.model(x), model(x))
     if copy.untraced:
-        assert name == "singledispatch"
+        assert name == "singledispatch" or ("dtype" in name and not with_example)
     if "getattr" not in name:
         torch.testing.assert_close(copy.model(nn.Parameter(x)), model(nn.Parameter(x)))
+
+
+def test_another_dtype_than_the_captured_one_runs_the_models_own_code() -> None:
+    model, x = Asks(QUESTIONS["dtype by class"]).double(), torch.randn(4, 8).double()
+    copy = capture(model, example=((x,), {}))
+    torch.testing.assert_close(copy.model(x), model(x))
+    copy.model.float(), model.float()
+    torch.testing.assert_close(copy.model(x.float()), model(x.float()))
 
 
 def test_another_class_than_the_captured_one_runs_the_models_own_code() -> None:

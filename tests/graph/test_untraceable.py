@@ -78,6 +78,11 @@ def autocast_block(x: Tensor) -> Tensor:
         return (x @ x.T).float() @ x
 
 
+def saved_hooks(x: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t):
+        return x.exp()
+
+
 def seeded(x: Tensor) -> Tensor:
     torch.manual_seed(3)
     return x + torch.rand(8)
@@ -93,6 +98,7 @@ UNKEEPABLE: dict[str, tuple[Any, str]] = {
     "set_grad_enabled": (set_grad_block, "set_grad_enabled"),
     "inference_mode": (torch.inference_mode()(lambda x: (x * 2).clone()), "inference_mode"),
     "autocast": (autocast_block, "autocast"),
+    "saved_tensors_hooks": (saved_hooks, "saved_tensors_hooks"),
     "is_grad_enabled": (lambda x: x * 2 if torch.is_grad_enabled() else x * 3, "is_grad_enabled"),
     "is_autocast_enabled": (lambda x: x * 2 if torch.is_autocast_enabled("cpu") else x * 3, "is_autocast_enabled"),
     "empty().normal_()": (lambda x: x + torch.empty(8).normal_(), "normal"),
@@ -180,6 +186,7 @@ class Stateful(nn.Module):
         self.table: dict[str, Any] = {"calls": 0}
         self.nested = {"deep": [collections.deque([1.0], maxlen=3)]}
         self.holder, self.numbers, self.order = Holder(), np.zeros(1), itertools.count()
+        self.cycle, self.items = itertools.cycle([1.0, 2.0, 3.0]), [iter([1.0, 2.0, 3.0, 4.0, 5.0])]
         self.generator = random.Random(0)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -234,6 +241,7 @@ def replaces(module: Any, x: Tensor) -> Tensor:
 
 STEPS = [
     counts, remembers, averages, appends, tables, deep, holds, fills, replaces,
+    lambda m, x: x * next(m.cycle), lambda m, x: x * next(m.items[0]),
     lambda m, x: x * next(m.order), lambda m, x: x * m.generator.random(),
 ]  # fmt: skip
 
@@ -291,6 +299,44 @@ def test_what_weights_alone_decide_may_be_kept_for_the_next_call() -> None:
     copy = captured(model, x, with_example=False)
     assert not copy.untraced and not copy.model.source.cache  # type: ignore[union-attr, operator]
     torch.testing.assert_close(copy.model(x), model(x))
+
+
+outside = nn.Linear(8, 8)
+
+
+class CallsOutside(nn.Module):
+    """Its second layer is a global: no parameter of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return outside(self.linear(x))
+
+
+class CallsUnregistered(CallsOutside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Sequential(nn.Linear(8, 8))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](self.linear(x))
+
+
+@pytest.mark.parametrize("with_example", [True, False], ids=["example", "no example"])
+def test_a_layer_outside_of_the_model_is_not_taken_into_the_copy(with_example: bool) -> None:
+    model, x = nn.Sequential(CallsOutside()), torch.randn(2, 8)
+    copy = captured(model, x, with_example)
+    assert "not part of the model" in copy.untraced["0"].reason
+    torch.testing.assert_close(copy.model(x), model(x))
+    assert len(list(copy.model.parameters())) == 2
+    unregistered = CallsUnregistered()
+    copy = captured(unregistered, x, with_example)
+    assert not copy.untraced  # the copy has a copy of it
+    torch.testing.assert_close(copy.model(x), unregistered(x))
+    theirs = {id(parameter) for parameter in unregistered.layers[0].parameters()}
+    assert not theirs & {id(parameter) for parameter in copy.model.parameters()}
 
 
 def test_parameters_used_by_another_way_stay_alive() -> None:

@@ -1,15 +1,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsebit.errors import DeploymentError
 from sparsebit.quantization import QuantModel, register_quantizer
 from sparsebit.quantization.export_constants import ConstantSite, evaluating, quantizers_as_constants
+from sparsebit.quantization.ops.quant_opr import FunctionalWeightedQuantOpr
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.registry import QUANTIZERS
 from tests.quantization.tiny import Residual, TwoLayers, calibrated, qconfig
@@ -162,3 +166,72 @@ def test_evaluating_keeps_each_mode() -> None:
     with evaluating(model):
         assert call() == [False, False, False]
     assert call() == [True, True, False]
+
+
+class Standardized(nn.Conv2d):
+    """As timm's ScaledStdConv2d does it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.weight.reshape(1, len(self.weight), -1)
+        weight = F.batch_norm(rows, None, None, training=True, momentum=0.0, eps=1e-6).reshape_as(self.weight)
+        return F.conv2d(x, weight, self.bias, self.stride, self.padding)
+
+
+def test_a_computed_weight_has_the_codes_of_the_simulation(tmp_path: Path) -> None:
+    """ONNX has the same operations, but sums in another order: of half a million weights a few rounded elsewhere."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 256, 2, 2)
+    qmodel = calibrated(nn.Sequential(Standardized(256, 256, 3, padding=1)), [x], qconfig(backend="onnxruntime"))
+    layer = next(m for m in qmodel.model.modules() if isinstance(m, FunctionalWeightedQuantOpr))
+    computed: list[Tensor] = []
+    handle = layer.weight_quantizer.register_forward_hook(lambda module, args, output: computed.append(output))
+    with torch.no_grad():
+        qmodel(x)
+    handle.remove()
+    qmodel.export_onnx(x, tmp_path / "model.onnx")
+    stored = {tensor.name: tensor for tensor in onnx.load(str(tmp_path / "model.onnx")).graph.initializer}
+    (name,) = (name for name in stored if name.endswith("weight/codes"))
+    codes = torch.from_numpy(onnx.numpy_helper.to_array(stored[name]).copy()).float()
+    scale = layer.weight_quantizer.scale.detach().reshape(-1, 1, 1, 1)
+    assert torch.equal(codes, (computed[-1] / scale).round())
+
+
+def test_a_weight_that_an_input_changes_is_no_constant() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kernel = nn.Parameter(torch.randn(4, 3, 1, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.conv2d(x, self.kernel * x.mean())
+
+    x = torch.randn(2, 3, 4, 4)
+    qmodel = calibrated(Mixed(), [x])
+    with torch.no_grad():
+        expected = qmodel(2 * x)
+        with quantizers_as_constants(qmodel):
+            torch.testing.assert_close(qmodel(2 * x), expected)
+
+
+def test_a_weight_that_is_written_in_the_graph_is_no_constant() -> None:
+    class Grows(nn.Module):
+        kernel: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("kernel", torch.randn(4, 3, 1, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.kernel.mul_(1.25)
+            return F.conv2d(x, self.kernel * 1)
+
+    x = torch.randn(2, 3, 4, 4)
+    qmodel = calibrated(Grows(), [x])
+    kernel = next(value for name, value in qmodel.named_buffers() if name.endswith("kernel"))
+    before = kernel.clone()
+    with torch.no_grad():
+        expected = qmodel(x)
+        kernel.copy_(before)
+        with quantizers_as_constants(qmodel):
+            assert torch.equal(kernel, before)
+            torch.testing.assert_close(qmodel(x), expected)

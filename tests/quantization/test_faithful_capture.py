@@ -256,6 +256,67 @@ def test_own_code_may_write_into_what_an_attention_has_read(training: bool, with
         torch.testing.assert_close(weight.grad, expected, rtol=1e-2, atol=1e-2)
 
 
+class Halves(nn.Module):
+    """Writes into what its layer has read; the float layer saves a contiguous copy for the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool, self.fc = nn.MaxPool1d(2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled = self.pool(x.swapaxes(1, 2))
+        y: Tensor = self.fc(pooled)
+        pooled /= 2
+        return y * 2 if len(x) > 2 else y
+
+
+class InBfloat16(nn.Module):
+    """Code of its own, since it holds an autocast; the float layer saves what was cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.fc(x).float()
+
+
+class WritesBehindCode(nn.Module):
+    """Its graph writes into what a part with code of its own has read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = InBfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1
+        y: Tensor = self.part(x)
+        x += 1
+        return y * x.detach()
+
+
+@pytest.mark.parametrize(
+    ("make", "example", "batch"),
+    [(Halves, (2, 4, 8), (3, 4, 8)), (WritesBehindCode, (2, 8), (2, 8))],
+    ids=["after a failed guard", "behind own code"],
+)
+def test_what_a_quantizer_saves_may_be_overwritten(make: Any, example: Any, batch: Any) -> None:
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(batch, requires_grad=True)
+    qmodel = QuantModel(model, qconfig(bits=16), example_inputs=torch.randn(example))
+    qmodel.prepare_calibration()
+    qmodel(torch.randn(example) * 4)
+    qmodel.init_QAT()
+    qmodel.accelerate(False)  # every quantizer by itself
+    for net in (model, qmodel):
+        net.zero_grad()
+        net(x).square().sum().backward()
+    expected = next(p.grad for name, p in model.named_parameters() if name.endswith("fc.weight"))
+    (weight,) = (p for name, p in qmodel.named_parameters() if name.endswith("fc.op.weight"))
+    torch.testing.assert_close(weight.grad, expected, rtol=3e-2, atol=3e-2)
+
+
 class Changing(nn.Module):
     """Its forward changes its own parameters or children."""
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import random
 import warnings
@@ -166,7 +167,7 @@ def test_the_users_model_and_the_random_numbers_are_left_alone() -> None:
 
 
 def test_a_model_that_differs_from_itself_is_told_and_not_cut() -> None:
-    clock = itertools.count()
+    clock = functools.partial(next, itertools.count())
 
     class Clock(nn.Module):
         def __init__(self) -> None:
@@ -174,10 +175,29 @@ def test_a_model_that_differs_from_itself_is_told_and_not_cut() -> None:
             self.fc = nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.fc(x) + next(clock)
+            return self.fc(x) + clock()
 
     qmodel = QuantModel(Clock().eval(), qconfig(), example_inputs=torch.randn(2, 8))
     assert "gives another result for the same" in qmodel.coverage.notes[-1]
+
+
+@pytest.mark.parametrize("with_example", [True, False], ids=["example", "no example"])
+def test_code_that_asks_for_the_dtype_is_no_rounding(with_example: bool) -> None:
+    """In float64 the copy is right: that proves nothing for float32."""
+
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            is_float = not isinstance(x, fx.Proxy) and x.dtype == torch.float32
+            return self.one(x) if is_float else self.other(x)
+
+    model, x = Asks().eval(), torch.randn(4, 8)
+    qmodel = QuantModel(model, qconfig(), example_inputs=x if with_example else None)
+    torch.testing.assert_close(qmodel(x), model(x), rtol=1e-4, atol=1e-4)
+    assert [opaque.path for opaque in qmodel.coverage.opaque] == [""]
 
 
 def test_rounding_that_a_model_amplifies_is_no_difference() -> None:
@@ -782,3 +802,30 @@ def test_observing_the_example_leaves_state_and_inputs_alone() -> None:
     torch.testing.assert_close(given, y, rtol=0, atol=0)
     torch.testing.assert_close(qmodel(x, y.clone()), model(x, y.clone()))
     assert "gives another result" not in str(qmodel.coverage)
+
+
+class Remembers(nn.Module):
+    """Adds the mean of the last call, which is a plain attribute, and reads a weight in its own code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.last = torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.einsum("...i,ij->...j", x, self.weight) + self.last
+        self.last = x.detach().reshape(-1, 4).mean(0)
+        return y
+
+
+def test_a_state_that_earlier_calls_have_moved_is_no_difference() -> None:
+    torch.manual_seed(0)
+    model, batches = Remembers().eval(), torch.randn(4, 2, 4)
+    qmodel = QuantModel(model, qconfig(bits=16), example_inputs=batches[0])
+    with torch.no_grad():
+        expected = [model(x) for x in batches]
+        found = [qmodel(x) for x in batches[:2]]
+        qmodel.prepare_calibration()
+        found += [qmodel(x) for x in batches[2:]]
+    torch.testing.assert_close(found, expected)
+    assert "changes the attribute 'last'" in str(qmodel.coverage)

@@ -178,8 +178,24 @@ def _look_at_readers(candidate: _Candidate, node: fx.Node, root: fx.GraphModule)
                 candidate.is_watched |= found is None
             elif row is not None and row.kind is OpKind.TRANSPARENT:
                 todo.append((user, _moved(user, source, value)))
-            elif (row is None or row.name == "einsum") and user.op != "output":
+            elif row is not None and row.name == "einsum":
+                axis = _summed_by_einsum(user, source)
+                found = axis_of(meta, value, axis) if axis is not None and isinstance(value, Tensor) else None
+                candidate.axis = found if candidate.axis is None else candidate.axis
+                candidate.is_watched |= found is None
+            elif row is None and user.op != "output":
                 candidate.is_watched = True
+
+
+def _summed_by_einsum(user: fx.Node, source: fx.Node) -> int | None:
+    """The operand's axis, counted from its end, that the equation sums up; None where that is not one axis."""
+    equation, *operands = user.args
+    if not isinstance(equation, str) or "." in equation or "->" not in equation or operands.count(source) != 1:
+        return None
+    inputs, output = equation.replace(" ", "").split("->")
+    letters = inputs.split(",")[operands.index(source)]
+    summed = [index for index, letter in enumerate(letters) if letter not in output and inputs.count(letter) > 1]
+    return summed[0] - len(letters) if len(summed) == 1 else None
 
 
 def _operand_axis(user: fx.Node, source: fx.Node, axes: tuple[int | None, ...]) -> int | None:

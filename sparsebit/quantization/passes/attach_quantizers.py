@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from sparsebit.config.targets import ACTIVATION, Target
 from sparsebit.graph.capture import Captured
+from sparsebit.graph.graph_module import CapturedGraph
 from sparsebit.graph.hidden_writes import code_may_write
 from sparsebit.graph.op_rows import OpKind
 from sparsebit.graph.op_table import row_of
@@ -38,7 +39,9 @@ from sparsebit.quantization.sites import Plan, Site
 def attach_quantizers(captured: Captured, plan: Plan, placement: Placement) -> None:
     """Put every planned quantizer into the captured model, in place; a site that the plan lacks stays in float."""
     maker = _Maker(plan)
-    writes_outside = code_may_write(captured.model)
+    writes_outside = code_may_write(captured.model) or any(
+        _writes_behind_code(region.graph_module) for region in captured.regions.values()
+    )
     for path, region in captured.regions.items():
         placed = placement.regions[path]
         _RegionAttacher(path, region, placed, maker, writes_outside=bool(path) and writes_outside).attach()
@@ -49,6 +52,19 @@ def attach_quantizers(captured: Captured, plan: Plan, placement: Placement) -> N
             loose.parent._modules[loose.name] = wrapped
             if writes_outside and _read_copy not in wrapped._forward_pre_hooks.values():
                 wrapped.register_forward_pre_hook(_read_copy, with_kwargs=True)
+
+
+def _writes_behind_code(root: CapturedGraph) -> bool:
+    """Whether a graph writes into what it has given to a module that runs code of its own."""
+    calls = [
+        node
+        for node in root.graph.find_nodes(op="call_module")
+        if next(root.get_submodule(str(node.target)).children(), None) is not None
+    ]
+    writes = Writes(root) if calls else None
+    return writes is not None and any(
+        writes.any_behind(node, source) for node in calls for source in node.all_input_nodes
+    )
 
 
 def _read_copy(layer: QuantOpr, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

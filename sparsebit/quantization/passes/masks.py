@@ -9,7 +9,8 @@ from __future__ import annotations
 from numbers import Real
 from typing import Any
 
-from torch import fx
+import torch
+from torch import fx, nn
 from torch.fx.node import map_aggregate
 
 from sparsebit.graph.op_rows import OpKind, OpRow
@@ -30,6 +31,8 @@ def hidden_values(graph: fx.Graph, rows: dict[fx.Node, OpRow], python: set[fx.No
     """
     found = _given_masks(graph, rows, python)
     for node in graph.nodes:
+        if node.op == "get_attr" and _is_mask(node):
+            found.add(node)
         if node in python or node.op not in ("call_module", "call_function", "call_method"):
             continue
         if _uses_up(node, rows):
@@ -37,6 +40,17 @@ def hidden_values(graph: fx.Graph, rows: dict[fx.Node, OpRow], python: set[fx.No
         if _has_large_constant(node) or any(source in found for source in node.all_input_nodes):
             found.add(node)
     return found
+
+
+def _is_mask(node: fx.Node) -> bool:
+    """Whether it reads a buffer or a constant that holds such a number."""
+    value: Any = node.graph.owning_module
+    for name in str(node.target).split("."):
+        value = getattr(value, name, None)
+    is_constant = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+    if not is_constant or value.layout is not torch.strided or not value.is_floating_point() or value.is_meta:
+        return False
+    return value.numel() > 0 and bool((value <= -LARGEST).any())
 
 
 def _uses_up(node: fx.Node, rows: dict[fx.Node, OpRow]) -> bool:

@@ -342,3 +342,25 @@ class TestLife:
         before = model(x)
         calibrated(model, [x], qconfig(bits=2), example_inputs=x)
         assert type(model.experts) is Experts and torch.equal(model(x), before)
+
+
+class Square(nn.Module):
+    """As wide inside as outside: sizes do not tell the axes apart, the equation does."""
+
+    def __init__(self, equation: str) -> None:
+        super().__init__()
+        self.weight, self.equation = nn.Parameter(torch.randn(NUM_EXPERTS, WIDTH, WIDTH)), equation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum(self.equation, x, self.weight).sum(1)
+
+
+@pytest.mark.parametrize("with_example", [True, False], ids=["example", "no example"])
+@pytest.mark.parametrize(("equation", "axis"), [("bi,eio->beo", 1), ("bi, eoi -> beo", 2)])
+def test_square_experts_in_an_einsum(equation: str, axis: int, with_example: bool) -> None:
+    x = torch.randn(3, WIDTH)
+    config = qconfig({"W.QSCHEME": "per-channel-symmetric"})
+    qmodel = QuantModel(Square(equation), config, example_inputs=x if with_example else None)
+    (parameter,) = qmodel.coverage.parameters
+    assert parameter.reason is None or not parameter.reason
+    assert site(qmodel, "weight").spec.granularity == PerGroup(axis, WIDTH)

@@ -30,6 +30,9 @@ HIDE: dict[str, Hide] = {
     "multiplied": lambda scores, hidden: scores + hidden * LOWEST,
     "large": lambda scores, hidden: scores + hidden * -1e9,
     "triangle": lambda scores, hidden: scores + torch.full((4, 4), -math.inf).triu(1),
+    "large triangle": lambda scores, hidden: scores + torch.full((4, 4), LOWEST).triu(1),
+    "product of constants": lambda scores, hidden: scores + (1 - torch.ones(4, 4).tril()) * -1e4,
+    "large where": lambda scores, hidden: torch.where(hidden, torch.tensor(-1e9), scores),
 }
 
 
@@ -85,6 +88,28 @@ def test_a_mask_that_is_given(observer: str, adds: bool) -> None:
     torch.testing.assert_close(weights, expected, atol=0.02, rtol=0.1)
     reasons = {layer.name: layer.reason for layer in qmodel.coverage.float_layers}
     assert "a mask hides values" in reasons["softmax"]
+
+
+class BufferedMask(Attention):
+    def __init__(self, number: float) -> None:
+        super().__init__(HIDE["added"])
+        self.mask: Tensor
+        self.register_buffer("mask", torch.full((6, 6), number).triu(1))
+
+    def forward(self, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        weights = torch.softmax(self.q(x) @ self.k(x).transpose(-2, -1) / 8**0.5 + self.mask[:4, :4], -1)
+        return weights, weights @ self.v(x)
+
+
+@pytest.mark.parametrize("number", [-1e4, -1e9, LOWEST, -math.inf])
+def test_a_mask_that_is_a_buffer(number: float) -> None:
+    torch.manual_seed(0)
+    model, x, hidden = BufferedMask(number).eval(), torch.randn(2, 4, 8), hidden_pairs()
+    with torch.no_grad():
+        qmodel = calibrated(model, [(x, hidden)], qconfig({"A.QADD.ENABLE_QUANT": True}))
+        weights, expected = qmodel(x, hidden)[0], model(x, hidden)[0]
+    assert not bool(weights[..., hidden].any()) and "softmax.input" not in sites(qmodel)
+    torch.testing.assert_close(weights, expected, atol=0.02, rtol=0.1)
 
 
 class Biased(Attention):
