@@ -57,8 +57,9 @@ def search(
         ),
     ] = None,
     candidate_bits: Annotated[
-        str, typer.Option("--candidate-bits", metavar="N,N,...", help="Bits that a weight may have.")
-    ] = "2,3,4,6,8",
+        str | None,
+        typer.Option("--candidate-bits", metavar="N,N,...", help="Bits that a weight may have (2,3,4,6,8)."),
+    ] = None,
     activation_bits: Annotated[
         str | None,
         typer.Option("--activation-bits", metavar="N,N,...", help="Bits that an activation may have (its own)."),
@@ -86,6 +87,7 @@ def search(
         raise typer.BadParameter("give a --budget, as bytes=0.5, or a --latency, as 0.6", param_hint="--budget")
     if latency:
         check_latency(latency, limits, output)
+        check_no_candidates({"--candidate-bits": candidate_bits, "--activation-bits": activation_bits})
     if said.record is not None:
         raise typer.BadParameter("search keeps no record; leave it out", param_hint="--record")
     with speaking(as_json=said.json, quiet=said.quiet) as out:
@@ -100,7 +102,7 @@ def search(
         plain = qconfig.replace("ALGORITHMS", []) if steps else qconfig
         qmodel = calibrated(subject, plain, asym=False).qmodel
         if latency:
-            told = fit_latency(qmodel, list(subject.data), latency, limits.get("bytes"), output)
+            told = fit_latency(qmodel, list(subject.data), latency, limits.get("bytes"), output, method)
             files = ", ".join(str(file) for file in told)
             records = [{"output": str(file), **one.to_dict()} for file, one in told.items()]
             use = f"written: {files} (sparsebit quantize --placement FILE)"
@@ -110,7 +112,7 @@ def search(
             qmodel,
             list(subject.data),
             limits,
-            weight_bits=options.read_bits(candidate_bits),
+            weight_bits=options.read_bits(candidate_bits or "2,3,4,6,8"),
             activation_bits=() if activation_bits is None else options.read_bits(activation_bits),
             method=method,  # type: ignore[arg-type]
         )
@@ -134,14 +136,32 @@ def check_latency(latency: list[float], budgets: dict[str, float], output: Path)
         raise typer.BadParameter(f"{output}: --latency gives a placement; name a .json file", param_hint="--output")
 
 
+def check_no_candidates(given: dict[str, str | None]) -> None:
+    """Refuse bits to choose from beside a limit on the time: they would not be looked at."""
+    for name, bits in given.items():
+        if bits is not None:
+            raise typer.BadParameter(
+                f"{bits}: beside --latency each layer has the bits of its config or is float: runtimes have no faster "
+                "kernels for fewer bits. Leave it out, or search with --budget in place of --latency",
+                param_hint=name,
+            )
+
+
 def fit_latency(
-    qmodel: QuantModel, batches: list[Any], limits: list[float], max_bytes: float | None, output: Path
+    qmodel: QuantModel,
+    batches: list[Any],
+    limits: list[float],
+    max_bytes: float | None,
+    output: Path,
+    method: str = "gradient",
 ) -> dict[Path, LatencySearch]:
     """A placement for each limit, written to `output`, or to a file for each limit where there are several."""
     from sparsebit.cli.output_files import replace_text
     from sparsebit.quantization.mixed_precision.latency import search_latency
+    from sparsebit.quantization.mixed_precision.sensitivity import sensitivity
 
-    found = search_latency(qmodel, batches, limits, max_bytes=max_bytes)
+    scores = sensitivity(qmodel, batches, method=method, weight_bits=(), activation_bits=())  # type: ignore[arg-type]
+    found = search_latency(qmodel, batches, limits, max_bytes=max_bytes, scores=scores)
     files = [output] if len(found) == 1 else [output.with_stem(f"{output.stem}-{one.limit:g}") for one in found]
     for file, one in zip(files, found, strict=True):
         replace_text(file, one.profile.to_json())

@@ -60,8 +60,10 @@ def test_latency_gives_a_placement_that_quantize_takes(sparsebit: Sparsebit, pro
         (["--latency", "0"], "above 0"),
         (["--latency", "0.5", "--budget", "weight_bits=4"], "weight_bits: beside --latency"),
         (["--latency", "0.5", "-o", "fast.yaml"], "name a .json file"),
+        (["--latency", "0.5", "--candidate-bits", "4,8"], "--candidate-bits"),
+        (["--latency", "0.5", "--activation-bits", "4,8"], "--activation-bits"),
     ],
-    ids=["nothing", "zero", "other budgets", "yaml"],
+    ids=["nothing", "zero", "other budgets", "yaml", "candidates", "activations"],
 )
 def test_latency_that_is_refused(sparsebit: Sparsebit, project: Path, given: list[str], told: str) -> None:
     answer = sparsebit(*LATENCY, *given)

@@ -28,7 +28,7 @@ from sparsebit.quantization.algorithms.channel_pairs_limits import Limits, SeenV
 from sparsebit.quantization.algorithms.channel_pairs_math import along_inputs, input_sizes, largest_by_channel
 from sparsebit.quantization.algorithms.channel_pairs_scaling import Factors, FloatRuns, ScalableModel, float_runs
 from sparsebit.quantization.algorithms.registration import register_algorithm
-from sparsebit.quantization.algorithms.smoothing_math import best_scale, relative_error, smoothing_scale
+from sparsebit.quantization.algorithms.smoothing_math import capped_scale, relative_error, smoothing_scale
 from sparsebit.quantization.inserted_factors import InsertedFactor
 from sparsebit.quantization.ops.layer_call import forward_with
 from sparsebit.quantization.ops.quant_opr import QIdentity, QShared, WeightedQuantOpr
@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 
 # Up to 0.7: with more, channels that are larger in use than in calibration are clipped.
 ALPHAS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
+# Of the largest channel. MiniLM's first MLP has one that is 4 times the second largest.
+CAPS = (1 / 2, 1 / 4, 1 / 8)
 _NUM_IMAGES = 8
 
 
@@ -53,8 +55,10 @@ class SmoothableModel(ScalableModel, Protocol):
 class Smoothed:
     """What became of one source of channels and the layers that read them.
 
-    `alpha`: how much of the difficulty went from activations to weights; None where nothing did. `before`, `after`:
-    the squared error of the readers' outputs, relative to these, with inputs and weights quantized; on the data.
+    `alpha`: how much of the difficulty went from activations to weights; None where nothing did by a power of the
+    channels' sizes. `cap`: channels larger than this share of the largest are made smaller until they are not; 1:
+    none. `before`, `after`: the squared error of the readers' outputs, relative to these, with inputs and weights
+    quantized; on the data.
     `is_inserted`: the scale is a multiplication of its own. `reason`: why channels, or all, are as they were.
     """
 
@@ -66,6 +70,19 @@ class Smoothed:
     after: float
     is_inserted: bool
     reason: str
+    cap: float = 1.0
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """How scales are computed: by a power, or not (None); then by a cap, or not (1)."""
+
+    alpha: float | None
+    cap: float = 1.0
+
+    @property
+    def is_none(self) -> bool:
+        return self.alpha is None and self.cap == 1
 
 
 @register_algorithm("smooth")
@@ -88,7 +105,8 @@ def smooth(
     of each source of channels; one that stays as it was has the reason.
 
     `alpha`: from 0 (equal weights) to 1 (equal activations), for all; None searches for each source the one with the
-    smallest error of the layers' outputs, and keeps the channels as they are where none is better. `insert`: where a
+    smallest error of the layers' outputs, then a cap for the few channels that are far larger than all others, and
+    keeps the channels as they are where nothing is better. `insert`: where a
     scale cannot be folded, multiply in front of the linear layer, if that makes its error smaller by a tenth or more;
     it costs one elementwise op at run time. `num_samples`: rows of activations (a handful of images) that the search
     looks at. `largest_scale`: no channel is scaled by more than this. `asym`: as for `calc_qparams`, for the
@@ -113,7 +131,8 @@ def smooth(
 def _tell(found: dict[str, Smoothed]) -> None:
     log.info("smoothing: %d of %d sources of channels", sum(s.num_scaled > 0 for s in found.values()), len(found))
     for name, result in found.items():
-        log.debug("%s: alpha %s, error %.4g, %.4g after", name, result.alpha, result.before, result.after)
+        shown = name, result.alpha, result.cap, result.before, result.after
+        log.debug("%s: alpha %s, cap %.3g, error %.4g, %.4g after", *shown)
         if result.reason:
             log.info("%s: not all channels are smoothed: %s", name, result.reason)
 
@@ -131,7 +150,7 @@ def _smooth(
     runs.observe(watch)
     limits = {pair.name: seen.limits(pair) for pair in pairs}
     factors: Factors = {}
-    chosen: dict[str, tuple[float | None, float, float]] = {}
+    chosen: dict[str, tuple[_Choice, float, float]] = {}
     for pair in track(pairs, "smoothing"):
         values = seen.inputs(pair)
         if values is None or not bool(limits[pair.name].is_free.any()):
@@ -139,7 +158,7 @@ def _smooth(
         search = _Search(runs.root, pair, limits[pair.name], samples)
         found = search.best(values.largest, alpha, largest)
         chosen[pair.name] = found[:1] + found[2:]
-        if found[0] is not None and (pair.name not in inserted or found[3] < 0.9 * found[2]):
+        if not found[0].is_none and (pair.name not in inserted or found[3] < 0.9 * found[2]):
             factors[pair.name] = found[1]
     samples.clear()
     active = [pair for pair in pairs if pair.name in factors]
@@ -147,18 +166,19 @@ def _smooth(
     results = {}
     for pair in pairs:
         is_scaled = pair.name in factors and pair.name not in refused
-        best, before, after = chosen.get(pair.name, (None, 0.0, 0.0))
+        best, before, after = chosen.get(pair.name, (_Choice(None), 0.0, 0.0))
         num_scaled = int((factors[pair.name] != 1).sum()) if is_scaled else 0
         reason = "; ".join(filter(None, (pair.reason, limits[pair.name].reason, refused.get(pair.name, ""))))
         results[pair.name] = Smoothed(
             tuple(reader.name for reader in pair.readers),
             pair.num_channels,
             num_scaled,
-            best if is_scaled else None,
+            best.alpha if is_scaled else None,
             before,
             after if is_scaled else before,
             pair.name in inserted,
             reason,
+            best.cap if is_scaled else 1.0,
         )
     return results
 
@@ -231,8 +251,12 @@ class _Search:
         self.pair, self.limits = pair, limits
         self.trials = [_Trial(root, reader, *samples.of(reader)) for reader in pair.readers]
 
-    def best(self, inputs: Tensor, alpha: float | None, largest: float) -> tuple[float | None, Tensor, float, float]:
-        """Alpha, factors, and the error before and after. `inputs`: how large each channel is. `alpha`: a fixed one."""
+    def best(self, inputs: Tensor, alpha: float | None, largest: float) -> tuple[_Choice, Tensor, float, float]:
+        """What is chosen, factors, the error before and after. `inputs`: channels' sizes. `alpha`: a fixed one.
+
+        The power first; then caps, beside the best power and beside none: where a single channel is far larger than
+        all others, a power that makes it small makes the weights of many others large.
+        """
         weights = torch.zeros_like(inputs)
         for reader in self.pair.readers:
             sizes = input_sizes(reader.layer).to(inputs)
@@ -240,16 +264,31 @@ class _Search:
         free, one = self.limits.is_free, torch.ones_like(inputs)
         weights = torch.where(free, weights, 0.0)
 
-        def scale_of(sizes: Tensor, share: float) -> Tensor:
-            scale = smoothing_scale(torch.where(free, sizes, 0.0), weights, share, largest)
+        def scale_of(sizes: Tensor, choice: _Choice) -> Tensor:
+            if choice.is_none:
+                return one
+            own = torch.where(free, sizes, 0.0)
+            scale = one if choice.alpha is None else smoothing_scale(own, weights, choice.alpha, largest)
+            if choice.cap < 1:
+                scale = capped_scale(scale, own, choice.cap, largest)
             return torch.where(free, torch.maximum(scale, self.limits.smallest), one)
 
         sampled = torch.stack([trial.input_sizes(len(inputs)) for trial in self.trials]).amax(0).to(inputs)
-        candidates: list[tuple[float | None, Tensor]] = [] if alpha is not None else [(None, one)]
-        candidates += [(share, scale_of(sampled, share)) for share in (ALPHAS if alpha is None else (alpha,))]
+        losses: dict[_Choice, float] = {}
+
+        def tried(choices: Iterable[_Choice]) -> _Choice:
+            for choice in choices:
+                if choice not in losses:
+                    losses[choice] = self.loss(scale_of(sampled, choice))
+            return min(losses, key=losses.__getitem__)  # of equal ones the first
+
         before = self.loss(one)
-        found, _, after = best_scale(candidates, self.loss)
-        return found, one if found is None else scale_of(inputs, found), before, after
+        if alpha is not None:
+            found = tried([_Choice(alpha)])
+        else:
+            found = tried(_Choice(share) for share in (None, *ALPHAS))
+            found = tried(_Choice(share, cap) for share in (found.alpha, None) for cap in CAPS)
+        return found, scale_of(inputs, found), before, losses[found]
 
     def loss(self, scale: Tensor) -> float:
         parts: list[float] = gather(sum(trial.error(scale) for trial in self.trials) / max(len(self.trials), 1))

@@ -2,11 +2,13 @@
 
 Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models" (2023),
 section 4: `X W^T = (X S^-1) (W S)^T` with `s_j = max|X_j|^alpha / max|W_j|^(1 - alpha)` (equation 4).
+
+One power for all channels leaves a channel that is far larger than all others the largest by far. Wei et al., "Outlier
+Suppression+: Accurate quantization of large language models by equivalent and effective shifting and scaling" (2023),
+section 4.2: `s_j = max(1, max|X_j| / t)`, with `t` searched: only channels above `t` are scaled. Here both together.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +27,16 @@ def smoothing_scale(inputs: Tensor, weights: Tensor, alpha: float, largest: floa
     return torch.where(is_used, scale / mean, one).clamp(1 / largest, largest)
 
 
+def capped_scale(scale: Tensor, inputs: Tensor, cap: float, largest: float) -> Tensor:
+    """The scale, larger where a channel of `inputs / scale` is above `cap` times the largest one, `(channels,)`.
+
+    >>> capped_scale(torch.ones(3), torch.tensor([1.0, 4.0, 16.0]), 0.25, 1000)
+    tensor([1., 1., 4.])
+    """
+    limit = cap * (inputs / scale).amax()
+    return torch.maximum(scale, inputs / limit).clamp(max=largest) if float(limit) > 0 else scale
+
+
 def relative_error(outputs: Tensor, targets: Tensor, *, per_row: bool) -> float:
     """The squared error relative to the targets: of all values, or the mean over rows of each row's own.
 
@@ -36,12 +48,3 @@ def relative_error(outputs: Tensor, targets: Tensor, *, per_row: bool) -> float:
     error, power = error.reshape(-1, error.shape[-1]).sum(-1), power.reshape(-1, power.shape[-1]).sum(-1)
     floor = 1e-3 * power.mean() + torch.finfo(torch.float32).tiny  # rows of (nearly) zeros say nothing
     return float((error / (power + floor)).mean())
-
-
-def best_scale(
-    candidates: Sequence[tuple[float | None, Tensor]], loss: Callable[[Tensor], float]
-) -> tuple[float | None, Tensor, float]:
-    """The candidate `(alpha, scale)` with the smallest loss, and that loss; of equal ones the first."""
-    losses = [loss(scale) for _, scale in candidates]
-    best = min(range(len(losses)), key=losses.__getitem__)
-    return (*candidates[best], losses[best])

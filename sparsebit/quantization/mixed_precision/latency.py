@@ -1,10 +1,10 @@
 """`search_latency`: which layers stay float, such that the loss is least and a measured time is kept.
 
-A runtime has 8-bit kernels and float ones: the choice of a layer is between these two, whatever bits its weight could
-have in a file. The time of a choice is the sum of measured regions (the float file and the quantized one, each profiled
-in the runtime) and of the conversions between them. The choice is an integer program. What it predicts is then checked:
-the file that it means is timed in turns with the float file, and a file over the limit is searched again with a
-smaller one.
+A runtime has 8-bit kernels and float ones: the choice of a layer is between its own bits, as the model has them, and
+float. Fewer bits are not among the choices: they make a file smaller, not faster. The time of a choice is the sum of
+measured regions (the float file and the quantized one, each profiled in the runtime) and of the conversions between
+them. The choice is an integer program. What it predicts is then checked: the file that it means is timed in turns with
+the float file, and a file over the limit is searched again with a smaller one.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def search_latency(
     `limits`: shares of the float file's time (0.6), one or several. `data`: the calibration batches. The layers that
     cost most accuracy by `sensitivity` become float, as far as the time allows. `scores`: a sensitivity that was
     measured before. `max_bytes`: also a limit on the bytes of the layers' weights, a share of what they take in float
-    (all in integers: 0.25). `num_threads`: of the runtime. A limit that no placement keeps is a `BudgetError` that
-    says what the fastest takes.
+    (all in 8 bits: 0.25, in 4: 0.125). `num_threads`: of the runtime. A limit that no placement keeps is a
+    `BudgetError` that says what the fastest takes.
 
     >>> (found,) = search_latency(qmodel, batches, 0.6)  # doctest: +SKIP
     >>> print(found)  # doctest: +SKIP
@@ -146,10 +146,14 @@ class _Search:
         rest = max(0.0, self.float_ms - sum(summed.floating))  # of no unit: changes of the memory layout
         self.default_predicted = (summed.of(self.graph, self.fixed) + rest) / self.float_ms
         self.costs = _fitted(self.graph, summed, self.fixed, self.float_ms, self.default_ratio)
-        self.scores = _unit_scores(self.graph, scores)
+        own_bits = {name: site.spec.bits for name, site in qmodel.plan.items()}
+        self.scores = _unit_scores(self.graph, scores, own_bits)
         weights = {site: weight.numel() for site, weight in stored_weights(qmodel.model)}
-        self.sizes = {
-            place: sum(weights.get(site, 0) for site in self.graph.units[place].weights) for place in self.scores
+        self.bytes = {
+            place: _weight_bytes(
+                [site for site in self.graph.units[place].weights if site in weights], weights, own_bits
+            )
+            for place in self.scores
         }
         self.max_bytes = max_bytes
 
@@ -162,7 +166,7 @@ class _Search:
             try:
                 floats = self._chosen(aim)
             except BudgetError:
-                if self.max_bytes is not None and self.max_bytes < 0.25:
+                if self.max_bytes is not None and self.max_bytes < self._least_bytes():
                     raise
                 break
             name = f"limit {limit:g}, try {tries}"
@@ -199,11 +203,16 @@ class _Search:
         return self.fixed | {place for place in self.scores if solved.options[str(place)] == 0}
 
     def _bytes(self) -> list[Budget]:
-        """Of weights: four for each in float, one in integers."""
+        """Of weights: four for each in float, an eighth for each bit in integers."""
         if self.max_bytes is None:
             return []
-        limit = self.max_bytes * 4 * sum(self.sizes.values())
-        return [Budget("bytes", limit, {str(place): [4.0 * n, 1.0 * n] for place, n in self.sizes.items()})]
+        limit = self.max_bytes * sum(in_float for in_float, _ in self.bytes.values())
+        return [Budget("bytes", limit, {str(place): list(pair) for place, pair in self.bytes.items()})]
+
+    def _least_bytes(self) -> float:
+        """With all in integers, as a share of what the weights take in float."""
+        in_float, in_integers = (sum(pair[i] for pair in self.bytes.values()) for i in (0, 1))
+        return in_integers / in_float if in_float else 1.0
 
     def _left_out(self, floats: Floats) -> frozenset[str]:
         return self.graph.sites_without(floats) & frozenset(self.qmodel.plan)
@@ -261,9 +270,25 @@ class _Search:
         )
 
 
-def _unit_scores(graph: TracedGraph, scores: Sensitivity) -> dict[int, float]:
-    """What each unit costs in integers: its weights, and its share of each tensor that it reads, by place."""
-    of_site = {site: max(row.values()) for site, row in scores.scores.items()}
+def _weight_bytes(sites: Iterable[str], sizes: Mapping[str, int], own_bits: Mapping[str, int]) -> tuple[float, float]:
+    """What a unit's weights take in float and in integers."""
+    found = [(4.0 * sizes[site], sizes[site] * own_bits[site] / 8) for site in sites]
+    return sum(pair[0] for pair in found), sum(pair[1] for pair in found)
+
+
+def _unit_scores(graph: TracedGraph, scores: Sensitivity, own_bits: Mapping[str, int]) -> dict[int, float]:
+    """What each unit costs in integers: its weights, and its share of each tensor that it reads, by place.
+
+    The score of a site is that of its own bits: scores may have been measured for others too.
+    """
+    of_site = {}
+    for site, row in scores.scores.items():
+        if site in own_bits and own_bits[site] not in row:
+            raise ConfigError(
+                f"search_latency(scores=...): {site} has {own_bits[site]} bits, and scores for "
+                f"{', '.join(map(str, sorted(row)))} alone; measure them with sensitivity() on this model"
+            )
+        of_site[site] = row[own_bits[site]] if site in own_bits else 0.0
     readers: dict[str, set[int]] = {}
     for link in graph.links:
         for site in link.sites:

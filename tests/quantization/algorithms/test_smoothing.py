@@ -116,6 +116,37 @@ def test_what_cannot_be_folded_is_inserted_on_request(batches, tmp_path):
             assert torch.equal(other(batches[0]), expected)
 
 
+@pytest.fixture
+def with_one_large_channel():
+    """One channel of the MLP is far larger than all others, for few tokens; one weight that reads it is large too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64)).eval()
+    with torch.no_grad():
+        model[0].weight[5] = 0
+        model[0].weight[5, 0] = 20
+        model[2].weight[:, 5] *= 0.02
+        model[2].weight[3, 5] = 30
+    x = torch.randn(4, 64, 16)
+    x[..., 0] = 0
+    x[:, ::16, 0] = 1
+    return model, list(x)
+
+
+def test_one_channel_that_is_far_larger_than_all_others(with_one_large_channel):
+    """One power for all channels cannot make it small: the large weight that reads it holds the power down."""
+    model, data = with_one_large_channel
+    qmodel = sparsebit.quantize(model, data, ORT)
+    (found,) = smooth(qmodel, data, insert=True).values()
+    assert found.cap < 1 and found.after < 0.3 * found.before
+    assert float_difference(qmodel, model, data) < 1e-5
+
+
+def test_a_fixed_alpha_has_no_cap(with_one_large_channel):
+    model, data = with_one_large_channel
+    found = smooth(sparsebit.quantize(model, data, ORT), data, insert=True, alpha=0.7)
+    assert all(result.cap == 1 for result in found.values())
+
+
 def test_a_second_smoothing_goes_on_from_the_first(batches):
     model = net(is_first=False)
     qmodel = sparsebit.quantize(model, batches, ORT)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparsebit.quantization.algorithms.smoothing_math import best_scale, relative_error, smoothing_scale
+from sparsebit.quantization.algorithms.smoothing_math import capped_scale, relative_error, smoothing_scale
 
 
 def test_alpha_one_makes_activations_equal_and_alpha_zero_weights():
@@ -25,10 +25,17 @@ def test_a_channel_of_zeros_keeps_its_scale():
     assert smoothing_scale(torch.zeros(2), torch.ones(2), 0.5, 1000).tolist() == [1, 1]
 
 
-def test_the_first_of_equal_candidates_is_taken():
-    one, two = torch.ones(1), torch.full((1,), 2.0)
-    assert best_scale([(None, one), (0.5, two)], lambda scale: 1.0)[0] is None
-    assert best_scale([(None, one), (0.5, two)], lambda scale: -float(scale))[0] == 0.5
+def test_a_cap_scales_only_the_channels_above_it():
+    sizes = torch.tensor([1.0, 4.0, 16.0, 64.0])
+    assert capped_scale(torch.ones(4), sizes, 0.25, 1000).tolist() == [1, 1, 1, 4]
+    assert capped_scale(torch.ones(4), sizes, 1.0, 1000).tolist() == [1, 1, 1, 1]
+    scale = torch.tensor([1.0, 1.0, 1.0, 8.0])  # with it the third is the largest
+    assert (sizes / capped_scale(scale, sizes, 0.5, 1000)).tolist() == [1, 4, 8, 8]
+
+
+def test_a_cap_keeps_bounds_and_dead_channels():
+    assert capped_scale(torch.ones(2), torch.tensor([1.0, 1e6]), 1e-6, 1000).tolist() == [1, 1000]
+    assert capped_scale(torch.ones(2), torch.zeros(2), 0.5, 1000).tolist() == [1, 1]
 
 
 def test_rows_count_alike():

@@ -12,6 +12,7 @@ import sparsebit
 from sparsebit.deploy.stopwatch import Timed
 from sparsebit.errors import BudgetError, ConfigError
 from sparsebit.quantization import PlacementProfile, QuantModel, search_latency, sensitivity
+from sparsebit.quantization.mixed_precision.latency import _weight_bytes
 from sparsebit.quantization.mixed_precision.sensitivity import Sensitivity
 from tests.quantization.placement_search.test_search import BATCH, Fake, Net, _trace_once  # noqa: F401
 
@@ -72,6 +73,23 @@ def test_bytes_are_limited_too(qmodel: QuantModel) -> None:
         for limit in (None, 0.5)
     )
     assert free.floats == ("stem",) and tight.floats and "stem" not in tight.floats
+
+
+def test_scores_of_other_bits_are_not_those_of_the_file(qmodel: QuantModel) -> None:
+    """With 4 bits `head` would cost most; the file has 8, and there it is `point`."""
+    plain = scores_of(qmodel, {"point": 3.0, "head": 2.0, "stem": 0.5, "wise": 0.1})
+    scores = {site: {**row, 4: 100.0 if site == "head.weight" else 1.0} for site, row in plain.scores.items()}
+    both = Sensitivity("gradient", 8, scores)
+    (found,) = search_latency(qmodel, [BATCH], 0.45, scores=both, stopwatch=Fake(FAST))
+    assert found.floats == ("point",) and found.loss == pytest.approx(2.6)
+    few = Sensitivity("gradient", 8, {site: {4: 1.0} for site in plain.scores})
+    with pytest.raises(ConfigError, match=r"has 8 bits, and scores for 4 alone"):
+        search_latency(qmodel, [BATCH], 0.45, scores=few, stopwatch=Fake(FAST))
+
+
+def test_bytes_follow_the_bits_of_each_weight() -> None:
+    assert _weight_bytes(["a", "b"], {"a": 100, "b": 16}, {"a": 4, "b": 8}) == (464.0, 66.0)
+    assert _weight_bytes([], {}, {}) == (0, 0)
 
 
 def test_limits_that_cannot_be_kept(qmodel: QuantModel) -> None:
