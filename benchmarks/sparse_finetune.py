@@ -1,10 +1,13 @@
 """CIFAR-10 models with half of their MACs, fine-tuned: Sparsebit and Torch-Pruning, equal epochs in one run.
 
-    python benchmarks/sparse.py finetune [--models resnet20,mobilenetv2] [--epochs 30] [--train FILE.npz] [--json FILE]
+    python benchmarks/sparse.py finetune [--models resnet20,mobilenetv2] [--epochs 100] [--train FILE.npz] [--json FILE]
     python benchmarks/sparse.py finetune --device cpu --epochs 1 --limit 256 --images 500     # does it run at all?
 
-Every row is trained alike: the dense model as teacher beside the labels, SGD, a cosine schedule, images shifted and
-mirrored. `--train`: an archive with `images` (uint8, NHWC) and `labels`; by default the 10,000 of the data folder.
+Every tool's model is trained alike, by the recipe of the model below: the dense model as teacher beside the labels, SGD
+with a short rise and a cosine fall of the learning rate, images shifted and mirrored; on a GPU a step is a CUDA graph
+in bfloat16. `--train`: an archive with `images` (uint8, NHWC) and `labels`; by default `cifar10/train.npz` of the data
+folder (all 50,000) or, where that is missing, `train_10k.npz`. A recipe has a number of steps, so that fewer images are
+seen more often; `--epochs` sets how often.
 Torch-Pruning (from PYTHONPATH) prunes by L2, with one ratio for every layer and with a global threshold; a model that
 it cannot prune is a row that says why. `goal`: at least float - 1.0.
 """
@@ -16,6 +19,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +30,23 @@ from common import data_folder, emit
 from models import Task, _module, cifar
 from torch import Tensor, nn
 
-LR = {"resnet20": 0.05, "mobilenetv2": 0.02}
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is trained unless the command line says otherwise."""
+
+    steps: int
+    lr: float
+    weight_decay: float
+    batch: int = 128
+    temperature: float = 4.0
+    alpha: float = 0.9  # the weight of the teacher; the labels have the rest
+
+
+RECIPES = {
+    "resnet20": Recipe(steps=39_000, lr=0.1, weight_decay=1e-4),  # 100 epochs of 50,000 images
+    "mobilenetv2": Recipe(steps=11_700, lr=0.05, weight_decay=4e-4),  # 30
+}
 
 
 class TrainingImages:
@@ -41,10 +61,14 @@ class TrainingImages:
         self.mean, self.std = (torch.tensor(values, device=device).view(3, 1, 1) * 255 for values in named)
         self.device = device
 
-    def epoch(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        order = torch.randperm(len(self.labels), device=self.device)
-        for chosen in order[: len(order) // batch * batch].split(batch):
-            yield self._augmented(chosen), self.labels[chosen]
+    def batches(self, size: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """So many batches; every image is seen once before one is seen again."""
+        done = 0
+        while done < count:
+            order = torch.randperm(len(self.labels), device=self.device)
+            for chosen in order[: len(order) // size * size].split(size)[: count - done]:
+                yield self._augmented(chosen), self.labels[chosen]
+                done += 1
 
     def _augmented(self, chosen: Tensor) -> Tensor:
         top, left = torch.randint(0, 9, (2, len(chosen), 1), device=self.device)
@@ -56,24 +80,34 @@ class TrainingImages:
         return (crops.float() - self.mean) / self.std
 
 
-def train(model: nn.Module, teacher: nn.Module, images: TrainingImages, *, epochs: int, batch: int, lr: float) -> None:
-    """Labels and the dense model's answers; the learning rate rises over the first epoch and falls as a cosine."""
-    from sparsebit.quantization import DistillationLoss
+def train(model: nn.Module, teacher: nn.Module, images: TrainingImages, recipe: Recipe) -> None:
+    """Labels and the dense model's answers; the learning rate rises over 2 % of the steps and falls as a cosine."""
+    from sparsebit.quantization import CudaGraphStep, DistillationLoss
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, nesterov=True, weight_decay=5e-4)
-    per_epoch = max(1, len(images.labels) // batch)
-    total = epochs * per_epoch
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / per_epoch) * (1 + math.cos(math.pi * step / total)) / 2
+    is_gpu = images.device == "cuda"
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]  # biases, scales of norms: no weight decay
+    optimizer = torch.optim.SGD(
+        [{"params": weights, "weight_decay": recipe.weight_decay}, {"params": vectors}],
+        lr=recipe.lr,
+        momentum=0.9,
+        nesterov=True,
+        fused=is_gpu,
     )
-    loss = DistillationLoss(teacher, temperature=4.0, alpha=0.9)
-    model.train()
-    for _ in range(epochs):
-        for inputs, labels in images.epoch(batch):
-            optimizer.zero_grad(set_to_none=True)
-            loss(model(inputs), inputs, labels).backward()
-            optimizer.step()
-            schedule.step()
+    rise = max(1, recipe.steps // 50)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / rise) * (1 + math.cos(math.pi * step / recipe.steps)) / 2
+    )
+    loss = DistillationLoss(teacher, temperature=recipe.temperature, alpha=recipe.alpha)
+    if is_gpu:
+        model.to(memory_format=torch.channels_last)
+        teacher.to(memory_format=torch.channels_last)
+    half = torch.bfloat16 if is_gpu else None
+    step = CudaGraphStep(model.train(), lambda net, x, y: loss(net(x), x, y), half=half)
+    for inputs, labels in images.batches(recipe.batch, recipe.steps):
+        step(inputs, labels)
+        optimizer.step()
+        schedule.step()
     model.eval()
 
 
@@ -138,10 +172,13 @@ TOOLS: dict[str, Callable[[Task, float], nn.Module]] = {
 def finetune(options: argparse.Namespace) -> None:
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True
-    file = options.train or data_folder() / "cifar10" / "train_10k.npz"
+    folder = data_folder() / "cifar10"
+    whole = folder / "train.npz"
+    file = options.train or (whole if whole.exists() else folder / "train_10k.npz")
     for name in options.models.split(","):
         task = cifar(name, options.images, options.calibration)
         images = TrainingImages(file, name, options.limit, options.device)
+        recipe = _recipe(options, name, len(images.labels))
         dense = task.evaluate(task.model.eval())[0]
         row = {
             "benchmark": "sparse_finetune",
@@ -150,17 +187,27 @@ def finetune(options: argparse.Namespace) -> None:
             "goal": round(dense - 1.0, 2),
             "images": options.images,
             "training_images": len(images.labels),
-            "epochs": options.epochs,
+            "epochs": round(recipe.steps * recipe.batch / len(images.labels), 1),
+            "recipe": asdict(recipe),
+            "seed": options.seed,
         }
         for tool in options.tools.split(","):
             try:
-                found = _row(options, task, images, tool, name)
+                found = _row(options, task, images, tool, recipe)
             except Exception as error:  # a tool's failure is a result
                 found = {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"}
             emit({**row, "tool": tool, **found}, options.json)
 
 
-def _row(options: argparse.Namespace, task: Task, images: TrainingImages, tool: str, name: str) -> dict[str, Any]:
+def _recipe(options: argparse.Namespace, name: str, num_images: int) -> Recipe:
+    recipe = RECIPES[name]
+    recipe = replace(recipe, batch=min(options.batch or recipe.batch, num_images), lr=options.lr or recipe.lr)
+    if options.epochs is None:
+        return recipe
+    return replace(recipe, steps=max(1, round(options.epochs * num_images / recipe.batch)))
+
+
+def _row(options: argparse.Namespace, task: Task, images: TrainingImages, tool: str, recipe: Recipe) -> dict[str, Any]:
     torch.manual_seed(options.seed)
     start = time.perf_counter()
     small = TOOLS[tool](task, options.macs).eval()
@@ -171,15 +218,11 @@ def _row(options: argparse.Namespace, task: Task, images: TrainingImages, tool: 
     small.to(options.device)
     teacher = copy.deepcopy(task.model).to(options.device).eval()
     start = time.perf_counter()
-    batch = min(options.batch, len(images.labels))
-    train(small, teacher, images, epochs=options.epochs, batch=batch, lr=options.lr or LR[name])
+    train(small, teacher, images, recipe)
     return {
         "macs_left": round(left, 3),
         "before_training": before,
         "trained": task.evaluate(small)[0],
-        "lr": options.lr or LR[name],
-        "batch": batch,
-        "seed": options.seed,
         "pruning_seconds": round(pruned_s, 1),
         "training_seconds": round(time.perf_counter() - start, 1),
     }
@@ -190,11 +233,11 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--models", default="resnet20,mobilenetv2")
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--macs", type=float, default=0.5, help="the share that stays")
-    parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--epochs", type=float, help="how often each image is seen; default: the recipe's steps")
+    parser.add_argument("--batch", type=int)
     parser.add_argument("--lr", type=float)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--train", type=Path, help="an archive of training images; default: the data folder's 10,000")
+    parser.add_argument("--train", type=Path, help="an archive of training images; default: those of the data folder")
     parser.add_argument("--limit", type=int, help="so many training images")
     parser.add_argument("--images", type=int, default=5000, help="test images")
     parser.add_argument("--calibration", type=int, default=512, help="training images, without labels")

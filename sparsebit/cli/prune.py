@@ -14,7 +14,7 @@ from sparsebit.cli.output import decibel, facts_table, speaking
 from sparsebit.cli.search import read_budgets
 
 if TYPE_CHECKING:
-    from sparsebit.sparse import ModelSize, SparseConfig
+    from sparsebit.sparse import ModelSize, SparseConfig, SparseModel
 
 
 @grouped
@@ -95,7 +95,11 @@ def prune(
             net, batches, first = subject.model, list(subject.data), subject.first_batch
         example = None if batches is None else batches[0]
         smodel = SparseModel(net, sconfig, example).eval()
-        out.remark(f"found {len(smodel.groups.groups)} groups, {len(smodel.groups.units)} units that can be removed")
+        if sconfig.SPARSER.is_of_blocks:
+            out.remark(f"found {len(smodel.blocks.blocks)} residual blocks that can be removed")
+        else:
+            found = smodel.groups
+            out.remark(f"found {len(found.groups)} groups, {len(found.units)} units that can be removed")
         chosen = None
         if limits:
             assert batches is not None
@@ -115,9 +119,7 @@ def prune(
             "output": str(output),
             "before": sizes[0].to_dict(),
             "after": sizes[1].to_dict(),
-            "units": {"removable": len(smodel.groups.units), "removed": len(smodel.dead_units())},
-            "groups": len(smodel.groups.groups),
-            "spared": [str(entry) for entry in smodel.groups.spared],
+            **_removed(smodel),
             "ratios": None if chosen is None else dict(chosen.ratios),
             "latency": None if latency is None else asdict(latency),
             "output_sqnr_db": {"pruned": pruned_sqnr, "reconstructed": None if no_reconstruct else sqnr},
@@ -125,11 +127,33 @@ def prune(
         facts = {
             **_sizes(*sizes),
             **({} if latency is None else {"latency": str(latency).partition(": ")[2]}),
-            "removed": f"{len(smodel.dead_units()):,} of {len(smodel.groups.units):,} channels, heads and neurons",
+            "removed": _removed_words(smodel),
             **({} if sqnr is None else {"output": f"{decibel(sqnr)} beside the dense model (first batch)"}),
             "saved": str(output),
         }
         out.result(record, *([] if said.quiet else [facts_table(facts)]))
+
+
+def _removed(smodel: SparseModel) -> dict[str, Any]:
+    """What could be removed, what was, and what must stay, for the record."""
+    if smodel.config.SPARSER.is_of_blocks:
+        names = smodel.removed_blocks()
+        return {
+            "blocks": {"removable": [block.name for block in smodel.blocks.blocks], "removed": names},
+            "spared": [f"{entry.name}: {entry.reason}" for entry in smodel.blocks.spared],
+        }
+    return {
+        "units": {"removable": len(smodel.groups.units), "removed": len(smodel.dead_units())},
+        "groups": len(smodel.groups.groups),
+        "spared": [str(entry) for entry in smodel.groups.spared],
+    }
+
+
+def _removed_words(smodel: SparseModel) -> str:
+    if smodel.config.SPARSER.is_of_blocks:
+        names = smodel.removed_blocks()
+        return f"{len(names)} of {len(smodel.blocks.blocks)} residual blocks ({', '.join(names) or 'none'})"
+    return f"{len(smodel.dead_units()):,} of {len(smodel.groups.units):,} channels, heads and neurons"
 
 
 def _read_config(

@@ -10,6 +10,8 @@ from sparsebit.sparse.model_size import ModelSize, model_size
 from sparsebit.sparse.pruned_folder import load, save
 from sparsebit.sparse.ratio_search import RatioChoice
 from sparsebit.sparse.reconstruction import LayerFit
+from sparsebit.sparse.residual_blocks import ResidualBlock, ResidualBlocks, SparedBlock, find_residual_blocks
+from sparsebit.sparse.skipped_block import SkippedBlock
 from sparsebit.sparse.sparse_config import SparseConfig, parse_sconfig
 from sparsebit.sparse.sparse_model import SparseModel
 from sparsebit.sparse.sparsers import SMODULE_MAP, SparseOpr, Sparser, register_smodule, register_sparser
@@ -25,7 +27,11 @@ __all__ = [
     "LayerFit",
     "ModelSize",
     "RatioChoice",
+    "ResidualBlock",
+    "ResidualBlocks",
+    "SkippedBlock",
     "Spared",
+    "SparedBlock",
     "SparseConfig",
     "SparseModel",
     "SparseOpr",
@@ -34,6 +40,7 @@ __all__ = [
     "Unit",
     "accelerate_2_4",
     "find_groups",
+    "find_residual_blocks",
     "load",
     "model_size",
     "parse_sconfig",

@@ -39,6 +39,11 @@ class Group:
         return f"{len(self.units)} units in {shown}"
 
 
+def layers_of(group: Group) -> tuple[str, ...]:
+    """The names of the modules whose parameters lie in the group."""
+    return tuple(sorted({tensor.rpartition(".")[0] for tensor, _ in group.axes}))
+
+
 @dataclass(frozen=True)
 class Spared:
     """Positions of an axis that must stay, and the reason."""
@@ -75,6 +80,22 @@ def units_of(sets: LabelSets) -> tuple[list[Unit], list[Spared]]:
             key = tensor, dim, f"all of {whole[0]}[{whole[1]}] would have to go at once"
             spared[key] = spared.get(key, 0) + len(places)
     return units, [Spared(tensor, dim, count, reason) for (tensor, dim, reason), count in spared.items()]
+
+
+def without(
+    units: Iterable[Unit], spared: Iterable[Spared], pinned: Mapping[int, str]
+) -> tuple[list[Unit], list[Spared]]:
+    """What `units_of` gives after some sets were pinned, with their reasons, and nothing else was changed."""
+    left: list[Unit] = []
+    more: dict[tuple[str, int, str], int] = {(x.tensor, x.dim, x.reason): x.num_positions for x in spared}
+    for unit in units:
+        if (reason := pinned.get(unit.label)) is None:
+            left.append(unit)
+            continue
+        for tensor, dim, places in unit.members:
+            key = tensor, dim, reason
+            more[key] = more.get(key, 0) + len(places)
+    return left, [Spared(tensor, dim, count, reason) for (tensor, dim, reason), count in more.items()]
 
 
 def grouped(units: Iterable[Unit]) -> list[Group]:

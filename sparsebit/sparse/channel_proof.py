@@ -3,14 +3,16 @@
 Units are drawn at random. One copy of the model gets zeros in all their parameters, another loses them. Both run; the
 sizes that every operator of the smaller one gives are compared with the sizes that the labels foretell, so that a
 failure names the operator, the module and the groups that meet there. Attributes of the user's modules that hold a
-size (`num_heads`) are changed where that carries the run further. Groups that still fail are spared.
+size (`num_heads`) are changed where that carries the run further (`size_repairs.py`). Groups that still fail are
+spared.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +26,8 @@ from sparsebit.sparse.labels import FIXED, LabelSets
 from sparsebit.sparse.surgery import Attribute, ChannelPlan, apply_plan, named_tensors
 
 TOLERANCE = 1e-5
-# A linear layer is one of these, or two, by the strides of its input.
-_PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "add"))
+# A linear layer is one of these, by the strides of its input; `mm` and `bmm` are then followed by an `add`.
+_PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm"))
 
 
 @dataclass(frozen=True)
@@ -52,17 +54,28 @@ class Failure:
     steps: tuple[Step, ...] = ()
 
 
+class Computed(NamedTuple):
+    """A step that computes: where it is among all steps, and among those that compute."""
+
+    step: int
+    number: int
+    name: str
+
+
 class Bench:
     """A model, an example call and the labels of one traced run: what every proof needs."""
 
-    def __init__(self, model: nn.Module, call: Call, trace: Trace, sets: LabelSets) -> None:
+    def __init__(
+        self, model: nn.Module, call: Call, trace: Trace, sets: LabelSets, computed: Mapping[str, str]
+    ) -> None:
         self.model, self.call, self.sets, self.steps = model, call, sets, trace.steps
+        self.computed = computed  # convolutions whose weights are computed once, when channels go
         self.dense_outputs = trace.outputs
         self.sizes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
 
     def plan(self, dead: Sequence[Unit], rules: Iterable[SizeRule]) -> ChannelPlan:
         """The plan that removes these units."""
-        alive = self._alive({unit.label for unit in dead})
+        alive = self.alive({unit.label for unit in dead})
         kept = kept_positions(dead, self.sizes)
         attributes: dict[str, dict[str, Attribute]] = {}
         for rule in (*rules, *self._group_rules()):
@@ -79,6 +92,7 @@ class Bench:
         return ChannelPlan(
             {tensor: {dim: tuple(places.tolist()) for dim, places in dims.items()} for tensor, dims in kept.items()},
             attributes,
+            computed=self.computed if kept else {},
         )
 
     def _group_rules(self) -> Iterator[SizeRule]:
@@ -91,9 +105,11 @@ class Bench:
             if isinstance(module, (nn.modules.conv._ConvNd, nn.GroupNorm)):
                 yield SizeRule(step.where, name, None, tuple(step.groups.tolist()))
 
-    def _alive(self, gone: set[int]) -> Tensor:
+    def alive(self, gone: set[int]) -> Tensor:
         """For every label: whether it survives."""
-        return ~torch.isin(self.sets.roots(), torch.tensor(sorted(gone), dtype=torch.long))
+        is_alive = torch.ones(len(self.sets), dtype=torch.bool)
+        is_alive[torch.tensor(sorted(gone), dtype=torch.long)] = False
+        return is_alive[self.sets.roots()]
 
     def expected(self, step: Step, alive: Tensor) -> tuple[tuple[int | None, ...], ...]:
         """The sizes of a step's outputs after the removal; None: not known."""
@@ -104,19 +120,22 @@ class Bench:
 
     def masked(self, dead: Sequence[Unit]) -> nn.Module:
         """A copy with zeros in every parameter of the units; buffers stay."""
-        copied = copy_model(self.model)
+        touched = {tensor for tensor, _ in positions_of(dead)}
+        others = [parameter for name, parameter in self.model.named_parameters() if name not in touched]
+        copied = copy_model(self.model, share=others)
         mask_units(copied, dead)
         return copied
 
-    def shrunk(self, plan: ChannelPlan) -> nn.Module:
-        copied = copy_model(self.model)
+    def shrunk(self, dead: Sequence[Unit], rules: Iterable[SizeRule]) -> nn.Module:
+        plan = self.plan(dead, rules)
+        copied = self.masked(dead) if self.computed else copy_model(self.model, share_parameters=True)
         apply_plan(copied, plan)
         return copied
 
     def compare(self, dead: Sequence[Unit], rules: Sequence[SizeRule]) -> Failure | None:
         """None where the shrunk model equals the masked one on the example."""
         gone = {unit.label for unit in dead}
-        run = watch(self.shrunk(self.plan(dead, rules)), self.call)
+        run = watch(self.shrunk(dead, rules), self.call)
         if failure := self._first_difference(run, gone):
             return failure
         if _agrees(outputs_of(self.masked(dead), self.call), run.outputs, self.dense_outputs):
@@ -124,24 +143,28 @@ class Bench:
         return self._first_wrong_value(dead, rules, gone)
 
     def _first_difference(self, run: Trace, gone: set[int]) -> Failure | None:
-        expected = [(index, step) for index, step in enumerate(self.steps) if not step.is_move]
-        actual = [step for step in run.steps if not step.is_move]
-        previous, alive = 0, self._alive(gone)
-        for position, ((index, step), found) in enumerate(zip(expected, actual, strict=False)):
-            if run.error is None and step.name != found.name and {step.name, found.name} <= _PRODUCTS:
-                return None  # strides choose among them (one channel that is left is contiguous): the outputs decide
+        expected, actual = computing(self.steps), computing(run.steps)
+        previous, alive = 0, self.alive(gone)
+        for position, (planned, seen) in enumerate(zip(expected, actual, strict=False)):
+            step, found = self.steps[planned.step], run.steps[seen.step]
             wanted = self.expected(step, alive)
-            if step.name != found.name or not _fits(wanted, found.shapes):
+            is_same = planned.name == seen.name and _fits(wanted, found.shapes)
+            if not is_same and step.where == found.where and {planned.name, seen.name} <= _PRODUCTS:
+                # Strides choose among them (one channel that is left is contiguous), and how dimensions are folded.
+                is_same = _numel(wanted) in (None, _numel(found.shapes))
+            if not is_same:
                 reason = (
                     f"{found.name} in {found.where or 'the model'} gives {_shown(found.shapes)}, not {_shown(wanted)}"
                 )
-                return self._failure(position, found.where, reason, self.steps[previous : index + 1])
-            previous = index + 1
+                return self._failure(position, found.where, reason, self.steps[previous : planned.step + 1])
+            previous = planned.step + 1
         if run.error is None and len(expected) == len(actual):
             return None
         position = min(len(expected), len(actual))
-        last = expected[position][0] if position < len(expected) else len(self.steps) - 1
-        where = run.pending.where if run.pending else (self.steps[last].where if self.steps else "")
+        last = expected[position].step if position < len(expected) else len(self.steps) - 1
+        where = run.pending.where if run.pending else run.failed_in
+        if where is None:
+            where = self.steps[last].where if self.steps else ""
         steps = self.steps[previous : last + 1]
         if run.pending and (same := [step for step in steps if step.name == run.pending.name]):
             steps = same
@@ -158,17 +181,17 @@ class Bench:
 
     def _first_wrong_value(self, dead: Sequence[Unit], rules: Sequence[SizeRule], gone: set[int]) -> Failure:
         """The first operator whose surviving values differ."""
-        alive = self._alive(gone)
+        alive = self.alive(gone)
         kept = [[_survivors(axes, alive) for axes in step.outputs] for step in self.steps if not step.is_move]
         masked = watch(self.masked(dead), self.call, values=kept)
-        shrunk = watch(self.shrunk(self.plan(dead, rules)), self.call, values=[])
-        steps = [step for step in self.steps if not step.is_move]
-        for position, (one, other) in enumerate(zip(masked.digests, shrunk.digests, strict=False)):
-            if not _same_digest(one, other):
-                step = steps[position]
+        shrunk = watch(self.shrunk(dead, rules), self.call, values=[])
+        expected, actual = computing(self.steps), computing(shrunk.steps)
+        for position, (planned, seen) in enumerate(zip(expected, actual, strict=False)):
+            step = self.steps[planned.step]
+            if not _same_digest(masked.digests[planned.number], shrunk.digests[seen.number]):
                 reason = f"{step.name} in {step.where or 'the model'} gives other values without them"
                 return self._failure(position, step.where, reason, [step])
-        return Failure((len(steps), 0), "", "the outputs of the model differ without them", frozenset(gone))
+        return Failure((len(expected), 0), "", "the outputs of the model differ without them", frozenset(gone))
 
 
 def _count(labels: Tensor | None, size: int, alive: Tensor) -> int | None:
@@ -195,6 +218,33 @@ def mask_units(model: nn.Module, units: Iterable[Unit]) -> None:
         for (tensor, dim), places in positions_of(units).items():
             if tensor in parameters:
                 parameters[tensor].index_fill_(dim, torch.tensor(places, device=parameters[tensor].device), 0)
+
+
+def computing(steps: Sequence[Step]) -> list[Computed]:
+    """The steps that compute. A product and the `add` of a bias right behind it are one, as in `addmm`."""
+    found: list[Computed] = []
+    number = 0
+    for index, step in enumerate(steps):
+        if step.is_move:
+            continue
+        before = found[-1] if found else None
+        is_bias = before is not None and before.name in ("mm", "bmm") and steps[before.step].where == step.where
+        if before is not None and step.name == "add" and is_bias:
+            found[-1] = Computed(index, number, "addmm")
+        else:
+            found.append(Computed(index, number, step.name))
+        number += 1
+    return found
+
+
+def _numel(shapes: Sequence[Sequence[int | None]]) -> int | None:
+    """The number of elements of several tensors; None: not known."""
+    total = 0
+    for shape in shapes:
+        if any(size is None for size in shape):
+            return None
+        total += math.prod(size for size in shape if size is not None)
+    return total
 
 
 def _same_digest(one: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]]) -> bool:
@@ -282,102 +332,6 @@ def probe_copy(model: nn.Module) -> nn.Module:
                 is_center = float(flat[0]) == 0
                 tensor.copy_((values - 0.5) * 0.2 if is_center else values + 0.5)
     return copied
-
-
-def find_repairs(
-    bench: Bench, failure: Failure, dead: Sequence[Unit], rules: Sequence[SizeRule]
-) -> list[list[SizeRule]]:
-    """Sets of attributes, most likely first, whose change could carry the run over a failure."""
-    gone = {unit.label for unit in dead}
-    options: list[list[SizeRule]] = []
-    paths = [failure.where]
-    while paths[-1]:
-        paths.append(paths[-1].rpartition(".")[0])
-    for path in paths:
-        single: dict[tuple[str, int | None], list[SizeRule]] = {}
-        module = bench.model.get_submodule(path)
-        known = {(rule.module, rule.attribute, rule.item) for rule in rules}
-        sizes = _changed_sizes(bench, [step for step in bench.steps if step.where == path], gone)
-        if path != failure.where:
-            inner = _changed_sizes(bench, [step for step in bench.steps if step.where == failure.where], gone)
-            for size, entries in inner.items():
-                sizes.setdefault(size, []).extend((labels, None) for labels, _ in entries)
-        for name, item, value in _numbers(module):
-            for labels, source in sizes.get(value, ()):
-                if (path, name, item) not in known:
-                    single.setdefault((name, item), []).append(SizeRule(path, name, item, labels, source))
-        if single:
-            firsts = [candidates[0] for candidates in single.values()]
-            options.append(firsts)
-            if len(firsts) > 1:
-                options += [[rule] for rule in firsts]
-                options += [list(pair) for pair in itertools.combinations(firsts, 2)][:6]
-            options += [[rule] for candidates in single.values() for rule in _distinct(bench, candidates)[1:3]]
-    return [everywhere(bench, option, gone) for option in options[:16]]
-
-
-def _distinct(bench: Bench, rules: Iterable[SizeRule]) -> list[SizeRule]:
-    """Rules without those that count the same units."""
-    return list({tuple(bench.sets.find(x) if x > FIXED else x for x in rule.labels): rule for rule in rules}.values())
-
-
-def everywhere(bench: Bench, option: Sequence[SizeRule], gone: set[int]) -> list[SizeRule]:
-    """The same rules for all modules of the same class: what one attention needs, the others need too.
-
-    Each gets its size from the same place of its own forward.
-    """
-    found: list[SizeRule] = []
-    by_frame: dict[str, list[Step]] = {}
-    for step in bench.steps:
-        by_frame.setdefault(step.where, []).append(step)
-    for rule in option:
-        found.append(rule)
-        kind = type(bench.model.get_submodule(rule.module))
-        for path, module in bench.model.named_modules():
-            if type(module) is not kind or path == rule.module or rule.source is None:
-                continue
-            value = getattr(module, rule.attribute, None)
-            if rule.item is not None and isinstance(value, (tuple, list)) and rule.item < len(value):
-                value = value[rule.item]
-            entries = _changed_sizes(bench, by_frame.get(path, []), gone).get(value, []) if type(value) is int else []
-            found += [
-                SizeRule(path, rule.attribute, rule.item, labels, source)
-                for labels, source in entries
-                if source == rule.source
-            ]
-    return found
-
-
-# Where in a forward a size was seen: the number of the step, the tensor, the dimension.
-Source = tuple[int, int, int]
-Sizes = dict[int, list[tuple[tuple[int, ...], Source | None]]]
-
-
-def _changed_sizes(bench: Bench, steps: Iterable[Step], gone: set[int]) -> Sizes:
-    """The sizes of dimensions that shrink in these steps: size -> the labels of such dimensions, and their places."""
-    found: Sizes = {}
-    for number, step in enumerate(steps):
-        tensors = [*step.outputs, *(axes for _, axes in step.inputs)]
-        tensors += [] if step.groups is None else [(step.groups,)]
-        for place, axes in enumerate(tensors):
-            for dim, labels in enumerate(axes):
-                if labels is None:
-                    continue
-                listed = tuple(labels.tolist())
-                if any(label > FIXED and bench.sets.find(label) in gone for label in listed):
-                    found.setdefault(len(listed), []).append((listed, (number, place, dim)))
-    return found
-
-
-def _numbers(module: nn.Module) -> Iterator[tuple[str, int | None, int]]:
-    """The whole numbers among a module's attributes: (name, item of a tuple or list, value)."""
-    for name, value in vars(module).items():
-        if name.startswith("_") or name == "training":
-            continue
-        if type(value) is int:
-            yield name, None, value
-        elif type(value) in (tuple, list) and all(type(item) is int for item in value):
-            yield from ((name, item, number) for item, number in enumerate(value))
 
 
 def double_precision(model: nn.Module, call: Call) -> tuple[nn.Module, Call]:

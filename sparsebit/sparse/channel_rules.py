@@ -29,7 +29,8 @@ _REDUCTIONS = frozenset((
 _POINTWISE = frozenset((
     "hardswish", "hardswish_", "_prelu_kernel", "hardsigmoid", "mish", "log_sigmoid_forward", "masked_fill",
     "masked_fill_", "copy", "copy_", "hardtanh", "hardtanh_", "native_dropout", "bernoulli", "zeros_like",
-    "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
+    "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "leaky_relu", "elu", "celu", "selu", "softplus",
+    "hardshrink", "softshrink", "threshold", "gelu", "silu", "relu6", "clamp_min", "clamp_max",
 ))  # fmt: skip
 # They write values into a tensor that is there already.
 _FILLS = frozenset(("fill_", "zero_", "normal_", "uniform_", "bernoulli_", "exponential_", "random_"))
@@ -66,7 +67,8 @@ def _slicewise(sets: LabelSets, call: Call) -> list[Axes]:
     """Element-wise operators with broadcasting, and all others for which a probe shows that slices stay apart."""
     inputs = call.tensors()
     rank = max((output.dim() for output in call.outputs), default=0)
-    is_pointwise = torch.Tag.pointwise in call.op.tags or call.name in _POINTWISE
+    # Which operators have the tag depends on the version of torch.
+    is_pointwise = torch.Tag.pointwise in call.op.tags or bool({call.name, call.name.removesuffix("_")} & _POINTWISE)
     if not call.outputs or (not is_pointwise and any(output.dim() != rank for output in call.outputs)):
         return pin_all(sets, call, f"{call.described()} mixes them")
     results: list[list[Tensor | None]] = [[None] * output.dim() for output in call.outputs]

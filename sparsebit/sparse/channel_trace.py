@@ -7,6 +7,7 @@ hooks, functions and parametrized weights are all seen as the operators that the
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,6 +70,8 @@ class Trace:
     error: BaseException | None = None
     # Where the run stopped: the operator that failed, its inputs' shapes, and the module.
     pending: Step | None = None
+    # The module whose own code failed, where no operator did.
+    failed_in: str | None = None
     outputs: list[Tensor] = field(default_factory=list)
     # For every step that computes: two numbers that stand for the values of each output.
     digests: list[list[tuple[float, float]]] = field(default_factory=list)
@@ -80,6 +83,7 @@ class ModulePaths:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.stack: list[tuple[str, nn.Module, dict[str, int]]] = [("", model, {})]
+        self.failed_in = ""  # the innermost module that an exception left
 
     @property
     def path(self) -> str:
@@ -105,8 +109,10 @@ class ModulePaths:
             def enter(inner: nn.Module, *_: Any, path: str = path) -> None:
                 self.stack.append((path, inner, {}))
 
-            def leave(*_: Any) -> None:
+            def leave(*_: Any, path: str = path) -> None:
                 self.stack.pop()
+                if sys.exc_info()[1] is not None:
+                    self.failed_in = self.failed_in or path
 
             handles.append(module.register_forward_pre_hook(enter, prepend=True))
             handles.append(module.register_forward_hook(leave, always_call=True))
@@ -211,7 +217,7 @@ def watch(
                 result = model(*args, **kwargs)
             trace.outputs = tensors_of(result)
     except Exception as error:
-        trace.error = error
+        trace.error, trace.failed_in = error, paths.failed_in
     if sets is not None:
         kept = [x for module in model.modules() for value in vars(module).values() for x in nested_tensors(value)]
         enact_pins(sets, [*trace.outputs, *kept])

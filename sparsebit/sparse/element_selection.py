@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import Tensor
 
 from sparsebit.errors import ConfigError
+from sparsebit.sparse.criteria import Evidence
 from sparsebit.sparse.element_masks import (
     block_scores,
     block_shape,
@@ -58,3 +60,11 @@ def select_elements(
         parts = lowest_of_all([judged[name] for name in rest], num_pruned(share * sparser.RATIO, total))
         found.update(zip(rest, parts, strict=True))
     return {name: from_blocks(kept, block, masks[name]) if block else kept for name, kept in found.items()}
+
+
+def with_ratio(evidence: Evidence, config: SparseConfig, share: float) -> Evidence:
+    """With what the config asks for in the layer, where it asks for something in each; `share` as above."""
+    sparser, layer = config.SPARSER, evidence.name.rpartition(".")[0]
+    is_shared = sparser.SCOPE == "global" and not config.is_overridden((layer,))
+    ratio = None if is_shared or block_shape(sparser.GRANULARITY) else share * config.ratio_of(layer)
+    return replace(evidence, ratio=ratio, pattern=n_of_m(sparser.GRANULARITY))

@@ -16,10 +16,12 @@ from sparsebit.errors import CaptureError
 from sparsebit.execution.batches import Call, as_call
 from sparsebit.graph.copying import copy_model
 from sparsebit.graph.nested import map_nested, tensors_of
-from sparsebit.sparse.channel_groups import Group, Spared, Unit, grouped, units_of
-from sparsebit.sparse.channel_proof import Bench, Failure, SizeRule, double_precision, drawn, find_repairs, probe_copy
+from sparsebit.sparse.channel_groups import Group, Spared, Unit, grouped, units_of, without
+from sparsebit.sparse.channel_proof import Bench, Failure, SizeRule, double_precision, drawn, probe_copy
 from sparsebit.sparse.channel_trace import Trace, output_labels, watch
+from sparsebit.sparse.computed_weights import computed_layers, make_plain
 from sparsebit.sparse.labels import FIXED, LabelSets
+from sparsebit.sparse.size_repairs import find_repairs
 from sparsebit.sparse.surgery import ChannelPlan, named_tensors
 
 _log = logging.getLogger(__name__)
@@ -148,7 +150,8 @@ class _Analysis:
     ) -> None:
         self.sets = LabelSets()
         self.notes: list[str] = []
-        model = copy_model(model)  # what a run leaves behind (cached values) must not be seen by the next one
+        # What a run leaves behind (cached values) must not be seen by the next one.
+        model = copy_model(model, share_parameters=True)
         names = {id(tensor): name for name, tensor in named_tensors(model).items()}
         self.trace: Trace = watch(model, call, self.sets, names, options)
         if self.trace.error is not None:
@@ -157,10 +160,22 @@ class _Analysis:
             self.sets.pin(labels, "the model returns them")
         self._visit_other_values(model, call, names, options)
         self._visit_training(model, call, names, options)
-        self.pin(pins)
+        self._pin_atoms(pins)
+        self.units, self.spared = units_of(self.sets)
+        self.groups = grouped(self.units)
 
     def pin(self, pins: Mapping[tuple[str, int, int], str]) -> None:
         """These atoms, (tensor, dimension, position), must stay. Units and groups are what is left."""
+        self._pin_atoms(pins)
+        self.units, self.spared = without(self.units, self.spared, self.sets.reasons())
+        alive = {unit.label for unit in self.units}
+        groups: list[Group] = []
+        for group in self.groups:
+            left = [unit for unit in group.units if unit.label in alive]
+            groups += [group] if len(left) == len(group.units) else grouped(left)
+        self.groups = groups
+
+    def _pin_atoms(self, pins: Mapping[tuple[str, int, int], str]) -> None:
         first = {(axis.tensor, axis.dim): axis.first for axis in self.sets.axes}
         by_reason: dict[str, list[int]] = {}
         for (tensor, dim, place), reason in pins.items():
@@ -168,8 +183,6 @@ class _Analysis:
                 by_reason.setdefault(reason, []).append(first[tensor, dim] + place)
         for reason, labels in by_reason.items():
             self.sets.pin(torch.tensor(labels), reason)
-        self.units, self.spared = units_of(self.sets)
-        self.groups = grouped(self.units)
 
     def _visit_other_values(
         self, model: nn.Module, call: Call, names: Mapping[int, str], options: Mapping[str, int]
@@ -231,15 +244,19 @@ class _Analysis:
 class _Search:
     def __init__(self, model: nn.Module, call: Call) -> None:
         self.model, self.call = model, call
+        self.computed = computed_layers(model, call)
+        self.traced = model if not self.computed else copy_model(model)  # its weights are all plain
+        make_plain(self.traced, self.computed)
         self.options: dict[str, int] = {}
         self.pins: dict[tuple[str, int, int], str] = {}
         self.rules: list[SizeRule] = []
         self.analysis = self._analyse(self.options)
         self.hopeless: set[tuple[type, str, str]] = set()
         self.tried: set[tuple[str, int]] = set()
+        self.spared_at: set[tuple[int, int]] = set()
 
     def _analyse(self, options: Mapping[str, int]) -> _Analysis:
-        return _Analysis(self.model, self.call, options, self.pins)
+        return _Analysis(self.traced, self.call, options, self.pins)
 
     def choose(self) -> None:
         """Try other options where the channels that pass a choice cannot be removed."""
@@ -270,9 +287,7 @@ class _Search:
         """Compare shrunk with masked until all that is left agrees."""
         draw = 0
         while draw < _NUM_DRAWS and self.analysis.groups:
-            generator = torch.Generator().manual_seed(draw)
-            bench = self._bench()
-            dead = drawn(self.analysis.groups, _SHARE, generator, _SPREAD)
+            bench, dead = self._bench(), self._drawn(draw)
             failure = bench.compare(dead, self.rules)
             if failure is None:
                 draw += 1
@@ -280,14 +295,28 @@ class _Search:
                 self._spare(failure, dead)
 
     def _bench(self) -> Bench:
-        return Bench(self.model, self.call, self.analysis.trace, self.analysis.sets)
+        return Bench(self.model, self.call, self.analysis.trace, self.analysis.sets, self.computed)
+
+    def _drawn(self, seed: int) -> list[Unit]:
+        return drawn(self.analysis.groups, _SHARE, torch.Generator().manual_seed(seed), _SPREAD)
 
     def _repaired(self, bench: Bench, dead: list[Unit], failure: Failure) -> bool:
         kind = type(self.model.get_submodule(failure.where))
         site = (kind, failure.where.rpartition(".")[2], failure.steps[-1].name if failure.steps else "")
         if site in self.hopeless:
             return False
-        furthest, best = failure.position, None
+        rules = self._better_rules(bench, dead, failure, failure.position)
+        if rules is None:
+            self.hopeless.add(site)
+            return False
+        self.rules = rules
+        return True
+
+    def _better_rules(
+        self, bench: Bench, dead: list[Unit], failure: Failure, position: tuple[int, int]
+    ) -> list[SizeRule] | None:
+        """Rules with which the run comes further than to this position."""
+        furthest, best = position, None
         for number, option in enumerate(find_repairs(bench, failure, dead, self.rules)):
             if best is not None and number >= _NUM_REPAIRS:
                 break
@@ -295,20 +324,16 @@ class _Search:
             rules = [rule for rule in self.rules if (rule.module, rule.attribute, rule.item) not in known] + option
             other = bench.compare(dead, rules)
             if other is None:
-                best = rules
-                break
+                return rules
             if other.position > furthest:
                 furthest, best = other.position, rules
-        if best is None:
-            self.hopeless.add(site)
-            return False
-        self.rules = best
-        return True
+        return best
 
     def _rechosen(self, failure: Failure, seed: int) -> bool:
         """Take another option of a choice that the failing channels pass, where that carries the run further.
 
-        So the parts of a split come to lose the same places, and a shuffle comes to lose whole places of its parts.
+        So the parts of a split come to lose the same places, and a shuffle comes to lose whole places of its parts. An
+        attribute may have to follow at the same time: half of a width is the size of one of two equal parts.
         """
         sets = self.analysis.sets
         for choice in self.analysis.trace.choices:
@@ -319,38 +344,83 @@ class _Search:
                     continue
                 self.tried.add((choice.key, option))
                 options = {**self.options, choice.key: option}
-                other = self._analyse(options)
-                before, self.analysis = self.analysis, other
-                dead = drawn(other.groups, _SHARE, torch.Generator().manual_seed(seed), _SPREAD)
-                found = self._bench().compare(dead, self.rules) if dead else failure
-                if found is None or found.position > failure.position:
-                    self.options = options
+                before, self.analysis = self.analysis, self._analyse(options)
+                dead, rules = self._drawn(seed), None
+                if dead:
+                    bench = self._bench()
+                    found = bench.compare(dead, self.rules)
+                    if found is None or found.position > failure.position:
+                        rules = self.rules
+                    else:
+                        rules = self._better_rules(bench, dead, found, failure.position)
+                if rules is not None:
+                    self.options, self.rules = options, rules
+                    self.hopeless.clear()
                     return True
                 self.analysis = before
         return False
 
     def _spare(self, failure: Failure, dead: list[Unit]) -> None:
+        """Pin what fails: the channels that meet at the failure, or, where that is not enough, whole groups."""
         gone = {unit.label for unit in dead}
         alive = {unit.label for unit in self.analysis.units}
-        blamed = self._guilty(set(failure.labels & alive), dead)
-        if not blamed & gone:
-            blamed = alive  # the failure does not say which: nothing is proved
-        _log.debug("spared at %s: %s", failure.where, failure.reason)
-        pins = dict.fromkeys(self.analysis.atoms(blamed), f"not proved: {failure.reason}")
-        self.pins = pins | self.pins
-        self.analysis.pin(pins)
+        blamed = dict.fromkeys(self._guilty(set(failure.labels & alive), dead), failure.reason)
+        if gone.isdisjoint(blamed) or failure.position in self.spared_at:
+            blamed = self._failing_groups(dead)
+        self.spared_at.add(failure.position)
+        for reason in sorted(set(blamed.values())):
+            _log.debug("spared: %s", reason)
+            labels = [label for label, own in blamed.items() if own == reason]
+            pins = dict.fromkeys(self.analysis.atoms(labels), f"not proved: {reason}")
+            self.pins = pins | self.pins
+            self.analysis.pin(pins)
 
     def _guilty(self, suspects: set[int], dead: list[Unit]) -> set[int]:
         """Of the units that meet at a failure, those whose group fails alone; all of them where none does."""
         groups = [{unit.label for unit in group.units} for group in self.analysis.groups]
         groups = [labels for labels in groups if labels & suspects]
-        if len(groups) < 2:
-            return suspects
+        if len(groups) > 1:
+            bench = self._bench()
+            alone = [
+                labels
+                for labels in groups
+                if bench.compare([u for u in dead if u.label in labels], self.rules) is not None
+            ]
+            suspects = suspects & set().union(*alone) if alone else suspects
+        return suspects
+
+    def _failing_groups(self, dead: list[Unit]) -> dict[int, str]:
+        """The labels of groups without which the proof holds, with the reason; found by halving.
+
+        Groups are added to those that hold together, half of them at a time, and a half that fails is halved again: one
+        bad group among n costs about 2 * log2(n) runs.
+        """
         bench = self._bench()
-        alone = [
-            labels for labels in groups if bench.compare([u for u in dead if u.label in labels], self.rules) is not None
-        ]
-        return suspects & set().union(*alone) if alone else suspects
+        labels = [{unit.label for unit in group.units} for group in self.analysis.groups]
+        held: list[Unit] = []
+        failing: dict[int, str] = {}
+        waiting = [labels]
+        while waiting:
+            part = waiting.pop()
+            gone = set().union(*part)
+            trial = held + [unit for unit in dead if unit.label in gone]
+            failure = bench.compare(trial, self.rules)
+            # An attribute may have been changed that has this number by chance.
+            rules = self._without_rules_of(bench, gone) if failure is not None and len(part) == 1 else self.rules
+            if len(rules) < len(self.rules) and bench.compare(trial, rules) is None:
+                self.rules, failure = rules, None
+            if failure is None:
+                held = trial
+            elif len(part) > 1:
+                waiting += [part[len(part) // 2 :], part[: len(part) // 2]]
+            else:
+                failing |= dict.fromkeys(gone, failure.reason)
+        return failing
+
+    def _without_rules_of(self, bench: Bench, gone: set[int]) -> list[SizeRule]:
+        """The rules that count no channel of these."""
+        is_alive = bench.alive(gone)
+        return [rule for rule in self.rules if bool(is_alive[torch.tensor(rule.labels).clamp(min=FIXED)].all())]
 
     def result(self, cost: SearchCost) -> ChannelGroups:
         analysis = self.analysis

@@ -31,9 +31,10 @@ def model_size(model: nn.Module, example_inputs: Any) -> ModelSize:
     device = next((p.device for p in model.parameters()), None)
     args, kwargs = to_device(args, device), to_device(kwargs, device)
     modes = {module: module.training for module in model.modules()}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # its one operator for a whole layer is not counted
-    model.eval()
+    model.eval().requires_grad_(False)  # the counter fails on a view of a parameter that needs a gradient
     try:
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             model(*args, **kwargs)
@@ -41,6 +42,8 @@ def model_size(model: nn.Module, example_inputs: Any) -> ModelSize:
         torch.backends.mha.set_fastpath_enabled(fast_path)
         for module, mode in modes.items():
             module.training = mode
+        for parameter in trained:
+            parameter.requires_grad_(True)
     first = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.dim()), None)
     tensors = [*model.parameters(), *model.buffers()]
     return ModelSize(

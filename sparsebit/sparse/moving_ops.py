@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -141,6 +142,11 @@ def _tie_parts(sets: LabelSets, call: Call, labels: Tensor, source: Tensor, dim:
 
 
 def _run_on_labels(call: Call, source: Tensor, labels: Tensor, dim: int) -> list[Tensor]:
+    if call.name == "constant_pad_nd":
+        # What is padded along other dimensions belongs to every channel, however many there are.
+        pads, back = list(call.args[1]), 2 * (source.dim() - 1 - dim)
+        own = F.pad(labels, pads[back : back + 2], value=FIXED) if back < len(pads) else labels
+        return [_spread(own, call.outputs[0].shape, dim)]
     spread = _spread(labels, source.shape, dim)
     if call.name in _VIEWS:
         return [spread.reshape(call.outputs[0].shape)]

@@ -20,11 +20,13 @@ from sparsebit.errors import BudgetError, CalibrationError, ConfigError
 from sparsebit.execution.batches import Call
 from sparsebit.graph.copying import copy_model
 from sparsebit.graph.nested import tensors_of
-from sparsebit.sparse.channel_groups import Group, Unit
+from sparsebit.sparse.channel_groups import Group, Unit, layers_of
 from sparsebit.sparse.channel_proof import mask_units
 from sparsebit.sparse.latency_table import POINTS, Clock, Latency
 from sparsebit.sparse.layer_budgets import LATENCY, LayerWeight, choose_options, timed_weights, weights_of
 from sparsebit.sparse.model_size import ModelSize, model_size
+from sparsebit.sparse.padding import real_positions, real_rows
+from sparsebit.sparse.sparse_config import SparseConfig
 from sparsebit.sparse.surgery import ChannelPlan, apply_plan
 from sparsebit.sparse.unit_selection import rounded, select_by_group
 
@@ -63,6 +65,12 @@ def group_name(group: Group) -> str:
     """The first axis of the group, of a weight where it has one: `layer1.0.conv1.weight`."""
     made = [tensor for tensor, dim in group.axes if dim == 0 and tensor.endswith("weight")]
     return next(iter(made), group.axes[0][0])
+
+
+def candidate_ratios(group: Group, config: SparseConfig, candidates: Sequence[float]) -> list[float]:
+    """The ratios that a group may get: the candidates and none, or the one that the config names for its layers."""
+    names = layers_of(group)
+    return [config.ratio_of(names)] if config.is_overridden(names) else sorted({0.0, *candidates})
 
 
 def check_budgets(budgets: Mapping[str, float]) -> None:
@@ -259,4 +267,6 @@ def measured_costs(
 
 
 def _outputs(model: nn.Module, call: Call) -> list[Tensor]:
-    return [x.double() for x in tensors_of(model(*call[0], **call[1])) if x.is_floating_point()]
+    """What the model gives for the call, without padded positions."""
+    real = real_positions(call, model)
+    return [real_rows(x.double(), real) for x in tensors_of(model(*call[0], **call[1])) if x.is_floating_point()]

@@ -4,6 +4,7 @@ Layers are visited in the order of the forward, each with the input that the pru
 with the one of the dense model. Its remaining weights are the solution of a least squares problem in closed form
 (`sparsebit.numerics.pruning_math`): the input channels that are left take up what the removed ones gave. The
 mean error goes into the bias, or into the running mean of the batch norm behind the layer. No labels, no gradients.
+Padded positions (by an attention mask) do not count.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import functools
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,7 @@ from sparsebit.numerics.hessian import InputMoments
 from sparsebit.numerics.layer_matrix import LayerMatrix, layer_matrix
 from sparsebit.numerics.pruning_math import fit_masked, held_out_damping, output_error
 from sparsebit.progress import track
+from sparsebit.sparse.padding import real_positions, real_rows
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +67,8 @@ class _Layer:
     dense_norm: _BatchNorm | None
     masks: Mapping[str, Tensor]
     max_rows: int
-    num_batches: int
+    # Of each batch: the positions that are real (`padding.py`).
+    real: Sequence[Tensor | None]
 
 
 @torch.no_grad()
@@ -91,7 +94,7 @@ def fit_layers(
     dense = copy_model(dense).to(device).eval()
     pruned.eval()
     try:
-        session = _Session(pruned, dense, masks, max_rows, len(listed))
+        session = _Session(pruned, dense, masks, max_rows, [real_positions(call, pruned) for call in listed])
         if not session.by_graph(listed, memory_budget):
             session.by_hooks(listed)
     finally:
@@ -102,10 +105,15 @@ def fit_layers(
 
 class _Session:
     def __init__(
-        self, pruned: nn.Module, dense: nn.Module, masks: Mapping[str, Tensor], max_rows: int, num_batches: int
+        self,
+        pruned: nn.Module,
+        dense: nn.Module,
+        masks: Mapping[str, Tensor],
+        max_rows: int,
+        real: Sequence[Tensor | None],
     ) -> None:
         self.pruned, self.dense, self.masks = pruned, dense, masks
-        self.max_rows, self.num_batches = max_rows, num_batches
+        self.max_rows, self.real = max_rows, real
         self.found: dict[str, LayerFit] = {}
         self.owners = Counter(id(p) for module in pruned.modules() for p in module._parameters.values())
 
@@ -190,7 +198,7 @@ class _Session:
         norms = [model.get_submodule(norm) if norm else None for model in (pruned, dense)]
         masks = {key: self.masks[f"{name}.{key}"] for key in ("weight", "bias") if f"{name}.{key}" in self.masks}
         behind = [found if isinstance(found, _BatchNorm) else None for found in norms]
-        return _Layer(name, own, other, form, behind[0], behind[1], masks, self.max_rows, self.num_batches)
+        return _Layer(name, own, other, form, behind[0], behind[1], masks, self.max_rows, self.real)
 
     def _fit(self, layer: _Layer, inputs: Inputs) -> None:
         self.found[layer.name] = fit = fit_layer(layer, inputs)
@@ -240,8 +248,10 @@ def _moments(layer: _Layer, inputs: Inputs) -> tuple[tuple[InputMoments, InputMo
     energy = torch.zeros(W.shape[:2], dtype=torch.float64, device=W.device)
     step = 0
     for index, (x, original) in enumerate(inputs()):
+        if layer.form.num_dims == 0:
+            x, original = (real_rows(values, layer.real[index]) for values in (x, original))
         if not step:  # batches are alike
-            rows = layer.form.num_rows(x) * layer.num_batches
+            rows = layer.form.num_rows(x) * len(layer.real)
             step = max(1, rows // max(layer.max_rows, 8 * W.shape[-1]))
         parts = zip(layer.form.patches(x, step), layer.form.patches(original, step), strict=True)
         for patches, others in parts:

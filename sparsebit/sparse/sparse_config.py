@@ -20,8 +20,12 @@ from sparsebit.sparse.element_masks import block_shape, n_of_m
 from sparsebit.sparse.sparsers import SPARSERS
 
 _SCOPES = {"layer": "layer", "layerwise": "layer", "global": "global"}
-_STRUCTURED = ("channel", "filter", "head", "neuron")
-_GRANULARITY = "element, 4x1 (blocks), 2:4 (N of M), channel, filter, head, neuron, layerwise (the first Sparsebit's)"
+BLOCKS = "residual_block"
+_STRUCTURED = ("channel", "filter", "head", "neuron", BLOCKS)
+_GRANULARITY = (
+    "element, 4x1 (blocks), 2:4 (N of M), channel, filter, head, neuron, residual_block, layerwise (the first "
+    "Sparsebit's)"
+)
 
 
 def _granularity(value: str) -> str:
@@ -46,8 +50,8 @@ class SparserConfig(LayerSparsity):
 
     TYPE: Annotated[str, OneOf.registered(SPARSERS)] = Field(
         "structured",
-        description="`structured` (`structed`): channels, heads and neurons, which `shrink` removes; `unstructured` "
-        "(`unstructed`): single weights, blocks or N of M; `register_sparser` adds more.",
+        description="`structured` (`structed`): channels, heads, neurons or whole residual blocks, which `shrink` "
+        "removes; `unstructured` (`unstructed`): single weights, blocks or N of M; `register_sparser` adds more.",
     )
     STRATEGY: Annotated[str, OneOf.registered(CRITERIA)] = Field(
         "l1norm", description="The criterion; `register_criterion` adds more."
@@ -64,6 +68,10 @@ class SparserConfig(LayerSparsity):
     @property
     def is_structured(self) -> bool:
         return self.TYPE == "structured"
+
+    @property
+    def is_of_blocks(self) -> bool:
+        return self.GRANULARITY == BLOCKS
 
 
 class ScheduleConfig(Section):

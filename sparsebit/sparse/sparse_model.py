@@ -2,52 +2,51 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from sparsebit.config.reading import Source
-from sparsebit.deploy.model_file import checked_path, staged, write
 from sparsebit.deploy.ports import DynamicAxes
 from sparsebit.deploy.stopwatch import Stopwatch
-from sparsebit.deploy.to_onnx import to_onnx
 from sparsebit.errors import CaptureError, ConfigError
-from sparsebit.execution.batches import as_call, calls
+from sparsebit.execution.batches import calls
 from sparsebit.graph.copying import copy_model, uncompiled
-from sparsebit.sparse.channel_groups import Group, Unit, positions_of
-from sparsebit.sparse.criteria import Evidence, criterion
-from sparsebit.sparse.element_masks import block_shape, n_of_m
-from sparsebit.sparse.element_selection import select_elements
+from sparsebit.sparse.added_layers import weights_before_add
+from sparsebit.sparse.block_selection import mask_blocks, select_blocks
+from sparsebit.sparse.channel_groups import Group, Unit, layers_of
+from sparsebit.sparse.criteria import criterion
+from sparsebit.sparse.element_selection import select_elements, with_ratio
 from sparsebit.sparse.evidence import Loss, gather_evidence
 from sparsebit.sparse.example_guess import guessed_example
 from sparsebit.sparse.group_search import ChannelGroups, find_groups
-from sparsebit.sparse.labels import FIXED
 from sparsebit.sparse.latency_table import Clock
+from sparsebit.sparse.plain_export import ExportOptions, export_plain
 from sparsebit.sparse.ratio_config import config_of_ratios
 from sparsebit.sparse.ratio_search import (
     CANDIDATES,
     RatioChoice,
     RatioOptions,
+    candidate_ratios,
     check_budgets,
     group_name,
     ratio_options,
     search_ratios,
 )
 from sparsebit.sparse.reconstruction import LayerFit, fit_layers
+from sparsebit.sparse.residual_blocks import ResidualBlocks, find_residual_blocks
 from sparsebit.sparse.run_state import forget_run_state
-from sparsebit.sparse.sparse_config import SparseConfig, parse_sconfig
-from sparsebit.sparse.sparsers import SPARSERS, Sparser, pruned_weights
-from sparsebit.sparse.surgery import apply_plan
-from sparsebit.sparse.unit_selection import rounded, select_by_group, select_globally, unit_scores
+from sparsebit.sparse.sparse_config import BLOCKS, SparseConfig, parse_sconfig
+from sparsebit.sparse.sparsers import SPARSERS, Sparser, pruned_weights, sparser_mask
+from sparsebit.sparse.surgery import ChannelPlan, apply_plan
+from sparsebit.sparse.unit_selection import dead_units, mask_units, rounded, select_units, unit_scores
+from sparsebit.sparse.weight_masks import WeightMasks
 
 log = logging.getLogger(__name__)
-_SUFFIX = "_mask"
 
 
 class SparseModel(nn.Module):
@@ -67,18 +66,11 @@ class SparseModel(nn.Module):
         self._given = (model,)
         self.example_inputs = example_inputs
         self._groups: ChannelGroups | None = None
-        self._before_add: set[str] = set()
+        self._blocks: ResidualBlocks | None = None
+        self._before_add: frozenset[str] = frozenset()
         self._ratios: dict[str, float] = {}
         self.register_buffer("steps_done", torch.zeros((), dtype=torch.long))
-        self._masked = self._maskable()
-        for name in self._masked:
-            module, parameter = self._owner(name)
-            if hasattr(module, parameter + _SUFFIX):
-                raise ConfigError(f"{name}{_SUFFIX} is taken: a mask would need this name; rename it in your model")
-            weight: Tensor = getattr(module, parameter)
-            module.register_buffer(parameter + _SUFFIX, torch.ones_like(weight, dtype=torch.bool))
-            if weight.requires_grad:
-                weight.register_hook(_MaskGradient(module, parameter + _SUFFIX))
+        self._weights = WeightMasks(self.model, self._maskable())
 
     # What is found
 
@@ -90,6 +82,13 @@ class SparseModel(nn.Module):
         return self._groups
 
     @property
+    def blocks(self) -> ResidualBlocks:
+        """The residual blocks that `GRANULARITY: residual_block` removes, found (and proved) when first asked for."""
+        if self._blocks is None:
+            self._blocks = find_residual_blocks(self.model, self.example_batch)
+        return self._blocks
+
+    @property
     def example_batch(self) -> Any:
         """The batch by which channels are found: the one that was given, or a guess."""
         if self.example_inputs is None:
@@ -99,7 +98,7 @@ class SparseModel(nn.Module):
     @property
     def masks(self) -> dict[str, Tensor]:
         """The mask of every weight that may be pruned, by the weight's name in `model`."""
-        return {name: getattr(self._owner(name)[0], self._owner(name)[1] + _SUFFIX) for name in self._masked}
+        return self._weights.by_name()
 
     @property
     def sparsity(self) -> dict[str, float]:
@@ -108,18 +107,12 @@ class SparseModel(nn.Module):
 
     def disable_sparse_before_add(self) -> None:
         """Leave the layers alone whose outputs are added to others: the channels of residual streams."""
-        sets = self.groups.bench.sets
-        added: set[int] = set()
-        for step in self.groups.bench.steps:
-            found = [axes for _, axes in step.inputs if len(axes) > 1]
-            labelled = [[labels for labels in axes if labels is not None] for axes in found]
-            if step.name in ("add", "add_") and sum(map(bool, labelled)) > 1:
-                added |= {sets.find(x) for axes in labelled for labels in axes for x in labels.tolist() if x > FIXED}
-        self._before_add = {
-            axis.tensor
-            for axis in sets.axes
-            if axis.dim == 0 and any(sets.find(axis.first + place) in added for place in range(axis.size))
-        }
+        if self.config.SPARSER.is_of_blocks:
+            raise ConfigError(
+                f"disable_sparse_before_add: SPARSER.GRANULARITY={BLOCKS} removes what is added to a residual stream; "
+                "name the blocks that are to stay in SPARE"
+            )
+        self._before_add = weights_before_add(self.groups)
 
     # Masks
 
@@ -135,39 +128,35 @@ class SparseModel(nn.Module):
             rule = criterion(sparser.STRATEGY)
             evidence = gather_evidence(self.model, rule.needs, batches, loss, sparser.STRATEGY)
             if not sparser.is_structured:
-                evidence = {name: self._with_ratio(entry, share) for name, entry in evidence.items()}
+                evidence = {name: with_ratio(entry, self.config, share) for name, entry in evidence.items()}
             scores = {name: found for name, entry in evidence.items() if (found := rule.score(entry)) is not None}
-            if sparser.is_structured:
-                self._mask_units(self._chosen_units(scores, share))
+            if sparser.is_of_blocks:
+                gone = frozenset(self.removed_blocks())
+                mask_blocks(self.masks, select_blocks(self.blocks.blocks, scores, self.config, share, gone))
+            elif sparser.is_structured:
+                mask_units(self.masks, self._chosen_units(scores, share))
             else:
                 self._mask_elements(scores, share)
             if rule.update is not None:
                 for name, mask in self.masks.items():
                     self._write(name, rule.update(evidence[name], mask))
         else:
-            self._mask_by_sparser(cast("type[Sparser]", SPARSERS.get(sparser.TYPE)), share)
+            kind = cast("type[Sparser]", SPARSERS.get(sparser.TYPE))
+            for name, mask in self.masks.items():
+                ratio = 0.0 if name in self._before_add else share * self.config.ratio_of(name.rpartition(".")[0])
+                mask.copy_(sparser_mask(kind, self.config, name, self.model.get_parameter(name).detach(), ratio))
         cast("Tensor", self.steps_done).add_(1)
         self.apply_masks()
         if self._groups is not None:
             forget_run_state(self.model, self._groups.bench.model)
 
-    def _with_ratio(self, evidence: Evidence, share: float) -> Evidence:
-        """With what the config asks for in the layer, where it asks for something in each."""
-        sparser, layer = self.config.SPARSER, evidence.name.rpartition(".")[0]
-        is_shared = sparser.SCOPE == "global" and not self.config.is_overridden((layer,))
-        ratio = None if is_shared or block_shape(sparser.GRANULARITY) else share * self.config.ratio_of(layer)
-        return replace(evidence, ratio=ratio, pattern=n_of_m(sparser.GRANULARITY))
-
     @torch.no_grad()
     def _write(self, name: str, weight: Tensor) -> None:
         self.model.get_parameter(name).copy_(weight)
 
-    @torch.no_grad()
     def apply_masks(self) -> None:
         """Put zeros where the masks have them."""
-        for name, mask in self.masks.items():
-            module, parameter = self._owner(name)
-            getattr(module, parameter).masked_fill_(~mask, 0)
+        self._weights.apply()
 
     def rewind(self, state: Mapping[str, Tensor]) -> None:
         """Take weights of an earlier time (a state_dict of the model that was given) and keep the masks."""
@@ -178,25 +167,15 @@ class SparseModel(nn.Module):
         self.apply_masks()
 
     def _chosen_units(self, scores: Mapping[str, Tensor], share: float) -> list[Unit]:
-        sparser, groups = self.config.SPARSER, self._wanted_groups()
-        layers = [_layers_of(group) for group in groups]
+        groups = self._wanted_groups()
         ratios = [
             0.0
             if self._is_before_add(group)
-            else share * self._ratios.get(group_name(group), self.config.ratio_of(names))
-            for group, names in zip(groups, layers, strict=True)
+            else self._ratios.get(group_name(group), self.config.ratio_of(layers_of(group)))
+            for group in groups
         ]
-        kept = [index for index, ratio in enumerate(ratios) if ratio > 0]
-        groups, layers, ratios = [groups[i] for i in kept], [layers[i] for i in kept], [ratios[i] for i in kept]
-        found = [unit_scores(group, scores, sparser.STRATEGY) for group in groups]
-        if sparser.SCOPE == "layer":
-            return select_by_group(groups, found, ratios)
-        own = [index for index, names in enumerate(layers) if self.config.is_overridden(names)]
-        rest = [index for index in range(len(groups)) if index not in own]
-        return [
-            *select_by_group([groups[i] for i in own], [found[i] for i in own], [ratios[i] for i in own]),
-            *select_globally([groups[i] for i in rest], [found[i] for i in rest], share * sparser.RATIO),
-        ]
+        gone = frozenset(unit.label for unit in self.dead_units())
+        return select_units(groups, ratios, scores, self.config, share, gone)
 
     def _wanted_groups(self) -> list[Group]:
         name = self.config.SPARSER.GRANULARITY
@@ -250,10 +229,11 @@ class SparseModel(nn.Module):
     ) -> RatioOptions:
         """What each ratio of each group would cost, measured on the batches: what `choose_ratios` chooses from."""
         sparser = self.config.SPARSER
-        if not sparser.is_structured or sparser.SCOPE == "global":
+        if not sparser.is_structured or sparser.SCOPE == "global" or sparser.is_of_blocks:
+            kind = f"GRANULARITY={BLOCKS}" if sparser.is_of_blocks else f"TYPE={sparser.TYPE}, SCOPE={sparser.SCOPE}"
             raise ConfigError(
-                f"choose_ratios: SPARSER.TYPE={sparser.TYPE}, SCOPE={sparser.SCOPE}: it gives each group of channels "
-                "a ratio of its own; set TYPE: structured and SCOPE: layer"
+                f"choose_ratios: SPARSER.{kind}: it gives each group of channels a ratio of its own; set TYPE: "
+                "structured, SCOPE: layer and a GRANULARITY of channels, heads or neurons"
             )
         listed = list(batches)
         rule = criterion(sparser.STRATEGY)
@@ -264,7 +244,10 @@ class SparseModel(nn.Module):
             self.masked_model().eval(),
             groups,
             {name: unit_scores(group, scores, sparser.STRATEGY) for name, group in groups.items()},
-            {name: self._candidates(group, candidates) for name, group in groups.items()},
+            {
+                name: [0.0] if self._is_before_add(group) else candidate_ratios(group, self.config, candidates)
+                for name, group in groups.items()
+            },
             calls=list(calls(listed, self.model, next(self.model.parameters()).device)),
             sizes=self.groups.bench.sizes,
             round_to=round_to,
@@ -272,27 +255,11 @@ class SparseModel(nn.Module):
 
     def config_of(self, ratios: Mapping[str, float]) -> SparseConfig:
         """The config that alone gives each group this ratio (`RatioChoice.ratios`), by the names of its layers."""
-        layers = {group_name(group): _layers_of(group) for group in self._wanted_groups()}
+        layers = {group_name(group): layers_of(group) for group in self._wanted_groups()}
         return config_of_ratios(self.config, {name: layers[name] for name in ratios}, ratios)
-
-    def _candidates(self, group: Group, candidates: Sequence[float]) -> list[float]:
-        names = _layers_of(group)
-        if self._is_before_add(group):
-            return [0.0]
-        if self.config.is_overridden(names):
-            return [self.config.ratio_of(names)]
-        return sorted({0.0, *candidates})
 
     def _is_before_add(self, group: Group) -> bool:
         return any(dim == 0 and tensor in self._before_add for tensor, dim in group.axes)
-
-    def _mask_units(self, dead: Sequence[Unit]) -> None:
-        masks = self.masks
-        for mask in masks.values():
-            mask.fill_(True)
-        for (tensor, dim), places in positions_of(dead).items():
-            if tensor in masks:
-                masks[tensor].index_fill_(dim, torch.tensor(places, device=masks[tensor].device), False)
 
     def _mask_elements(self, scores: Mapping[str, Tensor], share: float) -> None:
         masks = self.masks
@@ -300,17 +267,9 @@ class SparseModel(nn.Module):
         for name, mask in masks.items():
             mask.copy_(found[name] if name in found else torch.ones_like(mask))
 
-    def _mask_by_sparser(self, kind: type[Sparser], share: float) -> None:
-        for name, mask in self.masks.items():
-            ratio = 0.0 if name in self._before_add else share * self.config.ratio_of(name.rpartition(".")[0])
-            module, parameter = self._owner(name)
-            found = kind(self.config, name, ratio).calc_mask(getattr(module, parameter).detach())
-            if found.shape != mask.shape:
-                shapes = f"{tuple(found.shape)} for {name}, a weight of {tuple(mask.shape)}"
-                raise ConfigError(f"{kind.__name__}.calc_mask gave a mask of {shapes}")
-            mask.copy_(found.bool())
-
     def _maskable(self) -> list[str]:
+        if self.config.SPARSER.is_of_blocks:
+            return [name for block in self.blocks.blocks for name in block.parameters]
         if self.config.SPARSER.is_structured:
             parameters = dict(self.model.named_parameters())
             return sorted({t for unit in self.groups.units for t, _, _ in unit.members if t in parameters})
@@ -321,10 +280,6 @@ class SparseModel(nn.Module):
                 if isinstance(weight, nn.Parameter):
                     found.setdefault(id(weight), f"{path}.{name}" if path else name)
         return list(found.values())
-
-    def _owner(self, name: str) -> tuple[nn.Module, str]:
-        path, _, parameter = name.rpartition(".")
-        return self.model.get_submodule(path), parameter
 
     # After pruning
 
@@ -362,37 +317,36 @@ class SparseModel(nn.Module):
 
     def train(self, mode: bool = True) -> SparseModel:
         """As every module's; leaving training puts the zeros in once more."""
-        if not mode and hasattr(self, "_masked"):
+        if not mode and hasattr(self, "_weights"):
             self.apply_masks()
         return super().train(mode)
 
     def dead_units(self) -> list[Unit]:
         """The units all of whose weights are masked."""
+        return dead_units(self.groups.units, self.masks)
+
+    def removed_blocks(self) -> list[str]:
+        """The names of the residual blocks all of whose weights are masked."""
         masks = self.masks
-        # For each axis: whether anything of a position is left.
-        left = {
-            (name, dim): mask.movedim(dim, 0).flatten(1).any(1).tolist() if mask.dim() > 1 else mask.tolist()
-            for name, mask in masks.items()
-            for dim in range(mask.dim())
-        }
-
-        def is_dead(unit: Unit) -> bool:
-            members = [(left[tensor, dim], places) for tensor, dim, places in unit.members if tensor in masks]
-            return bool(members) and not any(axis[place] for axis, places in members for place in places)
-
-        return [unit for unit in self.groups.units if is_dead(unit)]
+        blocks = self.blocks.blocks if self.config.SPARSER.is_of_blocks else ()
+        return [block.name for block in blocks if not any(bool(masks[name].any()) for name in block.parameters)]
 
     def shrink(self, round_to: int = 1) -> nn.Module:
         """A plain, smaller model of the user's own class, equal to this one.
 
-        Channels that are masked as a whole are removed. `round_to`: as many of them stay (as zeros) as make every
-        width that was a multiple of it a multiple again, which kernels like.
+        Channels that are masked as a whole are removed; a residual block becomes a module that gives its input.
+        `round_to`: as many channels stay (as zeros) as make every width that was a multiple of it a multiple again,
+        which kernels like.
         """
         if not self.config.SPARSER.is_structured:
             raise ConfigError(
                 f"shrink: SPARSER.TYPE={self.config.SPARSER.TYPE} masks single weights, and no channel as a whole; "
                 "set TYPE: structured"
             )
+        if self.config.SPARSER.is_of_blocks:
+            small = self.masked_model()
+            apply_plan(small, ChannelPlan(skipped=tuple(self.removed_blocks())))
+            return small
         dead = self.dead_units()
         if round_to > 1:
             dead = rounded(self.groups.groups, dead, self.groups.bench.sizes, round_to)
@@ -405,16 +359,7 @@ class SparseModel(nn.Module):
 
     def masked_model(self) -> nn.Module:
         """A plain copy of the model with zeros in its weights and no masks."""
-        self.apply_masks()
-        plain = copy_model(self.model)
-        for parameter in plain.parameters():
-            hooks: Any = parameter._backward_hooks
-            for key in [key for key, hook in (hooks or {}).items() if isinstance(hook, _MaskGradient)]:
-                del hooks[key]
-        for name in self._masked:
-            path, _, parameter_name = name.rpartition(".")
-            delattr(plain.get_submodule(path), parameter_name + _SUFFIX)
-        return plain
+        return self._weights.plain_copy()
 
     def export_onnx(
         self,
@@ -427,34 +372,5 @@ class SparseModel(nn.Module):
         verbose: bool = False,
     ) -> None:
         """Write the masked model, in float, as an ONNX file; of a smaller model use `shrink` and its own export."""
-        target = checked_path(name)
-        plain = self.masked_model().eval()
-        args, kwargs = as_call(dummy_data, plain)
-        model = to_onnx(
-            plain,
-            args,
-            kwargs,
-            signature=inspect.signature(plain.forward),
-            input_names=input_names,
-            output_names=output_names,
-            dynamic_axes=dynamic_axes,
-            opset_version=opset_version,
-            verbose=verbose,
-        )
-        with staged(target) as path:
-            write(model, path)
-
-
-def _layers_of(group: Group) -> tuple[str, ...]:
-    return tuple(sorted({tensor.rpartition(".")[0] for tensor, _ in group.axes}))
-
-
-class _MaskGradient:
-    """Gradients of pruned weights are zero, so that an optimizer leaves them alone."""
-
-    def __init__(self, module: nn.Module, mask: str) -> None:
-        self.module, self.mask = module, mask
-
-    def __call__(self, gradient: Tensor) -> Tensor:
-        mask: Tensor = getattr(self.module, self.mask)
-        return gradient * mask
+        options = ExportOptions(input_names, output_names, dynamic_axes, opset_version, verbose)
+        export_plain(self.masked_model().eval(), dummy_data, name, options)

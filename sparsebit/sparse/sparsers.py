@@ -46,7 +46,16 @@ def register_sparser(name: str | S | None = None, *, replace: bool = False) -> A
     return file
 
 
-# The two that are built in work on all weights together: `sparse_model.py`.
+def sparser_mask(kind: type[Sparser], config: Section, name: str, weight: Tensor, ratio: float) -> Tensor:
+    """The mask that a registered class makes for one weight, checked."""
+    found = kind(config, name, ratio).calc_mask(weight)
+    if found.shape != weight.shape:
+        shapes = f"{tuple(found.shape)} for {name}, a weight of {tuple(weight.shape)}"
+        raise ConfigError(f"{kind.__name__}.calc_mask gave a mask of {shapes}")
+    return found.bool()
+
+
+# The two that are built in work on all weights together: `unit_selection.py` and `element_selection.py`.
 SPARSERS.register("structured", aliases=("structed",))("structured")
 SPARSERS.register("unstructured", aliases=("unstructed",))("unstructured")
 

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import CheckpointError
+from sparsebit.sparse.computed_weights import make_plain
 from sparsebit.sparse.pruned_attention import follow_attention, follow_encoder
+from sparsebit.sparse.skipped_block import skip_blocks
 
 _PLAN = "_sparsebit_channel_plan"
 # What an attribute of a module becomes: a number, or a tuple or list of numbers.
@@ -29,6 +31,10 @@ class ChannelPlan:
     kept: Mapping[str, Mapping[int, tuple[int, ...]]] = field(default_factory=dict)
     # module -> attribute -> new value; what follows from the shapes of a torch.nn layer is not written down
     attributes: Mapping[str, Mapping[str, Attribute]] = field(default_factory=dict)
+    # residual blocks that are removed as a whole: names of modules
+    skipped: tuple[str, ...] = ()
+    # convolutions that get the weights that they compute, and what each becomes
+    computed: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; runs of positions are written as [first, last]."""
@@ -40,6 +46,8 @@ class ChannelPlan:
                 module: {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
                 for module, values in self.attributes.items()
             },
+            "skipped": list(self.skipped),
+            "computed": dict(self.computed),
         }
 
     def after(self, earlier: ChannelPlan) -> ChannelPlan:
@@ -52,7 +60,8 @@ class ChannelPlan:
         attributes = {module: dict(values) for module, values in earlier.attributes.items()}
         for module, values in self.attributes.items():
             attributes.setdefault(module, {}).update(values)
-        return ChannelPlan(kept, attributes)
+        computed = {**earlier.computed, **self.computed}
+        return ChannelPlan(kept, attributes, (*earlier.skipped, *self.skipped), computed)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ChannelPlan:
@@ -63,6 +72,8 @@ class ChannelPlan:
                     for tensor, dims in value["kept"].items()
                 },
                 {module: dict(values) for module, values in value["attributes"].items()},
+                tuple(value.get("skipped", ())),  # folders of earlier versions have none
+                dict(value.get("computed", {})),  # folders of earlier versions have none
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"the channel plan is damaged ({error!r})") from None
@@ -89,6 +100,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def apply_plan(model: nn.Module, plan: ChannelPlan) -> None:
     """Make the model smaller, in place. The same plan fits every model of the same class and widths."""
+    make_plain(model, plan.computed)
     tensors = named_tensors(model)
     if missing := sorted(set(plan.kept) - set(tensors)):
         raise CheckpointError(f"the channel plan is of another model: there is no {missing[0]} here")
@@ -119,6 +131,7 @@ def apply_plan(model: nn.Module, plan: ChannelPlan) -> None:
             setattr(module, name, tuple(number) if is_tuple and not isinstance(number, int) else number)
     for module in reversed(list(model.modules())):  # parts before what holds them
         _follow_shapes(module)
+    skip_blocks(model, plan.skipped)
     earlier = plan_of(model)
     model.__dict__[_PLAN] = plan if earlier is None else plan.after(earlier)
 

@@ -37,8 +37,8 @@ class TwoFourAdvice:
     """What was measured for one shape: an input of (rows, in_features) times a weight of (out_features, in_features).
 
     `ratio`: the time of the dense product over that of the 2:4 product, the median over rounds; None where it cannot
-    run. `low`: its lower quartile. `kernels`: whose were the fastest (`cusparselt`, `cutlass`). `use`: recommended;
-    `reason` says why, or why not.
+    run. `low`: its lower quartile. `kernels`: whose were the fastest: `cutlass`, `cusparselt`, or `cusparselt:4` where
+    its fourth algorithm is faster than the one it takes by default. `use`: recommended; `reason` says why, or why not.
     """
 
     rows: int
@@ -111,7 +111,7 @@ def measure_2_4(
     weight = (weight * n_of_m_mask(weight.abs(), 2, 4)).to(dtype)
     runs: dict[str, Callable[[], object]] = {_DENSE: functools.partial(F.linear, x, weight)}
     refused = []
-    for name, compress in (kernels or _kernels()).items():
+    for name, compress in (kernels or _kernels(x, weight)).items():
         try:
             sparse = compress(weight)
             error = (F.linear(x, sparse) - F.linear(x, weight)).float().norm() / F.linear(x, weight).float().norm()
@@ -154,10 +154,9 @@ def accelerate_2_4(model: nn.Module, advice: Mapping[str, TwoFourAdvice]) -> nn.
     fast: nn.Module = copy_model(model).eval()
     for dtype in types:
         fast.to(dtype=dtype)
-    kernels = _kernels()
     for name, entry in wanted.items():
         layer = fast.get_submodule(name)
-        layer.weight = nn.Parameter(kernels[entry.kernels](layer.get_parameter("weight").detach()), False)
+        layer.weight = nn.Parameter(_compress(entry.kernels)(layer.get_parameter("weight").detach()), False)
     return fast
 
 
@@ -192,14 +191,31 @@ def _missing(device: torch.device) -> str:
     return "" if major >= 8 else f"2:4 kernels need compute capability 8.0; this GPU has {major}.{minor}"
 
 
-def _kernels() -> dict[str, Compress]:
-    """What packs a 2:4 weight, for each of torch's backends."""
+def _kernels(x: Tensor, weight: Tensor) -> dict[str, Compress]:
+    """What packs a 2:4 weight, for each of torch's backends, and for cuSPARSELt's best algorithm for this shape."""
+    names = ["cusparselt", "cutlass"]
+    try:
+        found = torch._cslt_sparse_mm_search(torch._cslt_compress(weight), x.t())
+        names += [f"cusparselt:{int(found)}"] if int(found) > 0 else []
+    except (RuntimeError, AttributeError):  # no cuSPARSELt in this torch, or not for this shape: told where it is tried
+        pass
+    return {name: _compress(name) for name in names}
+
+
+def _compress(kernels: str) -> Compress:
+    """What packs a weight for these kernels (`TwoFourAdvice.kernels`)."""
     from torch.sparse import SparseSemiStructuredTensorCUSPARSELT, SparseSemiStructuredTensorCUTLASS
 
-    return {
-        "cusparselt": SparseSemiStructuredTensorCUSPARSELT.from_dense,
-        "cutlass": SparseSemiStructuredTensorCUTLASS.from_dense,
-    }
+    name, _, algorithm = kernels.partition(":")
+    if name == "cutlass":
+        return SparseSemiStructuredTensorCUTLASS.from_dense
+
+    def compress(weight: Tensor) -> Tensor:
+        packed = SparseSemiStructuredTensorCUSPARSELT.from_dense(weight)
+        packed.alg_id_cusparselt = int(algorithm or 0)  # `from_dense` of torch before 2.13 does not take it
+        return packed
+
+    return compress
 
 
 def _lower_quartile(values: Sequence[float]) -> float:

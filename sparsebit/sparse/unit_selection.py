@@ -2,14 +2,70 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from sparsebit.errors import ConfigError
-from sparsebit.sparse.channel_groups import Group, Unit
+from sparsebit.sparse.channel_groups import Group, Unit, layers_of, positions_of
 from sparsebit.sparse.element_masks import num_pruned
+from sparsebit.sparse.sparse_config import SparseConfig
+
+
+def select_units(
+    groups: Sequence[Group],
+    ratios: Sequence[float],
+    scores: Mapping[str, Tensor],
+    config: SparseConfig,
+    share: float,
+    gone: frozenset[int] = frozenset(),
+) -> list[Unit]:
+    """The units that go in this step. `ratios`: of each group, at the end; `share`: of them, that holds after it.
+
+    With `SCOPE: global`, groups for which the config has no ratio of their own share one. `gone`: labels of the units
+    that went before; they go first, so that steps of a schedule only add.
+    """
+    wanted = [(group, share * ratio) for group, ratio in zip(groups, ratios, strict=True) if share * ratio > 0]
+    strategy, is_global = config.SPARSER.STRATEGY, config.SPARSER.SCOPE == "global"
+    found = [_gone_first(group, unit_scores(group, scores, strategy), gone) for group, _ in wanted]
+    rest = [i for i, (group, _) in enumerate(wanted) if is_global and not config.is_overridden(layers_of(group))]
+    own = [i for i in range(len(wanted)) if i not in rest]
+    return [
+        *select_by_group([wanted[i][0] for i in own], [found[i] for i in own], [wanted[i][1] for i in own]),
+        *select_globally([wanted[i][0] for i in rest], [found[i] for i in rest], share * config.SPARSER.RATIO),
+    ]
+
+
+def _gone_first(group: Group, scores: Tensor, gone: frozenset[int]) -> Tensor:
+    is_gone = torch.tensor([unit.label in gone for unit in group.units])
+    return scores.masked_fill(is_gone, -math.inf)
+
+
+def mask_units(masks: Mapping[str, Tensor], dead: Sequence[Unit]) -> None:
+    """Set the masks, in place: False in the positions of these units alone."""
+    for mask in masks.values():
+        mask.fill_(True)
+    for (tensor, dim), places in positions_of(dead).items():
+        if tensor in masks:
+            masks[tensor].index_fill_(dim, torch.tensor(places, device=masks[tensor].device), False)
+
+
+def dead_units(units: Sequence[Unit], masks: Mapping[str, Tensor]) -> list[Unit]:
+    """The units all of whose weights are masked."""
+    # For each axis: whether anything of a position is left.
+    left = {
+        (name, dim): mask.movedim(dim, 0).flatten(1).any(1).tolist() if mask.dim() > 1 else mask.tolist()
+        for name, mask in masks.items()
+        for dim in range(mask.dim())
+    }
+
+    def is_dead(unit: Unit) -> bool:
+        members = [(left[tensor, dim], places) for tensor, dim, places in unit.members if tensor in masks]
+        return bool(members) and not any(axis[place] for axis, places in members for place in places)
+
+    return [unit for unit in units if is_dead(unit)]
 
 
 def unit_scores(group: Group, scores: Mapping[str, Tensor], strategy: str) -> Tensor:

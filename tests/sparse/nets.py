@@ -72,6 +72,31 @@ class Chunks(nn.Module):
         return self.b(value * torch.sigmoid(gate))
 
 
+class CrossStage(nn.Module):
+    """Half of an attribute is the width of each of two parts: parts must lose the same places, and it must follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.width = 12
+        self.a, self.b, self.c = conv(3, 12), conv(6, 8), conv(14, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        short, long = torch.relu(self.a(x)).split(self.width // 2, 1)
+        return self.c(torch.cat([short, torch.relu(self.b(long))], 1)).mean((2, 3))
+
+
+class ConstantSplit(nn.Module):
+    """The width of a part is in the code. The layers in front of `a` and behind it are free."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.a, self.b, self.c, self.d = conv(3, 5), conv(5, 8), conv(4, 6), conv(10, 7), conv(7, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        short, long = torch.relu(self.a(torch.relu(self.first(x)))).split(4, 1)
+        return self.d(torch.relu(self.c(torch.cat([short, torch.relu(self.b(long))], 1)))).mean((2, 3))
+
+
 class UnequalUse(nn.Module):
     """The halves go different ways, so that each must keep its half of the channels."""
 
@@ -517,6 +542,8 @@ PRUNABLE: dict[str, tuple[Build, int]] = {
     "padded shortcut": (lambda: (PaddedShortcut(), images()), 24),
     "concat": (lambda: (Concat(), images()), 18),
     "chunks": (lambda: (Chunks(), rows(12)), 10),
+    "cross stage": (lambda: (CrossStage(), images()), 6 + 8),
+    "constant split": (lambda: (ConstantSplit(), images()), 5 + 7),
     "unequal use": (lambda: (UnequalUse(), images()), 6 + 8 + 4),
     "unbind": (lambda: (Unbind(), rows(12)), 8),
     "depthwise": (lambda: (Depthwise(), images()), 8),

@@ -79,6 +79,46 @@ def test_heads_and_neurons_are_reconstructed() -> None:
     assert torch.allclose(smodel.shrink()(batches[0]), smodel(batches[0]), atol=1e-5)
 
 
+class Tokens(nn.Module):
+    """Each token alone; padded ones are computed too. `is_flat`: tokens are the rows of one matrix."""
+
+    def __init__(self, is_flat: bool = False) -> None:
+        super().__init__()
+        self.embed, self.is_flat = nn.Embedding(20, 6), is_flat
+        self.up, self.down = nn.Linear(6, 24), nn.Linear(24, 4)
+
+    def forward(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        x = self.embed(tokens)
+        x = x.flatten(0, 1) if self.is_flat else x
+        return self.down(self.up(x).relu()).view(*tokens.shape, -1)
+
+
+@pytest.mark.parametrize("is_flat", [False, True], ids=["in rows", "flat"])
+def test_padded_tokens_do_not_count(is_flat: bool) -> None:
+    torch.manual_seed(0)
+    dense = Tokens(is_flat).eval()
+    real = [torch.randint(1, 20, (8, 5)) for _ in range(4)]
+    padded = [
+        {
+            "tokens": torch.cat([tokens, torch.zeros(8, 15, dtype=torch.long)], 1),
+            "attention_mask": torch.cat([torch.ones(8, 5), torch.zeros(8, 15)], 1).long(),
+        }
+        for tokens in real
+    ]
+    found = []
+    for batches in (real, padded):
+        smodel = SparseModel(dense, structured(RATIO=0.5), real[0]).eval()
+        smodel.calc_params()
+        smodel.reconstruct(batches)
+        found.append(smodel.model.down.weight.detach())
+    assert torch.allclose(*found, atol=1e-5)
+    ratios = [
+        SparseModel(dense, structured(), real[0]).choose_ratios({"macs": 0.6}, batches[:1]).costs
+        for batches in (real, padded)
+    ]
+    assert ratios[0] == pytest.approx(ratios[1])
+
+
 def test_modes_and_gradients_stay() -> None:
     smodel = SparseModel(Chain(), unstructured(), images()).train()
     smodel.calc_params()

@@ -158,6 +158,28 @@ def test_a_cubic_schedule_only_adds_zeros() -> None:
     assert not smodel.masks["head.weight"][~first].any()
 
 
+@pytest.mark.parametrize("scope", ["layer", "global"])
+@pytest.mark.parametrize("strategy", ["l1norm", "random"])
+def test_steps_only_add_channels(strategy: str, scope: str) -> None:
+    """Scores change from step to step (training, a random criterion): what is gone stays gone."""
+    torch.manual_seed(0)
+    scheduled = {
+        **structured(RATIO=0.75, STRATEGY=strategy, SCOPE=scope),
+        "SCHEDULE": {"TYPE": "linear", "STEPS": 3},
+    }
+    smodel = SparseModel(Chain(), scheduled, images())
+    total = len(smodel.groups.units)
+    gone: set[int] = set()
+    for step in range(1, 5):  # a step after the last one changes nothing
+        smodel.calc_params()
+        now = {unit.label for unit in smodel.dead_units()}
+        assert gone <= now and abs(len(now) - min(1.0, step / 3) * 0.75 * total) <= len(smodel.groups.groups)
+        gone = now
+        with torch.no_grad():  # as training would: other weights are the small ones now
+            for parameter in smodel.model.parameters():
+                parameter.copy_(torch.randn_like(parameter))
+
+
 def test_rewinding_keeps_the_masks() -> None:
     model = Chain()
     start = copy.deepcopy(model.state_dict())

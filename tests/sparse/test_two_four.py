@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -94,6 +96,23 @@ def test_what_is_not_recommended_stays_as_it_is() -> None:
     model = Net()
     fast = accelerate_2_4(model, {"a": measured(dense=[1.0], cutlass=[1.0])})
     assert fast is not model and torch.equal(fast.get_parameter("a.weight"), model.a.weight)
+
+
+def test_a_layer_is_packed_for_the_algorithm_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[Any] = []
+
+    def from_dense(weight: Tensor) -> Tensor:  # as in torch 2.11, where it takes no algorithm
+        packed.append(weight.clone())
+        return cast("Tensor", packed[-1])
+
+    monkeypatch.setattr(torch.sparse.SparseSemiStructuredTensorCUSPARSELT, "from_dense", from_dense)
+    model = Net()
+    with torch.no_grad():
+        for layer in (model.a, model.c):
+            layer.weight.mul_(torch.tensor([1.0, 0, 1, 0, 0, 1, 0, 1]))
+    advice = replace(measured(dense=[2.0], cusparselt=[1.0]), kernels="cusparselt:4")
+    accelerate_2_4(model, {"a": advice, "c": replace(advice, kernels="cusparselt")})
+    assert [weight.alg_id_cusparselt for weight in packed] == [4, 0]
 
 
 @pytest.mark.gpu

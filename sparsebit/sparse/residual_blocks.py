@@ -1,0 +1,203 @@
+"""Whole residual blocks: modules that give `x + f(x)`, so that without them the model still runs.
+
+A module is such a block if it gives its input again when all its parameters are zero: then `f` is zero. This is tried,
+not guessed from the code: it holds for the blocks of ResNets (`relu(x + f(x))` behind another ReLU), inverted residuals
+and transformer layers with norms inside the branches, and not for blocks that change the width or the resolution, nor
+where a norm stands behind the addition. Each block is proved: the model with zeros in it and the model without it
+must agree, for each block alone and for all of them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.errors import CaptureError
+from sparsebit.execution.batches import Call, as_call, to_device
+from sparsebit.graph.copying import copy_model
+from sparsebit.graph.nested import map_nested, tensors_of
+from sparsebit.sparse.channel_proof import double_precision, probe_copy
+from sparsebit.sparse.skipped_block import first_tensor, skip_blocks
+
+_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class ResidualBlock:
+    """A module that gives its input again when its parameters are zero; `parameters`: their names in the model."""
+
+    name: str
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SparedBlock:
+    """A residual block that stays, and the reason."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class ResidualBlocks:
+    """The blocks that can be removed, in the order of the model, and those that must stay. Its text is the report."""
+
+    blocks: tuple[ResidualBlock, ...]
+    spared: tuple[SparedBlock, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.blocks)} residual blocks that can be removed"]
+        lines += [f"  block   {block.name}" for block in self.blocks]
+        return "\n".join([*lines, *(f"  spared  {entry.name}: {entry.reason}" for entry in self.spared)])
+
+
+@torch.no_grad()
+def find_residual_blocks(model: nn.Module, example_inputs: Any) -> ResidualBlocks:
+    """The residual blocks of a model, each proved on the example. The model is not changed.
+
+    Of nested ones (a stage that has blocks of one width alone) the innermost count.
+    """
+    call = as_call(example_inputs, model)
+    device = next((p.device for p in model.parameters()), None)
+    call = to_device(call[0], device), to_device(call[1], device)
+    # Random values in fresh norms and layer scales: a branch that is zero would prove nothing.
+    probe = probe_copy(model)
+    precise, precise_call = double_precision(probe, call)
+    if _outputs(copy_model(precise), precise_call) is not None:
+        probe, call = precise, precise_call
+    dense = _outputs(copy_model(probe), call)
+    if dense is None:
+        raise CaptureError("the model does not run on the example inputs; give other ones")
+    found = [_block(probe, name) for name in _innermost(_candidates(copy_model(probe), call))]
+    blocks: list[ResidualBlock] = []
+    spared: list[SparedBlock] = []
+    for block in found:
+        reason = _difference(probe, call, [block], dense) or _negated_difference(probe, call, [block])
+        if reason:
+            spared.append(SparedBlock(block.name, reason))
+        else:
+            blocks.append(block)
+    together = _difference(probe, call, blocks, dense) or _negated_difference(probe, call, blocks)
+    if len(blocks) > 1 and (reason := together):
+        spared += [SparedBlock(block.name, f"not together with the others: {reason}") for block in blocks]
+        blocks = []
+    return ResidualBlocks(tuple(blocks), tuple(spared))
+
+
+def _block(model: nn.Module, name: str) -> ResidualBlock:
+    """With the parameters that it does not share with others."""
+    module = model.get_submodule(name)
+    elsewhere = {
+        id(parameter)
+        for path, other in model.named_modules(remove_duplicate=False)
+        if path != name and not path.startswith(f"{name}.")
+        for parameter in other._parameters.values()
+    }
+    own = {id(parameter) for parameter in module.parameters()} - elsewhere
+    return ResidualBlock(name, tuple(path for path, parameter in model.named_parameters() if id(parameter) in own))
+
+
+@dataclass
+class _Seen:
+    """One call of a module."""
+
+    times: int
+    call: Call
+    is_candidate: bool
+
+
+def _candidates(model: nn.Module, call: Call) -> list[str]:
+    """Modules that are called once, give a tensor of the shape of their input, and give it again with zeros."""
+    seen: dict[str, _Seen] = {}
+    handles = []
+    for name, module in model.named_modules():
+        if name and next(module.parameters(), None) is not None:
+
+            def note(_: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+                times = seen[name].times + 1 if name in seen else 1
+                x = first_tensor(args, kwargs)
+                seen[name] = _Seen(times, ((), {}), False)
+                if isinstance(output, Tensor) and x is not None and output.shape == x.shape:
+                    copied = x.clone()  # code behind may write into it
+                    call = (
+                        tuple(copied if a is x else a for a in args),
+                        {key: copied if a is x else a for key, a in kwargs.items()},
+                    )
+                    seen[name] = _Seen(times, call, not torch.equal(output, x))
+
+            handles.append(module.register_forward_hook(note, with_kwargs=True))
+    model(*call[0], **call[1])
+    for handle in handles:
+        handle.remove()
+    return [name for name, one in seen.items() if one.times == 1 and one.is_candidate and _is_block(model, name, one)]
+
+
+def _is_block(model: nn.Module, name: str, seen: _Seen) -> bool:
+    module = copy_model(model.get_submodule(name))
+    for parameter in module.parameters():
+        parameter.zero_()
+    x = first_tensor(*seen.call)
+    try:
+        output = module(*seen.call[0], **seen.call[1])
+    except Exception:  # its code looks at values
+        return False
+    return isinstance(output, Tensor) and x is not None and _agree([output], [x])
+
+
+def _innermost(names: Iterable[str]) -> list[str]:
+    listed = list(names)
+    return [name for name in listed if not any(other.startswith(f"{name}.") for other in listed)]
+
+
+def _difference(
+    model: nn.Module, call: Call, blocks: Sequence[ResidualBlock], dense: Sequence[Tensor] | None = None
+) -> str:
+    """Why the model without these blocks is not the one with zeros in them; empty where it is.
+
+    `dense`: what the whole model gives, where it is to depend on the blocks.
+    """
+    if not all(block.parameters for block in blocks):
+        return "all its parameters are used elsewhere too"
+    masked, smaller = copy_model(model), copy_model(model)
+    for block in blocks:
+        for name in block.parameters:
+            masked.get_parameter(name).zero_()
+    skip_blocks(smaller, [block.name for block in blocks])
+    wanted, found = _outputs(masked, call), _outputs(smaller, call)
+    if found is None:
+        return "the model's code needs more of it than its output"
+    if wanted is None or not _agree(found, wanted):
+        return "the model gives other values without it"
+    is_idle = dense is not None and _agree(found, dense, 1e-12)
+    return "the model does not depend on it" if is_idle else ""
+
+
+def _negated_difference(model: nn.Module, call: Call, blocks: Sequence[ResidualBlock]) -> str:
+    """As `_difference`, on the inputs with the other sign: `relu(x + f(x))` gives an `x` again that is never negative,
+    and images between 0 and 1 would hide that others may be.
+    """
+    negated: Call = map_nested(Tensor, lambda x: -x if x.is_floating_point() else x, call)
+    return "" if _outputs(copy_model(model), negated) is None else _difference(model, negated, blocks)
+
+
+def _outputs(model: nn.Module, call: Call) -> list[Tensor] | None:
+    """What the model gives; None where it fails."""
+    try:
+        found = [x for x in tensors_of(model(*call[0], **call[1])) if x.is_floating_point()]
+    except Exception:
+        return None
+    return found if all(bool(torch.isfinite(x).all()) for x in found) else None
+
+
+def _agree(found: Sequence[Tensor], wanted: Sequence[Tensor], tolerance: float = _TOLERANCE) -> bool:
+    if [x.shape for x in found] != [x.shape for x in wanted]:
+        return False
+    return all(
+        float((one - other).abs().max()) <= tolerance * max(1.0, float(other.abs().max()))
+        for one, other in zip(found, wanted, strict=True)
+        if other.numel()
+    )
