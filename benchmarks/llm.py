@@ -1,7 +1,8 @@
 """Perplexity of book-llama, quantized by `sparsebit.llm` and measured packed, with the CPU time it takes.
 
 `python benchmarks/llm.py --formats 4g128 3g128 2g64`; `--mixed 3.0` adds mixed bits of that average, `--decode` the
-speed of generation from the first model. `SPARSEBIT_DATA` names the data folder. Calibration text is from the training
+speed of generation from the first model. `--peers torchao` measures that package's weights of the same formats, rounded
+to nearest without text, in the same run. `SPARSEBIT_DATA` names the data folder. Calibration text is from the training
 set; the figure is of the first 60 windows of 512 tokens of the held-out books.
 """
 
@@ -36,12 +37,13 @@ import torchvision_shim
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--formats", nargs="+", default=["4g128", "3g128", "2g64"], help="BITSgGROUP, e.g. 4g128")
-    parser.add_argument("--methods", nargs="+", default=["rtn", "gptq"], help="those of Recipe")
+    parser.add_argument("--methods", nargs="*", default=["rtn", "gptq"], help="those of Recipe")
     parser.add_argument(
         "--mixed", nargs="*", type=float, default=[], help="average bits of 2, 3 and 4, in groups of 128"
     )
     parser.add_argument("--steps", type=int, default=200, help="of autoround, for each block")
     parser.add_argument("--decode", action="store_true", help="also: tokens per CPU second, of the first format")
+    parser.add_argument("--peers", nargs="*", default=[], choices=["torchao"], help="packages that are installed")
     parser.add_argument("--num-samples", type=int, default=64)
     parser.add_argument("--num-windows", type=int, default=60)
     options = parser.parse_args()
@@ -60,6 +62,14 @@ def main() -> None:
     model = load(source)
     floats, size = perplexity(model, heldout).value, resident_bytes(model)
     print(f"float: perplexity {floats:.2f}, {size / 1e6:.1f} MB in memory")
+    for name in options.formats if "torchao" in options.peers else []:
+        bits, group = map(int, name.split("g"))
+        started = time.process_time()
+        rounded = rounded_by_torchao(load(source), bits, group)
+        seconds = time.process_time() - started
+        found = perplexity(rounded, heldout).value
+        change = 100 * (found / floats - 1)
+        print(f"{name} torchao: perplexity {found:.2f} ({change:+.2f} %), {seconds:.0f} CPU s", flush=True)
     recipes = [
         Recipe(method, *map(int, name.split("g")), **({"steps": options.steps} if method == "autoround" else {}))
         for name in options.formats
@@ -82,6 +92,17 @@ def main() -> None:
             f"{resident_bytes(packed) / 1e6:.1f} MB in memory",
             flush=True,
         )
+
+
+def rounded_by_torchao(model: Any, bits: int, group: int) -> Any:
+    """The linear layers of the blocks in whole numbers with zero points, as torchao rounds them."""
+    from torchao.quantization import IntxWeightOnlyConfig, MappingType, PerGroup, quantize_
+
+    config = IntxWeightOnlyConfig(
+        weight_dtype=getattr(torch, f"int{bits}"), granularity=PerGroup(group), mapping_type=MappingType.ASYMMETRIC
+    )
+    quantize_(model, config, lambda part, name: isinstance(part, torch.nn.Linear) and ".layers." in f".{name}")
+    return model
 
 
 def print_decoding(model: Any, folder: Path) -> None:

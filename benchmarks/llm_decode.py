@@ -3,7 +3,9 @@
     python benchmarks/llm_decode.py [--shape 8b|tiny] [--bits 4,3,2] [--json results/llm_decode.jsonl]
 
 Weights are random: only sizes matter. The step of one token runs with a static cache, compiled by torch and captured
-in a CUDA graph, for both. `limit_ms`: the bytes of the weights that a step reads, at the speed of a copy.
+in a CUDA graph, for both. `limit_ms`: the bytes of the weights that a step reads, at the speed of a copy. Packed layers
+are measured apart, and with q, k and v and gate and up in one product (`joined_groups`), as `sparsebit.llm.load` runs
+them.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 from sparsebit.llm import PackedWeight, QuantLinear, kernel_paths
+from sparsebit.llm.parallel_layers import join_parallel_layers
 
 GROUP, CACHE, WARM, STEPS = 128, 1024, 16, 64
 SHAPES = {
@@ -46,9 +49,11 @@ def main() -> None:
     emit({**base, "weights": "bfloat16", **figures(model, dense)}, options.json)
     for bits in map(int, options.bits.split(",")):
         pack(model, bits)
-        packed = seconds_of_a_token(model, compiled=not options.eager)
-        told = {"ratio": round(dense / packed, 2), "kernels": kernel_paths(model)}
-        emit({**base, "weights": f"W{bits} g{GROUP}", **figures(model, packed), **told}, options.json)
+        for joined in (False, True):
+            groups = join_parallel_layers(model) if joined else 0
+            packed = seconds_of_a_token(model, compiled=not options.eager)
+            told = {"ratio": round(dense / packed, 2), "kernels": kernel_paths(model), "joined_groups": groups}
+            emit({**base, "weights": f"W{bits} g{GROUP}", **figures(model, packed), **told}, options.json)
 
 
 def random_model(shape: str) -> LlamaForCausalLM:

@@ -136,7 +136,8 @@ __device__ __forceinline__ u32 value(const Words& w, int j, int i, u32 zero, u32
 #define MANY_ROWS 6
 
 #if KERNEL == FEW_ROWS
-// RT: tiles of 16 outputs a block. MB: times 8 rows of x. WARPS. MINB: blocks on a multiprocessor. DEPTH: loads ahead.
+// RT: tiles of 16 outputs a block. MB: times 8 rows of x. WARPS. MINB: blocks on a multiprocessor. DEPTH: how many groups
+// ahead words are loaded. AHEAD: scales are loaded with them, else when their group comes.
 // Few rows: the warps of a block share 16 RT outputs and split K; x is read from L1 and L2. The sum over a group is
 // scaled, not the weight: tmp = sum x (BASE + code), and sx = sum x by a product with ones.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MINB) few_rows(
@@ -149,18 +150,35 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MINB) few_rows(
   #pragma unroll
   for (int r = 0; r < RT; r++)
     for (int m = 0; m < MB; m++) for (int i = 0; i < 4; i++) acc[r][m][i] = 0.f;
-  Words nw[DEPTH][RT]; uint4 nx[DEPTH][MB][4];
-  auto load = [&](int group, int d) {
+  Words nw[DEPTH][RT]; uint4 nx[MB][4];
+  unsigned short ns[AHEAD ? DEPTH : 1][RT][2][8 / GT]; unsigned char nz[AHEAD ? DEPTH : 1][RT][2][8 / GT];
+  auto load_scales = [&](int group, int d) {
+    #pragma unroll
+    for (int r = 0; r < RT; r++)
+      for (int h = 0; h < 2; h++)
+        for (int q = 0; q < 8 / GT; q++) {
+          size_t at = (size_t)(group * (8 / GT) + q) * N + (tile0 + r) * 16 + 8 * h + g;
+          ns[d][r][h][q] = scales[at];
+#if HAS_ZERO
+          nz[d][r][h][q] = zeros[at];
+#endif
+        }
+  };
+  auto load_words = [&](int group, int d) {
     #pragma unroll
     for (int r = 0; r < RT; r++) nw[d][r] = words_at(w + ((size_t)(tile0 + r) * groups + group) * BLOCK_VECTORS, lane);
+    if (AHEAD) load_scales(group, d);
+  };
+  auto load_x = [&](int group) {
     #pragma unroll
     for (int m = 0; m < MB; m++)
       #pragma unroll
       for (int c = 0; c < 4; c++)
-        nx[d][m][c] = (m * 8 + g < M) ? __ldg((const uint4*)(x + (size_t)(m * 8 + g) * K + group * 128 + 32 * c + 8 * t)) : make_uint4(0, 0, 0, 0);
+        nx[m][c] = (m * 8 + g < M) ? __ldg((const uint4*)(x + (size_t)(m * 8 + g) * K + group * 128 + 32 * c + 8 * t)) : make_uint4(0, 0, 0, 0);
   };
   #pragma unroll
-  for (int d = 0; d < DEPTH; d++) if (warp + d * WARPS < groups) load(warp + d * WARPS, d);
+  for (int d = 0; d < DEPTH; d++) if (warp + d * WARPS < groups) load_words(warp + d * WARPS, d);
+  if (warp < groups) load_x(warp);
   for (int first = warp; first < groups; first += DEPTH * WARPS)
   #pragma unroll
   for (int d = 0; d < DEPTH; d++) {
@@ -170,19 +188,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MINB) few_rows(
     #pragma unroll
     for (int r = 0; r < RT; r++) cw[r] = nw[d][r];
     #pragma unroll
-    for (int m = 0; m < MB; m++) for (int c = 0; c < 4; c++) cx[m][c] = nx[d][m][c];
+    for (int m = 0; m < MB; m++) for (int c = 0; c < 4; c++) cx[m][c] = nx[m][c];
     unsigned short sc[RT][2][8 / GT]; unsigned char zp[RT][2][8 / GT];
+    if (!AHEAD) load_scales(group, 0);
     #pragma unroll
     for (int r = 0; r < RT; r++)
       for (int h = 0; h < 2; h++)
-        for (int q = 0; q < 8 / GT; q++) {
-          size_t at = (size_t)(group * (8 / GT) + q) * N + (tile0 + r) * 16 + 8 * h + g;
-          sc[r][h][q] = scales[at];
-#if HAS_ZERO
-          zp[r][h][q] = zeros[at];
-#endif
-        }
-    if (group + DEPTH * WARPS < groups) load(group + DEPTH * WARPS, d);
+        for (int q = 0; q < 8 / GT; q++) { sc[r][h][q] = ns[AHEAD ? d : 0][r][h][q]; zp[r][h][q] = nz[AHEAD ? d : 0][r][h][q]; }
+    if (group + DEPTH * WARPS < groups) load_words(group + DEPTH * WARPS, d);
+    if (group + WARPS < groups) load_x(group + WARPS);
     float tmp[RT][MB][4], sx[MB][4];
 #if BITS == 8
     float top[RT][MB][4];

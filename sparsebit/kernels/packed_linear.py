@@ -25,19 +25,34 @@ GROUP_SIZES = (32, 64, 128)
 _KERNELS = {"few_rows": 1, "some_rows": 2, "dequantize": 3, "reorder": 4, "sum_parts": 5, "many_rows": 6}
 # Rows of x up to which each way is taken; "many_rows" has 4 bits only.
 _MOST_FEW, _MOST_SOME, _MOST_SOME_OF_OTHER_BITS, _MOST_FUSED = 16, 48, 64, 640
-# Warps of a block, blocks on a multiprocessor and loads ahead, by: tiles of outputs a block, whether there are more
-# blocks than multiprocessors, rows of x in eights.
+
+
+@dataclass(frozen=True)
+class FewRowsCut:
+    """How `few_rows` is cut: tiles of 16 outputs a block, its warps, blocks that a multiprocessor has at once.
+
+    `depth`: how many groups ahead words are loaded; `scales_ahead`: scales with them.
+    """
+
+    height: int
+    warps: int
+    resident: int
+    depth: int = 1
+    scales_ahead: bool = False
+
+
+# By: tiles of outputs a block, whether there are more blocks than multiprocessors, rows of x in eights.
 _FEW = {
-    (1, False, 1): (8, 1, 1),
-    (1, False, 2): (8, 1, 1),
-    (2, False, 1): (6, 2, 1),
-    (2, False, 2): (4, 2, 1),
-    (2, True, 1): (6, 2, 1),
-    (2, True, 2): (4, 2, 1),
-    (4, False, 1): (12, 1, 1),
-    (4, False, 2): (8, 1, 1),
-    (4, True, 1): (6, 2, 1),
-    (4, True, 2): (4, 2, 1),
+    (1, False, 1): FewRowsCut(1, 8, 1),
+    (1, False, 2): FewRowsCut(1, 8, 1),
+    (2, False, 1): FewRowsCut(2, 6, 2),
+    (2, False, 2): FewRowsCut(2, 4, 2),
+    (2, True, 1): FewRowsCut(2, 6, 2),
+    (2, True, 2): FewRowsCut(2, 4, 2),
+    (4, False, 1): FewRowsCut(4, 12, 1),
+    (4, False, 2): FewRowsCut(4, 8, 1),
+    (4, True, 1): FewRowsCut(4, 6, 2),
+    (4, True, 2): FewRowsCut(4, 4, 2),
 }
 _SPARE_SHARED = 1024  # to start at a multiple of 1024
 
@@ -114,7 +129,7 @@ def dense_weight(weight: FragmentWeight) -> Tensor:
         return dequantized(weight)
     with torch.cuda.device(weight.words.device):
         nothing = weight.scales.new_empty(0, weight.inputs)
-        return _Product(nothing, weight).dense()[: weight.outputs]
+        return Product(nothing, weight).dense()[: weight.outputs]
 
 
 def runs_on(device: torch.device) -> bool:
@@ -143,7 +158,7 @@ def _packed_linear(x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | Non
     if not len(x):
         return x.new_empty(0, scales.shape[1])
     with torch.cuda.device(x.device):
-        return _Product(x.contiguous(), weight).compute()
+        return Product(x.contiguous(), weight).compute()
 
 
 @_packed_linear.register_fake
@@ -151,8 +166,8 @@ def _shape(x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None) -> Te
     return x.new_empty(x.shape[0], scales.shape[1])
 
 
-class _Product:
-    """One product: which program, with which sizes."""
+class Product:
+    """One product: which program, with which sizes. `compute` chooses; benchmarks call each way."""
 
     def __init__(self, x: Tensor, weight: FragmentWeight) -> None:
         self.x, self.weight = x, weight
@@ -173,15 +188,26 @@ class _Product:
             return self.many_rows()
         return self.dequantized()
 
-    def few_rows(self) -> Tensor:
-        columns, tiles = self.columns(8), self.outputs // 16
+    def few_rows(self, cut: FewRowsCut | None = None) -> Tensor:
+        cut = cut or self.few_rows_cut()
+        y = self.output()
+        sizes = {
+            "RT": cut.height,
+            "MB": self.columns(8),
+            "WARPS": cut.warps,
+            "MINB": cut.resident,
+            "DEPTH": cut.depth,
+            "AHEAD": int(cut.scales_ahead),
+        }
+        grid = (self.outputs // 16 // cut.height, 1, 1)
+        self.run("few_rows", sizes, grid, 32 * cut.warps, [*self.operands, self.x, y, *self.shape])
+        return y
+
+    def few_rows_cut(self) -> FewRowsCut:
+        tiles = self.outputs // 16
         height = 1 if tiles < 3.6 * self.num_processors else 4 if self.weight.bits <= 4 else 2
         is_crowded = tiles / height >= 1.5 * self.num_processors
-        warps, resident, depth = _FEW[height, is_crowded and height > 1, columns]
-        y = self.output()
-        sizes = {"RT": height, "MB": columns, "WARPS": warps, "MINB": resident, "DEPTH": depth}
-        self.run("few_rows", sizes, (tiles // height, 1, 1), 32 * warps, [*self.operands, self.x, y, *self.shape])
-        return y
+        return _FEW[height, is_crowded and height > 1, self.columns(8)]
 
     def some_rows(self) -> Tensor:
         warps, height, columns = 4, 2, min(8, self.columns(8))
@@ -192,8 +218,8 @@ class _Product:
         self.run("some_rows", sizes, (across, parts, down), 32 * warps, [*self.operands, self.x, sums, *self.shape])
         return self.added(sums)
 
-    def many_rows(self) -> Tensor:
-        height, groups, times, stages = self.tile()
+    def many_rows(self, tile: tuple[int, int, int, int] | None = None) -> Tensor:
+        height, groups, times, stages = tile or self.tile()
         across, down = self.outputs // (64 * groups * times), -(-self.num_rows // height)
         parts = self.num_parts(self.num_processors // (across * down), self.inputs // 64 // 4)
         x = self.x.new_empty(down * height, self.inputs)

@@ -19,7 +19,8 @@ from sparsebit.llm.loading import load
 from sparsebit.llm.packed_weight import PackedWeight
 from sparsebit.llm.perplexity import Perplexity, perplexity
 from sparsebit.llm.quant_linear import QuantLinear, kernel_paths, resident_bytes
-from sparsebit.llm.quantizing import Calibration, ExpertCalibration, QuantizedModel, quantize
+from sparsebit.llm.quantization_run import ExpertCalibration
+from sparsebit.llm.quantizing import Calibration, QuantizedModel, quantize
 from sparsebit.llm.recipe import Recipe
 from sparsebit.llm.streaming import StreamUsage, load_streamed, stream_usage
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,23 @@ from sparsebit.folders import flush, staging_folder
 from sparsebit.llm.architectures import architecture_of, blocks_of, linears
 from sparsebit.llm.checkpoint import compressed_tensors, gptq
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
+from sparsebit.llm.first_sparsebit_folder import write_first_sparsebit
 from sparsebit.llm.float_weight import Weight, integers
+from sparsebit.llm.genai_folder import builder_tensors, genai_package, run_builder, why_not
 from sparsebit.llm.gguf_file import gguf_package, write_gguf
-from sparsebit.llm.load_check import LoadCheck, check_conversion, check_gguf, need_reader, vllm_reasons
+from sparsebit.llm.gguf_mixes import EXACT, MIXES, mix_of
+from sparsebit.llm.gguf_tensors import values_in_file
+from sparsebit.llm.load_check import (
+    LoadCheck,
+    check_conversion,
+    check_genai,
+    check_gguf,
+    need_reader,
+    vllm_reasons,
+)
 from sparsebit.llm.model_folder import ModelFolder
 from sparsebit.llm.packed_folder import copy_small_files
-from sparsebit.llm.packed_source import PackedSource, packed_source
+from sparsebit.llm.packed_source import PackedSource, packed_source, unpacked_source
 from sparsebit.llm.separate_experts import experts_in, routers
 from sparsebit.llm.shards import Shards
 from sparsebit.llm.skeleton import Skeleton
@@ -47,17 +59,24 @@ FORMATS: dict[str, _Format] = {
         lambda name, packed: gptq.layer_tensors(name, integers(packed), 1),
     ),
 }
-GGUF = "gguf"
+GGUF, GENAI = "gguf", "onnx-genai"
+_FOR_BUILDER = _Format(
+    lambda formats, _: gptq.make_config(formats, 1), lambda name, packed: builder_tensors(name, integers(packed))
+)
 
 
 @dataclass(frozen=True)
 class ConvertedModel:
-    """What `convert` made: a folder, or a GGUF file. `check`: None, if it was switched off."""
+    """What `convert` made: a folder, or a GGUF file. `check`: None, if it was switched off.
+
+    `formats`: of the packed layers that it was made from. `gguf_types`: of the tensors in a GGUF file, by their names.
+    """
 
     output: Path
     format: str
     formats: Mapping[str, LayerFormat]
     check: LoadCheck | None
+    gguf_types: Mapping[str, str] = field(default_factory=dict)
 
 
 def convert(
@@ -65,18 +84,29 @@ def convert(
     output: str | os.PathLike[str],
     format: str,  # noqa: A002 - the word that users know
     *,
+    gguf_type: str = EXACT,
+    base: str | os.PathLike[str] | None = None,
     check: bool = True,
     trust_remote_code: bool = False,
 ) -> ConvertedModel:
     """Write the packed model of one folder to another folder, with the same codes, in another file format.
 
-    `format`: "compressed-tensors", "gptq" (version 2), "gptq-v1" or "gguf"; the last is one file, and `output` ends in
-    .gguf. `output` appears whole, after its logits were compared with those of `model` (`check`): by us, and where the
-    package for it is installed by transformers; those of a GGUF file by transformers alone.
+    `format`: "compressed-tensors", "gptq" (version 2), "gptq-v1", "onnx-genai" (a folder for ONNX Runtime GenAI) or
+    "gguf"; the last is one file, and `output` ends in .gguf. `output` appears whole, after its logits were compared
+    with those of `model` (`check`): by us, and where the package for it is installed by transformers; those of a GGUF
+    file by transformers alone, those of ONNX by onnxruntime-genai.
+
+    `gguf_type`: "exact" keeps the codes of a packed model. "Q4_K", "Q6_K" and the mix "Q4_K_M" round weights to these
+    types, of a packed model or of a float one; `check` tells how far that moves the logits.
+
+    `model` may also be a checkpoint file of the first Sparsebit (pack32 or pack8); then `base` is a folder with the
+    config.json and the tokenizer of its model.
     """
-    target = Path(output)
-    if format not in (*FORMATS, GGUF):
-        raise ConfigError(f"format={format!r}: allowed: {', '.join(FORMATS)}, {GGUF}")
+    target, mix = Path(output), mix_of(gguf_type)
+    if mix is not None and format != GGUF:
+        raise ConfigError(f"gguf_type={gguf_type!r} with format={format!r}: it is for format 'gguf'")
+    if format not in (*FORMATS, GGUF, GENAI):
+        raise ConfigError(f"format={format!r}: allowed: {', '.join(FORMATS)}, {GGUF}, {GENAI}")
     if (format == GGUF) != (target.suffix == ".gguf"):
         what = "is one file: give an output that ends in .gguf" if format == GGUF else "is a folder, not a .gguf file"
         raise ConfigError(f"output {target}: {format} {what}")
@@ -86,12 +116,26 @@ def convert(
         need_reader()
     if format == GGUF:
         gguf_package()
+    if format == GENAI:
+        genai_package()
+    if Path(model).is_file():
+        with staging_folder(target) as staging:
+            folder = staging / "first-sparsebit"
+            write_first_sparsebit(Path(model), None if base is None else Path(base), folder)
+            return convert(folder, target, format, gguf_type=gguf_type, check=check)
+    if base is not None:
+        raise ConfigError(
+            f"base={base} with the model folder {model}: it is for checkpoint files of the first Sparsebit"
+        )
     skeleton = Skeleton(ModelFolder(model), trust_remote_code=trust_remote_code)
-    source = packed_source(skeleton)
-    if source is None:
-        raise ConfigError(f"{skeleton.folder.path} is a float model: quantize it first (sparsebit llm quantize)")
+    source = packed_source(skeleton) or unpacked_source(skeleton)
+    if not source.formats and mix is None:
+        raise ConfigError(
+            f"{skeleton.folder.path} is a float model: quantize it first (sparsebit llm quantize), or write a GGUF "
+            f"file of type {' or '.join(MIXES)}"
+        )
     kinds = sorted({layer.kind for layer in source.formats.values()} - {"int"})
-    if kinds and format != "compressed-tensors":
+    if kinds and mix is None and format != "compressed-tensors":
         raise DeploymentError(
             f"{skeleton.folder.path} has {', '.join(kinds)} weights: {format} holds whole numbers only"
         )
@@ -105,20 +149,35 @@ def convert(
             f"{skeleton.folder.path} has layers of different number formats: transformers does not read those in GPTQ "
             "files, so that the result cannot be checked; keep compressed-tensors, or skip the check (--no-check)"
         )
+    if format == GENAI:
+        columns = {name: skeleton.model.get_submodule(name).in_features for name in source.formats}
+        reason = why_not(source.formats, columns)
+        if reason is not None:
+            raise DeploymentError(f"{skeleton.folder.path}: {reason}")
     with staging_folder(target) as staging:
         made = staging / target.name
-        found = None
+        found, types = None, {}
         if format == GGUF:
-            write_gguf(made, source)
+            tensors = write_gguf(made, source, mix)
             flush(made)
-            found = check_gguf(made, skeleton.folder.path, trust_remote_code=trust_remote_code) if check else None
+            types = {tensor.name: tensor.kind for tensor in tensors}
+            if check:
+                rounded = values_in_file(made, tensors)
+                found = check_gguf(made, skeleton.folder.path, rounded, trust_remote_code=trust_remote_code)
+        elif format == GENAI:
+            files = staging / "gptq"
+            _write(files, source, _FOR_BUILDER)
+            bits = max(layer.bits for layer in source.formats.values())
+            run_builder(files, made, bits, trust_remote_code=trust_remote_code)
+            shutil.rmtree(files)
+            found = check_genai(made, skeleton.folder.path, trust_remote_code=trust_remote_code) if check else None
         else:
             _write(made, source, FORMATS[format])
-        if check and format != GGUF:
+        if check and format in FORMATS:
             reasons = vllm_reasons(source.formats, _fused(skeleton), is_gptq=format != "compressed-tensors")
             found = check_conversion(made, skeleton.folder.path, reasons, trust_remote_code=trust_remote_code)
         os.replace(made, target)
-    return ConvertedModel(target, format, source.formats, found)
+    return ConvertedModel(target, format, source.formats, found, types)
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from sparsebit.errors import DeploymentError, MissingExtraError
 from sparsebit.llm.checkpoint.float_formats import FORMATS
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.float_linear import FloatLinear
+from sparsebit.llm.genai_folder import genai_logits
 from sparsebit.llm.hub_classes import transformers_module
 from sparsebit.llm.loading import load
 from sparsebit.llm.model_folder import ModelFolder
@@ -32,11 +33,18 @@ _VLLM_BITS, _VLLM_GROUPS = (4, 8), (0, 32, 64, 128)
 
 @dataclass(frozen=True)
 class LoadCheck:
-    """`difference`: of the logits of `reader` from ours, relative to the largest. `vllm`: why vLLM would refuse."""
+    """`difference`: of the logits of `reader` from ours, relative to the largest. `vllm`: why vLLM would refuse.
+
+    Of a file that rounds weights again, ours are those of the rounded weights: `from_source` is how far they are from
+    those of the model it was made from, `weight_error` the root mean square of what rounding changed, relative to that
+    of the weights.
+    """
 
     difference: float
     vllm: tuple[str, ...]
     reader: str = "transformers"
+    from_source: float | None = None
+    weight_error: float | None = None
 
 
 def need_reader() -> None:
@@ -107,21 +115,68 @@ def check_conversion(
 
 
 @torch.no_grad()
-def check_gguf(path: Path, source: Path, *, trust_remote_code: bool = False) -> LoadCheck:
-    """Load the GGUF file with transformers, and compare its logits with those of the packed folder it was made from."""
-    tokens, expected = _arbitrary(source, trust_remote_code)
+def check_gguf(
+    path: Path, source: Path, rounded: Mapping[str, Tensor] | None = None, *, trust_remote_code: bool = False
+) -> LoadCheck:
+    """Load the GGUF file with transformers, and compare its logits with those of the folder it was made from.
+
+    `rounded`: the values of weights that were rounded again, by their names in the model: the folder's model gets them
+    before it is compared.
+    """
+    model = load(source, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    tokens = _arbitrary_tokens(model)
+    expected = model(tokens, use_cache=False).logits
+    from_source = weight_error = None
+    if rounded:
+        original = expected
+        weight_error = _put_weights(model, rounded)
+        expected = model(tokens, use_cache=False).logits
+        from_source = relative_difference(expected, original)
     theirs = _logits_of_transformers(path.parent, tokens, trust_remote_code, gguf_file=path.name)
     difference = relative_difference(theirs, expected)
     _compare({"transformers": difference}, source)
-    return LoadCheck(difference, ())
+    return LoadCheck(difference, (), from_source=from_source, weight_error=weight_error)
+
+
+@torch.no_grad()
+def check_genai(folder: Path, source: Path, *, trust_remote_code: bool = False) -> LoadCheck:
+    """Run the folder with ONNX Runtime GenAI, and compare its logits with those of the folder it was made from."""
+    tokens, expected = _arbitrary(source, trust_remote_code)
+    difference = relative_difference(genai_logits(folder, tokens), expected)
+    _compare({"onnxruntime-genai": difference}, source)
+    return LoadCheck(difference, (), "onnxruntime-genai")
+
+
+def _put_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> float:
+    """Put float layers with these weights in place of the packed ones; gives the relative change over all weights."""
+    changed, total = 0.0, 1e-30
+    for name, value in weights.items():
+        path = name.removesuffix(".weight")
+        module: Any = model.get_submodule(path)
+        if isinstance(module, QuantLinear | FloatLinear):
+            before = module.packed.dequantize(torch.float32)
+            plain = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+            plain.weight = nn.Parameter(value, requires_grad=False)
+            plain.register_parameter("bias", None if module.bias is None else nn.Parameter(module.bias, False))
+            model.set_submodule(path, plain)
+        else:
+            before = module.weight.detach().clone()
+            module.weight.data.copy_(value)
+        changed += float((value - before).square().sum())
+        total += float(before.square().sum())
+    return float((changed / total) ** 0.5)
 
 
 def _arbitrary(source: Path, trust_remote_code: bool) -> tuple[Tensor, Tensor]:
     """Arbitrary tokens, and the logits of the packed model for them."""
     model = load(source, dtype=torch.float32, trust_remote_code=trust_remote_code)
-    size = int(model.config.get_text_config().vocab_size)
-    tokens = torch.randint(0, size, (1, 64), generator=torch.Generator().manual_seed(0))
+    tokens = _arbitrary_tokens(model)
     return tokens, model(tokens, use_cache=False).logits
+
+
+def _arbitrary_tokens(model: Any) -> Tensor:
+    size = int(model.config.get_text_config().vocab_size)
+    return torch.randint(0, size, (1, 64), generator=torch.Generator().manual_seed(0))
 
 
 def _compare(readers: Mapping[str, float], source: Path) -> None:

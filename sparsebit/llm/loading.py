@@ -17,6 +17,7 @@ from sparsebit.llm.hub_classes import default_dtype, load_config
 from sparsebit.llm.kernel_layouts import Activations, as_activations
 from sparsebit.llm.model_folder import ModelFolder
 from sparsebit.llm.packed_source import packed_source
+from sparsebit.llm.parallel_layers import join_parallel_layers
 from sparsebit.llm.quant_linear import QuantLinear, kernel_paths
 from sparsebit.llm.skeleton import Skeleton
 
@@ -30,6 +31,7 @@ def load(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     activations: str = "float32",
+    join_layers: bool = False,
     trust_remote_code: bool = False,
 ) -> Any:
     """The causal language model of `folder`, ready to run, with its quantized layers packed.
@@ -43,6 +45,8 @@ def load(
     Each layer's product is computed by the fastest kernel for the device that takes the layer; the log says which, and
     so does `kernel_paths(model)`. `activations`: on a CPU, how far kernels may round the inputs of packed layers:
     "float32" not at all; "bfloat16" or "int8" allow kernels that round, and a probe takes the fastest of them.
+    `join_layers`: on a GPU, q, k and v, and gate and up, share a product where their formats are alike. Off by default,
+    since what it gains is not measured yet.
     """
     rounding = as_activations(activations)
     files = ModelFolder(folder)
@@ -59,7 +63,10 @@ def load(
     skeleton.model.tie_weights()
     files.close()
     load_generation_config(skeleton.model, files.path)
+    num_joined = join_parallel_layers(skeleton.model) if join_layers else 0
     _tell(skeleton.model, rounding)
+    if num_joined:
+        log.info("%d groups of layers that read one input share a product", num_joined)
     return skeleton.model
 
 

@@ -46,6 +46,11 @@ class PackedSource:
         return self.reader(tensors, self.file_name(layer), self.formats[layer])
 
 
+def unpacked_source(skeleton: Skeleton) -> PackedSource:
+    """A float model as a source without packed layers."""
+    return PackedSource(skeleton, {}, compressed_tensors.suffixes, compressed_tensors.read_layer)
+
+
 def packed_source(skeleton: Skeleton) -> PackedSource | None:
     """The packed layers of the skeleton's folder; None if it holds a float model."""
     config = skeleton.folder.config.get("quantization_config")

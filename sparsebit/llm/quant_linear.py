@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,25 @@ from sparsebit.llm.packed_weight import PackedWeight
 from sparsebit.llm.unpacked_product import packed_linear, packed_transposed
 
 
+class SharedProduct(Protocol):
+    """Layers that read one input and are multiplied together; see `parallel_layers.py`."""
+
+    def join(self) -> bool: ...
+
+    def separate(self) -> None: ...
+
+    def product(self, layer: QuantLinear, x: Tensor) -> Tensor | None:
+        """The output of the layer without bias; None where it has to compute its own."""
+        ...
+
+
 class QuantLinear(nn.Module):
     """`x @ weight.T + bias` with `weight = (codes - zeros) * scales`, kept as `qweight`, `scales` and `zeros`.
 
     Buffers: `qweight (out, words)` int32, `scales (out, groups)`, `zeros (out, groups)` uint8 or None if symmetric.
     `prepare` brings `qweight` into the order of a kernel; `path` names that kernel, or is "unpacked", and `path_reason`
-    says why no kernel was taken. Files and `packed` always have the order that `PackedWeight` describes.
+    says why no kernel was taken. Files and `packed` always have the order that `PackedWeight` describes. `parallel`:
+    the group of layers that read the same input, if they share a product (`parallel_layers.py`).
     """
 
     qweight: Tensor
@@ -43,6 +56,7 @@ class QuantLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.path, self.path_reason = UNPACKED, "not prepared"
         self._wish: tuple[torch.dtype, Activations] | None = None
+        self.parallel: SharedProduct | None = None
 
     @torch.no_grad()
     def prepare(self, dtype: torch.dtype = torch.float32, activations: Activations = "float32") -> None:
@@ -60,12 +74,14 @@ class QuantLinear(nn.Module):
         ready = layout.prepare(self.packed, dtype)
         self.path, self.path_reason = layout.name, ""
         self.qweight, self.kernel_scales, self.kernel_offsets = ready.words, ready.scales, ready.offsets
+        if self.parallel is not None:
+            self.parallel.join()
 
     @property
     def packed(self) -> PackedWeight:
         if self.path == UNPACKED:
             return PackedWeight(self.qweight, self.scales, self.zeros, self.bits, self.group_size, self.in_features)
-        codes = LAYOUTS[self.path].codes(self._prepared())
+        codes = LAYOUTS[self.path].codes(self.prepared())
         return PackedWeight.from_codes(codes, self.scales, self.zeros, self.bits)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,14 +95,16 @@ class QuantLinear(nn.Module):
         dense = None if self.path == UNPACKED else LAYOUTS[self.path].dense
         if dense is None:
             return packed_transposed(gradient, self.packed)
-        return gradient @ dense(self._prepared()).to(gradient.dtype)
+        return gradient @ dense(self.prepared()).to(gradient.dtype)
 
     def _product(self, x: Tensor, *, exact: bool) -> Tensor:
         """`exact`: not by a kernel that rounds its input."""
         if self.path == UNPACKED or (exact and LAYOUTS[self.path].dense is None):
             return packed_linear(x, self.packed, self.bias)
-        rows = x.reshape(-1, self.in_features)
-        y = LAYOUTS[self.path].product(rows, self._prepared()).reshape(*x.shape[:-1], self.out_features)
+        y = None if exact or self.parallel is None else self.parallel.product(self, x)
+        if y is None:
+            rows = x.reshape(-1, self.in_features)
+            y = LAYOUTS[self.path].product(rows, self.prepared()).reshape(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:
@@ -107,13 +125,16 @@ class QuantLinear(nn.Module):
         reason = layout.refusal(self.packed, dtype)
         return (layout, "") if reason is None else (None, reason)
 
-    def _prepared(self) -> Prepared:
+    def prepared(self) -> Prepared:
+        """The weight in the order of the kernel that was chosen."""
         assert self.kernel_scales is not None
         sizes = self.in_features, self.out_features, self.group_size
         return Prepared(self.qweight, self.kernel_scales, self.kernel_offsets, *sizes)
 
     def _restore(self) -> None:
         """Bring the codes back into the order of `PackedWeight`."""
+        if self.parallel is not None:
+            self.parallel.separate()
         if self.path != UNPACKED:
             self.qweight = self.packed.qweight
             self.kernel_scales = self.kernel_offsets = None

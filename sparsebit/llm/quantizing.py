@@ -2,45 +2,38 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparsebit.errors import CheckpointError, ConfigError
 from sparsebit.execution.value_store import MIB
 from sparsebit.folders import staging_folder
-from sparsebit.llm.architectures import Architecture, Stages, architecture_of, linears
-from sparsebit.llm.bit_allocation import BitAllocation, allocate, need_solver
-from sparsebit.llm.bit_costs import NUM_SAMPLES, bit_costs
-from sparsebit.llm.block_rounding import BlockRounding, fallback_of, put_block
-from sparsebit.llm.block_walk import BlockWalk
+from sparsebit.llm.architectures import architecture_of
+from sparsebit.llm.bit_allocation import BitAllocation, need_solver
 from sparsebit.llm.calibration_text import calibration_tokens
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
-from sparsebit.llm.float_weight import GROUPS, FloatWeight, Weight
 from sparsebit.llm.hub_classes import load_tokenizer
 from sparsebit.llm.input_scaling import ScaledInput
 from sparsebit.llm.load_check import LoadCheck, check_loading, need_reader, vllm_reasons
 from sparsebit.llm.model_folder import ModelFolder
 from sparsebit.llm.packed_folder import write_packed_folder
 from sparsebit.llm.process_group import Rank, joined
+from sparsebit.llm.quantization_run import ALLOCATION, ExpertCalibration, QuantizationRun
 from sparsebit.llm.recipe import Recipe
 from sparsebit.llm.rotating import remove_rotated, rotated_beside
 from sparsebit.llm.run_folder import FinishedBlock, RunFolder
-from sparsebit.llm.separate_experts import experts_in, routers
+from sparsebit.llm.separate_experts import experts_in
 from sparsebit.llm.skeleton import Skeleton
 from sparsebit.progress import track
-from sparsebit.tensor_files import digest
 
 log = logging.getLogger(__name__)
-ALLOCATION = "bit_allocation.json"
 
 
 @dataclass(frozen=True)
@@ -52,14 +45,6 @@ class Calibration:
     length: int = 512
     seed: int = 0
     chat_template: bool = False
-
-
-@dataclass(frozen=True)
-class ExpertCalibration:
-    """`num_tokens`: of the calibration text that the layer has read. `fallback`: why and how it was rounded without."""
-
-    num_tokens: int
-    fallback: str | None
 
 
 @dataclass(frozen=True)
@@ -163,7 +148,7 @@ def _quantize(
     architecture = architecture_of(skeleton.model)
     _check_experts(skeleton, recipe)
     tokens = _tokens(source, recipe, calibration, trust_remote_code)
-    run = _Run(skeleton, architecture, recipe, tokens, batch_size, memory_budget, rank)
+    run = QuantizationRun(skeleton, architecture, recipe, tokens, batch_size, memory_budget, rank)
     partial, settings = target.with_name(f"{target.name}.partial"), run.settings()
     folder = rank.from_first(lambda: RunFolder(partial, settings))  # the others never touch its files
     run.allocate(folder)
@@ -208,149 +193,6 @@ def _quantize(
         run.experts,
         run.scaled_inputs,
     )
-
-
-class _Run:
-    """The model on its way through the blocks, and what is known of the finished ones."""
-
-    def __init__(
-        self,
-        skeleton: Skeleton,
-        architecture: Architecture,
-        recipe: Recipe,
-        tokens: Tensor,
-        batch_size: int,
-        memory_budget: int,
-        rank: Rank,
-    ) -> None:
-        self.rank = rank
-        self.skeleton, self.architecture, self.recipe, self.tokens = skeleton, architecture, recipe, tokens
-        self.walk = BlockWalk(
-            skeleton,
-            architecture,
-            tokens,
-            with_float=recipe.needs_float_inputs,
-            batch_size=batch_size,
-            memory_budget=memory_budget,
-            rank=rank,
-        )
-        self.batch_size, self.memory_budget = batch_size, memory_budget
-        self.allocation: BitAllocation | None = None
-        self.paths = [f"{architecture.blocks}.{number}" for number in range(self.walk.num_blocks)]
-        self.formats: dict[str, LayerFormat] = {}
-        self.fused: list[tuple[str, ...]] = []
-        self.sources: list[str] = []
-        self.rounding = BlockRounding(self.walk, recipe, self.recipe_of, skeleton.stored_type)
-        self.experts: dict[str, ExpertCalibration] = {}
-        self.scaled_inputs: dict[str, ScaledInput] = {}
-        self.num_resumed = 0
-        self._bits = self._weights = 0.0
-
-    def settings(self) -> dict[str, Any]:
-        """What decides the numbers, besides the weights of the blocks, which are compared block by block."""
-        outside = [file for name, file in self.skeleton.names.items() if not self._is_in_block(name)]
-        rest = {file: self.skeleton.folder.tensor(file) for file in dict.fromkeys(outside)}
-        return {
-            "recipe": asdict(self.recipe),
-            "tokens": digest({"tokens": self.tokens}),
-            "batch_size": self.batch_size,
-            "config": self.skeleton.folder.config,
-            "weights outside of the blocks": digest(rest),
-        }
-
-    def _is_in_block(self, name: str) -> bool:
-        return name.startswith(f"{self.architecture.blocks}.")
-
-    def allocate(self, folder: RunFolder) -> None:
-        """Choose the bits of each layer, if they are mixed; an interrupted run has chosen already."""
-        if not self.recipe.is_mixed:
-            return
-        known = self.rank.from_first(lambda: folder.note(ALLOCATION))
-        if known is not None:
-            self.allocation = BitAllocation.from_json(known, str(folder.path / ALLOCATION))
-            return
-        walk = BlockWalk(
-            self.skeleton,
-            self.architecture,
-            self.tokens[:NUM_SAMPLES],
-            with_float=False,
-            batch_size=self.batch_size,
-            memory_budget=self.memory_budget,
-        )
-        found = bit_costs(walk, self.recipe, self.paths)
-        assert self.recipe.average_bits is not None
-        average = self.recipe.average_bits
-        chosen = self.rank.from_first(lambda: allocate(found.costs, found.num_weights, found.fused, average))
-        self.allocation = chosen
-        self.rank.from_first(lambda: folder.keep_note(ALLOCATION, chosen.to_json()))
-        log.info("%.3f bits a weight in the mean, loss + %.4f nats", self.allocation.average_bits, self.allocation.cost)
-
-    def recipe_of(self, layer: str) -> Recipe:
-        """The recipe of a layer with its own number of bits."""
-        return self.recipe if self.allocation is None else self.recipe.with_bits(self.allocation.layers[layer].bits)
-
-    def block(self, number: int, folder: RunFolder) -> None:
-        """Quantize the next block, or read it if it is finished, and compute what the one behind it reads."""
-        if number == 0 and self.recipe.needs_text:
-            self.walk.start()
-        original = self.skeleton.fill(self.paths[number])
-        source = digest(dict(original.named_parameters()))
-        finished = self.rank.from_first(lambda: folder.read(number, source))
-        stages = self._stages(original)
-        changed = copy.deepcopy(original)
-        if self.recipe.needs_text:
-            self.walk.run_float(original, stages)
-        if finished is None:
-            rounded = self.rounding.round(original, changed, stages, self.paths[number])
-
-            def kept() -> FinishedBlock:
-                folder.write(number, source, rounded)
-                return rounded
-
-            finished = self.rank.from_first(kept)
-        else:
-            self.num_resumed += 1
-        put_block(changed, finished)
-        if self.recipe.needs_text:
-            self.walk.advance(changed, stages)
-        self.skeleton.empty(self.paths[number])
-        self.skeleton.folder.close()
-        self._note(number, source, finished, stages)
-
-    def ignored(self) -> list[str]:
-        """The linear layers of the model that stay float, and what chooses the experts, which vLLM has as a layer."""
-        every = [name for name, part in self.skeleton.model.named_modules() if type(part) is nn.Linear]
-        return [*(name for name in every if name not in self.formats), *routers(self.skeleton)]
-
-    def bits_per_weight(self) -> float:
-        return self._bits / max(self._weights, 1)
-
-    def _stages(self, block: nn.Module) -> Stages:
-        if self.recipe.needs_text:
-            return self.walk.stages(block)
-        return self.architecture.stages_in(block) or tuple((name,) for name in linears(block))
-
-    def _note(self, number: int, source: str, block: FinishedBlock, stages: Stages) -> None:
-        self.sources.append(source)
-        for name, weight in block.layers.items():
-            full = f"{self.paths[number]}.{name}"
-            self.formats[full] = _format_of(weight, self.recipe)
-            count = weight.out_features * weight.in_features
-            self._weights += count
-            self._bits += count * weight.bits_per_weight
-            if name in block.tokens:
-                rows = block.tokens[name]
-                self.experts[full] = ExpertCalibration(rows, fallback_of(rows, weight.in_features, self.recipe))
-        for name, scaled in block.scales.items():
-            self.scaled_inputs[f"{self.paths[number]}: {name}"] = scaled
-        for group in self.architecture.fused_groups(stages):
-            self.fused.append(tuple(f"{self.paths[number]}.{name}" for name in group))
-
-
-def _format_of(weight: Weight, recipe: Recipe) -> LayerFormat:
-    if isinstance(weight, FloatWeight):
-        return LayerFormat(weight.bits, GROUPS[weight.kind], True, weight.kind)
-    return LayerFormat(weight.bits, weight.group_size if recipe.group_size else 0, weight.symmetric)
 
 
 def _tokens(source: ModelFolder, recipe: Recipe, calibration: Calibration | None, trust_remote_code: bool) -> Tensor:

@@ -19,17 +19,17 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError
-from sparsebit.folders import flush, replace_text
+from sparsebit.folders import replace_text
 from sparsebit.llm.architectures import architecture_of, linears
 from sparsebit.llm.block_walk import BlockWalk
 from sparsebit.llm.input_scaling import find_fold
 from sparsebit.llm.model_folder import ModelFolder
 from sparsebit.llm.packed_folder import copy_small_files
 from sparsebit.llm.separate_experts import experts_in
+from sparsebit.llm.shards import Shards
 from sparsebit.llm.skeleton import Skeleton
 from sparsebit.numerics.hadamard import is_power_of_two, rotate_blocks
 from sparsebit.progress import track
-from sparsebit.tensor_files import save_tensors
 
 _TOLERANCE = 1e-3  # of the largest number; all is computed in float32
 
@@ -53,11 +53,11 @@ def rotate_model(source: ModelFolder, target: Path, size: int, *, trust_remote_c
     rotation = _Rotation(skeleton, size)
     target.mkdir(parents=True)
     copy_small_files(source.path, target)
+    shards = Shards(target, rotation.walk.num_blocks + 1)
     for number in track(range(rotation.walk.num_blocks), "rotating blocks"):
-        rotation.block(number, target)
-    rotation.outside(target)
-    index = {"metadata": {}, "weight_map": dict(sorted(rotation.weight_map.items()))}
-    (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        shards.write(rotation.block(number))
+    shards.write(rotation.outside())
+    shards.finish()
     config = {**source.config, "tie_word_embeddings": False}
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return ModelFolder(target)
@@ -96,9 +96,9 @@ class _Rotation:
         self.walk = BlockWalk(skeleton, architecture, self.tokens, with_float=False)
         self.walk.start()
         self.last: Tensor | None = None
-        self.weight_map: dict[str, str] = {}
 
-    def block(self, number: int, target: Path) -> None:
+    def block(self, number: int) -> dict[str, Tensor]:
+        """The tensors of a rotated block, by their names in files."""
         path = f"{self.path}.{number}"
         block = self.skeleton.fill(path)
         stages = self.walk.stages(block)
@@ -126,13 +126,14 @@ class _Rotation:
         found = self.walk.run_some(changed, rotate_blocks(hidden, self.size))
         self._prove(found, rotate_blocks(self.last, self.size), path)
         tensors = {f"{path}.{name}": value for name, value in changed.state_dict().items()}
-        self._write(target / f"block-{number:05}.safetensors", tensors)
+        found_tensors = self._as_stored(tensors)
         self.walk.advance(block, stages)
         self.skeleton.empty(path)
         self.skeleton.folder.close()
+        return found_tensors
 
-    def outside(self, target: Path) -> None:
-        """Embeddings, the last norm and the output layer."""
+    def outside(self) -> dict[str, Tensor]:
+        """Embeddings, the last norm and the output layer, by their names in files."""
         assert self.last is not None
         self.walk.fill_outside(with_head=True)
         model: Any = self.skeleton.model
@@ -162,7 +163,7 @@ class _Rotation:
                 found = self.walk.behind_blocks(self.tokens, rotate_blocks(self.last, self.size))
         self._prove(found, expected, "the last norm")
         kept = {name: value for name, value in model.state_dict().items() if not value.is_meta}
-        self._write(target / "outside.safetensors", kept)
+        return self._as_stored(kept)
 
     def _prove(self, found: Tensor, expected: Tensor, what: str) -> None:
         if not _is_near(found, expected):
@@ -171,7 +172,8 @@ class _Rotation:
                 "states (a norm that takes off the mean, or one behind a layer): leave rotate out"
             )
 
-    def _write(self, file: Path, tensors: dict[str, Tensor]) -> None:
+    def _as_stored(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of the model by their names in files, in the types that the files have."""
         names, folder = self.skeleton.names, self.skeleton.folder
         usual = folder.tensor(next(iter(names.values()))).dtype
         found: dict[str, Tensor] = {}
@@ -181,9 +183,7 @@ class _Rotation:
                 in_file = name
             stored = folder.tensor(names[name]).dtype if name in names else usual
             found[in_file] = value.to(stored) if value.is_floating_point() else value
-        save_tensors(found, file, {"format": "pt"})
-        flush(file)
-        self.weight_map |= dict.fromkeys(found, file.name)
+        return found
 
 
 def _is_near(found: Tensor, expected: Tensor) -> bool:

@@ -25,8 +25,14 @@ def float4_codes(x: Tensor) -> Tensor:
 
 
 def float4_values(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    table = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)], dtype=dtype, device=codes.device)
-    return table[codes.long()]
+    """The numbers of the codes.
+
+    Computed, not looked up: a table would be copied to a GPU at each call, which a CUDA graph does not allow. From the
+    second number on a magnitude is `(2 + mantissa) * 2^exponent / 4`.
+    """
+    size = codes & 7
+    quarters = torch.where(size < 2, size << 1, ((size & 1) | 2) << (size >> 1))
+    return quarters.to(dtype) * (0.25 - 0.5 * (codes >> 3).to(dtype))
 
 
 def pack_float4(codes: Tensor) -> Tensor:

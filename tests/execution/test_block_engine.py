@@ -3,7 +3,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +19,7 @@ from sparsebit.execution.block_search import find_blocks
 from sparsebit.execution.blocks import Block, single_layers
 from sparsebit.execution.value_store import SharedData
 from sparsebit.graph.capture import capture
+from tests.two_ranks import assert_two_ranks_agree
 
 
 def graph_of(model: nn.Module) -> fx.GraphModule:
@@ -483,17 +483,5 @@ print("rank", rank, "agrees")
 """
 
 
-def test_two_ranks_agree_with_one_process(tmp_path: Path, project_root: Path) -> None:
-    script = tmp_path / "ranks.py"
-    script.write_text(RANKS)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    shared["PYTHONPATH"] = os.pathsep.join([str(project_root), os.environ.get("PYTHONPATH", "")])
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    command = [sys.executable, str(script), str(tmp_path / "kept")]
-    ranks = [subprocess.Popen(command, env={**shared, "RANK": str(rank)}, **pipes) for rank in range(2)]
-    outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
-    for rank, output in enumerate(outputs):
-        assert f"rank {rank} agrees" in output, output
+def test_two_ranks_agree_with_one_process(tmp_path: Path) -> None:
+    assert_two_ranks_agree(tmp_path, RANKS, str(tmp_path / "kept"))

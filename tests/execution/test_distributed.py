@@ -1,9 +1,5 @@
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
@@ -18,6 +14,7 @@ from sparsebit.execution.distributed import (
     once,
     to_cpu,
 )
+from tests.two_ranks import assert_two_ranks_agree
 
 SCRIPT = """
 import os, sys
@@ -74,18 +71,5 @@ def test_to_cpu() -> None:
     assert state["a"].device.type == "cpu"
 
 
-def test_two_processes(tmp_path: Path, project_root: Path) -> None:
-    script = tmp_path / "ranks.py"
-    script.write_text(SCRIPT)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    paths = [str(project_root), os.environ.get("PYTHONPATH", "")]
-    shared["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    command = [sys.executable, str(script)]
-    ranks = [subprocess.Popen(command, env={**shared, "RANK": str(rank)}, **pipes) for rank in range(2)]  # type: ignore[call-overload]
-    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    for rank, output in enumerate(outputs):
-        assert f"rank {rank} agrees" in output, output
+def test_two_processes(tmp_path: Path) -> None:
+    assert_two_ranks_agree(tmp_path, SCRIPT)

@@ -120,7 +120,7 @@ def test_a_resumed_run_keeps_the_choice(source: Path, monkeypatch: pytest.Monkey
         patch.setattr(RunFolder, "write", failing)
         with pytest.raises(KeyboardInterrupt):
             quantize(source, source.parent / "packed", MIXED, text, check=False)
-    monkeypatch.setattr("sparsebit.llm.quantizing.bit_costs", failing)
+    monkeypatch.setattr("sparsebit.llm.quantization_run.bit_costs", failing)
     made = quantize(source, source.parent / "packed", MIXED, text, check=False)
     assert made.allocation is not None and made.allocation.limit == 3.0
     assert isinstance(next(iter(made.allocation.layers.values())), LayerBits)

@@ -70,7 +70,7 @@ def test_mixed_bits(tmp_path: Path) -> None:
 
 
 def test_what_is_refused(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="format='awq': allowed: compressed-tensors, gptq, gptq-v1, gguf"):
+    with pytest.raises(ConfigError, match="format='awq': allowed: compressed-tensors, gptq, gptq-v1, gguf, onnx-genai"):
         convert(source, source.parent / "x", "awq")
     with pytest.raises(ConfigError, match="exists"):
         convert(source, source, "gptq")

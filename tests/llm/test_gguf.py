@@ -89,6 +89,53 @@ def test_transformers_loads_it(model_type: str, options: dict[str, Any], tmp_pat
     assert {tensor.name for tensor in reader.tensors} >= {"token_embd.weight", "blk.2.ffn_down.weight"}
 
 
+def wide_folder(tmp_path: Path, **more: Any) -> Path:
+    """A float model with rows of 256 and 384 weights: 384 is not a whole number of blocks."""
+    model = tiny_model(
+        vocab_size=264, bos_token_id=257, eos_token_id=258, hidden_size=256, intermediate_size=384, head_dim=64, **more
+    )
+    return with_bpe(saved(model, tmp_path / "model", dtype=torch.float16))
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["own-output", "tied"])
+def test_a_float_model_as_a_mix(is_tied: bool, tmp_path: Path) -> None:
+    made = convert(wide_folder(tmp_path, tie_word_embeddings=is_tied), tmp_path / "m.gguf", "gguf", gguf_type="Q4_K_M")
+    assert made.check is not None and made.check.difference <= 1e-3 and not made.formats
+    assert made.check.weight_error is not None and 0.02 < made.check.weight_error < 0.09
+    assert made.check.from_source is not None and made.check.from_source > 0.01
+    types = made.gguf_types
+    assert types["token_embd.weight"] == ("Q6_K" if is_tied else "Q4_K")
+    assert types.get("output.weight", "Q6_K") == "Q6_K"
+    assert types["blk.0.attn_q.weight"] == "Q4_K" and types["blk.2.attn_v.weight"] == "Q6_K"
+    assert types["blk.0.ffn_down.weight"] == "Q5_0" and types["blk.2.ffn_down.weight"] == "Q8_0"
+    assert types["blk.0.attn_norm.weight"] == "F32"
+    reader = gguf.GGUFReader(made.output)
+    assert {tensor.name: tensor.tensor_type.name for tensor in reader.tensors} == types
+    assert reader.fields["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_Q4_K_M
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [
+        (Recipe(method="rtn", scale_search="none", group_size=32), 0.02),
+        (Recipe(method="rtn", scale_search="none", bits=8, group_size=128), 0.09),
+        (Recipe(method="mxfp4"), 0.2),
+    ],
+    ids=["4-zero-points", "8-zero-points", "mxfp4"],
+)
+def test_a_packed_model_as_q4_k(recipe: Recipe, expected: float, tmp_path: Path) -> None:
+    packed = quantize(wide_folder(tmp_path), tmp_path / "packed", recipe, check=False).folder
+    made = convert(packed, tmp_path / "m.gguf", "gguf", gguf_type="Q4_K")
+    assert made.check is not None and made.check.difference <= 1e-3
+    assert made.check.weight_error is not None and made.check.weight_error < expected
+    assert made.gguf_types["blk.0.attn_q.weight"] == "Q4_K" and made.gguf_types["token_embd.weight"] == "F16"
+
+
+def test_types_are_for_gguf_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="gguf_type='Q4_K' with format='gptq'"):
+        convert(tmp_path, tmp_path / "x", "gptq", gguf_type="Q4_K")
+
+
 def test_a_window_of_attention_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DeploymentError, match="the last 8 tokens alone"):
         convert(packed_folder(tmp_path, "mistral", window=8), tmp_path / "a.gguf", "gguf")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from sparsebit.numerics.float4 import MAGNITUDES, float4_codes, float4_values, pack_float4, unpack_float4
@@ -34,3 +35,12 @@ def test_two_share_a_byte() -> None:
     packed = pack_float4(codes)
     assert packed.shape == (5, 6) and int(packed[0, 0]) == int(codes[0, 0]) + 16 * int(codes[0, 1])
     assert torch.equal(unpack_float4(packed), codes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_values_of_all_codes(dtype: torch.dtype) -> None:
+    expected = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)], dtype=dtype)
+    found = float4_values(torch.arange(16, dtype=torch.uint8), dtype)
+    assert found.dtype == dtype and torch.equal(found, expected)
+    assert torch.equal(found.signbit(), expected.signbit())  # of the zeros too
+    assert torch.equal(float4_codes(found), torch.arange(16, dtype=torch.uint8))

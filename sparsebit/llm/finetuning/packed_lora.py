@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from sparsebit.errors import CheckpointError, ConfigError, MissingExtraError
 from sparsebit.llm.architectures import ARCHITECTURES
 from sparsebit.llm.float_linear import FloatLinear
+from sparsebit.llm.parallel_layers import separate_parallel_layers
 from sparsebit.llm.quant_linear import QuantLinear
 
 
@@ -45,6 +46,7 @@ def add_adapter(
         base_model_name_or_path=base or None,
     )
     config._register_custom_module({QuantLinear: lora_class()})
+    separate_parallel_layers(model)  # each needs its own weight for the backward
     wrapped = peft.get_peft_model(model, config)
     _start(wrapped, seed)
     config.base_model_name_or_path = base or None  # peft puts in the name that the config of the model has
@@ -77,6 +79,8 @@ def load_adapter(model: Any, folder: str | os.PathLike[str], *, is_trainable: bo
     if not (path / "adapter_model.safetensors").is_file():
         raise CheckpointError(f"{path} has no adapter_model.safetensors; adapters are read from safetensors only")
     config._register_custom_module({QuantLinear: lora_class()})
+    if is_trainable:
+        separate_parallel_layers(model)
     try:
         return peft.PeftModel.from_pretrained(model, str(path), config=config, is_trainable=is_trainable)
     except (ValueError, RuntimeError, KeyError) as error:

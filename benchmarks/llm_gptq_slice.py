@@ -1,0 +1,109 @@
+"""GPTQ of some blocks of a random Llama-8B-shaped model: time, memory, and what they say about the whole model.
+
+    python benchmarks/llm_gptq_slice.py --device cuda [--blocks 2] [--samples 128] [--length 2048] [--bits 4]
+
+A model folder with one block more than are measured is written, so that each measured block also computes what the
+next one reads; then its blocks are quantized as `sparsebit.llm.quantize` does it, files of finished blocks included.
+`extrapolated_s`: seconds a block times 32. Embeddings are small here, and no check by transformers runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import ROOT, emit
+
+from sparsebit.execution.value_store import MIB
+from sparsebit.llm import Recipe
+from sparsebit.llm.architectures import architecture_of
+from sparsebit.llm.model_folder import ModelFolder
+from sparsebit.llm.process_group import joined
+from sparsebit.llm.quantization_run import QuantizationRun
+from sparsebit.llm.run_folder import RunFolder
+from sparsebit.llm.skeleton import Skeleton
+
+sys.path.insert(0, str(ROOT / "tests"))
+import torchvision_shim
+
+SHAPES: dict[str, dict[str, int]] = {
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8},
+    "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2},
+}
+NUM_BLOCKS, VOCABULARY = 32, 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--blocks", type=int, default=2)
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--bits", type=int, default=4)
+    parser.add_argument("--memory-mib", type=int, default=1024, help="hidden states in memory, as --memory-budget")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    torchvision_shim.install()  # transformers imports torchvision where it is installed
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder) / "model", options)
+        emit({"benchmark": "llm_gptq_slice", **vars(options), **measure(Path(folder), options)}, options.output)
+
+
+def write_model(folder: Path, options: argparse.Namespace) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        **SHAPES[options.shape],
+        num_hidden_layers=options.blocks + 1,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=options.length,
+    )
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(options.device):
+        model = LlamaForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    model.save_pretrained(folder)
+    if options.device.startswith("cuda"):
+        del model
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    is_cuda = options.device.startswith("cuda")
+    tokens = torch.randint(0, VOCABULARY, (options.samples, options.length), generator=torch.Generator().manual_seed(0))
+    seconds: list[float] = []
+    with joined(options.device) as rank:
+        skeleton = Skeleton(ModelFolder(folder / "model"), device=rank.device)
+        row = architecture_of(skeleton.model)
+        run = QuantizationRun(
+            skeleton, row, Recipe(bits=options.bits), tokens, options.batch_size, options.memory_mib * MIB, rank
+        )
+        kept = RunFolder(folder / "partial", run.settings())
+        for number in range(options.blocks):
+            started = time.perf_counter()
+            run.block(number, kept)
+            if is_cuda:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - started)
+            print(f"block {number}: {seconds[-1]:.1f} s", file=sys.stderr, flush=True)
+    return {
+        "output": None,
+        "seconds_of_blocks": [round(value, 2) for value in seconds],
+        "extrapolated_s": round(sum(seconds) / len(seconds) * NUM_BLOCKS, 1),
+        "gpu_peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if is_cuda else None,
+        "host_peak_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""`GgufTensor`: a tensor of a GGUF file, and how its bytes are made of the model's files.
+
+In `llama` files the rows of q and k are in another order, since llama.cpp rotates neighbouring pairs; blocks lie within
+rows, so that whole rows of blocks are moved. Vectors become float32; matrices that are not rounded keep their type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsebit.errors import DeploymentError
+from sparsebit.llm.checkpoint.gguf_blocks import (
+    BLOCK,
+    BYTES,
+    block_type,
+    blocks_of,
+    rounded_blocks,
+    values_of,
+    why_not,
+)
+from sparsebit.llm.checkpoint.layer_format import LayerFormat
+from sparsebit.llm.float_weight import Weight, integers
+from sparsebit.llm.gguf_mixes import KType, Mix, fitting
+from sparsebit.llm.packed_source import PackedSource
+
+_FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """`kind`: its type in the file. `shape`: in elements of `numpy_type`. `read()`: gives the data.
+
+    `parameter`: its name in the model. `order`: of its rows. `is_rounded`: its values are not those of the model.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    parameter: str
+    order: Tensor | None
+    is_rounded: bool
+    data: Callable[[], Tensor]
+
+    @property
+    def numpy_type(self) -> Any:
+        import numpy
+
+        return {"F32": numpy.float32, "F16": numpy.float16}.get(self.kind, numpy.uint8)
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * {"F32": 4, "F16": 2}.get(self.kind, 1)
+
+    def read(self) -> Tensor:
+        found = self.data()
+        return found if self.order is None else found[self.order]
+
+
+def gguf_tensors(
+    source: PackedSource, name_of: Callable[[str], str | None], architecture: str, rotates_pairs: bool, mix: Mix | None
+) -> list[GgufTensor]:
+    """All tensors of the model. `name_of(module)`: its name in files of `architecture`."""
+    skeleton = source.skeleton
+    folder, config = skeleton.folder, skeleton.folder.config
+    num_blocks, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
+    key_heads = int(config.get("num_key_value_heads") or heads)
+
+    def known_name(module: str, key: str) -> str:
+        found = name_of(module)
+        if found is None:
+            raise DeploymentError(f"tensor {key} has no name in GGUF files of {architecture}")
+        return found
+
+    def order(module: str, count: int) -> Tensor | None:
+        if not rotates_pairs or not module.endswith(("q_proj", "k_proj")):
+            return None
+        return _pairs(count, heads if module.endswith("q_proj") else key_heads)
+
+    packed_keys = {key for layer in source.formats for key in source.keys(layer)}
+    shapes = folder.shapes()
+    model_names = {file: model for model, file in reversed(list(skeleton.names.items()))}
+    floats: list[tuple[str, str, str]] = []
+    for key in folder:
+        if key not in packed_keys:
+            module, _, suffix = model_names[key].rpartition(".")
+            floats.append((key, module, f"{known_name(module, key)}.{suffix}"))
+    is_tied = all(name != "output.weight" for _, _, name in floats)
+    found: list[GgufTensor] = []
+    for key, module, name in floats:
+        wanted = None
+        if mix is not None and len(shapes[key]) == 2:
+            wanted = mix.type_of(name, num_blocks, is_tied=is_tied)
+        stored, rows = folder.tensor(key).dtype, order(module, shapes[key][0])
+        if wanted is None:
+            found.append(_float_tensor(partial(folder.tensor, key), stored, name, shapes[key], model_names[key], rows))
+        else:
+            read = partial(_rounded_float, folder.tensor, key)
+            found.append(_rounded_tensor(read, wanted, name, shapes[key], model_names[key], rows))
+    for layer, number_format in source.formats.items():
+        shape = tuple(skeleton.model.get_submodule(layer).weight.shape)
+        name, rows = f"{known_name(layer, layer)}.weight", order(layer, shape[0])
+        wanted = None if mix is None else mix.type_of(name, num_blocks, is_tied=is_tied)
+        if wanted is None or (fitting(wanted, shape[1]) != wanted and _holds_codes(number_format, shape[1])):
+            kind = block_type(number_format.bits, number_format.symmetric)
+            data = partial(_exact, source.read, layer)
+            found.append(_blocks_tensor(data, kind, name, shape, f"{layer}.weight", rows, is_rounded=False))
+        else:
+            found.append(
+                _rounded_tensor(partial(_rounded, source.read, layer), wanted, name, shape, f"{layer}.weight", rows)
+            )
+    return found
+
+
+@torch.no_grad()
+def values_in_file(path: Path, tensors: list[GgufTensor]) -> dict[str, Tensor]:
+    """The values of rounded tensors as the file holds them, decoded here, by their names in the model."""
+    import gguf
+
+    wanted = {tensor.name: tensor for tensor in tensors if tensor.is_rounded}
+    found: dict[str, Tensor] = {}
+    for stored in gguf.GGUFReader(path).tensors:
+        tensor = wanted.get(stored.name)
+        if tensor is not None:
+            values = values_of(tensor.kind, torch.from_numpy(stored.data.copy()))
+            if tensor.order is not None:
+                values = torch.empty_like(values).index_copy_(0, tensor.order, values)
+            found[tensor.parameter] = values
+    return found
+
+
+def _float_tensor(
+    read: Callable[[], Tensor],
+    stored: torch.dtype,
+    name: str,
+    shape: tuple[int, ...],
+    parameter: str,
+    order: Tensor | None,
+) -> GgufTensor:
+    dtype = torch.float32 if len(shape) == 1 or stored not in _FLOATS else stored
+
+    def data() -> Tensor:
+        value = read().to(dtype).contiguous()
+        return value.view(torch.uint8) if dtype == torch.bfloat16 else value
+
+    if dtype == torch.bfloat16:  # numpy has no such type: bytes
+        shape = (*shape[:-1], 2 * shape[-1])
+    return GgufTensor(name, _FLOATS[dtype], shape, parameter, order, False, data)
+
+
+def _rounded_tensor(
+    read: Callable[[str], Tensor],
+    wanted: KType,
+    name: str,
+    shape: tuple[int, ...],
+    parameter: str,
+    order: Tensor | None,
+) -> GgufTensor:
+    kind = fitting(wanted, shape[1])
+    return _blocks_tensor(partial(read, kind), kind, name, shape, parameter, order, is_rounded=True)
+
+
+def _blocks_tensor(
+    data: Callable[[], Tensor],
+    kind: str,
+    name: str,
+    shape: tuple[int, ...],
+    parameter: str,
+    order: Tensor | None,
+    *,
+    is_rounded: bool,
+) -> GgufTensor:
+    columns, (weights, size) = shape[1], BYTES[kind]
+    if columns % weights:
+        raise DeploymentError(f"tensor {name} has {columns} columns: GGUF blocks need a multiple of {BLOCK}")
+    return GgufTensor(name, kind, (shape[0], columns // weights * size), parameter, order, is_rounded, data)
+
+
+def _exact(read: Callable[[str], Weight], layer: str) -> Tensor:
+    packed = integers(read(layer))
+    reason = why_not(packed)
+    if reason is not None:
+        raise DeploymentError(f"layer {layer}: {reason}")
+    return blocks_of(packed)
+
+
+def _rounded(read: Callable[[str], Weight], layer: str, kind: str) -> Tensor:
+    return rounded_blocks(read(layer), kind)
+
+
+def _rounded_float(read: Callable[[str], Tensor], key: str, kind: str) -> Tensor:
+    return rounded_blocks(read(key), kind)
+
+
+def _holds_codes(layer: LayerFormat, columns: int) -> bool:
+    """Whether blocks of 32 hold the codes without rounding; scales are looked at when they are read."""
+    size = layer.group_size or columns
+    return layer.kind == "int" and size % BLOCK == 0 and (layer.bits <= 4 or layer.symmetric)
+
+
+def _pairs(count: int, heads: int) -> Tensor:
+    """The rows of a head's halves in turn: llama.cpp rotates neighbours, transformers the halves."""
+    return torch.arange(count).view(heads, 2, -1).transpose(1, 2).flatten()
