@@ -46,6 +46,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "sparse models": "SparseModel SparseConfig parse_sconfig LayerFit RatioChoice ModelSize model_size "
         "reestimate_norms save load",
         "channel groups": "find_groups ChannelGroups Group Unit Spared ChannelPlan",
+        "residual blocks": "find_residual_blocks ResidualBlocks ResidualBlock SparedBlock SkippedBlock",
         "two of four": "recommend_2_4 TwoFourAdvice accelerate_2_4",
         "own sparsity": "register_criterion Evidence scale_penalty register_sparser Sparser register_smodule SparseOpr "
         "SMODULE_MAP",

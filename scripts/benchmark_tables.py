@@ -63,7 +63,7 @@ def read(folder: Path) -> list[Record]:
 
 
 def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    return json.dumps(value, sort_keys=True) if isinstance(value, (dict, list)) else value
 
 
 def accuracy(records: list[Record]) -> str:
@@ -314,6 +314,30 @@ def zoo_export(records: list[Record]) -> str:
     return "\n\n".join(lines)
 
 
+def sparse_zoo(records: list[Record]) -> str:
+    """How many shrink, and Torch-Pruning beside them; then those that do not, with the first reason."""
+    ran = [record for record in records if "error" not in record]
+    equal = sum(min(record["difference"], record["difference_float64"]) <= 1e-5 for record in ran)
+    peers = [record["torch_pruning"] for record in ran if record["torch_pruning"]["ran"]]
+    num_ok, num_less = sum(record["ok"] for record in records), sum(peer["macs_left"] <= 0.8 for peer in peers)
+    first = f"{num_ok} of {len(records)} architectures lose a fifth of their MACs or more and equal their masked selves"
+    second = f"of the {len(ran)} that ran to the end, {equal} are equal"
+    third = f"Torch-Pruning: {len(peers)} still run, {num_less} of them with a fifth of the MACs gone"
+    lines = [f"{first}; {second}. {third}."]
+    rows = [
+        (
+            record["model"],
+            "" if "error" in record else f"{record['macs_left']:.2f}",
+            _code(record["error"] if "error" in record else next(iter(record["spared"]), "")),
+        )
+        for record in records
+        if not record["ok"]
+    ]
+    if rows:
+        lines.append(table(("architecture", "MACs left", "what most axes are spared for"), rows))
+    return "\n\n".join(lines)
+
+
 SECTIONS: Sections = {
     "accuracy": (accuracy, {"benchmark": "accuracy"}),
     "accuracy peers": (accuracy_peers, {"benchmark": "accuracy_peers"}),
@@ -329,6 +353,7 @@ SECTIONS: Sections = {
     "fake quant cpu": (fake_quant_cpu, {"benchmark": "fake_quant", "device": "cpu"}),
     "zoo": (zoo, {"benchmark": "zoo"}),
     "zoo export": (zoo_export, {"benchmark": "zoo_export"}),
+    "sparse zoo": (sparse_zoo, {"benchmark": "sparse"}),
 }
 
 

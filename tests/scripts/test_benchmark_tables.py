@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 HARDWARE = {"cpu": "some CPU", "machine": "x86_64", "cores": 2, "gpu": None, "torch": "2.13.0"}
 NAMES = (
     *("accuracy", "accuracy peers", "calibration time", "calibration memory", "calibration search"),
-    *("deploy onnxruntime", "deploy openvino", "zoo", "zoo export"),
+    *("deploy onnxruntime", "deploy openvino", "zoo", "zoo export", "sparse zoo"),
     *("qat step", "qat ablation", "qat accuracy", "fake quant gpu", "fake quant cpu"),
 )
 GUIDE_NAMES = ("qat summary", "qat accuracy")
@@ -263,6 +263,27 @@ class TestTraining:
         row = "| forward + backward, lsq | per tensor | channels-last | bfloat16 | 0.51 ms | 1.04 | 1.06 | 2.03 |"
         assert row in page
         assert "| 2 x 3 | per tensor | 0.27 | 0.39 | 0.68 |" in page and "| 4 x 3 |" in page
+
+
+PRUNED = {
+    "benchmark": "sparse", "model": "a", "ok": True, "difference": 1e-7, "difference_float64": 1e-7, "macs_left": 0.6,
+    "spared": [], "torch_pruning": {"ran": True, "macs_left": 0.5}, "date": "2026-11-17",
+    "hardware": {"cpu": "some", "cores": 2, "gpu": None},
+}  # fmt: skip
+
+
+def test_sparse_zoo(tmp_path: Path) -> None:
+    short = PRUNED | {"model": "b", "ok": False, "macs_left": 0.9, "spared": ["2 axes: why"]}
+    short["torch_pruning"] = {"ran": False, "error": "x"}
+    failed = {key: PRUNED[key] for key in ("benchmark", "date", "hardware")} | {
+        "model": "c",
+        "ok": False,
+        "error": "no",
+    }
+    page = section(render(tmp_path, PRUNED, short, failed), "sparse zoo")
+    assert "1 of 3 architectures" in page and "of the 2 that ran to the end, 2 are equal" in page
+    assert "Torch-Pruning: 1 still run, 1 of them" in page
+    assert "| b | 0.90 | `2 axes: why` |" in page and "| c |  | `no` |" in page
 
 
 def section(page: str, name: str) -> str:
