@@ -57,8 +57,8 @@ class Spared:
         return f"{self.tensor}[{self.dim}]: {self.num_positions} positions: {self.reason}"
 
 
-def units_of(sets: LabelSets) -> tuple[list[Unit], list[Spared]]:
-    """The sets of atoms that may be removed, and for every axis what is spared."""
+def units_of(sets: LabelSets) -> tuple[list[Unit], list[tuple[Unit, str]], list[Spared]]:
+    """The sets of atoms that may be removed, those that must keep their width, with the reason, and what is spared."""
     members: dict[int, dict[tuple[str, int], list[int]]] = {}
     sizes = {(axis.tensor, axis.dim): axis.size for axis in sets.axes}
     spared: dict[tuple[str, int, str], int] = {}
@@ -71,15 +71,21 @@ def units_of(sets: LabelSets) -> tuple[list[Unit], list[Spared]]:
                 key = axis.tensor, axis.dim, reason
                 spared[key] = spared.get(key, 0) + 1
     units: list[Unit] = []
+    kept_wide: list[tuple[Unit, str]] = []
+    wide = sets.wide()
     for root, parts in members.items():
         whole = next((axis for axis, places in parts.items() if len(places) == sizes[axis]), None)
         if whole is None:
-            units.append(Unit(root, tuple((*axis, tuple(places)) for axis, places in parts.items())))
+            unit = Unit(root, tuple((*axis, tuple(places)) for axis, places in parts.items()))
+            if root in wide:
+                kept_wide.append((unit, wide[root]))
+            else:
+                units.append(unit)
             continue
         for (tensor, dim), places in parts.items():
             key = tensor, dim, f"all of {whole[0]}[{whole[1]}] would have to go at once"
             spared[key] = spared.get(key, 0) + len(places)
-    return units, [Spared(tensor, dim, count, reason) for (tensor, dim, reason), count in spared.items()]
+    return units, kept_wide, [Spared(*key[:2], count, key[2]) for key, count in spared.items()]
 
 
 def without(
@@ -96,6 +102,15 @@ def without(
             key = tensor, dim, reason
             more[key] = more.get(key, 0) + len(places)
     return left, [Spared(tensor, dim, count, reason) for (tensor, dim, reason), count in more.items()]
+
+
+def all_spared(units: Iterable[tuple[Unit, str]]) -> list[Spared]:
+    """The report of units that are spared, each with its reason."""
+    counts: dict[tuple[str, int, str], int] = {}
+    for unit, reason in units:
+        for tensor, dim, places in unit.members:
+            counts[tensor, dim, reason] = counts.get((tensor, dim, reason), 0) + len(places)
+    return [Spared(tensor, dim, count, reason) for (tensor, dim, reason), count in counts.items()]
 
 
 def grouped(units: Iterable[Unit]) -> list[Group]:

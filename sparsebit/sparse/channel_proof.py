@@ -24,6 +24,7 @@ from sparsebit.sparse.channel_groups import Group, Unit, kept_positions, positio
 from sparsebit.sparse.channel_trace import Step, Trace, outputs_of, watch
 from sparsebit.sparse.labels import FIXED, LabelSets
 from sparsebit.sparse.surgery import Attribute, ChannelPlan, apply_plan, named_tensors
+from sparsebit.sparse.wide_groups import WideGroups
 
 TOLERANCE = 1e-5
 # A linear layer is one of these, by the strides of its input; `mm` and `bmm` are then followed by an `add`.
@@ -66,8 +67,15 @@ class Bench:
     """A model, an example call and the labels of one traced run: what every proof needs."""
 
     def __init__(
-        self, model: nn.Module, call: Call, trace: Trace, sets: LabelSets, computed: Mapping[str, str]
+        self,
+        model: nn.Module,
+        call: Call,
+        trace: Trace,
+        sets: LabelSets,
+        computed: Mapping[str, str],
+        wide: WideGroups | None = None,
     ) -> None:
+        self.wide = wide or WideGroups()
         self.model, self.call, self.sets, self.steps = model, call, sets, trace.steps
         self.computed = computed  # convolutions whose weights are computed once, when channels go
         self.dense_outputs = trace.outputs
@@ -76,7 +84,14 @@ class Bench:
     def plan(self, dead: Sequence[Unit], rules: Iterable[SizeRule]) -> ChannelPlan:
         """The plan that removes these units."""
         alive = self.alive({unit.label for unit in dead})
-        kept = kept_positions(dead, self.sizes)
+        wide = [self.wide.leaving(unit) for unit in dead if unit.label in self.wide.reasons]
+        kept = kept_positions([unit for unit in dead if unit.label not in self.wide.reasons], self.sizes)
+        spread: dict[str, tuple[str, ...]] = {}
+        for tensor, dims in kept_positions(wide, self.sizes).items():
+            kept.setdefault(tensor, {}).update(dims)
+            path, _, own = tensor.rpartition(".")
+            if own == "weight":
+                spread[path] = tuple("out" if dim == 0 else "in" for dim in sorted(dims))
         attributes: dict[str, dict[str, Attribute]] = {}
         for rule in (*rules, *self._group_rules()):
             size = int(alive[torch.tensor(rule.labels).clamp(min=FIXED)].sum())
@@ -93,6 +108,7 @@ class Bench:
             {tensor: {dim: tuple(places.tolist()) for dim, places in dims.items()} for tensor, dims in kept.items()},
             attributes,
             computed=self.computed if kept else {},
+            spread=spread,
         )
 
     def _group_rules(self) -> Iterator[SizeRule]:
@@ -106,9 +122,9 @@ class Bench:
                 yield SizeRule(step.where, name, None, tuple(step.groups.tolist()))
 
     def alive(self, gone: set[int]) -> Tensor:
-        """For every label: whether it survives."""
+        """For every label: whether activations keep it."""
         is_alive = torch.ones(len(self.sets), dtype=torch.bool)
-        is_alive[torch.tensor(sorted(gone), dtype=torch.long)] = False
+        is_alive[torch.tensor(sorted(gone - self.wide.reasons.keys()), dtype=torch.long)] = False
         return is_alive[self.sets.roots()]
 
     def expected(self, step: Step, alive: Tensor) -> tuple[tuple[int | None, ...], ...]:
@@ -136,11 +152,16 @@ class Bench:
         """None where the shrunk model equals the masked one on the example."""
         gone = {unit.label for unit in dead}
         run = watch(self.shrunk(dead, rules), self.call)
+        if not gone.isdisjoint(self.wide.reasons):  # these layers run other operators than the masked ones
+            problem = str(run.error).splitlines()[0][:120] if run.error else "the outputs of the model differ"
+            is_same = run.error is None and self._is_masked(dead, run.outputs)
+            return None if is_same else Failure((0, 0), run.failed_in or "", problem, frozenset(gone))
         if failure := self._first_difference(run, gone):
             return failure
-        if _agrees(outputs_of(self.masked(dead), self.call), run.outputs, self.dense_outputs):
-            return None
-        return self._first_wrong_value(dead, rules, gone)
+        return None if self._is_masked(dead, run.outputs) else self._first_wrong_value(dead, rules, gone)
+
+    def _is_masked(self, dead: Sequence[Unit], outputs: Sequence[Tensor]) -> bool:
+        return _agrees(outputs_of(self.masked(dead), self.call), outputs, self.dense_outputs)
 
     def _first_difference(self, run: Trace, gone: set[int]) -> Failure | None:
         expected, actual = computing(self.steps), computing(run.steps)

@@ -21,8 +21,10 @@ from sparsebit.sparse.op_call import Call, pin_all, shared
 
 # Sums over channels: a removed channel counts as zero. The proof decides whether it was zero.
 _SUMS = frozenset(("sum", "linalg_vector_norm", "norm"))
+# They count channels, and zeros too: exact where zeros keep their places.
+_MEANS = frozenset(("mean", "var", "std", "var_mean", "std_mean"))
 _REDUCTIONS = frozenset((
-    "mean", "var", "std", "var_mean", "std_mean", "amax", "amin", "max", "min", "argmax", "argmin", "prod", "any",
+    *_MEANS, "amax", "amin", "max", "min", "argmax", "argmin", "prod", "any",
     "all", "logsumexp", "median", "nansum",
 ))  # fmt: skip
 # Element-wise, but without torch's tag.
@@ -161,7 +163,8 @@ def _reduced(sets: LabelSets, call: Call) -> list[Axes]:
         return _slicewise(sets, call)
     for dim in gone:
         if call.name not in _SUMS and source.dim():
-            call.pin_when_used(axes[dim], f"{call.described()} is taken over them")
+            note = call.keep_width_when_used if call.name in _MEANS else call.pin_when_used
+            note(axes[dim], f"{call.described()} is taken over them")
     kept = tuple(None if dim in gone else labels for dim, labels in enumerate(axes) if keeps or dim not in gone)
     return [kept if output.dim() == len(kept) else (None,) * output.dim() for output in call.outputs]
 

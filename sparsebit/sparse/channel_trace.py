@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ from sparsebit.sparse.op_call import Call
 from sparsebit.sparse.run_state import nested_tensors
 
 _ATTRIBUTE = "_sparsebit_axes"
-_PINS = "_sparsebit_pins"  # what must stay if the tensor is used
+_PINS = "_sparsebit_pins"  # what must stay, or keep its places, if the tensor is used
 # For each output of a step: dimension -> the positions that are looked at.
 Survivors = Sequence[Mapping[int, Tensor]]
 
@@ -159,13 +159,17 @@ class _Watch(TorchDispatchMode):
             self.trace.steps.append(Step(name, where, shapes))
             return result
         groups: list[Tensor] = []
-        pins: list[tuple[Tensor, str]] = []
+        pins: list[tuple[Callable[[Tensor, str], None], Tensor, str]] = []
 
-        def pin_when_used(labels: Tensor | None, reason: str) -> None:
-            if labels is not None:
-                pins.append((labels, reason))
+        def when_used(act: Callable[[Tensor, str], None]) -> Callable[[Tensor | None, str], None]:
+            def note(labels: Tensor | None, reason: str) -> None:
+                if labels is not None:
+                    pins.append((act, labels, reason))
 
-        call = Call(op, args, kwargs, outputs, where, self.axes_of, self.choose, groups.append, pin_when_used)
+            return note
+
+        later = when_used(self.sets.pin), when_used(self.sets.keep_width)
+        call = Call(op, args, kwargs, outputs, where, self.axes_of, self.choose, groups.append, *later)
         enact_pins(self.sets, call.tensors())
         inputs = tuple((tuple(tensor.shape), self.axes_of(tensor)) for tensor in call.tensors())
         carried = tuple(carry(self.sets, call))
@@ -225,13 +229,13 @@ def watch(
 
 
 def enact_pins(sets: LabelSets, used: Iterable[Tensor]) -> None:
-    """Pin what must stay because these tensors are used."""
+    """Do what was noted for the case that these tensors are used."""
     for tensor in used:
         number, pins = getattr(tensor, _PINS, (0, ()))
         if number == sets.number:
             delattr(tensor, _PINS)
-            for labels, reason in pins:
-                sets.pin(labels, reason)
+            for act, labels, reason in pins:
+                act(labels, reason)
 
 
 def outputs_of(model: nn.Module, call: ModelCall) -> list[Tensor]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,21 +16,21 @@ from sparsebit.errors import CaptureError
 from sparsebit.execution.batches import Call, as_call
 from sparsebit.graph.copying import copy_model
 from sparsebit.graph.nested import map_nested, tensors_of
-from sparsebit.sparse.channel_groups import Group, Spared, Unit, grouped, units_of, without
+from sparsebit.sparse.channel_groups import Group, Spared, Unit, all_spared
 from sparsebit.sparse.channel_proof import Bench, Failure, SizeRule, double_precision, drawn, probe_copy
-from sparsebit.sparse.channel_trace import Trace, output_labels, watch
+from sparsebit.sparse.channel_trace import watch
 from sparsebit.sparse.computed_weights import computed_layers, make_plain
-from sparsebit.sparse.labels import FIXED, LabelSets
+from sparsebit.sparse.group_analysis import Analysis
+from sparsebit.sparse.labels import FIXED
 from sparsebit.sparse.size_repairs import find_repairs
-from sparsebit.sparse.surgery import ChannelPlan, named_tensors
+from sparsebit.sparse.surgery import ChannelPlan
+from sparsebit.sparse.wide_groups import WideGroups, find_wide_groups
 
 _log = logging.getLogger(__name__)
 _SHARE = 0.5  # of the units that a proof removes, in the mean
 _SPREAD = 0.3  # of the shares of single groups
 _NUM_DRAWS = 2
 _NUM_REPAIRS = 5  # that are compared where one has carried the run further: two attributes may have the same number
-_READS = frozenset(("_local_scalar_dense", "is_nonzero", "equal", "allclose"))  # tensors become Python's values
-_FACTORS = (-1.0, 100.0, -100.0, 0.0)  # of inputs, where code reads values
 _NUM_SAMPLES = 2  # with one, a dimension of size 1 could hide an error
 
 
@@ -85,7 +85,10 @@ class ChannelGroups:
 
     def __str__(self) -> str:
         lines = [f"{len(self.groups)} groups of channels, {len(self.units)} units that can be removed"]
-        lines += [f"  group   {group}" for group in self.groups]
+        wide = self.bench.wide.reasons
+        for group in self.groups:
+            reason = wide.get(group.units[0].label)
+            lines.append(f"  group   {group}" + (f"; only layers lose them: {reason}" if reason else ""))
         by_reason: dict[str, list[Spared]] = {}
         for entry in self.spared:
             if entry.dim < 2:
@@ -109,6 +112,7 @@ def find_groups(model: nn.Module, example_inputs: Any) -> ChannelGroups:
     search.choose()
     num_found, found_at = len(search.analysis.groups), time.perf_counter()
     search.prove()
+    search.widen()
     return search.result(SearchCost(num_found, found_at - start, time.perf_counter() - found_at))
 
 
@@ -142,105 +146,6 @@ def _few_samples(model: nn.Module, call: Call, outputs: list[Tensor]) -> Call:
     return few if is_same else call
 
 
-class _Analysis:
-    """The labels of one run with given options, and some atoms pinned from outside."""
-
-    def __init__(
-        self, model: nn.Module, call: Call, options: Mapping[str, int], pins: Mapping[tuple[str, int, int], str]
-    ) -> None:
-        self.sets = LabelSets()
-        self.notes: list[str] = []
-        # What a run leaves behind (cached values) must not be seen by the next one.
-        model = copy_model(model, share_parameters=True)
-        names = {id(tensor): name for name, tensor in named_tensors(model).items()}
-        self.trace: Trace = watch(model, call, self.sets, names, options)
-        if self.trace.error is not None:
-            raise self.trace.error
-        for labels in output_labels(self.trace):
-            self.sets.pin(labels, "the model returns them")
-        self._visit_other_values(model, call, names, options)
-        self._visit_training(model, call, names, options)
-        self._pin_atoms(pins)
-        self.units, self.spared = units_of(self.sets)
-        self.groups = grouped(self.units)
-
-    def pin(self, pins: Mapping[tuple[str, int, int], str]) -> None:
-        """These atoms, (tensor, dimension, position), must stay. Units and groups are what is left."""
-        self._pin_atoms(pins)
-        self.units, self.spared = without(self.units, self.spared, self.sets.reasons())
-        alive = {unit.label for unit in self.units}
-        groups: list[Group] = []
-        for group in self.groups:
-            left = [unit for unit in group.units if unit.label in alive]
-            groups += [group] if len(left) == len(group.units) else grouped(left)
-        self.groups = groups
-
-    def _pin_atoms(self, pins: Mapping[tuple[str, int, int], str]) -> None:
-        first = {(axis.tensor, axis.dim): axis.first for axis in self.sets.axes}
-        by_reason: dict[str, list[int]] = {}
-        for (tensor, dim, place), reason in pins.items():
-            if (tensor, dim) in first:
-                by_reason.setdefault(reason, []).append(first[tensor, dim] + place)
-        for reason, labels in by_reason.items():
-            self.sets.pin(torch.tensor(labels), reason)
-
-    def _visit_other_values(
-        self, model: nn.Module, call: Call, names: Mapping[int, str], options: Mapping[str, int]
-    ) -> None:
-        """Where code reads values of tensors, other inputs may take other paths: some are tried, and tied too."""
-        readers = sorted({step.where for step in self.trace.steps if step.name in _READS})
-        if not readers:
-            return
-        for factor in _FACTORS:
-
-            def scaled(x: Tensor, factor: float = factor) -> Tensor:
-                return x * factor if x.is_floating_point() else x
-
-            run = watch(model, map_nested(Tensor, scaled, call), self.sets, names, options)
-            for labels in output_labels(run):
-                self.sets.pin(labels, "the model returns them")
-        self.notes.append(
-            f"{readers[0] or 'the model'}"
-            + (f" and {len(readers) - 1} more" if len(readers) > 1 else "")
-            + ": code reads "
-            "values of tensors, and may take a path that the example does not take; compare on your data after shrink()"
-        )
-
-    def _visit_training(
-        self, model: nn.Module, call: Call, names: Mapping[int, str], options: Mapping[str, int]
-    ) -> None:
-        """Layers that run in training only (auxiliary heads) are tied to the others by a run in training mode."""
-        seen = {axis.tensor for axis in self.sets.axes}
-        unseen = [name for name, p in model.named_parameters() if name not in seen and max(p.shape, default=0) > 1]
-        if not unseen:
-            return
-        model.train()
-        run = watch(model, call, self.sets, names, options)
-        model.eval()
-        for labels in output_labels(run):
-            self.sets.pin(labels, "the model returns them")
-        seen = {axis.tensor for axis in self.sets.axes}
-        if still := [name for name in unseen if name not in seen]:
-            self.notes.append(
-                f"{still[0]}" + (f" and {len(still) - 1} more" if len(still) > 1 else "") + ": never used"
-            )
-        if run.error is not None:
-            self.notes.append(f"the model does not run in training mode on the example: {run.error}")
-
-    def score(self) -> float:
-        """How many numbers of the parameters lie in units."""
-        return float(sum(len(places) for unit in self.units for _, _, places in unit.members))
-
-    def atoms(self, labels: Iterable[int]) -> list[tuple[str, int, int]]:
-        wanted, roots = set(labels), self.sets.roots().tolist()
-        return [
-            (axis.tensor, axis.dim, place)
-            for axis in self.sets.axes
-            for place, root in enumerate(roots[axis.first : axis.first + axis.size])
-            if root in wanted
-        ]
-
-
 class _Search:
     def __init__(self, model: nn.Module, call: Call) -> None:
         self.model, self.call = model, call
@@ -254,9 +159,11 @@ class _Search:
         self.hopeless: set[tuple[type, str, str]] = set()
         self.tried: set[tuple[str, int]] = set()
         self.spared_at: set[tuple[int, int]] = set()
+        self.unproved: list[tuple[Unit, str]] = []
+        self.wide = WideGroups()
 
-    def _analyse(self, options: Mapping[str, int]) -> _Analysis:
-        return _Analysis(self.traced, self.call, options, self.pins)
+    def _analyse(self, options: Mapping[str, int]) -> Analysis:
+        return Analysis(self.traced, self.call, options, self.pins)
 
     def choose(self) -> None:
         """Try other options where the channels that pass a choice cannot be removed."""
@@ -294,11 +201,37 @@ class _Search:
             elif not self._repaired(bench, dead, failure) and not self._rechosen(failure, draw):
                 self._spare(failure, dead)
 
-    def _bench(self) -> Bench:
-        return Bench(self.model, self.call, self.analysis.trace, self.analysis.sets, self.computed)
+    def widen(self) -> None:
+        """What cannot leave activations may still leave layers: it is found among the rest, and proved too."""
+        analysis = self.analysis
+        first = {(axis.tensor, axis.dim): axis.first for axis in analysis.sets.axes}
+        unproved = [
+            (replace(unit, label=analysis.sets.find(first[unit.members[0][:2]] + unit.members[0][2][0])), reason)
+            for unit, reason in self.unproved
+            if unit.members[0][:2] in first
+        ]
+        self.wide = find_wide_groups(
+            self.traced, analysis.trace.steps, analysis.sets, [*analysis.wide, *unproved], analysis.groups
+        )
+        if self.wide.groups and not self._holds(self.wide.groups):
+            self.wide = self.wide.without([group for group in self.wide.groups if not self._holds([group])])
+            if not self._holds(self.wide.groups):
+                self.wide = WideGroups()
 
-    def _drawn(self, seed: int) -> list[Unit]:
-        return drawn(self.analysis.groups, _SHARE, torch.Generator().manual_seed(seed), _SPREAD)
+    def _holds(self, wide: Sequence[Group]) -> bool:
+        """Whether these groups can leave layers, together with all that leave activations too."""
+        bench = self._bench()
+        return all(
+            bench.compare(self._drawn(draw, [*self.analysis.groups, *wide]), self.rules) is None
+            for draw in range(_NUM_DRAWS)
+        )
+
+    def _bench(self) -> Bench:
+        return Bench(self.model, self.call, self.analysis.trace, self.analysis.sets, self.computed, self.wide)
+
+    def _drawn(self, seed: int, groups: Sequence[Group] | None = None) -> list[Unit]:
+        wanted = self.analysis.groups if groups is None else groups
+        return drawn(wanted, _SHARE, torch.Generator().manual_seed(seed), _SPREAD)
 
     def _repaired(self, bench: Bench, dead: list[Unit], failure: Failure) -> bool:
         kind = type(self.model.get_submodule(failure.where))
@@ -336,6 +269,7 @@ class _Search:
         attribute may have to follow at the same time: half of a width is the size of one of two equal parts.
         """
         sets = self.analysis.sets
+        failing = set(self.analysis.atoms(failure.labels & {unit.label for unit in self.analysis.units}))
         for choice in self.analysis.trace.choices:
             if failure.labels.isdisjoint(sets.roots(choice.labels).unique().tolist()):
                 continue
@@ -346,7 +280,8 @@ class _Search:
                 options = {**self.options, choice.key: option}
                 before, self.analysis = self.analysis, self._analyse(options)
                 dead, rules = self._drawn(seed), None
-                if dead:
+                # An option that pins what fails is no remedy: it would only spare it, in all modules of the class.
+                if dead and not failing.isdisjoint(self.analysis.atoms(unit.label for unit in self.analysis.units)):
                     bench = self._bench()
                     found = bench.compare(dead, self.rules)
                     if found is None or found.position > failure.position:
@@ -368,6 +303,9 @@ class _Search:
         if gone.isdisjoint(blamed) or failure.position in self.spared_at:
             blamed = self._failing_groups(dead)
         self.spared_at.add(failure.position)
+        self.unproved += [
+            (unit, f"not proved: {blamed[unit.label]}") for unit in self.analysis.units if unit.label in blamed
+        ]
         for reason in sorted(set(blamed.values())):
             _log.debug("spared: %s", reason)
             labels = [label for label, own in blamed.items() if own == reason]
@@ -424,9 +362,19 @@ class _Search:
 
     def result(self, cost: SearchCost) -> ChannelGroups:
         analysis = self.analysis
+        unproved = {unit.members: reason for unit, reason in self.unproved}
+        widened = {
+            (*entry[:2], unproved[unit.members])
+            for group in self.wide.groups
+            for unit in group.units
+            if unit.members in unproved
+            for entry in unit.members
+        }
+        spared = [entry for entry in analysis.spared if (entry.tensor, entry.dim, entry.reason) not in widened]
+        spared += all_spared(entry for entry in analysis.wide if entry[0].label not in self.wide.reasons)
         return ChannelGroups(
-            tuple(analysis.groups),
-            tuple(analysis.spared),
+            (*analysis.groups, *self.wide.groups),
+            tuple(spared),
             tuple(analysis.notes),
             self._bench(),
             tuple(self.rules),

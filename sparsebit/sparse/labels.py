@@ -45,6 +45,7 @@ class LabelSets:
         self._parent = torch.zeros(1024, dtype=torch.long)
         self._is_pinned = torch.zeros(1024, dtype=torch.bool)
         self._reasons: dict[int, str] = {}
+        self._wide: list[tuple[Tensor, str]] = []
         self._listed: list[int] | None = None
         self.num_unions = 0  # a change of it says that representatives may have changed
 
@@ -126,6 +127,19 @@ class LabelSets:
         if labels is not None:
             flat = labels.flatten()
             self.join_pairwise(flat, torch.zeros_like(flat), reason)
+
+    def keep_width(self, labels: Tensor | None, reason: str) -> None:
+        """These atoms may become zero, but tensors of activations must not lose them."""
+        if labels is not None:
+            self._wide.append((labels.flatten(), reason))
+
+    def wide(self) -> Mapping[int, str]:
+        """Why sets must keep their places in activations, by their representatives."""
+        found: dict[int, str] = {}
+        for labels, reason in self._wide:
+            for root in self.roots(labels[labels > FIXED]).unique().tolist():
+                found.setdefault(root, reason)
+        return found
 
     def reasons(self) -> Mapping[int, str]:
         """Why sets must stay, by their representatives; all others may be removed."""

@@ -122,17 +122,21 @@ def _batch_normalized(sets: LabelSets, call: Call) -> list[Axes]:
 
 
 def _normalized(sets: LabelSets, call: Call) -> list[Axes]:
-    source, shape = call.args[0], call.args[1]
-    axes, num_last = call.axes_of(source), len(shape)
-    reason = f"{call.described()} normalizes over them"
-    for labels in axes[source.dim() - num_last :]:
-        sets.pin(labels, reason)
-    for vector in call.tensors()[1:]:
-        for labels in call.axes_of(vector):
-            sets.pin(labels, reason)
-    first = axes[: source.dim() - num_last]
+    """Mean and variance over channels depend on how many there are: zeros must stay in their places."""
+    source, num_last = call.args[0], len(call.args[1])
+    axes, lead = call.axes_of(source), source.dim() - num_last
+    vectors = [tensor for tensor in call.tensors()[1:] if tensor.dim() == num_last]
+    last: list[Tensor | None] = []
+    for dim in range(num_last):
+        found = [axes[lead + dim], *(call.axes_of(vector)[dim] for vector in vectors)]
+        for labels in found:
+            sets.keep_width(labels, f"{call.described()} normalizes over them")
+        last.append(shared(sets, found, source.shape[lead + dim], call))
+    first = axes[:lead]
     return [
-        (*first, *(None,) * (output.dim() - len(first))) if output.dim() >= len(first) else (None,) * output.dim()
+        (*first, *(last if output.shape == source.shape else (None,) * (output.dim() - lead)))
+        if output.dim() >= lead
+        else (None,) * output.dim()
         for output in call.outputs
     ]
 

@@ -29,6 +29,8 @@ class Call:
     note_groups: Callable[[Tensor], None]
     # (labels, reason): they must stay if anything uses what the call gives.
     pin_when_used: Callable[[Tensor | None, str], None]
+    # (labels, reason): they must keep their places in activations if anything uses what the call gives.
+    keep_width_when_used: Callable[[Tensor | None, str], None]
 
     @property
     def name(self) -> str:

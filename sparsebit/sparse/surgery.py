@@ -17,6 +17,7 @@ from sparsebit.errors import CheckpointError
 from sparsebit.sparse.computed_weights import make_plain
 from sparsebit.sparse.pruned_attention import follow_attention, follow_encoder
 from sparsebit.sparse.skipped_block import skip_blocks
+from sparsebit.sparse.spread_layers import spread_layer, spread_sides
 
 _PLAN = "_sparsebit_channel_plan"
 # What an attribute of a module becomes: a number, or a tuple or list of numbers.
@@ -35,6 +36,8 @@ class ChannelPlan:
     skipped: tuple[str, ...] = ()
     # convolutions that get the weights that they compute, and what each becomes
     computed: Mapping[str, str] = field(default_factory=dict)
+    # layers whose activations keep their width: on which sides, of "in" and "out"
+    spread: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; runs of positions are written as [first, last]."""
@@ -48,6 +51,7 @@ class ChannelPlan:
             },
             "skipped": list(self.skipped),
             "computed": dict(self.computed),
+            "spread": {module: list(sides) for module, sides in self.spread.items()},
         }
 
     def after(self, earlier: ChannelPlan) -> ChannelPlan:
@@ -61,7 +65,11 @@ class ChannelPlan:
         for module, values in self.attributes.items():
             attributes.setdefault(module, {}).update(values)
         computed = {**earlier.computed, **self.computed}
-        return ChannelPlan(kept, attributes, (*earlier.skipped, *self.skipped), computed)
+        spread = {
+            module: tuple(sorted({*earlier.spread.get(module, ()), *self.spread.get(module, ())}))
+            for module in (*earlier.spread, *self.spread)
+        }
+        return ChannelPlan(kept, attributes, (*earlier.skipped, *self.skipped), computed, spread)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ChannelPlan:
@@ -74,6 +82,7 @@ class ChannelPlan:
                 {module: dict(values) for module, values in value["attributes"].items()},
                 tuple(value.get("skipped", ())),  # folders of earlier versions have none
                 dict(value.get("computed", {})),  # folders of earlier versions have none
+                {module: tuple(sides) for module, sides in value.get("spread", {}).items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"the channel plan is damaged ({error!r})") from None
@@ -129,6 +138,11 @@ def apply_plan(model: nn.Module, plan: ChannelPlan) -> None:
         for name, number in values.items():
             is_tuple = isinstance(getattr(module, name), tuple)
             setattr(module, name, tuple(number) if is_tuple and not isinstance(number, int) else number)
+    for path, sides in plan.spread.items():
+        weight = plan.kept[f"{path}.weight" if path else "weight"]
+        spread_layer(
+            model.get_submodule(path), weight[1] if "in" in sides else None, weight[0] if "out" in sides else None
+        )
     for module in reversed(list(model.modules())):  # parts before what holds them
         _follow_shapes(module)
     skip_blocks(model, plan.skipped)
@@ -168,14 +182,18 @@ def _sliced(tensor: Tensor, dims: Mapping[int, tuple[int, ...]]) -> Tensor:
 def _follow_shapes(module: nn.Module) -> None:
     """The attributes of torch.nn layers that repeat the shapes of their parameters."""
     weight = getattr(module, "weight", None)
+    reads_wider, gives_wider = spread_sides(module)
     if isinstance(module, nn.modules.conv._ConvNd):
         if isinstance(weight, Tensor):
             first, second = weight.shape[:2]
             second = second * module.groups
-            module.in_channels, module.out_channels = (first, second) if module.transposed else (second, first)
+            taken, given = (first, second) if module.transposed else (second, first)
+            module.in_channels = module.in_channels if reads_wider else taken
+            module.out_channels = module.out_channels if gives_wider else given
     elif isinstance(module, nn.Linear):
         if isinstance(weight, Tensor):
-            module.out_features, module.in_features = weight.shape
+            module.in_features = module.in_features if reads_wider else weight.shape[1]
+            module.out_features = module.out_features if gives_wider else weight.shape[0]
     elif isinstance(module, nn.modules.batchnorm._NormBase):
         vector = weight if isinstance(weight, Tensor) else module.running_mean
         if isinstance(vector, Tensor):

@@ -509,6 +509,58 @@ class ListsWeights(nn.Module):
         return self.b(torch.relu(F.linear(x, weight, others["bias"])))
 
 
+class NormOverHidden(nn.Module):
+    """A norm inside of an MLP, over its neurons."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(6, 10), nn.LayerNorm(10), nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.norm(F.gelu(self.a(x))))
+
+
+class ResponseNorm(nn.Module):
+    """Global response normalization between two convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 4, 1)
+        self.scale, self.shift = nn.Parameter(torch.randn(8, 1, 1)), nn.Parameter(torch.randn(8, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(self.a(x))
+        norms = x.norm(dim=(2, 3), keepdim=True)
+        return self.b(x + self.shift + self.scale * x * (norms / (norms.mean(1, keepdim=True) + 1e-6)))
+
+
+class WidthOfInput(nn.Module):
+    """An attention whose code takes its width from what it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.a, self.b = 4, nn.Linear(12, 36), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        parts = self.a(x).reshape(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        query, key, value = parts.unbind(0)
+        mixed = (query @ key.transpose(-2, -1)).softmax(-1) @ value
+        return self.b(mixed.transpose(1, 2).reshape(batch, length, width))
+
+
+class NormalizedStream(nn.Module):
+    """A residual stream that norms read: it is written again after it was read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b, self.c = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        return self.c(x + self.b(self.norm(x)))
+
+
 class Caching(nn.Module):
     """A net that keeps computed values from one run to the next, in a list and as a new attribute."""
 
@@ -543,7 +595,7 @@ PRUNABLE: dict[str, tuple[Build, int]] = {
     "concat": (lambda: (Concat(), images()), 18),
     "chunks": (lambda: (Chunks(), rows(12)), 10),
     "cross stage": (lambda: (CrossStage(), images()), 6 + 8),
-    "constant split": (lambda: (ConstantSplit(), images()), 5 + 7),
+    "constant split": (lambda: (ConstantSplit(), images()), 5 + 7 + 14),
     "unequal use": (lambda: (UnequalUse(), images()), 6 + 8 + 4),
     "unbind": (lambda: (Unbind(), rows(12)), 8),
     "depthwise": (lambda: (Depthwise(), images()), 8),
@@ -573,12 +625,19 @@ PRUNABLE: dict[str, tuple[Build, int]] = {
     "lists weights": (lambda: (ListsWeights(), rows()), 10),
     "caching": (lambda: (Caching(), images()), 8),
 }
-# Nets with a layer `a` whose outputs must be spared, and words of the reason.
-SPARED: dict[str, tuple[Build, str]] = {
+# Nets with layers `a` and `b` that can lose the channels between them, which the code between cannot: the reason.
+WIDE: dict[str, tuple[Build, str]] = {
     "size in the code": (lambda: (FixedReshape(), images()), "not proved"),
     "mean over channels": (lambda: (MeanOverChannels(), images()), "mean in the model is taken over them"),
     "hidden constant": (lambda: (HiddenConstant(), rows()), "gives other values without them"),
     "kept mean": (lambda: (KeptMean(), rows()), "mean in the model is taken over them"),
+    "norm over hidden": (lambda: (NormOverHidden(), rows()), "native_layer_norm in norm normalizes over them"),
+    "response norm": (lambda: (ResponseNorm(), images()), "mean in the model is taken over them"),
+    "width of the input": (lambda: (WidthOfInput(), torch.randn(2, 5, 12)), "not proved: the model fails"),
+}
+# Nets with a layer `a` whose outputs must be spared, and words of the reason.
+SPARED: dict[str, tuple[Build, str]] = {
     "writes into zeros": (lambda: (WritesIntoZeros(), images()), "combines them with values that must stay"),
     "softmax": (lambda: (Softmax(), rows()), "softmax in the model mixes them"),
+    "normalized stream": (lambda: (NormalizedStream(), rows()), "native_layer_norm in norm normalizes over them"),
 }

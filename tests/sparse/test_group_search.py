@@ -10,9 +10,10 @@ from torch import nn
 
 from sparsebit.errors import CaptureError
 from sparsebit.sparse.channel_proof import drawn, mask_units
-from sparsebit.sparse.group_search import _Analysis, find_groups
+from sparsebit.sparse.group_analysis import Analysis
+from sparsebit.sparse.group_search import find_groups
 from sparsebit.sparse.surgery import apply_plan
-from tests.sparse.nets import PRUNABLE, SPARED, Auxiliary, Caching, PaddedShortcut, images
+from tests.sparse.nets import PRUNABLE, SPARED, WIDE, Auxiliary, Caching, PaddedShortcut, images
 
 
 @pytest.mark.parametrize("name", PRUNABLE)
@@ -46,8 +47,8 @@ def test_what_cannot_be_proved_is_spared_with_the_reason(name: str) -> None:
     assert reasons[0] in str(found)
 
 
-def test_the_others_stay_prunable_beside_a_spared_group() -> None:
-    build, _ = SPARED["size in the code"]
+def test_the_others_stay_prunable_beside_a_group_that_fails() -> None:
+    build, _ = WIDE["size in the code"]
     model, batch = build()
     found = find_groups(model.eval(), batch)
     assert {axis for group in found.groups for axis in group.axes} >= {("b.weight", 0), ("c.weight", 0)}
@@ -79,7 +80,7 @@ def test_a_model_that_does_not_run_is_refused() -> None:
 def test_a_value_that_the_model_keeps_from_run_to_run_is_seen_in_every_analysis() -> None:
     model, call = Caching().eval(), ((images(),), {})
     for _ in range(2):
-        found = _Analysis(model, call, {}, {})
+        found = Analysis(model, call, {}, {})
         assert {tensor for unit in found.units for tensor, _, _ in unit.members} >= {"a.weight", "scale", "b.weight"}
 
 

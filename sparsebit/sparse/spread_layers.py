@@ -1,0 +1,115 @@
+"""Layers that compute some of their outputs and read some of their inputs, while activations keep their width.
+
+Where code between two layers relies on a width (a norm over channels, `x.reshape(batch, length, 768)`), channels can
+leave the layers but not the activations: the first layer computes fewer outputs and puts zeros in the places of the
+others, the second reads the places that are left. That is what masked layers compute, whatever the code between does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class _Spread:
+    """Buffers of both sides. None: this side is as in every layer. They follow from a plan, and are not saved.
+
+    `spread_reads`: the places that are read. `spread_writes`: for each place of the output, which computed channel goes
+    there; the number of computed channels stands for zero.
+    """
+
+    spread_reads: Tensor | None
+    spread_writes: Tensor | None
+    channel_dim = -1
+
+    def _read(self, x: Tensor) -> Tensor:
+        return x if self.spread_reads is None else x.index_select(self.channel_dim, self.spread_reads)
+
+    def _written(self, y: Tensor) -> Tensor:
+        if self.spread_writes is None:
+            return y
+        zeros = F.pad(y, (0, 0) * (-1 - self.channel_dim) + (0, 1))
+        return zeros.index_select(self.channel_dim, self.spread_writes)
+
+    def extra_repr(self) -> str:
+        """What the layer says of itself, and how many channels it reads and computes."""
+        said: str = super().extra_repr()  # type: ignore[misc]
+        said += "" if self.spread_reads is None else f", reads={self.spread_reads.numel()}"
+        return said + ("" if self.spread_writes is None else f", computes={int(self.spread_writes.max())}")
+
+
+class SpreadLinear(_Spread, nn.Linear):
+    """A linear layer whose `in_features` and `out_features` are the widths of the activations."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._written(F.linear(self._read(input), self.weight, self.bias))
+
+
+class SpreadConv1d(_Spread, nn.Conv1d):
+    """A convolution whose `in_channels` and `out_channels` are the widths of the activations."""
+
+    channel_dim = -2
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._written(self._conv_forward(self._read(input), self.weight, self.bias))
+
+
+class SpreadConv2d(_Spread, nn.Conv2d):
+    """A convolution whose `in_channels` and `out_channels` are the widths of the activations."""
+
+    channel_dim = -3
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._written(self._conv_forward(self._read(input), self.weight, self.bias))
+
+
+class SpreadConv3d(_Spread, nn.Conv3d):
+    """A convolution whose `in_channels` and `out_channels` are the widths of the activations."""
+
+    channel_dim = -4
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._written(self._conv_forward(self._read(input), self.weight, self.bias))
+
+
+_FORMS: dict[type[nn.Module], type[Any]] = {
+    nn.Linear: SpreadLinear,
+    nn.Conv1d: SpreadConv1d,
+    nn.Conv2d: SpreadConv2d,
+    nn.Conv3d: SpreadConv3d,
+}
+
+
+def can_spread(module: nn.Module) -> bool:
+    """Whether a layer has such a form: torch's own linear layers and convolutions without groups, of plain weights."""
+    return type(module) in _FORMS and "weight" in module._parameters and getattr(module, "groups", 1) == 1
+
+
+def spread_layer(module: nn.Module, reads: Sequence[int] | None, writes: Sequence[int] | None) -> None:
+    """Give a layer whose weight has been made smaller its other form, in place.
+
+    `reads`, `writes`: the places of the activations that it still has; None: all. Called before the layer's numbers of
+    channels follow the smaller weight.
+    """
+    assert isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
+    device = module.weight.device
+    table = None
+    if writes is not None:
+        num_given = module.out_features if isinstance(module, nn.Linear) else module.out_channels
+        table = torch.full((num_given,), len(writes), dtype=torch.long, device=device)
+        table[torch.tensor(writes, dtype=torch.long, device=device)] = torch.arange(len(writes), device=device)
+    places = None if reads is None else torch.tensor(reads, dtype=torch.long, device=device)
+    module.__class__ = _FORMS[type(module)]
+    module.register_buffer("spread_reads", places, persistent=False)
+    module.register_buffer("spread_writes", table, persistent=False)
+
+
+def spread_sides(module: nn.Module) -> tuple[bool, bool]:
+    """Whether a layer's inputs, and its outputs, are wider than its weight."""
+    if not isinstance(module, _Spread):
+        return False, False
+    return module.spread_reads is not None, module.spread_writes is not None
