@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from sparsebit.errors import ConfigError
 from sparsebit.llm.float_weight import FLOAT_KINDS, GROUPS, FloatKind
-from sparsebit.numerics.gptq_math import ScaleSearch
+from sparsebit.numerics.scale_search_math import ScaleSearch
 
 Method = Literal["rtn", "gptq", "awq", "autoround", "fp8", "mxfp4", "nvfp4"]
 METHODS: tuple[Method, ...] = get_args(Method)

@@ -11,10 +11,13 @@ from torch import Tensor
 from sparsebit.llm.float_weight import Weight, round_to_floats
 from sparsebit.llm.packed_weight import PackedWeight
 from sparsebit.llm.recipe import Recipe
-from sparsebit.numerics.gptq_math import Grid, Rounded, Rounding, quantize, round_nearest, target_weight
+from sparsebit.numerics.gptq_math import Rounded, quantize, round_nearest
+from sparsebit.numerics.gptq_target_math import target_weight
 from sparsebit.numerics.hessian import InputMoments
 from sparsebit.numerics.qparams import SMALLEST_SCALE, qparams_from_range
+from sparsebit.numerics.scale_search_math import Rounding
 from sparsebit.numerics.spec import PerGroup, TensorSpec
+from sparsebit.numerics.weight_grid import Grid
 
 # Below this share of the scale that holds the whole range no scale is looked for: with few codes more is clipped.
 _SMALLEST_FACTOR = {2: 0.3, 3: 0.4}

@@ -2,31 +2,30 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from sparsebit.numerics import scale_search_math
 from sparsebit.numerics.gptq_math import (
-    Grid,
-    Rounding,
-    chosen_damping,
-    chosen_rounding,
     descend,
     quantize,
     refit_scale,
     round_columns,
     round_nearest,
     row_loss,
-    search_scale,
-    shared_columns,
-    target_weight,
     with_variance,
 )
+from sparsebit.numerics.gptq_target_math import chosen_damping, chosen_rounding, target_weight
 from sparsebit.numerics.hessian import damped, inverse_factor
 from sparsebit.numerics.qparams import broadcast_to, qparams_from_range
 from sparsebit.numerics.reference import fake_quantize
+from sparsebit.numerics.scale_search_math import Rounding, search_scale
 from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec, to_rows
+from sparsebit.numerics.weight_grid import Grid, shared_columns
 
 CHANNEL = PerChannel(0)
 PLAIN = Rounding(act_order=False, scale_search="none", sweeps=0, refit=False)
@@ -239,6 +238,49 @@ def test_the_search_finds_the_better_scale() -> None:
         found = quantize(W, H, grid, rounding)
         assert (found.grid.scale < 0.5 * grid.scale).all()
         assert (found.loss < 0.3 * found.nearest_loss).all()
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("most", [1, 1 << 18], ids=["one set at a time", "all sets at once"])
+def test_the_search_takes_what_single_candidates_say(
+    granularity: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scale_search_math, "_CPU_ELEMENTS", most)
+    W, H = problem(4, 12, 50)
+    grid = grid_of(W, 2, symmetric=False, granularity=GRANULARITIES[granularity])
+    found = search_scale(W, H, grid, None, Rounding(num_candidates=4, smallest_factor=0.4))
+    losses, scales = [], []
+    for share in torch.linspace(1, 0.4, 4, dtype=torch.float64).tolist():
+        candidate = grid.with_scale(grid.scale * share)
+        error = W - candidate.values(candidate.nearest(W))
+        inside = grid.index[:, 0, :, None] == grid.index[:, 0, None, :]
+        by_element = (error @ torch.where(inside, H, 0.0)) * error
+        losses.append(torch.zeros_like(grid.scale).index_add_(0, grid.index.flatten(), by_element.flatten()))
+        scales.append(candidate.scale)
+    best = torch.stack(losses).argmin(0)
+    assert torch.equal(found.scale, torch.stack(scales).gather(0, best[None])[0])
+    assert len(best.unique()) > 1 or granularity == "tensor"
+
+
+def test_few_calls_for_each_column() -> None:
+    """On a GPU the number of kernels is the time: 5 for GPTQ and 6 for a sweep, beside those of blocks and groups."""
+
+    class Calls(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += not func.is_view and "empty" not in str(func)
+            return func(*args, **(kwargs or {}))
+
+    counts = {}
+    for columns in (128, 256):
+        W, H = problem(3, columns, 2 * columns)
+        grid = grid_of(W, 2, symmetric=False, granularity=PerGroup(1, columns // 2))  # the same number of groups
+        with Calls() as calls:
+            quantize(W, H, grid, Rounding(block_size=columns))
+        counts[columns] = calls.count
+    assert counts[256] - counts[128] <= (5 + 2 * 6) * 128
+    assert counts[256] < 25 * 256
 
 
 def test_one_candidate_is_no_search() -> None:

@@ -23,19 +23,13 @@ from sparsebit.errors import CalibrationError
 from sparsebit.execution.block_engine import BlockData
 from sparsebit.execution.distributed import gather, is_distributed
 from sparsebit.execution.value_store import MIB
-from sparsebit.numerics.gptq_math import (
-    Grid,
-    Rounding,
-    ScaleSearch,
-    chosen_damping,
-    chosen_rounding,
-    quantize,
-    target_weight,
-    with_variance,
-)
+from sparsebit.numerics.gptq_math import quantize, with_variance
+from sparsebit.numerics.gptq_target_math import chosen_damping, chosen_rounding, target_weight
 from sparsebit.numerics.hessian import InputMoments
 from sparsebit.numerics.layer_matrix import LayerMatrix, layer_matrix
 from sparsebit.numerics.qparams import SMALLEST_SCALE, broadcast_to
+from sparsebit.numerics.scale_search_math import Rounding, ScaleSearch
+from sparsebit.numerics.weight_grid import Grid
 from sparsebit.quantization.algorithms.layer_visits import (
     LayeredModel,
     folder_name,
