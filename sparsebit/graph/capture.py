@@ -21,11 +21,12 @@ from sparsebit.graph.copying import copy_model, uncompiled
 from sparsebit.graph.example import UNKNOWN
 from sparsebit.graph.failures import FAILURES, Untraced, describe_failure, forward_line, report_own_fault
 from sparsebit.graph.graph_module import CapturedGraph
+from sparsebit.graph.leaf_policy import LeafPolicy
 from sparsebit.graph.observed_calls import ObservedCalls
 from sparsebit.graph.outcome import undisturbed_randomness
 from sparsebit.graph.passes.decompose import decompose
 from sparsebit.graph.region import NAMES_OF_A_REGION, ContainerRegion, Region
-from sparsebit.graph.tracer import LeafPolicy, LeafTracer
+from sparsebit.graph.tracer import LeafTracer
 
 
 @dataclass

@@ -14,19 +14,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fnmatch
-import glob
 import inspect
 import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.utils.parametrize import is_parametrized
 
 from sparsebit.graph.aliasing import OPERATORS, writes_by_name
 from sparsebit.graph.copying import is_held
@@ -43,74 +39,22 @@ from sparsebit.graph.example import (
 )
 from sparsebit.graph.failures import FAILURES, Untraced, describe_failure, forward_line, report_own_fault, user_line
 from sparsebit.graph.graph_module import NAME_KEY
+from sparsebit.graph.leaf_policy import LeafPolicy
 from sparsebit.graph.node_names import NodeNames
 from sparsebit.graph.node_queries import (
     asks_about_training,
     asks_for_sizes,
     depends_on_input,
     is_part_of_input,
-    is_write_into,
 )
-from sparsebit.graph.outer_state import OuterState, Place, undisturbed_outer_state
+from sparsebit.graph.outer_state import undisturbed_outer_state
 from sparsebit.graph.patched_torch import TRACING, traced_factories, unfused_attention
-from sparsebit.graph.state import PythonRandomness, states_of, undisturbed_state
+from sparsebit.graph.state import PythonRandomness, undisturbed_state
 from sparsebit.graph.traced_builtins import class_of, traced_builtins
-from sparsebit.graph.training_flag import TrainingFlag, note_identity_test, tests_identity
-from sparsebit.graph.untraceable import has_hooks, watched
+from sparsebit.graph.traced_calls import TracedCalls
+from sparsebit.graph.training_flag import TrainingFlag, tests_identity
+from sparsebit.graph.untraceable import watched
 from sparsebit.graph.values import python_values
-
-# Modules of torch.nn that are no ops themselves: their inside is traced, or entered.
-_COMPOSITES: tuple[type[nn.Module], ...] = (
-    nn.Module,
-    nn.Sequential,
-    nn.ModuleList,
-    nn.ModuleDict,
-    nn.Transformer,
-    nn.TransformerEncoder,
-    nn.TransformerDecoder,
-    nn.TransformerEncoderLayer,
-    nn.TransformerDecoderLayer,
-)
-
-
-@dataclass(frozen=True)
-class LeafPolicy:
-    """Leaves: modules of `torch.nn` except containers and composites, `skip` globs, and the classes in `extra`.
-
-    By path, with the reason: `own_code`, modules that are not traced but run their own code, with their layers seen
-    one by one; `untouched`, modules that stay as they are, with everything inside.
-    """
-
-    skip: tuple[str, ...] = ()
-    extra: tuple[type[nn.Module], ...] = ()
-    own_code: Mapping[str, str] = field(default_factory=dict)
-    untouched: Mapping[str, str] = field(default_factory=dict)
-
-    def cut(self, path: str, reason: str) -> LeafPolicy:
-        """The same policy with one more module that runs its own code or, where it does already, stays untouched."""
-        if path in self.own_code:
-            return dataclasses.replace(self, untouched={**self.untouched, path: reason})
-        return dataclasses.replace(self, own_code={**self.own_code, path: reason})
-
-    def below(self, path: str, module: nn.Module) -> LeafPolicy:
-        """The same policy for `module`, which is at `path`, with paths relative to it."""
-        names = {f"{path}.{name}" if path and name else path or name: name for name, _ in module.named_modules()}
-        own_code, untouched = (
-            {names[full]: reason for full, reason in reasons.items() if full in names}
-            for reasons in (self.own_code, self.untouched)
-        )
-        skipped = (name for full, name in names.items() if self.is_skipped(full))
-        return LeafPolicy(tuple(map(glob.escape, skipped)), self.extra, own_code, untouched)
-
-    def is_skipped(self, path: str) -> bool:
-        return path in self.untouched or any(fnmatch.fnmatchcase(path, pattern) for pattern in self.skip)
-
-    def is_leaf(self, module: nn.Module, path: str) -> bool:
-        if self.is_skipped(path) or (self.extra and type(module) in self.extra):
-            return True
-        kind = type(module).__bases__[0] if is_parametrized(module) else type(module)
-        of_torch = kind.__module__.startswith(("torch.nn.", "torch.ao.nn."))
-        return (of_torch or isinstance(module, torch.jit.ScriptModule)) and kind not in _COMPOSITES
 
 
 class LeafTracer(fx.Tracer):
@@ -135,13 +79,12 @@ class LeafTracer(fx.Tracer):
         self.untraced: dict[str, Untraced] = {}
         self.eval_branches: dict[str, str] = {}
         self._names = NodeNames()
-        self._tensors: dict[str, torch.Tensor] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
         self._tensor_names: dict[int, str] = {}
         self._attribute_proxies: dict[str, fx.Proxy] = {}
         self.is_evaluating = False
         self._thread: int | None = None
-        self._refusals: list[str] = []
-        self._places: dict[type, list[Place]] = {}
+        self._calls = TracedCalls(self)
 
     def is_tracing_here(self) -> bool:
         """Whether the code that asks runs in this trace: not in another thread, nor to find an example's value."""
@@ -149,8 +92,7 @@ class LeafTracer(fx.Tracer):
 
     def refuse(self, reason: str) -> NoReturn:
         """End the trace of the module whose code runs now; noted too, since that code may catch the error."""
-        self._refusals.append(reason)
-        raise fx.proxy.TraceError(reason)
+        self._calls.refuse(reason)
 
     def class_of(self, obj: fx.Proxy) -> type:
         return class_of(self, obj)
@@ -167,10 +109,10 @@ class LeafTracer(fx.Tracer):
     def trace(self, root: nn.Module | Callable[..., Any], concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         assert isinstance(root, nn.Module)
         parameters, buffers = root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False)
-        self._tensors = {**dict(parameters), **dict(buffers)}
-        self._tensor_names = {id(tensor): name for name, tensor in reversed(self._tensors.items())}
+        self.tensors = {**dict(parameters), **dict(buffers)}
+        self._tensor_names = {id(tensor): name for name, tensor in reversed(self.tensors.items())}
         modules = (name for name, _ in root.named_modules(remove_duplicate=False))
-        self._names = NodeNames([*modules, *self._tensors])
+        self._names = NodeNames([*modules, *self.tensors])
         registered = set(root._modules)
         try:
             with TRACING, undisturbed_state(root), contextlib.ExitStack() as patches:
@@ -216,7 +158,7 @@ class LeafTracer(fx.Tracer):
         root = self.root
 
         def forward(*values: Any) -> Any:
-            with self._kept_faithful(root, ""):
+            with self._calls.kept_faithful(root, ""):
                 return root._call_impl(*values, **kwargs)
 
         return forward, args
@@ -272,7 +214,7 @@ class LeafTracer(fx.Tracer):
         if node.op == "placeholder":
             return self.inputs.get(str(node.target), UNKNOWN)
         if node.op == "get_attr":
-            return self._fake(self._tensors[str(node.target)])
+            return self._fake(self.tensors[str(node.target)])
         if any(value_of(source) is UNKNOWN for source in node.all_input_nodes):
             return UNKNOWN
         if self.example is None and not asks_for_sizes(node):
@@ -297,7 +239,7 @@ class LeafTracer(fx.Tracer):
         module = self.root.get_submodule(str(node.target))
         if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
             return UNKNOWN  # compiled code takes no tensors without data
-        with undisturbed_outer_state(module, known=self._places), undisturbed_state(module):
+        with undisturbed_outer_state(module, known=self._calls.places), undisturbed_state(module):
             set_training(module, False)
             if not type(module).__module__.startswith("torch.nn."):  # its code may write into its buffers
                 for part in module.modules():
@@ -336,7 +278,7 @@ class LeafTracer(fx.Tracer):
         assert isinstance(self.root, nn.Module)
         registered = set(self.root._modules)
         try:
-            with self._kept_faithful(m, path):
+            with self._calls.kept_faithful(m, path):
                 return super().call_module(m, forward, args, kwargs)
         except FAILURES as error:
             report_own_fault(error)
@@ -346,43 +288,6 @@ class LeafTracer(fx.Tracer):
             self.module_stack.update(stack)
             self.untraced[path] = describe_failure(error, self.full_path(path), m)
             return self.create_proxy("call_module", path, args, kwargs)
-
-    @contextlib.contextmanager
-    def _kept_faithful(self, module: nn.Module, path: str) -> Iterator[None]:
-        """Around one call of `module`, whose code is traced: an error where the call does what no graph represents."""
-        refusals, randomness = len(self._refusals), PythonRandomness()
-        states, outside = states_of(module), OuterState([module], self._places)
-        try:
-            if has_hooks(module):
-                self.refuse("it has hooks, which must run at every call")
-            note_identity_test(self, path, module)
-            yield
-            if len(self._refusals) > refusals:
-                raise fx.proxy.TraceError(self._refusals[refusals])
-            self._check_assigned(module, path)
-            changed = next((name for state in states if (name := state.changed()) is not None), None)
-            if changed is not None:
-                raise fx.proxy.TraceError(f"changes the attribute {changed!r}: the next call may depend on this one")
-            changed = outside.changed()
-            if changed is not None:
-                raise fx.proxy.TraceError(f"changes {changed}: the next call may depend on this one")
-            if randomness.has_changed():
-                randomness.restore()
-                raise fx.proxy.TraceError("draws from Python's or NumPy's random generator, anew at every call")
-        finally:
-            del self._refusals[refusals:]
-            for state in states:
-                state.restore()
-            outside.restore()
-
-    def _check_assigned(self, module: nn.Module, path: str) -> None:
-        """Put back buffers that forward assigned: only a write into the same one (`self.steps += 1`) can be traced."""
-        for name, value in list(module._buffers.items()):
-            if isinstance(value, fx.Proxy):
-                full = f"{path}.{name}" if path else name
-                module._buffers[name] = self._tensors[full]
-                if not is_write_into(value.node, full):
-                    raise fx.proxy.TraceError(f"assigns its buffer {name!r}: the next call depends on this one")
 
     def _installed_path(self, module: nn.Module) -> str:
         """The module's path; one that forward creates (`nn.ReLU()(x)`) is installed first."""

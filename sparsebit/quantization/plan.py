@@ -17,10 +17,10 @@ from sparsebit.deploy.runtimes import PROFILES, RuntimeProfile
 from sparsebit.errors import BackendError
 from sparsebit.graph.aliasing import overwritten
 from sparsebit.graph.capture import Captured
+from sparsebit.graph.leaf_policy import LeafPolicy
 from sparsebit.graph.op_rows import OpKind, OpRow
 from sparsebit.graph.op_table import input_argument, keeps_grid, row_of, row_of_module, tensor_arguments
 from sparsebit.graph.region import Region
-from sparsebit.graph.tracer import LeafPolicy
 from sparsebit.graph.values import python_values, static_values, tensor_inputs
 from sparsebit.quantization.float_reasons import COMPLEX, SWITCHED_OFF
 from sparsebit.quantization.group_rules import check_groups

@@ -24,10 +24,10 @@ from sparsebit.graph.call_form import VARYING, CallForm, call_form
 from sparsebit.graph.capture import Captured
 from sparsebit.graph.copying import uncompiled
 from sparsebit.graph.example import GuardError
+from sparsebit.graph.leaf_policy import LeafPolicy
 from sparsebit.graph.outcome import undisturbed_randomness
 from sparsebit.graph.passes.fold_batchnorm import Folded
 from sparsebit.graph.region import Region
-from sparsebit.graph.tracer import LeafPolicy
 from sparsebit.quantization.coverage import describe_coverage
 from sparsebit.quantization.inserted_factors import InsertedFactor
 from sparsebit.quantization.ops.registration import registered_module_types

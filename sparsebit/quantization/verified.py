@@ -20,6 +20,7 @@ from sparsebit.graph.call_form import call_form, has_forward
 from sparsebit.graph.comparison import difference
 from sparsebit.graph.copying import copy_model
 from sparsebit.graph.hidden_writes import may_write_parameters
+from sparsebit.graph.leaf_policy import LeafPolicy
 from sparsebit.graph.nested import tensors_of
 from sparsebit.graph.outcome import (
     Buffers,
@@ -35,7 +36,6 @@ from sparsebit.graph.outcome import (
 )
 from sparsebit.graph.outer_state import OuterState, undisturbed_outer_state
 from sparsebit.graph.passes.fold_batchnorm import Folded
-from sparsebit.graph.tracer import LeafPolicy
 from sparsebit.graph.verification import Compare, Reference, in_double, is_within
 from sparsebit.quantization.carried_state import BuiltState, CarriedState, twin_at
 from sparsebit.quantization.ops.quant_opr import QIdentity, QuantOpr

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from sparsebit.graph.leaf_policy import LeafPolicy
 from sparsebit.graph.patched_torch import traced_factories, unfused_attention
-from sparsebit.graph.tracer import LeafPolicy, LeafTracer
+from sparsebit.graph.tracer import LeafTracer
 
 
 def look_around_and_fail() -> None:
@@ -28,7 +29,8 @@ def test_torch_is_as_before_also_after_an_error() -> None:
 def test_torch_remembers_no_patched_function(project_root: Path) -> None:
     """In a fresh process: torch fills its lists of functions at their first use, which may be in a trace."""
     code = (
-        "import torch; from torch import nn; from sparsebit.graph.tracer import LeafPolicy, LeafTracer\n"
+        "import torch; from torch import nn\n"
+        "from sparsebit.graph.leaf_policy import LeafPolicy; from sparsebit.graph.tracer import LeafTracer\n"
         "LeafTracer(LeafPolicy()).trace(nn.Sequential(nn.ReLU(), nn.Linear(2, 2)))\n"
         "listed = torch.overrides.get_ignored_functions()\n"
         "assert torch.arange in listed\n"

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from sparsebit.graph.tracer import LeafPolicy, LeafTracer
+from sparsebit.graph.leaf_policy import LeafPolicy
+from sparsebit.graph.tracer import LeafTracer
 
 
 class Block(nn.Module):

@@ -21,10 +21,10 @@ from sparsebit.errors import SpecError
 from sparsebit.graph.capture import Captured
 from sparsebit.graph.captured_block import CapturedBlock
 from sparsebit.graph.graph_module import source_path
+from sparsebit.graph.leaf_policy import LeafPolicy
 from sparsebit.graph.op_rows import OpKind
 from sparsebit.graph.op_table import row_of, row_of_module
 from sparsebit.graph.rewrite import insert_module_after
-from sparsebit.graph.tracer import LeafPolicy
 from sparsebit.numerics.spec import PerChannel, PerGroup, PerTensor, TensorSpec, num_rows
 from sparsebit.quantization.float_reasons import SWITCHED_OFF, TABLE, UNEXPLAINED
 from sparsebit.quantization.ops.parameter_reads import QuantizedParameter, read_quantized
