@@ -47,29 +47,34 @@ class BatchValues:
     def __iter__(self) -> Iterator[Values]:
         return map(self._get, range(self._num_batches))
 
+    def part(self, batches: range) -> BatchValues:
+        """The values of some neighbouring batches."""
+        return BatchValues(len(batches), lambda index: self._get(batches[index]))
+
 
 class BlockData:
     """What a visitor gets: the block, and its values of each batch.
 
     `inputs`: from the blocks in front as they are now, `float_inputs`: from the float model; tuples in the order of
     `block.inputs`. `targets`: what the float model computes here, in the order of `block.outputs`. The tensors may be
-    the stored ones: write into a copy.
+    the stored ones: write into a copy. `held_out`: the same of the samples that must not be learned from, where there
+    are some (on any rank; on this one there may be none). `batches`: which ones of the run these are.
     """
 
-    def __init__(self, run: _Run, block: Block) -> None:
-        self.block, self.num_batches = block, run.num_batches
+    def __init__(self, run: _Run, block: Block, batches: range, held_out: BlockData | None = None) -> None:
+        self.block, self.batches, self.num_batches, self.held_out = block, batches, len(batches), held_out
         self._run, self._runner = run, run.runner(block)
-        self.inputs = BatchValues(run.num_batches, lambda index: run.values("changed", block.inputs, index))
+        self.inputs = self._values("changed", block.inputs)
 
     @property
     def float_inputs(self) -> BatchValues:
         self._require_float("float_inputs")
-        return BatchValues(self.num_batches, lambda index: self._run.values("float", self.block.inputs, index))
+        return self._values("float", self.block.inputs)
 
     @property
     def targets(self) -> BatchValues:
         self._require_float("targets")
-        return BatchValues(self.num_batches, lambda index: self._run.values("float", self.block.outputs, index))
+        return self._values("float", self.block.outputs)
 
     def run(self, inputs: Values) -> Values:
         """The block as it is now on `inputs`; gives the values of `block.outputs`.
@@ -81,6 +86,10 @@ class BlockData:
     def outputs(self) -> Iterator[Values]:
         """`run` on `inputs` of each batch in turn."""
         return map(self.run, self.inputs)
+
+    def _values(self, stream: Stream, nodes: Sequence[fx.Node]) -> BatchValues:
+        run = self._run
+        return BatchValues(run.num_batches, lambda index: run.values(stream, nodes, index)).part(self.batches)
 
     def _require_float(self, what: str) -> None:
         if not self._run.has_float:
@@ -100,6 +109,7 @@ def run_blocks(
     as_float: AsFloat | None = None,
     store: SharedData | None = None,
     resume: Resume | None = None,
+    num_held: int | None = None,
     what: str = "blocks",
 ) -> None:
     """Call `visit` for each block in order; nodes between the blocks run too, and are not visited.
@@ -107,14 +117,15 @@ def run_blocks(
     `inputs_of(i)`: the graph's inputs of batch i by name; a missing one takes its default. `as_float(block)`: inside
     this context the block computes what it computes in the float model, as far as switches decide; weights that a visit
     changed earlier (a layer that two blocks call) are put back by the engine. Without it there are no float values, and
-    nothing is spent on them. `resume`: finished blocks are loaded instead of visited.
+    nothing is spent on them. `resume`: finished blocks are loaded instead of visited. `num_held`: so many of the last
+    batches are `held_out` in what a visit gets; None: there are none on any rank.
 
     On several ranks each has its own batches, and visits merge what they gather (`sparsebit.execution.distributed`).
     """
     store = SharedData() if store is None else store
     # Values that are made in inference mode could never be part of a training step.
     with torch.inference_mode(False), torch.no_grad():
-        run = _Run(graph_module, blocks, num_batches, as_float, store)
+        run = _Run(graph_module, blocks, num_batches, as_float, store, num_held)
         if resume is not None:
             resume.start(graph_module, blocks, num_batches, inputs_of)
         try:
@@ -149,8 +160,9 @@ class _Run:
         num_batches: int,
         as_float: AsFloat | None,
         store: SharedData,
+        num_held: int | None,
     ) -> None:
-        self.graph_module, self.num_batches, self.store = graph_module, num_batches, store
+        self.graph_module, self.num_batches, self.store, self.num_held = graph_module, num_batches, store, num_held
         self.as_float, self.has_float = as_float, as_float is not None
         self.flow = Flow(graph_module)
         self.parts = with_gaps(self.flow, blocks)
@@ -243,9 +255,15 @@ class _Run:
             return
         log.debug("block %s: %d nodes, %d batches", block.name, len(block.nodes), self.num_batches)
         with torch.enable_grad():
-            visit(BlockData(self, block))
+            visit(self._data(block))
         if resume is not None:
             resume.save(block)
+
+    def _data(self, block: Block) -> BlockData:
+        if self.num_held is None:
+            return BlockData(self, block, range(self.num_batches))
+        border = self.num_batches - self.num_held
+        return BlockData(self, block, range(border), BlockData(self, block, range(border, self.num_batches)))
 
     def _advance_float(self, block: Block) -> None:
         assert self.as_float is not None

@@ -92,7 +92,7 @@ class Samples:
     def _has_independent_rows(self, batch: Minibatch) -> bool:
         """Whether the block computes for some rows alone what it computes for them among the others."""
         count = num_rows(batch)
-        if count < 2 or not all(_is_row_tensor(tensor, count) for tensor in tensors_of(batch.targets)):
+        if count < 2 or not all(is_row_tensor(tensor, count) for tensor in tensors_of(batch.targets)):
             return False
         chosen = torch.arange(count - 1, -1, -2)
         try:
@@ -101,11 +101,13 @@ class Samples:
         except Exception:  # a size that does not fit the rows: anything may be raised by the block's ops
             return False
         pairs = zip(tensors_of(some), tensors_of(whole), strict=True)
-        return all(_is_alike(one, other[chosen]) for one, other in pairs)
+        return all(is_alike(one, other[chosen]) for one, other in pairs)
 
 
-def _is_alike(one: Tensor, other: Tensor) -> bool:
-    """Up to what other algorithms for other batch sizes change: of a quantized block, a code here and there."""
+def is_alike(one: Tensor, other: Tensor) -> bool:
+    """Whether values are equal up to what other kernels for other batch sizes change: of a quantized block, a code here
+    and there.
+    """
     if one.shape != other.shape or not one.is_floating_point():
         return one.shape == other.shape
     return float((one - other).norm()) <= 0.05 * float(other.norm())
@@ -147,12 +149,13 @@ def _concatenated(values: tuple[Any, ...]) -> Any:
 
 def _rows(values: Values, chosen: Tensor, count: int) -> Values:
     def cut(tensor: Tensor) -> Tensor:
-        return tensor[chosen.to(tensor.device)] if _is_row_tensor(tensor, count) else tensor
+        return tensor[chosen.to(tensor.device)] if is_row_tensor(tensor, count) else tensor
 
     return tuple(map_nested(Tensor, cut, value) for value in values)
 
 
-def _is_row_tensor(tensor: Tensor, count: int) -> bool:
+def is_row_tensor(tensor: Tensor, count: int) -> bool:
+    """Whether the tensor has a row for each of `count` samples."""
     return tensor.ndim > 0 and len(tensor) == count
 
 
@@ -162,7 +165,7 @@ def _which_have_rows(batch: Minibatch) -> tuple[bool, ...]:
     return tuple(
         is_row
         for value in _values(batch)
-        for is_row in [_is_row_tensor(tensor, count) for tensor in tensors_of(value)] or [False]
+        for is_row in [is_row_tensor(tensor, count) for tensor in tensors_of(value)] or [False]
     )
 
 

@@ -16,8 +16,11 @@ from sparsebit.errors import CalibrationError, CheckpointError
 from sparsebit.execution.batches import Call
 from sparsebit.execution.block_engine import BlockData, Visit, run_blocks
 from sparsebit.execution.block_resume import Resume
+from sparsebit.execution.block_runner import BlockRunner
 from sparsebit.execution.block_search import find_blocks
-from sparsebit.execution.blocks import Block, single_layers, whole_graph
+from sparsebit.execution.blocks import Block, Flow, single_layers, whole_graph
+from sparsebit.execution.distributed import gather
+from sparsebit.execution.held_out import HoldOut, split_samples
 from sparsebit.execution.value_store import MIB, SharedData
 from sparsebit.graph.example import GuardError
 from sparsebit.graph.region import Region
@@ -55,10 +58,12 @@ def visit_blocks(
     settings: str,
     float_parameters: FloatParameters,
     prepare: Callable[[FloatRun], None] | None = None,
+    hold_out: HoldOut | None = None,
 ) -> None:
     """Call `visit` for each block of a calibrated graph whose quantization is on. `batches`: calls of the model.
 
-    `float_parameters`: of what visits changed, now and earlier; the float model's values come from them.
+    `float_parameters`: of what visits changed, now and earlier; the float model's values come from them. `hold_out`:
+    the samples that a visit gets as `held_out`.
     """
     graph_module = root.graph_module
     float_parameters.drop_outdated(graph_module)
@@ -92,15 +97,43 @@ def visit_blocks(
     kept = None if resume is None else Resume(resume, block_state, keeping_load, settings)
     store = SharedData(device_bytes=memory_budget, host_bytes=memory_budget)
     try:
+        split = split_samples(len(inputs), inputs.get, _float_network(graph_module, in_float), hold_out)
+        pieces, held = split.pieces, len(split.held)
+        num_held = held if any(gather(held)) else None
+
+        def inputs_of(index: int) -> dict[str, Any]:
+            return pieces[index].of(inputs.get(pieces[index].batch))
+
         if prepare is not None:
-            prepare(FloatRun(graph_module, wanted, len(inputs), inputs.get, in_float))
+            prepare(FloatRun(graph_module, wanted, len(pieces), inputs_of, in_float))
         run_blocks(
-            graph_module, wanted, len(inputs), inputs.get, keeping_visit, as_float=in_float, store=store, resume=kept
+            *(graph_module, wanted, len(pieces), inputs_of, keeping_visit),
+            as_float=in_float,
+            store=store,
+            resume=kept,
+            num_held=num_held,
         )
     except GuardError as error:
         raise CalibrationError(f"{error}, and a batch differs; give example_inputs like the batches") from error
     finally:
         inputs.clear()
+
+
+def _float_network(
+    graph_module: fx.GraphModule, in_float: Callable[[Block], AbstractContextManager[None]]
+) -> Callable[[dict[str, Any]], Any]:
+    """The float model as a function of the graph's inputs by name."""
+
+    def run(inputs: dict[str, Any]) -> Any:
+        (network,) = whole_graph(graph_module)
+        interpreter = fx.Interpreter(graph_module, garbage_collect_values=False)
+        runner = BlockRunner(interpreter, network, Flow(graph_module).written(network.nodes))
+        defaults = {node: node.args[0] if node.args else None for node in network.inputs}
+        values = tuple(inputs.get(str(node.target), default) for node, default in defaults.items())
+        with in_float(network), torch.inference_mode(False), torch.no_grad():
+            return runner(values)
+
+    return run
 
 
 def _blocks(graph_module: fx.GraphModule, blocks: Blocks) -> list[Block]:

@@ -19,6 +19,7 @@ from sparsebit.deploy.sessions import require_runtime
 from sparsebit.errors import CalibrationError, CaptureError, ConfigError
 from sparsebit.execution.batches import Call, calls
 from sparsebit.execution.block_engine import Visit
+from sparsebit.execution.held_out import HoldOut
 from sparsebit.execution.value_store import MIB
 from sparsebit.quantization.accuracy_gains import NUM_LAYERS, FloatLayers, Metric, check_metric, measure_gains
 from sparsebit.quantization.algorithms.applying import require_repeatable
@@ -59,13 +60,15 @@ class QuantModel(SavableModel):
         memory_budget: int = 1024 * MIB,
         resume: str | os.PathLike[str] | None = None,
         prepare: Callable[[FloatRun], None] | None = None,
+        hold_out: HoldOut | None = None,
     ) -> None:
         """Call `visit(block_data)` for each block in order: its inputs from the quantized blocks in front of it, its
         float inputs and targets, on `data` (batches as for calibration), with all that is calibrated switched on.
 
         `blocks`: module paths, "layers" for single layers, "network" for all as one, or None to find them. `resume`: a
         folder that keeps each finished block; a run that was killed goes on after them. `memory_budget`: bytes of
-        activations in memory. `prepare`: called once, before the first block, with a `FloatRun`.
+        activations in memory. `prepare`: called once, before the first block, with a `FloatRun`. `hold_out`: some
+        samples are not among those of `block_data`, but in `block_data.held_out`.
         """
         self._require_whole("visit_blocks")
         check_ready(self, "visit_blocks")
@@ -91,6 +94,7 @@ class QuantModel(SavableModel):
                 settings=str(self.config.to_dict()),
                 float_parameters=self.float_parameters,
                 prepare=prepare,
+                hold_out=hold_out,
             )
         self._make_room_for_biases()
 

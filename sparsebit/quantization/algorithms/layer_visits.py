@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from sparsebit.errors import CalibrationError
 from sparsebit.execution.block_engine import BatchValues, BlockData, Visit
+from sparsebit.execution.held_out import HoldOut
 from sparsebit.graph.patterns import is_itself
 from sparsebit.numerics.reference import dequantize
 from sparsebit.numerics.reference import quantize as codes_of
@@ -41,6 +42,7 @@ class LayeredModel(Protocol):
         memory_budget: int,
         resume: str | os.PathLike[str] | None,
         prepare: Callable[[FloatRun], None] | None = None,
+        hold_out: HoldOut | None = None,
     ) -> None:
         """As `QuantModel.visit_blocks`."""
 

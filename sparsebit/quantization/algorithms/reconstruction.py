@@ -20,6 +20,7 @@ from torch import Tensor
 from sparsebit.execution.block_engine import BatchValues, BlockData
 from sparsebit.execution.block_runner import Values
 from sparsebit.execution.block_training import Training, block_seed, mean_distance, squared_error, train_block
+from sparsebit.execution.held_out import HoldOut
 from sparsebit.execution.value_store import MIB
 from sparsebit.quantization.algorithms.layer_visits import LayeredModel, folder_name, num_owners, weights_outside
 from sparsebit.quantization.algorithms.learned_sites import Rates, RoundingKind, Sites, Wanted, find_sites, in_place
@@ -62,11 +63,18 @@ METHODS: dict[Method, Settings] = {
 class BlockReconstruction:
     """The squared error of one block's output beside the float output's energy, before and after, and how many of the
     weights' codes changed.
+
+    `before`, `after`: on the samples that it was learned from, as the block was and as it is now. `held_before`,
+    `held_after`: on the held-out samples, as the block was and as it was learned; None where no sample was held out.
+    `is_kept`: whether it is as it was learned; otherwise it was put back.
     """
 
     before: float
     after: float
     num_changed: int
+    held_before: float | None = None
+    held_after: float | None = None
+    is_kept: bool = True
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,7 @@ class _Options:
     training: Training
     rates: Rates
     penalty: float
+    hold_out: HoldOut
 
 
 @register_algorithm("reconstruct")
@@ -99,6 +108,7 @@ def reconstruct(
     penalty: Annotated[float, Field(ge=0)] = 100.0,
     patience: Annotated[int, Field(ge=0)] = 0,
     bf16: bool = False,
+    held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.125,
     seed: int = 0,
     memory_budget: int = 1024 * MIB,
     resume: str | os.PathLike[str] | None = None,
@@ -107,7 +117,8 @@ def reconstruct(
 
     Blocks are visited in order, each with the inputs that the quantized blocks in front of it give; gives what each one
     gained. It begins with the codes that the weights have now, so it goes on from what `gptq` found. A block whose
-    error grew stays as it was. Weights that cannot be learned (tied or computed ones) stay too, and are logged.
+    error on samples that were held out did not fall stays as it was. Weights that cannot be learned (tied or computed
+    ones) stay too, and are logged.
 
     `method`: a row of settings; each of them can be given by itself. "adaround": each layer, rounding alone. "brecq":
     blocks, step sizes of activations too, errors weighted by `fisher`. "qdrop": blocks, step sizes too, with `drop`.
@@ -121,9 +132,11 @@ def reconstruct(
     these. `drop`: share of each activation's elements that stay in float in a step. `fisher`: weigh the errors of a
     block's output by what they change in the network's. `float_share`: share of the inputs' elements that come from the
     float model. `penalty`: weight of the sigmoid rounding's regularizer. `patience`: stop a block when its loss has not
-    fallen for so many tenths of the steps; 0: never. `bf16`: compute in bfloat16 on a GPU. `seed`: two runs with one
-    seed have equal bits. `memory_budget`: bytes of activations in memory; the rest is on disk. `resume`: a folder that
-    keeps each finished block; a run that was killed goes on after them.
+    fallen for so many tenths of the steps; 0: never. `bf16`: compute in bfloat16 on a GPU. `held_out`: share of the
+    samples that nothing is learned from, and that decide which blocks stay as they were; at least 8 of them (or a
+    quarter of all, if that is less), at most 64. 0, or fewer than 4 samples: the samples that were learned from decide.
+    `seed`: two runs with one seed have equal bits. `memory_budget`: bytes of activations in memory; others are on disk.
+    `resume`: a folder that keeps each finished block; a run that was killed goes on after them.
 
     >>> reconstruct(qmodel, batches, method="brecq")  # doctest: +SKIP
     {'layer1.0': BlockReconstruction(before=0.0398, after=0.0215, num_changed=412), ...}
@@ -139,7 +152,7 @@ def reconstruct(
     unit: Any = settings.unit if blocks is None else blocks
     training = Training(steps, batch_size, seed, float_share, patience, bf16)
     lr = _TRAVEL[settings.rounding] / steps if lr is None else lr
-    options = _Options(settings, training, Rates(lr, scale_lr, scale_lr, bias_lr), penalty)
+    options = _Options(settings, training, Rates(lr, scale_lr, scale_lr, bias_lr), penalty, HoldOut(held_out, seed))
     wanted = Wanted(settings.rounding, settings.learn_step_sizes, settings.learn_weight_scales, settings.learn_biases)
     owners = num_owners(qmodel.model)
     sensitivity = OutputSensitivity(memory_budget, seed) if settings.fisher and unit != "network" else None
@@ -156,7 +169,7 @@ def reconstruct(
         found[block.name] = result = _reconstruct_block(data, sites, options, extras)
         if sensitivity is not None:
             sensitivity.drop(block)
-        log.debug("%s: error %.4g, was %.4g", block.name, result.after, result.before)
+        log.debug("%s: %s", block.name, result)
 
     name = folder_name("reconstruction", {**asdict(options), "blocks": unit})
     qmodel.visit_blocks(
@@ -166,23 +179,44 @@ def reconstruct(
         memory_budget=memory_budget,
         resume=None if resume is None else Path(resume) / name,
         prepare=None if sensitivity is None else sensitivity.prepare,
+        hold_out=options.hold_out,
     )
     reasons |= dict.fromkeys(weights_outside(qmodel.model), "untraced code calls its layer")
-    log.info("%s: %d blocks reconstructed", method, len(found))
+    _tell(method, found)
     if reasons:
         shown = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         log.warning("reconstruct() left %d weights as they were: %s", len(reasons), shown)
     return found
 
 
+def _tell(method: Method, found: dict[str, BlockReconstruction]) -> None:
+    put_back = [name for name, result in found.items() if not result.is_kept]
+    log.info("%s: %d of %d blocks reconstructed", method, len(found) - len(put_back), len(found))
+    if put_back:
+        log.info("%s: these stay as they were, since their error did not fall: %s", method, ", ".join(put_back))
+    if len(put_back) * 2 > len(found) > 1:
+        log.warning(
+            "%s: %d of %d blocks stay as they were, since what was learned did not lower their error on other samples; "
+            "give more calibration samples",
+            *(method, len(put_back), len(found)),
+        )
+
+
 # --- one block
 
 
 def _reconstruct_block(
-    data: BlockData, sites: Sites, options: _Options, extras: BatchValues | None
+    data: BlockData, sites: Sites, options: _Options, weights: BatchValues | None
 ) -> BlockReconstruction:
+    """`weights`: of the errors of each element, for all batches of the run."""
     state = {name: tensor.clone() for name, tensor in block_state(data.block).items()}
-    before = mean_distance(data, squared_error, extras)
+    extras = None if weights is None else weights.part(data.batches)
+
+    def error(part: BlockData) -> float:
+        return mean_distance(part, squared_error, None if weights is None else weights.part(part.batches))
+
+    held_out = data.held_out
+    before, held_before = error(data), None if held_out is None else error(held_out)
 
     def distance(outputs: Values, targets: Values, extras: Values) -> Tensor:
         # Beside the error of the start, so that the penalty's weight fits every block.
@@ -200,9 +234,13 @@ def _reconstruct_block(
             load_block_state(data.block, state)  # biases are trained in place
             raise
     num_changed = sites.store()
-    after = mean_distance(data, squared_error, extras)
-    # What was fitted to the same data before looks better on it than it is: compare with a margin then.
-    if after < before * (_MARGIN if sites.were_fitted else 1.0):
-        return BlockReconstruction(before, after, num_changed)
-    load_block_state(data.block, state)
-    return BlockReconstruction(before, before, 0)
+    after, held_after = error(data), None if held_out is None else error(held_out)
+    if held_before is not None and held_after is not None:
+        is_kept = held_after < held_before
+    else:
+        # What was fitted to the same data before looks better on it than it is: compare with a margin then.
+        is_kept = after < before * (_MARGIN if sites.were_fitted else 1.0)
+    if not is_kept:
+        load_block_state(data.block, state)
+        after, num_changed = before, 0
+    return BlockReconstruction(before, after, num_changed, held_before, held_after, is_kept)
