@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sparsebit.records import Coverage, ErrorProfile, LayerError, OutputError, RunRecord
 
 _ROWS = 20
+_FLOAT = "the float model"
 
 
 @grouped
@@ -56,6 +57,10 @@ def profile(
     the mean squared error it does not depend on how large the layer's numbers are. With --gains, also the accuracy that
     comes back when each of the worst layers is float.
 
+    Errors are those against the float model. Algorithms (GPTQ, reconstruction) change weights, and a layer's error is
+    then that against the changed weights; the title says so. The output of a saved model whose weights were changed is
+    compared with the float model if --weights names it.
+
     sparsebit profile -m my_model:Net -w net.safetensors -c config.yaml -d calibration.npz --top 5
 
     sparsebit profile -m my_model:Net -w net.safetensors -d calibration.npz --gains 5 --test-data test.npz
@@ -77,11 +82,13 @@ def profile(
         recorded.expect(subject.model, model)
         if qconfig is None:
             assert quantized is not None
-            qmodel, first_batch = _saved(quantized, subject)
+            qmodel, first_batch, output_reference = _saved(quantized, subject, has_weights=weights is not None)
             recorded.expect_numbers(qmodel, model)
         else:
             out.remark(f"calibrating {model} ({formats(qconfig)}) on {subject.data.description}")
             qmodel, first_batch = calibrated(subject, qconfig, asym=asym).qmodel, subject.first_batch
+            output_reference = _FLOAT
+        references = {"output": output_reference, "layers": _own_reference(qmodel)}
         sqnr = first_batch.sqnr_db(qmodel, qmodel.config.DEVICE)
         test = gains.load(subject.model, data, how, first_batch)
         errors = qmodel.profile(subject.data, sync=sync, histograms=bool(recorded))
@@ -98,27 +105,42 @@ def profile(
             "model": model,
             "backend": qmodel.config.BACKEND,
             "sync": sync,
+            "compared_with": references,
             "output_sqnr_db": sqnr,
             "num_layers": len(found),
             "layers": [as_record(error) for error in shown],
             **({} if found_gains is None else {"gains": gains_record(found_gains)}),
             **recorded.told(),
         }
-        title = _title(formats(qmodel.config), sync, sqnr)
+        title = _title(formats(qmodel.config), sync, sqnr, references)
         told = () if found_gains is None or test is None else (gains_title(found_gains, test), gains_table(found_gains))
         out.result(record, title, error_table(shown, qmodel.coverage), *_rest(found, shown), *told)
 
 
-def _saved(folder: Path, subject: Subject) -> tuple[QuantModel, FirstBatch]:
-    """A saved model, and the first batch through its own float weights: those of the model given do not matter."""
+def _own_reference(qmodel: QuantModel) -> str:
+    """What the model computes with its quantizers off, in words."""
+    if not qmodel.float_values_are_lost and not len(qmodel.float_parameters):
+        return _FLOAT
+    return f"the weights that {', '.join(qmodel.applied_algorithms) or 'algorithms'} left"
+
+
+def _saved(folder: Path, subject: Subject, *, has_weights: bool) -> tuple[QuantModel, FirstBatch, str]:
+    """A saved model, the first batch through what its outputs are compared with, and that in words.
+
+    It is the model with its own weights unquantized: those of the model given do not matter. Where algorithms changed
+    them, a float model whose weights were given by name (`has_weights`) is what the outputs are compared with.
+    """
     from sparsebit.quantization import QuantModel
 
     qmodel = QuantModel.load(folder, subject.model)
+    reference = _own_reference(qmodel)
+    if reference != _FLOAT and has_weights:
+        return qmodel, subject.first_batch, _FLOAT
     switches = qmodel.is_quantized("weight"), qmodel.is_quantized("activation")
     qmodel.set_quant(w_quant=False, a_quant=False)
     first_batch = subject.first_batch.again(qmodel, qmodel.config.DEVICE)
     qmodel.set_quant(*switches)
-    return qmodel, first_batch
+    return qmodel, first_batch, reference
 
 
 def _record(
@@ -177,9 +199,10 @@ def _colour(sqnr_db: float) -> str:
     return "red" if sqnr_db < 15 else "yellow" if sqnr_db < 25 else "green"
 
 
-def _title(formats: str, sync: bool, output_sqnr: float) -> str:
+def _title(formats: str, sync: bool, output_sqnr: float, references: dict[str, str]) -> str:
     how = "all layers quantized together" if sync else "each layer quantized alone"
-    return f"{formats}: output SQNR {decibel(output_sqnr)}; below, {how}"
+    output, layers = (f" against {r}" if set(references.values()) != {_FLOAT} else "" for r in references.values())
+    return f"{formats}: output SQNR {decibel(output_sqnr)}{output}; below, {how}{layers and ','}{layers}"
 
 
 def _rest(found: list[LayerError], shown: list[LayerError]) -> list[str]:

@@ -46,6 +46,25 @@ def test_saved_model_brings_its_own_weights(sparsebit: Sparsebit, project: Path)
     assert answer.json["backend"] == "onnxruntime"
 
 
+def test_it_says_what_errors_are_counted_from(sparsebit: Sparsebit, project: Path) -> None:
+    config = "{DEVICE: cpu, BACKEND: virtual, W: {QUANTIZER: {BIT: 3}}, A: {QUANTIZER: {BIT: 8}}, ALGORITHMS: [gptq]}"
+    Path("w3.yaml").write_text(config)
+    made = sparsebit("quantize", *COMMAND[1:], "-c", "w3.yaml", "-o", "saved", "--json").json
+    own = sparsebit(*COMMAND, "--quantized", "saved", "--json").json
+    assert own["compared_with"] == dict.fromkeys(("output", "layers"), "the weights that gptq left")
+    assert own["output_sqnr_db"] > made["output_sqnr_db"] + 6  # the rounding of the weights is not in it
+    import own_project
+
+    torch.save(own_project.Net().state_dict(), "float.pt")
+    answer = sparsebit(*COMMAND, "--quantized", "saved", "--weights", "float.pt", "--json")
+    assert answer.json["output_sqnr_db"] == pytest.approx(made["output_sqnr_db"], abs=0.1)
+    assert answer.json["compared_with"] == {"output": "the float model", "layers": "the weights that gptq left"}
+    table = " ".join(sparsebit(*COMMAND, "--quantized", "saved", "--quiet").out.split())
+    assert "dB against the weights that gptq left; below, each layer quantized alone, against the weights" in table
+    plain = sparsebit(*COMMAND, "-c", "virtual", "--device", "cpu", "--quiet").out
+    assert "against" not in plain
+
+
 @pytest.mark.parametrize("option", [["--asym"], ["--config", "virtual"], ["--device", "cpu"]], ids=" ".join)
 def test_saved_model_has_its_config(sparsebit: Sparsebit, project: Path, option: list[str]) -> None:
     answer = sparsebit(*COMMAND, "--quantized", "saved", *option)
