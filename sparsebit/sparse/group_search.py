@@ -20,6 +20,7 @@ from sparsebit.sparse.channel_groups import Group, Spared, Unit, all_spared
 from sparsebit.sparse.channel_proof import Bench, Failure, SizeRule, double_precision, drawn, probe_copy
 from sparsebit.sparse.channel_trace import watch
 from sparsebit.sparse.computed_weights import computed_layers, make_plain
+from sparsebit.sparse.culprits import failing_alike, failing_groups, guilty_units
 from sparsebit.sparse.group_analysis import Analysis
 from sparsebit.sparse.labels import FIXED
 from sparsebit.sparse.size_repairs import find_repairs
@@ -211,7 +212,7 @@ class _Search:
             if unit.members[0][:2] in first
         ]
         self.wide = find_wide_groups(
-            self.traced, analysis.trace.steps, analysis.sets, [*analysis.wide, *unproved], analysis.groups
+            self.traced, analysis.trace.steps, analysis.sets, analysis.wide, unproved, analysis.groups
         )
         if self.wide.groups and not self._holds(self.wide.groups):
             self.wide = self.wide.without([group for group in self.wide.groups if not self._holds([group])])
@@ -299,9 +300,13 @@ class _Search:
         """Pin what fails: the channels that meet at the failure, or, where that is not enough, whole groups."""
         gone = {unit.label for unit in dead}
         alive = {unit.label for unit in self.analysis.units}
-        blamed = dict.fromkeys(self._guilty(set(failure.labels & alive), dead), failure.reason)
-        if gone.isdisjoint(blamed) or failure.position in self.spared_at:
-            blamed = self._failing_groups(dead)
+        bench, groups = self._bench(), self.analysis.groups
+        guilty = guilty_units(bench, self.rules, groups, set(failure.labels & alive), dead)
+        if gone.isdisjoint(guilty) or failure.position in self.spared_at:
+            blamed, self.rules = failing_groups(bench, self.rules, groups, dead)
+        else:
+            alike = failing_alike(bench, self.rules, self.analysis.units, failure, guilty, dead)
+            blamed = dict.fromkeys(guilty, failure.reason) | alike
         self.spared_at.add(failure.position)
         self.unproved += [
             (unit, f"not proved: {blamed[unit.label]}") for unit in self.analysis.units if unit.label in blamed
@@ -312,53 +317,6 @@ class _Search:
             pins = dict.fromkeys(self.analysis.atoms(labels), f"not proved: {reason}")
             self.pins = pins | self.pins
             self.analysis.pin(pins)
-
-    def _guilty(self, suspects: set[int], dead: list[Unit]) -> set[int]:
-        """Of the units that meet at a failure, those whose group fails alone; all of them where none does."""
-        groups = [{unit.label for unit in group.units} for group in self.analysis.groups]
-        groups = [labels for labels in groups if labels & suspects]
-        if len(groups) > 1:
-            bench = self._bench()
-            alone = [
-                labels
-                for labels in groups
-                if bench.compare([u for u in dead if u.label in labels], self.rules) is not None
-            ]
-            suspects = suspects & set().union(*alone) if alone else suspects
-        return suspects
-
-    def _failing_groups(self, dead: list[Unit]) -> dict[int, str]:
-        """The labels of groups without which the proof holds, with the reason; found by halving.
-
-        Groups are added to those that hold together, half of them at a time, and a half that fails is halved again: one
-        bad group among n costs about 2 * log2(n) runs.
-        """
-        bench = self._bench()
-        labels = [{unit.label for unit in group.units} for group in self.analysis.groups]
-        held: list[Unit] = []
-        failing: dict[int, str] = {}
-        waiting = [labels]
-        while waiting:
-            part = waiting.pop()
-            gone = set().union(*part)
-            trial = held + [unit for unit in dead if unit.label in gone]
-            failure = bench.compare(trial, self.rules)
-            # An attribute may have been changed that has this number by chance.
-            rules = self._without_rules_of(bench, gone) if failure is not None and len(part) == 1 else self.rules
-            if len(rules) < len(self.rules) and bench.compare(trial, rules) is None:
-                self.rules, failure = rules, None
-            if failure is None:
-                held = trial
-            elif len(part) > 1:
-                waiting += [part[len(part) // 2 :], part[: len(part) // 2]]
-            else:
-                failing |= dict.fromkeys(gone, failure.reason)
-        return failing
-
-    def _without_rules_of(self, bench: Bench, gone: set[int]) -> list[SizeRule]:
-        """The rules that count no channel of these."""
-        is_alive = bench.alive(gone)
-        return [rule for rule in self.rules if bool(is_alive[torch.tensor(rule.labels).clamp(min=FIXED)].all())]
 
     def result(self, cost: SearchCost) -> ChannelGroups:
         analysis = self.analysis

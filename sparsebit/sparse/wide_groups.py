@@ -1,8 +1,8 @@
 """Groups whose channels leave layers but not activations, since code between the layers relies on their number.
 
 They are hidden channels that a norm or a mean is taken over, and groups whose removal was tried and failed (the code
-holds a width). In the smaller model their layers have the form of `spread_layers.py`. A residual stream is spared:
-every layer of the network would have to gather and to spread.
+holds a width). In the smaller model their layers have the form of `spread_layers.py`. A residual stream that norms read
+is spared: every layer of the network would have to gather and to spread.
 """
 
 from __future__ import annotations
@@ -44,18 +44,20 @@ def find_wide_groups(
     model: nn.Module,
     steps: Sequence[Step],
     sets: LabelSets,
-    candidates: Iterable[tuple[Unit, str]],
+    normalized: Iterable[tuple[Unit, str]],
+    unproved: Iterable[tuple[Unit, str]],
     narrow: Iterable[Group],
 ) -> WideGroups:
-    """The candidates that layers can lose.
+    """The units that layers can lose.
 
-    `narrow`: groups that leave activations too; what shares an axis with them is spared.
+    `normalized`: units, with the reason, that norms and means are taken over; `unproved`: those that failed. `narrow`:
+    groups that leave activations too; what shares an axis with them is spared.
     """
     layers = _Layers(model, steps, sets)
     taken = {axis for group in narrow for axis in group.axes}
     between: dict[int, tuple[Unit, str]] = {}
-    for unit, reason in candidates:
-        if layers.is_between(unit):
+    for unit, reason in (*(entry for entry in normalized if layers.is_between(entry[0])), *unproved):
+        if layers.has_ends(unit):
             between.setdefault(unit.label, (unit, reason))
     found: list[Group] = []
     axes: set[Axis] = set()
@@ -90,11 +92,19 @@ class _Layers:
                 if can_spread(module) and path in called and len(owners[id(module._parameters["weight"])]) == 1:
                     self.modules[name] = module
 
+    def has_ends(self, unit: Unit) -> bool:
+        """Whether one layer makes a channel and another reads it."""
+        return all(self._uses(unit))
+
     def is_between(self, unit: Unit) -> bool:
         """Whether layers make a channel before others read it: a residual stream is written again after it was read."""
-        makers = [self.order[t] for t, dim, _ in unit.members if t in self.rows and dim == self.rows[t]]
-        readers = [self.order[t] for t, dim, _ in unit.members if t in self.rows and dim == 1 - self.rows[t]]
-        return bool(makers) and bool(readers) and max(makers) < min(readers)
+        makers, readers = self._uses(unit)
+        return max(makers, default=0) < min(readers, default=0)
+
+    def _uses(self, unit: Unit) -> tuple[list[int], list[int]]:
+        """When weights that make a channel, and weights that read it, are first used."""
+        found = [(self.order[t], dim == self.rows[t]) for t, dim, _ in unit.members if t in self.rows and dim < 2]
+        return [order for order, makes in found if makes], [order for order, makes in found if not makes]
 
     def leaving(self, group: Group) -> set[Axis]:
         """The axes of layers from which the group can be removed."""

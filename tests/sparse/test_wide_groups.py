@@ -53,6 +53,38 @@ def test_heads_are_still_heads() -> None:
     assert [(len(group.units), found.kind_of(group)) for group in found.groups] == [(4, "head")]
 
 
+class TalkingHeads(WidthOfInput):
+    """Heads are mixed between the product and its softmax, so that a layer writes heads after another has read some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        parts = self.a(x).reshape(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        query, key, value = parts.unbind(0)
+        scores = self.mix((query @ key.transpose(-2, -1)).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return self.b((scores.softmax(-1) @ value).transpose(1, 2).reshape(batch, length, width))
+
+
+class Normalized(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [WidthOfInput, TalkingHeads])
+def test_blocks_of_one_class_fail_alike(kind: type[nn.Module]) -> None:
+    model = nn.Sequential(*(Normalized(nn.LayerNorm(12), kind()) for _ in range(5))).eval()
+    batch = torch.randn(2, 5, 12)
+    found = find_groups(model, batch)
+    assert [len(group.units) for group in found.groups if found.kind_of(group) == "head"] == [4] * 5
+    reasons = [line.rpartition("not proved: ")[2] for line in str(found).splitlines() if "only layers" in line]
+    assert {reason.split()[0] for reason in reasons} == {f"{number}.1" for number in range(5)}
+    smodel, small = pruned(model, batch)
+    assert torch.allclose(small(batch), smodel(batch), atol=1e-6)
+
+
 def test_a_smaller_model_trains_and_can_be_quantized() -> None:
     _, small = pruned(NormOverHidden(), rows())
     small.train()(rows()).sum().backward()
