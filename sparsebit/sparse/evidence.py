@@ -1,7 +1,8 @@
 """Gathers what data-driven criteria need: gradients of a loss, or statistics of the layers' inputs and outputs.
 
 Each batch is added to sums whose size does not depend on the amount of data; under `torchrun` the sums of all
-processes are added up, so that every process computes the same masks.
+processes are added up, so that every process computes the same masks. Padded tokens (by an attention mask) do not
+count.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from sparsebit.execution.distributed import gather
 from sparsebit.numerics.hessian import InputMoments
 from sparsebit.numerics.layer_matrix import LayerMatrix, layer_matrix
 from sparsebit.sparse.criteria import Evidence, LayerMoments, Need
+from sparsebit.sparse.padding import real_positions, real_rows
 
 # (outputs of the model, the batch) -> a scalar to minimise
 Loss = Callable[[Any, Any], Tensor]
@@ -100,30 +102,43 @@ def _gradients(model: nn.Module, batches: Iterable[Any], loss: Loss) -> tuple[di
 def _input_norms(model: nn.Module, batches: Iterable[Any]) -> dict[str, Tensor]:
     """The L2 norm of every input channel, for each weight of a convolution or a linear layer."""
     sums: dict[str, Tensor] = {}
+    rows = _RealRows()
     handles = []
     for path, module in model.named_modules():
         if not isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
             continue
 
         def add(layer: nn.Module, args: tuple[Tensor, ...], name: str = f"{path}.weight" if path else "weight") -> None:
-            channels = args[0].movedim(-1, 0) if isinstance(layer, nn.Linear) else args[0].movedim(1, 0)
+            channels = rows.of(layer, args[0]).movedim(-1 if isinstance(layer, nn.Linear) else 1, 0)
             squares = channels.flatten(1).float().square().sum(1)
             sums[name] += _per_column(layer, squares)
 
         handles.append(module.register_forward_pre_hook(add))
         weight: Any = module.weight
         sums[f"{path}.weight" if path else "weight"] = torch.zeros(weight.shape[1], device=weight.device)
-    merged, _ = _merged(sums, _run(model, batches, handles))
+    merged, _ = _merged(sums, _run(model, batches, handles, rows))
     return {name: value.sqrt() for name, value in merged.items()}
 
 
-def _run(model: nn.Module, batches: Iterable[Any], handles: Iterable[RemovableHandle]) -> int:
+class _RealRows:
+    """Which positions of the batch that is running are real tokens."""
+
+    def __init__(self) -> None:
+        self.real: Tensor | None = None
+
+    def of(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """The rows of a linear layer's input or output that are real; maps of convolutions as they are."""
+        return real_rows(x, self.real) if isinstance(layer, nn.Linear) else x
+
+
+def _run(model: nn.Module, batches: Iterable[Any], handles: Iterable[RemovableHandle], rows: _RealRows) -> int:
     """Run all batches with the hooks, then take these away; gives the number of batches."""
     count = 0
     try:
         for batch in batches:
             args, kwargs = as_call(batch, model)
             device = next(model.parameters()).device
+            rows.real = real_positions((args, kwargs), model)
             model(*to_device(args, device), **to_device(kwargs, device))
             count += 1
     finally:
@@ -137,6 +152,7 @@ def _input_moments(model: nn.Module, batches: Iterable[Any]) -> dict[str, LayerM
     """The second moments of the input of each convolution and linear layer, by the name of its weight."""
     found: dict[str, InputMoments] = {}
     forms: dict[str, LayerMatrix] = {}
+    rows = _RealRows()
     handles = []
     for path, module in model.named_modules():
         if (form := layer_matrix(module)) is None:
@@ -144,13 +160,14 @@ def _input_moments(model: nn.Module, batches: Iterable[Any]) -> dict[str, LayerM
         name = f"{path}.weight" if path else "weight"
         forms[name], found[name] = form, InputMoments()
 
-        def add(_: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:
-            step = max(1, forms[name].num_rows(args[0]) // _MOST_ROWS)
-            for patches in forms[name].patches(args[0], step):
+        def add(layer: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:
+            x = rows.of(layer, args[0])
+            step = max(1, forms[name].num_rows(x) // _MOST_ROWS)
+            for patches in forms[name].patches(x, step):
                 found[name].add(patches)
 
         handles.append(module.register_forward_pre_hook(add))
-    if not sum(gather(_run(model, batches, handles))):
+    if not sum(gather(_run(model, batches, handles, rows))):
         raise CalibrationError("the data held no batch")
     merged = {name: InputMoments() for name in found}
     for states in gather({name: moments.state() for name, moments in found.items()}):
@@ -168,11 +185,12 @@ def _of_outputs(model: nn.Module, batches: Iterable[Any], measure: Callable[[Ten
     """
     sums: dict[str, Tensor] = {}
     made_by: dict[int, tuple[str, Tensor]] = {}
+    rows = _RealRows()
     handles = []
 
     def note(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor, name: str) -> None:
         made_by[id(output)] = (name, output)
-        channels = output.movedim(-1, 0) if isinstance(layer, nn.Linear) else output.movedim(1, 0)
+        channels = rows.of(layer, output).movedim(-1 if isinstance(layer, nn.Linear) else 1, 0)
         now[name] = measure(channels)
 
     def read(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
@@ -193,7 +211,7 @@ def _of_outputs(model: nn.Module, batches: Iterable[Any], measure: Callable[[Ten
         elif isinstance(module, nn.modules.batchnorm._BatchNorm):
             handles.append(module.register_forward_hook(read))
     handles.append(model.register_forward_hook(end))
-    merged, total = _merged(sums, _run(model, batches, handles))
+    merged, total = _merged(sums, _run(model, batches, handles, rows))
     return {name: value / total for name, value in merged.items()}
 
 

@@ -1,11 +1,15 @@
-"""Evidence over several processes is that of all data in one."""
+"""Evidence over several processes is that of all data in one, and padded tokens are no part of it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from sparsebit.sparse.criteria import Evidence, Need
+from sparsebit.sparse.evidence import gather_evidence
 from tests.two_ranks import assert_two_ranks_agree
 
 SCRIPT = """
@@ -52,3 +56,36 @@ print("rank", rank, "agrees")
 @pytest.mark.slow
 def test_two_processes_give_the_masks_of_one(tmp_path: Path) -> None:
     assert_two_ranks_agree(tmp_path, SCRIPT)
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return self.b(torch.relu(self.a(x)))
+
+
+@pytest.mark.parametrize("need", ["inputs", "moments", "signs", "ranks"])
+def test_padded_tokens_do_not_count(need: Need) -> None:
+    torch.manual_seed(0)
+    model, x = Tokens().eval(), torch.randn(2, 5, 4)
+    real = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    padded = torch.where(real[..., None] == 1, x, 100.0)
+    with_mask = gather_evidence(model, need, [{"x": padded, "attention_mask": real}], None, "test")
+    tokens_alone = gather_evidence(model, need, [{"x": x[real == 1][None]}], None, "test")
+    without_mask = gather_evidence(model, need, [{"x": padded}], None, "test")
+    for name in ("a.weight", "b.weight"):
+        found, wanted, wrong = (_statistic(e[name], need) for e in (with_mask, tokens_alone, without_mask))
+        torch.testing.assert_close(found, wanted)
+        assert need == "ranks" or not torch.allclose(found, wrong)
+
+
+def _statistic(evidence: Evidence, need: Need) -> Tensor:
+    if need == "moments":
+        assert evidence.moments is not None
+        return evidence.moments.hessian
+    found = evidence.input_norms if need == "inputs" else evidence.outputs
+    assert found is not None
+    return found
