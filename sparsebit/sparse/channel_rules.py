@@ -62,7 +62,18 @@ def carry(sets: LabelSets, call: Call) -> list[Axes]:
         return _reduced(sets, call)
     if name in _LOOKUPS:
         return _indexed(sets, call)
-    return _slicewise(sets, call)
+    return _gated(sets, call) if name == "glu" else _slicewise(sets, call)
+
+
+def _gated(sets: LabelSets, call: Call) -> list[Axes]:
+    """`glu`: one half of a dimension gates the other, place by place."""
+    source = call.args[0]
+    axes, dim = call.axes_of(source), call.argument("dim", -1) % source.dim()
+    halves = axes[dim]
+    if halves is not None:
+        first, second = halves.chunk(2)
+        halves = shared(sets, [first, second], first.numel(), call)
+    return [tuple(halves if place == dim else labels for place, labels in enumerate(axes))]
 
 
 def _slicewise(sets: LabelSets, call: Call) -> list[Axes]:

@@ -561,6 +561,17 @@ class NormalizedStream(nn.Module):
         return self.c(x + self.b(self.norm(x)))
 
 
+class Gated(nn.Module):
+    """A gated linear unit in one operator: one half of the channels gates the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 16, 1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(F.glu(self.a(x), 1))
+
+
 class Caching(nn.Module):
     """A net that keeps computed values from one run to the next, in a list and as a new attribute."""
 
@@ -624,6 +635,7 @@ PRUNABLE: dict[str, tuple[Build, int]] = {
     "recurrent": (lambda: (Recurrent(), torch.randn(2, 3, 6)), 10),
     "lists weights": (lambda: (ListsWeights(), rows()), 10),
     "caching": (lambda: (Caching(), images()), 8),
+    "gated": (lambda: (Gated(), images()), 8),
 }
 # Nets with layers `a` and `b` that can lose the channels between them, which the code between cannot: the reason.
 WIDE: dict[str, tuple[Build, str]] = {
