@@ -153,7 +153,7 @@ class Bench:
         gone = {unit.label for unit in dead}
         run = watch(self.shrunk(dead, rules), self.call)
         if not gone.isdisjoint(self.wide.reasons):  # these layers run other operators than the masked ones
-            problem = str(run.error).splitlines()[0][:120] if run.error else "the outputs of the model differ"
+            problem = _told(run.error) if run.error else "the outputs of the model differ"
             is_same = run.error is None and self._is_masked(dead, run.outputs)
             return None if is_same else Failure((0, 0), run.failed_in or "", problem, frozenset(gone))
         if failure := self._first_difference(run, gone):
@@ -189,7 +189,7 @@ class Bench:
         steps = self.steps[previous : last + 1]
         if run.pending and (same := [step for step in steps if step.name == run.pending.name]):
             steps = same
-        problem = str(run.error).splitlines()[0][:120] if run.error else "other operators run"
+        problem = _told(run.error) if run.error else "other operators run"
         reason = f"{where or 'the model'} fails at the smaller size: {problem}"
         moves = next((count for count, step in enumerate(reversed(run.steps)) if not step.is_move), len(run.steps))
         return self._failure(position, where, reason, steps, moves)
@@ -213,6 +213,11 @@ class Bench:
                 reason = f"{step.name} in {step.where or 'the model'} gives other values without them"
                 return self._failure(position, step.where, reason, [step])
         return Failure((len(expected), 0), "", "the outputs of the model differ without them", frozenset(gone))
+
+
+def _told(error: BaseException) -> str:
+    """The first line of an error; an assertion in the user's code may have no text."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:120]
 
 
 def _count(labels: Tensor | None, size: int, alive: Tensor) -> int | None:

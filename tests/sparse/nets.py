@@ -561,6 +561,19 @@ class NormalizedStream(nn.Module):
         return self.c(x + self.b(self.norm(x)))
 
 
+class Asserts(nn.Module):
+    """Code that insists on a width, and says nothing where it is another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 10), nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.a(x))
+        assert x.shape[1] == 10
+        return self.b(x)
+
+
 class Gated(nn.Module):
     """A gated linear unit in one operator: one half of the channels gates the other."""
 
@@ -645,6 +658,7 @@ WIDE: dict[str, tuple[Build, str]] = {
     "kept mean": (lambda: (KeptMean(), rows()), "mean in the model is taken over them"),
     "norm over hidden": (lambda: (NormOverHidden(), rows()), "native_layer_norm in norm normalizes over them"),
     "response norm": (lambda: (ResponseNorm(), images()), "mean in the model is taken over them"),
+    "assertion": (lambda: (Asserts(), rows()), "not proved: the model fails at the smaller size: AssertionError"),
     "width of the input": (lambda: (WidthOfInput(), torch.randn(2, 5, 12)), "not proved: the model fails"),
 }
 # Nets with a layer `a` whose outputs must be spared, and words of the reason.
