@@ -10,8 +10,9 @@ from torch import Tensor
 
 from sparsebit.errors import ConfigError
 from sparsebit.sparse.element_masks import num_pruned
-from sparsebit.sparse.residual_blocks import ResidualBlock
+from sparsebit.sparse.residual_blocks import ResidualBlock, ResidualBlocks
 from sparsebit.sparse.sparse_config import SparseConfig
+from sparsebit.sparse.surgery import ChannelPlan
 
 
 def select_blocks(
@@ -47,6 +48,12 @@ def mask_blocks(masks: Mapping[str, Tensor], dead: Sequence[ResidualBlock]) -> N
     names = {name for block in dead for name in block.parameters}
     for name, mask in masks.items():
         mask.fill_(name not in names)
+
+
+def plan_without(blocks: ResidualBlocks, names: Sequence[str]) -> ChannelPlan:
+    """The plan that removes these blocks; norms behind their additions stay."""
+    norms = {block.name: block.norms for block in blocks.blocks if block.norms and block.name in names}
+    return ChannelPlan(skipped=tuple(names), norms=norms)
 
 
 def block_score(block: ResidualBlock, scores: Mapping[str, Tensor], strategy: str) -> float:

@@ -10,7 +10,7 @@ not judge this kind of parameter. `register_criterion` adds one:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -78,6 +78,10 @@ class Criterion:
     score: Score
     needs: Need | None = None
     update: Update | None = None
+
+    def scores(self, evidence: Mapping[str, Evidence]) -> dict[str, Tensor]:
+        """The scores of all parameters that it judges, by name."""
+        return {name: found for name, entry in evidence.items() if (found := self.score(entry)) is not None}
 
 
 CRITERIA: Registry[object] = Registry("criterion")

@@ -2,9 +2,10 @@
 
 A module is such a block if it gives its input again when all its parameters are zero: then `f` is zero. This is tried,
 not guessed from the code: it holds for the blocks of ResNets (`relu(x + f(x))` behind another ReLU), inverted residuals
-and transformer layers with norms inside the branches, and not for blocks that change the width or the resolution, nor
-where a norm stands behind the addition. Each block is proved: the model with zeros in it and the model without it
-must agree, for each block alone and for all of them together.
+and transformer layers with norms inside the branches, and not for blocks that change the width or the resolution. Where
+norms stand behind the additions (`norm(x + f(x))`, encoders as BERT), all parameters but theirs are zero, and the block
+becomes `norm(x)`. Each block is proved: the model with zeros in it and the model without it must agree, for each block
+alone and for all of them together.
 """
 
 from __future__ import annotations
@@ -28,10 +29,17 @@ _TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class ResidualBlock:
-    """A module that gives its input again when its parameters are zero; `parameters`: their names in the model."""
+    """A module that gives its input again when its parameters are zero; `parameters`: their names in the model.
+
+    `norms`: parts of it, by their names in it, that the input passes one after the other; they stay.
+    """
 
     name: str
     parameters: tuple[str, ...]
+    norms: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.name + (f" (becomes its norms {', '.join(self.norms)})" if self.norms else "")
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,7 @@ class ResidualBlocks:
 
     def __str__(self) -> str:
         lines = [f"{len(self.blocks)} residual blocks that can be removed"]
-        lines += [f"  block   {block.name}" for block in self.blocks]
+        lines += [f"  block   {block}" for block in self.blocks]
         return "\n".join([*lines, *(f"  spared  {entry.name}: {entry.reason}" for entry in self.spared)])
 
 
@@ -72,7 +80,8 @@ def find_residual_blocks(model: nn.Module, example_inputs: Any) -> ResidualBlock
     dense = _outputs(copy_model(probe), call)
     if dense is None:
         raise CaptureError("the model does not run on the example inputs; give other ones")
-    found = [_block(probe, name) for name in _innermost(_candidates(copy_model(probe), call))]
+    candidates = _candidates(copy_model(probe), call)
+    found = [_block(probe, name, candidates[name]) for name in _innermost(candidates)]
     blocks: list[ResidualBlock] = []
     spared: list[SparedBlock] = []
     for block in found:
@@ -88,8 +97,8 @@ def find_residual_blocks(model: nn.Module, example_inputs: Any) -> ResidualBlock
     return ResidualBlocks(tuple(blocks), tuple(spared))
 
 
-def _block(model: nn.Module, name: str) -> ResidualBlock:
-    """With the parameters that it does not share with others."""
+def _block(model: nn.Module, name: str, norms: tuple[str, ...]) -> ResidualBlock:
+    """With the parameters that it does not share with others, nor with its norms that stay."""
     module = model.get_submodule(name)
     elsewhere = {
         id(parameter)
@@ -97,8 +106,10 @@ def _block(model: nn.Module, name: str) -> ResidualBlock:
         if path != name and not path.startswith(f"{name}.")
         for parameter in other._parameters.values()
     }
-    own = {id(parameter) for parameter in module.parameters()} - elsewhere
-    return ResidualBlock(name, tuple(path for path, parameter in model.named_parameters() if id(parameter) in own))
+    staying = {id(parameter) for path in norms for parameter in module.get_submodule(path).parameters()}
+    own = {id(parameter) for parameter in module.parameters()} - elsewhere - staying
+    names = tuple(path for path, parameter in model.named_parameters() if id(parameter) in own)
+    return ResidualBlock(name, names, norms)
 
 
 @dataclass
@@ -110,8 +121,8 @@ class _Seen:
     is_candidate: bool
 
 
-def _candidates(model: nn.Module, call: Call) -> list[str]:
-    """Modules that are called once, give a tensor of the shape of their input, and give it again with zeros."""
+def _candidates(model: nn.Module, call: Call) -> dict[str, tuple[str, ...]]:
+    """Modules that are called once and, with zeros, give their input or norms of it; and which norms."""
     seen: dict[str, _Seen] = {}
     handles = []
     for name, module in model.named_modules():
@@ -133,19 +144,53 @@ def _candidates(model: nn.Module, call: Call) -> list[str]:
     model(*call[0], **call[1])
     for handle in handles:
         handle.remove()
-    return [name for name, one in seen.items() if one.times == 1 and one.is_candidate and _is_block(model, name, one)]
+    found = {name: _norms_behind(model, name, one) for name, one in seen.items() if one.times == 1 and one.is_candidate}
+    return {name: norms for name, norms in found.items() if norms is not None}
 
 
-def _is_block(model: nn.Module, name: str, seen: _Seen) -> bool:
-    module = copy_model(model.get_submodule(name))
-    for parameter in module.parameters():
-        parameter.zero_()
+def _norms_behind(model: nn.Module, name: str, seen: _Seen) -> tuple[str, ...] | None:
+    """The norms that a block with zeros elsewhere sends its input through, in order; None: it is no such block."""
     x = first_tensor(*seen.call)
+    assert x is not None
+    if _is_same(_zeroed_output(copy_model(model.get_submodule(name)), set(), seen.call), x):
+        return ()
+    module = copy_model(model.get_submodule(name))
+    norms = {path: part for path, part in module.named_modules() if path and _is_norm(part)}
+    staying = {id(parameter) for part in norms.values() for parameter in part.parameters()}
+    if not norms or all(id(parameter) in staying for parameter in module.parameters()):
+        return None
+    passed: list[tuple[Tensor, tuple[str, ...]]] = [(x.clone(), ())]
+    for path, part in norms.items():
+
+        def note(_: nn.Module, args: tuple[Any, ...], output: Any, path: str = path) -> None:
+            before = next((chain for value, chain in passed if args and _is_same(args[0], value)), None)
+            if before is not None and isinstance(output, Tensor):
+                passed.append((output.clone(), (*before, path)))
+
+        part.register_forward_hook(note)
+    output = _zeroed_output(module, staying, seen.call)
+    return next((chain for value, chain in passed if _is_same(output, value)), None)
+
+
+def _zeroed_output(module: nn.Module, staying: set[int], call: Call) -> Any:
+    """What a module gives with zeros in all parameters but these (ids); None where its code fails."""
+    for parameter in module.parameters():
+        if id(parameter) not in staying:
+            parameter.zero_()
     try:
-        output = module(*seen.call[0], **seen.call[1])
+        return module(*call[0], **call[1])
     except Exception:  # its code looks at values
-        return False
-    return isinstance(output, Tensor) and x is not None and _agree([output], [x])
+        return None
+
+
+def _is_norm(part: nn.Module) -> bool:
+    """Whether a module has vectors alone: norms, scales."""
+    own = list(part.parameters())
+    return not list(part.children()) and bool(own) and all(parameter.dim() <= 1 for parameter in own)
+
+
+def _is_same(found: Any, wanted: Tensor) -> bool:
+    return isinstance(found, Tensor) and _agree([found], [wanted])
 
 
 def _innermost(names: Iterable[str]) -> list[str]:
@@ -166,7 +211,7 @@ def _difference(
     for block in blocks:
         for name in block.parameters:
             masked.get_parameter(name).zero_()
-    skip_blocks(smaller, [block.name for block in blocks])
+    skip_blocks(smaller, [block.name for block in blocks], {block.name: block.norms for block in blocks})
     wanted, found = _outputs(masked, call), _outputs(smaller, call)
     if found is None:
         return "the model's code needs more of it than its output"

@@ -1,8 +1,8 @@
-"""What a residual block becomes when it is removed: a module without parameters that gives its input."""
+"""What a residual block becomes when it is removed: a module that gives its input, or norms of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,20 +15,32 @@ _OF_MODULES = frozenset(nn.Module().__dict__)
 class SkippedBlock(nn.Identity):
     """Gives its first tensor, whatever else a block was called with.
 
-    Plain attributes of the block that it replaces (a stride, a name of a kind of attention) stay, since code around may
-    read them.
+    `norms`: parts of the block that stay, by their names in it: where norms stand behind the additions of a block, its
+    input passes them one after the other. Plain attributes of the block that it replaces (a stride, a name of a kind of
+    attention) stay, since code around may read them.
     """
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, norms: Sequence[str] = ()) -> None:
         super().__init__()
         kept = {name: value for name, value in block.__dict__.items() if _is_plain(value)}
         self.__dict__.update({name: value for name, value in kept.items() if name not in _OF_MODULES})
         self.training = block.training
+        self.norms_behind = tuple(norms)
+        for path in norms:
+            above: nn.Module = self
+            *parents, own = path.split(".")
+            for name in parents:  # empty modules, so that parameters keep their names
+                if name not in above._modules:
+                    above.add_module(name, nn.Module())
+                above = above.get_submodule(name)
+            above.add_module(own, block.get_submodule(path))
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The first tensor of the call."""
+        """The first tensor of the call, behind the norms."""
         found = first_tensor(args, kwargs)
         assert found is not None, "a block of the model is called without a tensor"
+        for path in self.norms_behind:
+            found = self.get_submodule(path)(found)
         return found
 
 
@@ -37,15 +49,15 @@ def first_tensor(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Tensor | Non
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
 
 
-def skip_blocks(model: nn.Module, names: Iterable[str]) -> None:
-    """Replace these modules, in place."""
+def skip_blocks(model: nn.Module, names: Iterable[str], norms: Mapping[str, Sequence[str]]) -> None:
+    """Replace these modules, in place. `norms`: which norms of a block stay, by its name."""
     for name in names:
         above, _, own = name.rpartition(".")
         try:
             block = model.get_submodule(name)
         except AttributeError:
             raise CheckpointError(f"the plan was made for another model: this one has no block {name}") from None
-        setattr(model.get_submodule(above), own, SkippedBlock(block))
+        setattr(model.get_submodule(above), own, SkippedBlock(block, norms.get(name, ())))
 
 
 def _is_plain(value: Any) -> bool:

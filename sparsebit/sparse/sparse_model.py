@@ -17,12 +17,13 @@ from sparsebit.errors import CaptureError, ConfigError
 from sparsebit.execution.batches import calls
 from sparsebit.graph.copying import copy_model, uncompiled
 from sparsebit.sparse.added_layers import weights_before_add
-from sparsebit.sparse.block_selection import mask_blocks, select_blocks
+from sparsebit.sparse.block_selection import mask_blocks, plan_without, select_blocks
 from sparsebit.sparse.channel_groups import Group, Unit, layers_of
 from sparsebit.sparse.criteria import criterion
 from sparsebit.sparse.element_selection import select_elements, with_ratio
 from sparsebit.sparse.evidence import Loss, gather_evidence
 from sparsebit.sparse.example_guess import guessed_example
+from sparsebit.sparse.group_ratios import group_ratios, is_made_by, wanted_groups
 from sparsebit.sparse.group_search import ChannelGroups, find_groups
 from sparsebit.sparse.latency_table import Clock
 from sparsebit.sparse.plain_export import ExportOptions, export_plain
@@ -41,8 +42,8 @@ from sparsebit.sparse.reconstruction import LayerFit, fit_layers
 from sparsebit.sparse.residual_blocks import ResidualBlocks, find_residual_blocks
 from sparsebit.sparse.run_state import forget_run_state
 from sparsebit.sparse.sparse_config import BLOCKS, SparseConfig, parse_sconfig
-from sparsebit.sparse.sparsers import SPARSERS, Sparser, pruned_weights, sparser_mask
-from sparsebit.sparse.surgery import ChannelPlan, apply_plan
+from sparsebit.sparse.sparsers import SPARSERS, Sparser, element_weights, sparser_mask
+from sparsebit.sparse.surgery import apply_plan
 from sparsebit.sparse.unit_selection import dead_units, mask_units, rounded, select_units, unit_scores
 from sparsebit.sparse.weight_masks import WeightMasks
 
@@ -129,7 +130,7 @@ class SparseModel(nn.Module):
             evidence = gather_evidence(self.model, rule.needs, batches, loss, sparser.STRATEGY)
             if not sparser.is_structured:
                 evidence = {name: with_ratio(entry, self.config, share) for name, entry in evidence.items()}
-            scores = {name: found for name, entry in evidence.items() if (found := rule.score(entry)) is not None}
+            scores = rule.scores(evidence)
             if sparser.is_of_blocks:
                 gone = frozenset(self.removed_blocks())
                 mask_blocks(self.masks, select_blocks(self.blocks.blocks, scores, self.config, share, gone))
@@ -168,19 +169,12 @@ class SparseModel(nn.Module):
 
     def _chosen_units(self, scores: Mapping[str, Tensor], share: float) -> list[Unit]:
         groups = self._wanted_groups()
-        ratios = [
-            0.0
-            if self._is_before_add(group)
-            else self._ratios.get(group_name(group), self.config.ratio_of(layers_of(group)))
-            for group in groups
-        ]
+        ratios = group_ratios(groups, self.config, self._ratios, self._before_add)
         gone = frozenset(unit.label for unit in self.dead_units())
         return select_units(groups, ratios, scores, self.config, share, gone)
 
     def _wanted_groups(self) -> list[Group]:
-        name = self.config.SPARSER.GRANULARITY
-        wanted = name if name in ("filter", "head", "neuron") else ""
-        return [group for group in self.groups.groups if not wanted or self.groups.kind_of(group) == wanted]
+        return wanted_groups(self.groups, self.config)
 
     def choose_ratios(
         self,
@@ -237,15 +231,14 @@ class SparseModel(nn.Module):
             )
         listed = list(batches)
         rule = criterion(sparser.STRATEGY)
-        evidence = gather_evidence(self.model, rule.needs, listed, loss, sparser.STRATEGY)
-        scores = {name: found for name, entry in evidence.items() if (found := rule.score(entry)) is not None}
+        scores = rule.scores(gather_evidence(self.model, rule.needs, listed, loss, sparser.STRATEGY))
         groups = {group_name(group): group for group in self._wanted_groups()}
         return ratio_options(
             self.masked_model().eval(),
             groups,
             {name: unit_scores(group, scores, sparser.STRATEGY) for name, group in groups.items()},
             {
-                name: [0.0] if self._is_before_add(group) else candidate_ratios(group, self.config, candidates)
+                name: [0.0] if is_made_by(group, self._before_add) else candidate_ratios(group, self.config, candidates)
                 for name, group in groups.items()
             },
             calls=list(calls(listed, self.model, next(self.model.parameters()).device)),
@@ -257,9 +250,6 @@ class SparseModel(nn.Module):
         """The config that alone gives each group this ratio (`RatioChoice.ratios`), by the names of its layers."""
         layers = {group_name(group): layers_of(group) for group in self._wanted_groups()}
         return config_of_ratios(self.config, {name: layers[name] for name in ratios}, ratios)
-
-    def _is_before_add(self, group: Group) -> bool:
-        return any(dim == 0 and tensor in self._before_add for tensor, dim in group.axes)
 
     def _mask_elements(self, scores: Mapping[str, Tensor], share: float) -> None:
         masks = self.masks
@@ -273,13 +263,7 @@ class SparseModel(nn.Module):
         if self.config.SPARSER.is_structured:
             parameters = dict(self.model.named_parameters())
             return sorted({t for unit in self.groups.units for t, _, _ in unit.members if t in parameters})
-        found: dict[int, str] = {}
-        for path, module in self.model.named_modules():
-            for name in pruned_weights(module):
-                weight = getattr(module, name, None)
-                if isinstance(weight, nn.Parameter):
-                    found.setdefault(id(weight), f"{path}.{name}" if path else name)
-        return list(found.values())
+        return element_weights(self.model)
 
     # After pruning
 
@@ -345,7 +329,7 @@ class SparseModel(nn.Module):
             )
         if self.config.SPARSER.is_of_blocks:
             small = self.masked_model()
-            apply_plan(small, ChannelPlan(skipped=tuple(self.removed_blocks())))
+            apply_plan(small, plan_without(self.blocks, self.removed_blocks()))
             return small
         dead = self.dead_units()
         if round_to > 1:

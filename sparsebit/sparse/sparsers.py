@@ -97,6 +97,17 @@ class SWeighted(SparseOpr):
     """Convolutions and linear layers: their weights, not their biases."""
 
 
+def element_weights(model: nn.Module) -> list[str]:
+    """The names of all parameters that unstructured sparsity prunes; tied ones once."""
+    found: dict[int, str] = {}
+    for path, module in model.named_modules():
+        for name in pruned_weights(module):
+            weight = getattr(module, name, None)
+            if isinstance(weight, nn.Parameter):
+                found.setdefault(id(weight), f"{path}.{name}" if path else name)
+    return list(found.values())
+
+
 def pruned_weights(module: nn.Module) -> tuple[str, ...]:
     """The names of the parameters of a module that unstructured sparsity prunes."""
     for kind in type(module).__mro__:

@@ -38,6 +38,8 @@ class ChannelPlan:
     computed: Mapping[str, str] = field(default_factory=dict)
     # layers whose activations keep their width: on which sides, of "in" and "out"
     spread: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # of removed blocks: the norms behind their additions, which stay
+    norms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; runs of positions are written as [first, last]."""
@@ -52,6 +54,7 @@ class ChannelPlan:
             "skipped": list(self.skipped),
             "computed": dict(self.computed),
             "spread": {module: list(sides) for module, sides in self.spread.items()},
+            "norms": {block: list(paths) for block, paths in self.norms.items()},
         }
 
     def after(self, earlier: ChannelPlan) -> ChannelPlan:
@@ -69,7 +72,8 @@ class ChannelPlan:
             module: tuple(sorted({*earlier.spread.get(module, ()), *self.spread.get(module, ())}))
             for module in (*earlier.spread, *self.spread)
         }
-        return ChannelPlan(kept, attributes, (*earlier.skipped, *self.skipped), computed, spread)
+        norms = {**earlier.norms, **self.norms}
+        return ChannelPlan(kept, attributes, (*earlier.skipped, *self.skipped), computed, spread, norms)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ChannelPlan:
@@ -83,6 +87,7 @@ class ChannelPlan:
                 tuple(value.get("skipped", ())),  # folders of earlier versions have none
                 dict(value.get("computed", {})),  # folders of earlier versions have none
                 {module: tuple(sides) for module, sides in value.get("spread", {}).items()},
+                {block: tuple(paths) for block, paths in value.get("norms", {}).items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"the channel plan is damaged ({error!r})") from None
@@ -145,7 +150,7 @@ def apply_plan(model: nn.Module, plan: ChannelPlan) -> None:
         )
     for module in reversed(list(model.modules())):  # parts before what holds them
         _follow_shapes(module)
-    skip_blocks(model, plan.skipped)
+    skip_blocks(model, plan.skipped, plan.norms)
     earlier = plan_of(model)
     model.__dict__[_PLAN] = plan if earlier is None else plan.after(earlier)
 

@@ -82,6 +82,13 @@ class Encoder(nn.Module):
         return self.head(x.mean(1))
 
 
+class PostNorm(Encoder):
+    """Norms stand behind the additions, as in BERT."""
+
+    def __init__(self) -> None:
+        super().__init__(is_pre=False)
+
+
 class Reads(ResNet):
     """Code outside looks into the first block."""
 
@@ -112,14 +119,15 @@ class Tied(nn.Module):
 
 
 class Plain(nn.Module):
-    """No residual blocks: layers of one width, a norm, and one module that is called twice."""
+    """No residual blocks: layers of one width, a norm behind a layer, and one module that is called twice."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.norm, self.twice = nn.Linear(6, 6), nn.LayerNorm(6), Tied.Block()
+        self.a, self.twice = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6)), Tied.Block()
+        self.b = nn.Sequential(nn.LayerNorm(6), nn.Dropout())
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.twice(self.twice(self.norm(self.a(x))))
+        return self.twice(self.twice(self.b(self.a(x))))
 
 
 def images() -> Tensor:
@@ -133,7 +141,7 @@ def names(model: nn.Module, batch: Tensor) -> list[str]:
 def test_blocks_are_found_by_what_they_compute() -> None:
     assert names(ResNet(), images()) == ["one.0", "one.1", "two.1", "two.2"]  # two.0 changes the width
     assert names(Encoder(), torch.randn(2, 5, 4)) == [f"layers.{i}" for i in range(4)]
-    assert names(Encoder(is_pre=False), torch.randn(2, 5, 4)) == []
+    assert names(PostNorm(), torch.randn(2, 5, 4)) == [f"layers.{i}" for i in range(4)]
     assert names(Plain(), torch.randn(2, 6)) == []
 
 
@@ -151,8 +159,8 @@ def test_what_cannot_be_removed_is_spared_with_a_reason() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "batch", "removed"),
-    [(ResNet, images(), 2), (Encoder, torch.randn(2, 5, 4), 2)],
-    ids=["resnet", "encoder"],
+    [(ResNet, images(), 2), (Encoder, torch.randn(2, 5, 4), 2), (PostNorm, torch.randn(2, 5, 4), 2)],
+    ids=["resnet", "encoder", "norms behind additions"],
 )
 def test_a_shrunk_model_is_the_masked_one(kind: Any, batch: Tensor, removed: int, tmp_path: Path) -> None:
     dense = kind().eval()
@@ -160,8 +168,10 @@ def test_a_shrunk_model_is_the_masked_one(kind: Any, batch: Tensor, removed: int
     smodel.calc_params()
     gone = smodel.removed_blocks()
     assert len(gone) == removed
-    for name in gone:
-        assert all(not parameter.any() for parameter in smodel.model.get_submodule(name).parameters())
+    for block in (block for block in smodel.blocks.blocks if block.name in gone):
+        assert block.norms == (("first", "second") if kind is PostNorm else ())
+        for name, parameter in smodel.model.get_submodule(block.name).named_parameters():
+            assert bool(parameter.any()) == (name in [f"{norm}.weight" for norm in block.norms])
     small = smodel.shrink()
     assert type(small) is kind and all(isinstance(small.get_submodule(name), SkippedBlock) for name in gone)
     assert torch.allclose(small(batch), smodel(batch), atol=1e-5) and not torch.allclose(small(batch), dense(batch))
@@ -170,6 +180,28 @@ def test_a_shrunk_model_is_the_masked_one(kind: Any, batch: Tensor, removed: int
     again = load(save(small, tmp_path / "small"), kind()).eval()
     assert torch.equal(again(batch), small(batch)) and again.state_dict().keys() == small.state_dict().keys()
     small.train()(batch).sum().backward()
+
+
+def test_layers_of_bert_become_their_norms(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    options = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+    settings = transformers.BertConfig(vocab_size=20, max_position_embeddings=16, **options)
+    batch = {"input_ids": torch.randint(0, 20, (2, 6)), "attention_mask": torch.ones(2, 6, dtype=torch.long)}
+    model = transformers.BertModel(settings).eval()
+    smodel = SparseModel(model, config(RATIO=0.4), batch).eval()
+    smodel.calc_params()
+    assert "becomes its norms attention.output.LayerNorm, output.LayerNorm" in str(smodel.blocks)
+    assert len(smodel.blocks.blocks) == 3 and len(smodel.removed_blocks()) == 1
+    small = smodel.shrink()
+    wanted, found = smodel(**batch).last_hidden_state, small(**batch).last_hidden_state
+    assert torch.allclose(found, wanted, atol=1e-5)
+    # Channels of what is left can go after it, and both together make the folder.
+    both = SparseModel(small, {"DEVICE": "cpu", "SPARSER": {"TYPE": "structured", "RATIO": 0.5}}, batch).eval()
+    both.calc_params()
+    least = both.shrink()
+    assert torch.allclose(least(**batch).last_hidden_state, both(**batch).last_hidden_state, atol=1e-5)
+    again = load(save(least, tmp_path / "small"), transformers.BertModel(settings)).eval()
+    assert torch.equal(again(**batch).last_hidden_state, least(**batch).last_hidden_state)
 
 
 def test_the_least_important_go_first_and_names_are_respected() -> None:
