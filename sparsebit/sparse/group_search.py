@@ -17,12 +17,13 @@ from sparsebit.execution.batches import Call, as_call
 from sparsebit.graph.copying import copy_model
 from sparsebit.graph.nested import map_nested, tensors_of
 from sparsebit.sparse.channel_groups import Group, Spared, Unit, all_spared
-from sparsebit.sparse.channel_proof import Bench, Failure, SizeRule, double_precision, drawn, probe_copy
+from sparsebit.sparse.channel_proof import Bench, Failure, SizeRule, drawn
 from sparsebit.sparse.channel_trace import watch
 from sparsebit.sparse.computed_weights import computed_layers, make_plain
 from sparsebit.sparse.culprits import failing_alike, failing_groups, guilty_units
 from sparsebit.sparse.group_analysis import Analysis
 from sparsebit.sparse.labels import FIXED
+from sparsebit.sparse.probe_model import double_precision, probe_copy
 from sparsebit.sparse.size_repairs import find_repairs
 from sparsebit.sparse.surgery import ChannelPlan
 from sparsebit.sparse.wide_groups import WideGroups, find_wide_groups

@@ -21,7 +21,7 @@ from sparsebit.errors import CaptureError
 from sparsebit.execution.batches import Call, as_call, to_device
 from sparsebit.graph.copying import copy_model
 from sparsebit.graph.nested import map_nested, tensors_of
-from sparsebit.sparse.channel_proof import double_precision, probe_copy
+from sparsebit.sparse.probe_model import double_precision, probe_copy
 from sparsebit.sparse.skipped_block import first_tensor, skip_blocks
 
 _TOLERANCE = 1e-5
