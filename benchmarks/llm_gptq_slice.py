@@ -10,10 +10,12 @@ next one reads; then its blocks are quantized as `sparsebit.llm.quantize` does i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import resource
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,9 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--bits", type=int, default=4)
-    parser.add_argument("--memory-mib", type=int, default=1024, help="hidden states in memory, as --memory-budget")
+    parser.add_argument("--memory-mib", type=int, default=8192, help="hidden states in memory, as --memory-budget")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="of the blocks")
+    parser.add_argument("--profile", type=Path, help="a file for the kernels of the first block, by time")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torchvision_shim.install()  # transformers imports torchvision where it is installed
@@ -83,7 +87,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     tokens = torch.randint(0, VOCABULARY, (options.samples, options.length), generator=torch.Generator().manual_seed(0))
     seconds: list[float] = []
     with joined(options.device) as rank:
-        skeleton = Skeleton(ModelFolder(folder / "model"), device=rank.device)
+        skeleton = Skeleton(ModelFolder(folder / "model"), dtype=getattr(torch, options.dtype), device=rank.device)
         row = architecture_of(skeleton.model)
         run = QuantizationRun(
             skeleton, row, Recipe(bits=options.bits), tokens, options.batch_size, options.memory_mib * MIB, rank
@@ -91,18 +95,31 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         kept = RunFolder(folder / "partial", run.settings())
         for number in range(options.blocks):
             started = time.perf_counter()
-            run.block(number, kept)
+            with profiled(options.profile if number == 0 else None):
+                run.block(number, kept)
             if is_cuda:
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - started)
             print(f"block {number}: {seconds[-1]:.1f} s", file=sys.stderr, flush=True)
     return {
         "output": None,
+        "profile": None,
         "seconds_of_blocks": [round(value, 2) for value in seconds],
         "extrapolated_s": round(sum(seconds) / len(seconds) * NUM_BLOCKS, 1),
         "gpu_peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if is_cuda else None,
         "host_peak_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2),
     }
+
+
+@contextlib.contextmanager
+def profiled(path: Path | None) -> Iterator[None]:
+    """Inside, kernels are recorded, and written as a table, those first that took longest; it slows the block down."""
+    if path is None:
+        yield
+        return
+    with torch.profiler.profile(acc_events=True) as profile:
+        yield
+    path.write_text(profile.key_averages().table(sort_by="self_device_time_total", row_limit=60), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sparsebit.llm import BitAllocation, ExpertCalibration, QuantizedModel, Recipe, ScaledInput
 
 _TUNE = "Method"
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def quantize(
@@ -96,9 +97,18 @@ def quantize(
     ] = None,
     batch_size: llm_options.BatchSize = 4,
     memory_budget: Annotated[
-        int, typer.Option("--memory-budget", min=1, help="MiB of hidden states in memory; the rest is on disk.")
-    ] = 1024,
+        int | None,
+        typer.Option(
+            "--memory-budget",
+            min=1,
+            help="MiB of hidden states in memory; the rest is on disk (half of the free memory, 1024 to 8192).",
+        ),
+    ] = None,
     device: llm_options.Device = "cpu",
+    dtype: Annotated[
+        str,
+        typer.Option("--dtype", metavar="TYPE", help="In which blocks compute: float32; rtn, gptq: bfloat16, float16."),
+    ] = "float32",
     no_check: Annotated[
         bool, typer.Option("--no-check", help="Keep the folder without loading it with transformers.")
     ] = False,
@@ -117,6 +127,8 @@ def quantize(
     sparsebit llm quantize llama/ -o llama-mixed/ --text books.txt --candidate-bits 2 3 4 --average-bits 3.2
     """
     with speaking(as_json=json, quiet=quiet) as out:
+        import torch
+
         from sparsebit.llm import Calibration, Recipe
         from sparsebit.llm import quantize as run
 
@@ -136,6 +148,8 @@ def quantize(
         drawn = _given({"num_samples": num_samples, "length": length, "seed": seed})
         if text is None and (drawn or chat_template):
             raise typer.BadParameter("without calibration text nothing is drawn of it", param_hint="--text")
+        if dtype not in _DTYPES:
+            raise typer.BadParameter(f"{dtype!r}; allowed: {', '.join(_DTYPES)}", param_hint="--dtype")
         calibration = None if text is None else Calibration(text, chat_template=chat_template, **drawn)
         out.remark(f"quantizing {model} to {_format(recipe)} with {method}")
         made = run(
@@ -144,8 +158,9 @@ def quantize(
             recipe,
             calibration,
             batch_size=batch_size,
-            memory_budget=memory_budget << 20,
+            memory_budget=None if memory_budget is None else memory_budget << 20,
             device=device,
+            dtype=getattr(torch, dtype),
             check=not no_check,
             trust_remote_code=trust_remote_code,
         )

@@ -16,6 +16,21 @@ from torch import Tensor
 from sparsebit.graph.nested import map_nested
 
 MIB = 1 << 20
+_MEMINFO = Path("/proc/meminfo")
+
+
+def default_memory_budget() -> int:
+    """Bytes of values in memory where nobody says how many: half of what is free, from 1 to 8 GiB."""
+    return min(max(_free_bytes() // 2, 1024 * MIB), 8192 * MIB)
+
+
+def _free_bytes() -> int:
+    """What the host can still give; 0, if it does not say."""
+    try:
+        lines = _MEMINFO.read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return 0
 
 
 @dataclass(frozen=True)

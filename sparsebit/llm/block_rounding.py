@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from sparsebit.llm.channel_scaling import ChannelScaling
 from sparsebit.llm.float_weight import Weight, integers
 from sparsebit.llm.learned_rounding import learn_rounding
 from sparsebit.llm.recipe import Recipe
-from sparsebit.llm.rounding import round_weight
+from sparsebit.llm.rounding import round_weights
 from sparsebit.llm.run_folder import FinishedBlock
 from sparsebit.llm.separate_experts import experts_in
 from sparsebit.numerics.hessian import InputMoments
@@ -45,11 +45,11 @@ class BlockRounding:
             for part in self._parts(changed, group):
                 gathered = self._moments(original, changed, part)
                 for stage in part:
-                    moments = gathered.get(stage[0])
+                    moments = gathered.pop(stage[0], None)
+                    if moments is not None:
+                        tokens |= {name: moments.num_rows for name in stage if _is_expert(changed, name)}
+                    packed |= self._round_stage(changed, stage, moments, tokens, path)
                     for name in stage:
-                        if _is_expert(changed, name) and moments is not None:
-                            tokens[name] = moments.num_rows
-                        packed[name] = self._round(changed, name, moments, tokens.get(name), path)
                         put_weight(changed, name, packed[name])
         if self.recipe.method == "autoround":
             packed |= self._learned(original, changed, packed, tokens, path)
@@ -84,16 +84,35 @@ class BlockRounding:
             return self.walk.moments_together(changed, part)
         return {stage[0]: self.walk.moments(original, changed, stage) for stage in part}
 
-    def _round(
-        self, block: nn.Module, name: str, moments: InputMoments | None, num_tokens: int | None, path: str
-    ) -> Weight:
-        full = f"{path}.{name}"
-        weight, recipe = linears(block)[name].weight, self.recipe_of(full)
-        if num_tokens is not None and fallback_of(num_tokens, weight.shape[1], recipe) is not None:
-            recipe, moments = recipe.without_text(), None
-        rounded = round_weight(weight, moments, recipe, full, stored=self.stored(f"{full}.weight"))
-        log.debug("%s: error %.3g, to nearest %.3g", full, rounded.error, rounded.nearest_error)
-        return rounded.packed
+    def _round_stage(
+        self,
+        block: nn.Module,
+        stage: Sequence[str],
+        moments: InputMoments | None,
+        tokens: Mapping[str, int],
+        path: str,
+    ) -> dict[str, Weight]:
+        """The layers of a stage; those that are rounded alike are rounded together. The moments are used up."""
+        modules, kinds = linears(block), dict[tuple[Recipe, torch.dtype, bool], list[str]]()
+        for name in stage:
+            full = f"{path}.{name}"
+            recipe, is_known = self.recipe_of(full), moments is not None
+            if name in tokens and fallback_of(tokens[name], modules[name].in_features, recipe) is not None:
+                recipe, is_known = recipe.without_text(), False
+            kinds.setdefault((recipe, self.stored(f"{full}.weight"), is_known), []).append(name)
+        packed: dict[str, Weight] = {}
+        for (recipe, stored, is_known), names in kinds.items():
+            found = round_weights(
+                {f"{path}.{name}": modules[name].weight for name in names},
+                moments if is_known else None,
+                recipe,
+                stored=stored,
+                take_moments=len(kinds) == 1,
+            )
+            for name, (full, rounded) in zip(names, found.items(), strict=True):
+                log.debug("%s: error %.3g, to nearest %.3g", full, rounded.error, rounded.nearest_error)
+                packed[name] = rounded.packed
+        return packed
 
 
 def fallback_of(num_tokens: int, num_columns: int, recipe: Recipe) -> str | None:

@@ -25,6 +25,8 @@ from sparsebit.llm.skeleton import Skeleton
 from sparsebit.numerics.hessian import InputMoments
 
 Stream = Literal["float", "changed"]
+# Bytes of hidden states, or of second moments, that a GPU holds: the rest of its memory is for the work on a layer.
+_ON_DEVICE = 1024 * MIB
 
 
 class _Reached(Exception):
@@ -43,7 +45,8 @@ class BlockWalk:
     """`tokens (samples, length)` on their way through the model of a skeleton.
 
     `with_float`: keep the float model's stream too. `memory_budget`: bytes of hidden states in memory; the rest is on
-    disk. `rank`: of several processes; each walks its share of the batches, and moments are of all of them.
+    disk. Beside them, up to 1 GiB are on the device, if that is not a CPU. `rank`: of several processes; each walks its
+    share of the batches, and moments are of all of them.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class BlockWalk:
                 )
             self.batches = self.batches[rank.number :: rank.count]
         self.memory_budget, self.num_samples = memory_budget, len(tokens)
-        self.store = SharedData(device_bytes=memory_budget, host_bytes=memory_budget)
+        self.store = SharedData(device_bytes=min(memory_budget, _ON_DEVICE), host_bytes=memory_budget)
         self._calls: dict[tuple[int, int], list[_Call]] = {}
         self._number = 0
 
@@ -157,12 +160,12 @@ class BlockWalk:
         return total
 
     def chunks(self, block: nn.Module, stages: Stages) -> Iterator[Stages]:
-        """The stages in groups whose second moments fit into the memory budget, or one by one."""
+        """The stages in groups whose second moments fit into the memory budget and into 1 GiB, or one by one."""
         modules, size = linears(block), 0
         held: list[tuple[str, ...]] = []
         for stage in stages:
             needed = 8 * modules[stage[0]].in_features ** 2
-            if held and size + needed > self.memory_budget:
+            if held and size + needed > min(self.memory_budget, _ON_DEVICE):
                 yield tuple(held)
                 held, size = [], 0
             held.append(stage)
@@ -171,8 +174,12 @@ class BlockWalk:
             yield tuple(held)
 
     @torch.no_grad()
-    def run_float(self, original: nn.Module, stages: Stages) -> None:
-        """Compute the float model's outputs of the block, and keep the inputs of its stages if the budget allows."""
+    def run_float(self, original: nn.Module, stages: Stages, *, need_outputs: bool = True) -> None:
+        """Compute the float model's outputs of the block, and keep the inputs of its stages if the budget allows.
+
+        If it does not, and nothing needs the outputs before the block is done, `advance` computes them: then each batch
+        has one hidden state of the float model at a time.
+        """
         if not self.with_float:
             return
         modules, experts = linears(original), experts_in(original)
@@ -184,6 +191,8 @@ class BlockWalk:
         length = sum(batch.numel() for batch in self.batches)
         needed = length * sum(module.in_features for module in heads.values()) * self.skeleton.dtype.itemsize
         is_kept = needed + self.store.host_bytes + self.store.device_bytes <= self.memory_budget
+        if not is_kept and not need_outputs:
+            return
         for index in range(len(self.batches)):
             taken: dict[str, Tensor] = {}
             with _hooked(heads if is_kept else {}, taken):
@@ -193,17 +202,30 @@ class BlockWalk:
             self.store.put(("float", self._number + 1, index), output)
 
     @torch.no_grad()
-    def advance(self, changed: nn.Module, stages: Stages) -> None:
-        """The block is done: compute what the next one reads, unless this is the last."""
+    def advance(self, changed: nn.Module, stages: Stages, original: nn.Module | None = None) -> None:
+        """The block is done: compute what the next one reads, unless this is the last.
+
+        `original`: the float block, whose outputs `run_float` may have left for now.
+        """
         for index in range(len(self.batches)):
             for stage in stages:
                 self.store.drop(("input", stage[0], index))
             hidden = self.store.get(("changed", self._number, index))
-            for stream in self._streams():
-                self.store.drop((stream, self._number, index))
+            self.store.drop(("changed", self._number, index))
+            self._advance_float(original, index)
             if self._number + 1 < self.num_blocks:
                 self.store.put(("changed", self._number + 1, index), self.run(changed, self._number, index, hidden))
         self._number += 1
+
+    def _advance_float(self, original: nn.Module | None, index: int) -> None:
+        if not self.with_float:
+            return
+        output = ("float", self._number + 1, index)
+        hidden: Tensor = self.store.get(("float", self._number, index))
+        self.store.drop(("float", self._number, index))
+        if output not in self.store and self._number + 1 < self.num_blocks:
+            assert original is not None, "run_float was not called, or the float block is not given"
+            self.store.put(output, self.run(original, self._number, index, hidden))
 
     def _streams(self) -> tuple[Stream, ...]:
         return ("float", "changed") if self.with_float else ("changed",)

@@ -7,6 +7,7 @@ import logging
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from sparsebit.llm.architectures import Architecture, Stages, linears
@@ -76,7 +77,9 @@ class QuantizationRun:
         """What decides the numbers, besides the weights of the blocks, which are compared block by block."""
         outside = [file for name, file in self.skeleton.names.items() if not self._is_in_block(name)]
         rest = {file: self.skeleton.folder.tensor(file) for file in dict.fromkeys(outside)}
+        dtype = self.skeleton.dtype
         return {
+            **({} if dtype == torch.float32 else {"type of the calibration": str(dtype)}),
             "recipe": asdict(self.recipe),
             "tokens": digest({"tokens": self.tokens}),
             "batch_size": self.batch_size,
@@ -125,7 +128,7 @@ class QuantizationRun:
         stages = self._stages(original)
         changed = copy.deepcopy(original)
         if self.recipe.needs_text:
-            self.walk.run_float(original, stages)
+            self.walk.run_float(original, stages, need_outputs=self.recipe.method == "autoround")
         if finished is None:
             rounded = self.rounding.round(original, changed, stages, self.paths[number])
 
@@ -138,7 +141,7 @@ class QuantizationRun:
             self.num_resumed += 1
         put_block(changed, finished)
         if self.recipe.needs_text:
-            self.walk.advance(changed, stages)
+            self.walk.advance(changed, stages, original)
         self.skeleton.empty(self.paths[number])
         self.skeleton.folder.close()
         self._note(number, source, finished, stages)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsebit.errors import CheckpointError, ConfigError
-from sparsebit.execution.value_store import MIB
+from sparsebit.execution.value_store import default_memory_budget
 from sparsebit.folders import staging_folder
 from sparsebit.llm.architectures import architecture_of
 from sparsebit.llm.bit_allocation import BitAllocation, need_solver
@@ -77,8 +77,9 @@ def quantize(
     calibration: Calibration | None = None,
     *,
     batch_size: int = 4,
-    memory_budget: int = 1024 * MIB,
+    memory_budget: int | None = None,
     device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
     check: bool = True,
     trust_remote_code: bool = False,
 ) -> QuantizedModel:
@@ -86,7 +87,10 @@ def quantize(
 
     `model`: a folder as transformers keeps it, with safetensors. `output`: a folder that does not exist yet; it appears
     whole, after plain transformers has loaded it and computed our logits (`check`). One block at a time is in memory,
-    and hidden states up to `memory_budget` bytes, the rest on disk. Finished blocks are kept in `OUTPUT.partial`: the
+    and hidden states up to `memory_budget` bytes, the rest on disk; by default half of the memory that is free, from 1
+    to 8 GiB. `dtype`: in which the blocks compute hidden states. Half types are for `rtn` and `gptq` on a GPU, where
+    they are faster and take half of the memory; second moments and weights are float32 and float64 all the same.
+    Finished blocks are kept in `OUTPUT.partial`: the
     same call continues an interrupted run behind the last one, with the same result.
 
     Embeddings, norms and the output layer stay as they are. With mixed bits, a pass over the model estimates what each
@@ -106,9 +110,11 @@ def quantize(
         need_reader()
     if recipe.is_mixed:
         need_solver()
+    check_dtype(dtype, recipe)
+    memory_budget = default_memory_budget() if memory_budget is None else memory_budget
     with joined(device) as rank:
         result = _quantize(
-            source, target, recipe, calibration, batch_size, memory_budget, rank, check, trust_remote_code
+            source, target, recipe, calibration, batch_size, memory_budget, rank, dtype, check, trust_remote_code
         )
     log.info(
         "%s: %d layers, %.2f bits a weight, %.1f MB of %.1f MB",
@@ -129,6 +135,7 @@ def _quantize(
     batch_size: int,
     memory_budget: int,
     rank: Rank,
+    dtype: torch.dtype,
     check: bool,
     trust_remote_code: bool,
 ) -> QuantizedModel:
@@ -144,7 +151,7 @@ def _quantize(
             lambda: rotated_beside(target, floats, size, trust_remote_code=trust_remote_code).path
         )
         source = ModelFolder(rotated)
-    skeleton = Skeleton(source, device=rank.device, trust_remote_code=trust_remote_code)
+    skeleton = Skeleton(source, dtype=dtype, device=rank.device, trust_remote_code=trust_remote_code)
     architecture = architecture_of(skeleton.model)
     _check_experts(skeleton, recipe)
     tokens = _tokens(source, recipe, calibration, trust_remote_code)
@@ -193,6 +200,15 @@ def _quantize(
         run.experts,
         run.scaled_inputs,
     )
+
+
+def check_dtype(dtype: torch.dtype, recipe: Recipe) -> None:
+    """Refuse types in which a method does not compute hidden states."""
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ConfigError(f"dtype={dtype}: allowed: float32, bfloat16, float16")
+    if dtype != torch.float32 and (recipe.method not in ("rtn", "gptq") or recipe.is_mixed):
+        given = "mixed bits" if recipe.is_mixed else f"method={recipe.method!r}"
+        raise ConfigError(f"dtype={dtype} with {given}: these compute in float32; half types are for rtn and gptq")
 
 
 def _tokens(source: ModelFolder, recipe: Recipe, calibration: Calibration | None, trust_remote_code: bool) -> Tensor:

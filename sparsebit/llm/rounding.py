@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +11,7 @@ from torch import Tensor
 from sparsebit.llm.float_weight import Weight, round_to_floats
 from sparsebit.llm.packed_weight import PackedWeight
 from sparsebit.llm.recipe import Recipe
-from sparsebit.numerics.gptq_math import Rounded, quantize, round_nearest
-from sparsebit.numerics.gptq_target_math import target_weight
+from sparsebit.numerics.gptq_math import InverseFactor, Rounded, quantize, round_nearest
 from sparsebit.numerics.hessian import InputMoments
 from sparsebit.numerics.qparams import SMALLEST_SCALE, qparams_from_range
 from sparsebit.numerics.scale_search_math import Rounding
@@ -35,7 +34,6 @@ class RoundedLayer:
     nearest_error: float
 
 
-@torch.no_grad()
 def round_weight(
     weight: Tensor, moments: InputMoments | None, recipe: Recipe, name: str, *, stored: torch.dtype
 ) -> RoundedLayer:
@@ -43,31 +41,75 @@ def round_weight(
 
     `moments`: of the layer's input; None where the recipe needs no text.
     """
-    size = recipe.columns_per_scale(weight.shape[1], name)
-    W = weight.detach().float()[None]
-    kind = recipe.float_kind
-    if kind is not None:
-        floats, plain = (
-            round_to_floats(weight, kind, search=search, stored=stored)
-            for search in (recipe.scale_search != "none", False)
-        )
-        errors = [
-            (one.dequantize(torch.float32).to(W) - W[0]).square().sum() / W.square().sum() for one in (floats, plain)
-        ]
-        return RoundedLayer(floats, *map(float, errors))
-    grid = _grid(W, recipe, size, stored)
-    H = torch.eye(W.shape[-1], device=W.device)[None] if moments is None else moments.hessian()
-    target = W
-    rounding = _rounding(recipe)
+    return round_weights({name: weight}, moments, recipe, stored=stored)[name]
+
+
+@torch.no_grad()
+def round_weights(
+    weights: Mapping[str, Tensor],
+    moments: InputMoments | None,
+    recipe: Recipe,
+    *,
+    stored: torch.dtype,
+    take_moments: bool = False,
+) -> dict[str, RoundedLayer]:
+    """Layers that read one input, by name, rounded together: rows do not depend on each other.
+
+    `take_moments`: the moments are overwritten, which saves their size.
+    """
+    if recipe.float_kind is not None:
+        return {name: _as_floats(weight, recipe, stored) for name, weight in weights.items()}
+    W = torch.cat([weight.detach().float() for weight in weights.values()])[None]
+    size = {recipe.columns_per_scale(W.shape[-1], name) for name in weights}.pop()
+    grid, rounding = _grid(W, recipe, size, stored), _rounding(recipe)
+    H, cross = _second_moments(moments, W, take=take_moments)
+    energy = ((W @ H.to(W)) * W).sum(-1)[0]  # the mean square of each output
     if recipe.method == "gptq":
-        if moments is not None and moments.has_originals:
-            target = target_weight(W.to(H), H, moments.cross(), recipe.damping, recipe.input_correction).to(W)
-        rounded = quantize(target, H, grid, rounding)
+        # The weight that the float model's inputs ask for; see `gptq_target_math.target_weight`.
+        correction = None if cross is None else W.to(H) @ cross.sub_(H)
+        del cross
+        factor = InverseFactor(H, rounding)
+        if correction is not None:
+            W = (W + recipe.input_correction * factor.solved(correction)).to(W)
+            del correction
+        rounded = quantize(W, H, grid, rounding, factor)
     else:
         rounded = round_nearest(W, H, grid, rounding)
-    energy = float(((W @ H.to(W)) * W).sum().clamp(min=1e-30))
-    packed = _packed(rounded, recipe, size, stored)
-    return RoundedLayer(packed, float(rounded.loss.sum()) / energy, float(rounded.nearest_loss.sum()) / energy)
+    return _apart(rounded, weights, energy, recipe, size, stored)
+
+
+def _second_moments(moments: InputMoments | None, weight: Tensor, *, take: bool) -> tuple[Tensor, Tensor | None]:
+    """`(H, cross)`; without moments the identity, which makes the loss the error of the weights."""
+    if moments is None:
+        return torch.eye(weight.shape[-1], device=weight.device)[None], None
+    if take:
+        return moments.take()
+    return moments.hessian(), moments.cross() if moments.has_originals else None
+
+
+def _apart(
+    rounded: Rounded, weights: Mapping[str, Tensor], energy: Tensor, recipe: Recipe, size: int, stored: torch.dtype
+) -> dict[str, RoundedLayer]:
+    """Layer by layer, what was rounded together."""
+    num_rows = [len(weight) for weight in weights.values()]
+    packed = _packed(rounded, recipe, size, stored, num_rows)
+    parts = zip(*(part.split(num_rows) for part in (energy, rounded.loss[0], rounded.nearest_loss[0])), strict=True)
+    return {
+        name: RoundedLayer(own, *(float(loss.sum()) / max(float(power.sum()), 1e-30) for loss in losses))
+        for name, own, (power, *losses) in zip(weights, packed, parts, strict=True)
+    }
+
+
+def _as_floats(weight: Tensor, recipe: Recipe, stored: torch.dtype) -> RoundedLayer:
+    """With floats of 8 or 4 bits."""
+    kind = recipe.float_kind
+    assert kind is not None
+    W = weight.detach().float()
+    floats, plain = (
+        round_to_floats(weight, kind, search=search, stored=stored) for search in (recipe.scale_search != "none", False)
+    )
+    errors = [(one.dequantize(torch.float32).to(W) - W).square().sum() / W.square().sum() for one in (floats, plain)]
+    return RoundedLayer(floats, *map(float, errors))
 
 
 def nearest_values(recipe: Recipe, name: str, stored: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -116,10 +158,18 @@ def _rounding(recipe: Recipe) -> Rounding:
     )
 
 
-def _packed(rounded: Rounded, recipe: Recipe, size: int, stored: torch.dtype) -> PackedWeight:
+def _packed(
+    rounded: Rounded, recipe: Recipe, size: int, stored: torch.dtype, num_rows: list[int]
+) -> list[PackedWeight]:
     codes, grid = rounded.codes[0], rounded.grid
     shape = (codes.shape[0], codes.shape[1] // size)
-    codes = codes - grid.spec.qmin  # a symmetric grid counts from its lowest code
+    codes = (codes - grid.spec.qmin).to(torch.uint8).cpu()  # a symmetric grid counts from its lowest code
     zeros = None if recipe.symmetric else grid.zero_point.view(shape).cpu()
     scales = grid.scale.view(shape).to(stored).cpu()
-    return PackedWeight.from_codes(codes.to(torch.uint8).cpu(), scales, zeros, recipe.bits)
+    parts = zip(
+        codes.split(num_rows),
+        scales.split(num_rows),
+        [None] * len(num_rows) if zeros is None else zeros.split(num_rows),
+        strict=True,
+    )
+    return [PackedWeight.from_codes(own, scale.clone(), zero, recipe.bits) for own, scale, zero in parts]

@@ -46,9 +46,13 @@ class InverseFactor:
     def __init__(self, H: Tensor, rounding: Rounding) -> None:
         self.block_size = rounding.block_size
         self.order = activation_order(H) if rounding.act_order else None
-        if self.order is not None:
-            H = _columns(_columns(H, self.order).mT, self.order)
-        self.U = inverse_factor(H, rounding.damping)
+        self.U = inverse_factor(H, rounding.damping, self.order)
+
+    def solved(self, x: Tensor) -> Tensor:
+        """`x (H + damping)^-1`, `(groups, rows, columns)`."""
+        if self.order is None:
+            return x @ self.U.mT @ self.U
+        return _columns(_columns(x, self.order) @ self.U.mT @ self.U, self.order.argsort(-1))
 
     def round(self, W: Tensor, grid: Grid) -> Tensor:
         """The codes that GPTQ takes, column by column in the order of the factor."""

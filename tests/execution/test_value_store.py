@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsebit.execution.value_store import SharedData
+from sparsebit.execution import value_store
+from sparsebit.execution.value_store import MIB, SharedData
 from sparsebit.graph.nested import tensors_of
 
 
@@ -144,3 +145,24 @@ def test_device_then_host_then_disk() -> None:
         assert store.get(key).is_cuda and torch.equal(store.get(key), value)
     store.clear()
     assert (store.device_bytes, store.host_bytes, store.disk_bytes) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("MemTotal: 99 kB\nMemAvailable: 8388608 kB\n", 4096),
+        ("MemAvailable: 99999999 kB\n", 8192),
+        ("MemAvailable: 1000 kB\n", 1024),
+        ("nothing\n", 1024),
+        (None, 1024),
+    ],
+    ids=["half", "not all of much", "not too little", "unknown", "no such file"],
+)
+def test_the_default_budget_follows_the_free_memory(
+    text: str | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "meminfo"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setattr(value_store, "_MEMINFO", path)
+    assert value_store.default_memory_budget() == expected * MIB

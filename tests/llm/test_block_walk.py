@@ -54,3 +54,25 @@ def test_every_layer_reads_what_it_reads_in_the_model(model_type: str, has_row: 
         skeleton.empty(path)
     assert len(walk.store) == len(TOKENS.split(2))  # the float outputs of the last block
     assert all(parameter.is_meta for parameter in skeleton.model.parameters())
+
+
+def test_without_memory_for_inputs_each_batch_has_one_float_state_at_a_time(tmp_path: Path) -> None:
+    """Outputs that nothing reads yet are computed when the block is done; the moments are the same."""
+    folder = saved(tiny_model(), tmp_path)
+    found = []
+    for budget in (1 << 30, 1):
+        skeleton = Skeleton(ModelFolder(folder))
+        row = architecture_of(skeleton.model)
+        walk = BlockWalk(skeleton, row, TOKENS, with_float=True, batch_size=2, memory_budget=budget)
+        walk.start()
+        for number in range(walk.num_blocks):
+            block = skeleton.fill(f"{row.blocks}.{number}")
+            stages = walk.stages(block)
+            walk.run_float(block, stages, need_outputs=False)
+            if budget == 1:
+                assert len(walk.store) == 2 * len(walk.batches)
+            moments = [walk.moments(block, block, stage) for stage in stages]
+            walk.advance(block, stages, block)
+        found.append([one.cross() for one in moments])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    assert len(walk.store) == 0

@@ -94,6 +94,25 @@ def test_the_budget_does_not_change_the_result(source: Path, budget: int) -> Non
     assert contents(usual.folder) == contents(other.folder)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_blocks_may_compute_in_half_types(source: Path, dtype: torch.dtype) -> None:
+    plenty = replace(calibration(source), num_samples=120)
+    exact = quantize(source, source.parent / "exact", GPTQ, plenty, batch_size=32, check=False)
+    half = quantize(source, source.parent / "half", GPTQ, plenty, batch_size=32, dtype=dtype)
+    wanted = logits(loaded(source))
+    errors = [float((logits(load(made.folder)) - wanted).square().mean()) for made in (exact, half)]
+    assert contents(exact.folder) != contents(half.folder)
+    assert errors[1] < 1.2 * errors[0]
+
+
+def test_types_that_a_method_does_not_have_are_refused(source: Path) -> None:
+    for recipe in (Recipe("awq"), Recipe(candidate_bits=(2, 4), average_bits=3.0)):
+        with pytest.raises(ConfigError, match="half types are for rtn and gptq"):
+            quantize(source, source.parent / "packed", recipe, calibration(source), dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="allowed: float32, bfloat16, float16"):
+        quantize(source, source.parent / "packed", FAST, dtype=torch.float64)
+
+
 class TestInterruption:
     def interrupted(self, source: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Path:
         """A run that fails after block 1 is kept."""
@@ -111,6 +130,11 @@ class TestInterruption:
                 quantize(source, target, GPTQ, calibration(source), check=False, **changes)
         assert not target.exists()
         return target
+
+    def test_another_type_is_another_run(self, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        target = self.interrupted(source, monkeypatch)
+        with pytest.raises(CheckpointError, match="type of the calibration"):
+            quantize(source, target, GPTQ, calibration(source), check=False, dtype=torch.bfloat16)
 
     def test_the_same_bytes_after_it(self, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         target = self.interrupted(source, monkeypatch)

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from sparsebit.errors import CalibrationError
+from sparsebit.numerics import hessian as hessian_module
 from sparsebit.numerics.hessian import InputMoments, activation_order, damped, inverse_factor
 
 
@@ -101,3 +102,34 @@ def test_what_is_not_finite_is_refused(value: float) -> None:
 def test_the_order_is_that_of_the_second_moments() -> None:
     diagonal = torch.tensor([[1.0, 3.0, 3.0, 0.0, 9.0], [5.0, 4.0, 3.0, 2.0, 1.0]])
     assert activation_order(torch.diag_embed(diagonal)).tolist() == [[4, 1, 2, 0, 3], [0, 1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("block", [3, 512], ids=["blocks", "whole"])
+@pytest.mark.parametrize("is_ordered", [True, False], ids=["ordered", "plain"])
+def test_the_factor_is_that_of_the_ordered_columns(
+    block: int, is_ordered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hessian_module, "_BLOCK", block)
+    x = rows(2, 60, 8)
+    H = x.mT @ x / 60
+    order = activation_order(H) if is_ordered else torch.arange(8).expand(2, 8)
+    expected = torch.stack([one[own][:, own] for one, own in zip(damped(H, 0.01), order, strict=True)])
+    U = inverse_factor(H, 0.01, order if is_ordered else None)
+    torch.testing.assert_close(U.mT @ U, torch.linalg.inv(expected))
+    assert torch.equal(U, U.triu())
+
+
+@pytest.mark.parametrize("block", [3, 512], ids=["blocks", "whole"])
+def test_taken_moments_are_the_same(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hessian_module, "_BLOCK", block)
+    x, original = rows(2, 30, 8).float(), rows(2, 30, 8, seed=1).float()
+    moments, alone = InputMoments(), InputMoments()
+    moments.add(x, original)
+    alone.add(x)
+    hessian, cross = moments.hessian(), moments.cross()
+    assert torch.equal(hessian, hessian.mT)
+    taken = moments.take()
+    assert taken[1] is not None and torch.equal(taken[0], hessian) and torch.equal(taken[1], cross)
+    assert moments.num_rows == 0 and alone.take()[1] is None
+    with pytest.raises(CalibrationError, match="no input"):
+        moments.hessian()
