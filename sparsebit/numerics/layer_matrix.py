@@ -7,7 +7,7 @@ Methods that need second moments of a layer's input (GPTQ, SparseGPT) see every 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 # Elements of one chunk of patches: 64 MiB in float32. A single sample may exceed it.
 _CHUNK = 16 << 20
+# Elements of the second moments of one layer: 200 MB in float64. GPTQ holds about 16 such matrices.
+_MOST_MOMENTS = 5000**2
 _LINEAR = (nn.Linear.forward,)
 _CONV = (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
 _TRANSPOSED = (nn.ConvTranspose1d.forward, nn.ConvTranspose2d.forward, nn.ConvTranspose3d.forward)
@@ -26,27 +28,47 @@ _TRANSPOSED = (nn.ConvTranspose1d.forward, nn.ConvTranspose2d.forward, nn.ConvTr
 class LayerMatrix:
     """How one layer's weight and input become matrices; made by `layer_matrix`.
 
-    The weight's columns are its input channels times kernel positions, in the order of the weight's memory.
+    The weight's columns are its input channels times kernel positions, in the order of the weight's memory. In `parts`,
+    each group has its columns in so many groups of their own, and the layer's output is the sum of theirs: second
+    moments between two parts are not looked at.
     """
 
     groups: int
     num_dims: int  # of the images; 0 of a linear layer
     out_axis: int  # of the weight's output channels: 1 of a transposed convolution
     unfold: Callable[[Tensor], Tensor]
+    parts: int = 1
+
+    def in_parts(self, weight: Tensor, multiple: int = 1) -> LayerMatrix:
+        """The same, in as many parts as it takes to keep second moments small: one for all but very wide layers.
+
+        A part has a multiple of `multiple` columns, and is not far smaller than it has to be. Where columns cannot be
+        divided so, there is one part.
+        """
+        groups, _, columns = self.matrix(weight).shape
+        needed = -(-groups * columns**2 // _MOST_MOMENTS)
+        fitting = (n for n in range(needed, 4 * needed) if columns % n == 0 and columns // n % multiple == 0)
+        return replace(self, parts=self.parts * next(fitting, 1)) if needed > 1 else self
 
     def matrix(self, weight: Tensor) -> Tensor:
         """The weight, or a tensor that belongs to it element by element, as `(groups, rows, columns)`."""
         if self.out_axis == 0:
-            return weight.reshape(self.groups, weight.shape[0] // self.groups, -1)
+            return self._parted(weight.reshape(self.groups, weight.shape[0] // self.groups, -1))
         split = weight.reshape(self.groups, weight.shape[0] // self.groups, *weight.shape[1:])
-        return split.transpose(1, 2).flatten(2)
+        return self._parted(split.transpose(1, 2).flatten(2))
 
     def weight(self, matrix: Tensor, shape: torch.Size) -> Tensor:
         """The inverse of `matrix`, in the weight's shape."""
+        if self.parts > 1:
+            matrix = torch.unflatten(matrix, 0, (self.groups, self.parts)).transpose(1, 2).flatten(2)
         if self.out_axis == 0:
             return matrix.reshape(shape)
         split = matrix.reshape(self.groups, shape[1], shape[0] // self.groups, *shape[2:])
         return split.transpose(1, 2).reshape(shape)
+
+    def outputs(self, per_row: Tensor) -> Tensor:
+        """What each row of the matrix adds to its output channel, `(groups, rows)`, summed for each channel."""
+        return torch.unflatten(per_row, 0, (self.groups, self.parts)).sum(1).flatten()
 
     def num_rows(self, x: Tensor) -> int:
         """How many positions the input has, over all samples."""
@@ -65,7 +87,7 @@ class LayerMatrix:
             rows = x.reshape(-1, x.shape[-1])
             rows = rows[drawn_positions(len(rows), step, rows.device)] if step > 1 else rows
             for part in rows.split(max(_CHUNK // max(rows.shape[1], 1), 1)):
-                yield part[None]
+                yield self._parted(part[None])
             return
         if x.ndim == self.num_dims + 1:  # an unbatched image
             x = x[None]
@@ -84,11 +106,17 @@ class LayerMatrix:
             sizes = (len(windows), *windows.shape[2 : 2 + num_dims])
             sample, *place = torch.unravel_index(drawn_positions(torch.Size(sizes).numel(), step, x.device), sizes)
             chosen = windows.movedim(1, 1 + num_dims)[(sample, *place)]  # (chosen, channels, *kernel): a copy
-            return chosen.reshape(len(chosen), self.groups, -1).transpose(0, 1)
+            return self._parted(chosen.reshape(len(chosen), self.groups, -1).transpose(0, 1))
         windows = torch.unflatten(windows, 1, (self.groups, -1))  # (n, groups, channels, *positions, *kernel)
         order = (1, 0, *range(3, 3 + num_dims), 2, *range(3 + num_dims, 3 + 2 * num_dims))
         columns = windows.shape[2] * int(torch.Size(windows.shape[3 + num_dims :]).numel())
-        return windows.permute(order).reshape(self.groups, -1, columns)
+        return self._parted(windows.permute(order).reshape(self.groups, -1, columns))
+
+    def _parted(self, matrix: Tensor) -> Tensor:
+        """`(groups, any, columns)` with a group for each part of the columns."""
+        if self.parts == 1:
+            return matrix
+        return torch.unflatten(matrix, 2, (self.parts, -1)).transpose(1, 2).flatten(0, 1)
 
 
 def drawn_positions(count: int, step: int, device: torch.device) -> Tensor:

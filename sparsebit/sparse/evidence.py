@@ -26,6 +26,7 @@ from sparsebit.sparse.padding import real_positions, real_rows
 # (outputs of the model, the batch) -> a scalar to minimise
 Loss = Callable[[Any, Any], Tensor]
 _MOST_ROWS = 16384  # of a layer's input that are read of each batch
+_MULTIPLE = 16  # columns that very wide layers keep together: those of an N:M pattern
 
 
 def gather_evidence(
@@ -158,7 +159,7 @@ def _input_moments(model: nn.Module, batches: Iterable[Any]) -> dict[str, LayerM
         if (form := layer_matrix(module)) is None:
             continue
         name = f"{path}.weight" if path else "weight"
-        forms[name], found[name] = form, InputMoments()
+        forms[name], found[name] = form.in_parts(module.get_parameter("weight"), _MULTIPLE), InputMoments()
 
         def add(layer: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:
             x = rows.of(layer, args[0])

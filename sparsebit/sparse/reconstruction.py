@@ -198,7 +198,7 @@ class _Session:
         norms = [model.get_submodule(norm) if norm else None for model in (pruned, dense)]
         masks = {key: self.masks[f"{name}.{key}"] for key in ("weight", "bias") if f"{name}.{key}" in self.masks}
         behind = [found if isinstance(found, _BatchNorm) else None for found in norms]
-        return _Layer(name, own, other, form, behind[0], behind[1], masks, self.max_rows, self.real)
+        return _Layer(name, own, other, form.in_parts(weight), behind[0], behind[1], masks, self.max_rows, self.real)
 
     def _fit(self, layer: _Layer, inputs: Inputs) -> None:
         self.found[layer.name] = fit = fit_layer(layer, inputs)
@@ -223,7 +223,7 @@ def fit_layer(layer: _Layer, inputs: Inputs) -> LayerFit:
     V = W * M if damping is None else fit_masked(W, H, C, M, damping)
     weight.copy_(form.weight(V, weight.shape))
     means = (W @ moments.original_mean[..., None])[..., 0], (V @ moments.mean[..., None])[..., 0]
-    shift = (means[0] - means[1]).flatten()
+    shift = form.outputs(means[0] - means[1])
     if bias is not None:
         wanted = layer.dense.get_parameter("bias") + shift.to(bias)
         bias.copy_(wanted * layer.masks["bias"] if "bias" in layer.masks else wanted)

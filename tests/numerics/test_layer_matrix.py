@@ -50,6 +50,41 @@ def test_the_product_is_the_layers_output(name: str, chunk: int, monkeypatch: py
         torch.testing.assert_close(product, _per_group(expected, layer, form.groups, form.num_dims))
 
 
+class TestParts:
+    """Very wide layers: second moments between the parts of their columns are not looked at."""
+
+    @pytest.mark.parametrize("name", LAYERS)
+    def test_the_sum_over_parts_is_the_layers_output(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        layer, shape = LAYERS[name]
+        layer = layer.double()
+        x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        whole = layer_matrix(layer)
+        assert whole is not None
+        groups, _, columns = whole.matrix(layer.weight).shape
+        monkeypatch.setattr(module, "_MOST_MOMENTS", groups * columns**2 - 1)
+        form = whole.in_parts(layer.weight)
+        assert form.parts > 1
+        product = torch.cat(list(form.patches(x)), 1) @ form.matrix(layer.weight).mT
+        summed = product.unflatten(0, (form.groups, form.parts)).sum(1)
+        with torch.no_grad():
+            assert torch.equal(form.weight(form.matrix(layer.weight), layer.weight.shape), layer.weight)
+            torch.testing.assert_close(summed, _per_group(layer(x), layer, form.groups, form.num_dims))
+            one = form.outputs(product[:, 0])
+            torch.testing.assert_close(one, summed[:, 0].flatten())
+
+    def test_how_many(self) -> None:
+        def parts(columns: int, multiple: int = 1) -> int:
+            form = layer_matrix(nn.Linear(2, 2))
+            assert form is not None
+            return form.in_parts(torch.empty(1, columns, device="meta"), multiple).parts
+
+        assert parts(4608) == parts(5000) == 1
+        assert parts(9216) == 4
+        assert parts(25088) == 28
+        assert parts(25088, 256) == 49  # parts of 512 columns
+        assert parts(25088, 1000) == parts(10007) == 1  # they cannot be divided so
+
+
 def _per_group(output: Tensor, layer: nn.Module, groups: int, num_dims: int) -> Tensor:
     if num_dims == 0:
         return (output - layer.bias).reshape(1, -1, output.shape[-1])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import CalibrationError
+from sparsebit.numerics import layer_matrix
 from sparsebit.sparse import SparseModel, reestimate_norms
 from tests.sparse.nets import Chain, Concat, Depthwise, Residual, Transformer, images
 
@@ -143,3 +144,19 @@ def test_norms_are_reestimated() -> None:
     assert torch.allclose(model[1].running_var, outputs.var((0, 2, 3)), rtol=0.05)
     with pytest.raises(CalibrationError, match="no batch norm"):
         reestimate_norms(nn.Linear(2, 2), [torch.randn(2, 2)])
+
+
+@pytest.mark.parametrize("config", [structured(), unstructured(), unstructured(STRATEGY="sparsegpt")])
+def test_a_very_wide_layer_is_fitted_in_parts(config: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Second moments of all its inputs would take gigabytes."""
+    monkeypatch.setattr(layer_matrix, "_MOST_MOMENTS", 96**2)
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(128, 6))
+    dense = dense.eval()
+    batches, others = correlated(BATCHES), correlated(2)
+    smodel = SparseModel(dense, config, images()).eval()
+    smodel.calc_params(batches)
+    before = error(smodel, dense, others)
+    fits = smodel.reconstruct(batches)
+    assert fits["3"].after < fits["3"].before
+    assert error(smodel, dense, others) < before

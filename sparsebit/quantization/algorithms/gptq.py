@@ -29,6 +29,7 @@ from sparsebit.numerics.hessian import InputMoments
 from sparsebit.numerics.layer_matrix import LayerMatrix, layer_matrix
 from sparsebit.numerics.qparams import SMALLEST_SCALE, broadcast_to
 from sparsebit.numerics.scale_search_math import Rounding, ScaleSearch
+from sparsebit.numerics.spec import PerGroup
 from sparsebit.numerics.weight_grid import Grid
 from sparsebit.quantization.algorithms.layer_visits import (
     LayeredModel,
@@ -186,7 +187,8 @@ def _matrix_form(layer: WeightedQuantOpr, node: fx.Node, owners: dict[int, int])
         return f"the quantizer {quantizer.TYPE!r} rounds in its own way"
     if not {"scale", "zero_point"} <= {*quantizer._parameters, *quantizer._buffers}:
         return f"the quantizer {quantizer.TYPE!r} computes its scale from other numbers"
-    return form
+    granularity = quantizer.spec.granularity
+    return form.in_parts(weight, granularity.size * weight[0, 0].numel() if isinstance(granularity, PerGroup) else 1)
 
 
 # --- one layer
@@ -242,7 +244,7 @@ def _round_layer(
     if has_bias:
         assert bias is not None
         shift = _product(original, moments.original_mean) - _product(rounded.values, moments.mean)  # (groups, rows)
-        bias.copy_((bias if bias_before is None else bias_before.to(bias)) + shift.flatten().to(bias))
+        bias.copy_((bias if bias_before is None else bias_before.to(bias)) + form.outputs(shift).to(bias))
     gained = LayerRounding(float(rounded.nearest_loss.sum()), float(rounded.loss.sum()))
     return gained, rows_per_column
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import CheckpointError, ConfigError
+from sparsebit.numerics import layer_matrix
+from sparsebit.numerics.hessian import InputMoments
 from sparsebit.numerics.reference import quantize as codes_of
 from sparsebit.quantization import QuantModel, gptq
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
@@ -441,3 +443,39 @@ def test_a_killed_run_goes_on_and_ends_with_equal_bits(tmp_path: Path, project_r
     gptq(whole, data)
     gptq(resumed, data, resume=folder)
     assert all(torch.equal(resumed.state_dict()[name], tensor) for name, tensor in whole.state_dict().items())
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8 * 36, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.conv(x))[:, :, ::2, ::2].flatten(1))
+
+
+@pytest.mark.parametrize("scheme", ["per-channel-symmetric", "per-tensor-affine", "per-group-symmetric"])
+def test_a_very_wide_layer_is_rounded_in_parts(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its second moments would take gigabytes: those of the 25,088 inputs of VGG's first linear layer take five."""
+    torch.manual_seed(0)
+    model, data = Wide().eval(), batches(8)
+    size = ", GROUP_SIZE: 32" if "group" in scheme else ""
+    config = f"{{DEVICE: cpu, W: {{QSCHEME: {scheme}, QUANTIZER: {{BIT: 3{size}}}}}, A: {{QUANTIZER: {{BIT: 8}}}}}}"
+    nearest = calibrated(model, data, config)
+    monkeypatch.setattr(layer_matrix, "_MOST_MOMENTS", 96**2)
+    largest = 0
+    hessian = InputMoments.hessian
+
+    def noted(self: InputMoments, *, centered: bool = False) -> Tensor:
+        nonlocal largest
+        found = hessian(self, centered=centered)
+        largest = max(largest, found.numel())
+        return found
+
+    monkeypatch.setattr(InputMoments, "hessian", noted)
+    qmodel = calibrated(model, data, config)
+    found = gptq(qmodel, data)
+    assert largest <= 96**2
+    assert found["head"].rounded < found["head"].nearest
+    others = batches(4, offset=1)
+    assert error(qmodel, model, others) < 0.8 * error(nearest, model, others)
