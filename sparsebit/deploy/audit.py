@@ -75,7 +75,7 @@ def audit(
         layers=layers,
         leftovers=execution.leftovers,
         num_bytes=num_bytes(path),
-        warnings=tuple(_warnings(graph, layers)),
+        warnings=tuple(_warnings(graph, layers, runtime)),
     )
     if repeats != 0:
         arrays, words = made_up_feeds(model, feeds=feeds, shapes=shapes)
@@ -176,7 +176,7 @@ def _saved(model: Any, path: Path) -> Path:
     return path
 
 
-def _warnings(graph: Graph, layers: tuple[LayerRun, ...]) -> Iterator[str]:
+def _warnings(graph: Graph, layers: tuple[LayerRun, ...], runtime: str) -> Iterator[str]:
     """What a reader of the verdict should know about this machine and this file."""
     if saturates() and any(layer.heavy and layer.arithmetic == "integer" for layer in layers):
         yield _SATURATION
@@ -187,20 +187,25 @@ def _warnings(graph: Graph, layers: tuple[LayerRun, ...]) -> Iterator[str]:
             f"the runtime rounds the float weights of {_some(rounded)} to int8 by itself, with one scale for all "
             f"channels: {_KEEP_FLOAT}"
         )
-    if changed := [layer.name for layer in layers if _is_rounded_against_the_plan(layer)]:
+    if changed := [layer.name for layer in layers if _is_rounded_against_the_plan(layer, runtime)]:
+        compare = ", or open the session with session.disable_quant_qdq=1 to compare the two"
         yield (
             f"{_some(changed)} {'is' if len(changed) == 1 else 'are'} meant to be computed in float, as the export "
-            "noted in the file, but the runtime computes in integers: if the file was changed after the export, "
-            "export it again; else open the session with session.disable_quant_qdq=1 to compare the two"
+            "noted in the file, but the runtime computes in integers; a file of an older release, or one that was "
+            f"changed after its export: export it again{compare if runtime == 'onnxruntime' else ''}"
         )
     if any(item.HasField("g") for node in graph.nodes for item in node.attribute):
         yield "layers inside If, Loop and Scan are not looked into"
 
 
-def _is_rounded_against_the_plan(layer: LayerRun) -> bool:
-    """Whether a layer that the export noted as float runs in integers; ops that only move values give the same."""
+def _is_rounded_against_the_plan(layer: LayerRun, runtime: str) -> bool:
+    """Whether a layer that the export noted as float runs in integers; ops that only move values give the same.
+
+    OpenVINO's kernels for light ops read integers and compute in float; ONNX Runtime's have a rounding of their own.
+    """
     is_integer = layer.arithmetic in ("integer", "weight-only") and not layer.rounds_weight
-    return layer.meant_float and is_integer and layer.op not in _MOVING
+    rounds = layer.heavy or runtime == "onnxruntime"
+    return layer.meant_float and is_integer and rounds and layer.op not in _MOVING
 
 
 def _some(names: list[str]) -> str:

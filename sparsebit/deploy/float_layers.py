@@ -1,30 +1,46 @@
-"""Layers that stay float in ONNX Runtime too.
+"""Layers and ops that stay float in ONNX Runtime too.
 
 ONNX Runtime's WeightBiasQuantization rounds the float weight of a Conv, ConvTranspose or Gemm to int8, with one scale
 for all channels, where the layer reads a DequantizeLinear and its output runs into a QuantizeLinear. Releases before
-1.22 do not even look at the output. It leaves alone a layer whose input has a scale per channel. So such a layer gets a
-DequantizeLinear of its own, with the one scale repeated for every channel: the same numbers, at the same cost.
+1.22 do not even look at the output. A MatMul with a bias becomes a Gemm first. It leaves alone a layer whose input has
+a scale per channel. So such a layer gets a DequantizeLinear of its own, with the one scale repeated for every channel:
+the same numbers, at the same cost.
+
+An Add, Mul, average pool or Softmax between the two becomes a QLinear kernel, with a rounding of its own. Where the
+simulation computes it in float, a Max with the lowest float, which changes no number, keeps the runtime away: these
+kernels do not look at the number of scales, and fail on several.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from sparsebit.deploy.qdq_graph import DEQUANTIZE, FLOAT_KEY, MOVES, QUANTIZE
+from sparsebit.deploy.qdq import ROLE_KEY
+from sparsebit.deploy.qdq_graph import DEQUANTIZE, FLOAT_KEY, MOVES, OFF_KEY, QUANTIZE
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-_LAYERS = frozenset({"Conv", "ConvTranspose", "Gemm"})
+_LAYERS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+# How many of an op's inputs are data.
+_OPS = {"Add": 2, "Mul": 2, "AveragePool": 1, "GlobalAveragePool": 1, "Softmax": 1}
 # What keeps the values of its input: the runtime moves a DequantizeLinear through them, up to the layer.
 _TRAVELS = MOVES | {"MaxPool", "Slice"}
 
 
 def keep_floats(model: ir.Model) -> None:
-    """Give every layer with a float weight an input that ONNX Runtime does not take for quantized, in place."""
+    """Give whatever computes in float an input that ONNX Runtime does not take for quantized, and note it, in place."""
+    _keep_layers(model)
+    _keep_ops(model)
+
+
+def _keep_layers(model: ir.Model) -> None:
     dequantized: dict[tuple[ir.Value, ir.Value], ir.Value] = {}
     for layer in list(model.graph):
         if layer.op_type not in _LAYERS or _is_quantized(layer.inputs[1]):
+            continue
+        if layer.op_type == "MatMul" and not _is_constant(layer.inputs[1]):
             continue
         layer.metadata_props[FLOAT_KEY] = layer.op_type
         x = layer.inputs[0]
@@ -38,6 +54,43 @@ def keep_floats(model: ir.Model) -> None:
         layer.replace_input_with(0, dequantized[x, scale])
         if not source.outputs[0].uses() and not source.outputs[0].is_graph_output():
             model.graph.remove(source, safe=True)
+
+
+def _keep_ops(model: ir.Model) -> None:
+    """Ops that round to a site of their own are in integers; one whose result only its reader rounds is in float."""
+    kept: dict[ir.Value, ir.Value] = {}
+    for op in list(model.graph):
+        data = op.inputs[: _OPS.get(op.op_type, 0)]
+        if not data or any(_dequantize_of(x) is None for x in data):
+            continue
+        roles = {node.metadata_props.get(ROLE_KEY) for node in _quantizes(op.outputs[0])}
+        # A mean over images (`x.mean((2, 3))`) has no site, and the integer kernel computes the same numbers.
+        is_mean = op.op_type == "GlobalAveragePool" and OFF_KEY not in op.metadata_props
+        if not roles or "output" in roles or is_mean:
+            continue
+        op.metadata_props[FLOAT_KEY] = op.op_type
+        x = data[0]
+        assert x is not None
+        if x not in kept:
+            kept[x] = _add(model, x, "Max", [x, _lowest(model)], f"{x.name}/float", x, {})
+        op.replace_input_with(0, kept[x])
+
+
+def _quantizes(value: ir.Value) -> Iterator[ir.Node]:
+    """Every QuantizeLinear that the runtime may join to what makes the value."""
+    for reader, _ in value.uses():
+        if reader.op_type == QUANTIZE:
+            yield reader
+        elif reader.op_type in _TRAVELS | {"Relu", "Clip"} and len(reader.outputs) == 1:
+            yield from _quantizes(reader.outputs[0])
+
+
+def _is_constant(weight: ir.Value | None) -> bool:
+    node = weight.producer() if weight is not None else None
+    while node is not None and node.op_type in (*MOVES, "Cast"):
+        weight = node.inputs[0]
+        node = weight.producer() if weight is not None else None
+    return weight is not None and (weight.const_value is not None or (node is not None and node.op_type == "Constant"))
 
 
 def _is_quantized(weight: ir.Value | None) -> bool:

@@ -97,6 +97,11 @@ def _switched_off(site: Site) -> str | None:
     return _holds(bool(site.switched_off), site.switched_off)
 
 
+def _kept_float(site: Site) -> str | None:
+    """An op that the export has kept from an integer kernel; of an addition another row says what to do."""
+    return _holds(not site.heavy and site.op != "Add" and site.is_meant_float)
+
+
 def _product_by_design(site: Site) -> str | None:
     profile = site.profile
     is_product = site.op in ("MatMul", "Einsum", "Attention") and not site.has_weight
@@ -283,6 +288,8 @@ _WEIGHTS_ONLY = "or weights only (A.QUANTIZER.DISABLE: true)"
 ROWS: tuple[Row, ...] = (
     Row("it was switched off by the config", "take the key out of the config, if it should run in integers",
         _switched_off, on_purpose=True),
+    Row("the file keeps it in float, as it was simulated", "take QUANTIZER.DISABLE out of the config, if it is there",
+        _kept_float, on_purpose=True),
     Row("products of two activations stay in float by design", f"nothing: {_CONVERSIONS_COST}", _product_by_design,
         on_purpose=True),
     Row("adds that no convolution feeds stay in float by design", f"nothing: {_CONVERSIONS_COST}", _add_by_design,

@@ -54,6 +54,14 @@ def tidy(model: ir.Model, facts: Mapping[str, str], switched_off: Mapping[str, s
     model.metadata_props.update({f"{_OWN}{key}": value for key, value in facts.items()})
 
 
+def note_switched_off(model: ir.Model, switched_off: Mapping[str, str]) -> None:
+    """Note at the nodes of these layers and modules the key that keeps them in float, in place."""
+    import onnx_ir as ir
+
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        _note_off(node, switched_off)
+
+
 def describe_sites(model: ir.Model, sites: Iterable[ExportedSite], more: Mapping[str, Mapping[str, Any]]) -> None:
     """Write every site's format, and what `more` knows of it, into the model's metadata as JSON."""
     table = {site.site: {**site.to_dict(), **more.get(site.site, {})} for site in sites}

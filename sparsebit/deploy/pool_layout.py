@@ -25,7 +25,7 @@ def lay_out_pools(model: ir.Model) -> None:
             continue
         if sorted(axis % 4 for axis in _axes(node)) != [2, 3]:
             continue
-        pool = ir.node("GlobalAveragePool", [x], name=node.name)
+        pool = ir.node("GlobalAveragePool", [x], name=node.name, metadata_props=dict(node.metadata_props))
         old, new = node.outputs[0], pool.outputs[0]
         keeps = node.attributes.get("keepdims")
         if keeps is not None and not keeps.as_int():

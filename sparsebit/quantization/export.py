@@ -14,7 +14,7 @@ from sparsebit.backends import BACKENDS
 from sparsebit.deploy.embedding_layout import lay_out_embeddings
 from sparsebit.deploy.float_layers import keep_floats
 from sparsebit.deploy.linear_layout import lay_out_linears
-from sparsebit.deploy.naming import describe_sites, tidy
+from sparsebit.deploy.naming import describe_sites, note_switched_off, tidy
 from sparsebit.deploy.number_types import FLOAT8
 from sparsebit.deploy.older_opset import LOWEST_WRITTEN, to_older_opset
 from sparsebit.deploy.pad_layout import lay_out_pads
@@ -58,8 +58,9 @@ def build_onnx(
         opset_version=opset_version,
         verbose=verbose,
     )
-    sites = lower_onnx(model, PROFILES[qmodel.config.BACKEND], opset)
     off = {layer: reason for layer, reason in qmodel.plan.floats.items() if reason in SWITCHED_OFF}
+    note_switched_off(model, off)
+    sites = lower_onnx(model, PROFILES[qmodel.config.BACKEND], opset)
     tidy(model, {"backend": qmodel.config.BACKEND}, off)
     return model, sites
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -188,3 +189,77 @@ def test_random_unets_are_bit_exact(seed: int, tmp_path: Path) -> None:
     found = audit(tmp_path / "m.onnx", repeats=0)
     assert {layer.arithmetic for layer in found.heavy if layer.op == "ConvTranspose"} == {"float"}
     assert not any(layer.rounds_weight for layer in found.layers)
+
+
+class Between(nn.Module):
+    """An op between quantized convolutions; their two outputs are its operands."""
+
+    def __init__(self, op: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(3, 8, 3, padding=1)
+        self.middle, self.last = op, nn.Conv2d(8, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.middle(torch.relu(self.a(x)), torch.relu(self.b(x))))
+        return y
+
+
+class First(nn.Module):
+    """A layer in the place of an op: it reads the first operand."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, a: Tensor, _: Tensor) -> Tensor:
+        y: Tensor = self.layer(a)
+        return y
+
+
+def outlier(layer: nn.Linear) -> nn.Linear:
+    with torch.no_grad():
+        layer.weight[0] *= 300
+    return layer
+
+
+OPS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
+    "add": (lambda a, b: a + b, "QLinearAdd"),
+    "add and relu": (lambda a, b: torch.relu(a + b), "QLinearAdd"),
+    "mul": (lambda a, b: a * b, "QLinearMul"),
+    "average pool": (First(nn.AvgPool2d(2)), "QLinearAveragePool"),
+    "global pool": (First(nn.AdaptiveAvgPool2d(1)), "QLinearGlobalAveragePool"),
+    "softmax": (lambda a, _: a.softmax(1), "QLinearSoftmax"),
+    "linear of images": (First(outlier(nn.Linear(8, 8))), "QGemm"),
+}
+
+
+@pytest.mark.parametrize("kind", OPS)
+def test_an_op_that_is_simulated_in_float_has_no_integer_kernel(kind: str, tmp_path: Path) -> None:
+    op, kernel = OPS[kind]
+    name = "middle.layer" if isinstance(op, First) else kind.split()[0]
+    config = qconfig(
+        middle_off(name) if "linear" in kind else {"A.SPECIFIC": middle_off(name)["A.SPECIFIC"]}, backend="onnxruntime"
+    )
+    file = tmp_path / "m.onnx"
+    parity = calibrated(Between(op), [X], config).export_onnx(X, file, check=[X])
+    assert parity is not None and parity.worst.sqnr_db > 70
+    assert optimized_ops(file, tmp_path)[kernel] == 0
+    found = audit(file, repeats=0)
+    assert not found.warnings
+    assert all(layer.arithmetic == "float" for layer in found.layers if layer.name not in ("a", "b", "last"))
+
+
+def test_ops_that_are_simulated_in_integers_keep_their_kernels(tmp_path: Path) -> None:
+    for kind in ("add", "mul", "average pool", "global pool"):
+        op, kernel = OPS[kind]
+        calibrated(Between(op), [X], qconfig(backend="onnxruntime")).export_onnx(X, tmp_path / "m.onnx")
+        assert optimized_ops(tmp_path / "m.onnx", tmp_path)[kernel] == 1
+
+
+def test_openvino_computes_light_ops_in_float(tmp_path: Path) -> None:
+    pytest.importorskip("openvino")
+    off = [{"middle.layer": ["QUANTIZER.DISABLE", True]}]
+    qmodel = calibrated(Between(First(nn.AvgPool2d(2))), [X], qconfig({"A.SPECIFIC": off}, backend="openvino"))
+    qmodel.export_onnx(X, tmp_path / "m.onnx")
+    assert not audit(tmp_path / "m.onnx", runtime="openvino", repeats=0).warnings
