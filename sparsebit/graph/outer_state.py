@@ -18,7 +18,14 @@ from torch import fx, nn
 
 from sparsebit.graph.nested import tensors_of
 from sparsebit.graph.node_queries import depends_on_input
-from sparsebit.graph.state import CONTAINERS, fingerprint, is_iterator, kept_iterator, tensors_kept
+from sparsebit.graph.state import (
+    CONTAINERS,
+    fingerprint,
+    is_iterator,
+    is_random_generator,
+    kept_iterator,
+    tensors_kept,
+)
 
 _MAX_FUNCTIONS = 300
 _MAX_ITEMS = 256
@@ -86,7 +93,7 @@ def _print(value: Any, undo: list[Callable[[], None]]) -> Any:
 
 def _is_data(value: Any) -> bool:
     is_plain = value is None or isinstance(value, (bool, int, float, complex, str, torch.Tensor, *CONTAINERS))
-    return is_plain or is_iterator(value)
+    return is_plain or is_iterator(value) or is_random_generator(value)
 
 
 def _is_memo(before: Any, now: Any, print_before: Any) -> bool:

@@ -201,6 +201,13 @@ def _print(value: Any, undo: list[Callable[[], None]], seen: set[int], depth: in
     return "object", id(value), _inside(value, undo, seen, depth)
 
 
+def is_random_generator(value: Any) -> bool:
+    """Whether it draws numbers from a state of its own (Python's or NumPy's), which `fingerprint` reads."""
+    numpy = sys.modules.get("numpy")
+    kinds = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
+    return isinstance(value, (random.Random, *kinds))
+
+
 def is_iterator(value: Any) -> bool:
     """Whether it is an iterator of Python's own, whose position a call of `next` moves. Generators cannot be copied."""
     return type(value).__module__ in ("builtins", "itertools") and hasattr(value, "__next__") and _can_be_made(value)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import copy
+import os
+import random
 import sys
+import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -427,3 +432,39 @@ def test_a_layer_that_is_replaced_in_the_copy_is_replaced_in_its_own_code_too() 
         x = torch.randn(batch, 8)
         expected = other(qmodel.original.a(x).relu()) + (batch > 4)
         torch.testing.assert_close(qmodel(x), expected)
+
+
+GENERATOR, PYTHON_GENERATOR = np.random.default_rng(3), random.Random(3)
+NEW_NUMBERS: dict[str, Callable[[], float]] = {
+    "default_rng": lambda: float(np.random.default_rng().random()),
+    "Random": lambda: random.Random().random(),
+    "RandomState": lambda: float(np.random.RandomState().rand()),
+    "SystemRandom": lambda: random.SystemRandom().random(),
+    "urandom": lambda: float(os.urandom(1)[0]) + random.SystemRandom().random(),
+    "a global of NumPy": lambda: float(GENERATOR.random()),
+    "a global of Python": lambda: PYTHON_GENERATOR.random(),
+    "clock": lambda: time.perf_counter() % 1,
+}
+
+
+@pytest.mark.parametrize("kind", NEW_NUMBERS)
+def test_numbers_that_are_new_at_every_call_are_no_constants(kind: str) -> None:
+    draw = NEW_NUMBERS[kind]
+
+    class Draws(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + draw()
+
+    x = torch.randn(2, 8)
+    qmodel = plain_copy(Chain(Draws()).eval(), x)
+    with torch.no_grad():
+        assert len({float(qmodel(x).sum()) for _ in range(3)}) == 3
+    assert list(reasons(qmodel)) == ["child"]
+
+
+def test_a_seeded_generator_is_a_constant() -> None:
+    class Seeded(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + np.random.default_rng(7).random() + random.Random(7).random()
+
+    assert not reasons(assert_faithful(Chain(Seeded()), torch.randn(2, 8)))

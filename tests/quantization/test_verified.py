@@ -166,7 +166,7 @@ def test_the_users_model_and_the_random_numbers_are_left_alone() -> None:
     assert (float(model.seen), model.log) == (0, [0])  # type: ignore[arg-type]
 
 
-def test_a_model_that_differs_from_itself_is_told_and_not_cut() -> None:
+def test_a_model_that_differs_from_itself_is_told_and_runs_its_own_code() -> None:
     clock = functools.partial(next, itertools.count())
 
     class Clock(nn.Module):
@@ -177,8 +177,12 @@ def test_a_model_that_differs_from_itself_is_told_and_not_cut() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.fc(x) + clock()
 
-    qmodel = QuantModel(Clock().eval(), qconfig(), example_inputs=torch.randn(2, 8))
-    assert "gives another result for the same" in qmodel.coverage.notes[-1]
+    x = torch.randn(2, 8)
+    qmodel = QuantModel(nn.Sequential(nn.Linear(8, 8), Clock()).eval(), qconfig(), example_inputs=x)
+    assert "gives another result when example_inputs runs again" in qmodel.coverage.notes[-1]
+    assert [module.path for module in qmodel.coverage.opaque] == ["1"]
+    with torch.no_grad():
+        assert float((qmodel(x) - qmodel(x)).abs().min()) > 0.9
 
 
 @pytest.mark.parametrize("with_example", [True, False], ids=["example", "no example"])
