@@ -244,7 +244,10 @@ def _read_npz(file: Path) -> Mapping[str, Tensor]:
         raise MissingExtraError("numpy", "data", "reading a .npz file") from None
     try:
         with numpy.load(file, allow_pickle=False) as archive:
-            return {name: torch.from_numpy(numpy.ascontiguousarray(archive[name])) for name in archive.files}
+            arrays = {name: numpy.ascontiguousarray(archive[name]) for name in archive.files}
+            # torch takes this machine's byte order alone.
+            native = {name: array.astype(array.dtype.newbyteorder("="), copy=False) for name, array in arrays.items()}
+            return {name: torch.from_numpy(array) for name, array in native.items()}
     except (OSError, ValueError, EOFError, TypeError) as error:  # also zipfile.BadZipFile's base
         raise LoadingError(f"--data {file}: cannot be read as arrays ({error})") from None
 

@@ -132,13 +132,17 @@ def _suffixes() -> tuple[frozenset[str], frozenset[str]]:
 def _eight_bits(image: Any) -> Any:
     """Images of 16 bits scaled to 8 (Pillow cuts them off at 255); palettes with transparent colours resolved."""
     if image.mode.startswith("I;16"):
-        image = image.convert("I")
+        image = image.convert("I")  # has no format any more
     if image.mode == "I":
-        if image.getextrema()[1] > 65535:
+        low, high = image.getextrema()
+        holds_bytes = image.format == "TIFF" and 0 < high < 256  # 32 bits: these may be numbers of 8 bits or of 16
+        if low < 0 or high > 65535 or holds_bytes:
             raise ValueError("pixels of 32 bits, of unknown range; save it with 8 or 16 bits")
         return image.point(lambda value: value * _TO_8_BITS + 0.5).convert("L")
     if image.mode == "F":
         low, high = image.getextrema()
+        if torch.frombuffer(bytearray(image.tobytes()), dtype=torch.float32).isnan().any():
+            raise ValueError("pixels that are NaN")
         if low < 0 or high > 1:
             raise ValueError(f"float pixels from {low:g} to {high:g}, of unknown range; save it with 8 or 16 bits")
         return image.point(lambda value: value * 255 + 0.5).convert("L")

@@ -169,7 +169,7 @@ class Outputs(NamedTuple):
 
 def read_outputs(paths: list[Path]) -> Outputs:
     """At most one folder and one file, told apart by the ending."""
-    files = [path for path in paths if path.suffix.lower() == ".onnx"]
+    files = [path for path in paths if path.name.lower().endswith(".onnx")]
     folders = [path for path in paths if path not in files]
     if len(files) > 1 or len(folders) > 1:
         given = ", ".join(map(str, paths))

@@ -25,6 +25,7 @@ from sparsebit.quantization.ops.layer_call import current_weight
 from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.quantization.sites import split_site
 
 # Inputs of past batches that stay in memory; the rest waits on disk in case `asym` asks for them.
 _INPUT_BYTES = 32 * MIB
@@ -126,10 +127,20 @@ class CalibrationRunner:
         """Ranges from what was observed, on all ranks; gives the quantizers (by id) that had observed something."""
         merge_across_ranks(quantizers)
         hidden = set().union(*gather({q.name for q in quantizers if q.saw_infinity}))
+        self._refuse_infinite_inputs(hidden)
         seen = [q for q in quantizers if not q.observer.is_empty and q.name not in hidden]
         for quantizer in track(seen, "ranges"):
             quantizer.calc_qparams()
         return {id(quantizer) for quantizer in seen}
+
+    def _refuse_infinite_inputs(self, hidden: set[str]) -> None:
+        """A mask hides values with infinity in front of a softmax; a layer multiplies them by its weights."""
+        layers = {split_site(layer.weight_quantizer.name)[0] for layer in self.layers}
+        if wrong := sorted(name for name in hidden if split_site(name)[0] in layers):
+            raise CalibrationError(
+                f"{wrong[0]}: infinite values, of which no range can be made; check that the float model gives finite "
+                "values for this input, and look into the calibration data"
+            )
 
     # --- in order
 

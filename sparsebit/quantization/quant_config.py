@@ -22,6 +22,7 @@ from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.errors import ConfigError
 
 WEIGHTS_ONLY = "weights-only"
+_SHORT_NAMES = {"ort": "onnxruntime", "ov": "openvino", "trt": "tensorrt"}
 
 
 def parse_qconfig(source: Source | QuantConfig) -> QuantConfig:
@@ -39,11 +40,17 @@ def parse_qconfig(source: Source | QuantConfig) -> QuantConfig:
     """
     if isinstance(source, QuantConfig):
         return source
+    if isinstance(source, str) and not source.strip():
+        raise ConfigError(
+            "the config is empty text: give the path of a YAML file, YAML text such as 'BACKEND: virtual', a dict, or "
+            f"a name ({', '.join(named_configs())})"
+        )
     if isinstance(source, str) and "\n" not in source and not os.path.isfile(source):
         names = named_configs()
         if source.lower() in names:
             return QuantConfig.from_dict(names[source.lower()])
-        if source and not set(source) & set(":{}/\\.") and (near := nearest(source, names)):
+        near = _SHORT_NAMES.get(source.lower()) or nearest(source, names)
+        if near and not set(source) & set(":{}/\\."):
             raise ConfigError(
                 f"no config file at {source!r}, and no config has that name; did you mean {near}? "
                 f"Names: {', '.join(names)}"

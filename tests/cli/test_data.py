@@ -173,6 +173,11 @@ class TestArrays:
         assert batches(save_npz(tmp_path / "x.npz", images=torch.zeros(2)), Half())[0].dtype == torch.float16
         assert batches(save_npz(tmp_path / "x.npz", x=torch.zeros(2, dtype=torch.int64)))[0].dtype == torch.int64
 
+    def test_numbers_of_another_byte_order(self, tmp_path: Path) -> None:
+        numpy = pytest.importorskip("numpy")
+        numpy.savez(tmp_path / "x.npz", x=numpy.array([[1.5, -2.0]], dtype=">f4"))
+        assert batches(tmp_path / "x.npz")[0].tolist() == [[1.5, -2.0]]
+
     def test_samples_are_spread(self, tmp_path: Path) -> None:
         (found,) = batches(save_tensors(tmp_path / "x.safetensors", x=torch.arange(10.0)), num_samples=4)
         assert found.tolist() == [0, 2, 5, 7]

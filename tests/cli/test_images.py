@@ -100,8 +100,16 @@ class TestReadImage:
         assert read_image(tmp_path / "x.pgm", Size(1, 2), gray=True)[0, 0].tolist() == [128, 255]
 
     def test_32_bits_of_unknown_range(self, tmp_path: Path) -> None:
-        Image.new("I", (4, 4), 1 << 20).save(tmp_path / "x.tif")
-        with pytest.raises(UnreadableImage, match="32 bits, of unknown range"):
+        for value in (1 << 20, -1, 200):
+            Image.new("I", (4, 4), value).save(tmp_path / "x.tif")
+            with pytest.raises(UnreadableImage, match="32 bits, of unknown range"):
+                read_image(tmp_path / "x.tif", Size(4, 4))
+
+    def test_pixels_that_are_nan(self, tmp_path: Path) -> None:
+        image = Image.new("F", (4, 4), 0.5)
+        image.putpixel((1, 1), float("nan"))
+        image.save(tmp_path / "x.tif")
+        with pytest.raises(UnreadableImage, match="NaN"):
             read_image(tmp_path / "x.tif", Size(4, 4))
 
     @pytest.mark.parametrize(("value", "byte"), [(0.5, 128), (300.0, None)])

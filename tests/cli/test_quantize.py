@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from sparsebit import tensor_files
 from sparsebit.cli.loading import load_model
 from sparsebit.cli.options import Arguments
+from sparsebit.cli.quantize import read_outputs
 from sparsebit.quantization import QuantModel
 
 if TYPE_CHECKING:
@@ -302,3 +303,7 @@ def test_a_measured_placement_is_kept_and_used_again(sparsebit: Sparsebit, proje
 def test_a_placement_that_cannot_be(sparsebit: Sparsebit, project: Path, wanted: tuple[str, ...], words: str) -> None:
     answer = sparsebit(*COMMAND, *wanted)
     assert answer.code != 0 and words in " ".join(answer.err.split())
+
+
+def test_a_name_that_is_only_the_ending_is_a_file() -> None:
+    assert read_outputs([Path("out/.onnx"), Path("saved")]) == (Path("saved"), Path("out/.onnx"))

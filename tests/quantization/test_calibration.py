@@ -423,3 +423,12 @@ def test_calibration_in_inference_mode_is_the_same() -> None:
         qmodel = calibrated(model, [x])
         assert torch.equal(qmodel(x), expected(x))
     assert qmodel.coverage.num_weighted_quantized == 3 and qmodel.coverage.notes == expected.coverage.notes
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_infinite_inputs_of_a_layer_are_an_error(value: float) -> None:
+    """One bad sample left the layer's input in float, with only a note."""
+    x = torch.randn(8, 4)
+    x[0, 0] = value
+    with pytest.raises(CalibrationError, match=r"^0\.input: .*look into the calibration data"):
+        calibrated(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), [x])

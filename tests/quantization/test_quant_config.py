@@ -83,6 +83,18 @@ def test_near_names_are_offered(name: str) -> None:
         parse_qconfig(name)
 
 
+@pytest.mark.parametrize(("short", "name"), [("ort", "onnxruntime"), ("OV", "openvino"), ("trt", "tensorrt")])
+def test_usual_short_names_are_known(short: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"did you mean {name}\?"):
+        parse_qconfig(short)
+
+
+@pytest.mark.parametrize("text", ["", " ", "\n"])
+def test_empty_text(text: str) -> None:
+    with pytest.raises(ConfigError, match="the config is empty text: give the path of a YAML file"):
+        parse_qconfig(text)
+
+
 def test_a_file_comes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("tensorrt").write_text(TEXT, encoding="utf-8")
