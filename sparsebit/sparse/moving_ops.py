@@ -98,7 +98,8 @@ def _move_free(call: Call, source: Tensor, dim: int, found: list[list[Tensor | N
 
 def joined(sets: LabelSets, call: Call) -> list[Axes]:
     """`cat` and `stack`: along the new order of one dimension; every other dimension is shared by all parts."""
-    parts = [tensor for tensor in call.args[0] if tensor.numel() or tensor.dim() > 1]
+    # Parts without elements (no token before the image's, no channel beside the rotated ones) bind nothing.
+    parts = [tensor for tensor in call.args[0] if tensor.numel()] or list(call.args[0])
     output = call.outputs[0]
     along = call.argument("dim", 0) % output.dim()
     is_stack = call.name == "stack"

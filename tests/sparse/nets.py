@@ -561,6 +561,20 @@ class NormalizedStream(nn.Module):
         return self.c(x + self.b(self.norm(x)))
 
 
+class EmptyPart(nn.Module):
+    """A concatenation one part of which has no elements, as code for rotary positions has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.prefix = 4, 0
+        self.q, self.k, self.v, self.b = (nn.Linear(12, 12) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (self.heads, 3)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q = torch.cat([q[:, :, : self.prefix], q[:, :, self.prefix :] * 2], 2)
+        return self.b(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
 class Asserts(nn.Module):
     """Code that insists on a width, and says nothing where it is another."""
 
@@ -649,6 +663,7 @@ PRUNABLE: dict[str, tuple[Build, int]] = {
     "lists weights": (lambda: (ListsWeights(), rows()), 10),
     "caching": (lambda: (Caching(), images()), 8),
     "gated": (lambda: (Gated(), images()), 8),
+    "empty part": (lambda: (EmptyPart(), torch.randn(2, 5, 12)), 4),
 }
 # Nets with layers `a` and `b` that can lose the channels between them, which the code between cannot: the reason.
 WIDE: dict[str, tuple[Build, str]] = {
