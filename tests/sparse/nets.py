@@ -561,6 +561,67 @@ class NormalizedStream(nn.Module):
         return self.c(x + self.b(self.norm(x)))
 
 
+class TransposedWeight(nn.Module):
+    """An autoencoder whose decoder is the encoder's weight, transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.bias = nn.Linear(6, 10), nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(torch.relu(self.a(x)), self.a.weight.t(), self.bias)
+
+
+class HookPads(nn.Module):
+    """A hook puts ones beside the channels that a layer reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 10), nn.Linear(12, 3)
+        self.b.register_forward_pre_hook(lambda _, args: (F.pad(args[0], (0, 2), value=1.0),))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.relu(self.a(x)))
+
+
+class ChannelBuffers(nn.Module):
+    """Statistics of channels in buffers of two shapes, and one of no channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 4, 1)
+        self.register_buffer("mean", torch.randn(8, 1, 1))
+        self.register_buffer("deviation", torch.rand(1, 8, 1, 1) + 0.5)
+        self.register_buffer("order", torch.randperm(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b((self.a(x) - self.mean) / self.deviation)
+
+
+class OuterProduct(nn.Module):
+    """Every channel of one layer times every channel of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 4), nn.Linear(6, 5), nn.Linear(20, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c((self.a(x)[:, :, None] * self.b(x)[:, None]).flatten(1))
+
+
+class StackedExperts(nn.Module):
+    """The weights of all experts in one parameter: the same neurons of each go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, 6, 8)), nn.Parameter(torch.randn(4, 8, 3))
+        self.gate = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = F.gelu(x @ self.up) @ self.down
+        return (given * self.gate(x).softmax(-1).t()[..., None]).sum(0)
+
+
 class EmptyPart(nn.Module):
     """A concatenation one part of which has no elements, as code for rotary positions has it."""
 
@@ -663,6 +724,11 @@ PRUNABLE: dict[str, tuple[Build, int]] = {
     "lists weights": (lambda: (ListsWeights(), rows()), 10),
     "caching": (lambda: (Caching(), images()), 8),
     "gated": (lambda: (Gated(), images()), 8),
+    "transposed weight": (lambda: (TransposedWeight(), rows()), 10),
+    "hook pads": (lambda: (HookPads(), rows()), 10),
+    "channel buffers": (lambda: (ChannelBuffers(), images()), 8),
+    "outer product": (lambda: (OuterProduct(), rows()), 4),
+    "stacked experts": (lambda: (StackedExperts(), rows()), 8),
     "empty part": (lambda: (EmptyPart(), torch.randn(2, 5, 12)), 4),
 }
 # Nets with layers `a` and `b` that can lose the channels between them, which the code between cannot: the reason.
