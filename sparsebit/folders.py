@@ -107,6 +107,30 @@ def flush(path: Path) -> None:
         os.close(number)
 
 
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Inside, no other process gets here for the same folder: BlockingIOError if one is in it already.
+
+    The end of a process frees the folder, however it ends. Where there are no locks, nothing is checked.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:  # a file system without locks
+            pass
+        yield
+    finally:
+        os.close(number)
+
+
 def _made(parent: Path, prefix: str) -> tuple[Path, int | None]:
     """A new folder and its lock; None where there are no locks."""
     for _ in range(100):

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsebit.errors import CheckpointError, ConfigError
 from sparsebit.execution.value_store import default_memory_budget
-from sparsebit.folders import staging_folder
+from sparsebit.folders import alone_in, staging_folder
 from sparsebit.llm.architectures import architecture_of
 from sparsebit.llm.bit_allocation import BitAllocation, need_solver
 from sparsebit.llm.calibration_text import calibration_tokens
@@ -112,9 +114,9 @@ def quantize(
         need_solver()
     check_dtype(dtype, recipe)
     memory_budget = default_memory_budget() if memory_budget is None else memory_budget
-    with joined(device) as rank:
+    with joined(device) as rank, contextlib.ExitStack() as held:
         result = _quantize(
-            source, target, recipe, calibration, batch_size, memory_budget, rank, dtype, check, trust_remote_code
+            source, target, recipe, calibration, batch_size, memory_budget, rank, held, dtype, check, trust_remote_code
         )
     log.info(
         "%s: %d layers, %.2f bits a weight, %.1f MB of %.1f MB",
@@ -135,6 +137,7 @@ def _quantize(
     batch_size: int,
     memory_budget: int,
     rank: Rank,
+    held: contextlib.ExitStack,
     dtype: torch.dtype,
     check: bool,
     trust_remote_code: bool,
@@ -157,7 +160,7 @@ def _quantize(
     tokens = _tokens(source, recipe, calibration, trust_remote_code)
     run = QuantizationRun(skeleton, architecture, recipe, tokens, batch_size, memory_budget, rank)
     partial, settings = target.with_name(f"{target.name}.partial"), run.settings()
-    folder = rank.from_first(lambda: RunFolder(partial, settings))  # the others never touch its files
+    folder = rank.from_first(lambda: _begun(partial, settings, held))  # the others never touch its files
     run.allocate(folder)
     for number in track(range(run.walk.num_blocks), "quantizing blocks"):
         run.block(number, folder)
@@ -200,6 +203,16 @@ def _quantize(
         run.experts,
         run.scaled_inputs,
     )
+
+
+def _begun(partial: Path, settings: Mapping[str, Any], held: contextlib.ExitStack) -> RunFolder:
+    """The folder of the run, which no other process works in until `held` is closed."""
+    folder = RunFolder(partial, settings)
+    try:
+        held.enter_context(alone_in(partial))
+    except BlockingIOError:
+        raise CheckpointError(f"another process works in {partial} now; wait for it, or give another output") from None
+    return folder
 
 
 def check_dtype(dtype: torch.dtype, recipe: Recipe) -> None:
