@@ -57,7 +57,7 @@ class KernelLayout:
 
     `codes`: the codes `(out, in)` of a prepared weight again. `dense`: its values `(out, in)`, for the backward of
     training; None where the kernel rounds its input, so that training does not use it. `join`: weights side by side as
-    one, and each as a view of it; None where the order of the words does not allow that.
+    one, and each as a view of it; None where the order of the words does not allow that, for these weights or for any.
     """
 
     name: str
@@ -67,7 +67,7 @@ class KernelLayout:
     product: Callable[[Tensor, Prepared], Tensor]
     codes: Callable[[Prepared], Tensor]
     dense: Callable[[Prepared], Tensor] | None = None
-    join: Callable[[Sequence[Prepared]], tuple[Prepared, list[Prepared]]] | None = None
+    join: Callable[[Sequence[Prepared]], tuple[Prepared, list[Prepared]] | None] | None = None
 
 
 def _refusal_of_int4pack(packed: PackedWeight, dtype: torch.dtype) -> str | None:
@@ -88,9 +88,14 @@ def _prepare_int4pack(packed: PackedWeight, dtype: torch.dtype) -> Prepared:
 
 def _int4pack(x: Tensor, weight: Prepared) -> Tensor:
     product: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
-        x.to(torch.bfloat16), weight.words, weight.group_size, weight.scales
+        x.to(torch.bfloat16), weight.words, weight.group_size, weight.scales.contiguous()
     )
     return product.to(x.dtype)
+
+
+def _join_int4pack(weights: Sequence[Prepared]) -> tuple[Prepared, list[Prepared]] | None:
+    """Words are ordered in blocks of outputs, of 64 at most: whole ones can follow each other."""
+    return None if any(weight.out_features % 64 for weight in weights) else _side_by_side(weights)
 
 
 def _codes_of_int4pack(weight: Prepared) -> Tensor:
@@ -169,8 +174,8 @@ def _fragment_weight(weight: Prepared) -> FragmentWeight:
     return FragmentWeight(weight.words, weight.scales.contiguous(), zeros, weight.out_features)
 
 
-def _join_fragments(weights: Sequence[Prepared]) -> tuple[Prepared, list[Prepared]]:
-    """Outputs are padded to whole tiles, so that words of each weight are rows of the whole."""
+def _side_by_side(weights: Sequence[Prepared]) -> tuple[Prepared, list[Prepared]]:
+    """Where the words of each weight are rows of the whole: outputs of fragments are padded to whole tiles."""
     first = weights[0]
     words = torch.cat([weight.words for weight in weights])
     scales = torch.cat([weight.scales for weight in weights], 1)
@@ -191,7 +196,15 @@ def _codes_of_fragments(weight: Prepared) -> Tensor:
     return restore(weight.words)[: weight.out_features].to(torch.uint8)
 
 
-INT4PACK = KernelLayout("int4pack", "bfloat16", _refusal_of_int4pack, _prepare_int4pack, _int4pack, _codes_of_int4pack)
+INT4PACK = KernelLayout(
+    "int4pack",
+    "bfloat16",
+    _refusal_of_int4pack,
+    _prepare_int4pack,
+    _int4pack,
+    _codes_of_int4pack,
+    join=_join_int4pack,
+)
 DYNAMIC = KernelLayout("dyn_quant_4bit", "int8", _refusal_of_dynamic, _prepare_dynamic, _dynamic, _codes_of_dynamic)
 FRAGMENTS = KernelLayout(
     "cuda_fragments",
@@ -201,7 +214,7 @@ FRAGMENTS = KernelLayout(
     _fragments,
     _codes_of_fragments,
     _dense_fragments,
-    _join_fragments,
+    _side_by_side,
 )
 LAYOUTS: dict[str, KernelLayout] = {layout.name: layout for layout in (INT4PACK, DYNAMIC, FRAGMENTS)}
 

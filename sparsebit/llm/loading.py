@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from sparsebit.llm.cpu_probe import UNPACKED, probe_cpu
 from sparsebit.llm.float_linear import FloatLinear
 from sparsebit.llm.float_weight import FloatWeight, Weight
+from sparsebit.llm.half_weights import keep_halves
 from sparsebit.llm.hub_classes import default_dtype, load_config
 from sparsebit.llm.kernel_layouts import Activations, as_activations
 from sparsebit.llm.model_folder import ModelFolder
@@ -44,9 +45,10 @@ def load(
 
     Each layer's product is computed by the fastest kernel for the device that takes the layer; the log says which, and
     so does `kernel_paths(model)`. `activations`: on a CPU, how far kernels may round the inputs of packed layers:
-    "float32" not at all; "bfloat16" or "int8" allow kernels that round, and a probe takes the fastest of them.
-    `join_layers`: on a GPU, q, k and v, and gate and up, share a product where their formats are alike. Off by default,
-    since what it gains is not measured yet.
+    "float32" not at all; "bfloat16" or "int8" allow kernels that round, and a probe takes the fastest of them;
+    embeddings and the output layer then stay in the half precision of the files.
+    `join_layers`: q, k and v, and gate and up, share a product where their formats are alike and the kernel can join
+    them. Off by default, since what it gains on a GPU is not measured yet.
     """
     rounding = as_activations(activations)
     files = ModelFolder(folder)
@@ -61,6 +63,8 @@ def load(
         skeleton.model.set_submodule(name, layer)
     skeleton.fill("")
     skeleton.model.tie_weights()
+    if rounding != "float32" and dtype == torch.float32 and torch.device(device).type == "cpu":
+        keep_halves(skeleton)
     files.close()
     load_generation_config(skeleton.model, files.path)
     num_joined = join_parallel_layers(skeleton.model) if join_layers else 0

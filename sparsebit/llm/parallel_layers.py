@@ -72,8 +72,11 @@ class ParallelGroup:
         join = LAYOUTS[first.path].join if first.path in LAYOUTS else None
         if join is None or len({_kind(layer) for layer in self.layers}) > 1:
             return False
+        joined = join([layer.prepared() for layer in self.layers])
+        if joined is None:
+            return False
         self._answer = None
-        self._whole, parts = join([layer.prepared() for layer in self.layers])
+        self._whole, parts = joined
         widths = [part.scales.shape[1] for part in parts]
         self._starts = tuple(sum(widths[:number]) for number in range(len(parts)))
         for layer, part in zip(self.layers, parts, strict=True):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sparsebit.llm import QuantLinear, cpu_probe, load, resident_bytes
 from sparsebit.llm.cpu_probe import CpuProbe
-from sparsebit.llm.kernel_layouts import FRAGMENTS, LAYOUTS, Prepared
+from sparsebit.llm.kernel_layouts import FRAGMENTS, INT4PACK, LAYOUTS, Prepared
 from sparsebit.llm.packed_weight import PackedWeight
 from sparsebit.llm.parallel_layers import ParallelGroup, join_parallel_layers, separate_parallel_layers
 from tests.llm.tiny_models import tiny_model
@@ -48,9 +48,11 @@ def packed_layer(layer: nn.Linear, *, bits: int = 4, group: int = 64, symmetric:
     return found
 
 
-def packed_model(model_type: str = "llama", changes: Changes | None = None, **layout: Any) -> Any:
+def packed_model(
+    model_type: str = "llama", changes: Changes | None = None, *, head_dim: int = 32, **layout: Any
+) -> Any:
     """`changes`: other formats, by the end of a layer's name."""
-    sizes = {"hidden_size": WIDTH, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": head_dim}
     model = tiny_model(model_type, **sizes).bfloat16()
     for name, part in list(model.named_modules()):
         if type(part) is nn.Linear and name != "lm_head":
@@ -113,6 +115,26 @@ def test_other_formats_stay_apart(changes: Changes, num_groups: int, calls: list
     apart = logits(model)
     assert join_parallel_layers(model) == num_groups
     assert torch.equal(logits(model), apart)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("head_dim", [32, 16])
+def test_the_kernel_for_cpus_joins_whole_blocks_of_outputs(
+    head_dim: int, symmetric: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_probe, "_probe", lambda *_: CpuProbe(INT4PACK, {}, {}))
+    model = packed_model(symmetric=symmetric, head_dim=head_dim).float()
+    layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
+    for layer in layers:
+        layer.prepare(torch.float32, "bfloat16")
+    assert {layer.path for layer in layers} == {"int4pack"}
+    apart, state = logits(model), {name: value.clone() for name, value in model.state_dict().items()}
+    assert join_parallel_layers(model) == (4 if head_dim == 32 else 2)  # k and v of 32 outputs stay apart
+    assert torch.equal(logits(model), apart)
+    with torch.inference_mode():  # each computes its own product there
+        assert torch.equal(model(tokens(), use_cache=False).logits, apart)
+    joined = model.state_dict()
+    assert all(torch.equal(joined[name], value) for name, value in state.items())
 
 
 def test_layers_without_a_kernel_and_float_layers_stay_apart() -> None:
