@@ -20,6 +20,7 @@ SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", "
 # Images too, which Pillow reads only with a plugin or not at all.
 _OTHER_SUFFIXES = frozenset({".avif", ".cr2", ".dng", ".heic", ".heif", ".jp2", ".jxl", ".nef", ".psd", ".svg"})
 _MOST_PIXELS = 1 << 28  # of an image that is scaled up
+_ORIENTATION = 0x0112  # a tag of EXIF and TIFF: above 4, rows and columns are exchanged
 _TO_8_BITS = 255 / 65535  # 16 bits -> 8
 
 
@@ -58,7 +59,7 @@ def read_image(file: Path, size: Size, *, resize: int | None = None, gray: bool 
         raise MissingExtraError("pillow", "data", "reading an image folder") from None
     try:
         with Image.open(file) as opened:
-            image = ImageOps.exif_transpose(_eight_bits(opened)).convert("L" if gray else "RGB")
+            image = ImageOps.exif_transpose(_eight_bits(_readable(opened))).convert("L" if gray else "RGB")
     except Exception as error:  # unknown format, cut off, a decompression bomb, ...: decoders raise all kinds
         raise UnreadableImage(f"{file}: {str(error) or type(error).__name__}") from None
     width, height = image.size
@@ -127,6 +128,12 @@ def _suffixes() -> tuple[frozenset[str], frozenset[str]]:
     known = {suffix for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN}
     readable = _OTHER_SUFFIXES & known
     return SUFFIXES | readable, _OTHER_SUFFIXES - readable
+
+
+def _readable(image: Any) -> Any:
+    if image.format == "TIFF" and image.getexif().get(_ORIENTATION, 1) > 4:
+        raise ValueError("a TIFF that lies on its side, which Pillow reads as noise; save it upright")
+    return image
 
 
 def _eight_bits(image: Any) -> Any:

@@ -87,6 +87,21 @@ class TestReadImage:
         with pytest.raises(LoadingError, match=r"x\.png: "):
             read_image(tmp_path / "x.png", Size(4, 4))
 
+    @pytest.mark.parametrize("orientation", range(1, 9))
+    def test_tiffs_are_upright_or_refused(self, orientation: int, tmp_path: Path) -> None:
+        image = Image.new("L", (4, 4))
+        image.putdata(range(0, 160, 10))
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        image.save(tmp_path / "x.png", exif=exif)
+        image.save(tmp_path / "x.tif", tiffinfo={0x0112: orientation})
+        if orientation > 4:  # Pillow gives noise
+            with pytest.raises(UnreadableImage, match="on its side"):
+                read_image(tmp_path / "x.tif", Size(4, 4))
+        else:
+            right = read_image(tmp_path / "x.png", Size(4, 4))
+            assert torch.equal(read_image(tmp_path / "x.tif", Size(4, 4)), right)
+
     @pytest.mark.parametrize(("mode", "suffix"), [("I;16", ".png"), ("I;16", ".tif"), ("I", ".tif")])
     def test_16_bits_are_scaled(self, tmp_path: Path, mode: str, suffix: str) -> None:
         image = Image.new(mode, (3, 1))
