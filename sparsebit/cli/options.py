@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -306,13 +307,27 @@ NoCheck = Annotated[
         "--no-check", help="Do not run the file beside the simulation before it is kept.", rich_help_panel=_FILE
     ),
 ]
+
+
+def _number_of_decibels(value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value}: write a number of decibels, or --exact where no bit may differ")
+    return value
+
+
 Exact = Annotated[
     bool,
     typer.Option("--exact", help="A single bit that differs is a fault, at any output.", rich_help_panel=_LIMITS),
 ]
 MinSqnr = Annotated[
     float | None,
-    typer.Option("--min-sqnr", metavar="DB", help="Less is a fault, at any output.", rich_help_panel=_LIMITS),
+    typer.Option(
+        "--min-sqnr",
+        metavar="DB",
+        help="Less is a fault, at any output.",
+        rich_help_panel=_LIMITS,
+        callback=_number_of_decibels,
+    ),
 ]
 AllowNan = Annotated[
     bool,

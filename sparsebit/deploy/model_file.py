@@ -36,6 +36,16 @@ def checked_path(name: str | os.PathLike[str]) -> Path:
     return path
 
 
+def need_file(path: str | os.PathLike[str]) -> None:
+    """An error where there is no file to read."""
+    if os.path.isdir(path):
+        raise DeploymentError(
+            f"{os.fspath(path)} is a folder; give the ONNX file. Of a saved model, `sparsebit export` writes one"
+        )
+    if not os.path.isfile(path):
+        raise DeploymentError(f"{os.fspath(path)}: no such file")
+
+
 @contextlib.contextmanager
 def staged(target: Path) -> Iterator[Path]:
     """A path in a hidden folder beside `target` to write to; at the end the files there replace the target.
@@ -101,8 +111,7 @@ def all_files(path: Path) -> list[Path]:
     """The file and the files of its weights, wherever it says that they are."""
     import onnx
 
-    if not path.is_file():
-        raise DeploymentError(f"{path}: no such file")
+    need_file(path)
     try:
         tensors = onnx.load(os.fspath(path), load_external_data=False).graph.initializer
     except Exception as error:  # the readers' own exception classes differ by version

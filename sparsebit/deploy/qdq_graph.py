@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
+from sparsebit.deploy.model_file import need_file
 from sparsebit.errors import DeploymentError, MissingExtraError
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
@@ -63,8 +63,7 @@ def load_model(file: str | os.PathLike[str] | Any) -> Any:
     if isinstance(file, onnx.ModelProto):
         model = file
     else:
-        if not Path(file).is_file():
-            raise DeploymentError(f"{file}: no such file")
+        need_file(file)
         try:
             model = onnx.load(os.fspath(file))
         except Exception as error:  # protobuf's exception classes differ by version

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from sparsebit.deploy.model_file import need_file
 from sparsebit.errors import DeploymentError, MissingExtraError
 
 RUNTIMES = ("onnxruntime", "openvino")
@@ -69,8 +70,8 @@ def open_session(
     `options`: the runtime's own (session config entries; OpenVINO properties). `profile_prefix`: ONNX Runtime times its
     kernels and writes them to a file of this name when `session.end_profiling()` is called.
     """
-    if not isinstance(file, bytes) and not Path(file).is_file():
-        raise DeploymentError(f"{file}: no such file")
+    if not isinstance(file, bytes):
+        need_file(file)
     if runtime == "onnxruntime":
         return _OnnxRuntime(file, num_threads, optimize, optimized_file, options or {}, profile_prefix)
     if runtime == "openvino":

@@ -165,6 +165,8 @@ class TestFaults:
         ("arguments", "code", "told"),
         [
             (["no.onnx"], 1, "no.onnx: no such file"),
+            (["."], 1, ". is a folder; give the ONNX file. Of a saved model, `sparsebit export` writes one"),
+            (["no.onnx", "--min-sqnr", "nan"], 2, "nan: write a number of decibels"),
             (["data.npz"], 1, "data.npz is no ONNX file"),
             (["net.onnx", "--against", "no.onnx"], 1, "no.onnx: no such file"),
             (["net.onnx", "--runtime", "tensorrt"], 1, "allowed: onnxruntime, openvino"),
