@@ -149,6 +149,6 @@ class TestProcessor:
         graph = Graph(t.model(t.conv("x")))
         monkeypatch.setattr(audit_module, "saturates", lambda: True)
         monkeypatch.setattr(audit_module, "is_arm", lambda: False)
-        (told,) = audit_module._warnings(graph, (conv(),))
+        (told,) = audit_module._warnings(graph, (conv(),), "onnxruntime")
         assert "no VNNI" in told
-        assert list(audit_module._warnings(graph, (conv("float"),))) == []
+        assert list(audit_module._warnings(graph, (conv("float"),), "onnxruntime")) == []

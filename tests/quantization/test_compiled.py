@@ -86,7 +86,11 @@ def assert_steps_alike(compiled: Callable[..., Any], qmodel: QuantModel, plain: 
 # Ranges that follow the data take three times as long to compile: the switches that they read differently.
 @pytest.mark.parametrize(
     ("way", "change"),
-    [*(("lsq", change) for change in CHANGES), *(("following", change) for change in ("frozen", "eval", "one off"))],
+    [
+        *(("lsq", change) for change in CHANGES),
+        ("following", "eval"),
+        *(pytest.param("following", change, marks=pytest.mark.slow) for change in ("frozen", "one off")),
+    ],
 )
 def test_changes_are_noticed(way: str, change: str) -> None:
     qmodel = ready(way)

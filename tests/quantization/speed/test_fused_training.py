@@ -321,7 +321,10 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("shown")
 @pytest.mark.parametrize(
     ("device", "activation"),
-    [("cpu", "gelu"), *(pytest.param("cuda", name, marks=pytest.mark.gpu) for name in ACTIVATIONS)],
+    [
+        pytest.param("cpu", "gelu", marks=pytest.mark.slow),
+        *(pytest.param("cuda", name, marks=pytest.mark.gpu) for name in ACTIVATIONS),
+    ],
 )
 def test_compiled(device: str, activation: str) -> None:
     torch._dynamo.reset()
