@@ -106,13 +106,13 @@ def rounded_by_torchao(model: Any, bits: int, group: int) -> Any:
 
 
 def print_decoding(model: Any, folder: Path) -> None:
-    """Tokens per CPU second of the float model and of each way to run the packed one; the best of three turns."""
+    """Tokens per CPU second of the float model and of each way to run the packed one; the best of twelve turns."""
     models = {"float": model}
     models |= {name: load(folder, activations=name) for name in ("float32", "bfloat16", "int8")}
     models["bfloat16, joined"] = load(folder, activations="bfloat16", join_layers=True)
     best = dict.fromkeys(models, 0.0)
     prompt = torch.arange(5, 9)[None]
-    for _ in range(3):
+    for _ in range(12):
         for name, one in models.items():
             started = time.process_time()
             one.generate(
