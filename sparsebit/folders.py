@@ -111,7 +111,7 @@ def flush(path: Path) -> None:
 def alone_in(folder: Path) -> Iterator[None]:
     """Inside, no other process gets here for the same folder: BlockingIOError if one is in it already.
 
-    The end of a process frees the folder, however it ends. Where there are no locks, nothing is checked.
+    When a process ends, also by a kill, the folder is free again. On a system without file locks nothing is checked.
     """
     try:
         import fcntl

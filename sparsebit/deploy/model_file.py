@@ -37,7 +37,7 @@ def checked_path(name: str | os.PathLike[str]) -> Path:
 
 
 def need_file(path: str | os.PathLike[str]) -> None:
-    """An error where there is no file to read."""
+    """Raise a DeploymentError unless `path` is a file."""
     if os.path.isdir(path):
         raise DeploymentError(
             f"{os.fspath(path)} is a folder; give the ONNX file. Of a saved model, `sparsebit export` writes one"

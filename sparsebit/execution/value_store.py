@@ -20,7 +20,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def default_memory_budget() -> int:
-    """Bytes of values in memory where nobody says how many: half of what is free, from 1 to 8 GiB."""
+    """The default number of bytes of values in memory: half of the free memory, at least 1 GiB, at most 8 GiB."""
     return min(max(_free_bytes() // 2, 1024 * MIB), 8192 * MIB)
 
 

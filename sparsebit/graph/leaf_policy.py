@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-# Modules of torch.nn that are no ops themselves: their inside is traced, or entered.
+# Containers and composites of torch.nn: not one op each; the modules inside them are traced.
 _COMPOSITES: tuple[type[nn.Module], ...] = (
     nn.Module,
     nn.Sequential,

@@ -39,7 +39,7 @@ class Grid:
         return (codes - self.zero_point[self.index]) * self.scale[self.index]
 
     def with_scale(self, scale: Tensor) -> Grid:
-        """Another scale, rounded as a model keeps it; one that is no scale stays as it was."""
+        """Another scale, rounded as a model stores it; where it is not finite and positive, the old scale stays."""
         return replace(self, scale=kept_scale(scale, self.scale, self.smallest, self.stored))
 
     def with_zero_point(self, zero_point: Tensor) -> Grid:
@@ -179,7 +179,7 @@ def _split(number: Tensor) -> list[Tensor]:
 
 
 def kept_scale(scale: Tensor, before: Tensor, smallest: Tensor, stored: torch.dtype) -> Tensor:
-    """A scale as a model keeps it: of the stored type, not below the smallest; `before` where it is no scale."""
+    """A scale as a model stores it, not below `smallest`; `before` where it is not finite and positive."""
     scale = torch.where(torch.isfinite(scale) & (scale > 0), scale, before)
     scale = torch.maximum(scale, smallest.to(scale)).clamp_(max=torch.finfo(stored).max)
     return scale.to(stored).to(before.dtype)
