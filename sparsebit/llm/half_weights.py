@@ -19,10 +19,16 @@ _BLOCK = 1 << 22  # elements of the weight that are float32 at a time: 16 MiB
 
 
 class HalfEmbedding(nn.Embedding):
-    """An embedding with a weight of half precision that gives float32."""
+    """An embedding with a weight of half precision that gives float32, or the type that the model is converted to."""
+
+    like: Tensor  # without elements: it has the type of the outputs
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None) -> None:
+        super().__init__(num_embeddings, embedding_dim, padding_idx, device="meta")
+        self.register_buffer("like", torch.empty(0), persistent=False)
 
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input).float()
+        return super().forward(input).to(self.like.dtype)
 
 
 class HalfLinear(nn.Linear):
@@ -63,7 +69,7 @@ def keep_halves(skeleton: Skeleton) -> None:
 def _half(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     weight = nn.Parameter(module.get_parameter("weight").detach().to(dtype), requires_grad=False)
     if isinstance(module, nn.Embedding):
-        found = HalfEmbedding(len(weight), weight.shape[1], padding_idx=module.padding_idx, device="meta")
+        found = HalfEmbedding(len(weight), weight.shape[1], module.padding_idx)
         found.weight = weight
         return found.train(module.training)
     assert isinstance(module, nn.Linear)

@@ -36,6 +36,8 @@ def test_the_same_logits_in_less_memory(dtype: torch.dtype, tied: bool, tmp_path
         torch.testing.assert_close(half(one).logits, whole(one).logits, rtol=0.01, atol=0.01)
     assert half(one).logits.dtype == torch.float32
     assert set(half.state_dict()) == set(whole.state_dict())
+    for other in (torch.bfloat16, torch.float32):
+        assert half.to(other)(one).logits.dtype == other
 
 
 def test_a_bias_and_blocks_of_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
