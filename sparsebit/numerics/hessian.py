@@ -23,7 +23,8 @@ class InputMoments:
     """Means and second moments of a layer's input, gathered over batches: mergeable, and never larger than `columns^2`.
 
     `inputs`: what the layer reads now. `originals`: what it reads in the float model, row by row; if they are given,
-    `cross = X_original^T X / n` is gathered too. Products are computed in `dtype`, and summed in float64.
+    `cross = X_original^T X / n` is gathered too. Products are computed in `dtype`, and summed in float64. On a GPU,
+    inputs in half precision are multiplied as they are, with float32 sums: the same numbers, many times faster.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
@@ -40,10 +41,10 @@ class InputMoments:
             )
         if self._sums and self.has_originals != (originals is not None):
             raise CalibrationError("originals were given for some rows and not for others; give them for all or none")
-        self._count(x.shape[1], {"hessian": x.mT @ x, "mean": x.sum(1, dtype=torch.float64)})
+        self._count(x.shape[1], {"hessian": self._product(x, x), "mean": x.sum(1, dtype=torch.float64)})
         if originals is not None:  # one large product at a time
             other = self._rows(originals)
-            self._count(0, {"cross": other.mT @ x, "original_mean": other.sum(1, dtype=torch.float64)})
+            self._count(0, {"cross": self._product(other, x), "original_mean": other.sum(1, dtype=torch.float64)})
 
     def merge(self, other: InputMoments) -> None:
         """Count what another one counted, as of another process."""
@@ -103,13 +104,21 @@ class InputMoments:
         return found, cross
 
     def _rows(self, x: Tensor) -> Tensor:
-        x = x.detach().to(self.dtype)
+        x = x.detach()
+        if not (x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and self.dtype is torch.float32):
+            x = x.to(self.dtype)
         x = x[None] if x.ndim == 2 else x
         if x.ndim != 3:
             raise CalibrationError(
                 f"inputs of shape {tuple(x.shape)}; allowed: (rows, columns), (groups, rows, columns)"
             )
         return x
+
+    def _product(self, left: Tensor, right: Tensor) -> Tensor:
+        """`left^T right` in `dtype`. Of two numbers in half precision the product is exact in float32."""
+        if left.dtype == right.dtype != self.dtype:
+            return torch.bmm(left.mT, right, out_dtype=self.dtype)
+        return left.to(self.dtype).mT @ right.to(self.dtype)
 
     def _sum(self, name: str) -> Tensor:
         if not self.num_rows:

@@ -133,3 +133,15 @@ def test_taken_moments_are_the_same(block: int, monkeypatch: pytest.MonkeyPatch)
     assert moments.num_rows == 0 and alone.take()[1] is None
     with pytest.raises(CalibrationError, match="no input"):
         moments.hessian()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_on_a_gpu_loses_nothing(dtype: torch.dtype) -> None:
+    """Their products are exact in float32; inputs of two types, as of a model with a float part, work too."""
+    x, original = ((rows(1, 4096, 96, seed=seed) + 3).to(dtype).cuda() for seed in (0, 1))
+    moments = InputMoments()
+    moments.add(x, original)
+    moments.add(x, original.float())
+    for found, (left, right) in ((moments.hessian(), (x, x)), (moments.cross(), (original, x))):
+        torch.testing.assert_close(found, left.double().mT @ right.double() / 4096, rtol=2e-6, atol=0.0)
