@@ -129,6 +129,10 @@ def _outline(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
+# Attributes of a tensor that code compares with None.
+_NONE_WITHOUT_GRADIENTS = ("grad", "grad_fn", "_grad", "_base")
+
+
 class _Answers:
     """Answers `len(x)`, `bool(x)`, iteration and the like for a traced value, from its example if there is one."""
 
@@ -209,6 +213,8 @@ class _Answers:
             method = self._mapping_method(name)
             if method is not None:
                 return method
+        elif name in _NONE_WITHOUT_GRADIENTS and value_of(self.node) is UNKNOWN:
+            self.tracer.refuse(f"reads .{name} of a tensor: `is None` cannot be traced")
         elif not name.startswith("__") and getattr(value_of(self.node), name, UNKNOWN) is None:
             return self.tracer.create_proxy("call_function", getattr, (self, name), {})
         return ExampleAttribute(self, name)  # type: ignore[arg-type]

@@ -36,5 +36,15 @@ class StandIn(nn.Module):
         return _blank, (type(self),), self.__dict__
 
 
+def without_stand_ins(module: nn.Module) -> nn.Module:
+    """The same module, with what stands in for a module below it replaced by that module."""
+    for name, child in module._modules.items():
+        while isinstance(child, StandIn) and (replaced := child._stands_for()) is not None:
+            child = replaced
+        if child is not None:
+            module._modules[name] = without_stand_ins(child)
+    return module
+
+
 def _blank(kind: type[StandIn]) -> StandIn:
     return kind.__new__(kind)

@@ -18,6 +18,8 @@ from sparsebit.graph.nested import is_symbolic, tensors_of
 from sparsebit.graph.outcome import Randomness, buffers_of, cloned, outcome_of, undisturbed_randomness
 from sparsebit.graph.outer_state import undisturbed_outer_state
 from sparsebit.graph.region import Region
+from sparsebit.graph.stand_in import without_stand_ins
+from sparsebit.graph.verification import Reference
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.verified import VerifiedModel
 
@@ -94,13 +96,20 @@ class CheckedModel(VerifiedModel):
             finally:
                 self._is_comparing = False
 
+    def _reference_beside_source(self, path: str, source: nn.Module) -> Reference:
+        if not self._why_not_comparable(path):
+            return self._reference(path)
+        plain = without_stand_ins(copy_model(source, share_parameters=True, share=[self]))
+        modes = {name: module.training for name, module in plain.named_modules()}
+        return Reference(plain, self.device, training=plain.training, modes=modes)
+
     def _source_difference(self, path: str, source: nn.Module, call: Call) -> str:
-        """What the copy's own code at `path`, with quantization off, does differently from the original's."""
-        reason = self._why_not_comparable(path)
-        if reason:
-            log.info("a call of another form is not compared with the model's own code: %s", reason)
-            return ""
-        reference, randomness = self._reference(path), Randomness.now()
+        """What the copy's own code at `path`, with quantization off, does differently from the original's.
+
+        Where the original has other weights or another state by now, the same code with plain layers is asked instead.
+        """
+        reference = self._reference_beside_source(path, source)
+        randomness = Randomness.now()
         try:
             expected = reference.outcome(cloned(call), randomness)
         except Exception as error:  # the user sees it next

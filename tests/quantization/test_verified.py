@@ -708,6 +708,58 @@ def test_own_code_that_runs_for_another_form_of_inputs_is_compared_at_its_first_
         assert qmodel._compared_sources == {path: ""} and qmodel.is_quantized("weight")
 
 
+@pytest.mark.parametrize("change", ["buffer", "weight"])
+@pytest.mark.parametrize("by_type", [True, False], ids=["by type", "by isinstance"])
+def test_own_code_is_compared_too_where_the_copy_has_changed_since_it_was_built(change: str, by_type: bool) -> None:
+    """The original no longer does what the copy does; the copy's code with plain layers does."""
+
+    class Changing(Asks):
+        def __init__(self) -> None:
+            super().__init__(by_type)
+            self.register_buffer("mean", torch.zeros(8))
+
+        def forward(self, x: Tensor, gain: float | None = None) -> Tensor:
+            if change == "buffer":
+                self.mean.copy_(x.mean(0))
+            return super().forward(x, gain) + self.mean
+
+    x, other = torch.randn(4, 8), torch.randn(3, 8)
+    model = Changing().eval()
+    qmodel = calibrated(model, [x], qconfig(bits=16), example_inputs=x)
+    for own in (model, qmodel.source):
+        if change == "weight":
+            with torch.no_grad():
+                own.fc.weight.mul_(0.9)
+    if by_type:
+        with pytest.raises(CaptureError, match=r"when its layers are quantized: the output differs"):
+            qmodel(other)
+        return
+    with torch.no_grad():
+        model(x)  # as the calibration did
+        torch.testing.assert_close(qmodel(other), model(other), rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["grad_fn", "grad", "_base"])
+def test_code_that_asks_whether_a_tensor_has_a_gradient_keeps_its_own_code(name: str) -> None:
+    """`is None` of a traced value is never true; on the first batch both branches may give the same."""
+
+    class Asking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.fc(x)
+            return y.clamp(max=100.0) if getattr(y, name) is None else y
+
+    model = Asking().eval()
+    qmodel = QuantModel(model, qconfig())
+    with torch.no_grad():
+        for x in (torch.randn(2, 8), 1000 * torch.randn(2, 8)):
+            torch.testing.assert_close(qmodel(x), model(x))
+    assert f"reads .{name} of a tensor" in str(qmodel.coverage)
+
+
 def test_own_code_inside_that_is_called_in_another_way_is_compared_at_its_first_call() -> None:
     x, model = torch.randn(4, 8), AsksWithin(by_type=True).eval()
     qmodel = calibrated(model, [x], example_inputs=x)
