@@ -1,9 +1,10 @@
 """Perplexity of book-llama, quantized by `sparsebit.llm` and measured packed, with the CPU time it takes.
 
 `python benchmarks/llm.py --formats 4g128 3g128 2g64`; `--mixed 3.0` adds mixed bits of that average, `--decode` the
-speed of generation from the first model. `--peers torchao` measures that package's weights of the same formats, rounded
-to nearest without text, in the same run. `SPARSEBIT_DATA` names the data folder. Calibration text is from the training
-set; the figure is of the first 60 windows of 512 tokens of the held-out books.
+speed of generation from the first model, `--rotate` each recipe again with rotated hidden states. `--peers torchao`
+measures that package's weights of the same formats, rounded to nearest without text, in the same run. `SPARSEBIT_DATA`
+names the data folder. Calibration text is from the training set; the figure is of the first 60 windows of 512 tokens of
+the held-out books.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,7 @@ def main() -> None:
         "--mixed", nargs="*", type=float, default=[], help="average bits of 2, 3 and 4, in groups of 128"
     )
     parser.add_argument("--steps", type=int, default=200, help="of autoround, for each block")
+    parser.add_argument("--rotate", action="store_true", help="also: each recipe with rotated hidden states")
     parser.add_argument("--decode", action="store_true", help="also: tokens per CPU second, of the first format")
     parser.add_argument("--peers", nargs="*", default=[], choices=["torchao"], help="packages that are installed")
     parser.add_argument("--num-samples", type=int, default=64)
@@ -76,6 +79,8 @@ def main() -> None:
         for method in options.methods
     ]
     recipes += [Recipe(candidate_bits=(2, 3, 4), average_bits=average) for average in options.mixed]
+    if options.rotate:
+        recipes = [one for recipe in recipes for one in (recipe, replace(recipe, rotate=True))]
     for number, recipe in enumerate(recipes):
         with tempfile.TemporaryDirectory() as folder:
             started = time.process_time()
@@ -87,7 +92,7 @@ def main() -> None:
                 print_decoding(model, made.folder)
         bits = f"mixed {recipe.average_bits:g}" if recipe.is_mixed else f"W{recipe.bits}"
         print(
-            f"{bits} g{recipe.group_size} {recipe.method}: perplexity {found:.2f} "
+            f"{bits} g{recipe.group_size} {recipe.method}{' rotated' if recipe.rotate else ''}: perplexity {found:.2f} "
             f"({100 * (found / floats - 1):+.2f} %), {seconds:.0f} CPU s, "
             f"{resident_bytes(packed) / 1e6:.1f} MB in memory",
             flush=True,

@@ -18,6 +18,7 @@ from sparsebit.folders import flush, staging_folder
 from sparsebit.llm.architectures import architecture_of, blocks_of, linears
 from sparsebit.llm.checkpoint import compressed_tensors, gptq
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
+from sparsebit.llm.file_checksums import write_checksums
 from sparsebit.llm.first_sparsebit_folder import write_first_sparsebit
 from sparsebit.llm.float_weight import Weight, integers
 from sparsebit.llm.genai_folder import builder_tensors, genai_package, run_builder, why_not
@@ -127,7 +128,9 @@ def convert(
         raise ConfigError(
             f"base={base} with the model folder {model}: it is for checkpoint files of the first Sparsebit"
         )
-    skeleton = Skeleton(ModelFolder(model), trust_remote_code=trust_remote_code)
+    original = ModelFolder(model)
+    original.check_files()
+    skeleton = Skeleton(original, trust_remote_code=trust_remote_code)
     source = packed_source(skeleton) or unpacked_source(skeleton)
     if not source.formats and mix is None:
         raise ConfigError(
@@ -204,6 +207,7 @@ def _write(target: Path, source: PackedSource, kind: _Format) -> None:
         shards.write(tensors)
         folder.close()
     shards.finish()
+    write_checksums(target)
 
 
 def _fused(skeleton: Skeleton) -> list[tuple[str, ...]]:

@@ -49,9 +49,12 @@ def load(
     embeddings and the output layer then stay in the half precision of the files.
     `join_layers`: q, k and v, and gate and up, share a product where their formats are alike and the kernel can join
     them. Off by default, since what it gains on a GPU is not measured yet.
+
+    Files that differ from the `checksums.json` beside them, which `quantize` and `convert` write, are an error.
     """
     rounding = as_activations(activations)
     files = ModelFolder(folder)
+    files.check_files()
     config = load_config(files.path, trust_remote_code=trust_remote_code)
     dtype = dtype or default_dtype(config, device)
     skeleton = Skeleton(files, dtype=dtype, device=device, trust_remote_code=trust_remote_code)

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sparsebit.errors import CheckpointError
+from sparsebit.llm.file_checksums import check_files
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -49,6 +50,10 @@ class ModelFolder:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all tensors; only the files' headers are read."""
         return {name: tuple(self._slice(name).get_shape()) for name in self.files}
+
+    def check_files(self) -> None:
+        """Compare the files with the checksums beside them; a folder without checksums passes."""
+        check_files(self.path)
 
     def close(self) -> None:
         """Forget the mapped files, so that their pages can be freed."""

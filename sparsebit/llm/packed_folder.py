@@ -11,11 +11,12 @@ from torch import Tensor
 
 from sparsebit.llm.checkpoint.compressed_tensors import layer_tensors, make_config
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
+from sparsebit.llm.file_checksums import CHECKSUMS
 from sparsebit.llm.run_folder import FinishedBlock
 from sparsebit.llm.shards import Shards
 from sparsebit.llm.skeleton import Skeleton
 
-_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+_NOT_COPIED = (CHECKSUMS, ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
 
 def write_packed_folder(

@@ -21,6 +21,7 @@ from sparsebit.llm.architectures import architecture_of
 from sparsebit.llm.bit_allocation import BitAllocation, need_solver
 from sparsebit.llm.calibration_text import calibration_tokens
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
+from sparsebit.llm.file_checksums import write_checksums
 from sparsebit.llm.hub_classes import load_tokenizer
 from sparsebit.llm.input_scaling import ScaledInput
 from sparsebit.llm.load_check import LoadCheck, check_loading, need_reader, vllm_reasons
@@ -108,6 +109,7 @@ def quantize(
         raise ConfigError(f"output {target} exists; remove it or give another folder")
     if source.config.get("quantization_config"):
         raise ConfigError(f"{source.path} is quantized already; give the float model")
+    source.check_files()
     if check:
         need_reader()
     if recipe.is_mixed:
@@ -178,6 +180,7 @@ def _quantize(
             )
             if run.allocation is not None:
                 (made / ALLOCATION).write_text(run.allocation.to_json() + "\n", encoding="utf-8")
+            write_checksums(made)
             found = None
             if check:
                 reasons = vllm_reasons(run.formats, run.fused)

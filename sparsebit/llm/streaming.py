@@ -49,6 +49,7 @@ def load_streamed(
     `stream_usage(model)` tells what was read.
     """
     files = ModelFolder(folder)
+    files.check_files()
     config = load_config(files.path, trust_remote_code=trust_remote_code)
     dtype = dtype or default_dtype(config, device)
     skeleton = Skeleton(files, dtype=dtype, device=device, trust_remote_code=trust_remote_code)

@@ -13,6 +13,7 @@ import torch
 from sparsebit.errors import CheckpointError, ConfigError
 from sparsebit.folders import alone_in
 from sparsebit.llm import Calibration, Recipe, load, quantize
+from sparsebit.llm.file_checksums import CHECKSUMS
 from tests.llm.tiny_models import saved, tiny_model, with_tokenizer, write_text
 
 pytest.importorskip("compressed_tensors")
@@ -81,6 +82,9 @@ def test_a_damaged_folder_is_named(tmp_path: Path, name: str, is_packed: bool) -
     if is_packed:
         folder = quantize(source, tmp_path / "packed", FAST, check=False).folder
         damage(folder)
+        with pytest.raises(CheckpointError, match=f"damaged or missing|{message}"):
+            load(folder)
+        (folder / CHECKSUMS).unlink()  # as a folder of another tool
         with pytest.raises(CheckpointError, match=message):
             load(folder)
         return

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from sparsebit.errors import CheckpointError, ConfigError
 from sparsebit.folders import staging_folder
 from sparsebit.llm.checkpoint import compressed_tensors
+from sparsebit.llm.file_checksums import write_checksums
 from sparsebit.llm.finetuning.packed_lora import load_adapter
 from sparsebit.llm.loading import load
 from sparsebit.llm.model_folder import ModelFolder
@@ -176,6 +177,7 @@ def _write(
         shards.write(tensors)
         folder.close()
     shards.finish()
+    write_checksums(target)
 
 
 def add_to_packed(packed: PackedWeight, update: Tensor, name: str) -> PackedWeight:

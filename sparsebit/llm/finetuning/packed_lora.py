@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from sparsebit.errors import CheckpointError, ConfigError, MissingExtraError
 from sparsebit.llm.architectures import ARCHITECTURES
+from sparsebit.llm.file_checksums import check_files
 from sparsebit.llm.float_linear import FloatLinear
 from sparsebit.llm.parallel_layers import separate_parallel_layers
 from sparsebit.llm.quant_linear import QuantLinear
@@ -78,6 +79,7 @@ def load_adapter(model: Any, folder: str | os.PathLike[str], *, is_trainable: bo
         raise CheckpointError(f"{path} is an adapter of type {config.peft_type}; allowed: LORA")
     if not (path / "adapter_model.safetensors").is_file():
         raise CheckpointError(f"{path} has no adapter_model.safetensors; adapters are read from safetensors only")
+    check_files(path)
     config._register_custom_module({QuantLinear: lora_class()})
     if is_trainable:
         separate_parallel_layers(model)

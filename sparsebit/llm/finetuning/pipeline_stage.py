@@ -95,7 +95,9 @@ def load_stage(
     folder: str | os.PathLike[str], rank: Rank, *, dtype: torch.dtype, trust_remote_code: bool = False
 ) -> PipelineStageModule:
     """The stage of this process, with the weights that it needs and no others."""
-    skeleton = Skeleton(ModelFolder(folder), dtype=dtype, device=rank.device, trust_remote_code=trust_remote_code)
+    files = ModelFolder(folder)
+    files.check_files()
+    skeleton = Skeleton(files, dtype=dtype, device=rank.device, trust_remote_code=trust_remote_code)
     model = skeleton.model
     architecture = architecture_of(model)
     blocks = blocks_of(model, architecture)

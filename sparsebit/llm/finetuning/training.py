@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError
-from sparsebit.folders import flush, staging_folder
+from sparsebit.folders import staging_folder
+from sparsebit.llm.file_checksums import write_checksums
 from sparsebit.llm.finetuning.instructions import Sample, read_instructions
 from sparsebit.llm.finetuning.packed_lora import peft_module
 from sparsebit.llm.finetuning.pipeline_stage import load_stage
@@ -163,7 +164,6 @@ def _write(
             whole = {name.replace(".default.", "."): value.contiguous() for name, value in tensors.items()}
             save_file(whole, made / "adapter_model.safetensors", metadata={"format": "pt"})
         (made / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        for path in made.iterdir():
-            flush(path)
+        write_checksums(made)
         os.replace(made, target)
     shutil.rmtree(partial, ignore_errors=True)

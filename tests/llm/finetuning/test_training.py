@@ -192,3 +192,21 @@ def test_an_adapter_that_does_not_fit(tmp_path: Path) -> None:
     other = copy.deepcopy(tiny_model(hidden_size=32, num_hidden_layers=1))
     with pytest.raises(CheckpointError, match="does not fit the model"):
         load_adapter(other, made.folder)
+
+
+def test_a_flipped_bit_of_an_adapter_or_of_its_model_is_found(tmp_path: Path) -> None:
+    model, data = packed_model(tmp_path), instructions(tmp_path)
+    made = finetune(model, data, tmp_path / "adapter", TUNING)
+    whole = load(model)
+    flip_a_bit(made.folder / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors: damaged"):
+        load_adapter(whole, made.folder)
+    flip_a_bit(sorted(model.glob("*.safetensors"))[1])
+    with pytest.raises(CheckpointError, match=r"model-00002-of-.*safetensors: damaged"):
+        finetune(model, data, tmp_path / "other", TUNING)
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 4
+    path.write_bytes(content)
