@@ -4,6 +4,7 @@
         [--json FILE]
     python benchmarks/effort.py --tasks efficientnet_lite0 --bits W4A8 --views 4   # crops of its 63 calibration images
     python benchmarks/effort.py --efforts good --gptq '{"keep_variance": true}'    # with other options of GPTQ
+    python benchmarks/effort.py --efforts best --reconstruct '{"held_out": 0}'     # or of the reconstruction
 
 `ratio`: CPU seconds (on a GPU: seconds) by those of "fast" in the same run. Each row is a process of its own, so that
 its peak memory is its own; it includes the model's and the data's.
@@ -24,6 +25,7 @@ from typing import Any
 from common import emit, sqnr_db
 
 EFFORTS = ("fast", "good", "best")
+STEPS = ("gptq", "reconstruct")  # of an effort, that can get other options
 
 
 def main() -> None:
@@ -33,9 +35,10 @@ def main() -> None:
     parser.add_argument("--efforts", default=",".join(EFFORTS))
     parser.add_argument("--images", type=int, default=256, help="for calibration")
     parser.add_argument("--views", type=int, default=1, help="crops of each image, for efficientnet_lite0")
-    parser.add_argument(
-        "--gptq", type=json.loads, default={}, help="JSON: options of GPTQ that replace those of an effort"
-    )
+    for step in STEPS:
+        parser.add_argument(
+            f"--{step}", type=json.loads, default={}, help=f"JSON: options of {step} that replace those"
+        )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--row", nargs=3, metavar=("TASK", "BITS", "EFFORT"), help="one row, in this process")
@@ -55,7 +58,9 @@ def main() -> None:
 
 
 def in_own_process(task: str, bits: str, effort: str, options: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--row", task, bits, effort, "--gptq", json.dumps(options.gptq)]
+    command = [sys.executable, __file__, "--row", task, bits, effort]
+    for name in STEPS:
+        command += [f"--{name}", json.dumps(getattr(options, name))]
     for name in ("images", "views", "device"):
         command += [f"--{name}", str(getattr(options, name))]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -82,9 +87,10 @@ def row(name: str, bits: str, effort: Any, options: argparse.Namespace) -> dict[
     sparsebit.quantize(task.model, task.calibration[:1], config("virtual", "mse", 8, 8, device))
     wall, cpu = time.perf_counter(), time.process_time()
     settings = with_effort(parse_qconfig(config("virtual", "mse", weight, activation, device)), effort)
-    changed = {key.upper(): value for key, value in options.gptq.items()}
+    given = {name: getattr(options, name) for name in STEPS if getattr(options, name)}
     steps = [
-        {step.name: step.options.to_dict() | (changed if step.name == "gptq" else {})} for step in settings.ALGORITHMS
+        {step.name: step.options.to_dict() | {key.upper(): value for key, value in given.get(step.name, {}).items()}}
+        for step in settings.ALGORITHMS
     ]
     qmodel = sparsebit.quantize(task.model, task.calibration, settings.replace("ALGORITHMS", steps))
     if device != "cpu":
@@ -97,7 +103,7 @@ def row(name: str, bits: str, effort: Any, options: argparse.Namespace) -> dict[
         "bits": bits,
         "images": sum(map(len, task.calibration)),
         "effort": effort,
-        **({"gptq": options.gptq} if options.gptq else {}),
+        **given,
         "metric": task.metric,
         "float": round(score, 2),
         "quantized": round(quantized, 2),

@@ -15,21 +15,24 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from common import ROOT, emit
 
 from sparsebit.execution.value_store import MIB
-from sparsebit.llm import Recipe
+from sparsebit.llm import Recipe, block_rounding, quantization_run
 from sparsebit.llm.architectures import architecture_of
+from sparsebit.llm.block_walk import BlockWalk
 from sparsebit.llm.model_folder import ModelFolder
 from sparsebit.llm.process_group import joined
 from sparsebit.llm.quantization_run import QuantizationRun
 from sparsebit.llm.run_folder import RunFolder
 from sparsebit.llm.skeleton import Skeleton
+from sparsebit.numerics import gptq_math
 
 sys.path.insert(0, str(ROOT / "tests"))
 import torchvision_shim
@@ -39,6 +42,20 @@ SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2},
 }
 NUM_BLOCKS, VOCABULARY = 32, 1024
+PHASES: dict[str, tuple[Any, str]] = {
+    "reading": (Skeleton, "fill"),
+    "digest": (quantization_run, "digest"),
+    "float forward": (BlockWalk, "run_float"),
+    "second moments": (BlockWalk, "moments"),
+    "forward of the next input": (BlockWalk, "advance"),
+    "files": (RunFolder, "write"),
+    "rounding": (block_rounding, "round_weights"),
+    "rounding: factor": (gptq_math.InverseFactor, "__init__"),
+    "rounding: scale search": (gptq_math, "search_scale"),
+    "rounding: columns": (gptq_math, "_round_lines"),
+    "rounding: sweeps": (gptq_math, "_descend_lines"),
+    "rounding: refit": (gptq_math, "_refit_lines"),
+}
 
 
 def main() -> None:
@@ -52,7 +69,7 @@ def main() -> None:
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--memory-mib", type=int, default=8192, help="hidden states in memory, as --memory-budget")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="of the blocks")
-    parser.add_argument("--profile", type=Path, help="a file for the kernels of the first block, by time")
+    parser.add_argument("--phases", action="store_true", help="seconds of each phase of the last block")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torchvision_shim.install()  # transformers imports torchvision where it is installed
@@ -95,15 +112,15 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         kept = RunFolder(folder / "partial", run.settings())
         for number in range(options.blocks):
             started = time.perf_counter()
-            with profiled(options.profile if number == 0 else None):
+            is_last = number == options.blocks - 1
+            with timed_phases(options.device, options.phases and is_last) as phases:
                 run.block(number, kept)
-            if is_cuda:
-                torch.cuda.synchronize()
+            wait(options.device)
             seconds.append(time.perf_counter() - started)
             print(f"block {number}: {seconds[-1]:.1f} s", file=sys.stderr, flush=True)
     return {
         "output": None,
-        "profile": None,
+        "phases": dict(sorted(phases.items(), key=lambda item: -item[1])),
         "seconds_of_blocks": [round(value, 2) for value in seconds],
         "extrapolated_s": round(sum(seconds) / len(seconds) * NUM_BLOCKS, 1),
         "gpu_peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if is_cuda else None,
@@ -112,14 +129,30 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def profiled(path: Path | None) -> Iterator[None]:
-    """Inside, kernels are recorded, and written as a table, those first that took longest; it slows the block down."""
-    if path is None:
-        yield
-        return
-    with torch.profiler.profile(acc_events=True) as profile:
-        yield
-    path.write_text(profile.key_averages().table(sort_by="self_device_time_total", row_limit=60), encoding="utf-8")
+def timed_phases(device: str, is_wanted: bool) -> Iterator[dict[str, float]]:
+    """Inside, the seconds of each phase are summed; those of "rounding" hold the ones behind it. Waiting costs some."""
+    seconds: dict[str, float] = {}
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            wait(device)
+            started = time.perf_counter()
+            found = function(*args, **kwargs)
+            wait(device)
+            seconds[name] = round(seconds.get(name, 0.0) + time.perf_counter() - started, 3)
+            return found
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        for name, (owner, attribute) in PHASES.items() if is_wanted else ():
+            stack.enter_context(patch.object(owner, attribute, timed(name, getattr(owner, attribute))))
+        yield seconds
+
+
+def wait(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

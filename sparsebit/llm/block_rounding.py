@@ -127,7 +127,7 @@ def fallback_of(num_tokens: int, num_columns: int, recipe: Recipe) -> str | None
 def put_weight(block: nn.Module, name: str, packed: Weight) -> None:
     """Give a layer of the block the values of its packed weight."""
     layer = linears(block)[name]
-    layer.weight.data = packed.dequantize(layer.weight.dtype).to(layer.weight.device)
+    layer.weight.data = packed.to(layer.weight.device).dequantize(layer.weight.dtype)
 
 
 def put_block(block: nn.Module, finished: FinishedBlock) -> None:

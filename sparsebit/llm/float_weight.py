@@ -13,7 +13,7 @@ exact in bfloat16, in which other readers unpack the weight.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
 import torch
@@ -77,6 +77,10 @@ class FloatWeight:
     def bits_per_weight(self) -> float:
         """Bits of a weight in a file, its share of scales included."""
         return self.bits + 8 * self.scales.element_size() / self.group_size
+
+    def to(self, device: torch.device | str) -> FloatWeight:
+        divisor = None if self.divisor is None else self.divisor.to(device)
+        return replace(self, qweight=self.qweight.to(device), scales=self.scales.to(device), divisor=divisor)
 
     def dequantize(self, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
         """The values of some rows, `(rows, in)`, computed in `dtype`."""

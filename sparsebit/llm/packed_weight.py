@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -65,6 +65,10 @@ class PackedWeight:
         """Bits of a weight in a file, its share of scales and zero points included (these are packed there)."""
         extra = 8 * self.scales.element_size() + (0 if self.zeros is None else self.bits)
         return self.bits + extra / self.group_size
+
+    def to(self, device: torch.device | str) -> PackedWeight:
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        return replace(self, qweight=self.qweight.to(device), scales=self.scales.to(device), zeros=zeros)
 
     def codes(self) -> Tensor:
         """`(out, in)` uint8."""

@@ -163,13 +163,13 @@ def _packed(
 ) -> list[PackedWeight]:
     codes, grid = rounded.codes[0], rounded.grid
     shape = (codes.shape[0], codes.shape[1] // size)
-    codes = (codes - grid.spec.qmin).to(torch.uint8).cpu()  # a symmetric grid counts from its lowest code
-    zeros = None if recipe.symmetric else grid.zero_point.view(shape).cpu()
-    scales = grid.scale.view(shape).to(stored).cpu()
+    codes = (codes - grid.spec.qmin).to(torch.uint8)  # a symmetric grid counts from its lowest code
+    zeros = None if recipe.symmetric else grid.zero_point.view(shape)
+    scales = grid.scale.view(shape).to(stored)
     parts = zip(
         codes.split(num_rows),
         scales.split(num_rows),
         [None] * len(num_rows) if zeros is None else zeros.split(num_rows),
         strict=True,
     )
-    return [PackedWeight.from_codes(own, scale.clone(), zero, recipe.bits) for own, scale, zero in parts]
+    return [PackedWeight.from_codes(own, scale.clone(), zero, recipe.bits).to("cpu") for own, scale, zero in parts]

@@ -38,6 +38,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < 1 << bits:
         raise SpecError(f"codes from {int(codes.min())} to {int(codes.max())}: {bits} bits hold 0 to {(1 << bits) - 1}")
     count = codes.shape[-1]
+    if 8 % bits == 0 and sys.byteorder == "little":
+        return _pack_bytes(codes, bits)
     padded = pad(codes.to(torch.int64), (0, -count % WORD)).unflatten(-1, (-1, WORD))
     words = padded.new_zeros(*padded.shape[:-1], bits)
     for place in range(WORD):
@@ -71,6 +73,16 @@ def unpack(words: Tensor, bits: int, num_codes: int) -> Tensor:
             found = (found & ((1 << own) - 1)) | (padded[..., word + 1] << own)
         codes[..., place] = found & mask
     return codes.flatten(-2)[..., :num_codes]
+
+
+def _pack_bytes(codes: Tensor, bits: int) -> Tensor:
+    """Where no code crosses the border of a byte."""
+    per_byte = 8 // bits
+    parts = pad(codes.to(torch.uint8), (0, -codes.shape[-1] % (WORD // bits))).unflatten(-1, (-1, per_byte))
+    octets = parts[..., 0].clone()
+    for place in range(1, per_byte):
+        octets |= parts[..., place] << (place * bits)
+    return octets.view(torch.int32)
 
 
 def _unpack_bytes(words: Tensor, bits: int) -> Tensor:
