@@ -118,36 +118,45 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             wait(options.device)
             seconds.append(time.perf_counter() - started)
             print(f"block {number}: {seconds[-1]:.1f} s", file=sys.stderr, flush=True)
+    peak = torch.cuda.max_memory_allocated() / 1e9 if is_cuda else 0.0
     return {
         "output": None,
-        "phases": dict(sorted(phases.items(), key=lambda item: -item[1])),
+        "phases": dict(sorted(phases.items(), key=lambda item: -item[1][0])),
         "seconds_of_blocks": [round(value, 2) for value in seconds],
         "extrapolated_s": round(sum(seconds) / len(seconds) * NUM_BLOCKS, 1),
-        "gpu_peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if is_cuda else None,
+        "gpu_peak_gb": round(max([peak, *(one for _, one in phases.values())]), 2) if is_cuda else None,
         "host_peak_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2),
     }
 
 
 @contextlib.contextmanager
-def timed_phases(device: str, is_wanted: bool) -> Iterator[dict[str, float]]:
-    """Inside, the seconds of each phase are summed; those of "rounding" hold the ones behind it. Waiting costs some."""
-    seconds: dict[str, float] = {}
+def timed_phases(device: str, is_wanted: bool) -> Iterator[dict[str, list[float]]]:
+    """Inside, seconds of each phase are summed, and its peak of GPU memory in GB is noted.
+
+    Those of "rounding" hold the ones behind it, but its peak is that of the rest. Waiting costs some time.
+    """
+    found: dict[str, list[float]] = {}
+    is_cuda = device.startswith("cuda")
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             wait(device)
             started = time.perf_counter()
-            found = function(*args, **kwargs)
+            result = function(*args, **kwargs)
             wait(device)
-            seconds[name] = round(seconds.get(name, 0.0) + time.perf_counter() - started, 3)
-            return found
+            seconds, peak = found.get(name, [0.0, 0.0])
+            now = torch.cuda.max_memory_allocated() / 1e9 if is_cuda else 0.0
+            found[name] = [round(seconds + time.perf_counter() - started, 3), round(max(peak, now), 2)]
+            if is_cuda:
+                torch.cuda.reset_peak_memory_stats()
+            return result
 
         return run
 
     with contextlib.ExitStack() as stack:
         for name, (owner, attribute) in PHASES.items() if is_wanted else ():
             stack.enter_context(patch.object(owner, attribute, timed(name, getattr(owner, attribute))))
-        yield seconds
+        yield found
 
 
 def wait(device: str) -> None:

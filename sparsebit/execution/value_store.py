@@ -88,16 +88,14 @@ class SharedData:
         size = tensor.numel() * tensor.element_size()
         if tensor.layout is torch.strided:  # a sparse tensor has no storage of its own
             size = min(size, tensor.untyped_storage().nbytes())
-        if device.type != "cpu":
-            if self.device_bytes + size <= self.device_budget:
-                self.device_bytes += size
-                return _Stored(_alone(tensor, size), device, size)
-            tensor = tensor.cpu()
+        if device.type != "cpu" and self.device_bytes + size <= self.device_budget:
+            self.device_bytes += size
+            return _Stored(_alone(tensor, size), device, size)
         if self.host_bytes + size <= self.host_budget:
             self.host_bytes += size
-            return _Stored(_alone(tensor, size), device, size)
+            return _Stored(_alone(_on_host(tensor), size), device, size)
         path = self._new_path()
-        torch.save(_alone(tensor, size), path)
+        torch.save(_alone(tensor.cpu(), size), path)
         written = path.stat().st_size
         self.disk_bytes += written
         return _Stored(path, device, written)
@@ -125,8 +123,22 @@ def _alone(tensor: Tensor, size: int) -> Tensor:
     return tensor.clone() if is_view else tensor
 
 
+def _on_host(tensor: Tensor) -> Tensor:
+    """In pinned memory, if it comes from a CUDA device: copies from and to it are several times as fast.
+
+    They do not wait either; whatever reads it comes later on the same device.
+    """
+    if tensor.device.type != "cuda" or tensor.layout is not torch.strided:
+        return tensor.cpu()
+    try:
+        pinned = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    except RuntimeError:  # the system allows no more of it
+        return tensor.cpu()
+    return pinned.copy_(tensor, non_blocking=True)
+
+
 def _fetch(stored: _Stored) -> Tensor:
     if isinstance(stored.where, Path):
         loaded: Tensor = torch.load(stored.where, map_location=stored.device, weights_only=True)
         return loaded
-    return stored.where.to(stored.device)
+    return stored.where.to(stored.device, non_blocking=True)

@@ -132,6 +132,7 @@ def dense_weight(weight: FragmentWeight) -> Tensor:
         return Product(nothing, weight).dense()[: weight.outputs]
 
 
+@cache
 def runs_on(device: torch.device) -> bool:
     """Whether the programs run there: an NVIDIA GPU of compute capability 9.0 or newer, and a torch that compiles."""
     if device.type != "cuda" or torch.version.hip or not hasattr(torch.cuda, "_compile_kernel"):
@@ -146,7 +147,10 @@ def packed_linear(x: Tensor, weight: FragmentWeight) -> Tensor:
             f"x is {x.dtype} {tuple(x.shape)}; the weight takes {weight.scales.dtype} with {weight.inputs} inputs"
         )
     rows = x.reshape(-1, weight.inputs)
-    y: Tensor = torch.ops.sparsebit.packed_linear(rows, weight.words, weight.scales, weight.zeros)
+    if torch.compiler.is_compiling() or type(x) is not Tensor or not len(rows) or not runs_on(x.device):
+        y: Tensor = torch.ops.sparsebit.packed_linear(rows, weight.words, weight.scales, weight.zeros)
+    else:  # an operator in Python takes longer to call than its kernels take to run
+        y = _product(rows, weight)
     return y[:, : weight.outputs].reshape(*x.shape[:-1], weight.outputs)
 
 
@@ -157,6 +161,10 @@ def _packed_linear(x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | Non
         return definition(x, weight)
     if not len(x):
         return x.new_empty(0, scales.shape[1])
+    return _product(x, weight)
+
+
+def _product(x: Tensor, weight: FragmentWeight) -> Tensor:
     with torch.cuda.device(x.device):
         return Product(x.contiguous(), weight).compute()
 
@@ -172,9 +180,7 @@ class Product:
     def __init__(self, x: Tensor, weight: FragmentWeight) -> None:
         self.x, self.weight = x, weight
         self.num_rows, self.inputs, self.outputs = len(x), weight.inputs, weight.scales.shape[1]
-        properties = torch.cuda.get_device_properties(x.device)
-        self.num_processors = properties.multi_processor_count
-        self.capability = f"{properties.major}{properties.minor}"
+        self.num_processors, self.capability = _processors(x.device)
         zeros = weight.scales if weight.zeros is None else weight.zeros  # not read where there are none
         self.operands = [weight.words, weight.scales, zeros]
 
@@ -294,6 +300,13 @@ class Product:
     @property
     def shape(self) -> list[int]:
         return [self.num_rows, self.outputs, self.inputs]
+
+
+@cache
+def _processors(device: torch.device) -> tuple[int, str]:
+    """How many multiprocessors a GPU has, and its compute capability."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, f"{properties.major}{properties.minor}"
 
 
 @cache

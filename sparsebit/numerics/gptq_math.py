@@ -11,18 +11,22 @@ The loss is the squared error of the layer's output, `tr((W - V) H (W - V)^T)`; 
 
 Inside, weights are transposed (`Lines`): a column of a row-major matrix is slow to read and to write. The loops over
 columns are written for few kernels, since on a GPU their number is the time: codes are kept as steps from the zero
-point, parameters are gathered once per block of columns, and results are written in place.
+point, parameters are gathered once per block of columns, results are written in place, and there the loop over a block
+is one CUDA graph (`Replayed`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from sparsebit.numerics.hessian import activation_order, inverse_factor
+from sparsebit.numerics.replayed import Replayed
 from sparsebit.numerics.scale_search_math import Rounding, search_scale
+from sparsebit.numerics.spec import TensorSpec
 from sparsebit.numerics.weight_grid import Grid, Lines, Spread, kept_scale
 
 
@@ -129,24 +133,24 @@ def round_columns(W: Tensor, U: Tensor, grid: Grid, block_size: int = 128) -> Te
 def _round_lines(rest: Tensor, U: Tensor, lines: Lines, block_size: int) -> Tensor:
     """`round_columns` by columns, to steps; `rest`, the weight, is overwritten."""
     shares = (U / U.diagonal(dim1=-2, dim2=-1)[..., None]).to(rest)  # of an error, that each later column takes up
-    steps = torch.empty_like(rest)
+    steps, round_block = torch.empty_like(rest), Replayed(partial(_round_block, lines.grid.spec))
     for start in range(0, rest.shape[-2], block_size):
         stop = min(start + block_size, rest.shape[-2])
-        errors = torch.empty_like(rest[:, start:stop])
-        _round_block(
-            rest[:, start:stop],
-            shares[:, start:stop, start:stop],
-            lines.spread(slice(start, stop)),
-            steps[:, start:stop],
-            errors,
-        )
+        here, errors = slice(start, stop), torch.empty_like(rest[:, start:stop])
+        spread = lines.spread(here)
+        round_block([shares[:, here, here], *spread.tensors()], [rest[:, here], steps[:, here], errors])
         if stop < rest.shape[-2]:
             rest[:, stop:].baddbmm_(shares[:, start:stop, stop:].mT, errors, alpha=-1)
     return steps
 
 
-def _round_block(rest: Tensor, shares: Tensor, spread: Spread, steps: Tensor, errors: Tensor) -> None:
-    """Round the columns of a block into `steps`, and what is left of them into `errors`: five kernels a column."""
+def _round_block(spec: TensorSpec, shares: Tensor, *rest_of_it: Tensor) -> None:
+    """Round the columns of a block, `rest`, into `steps`, and what is left of them into `errors`.
+
+    Five kernels a column. Behind `shares`: the tensors of the spread, `rest`, `steps`, `errors`.
+    """
+    *own_spread, rest, steps, errors = rest_of_it
+    spread = Spread.of(spec, own_spread)
     columns = zip(rest.unbind(1), steps.unbind(1), errors.unbind(1), spread.by_column(), strict=True)
     for number, (wanted, taken, error, own) in enumerate(columns):
         own.round_(torch.div(wanted, own.scale, out=taken))
@@ -169,18 +173,24 @@ def _descend_lines(wanted: Tensor, H: Tensor, steps: Tensor, lines: Lines, block
     steps = torch.where(curvature > 0, steps, spread.round_(wanted / spread.scale))
     gradient = H @ (steps * spread.scale).sub_(wanted)  # half of the loss's
     del spread
-    better = torch.empty_like(steps)
+    better, descend_block = torch.empty_like(steps), Replayed(partial(_descend_block, lines.grid.spec))
     for start in range(0, wanted.shape[-2], block_size):
         stop = min(start + block_size, wanted.shape[-2])
         here, moves = slice(start, stop), torch.empty_like(wanted[:, start:stop])
-        _descend_block(steps[:, here], gradient[:, here], H[:, here, here], lines.spread(here), better[:, here], moves)
+        known = [steps[:, here], H[:, here, here], *lines.spread(here).tensors()]
+        descend_block(known, [gradient[:, here], better[:, here], moves])
         if stop < wanted.shape[-2]:
             gradient[:, stop:].baddbmm_(H[:, start:stop, stop:].mT, moves)
     return better
 
 
-def _descend_block(steps: Tensor, gradient: Tensor, H: Tensor, spread: Spread, better: Tensor, moves: Tensor) -> None:
-    """Put the best steps of a block's columns into `better`, and how far values moved: six kernels a column."""
+def _descend_block(spec: TensorSpec, steps: Tensor, H: Tensor, *rest_of_it: Tensor) -> None:
+    """Put the best steps of a block's columns into `better`, and how far values moved into `moves`.
+
+    Six kernels a column. Behind `H`: the tensors of the spread, `gradient`, `better`, `moves`.
+    """
+    *own_spread, gradient, better, moves = rest_of_it
+    spread = Spread.of(spec, own_spread)
     bend = H.diagonal(dim1=-2, dim2=-1)[..., None] * spread.scale
     bend.masked_fill_(bend <= 0, torch.inf)  # nothing pulls there
     parts = (part.unbind(1) for part in (steps, gradient, bend, better, moves))

@@ -17,6 +17,7 @@ from sparsebit.errors import CalibrationError
 _NUM_ATTEMPTS = 12
 # Columns of a matrix that are worked on at a time, where that saves memory.
 _BLOCK = 512
+_FACTOR_BLOCK = 2048
 
 
 class InputMoments:
@@ -161,19 +162,41 @@ def inverse_factor(hessian: Tensor, damping: float = 0.01, order: Tensor | None 
     """
     if not bool(torch.isfinite(hessian).all()):
         raise CalibrationError("the second moments of a layer's input are not finite; an input has NaN or infinity")
-    # With the order of the columns reversed, H = L L^T gives H = A A^T with A upper triangular, and U = A^-1: one
-    # factorization, instead of one of H and one of its inverse.
+    # H = A A^T with A upper triangular, and U = A^-1: one factorization, instead of one of H and one of its inverse.
     used = damping
-    factor, failed = torch.linalg.cholesky_ex(_damp_(_reversed(hessian, order), used))
+    factor, failed = _factored_(_damp_(_ordered(hessian, order), used))
     for _ in range(_NUM_ATTEMPTS):
         if not bool(failed.any()):
             break
         used = max(10 * used, 1e-8)
-        bad = failed > 0
-        factor[bad], failed[bad] = torch.linalg.cholesky_ex(_damp_(_reversed(hessian, order), used)[bad])
+        again, still = _factored_(_damp_(_ordered(hessian[failed], None if order is None else order[failed]), used))
+        factor[failed] = again
+        failed[failed.clone()] = still
     if bool(failed.any()):
         raise CalibrationError("the second moments of a layer's input are not positive semidefinite")
-    return _inverse_of_upper(factor.flip(-2, -1))
+    return _inverse_of_upper(factor)
+
+
+def _factored_(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """The upper triangular `A` with `A A^T = matrix`, in its memory, and for each group whether there is none.
+
+    From the last columns to the first, in blocks: torch's own needs the memory of three matrices besides.
+    """
+    size = matrix.shape[-1]
+    failed = torch.zeros(len(matrix), dtype=torch.bool, device=matrix.device)
+    for start in reversed(range(0, size, _FACTOR_BLOCK)):
+        stop = min(start + _FACTOR_BLOCK, size)
+        # With the order of the columns reversed a lower triangular factor becomes an upper one.
+        own, info = torch.linalg.cholesky_ex(matrix[:, start:stop, start:stop].flip(-2, -1))
+        own = own.flip(-2, -1)
+        failed |= info != 0
+        matrix[:, start:stop, start:stop] = own
+        matrix[:, start:stop, :start] = 0
+        if start:
+            above = torch.linalg.solve_triangular(own.mT, matrix[:, :start, start:stop], upper=False, left=False)
+            matrix[:, :start, start:stop] = above
+            matrix[:, :start, :start].baddbmm_(above, above.mT, alpha=-1)
+    return matrix, failed
 
 
 def _inverse_of_upper(matrix: Tensor) -> Tensor:
@@ -189,13 +212,12 @@ def _inverse_of_upper(matrix: Tensor) -> Tensor:
     return inverse
 
 
-def _reversed(hessian: Tensor, order: Tensor | None) -> Tensor:
-    """With the columns and the rows from the last to the first, as a copy."""
+def _ordered(hessian: Tensor, order: Tensor | None) -> Tensor:
+    """With the columns and the rows in the order given, as a copy."""
     if order is None:
-        return hessian.flip(-2, -1)
-    last_first = order.flip(-1)
-    found = hessian.gather(-1, last_first[:, None].expand(hessian.shape))
-    return found.gather(-2, last_first[..., None].expand(hessian.shape))
+        return hessian.clone()
+    group = torch.arange(len(hessian), device=hessian.device)[:, None, None]
+    return hessian[group, order[:, :, None], order[:, None, :]]
 
 
 def _symmetric_(matrix: Tensor) -> Tensor:

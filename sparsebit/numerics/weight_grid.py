@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -143,6 +144,17 @@ class Spread:
     low: Tensor | int
     high: Tensor | int
     spec: TensorSpec
+
+    def tensors(self) -> list[Tensor]:
+        """The scale, and the ends where they differ between elements."""
+        return [self.scale, *(end for end in (self.low, self.high) if isinstance(end, Tensor))]
+
+    @classmethod
+    def of(cls, spec: TensorSpec, tensors: Sequence[Tensor]) -> Spread:
+        """From `tensors()`."""
+        scale, *ends = tensors
+        low, high = ends or (spec.qmin, spec.qmax)
+        return cls(scale, low, high, spec)
 
     def round_(self, steps: Tensor) -> Tensor:
         """The nearest steps that the grid has, in place."""

@@ -135,6 +135,19 @@ def test_an_unknown_key() -> None:
 
 
 @pytest.mark.gpu
+def test_pinned_memory_that_is_used_again_at_once_holds_the_right_values() -> None:
+    """Copies do not wait: a place that is dropped and given to another value must not be read too late."""
+    store = SharedData(device_bytes=0, host_bytes=1 << 26)
+    total, expected = torch.zeros((), device="cuda"), 0.0
+    for number in range(50):
+        store.put("x", torch.full((1 << 22,), float(number), device="cuda"))
+        total += store.get("x").mean()
+        store.drop("x")
+        expected += number
+    assert float(total) == expected
+
+
+@pytest.mark.gpu
 def test_device_then_host_then_disk() -> None:
     store = SharedData(device_bytes=40, host_bytes=40)
     values = [floats(10).cuda() for _ in range(3)]

@@ -78,12 +78,14 @@ def test_damping_is_of_the_mean_of_live_columns() -> None:
 
 
 @pytest.mark.parametrize("damping", [0.0, 1e-12, 0.01])
-def test_singular_matrices(damping: float) -> None:
+@pytest.mark.parametrize("block", [5, 512], ids=["blocks", "whole"])
+def test_singular_matrices(block: int, damping: float, monkeypatch: pytest.MonkeyPatch) -> None:
     few = rows(1, 4, 12)
     few[:, :, 5] = 0  # dead
     few[:, :, 7] = few[:, :, 6]  # twice the same
     good = rows(1, 60, 12, seed=1)
     hessian = torch.cat([few.mT @ few / 4, good.mT @ good / 60, torch.zeros(1, 12, 12, dtype=torch.float64)])
+    monkeypatch.setattr(hessian_module, "_FACTOR_BLOCK", block)
     factor = inverse_factor(hessian, damping)
     assert torch.isfinite(factor).all() and (factor.diagonal(dim1=1, dim2=2) > 0).all()
     torch.testing.assert_close(factor[1].mT @ factor[1], torch.linalg.inv(damped(hessian[1:2], damping))[0])
@@ -110,6 +112,7 @@ def test_the_factor_is_that_of_the_ordered_columns(
     block: int, is_ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hessian_module, "_BLOCK", block)
+    monkeypatch.setattr(hessian_module, "_FACTOR_BLOCK", block)
     x = rows(2, 60, 8)
     H = x.mT @ x / 60
     order = activation_order(H) if is_ordered else torch.arange(8).expand(2, 8)
