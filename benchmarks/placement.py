@@ -2,6 +2,7 @@
 
     python benchmarks/placement.py --json placement.jsonl [--workers 8] [--only 'mobilenet*,resnet*'] [--sizes 96,224]
     python benchmarks/placement.py --summary placement.jsonl
+    python benchmarks/placement.py --limits --json placement_limits.jsonl   # why it is not faster: placement_limits.py
 
 Random weights (YOLOv5n: its own, with the mAP of every file where pycocotools is installed), batch 1, one thread. The
 files of a model are open side by side in one process and take turns. All come from one trace: float and default as
@@ -82,7 +83,7 @@ def build(name: str, size: int) -> tuple[nn.Module, list[torch.Tensor], str, Sco
     return model, [torch.randn(NUM_SAMPLES, 3, size, size)], "onnxruntime", None
 
 
-def measure(name: str, size: int, seconds: float, folder: Path, budget_s: float, *, check: bool) -> dict[str, Any]:
+def measure(name: str, size: int, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """The record of one model at one size."""
     import sparsebit
     from sparsebit.deploy.timing import interleaved
@@ -93,10 +94,10 @@ def measure(name: str, size: int, seconds: float, folder: Path, budget_s: float,
     record: dict[str, Any] = {"model": name, "size": size}
     qmodel = sparsebit.quantize(model, batches, config)
     start = time.perf_counter()
-    found = measure_placement(qmodel, batches, seconds=seconds, keep=folder)
+    found = measure_placement(qmodel, batches, seconds=options.seconds, keep=folder)
     record |= {"placement_seconds": round(time.perf_counter() - start, 1), "placement": found.profile.words}
     record["tried"] = [[one.name, round(one.ratio, 3), one.verdict] for one in found.profile.choices]
-    if check:
+    if options.check:
         record["parity"] = str(found.qmodel.export_onnx(images[:1], folder / "measured.onnx", check=[images]))
     try:
         _ort_static(images, folder, is_transformer=name in _TRANSFORMERS)
@@ -109,7 +110,7 @@ def measure(name: str, size: int, seconds: float, folder: Path, budget_s: float,
     }
     runs = {kind: partial(session.run, {session.inputs[0]: images[:1].numpy()}) for kind, session in opened.items()}
     outputs = {kind: _outputs(session, images) for kind, session in opened.items()}
-    for kind, latency in interleaved(runs, budget_s=budget_s).items():
+    for kind, latency in interleaved(runs, budget_s=options.budget).items():
         record[kind] = {
             "ratio": round(latency.cpu_ratio, 3),
             "wall_ratio": round(latency.wall_ratio, 3),
@@ -119,6 +120,11 @@ def measure(name: str, size: int, seconds: float, folder: Path, budget_s: float,
         }
         if score is not None:
             record[kind]["score"] = round(score(_File(opened[kind])), 4)
+    if options.limits:
+        from placement_limits import limits
+
+        ratios = {kind: record[kind]["ratio"] for kind in ("float", "default", "measured")}
+        record["limits"] = limits(folder, qmodel, batches, ratios, record["float"]["cpu_ms"])
     return record
 
 
@@ -237,6 +243,7 @@ def in_processes(jobs: list[tuple[str, int]], options: argparse.Namespace) -> No
 def _in_process(job: tuple[str, int], cpu: int, options: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, __file__, "--one", job[0], "--sizes", str(job[1]), "--seconds", str(options.seconds)]
     command += ["--budget", str(options.budget), *(["--check"] if options.check else [])]
+    command += ["--limits"] if options.limits else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     failure: dict[str, Any] = {"model": job[0], "size": job[1]}
     process = subprocess.Popen(
@@ -261,7 +268,7 @@ def alone(name: str, size: int, options: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            return measure(name, size, options.seconds, Path(folder), options.budget, check=options.check)
+            return measure(name, size, Path(folder), options)
         except Exception as failure:
             return {"model": name, "size": size, "error": "".join(traceback.format_exception(failure))[-800:]}
 
@@ -276,6 +283,9 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=8, help="seconds of the last comparison")
     parser.add_argument("--limit", type=float, default=900, help="seconds for one model at one size")
     parser.add_argument("--check", action="store_true", help="also export the result through the parity gate")
+    parser.add_argument(
+        "--limits", action="store_true", help="also profile the files: what keeps them from being faster"
+    )
     parser.add_argument("--json", type=Path, help="append the lines to this file; what it has is skipped")
     parser.add_argument("--summary", type=Path, help="only print the table of this file")
     parser.add_argument("--one", help=argparse.SUPPRESS)

@@ -11,6 +11,7 @@ from typing import Any
 
 from sparsebit.deploy.dequantize import dequantize
 from sparsebit.deploy.float_operators import FLOAT_OPERATORS, is_integer_operator
+from sparsebit.deploy.hard_sigmoid_layout import hard_sigmoid_attributes, is_hard_sigmoid
 from sparsebit.deploy.qdq_graph import DEQUANTIZE, QUANTIZE, Graph, attribute, load_model, outer_values, type_name
 from sparsebit.errors import DeploymentError
 
@@ -23,7 +24,9 @@ def float_twin(file: str | os.PathLike[str] | Any) -> Any:
     writer = _Writer(model)
     for node in writer.graph.nodes:
         operator = FLOAT_OPERATORS.get(node.op_type)
-        if node.op_type == QUANTIZE:
+        if is_hard_sigmoid(node):
+            writer.add("HardSigmoid", [node.input[0]], node.output[0], hard_sigmoid_attributes(), node.name)
+        elif node.op_type == QUANTIZE:
             writer.rename(node.output[0], node.input[0])
         elif node.op_type == DEQUANTIZE:
             _without_dequantize(writer, node)

@@ -21,7 +21,7 @@ class RuntimeProfile:
     `inputs`: ops whose tensor inputs are quantized (None: every known op). `conv_fed`: those of them that are worth
     it only where a convolution feeds one of their inputs (residual adds of CNNs, not of transformers). `outputs`: ops
     whose result is quantized, behind the activation that they absorb (`absorbs`). `gates`: activations `x * sigmoid(x)`
-    that run as two integer ops, with the sigmoid quantized in between. `folds_batchnorm`: unless the user
+    or `x * hardsigmoid(x)` that run as two integer ops, with the sigmoid quantized in between. `folds_batchnorm`: unless the user
     says no. `bias`: added in integers, on the grid of the accumulator, or in float. `weight_widths`: the integer types,
     by bits, in which its files hold weights. `narrow_weights`: int8 weights go without the code -128 (ONNX Runtime's
     depthwise kernel for Arm adds two products in 16 bits, and two of -128 * -128 overflow). `apart`: formats of weights
@@ -61,6 +61,7 @@ class RuntimeProfile:
 _LINEARS = frozenset({"linear", "addmm", "embedding"})
 _POOLS = frozenset({"avg_pool", "adaptive_avg_pool", "max_pool"})
 _RELUS = frozenset({"relu", "relu6", "hardtanh"})
+_GATES = frozenset({"silu", "hardswish"})
 _SMOOTH = frozenset(
     {"sigmoid", "silu", "gelu", "tanh", "leaky_relu", "elu", "softplus", "hardsigmoid", "hardswish", "mish"}
 )
@@ -87,11 +88,11 @@ PROFILES: dict[str, RuntimeProfile] = {
         RuntimeProfile("virtual", inputs=None, weight_widths=frozenset({2, 4, 8, 16})),
         RuntimeProfile(
             "onnxruntime",
-            inputs=_LINEARS | _POOLS | {"conv", "add", "mul", "cat", "silu"},
-            conv_fed=_POOLS | {"add", "mul", "cat", "silu"},
-            outputs=frozenset({"conv", "add", "mul", "silu", "avg_pool", "adaptive_avg_pool"}),
+            inputs=_LINEARS | _POOLS | _GATES | {"conv", "add", "mul", "cat"},
+            conv_fed=_POOLS | _GATES | {"add", "mul", "cat"},
+            outputs=_GATES | {"conv", "add", "mul", "avg_pool", "adaptive_avg_pool"},
             absorbs=_RELUS,
-            gates=frozenset({"silu"}),
+            gates=_GATES,
             folds_batchnorm=True,
             bias="int32",
             narrow_weights=True,

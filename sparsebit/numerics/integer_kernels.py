@@ -85,6 +85,11 @@ def multiply(
     return _on_grid(total.round_().sub_(zero_c), scales[2], a)
 
 
+def saturates_as_hard_sigmoid(scale: float, zero_point: float, qmin: int, qmax: int) -> bool:
+    """Whether codes of this grid, clipped at its ends, are those of values that are clipped at 0 and 1."""
+    return round(zero_point) == qmin and (qmax - qmin) * scale <= 1 + scale / 2
+
+
 def _on_grid(codes: Tensor, scale: Tensor, like: Tensor) -> Tensor:
     """Codes counted from zero as values, of the type and on the device of `like`."""
     return codes.to(like.dtype).mul_(scale.to(like.device, like.dtype))

@@ -13,6 +13,7 @@ import torch
 from sparsebit.backends import BACKENDS
 from sparsebit.deploy.embedding_layout import lay_out_embeddings
 from sparsebit.deploy.float_layers import keep_floats
+from sparsebit.deploy.hard_sigmoid_layout import lay_out_hard_sigmoids
 from sparsebit.deploy.linear_layout import lay_out_linears
 from sparsebit.deploy.naming import describe_sites, note_switched_off, tidy
 from sparsebit.deploy.number_types import FLOAT8
@@ -124,6 +125,7 @@ def lower_onnx(model: ir.Model, profile: RuntimeProfile, opset: int) -> list[Exp
         lay_out_embeddings(model)
     if profile.executes == "onnxruntime":
         keep_floats(model)
+        lay_out_hard_sigmoids(model)
     if opset < LOWEST_WRITTEN:
         to_older_opset(model, opset)
     return sites

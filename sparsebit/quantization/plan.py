@@ -283,7 +283,7 @@ class _RegionPlanner:
         A concat needs that of all its inputs: beside scores, coordinates that were computed in float would share the
         scores' grid. So does a product (the gate of squeeze and excitation), and of two tensors: factors that are
         numbers or parameters scale boxes, or belong to a norm. One of the two is on a grid already: behind an
-        activation that runs in float (hard swish), a product in integers adds a conversion. An add looks no further
+        activation that runs in float (mish), a product in integers adds a conversion. An add looks no further
         than the next add or concat, and not through moves that make tokens of an image: the stem's convolution does not
         make a transformer's residual stream a CNN's.
         """

@@ -371,7 +371,9 @@ class Swished(nn.Module):
         return self.last(x * self.gate(x.mean((2, 3), keepdim=True)).sigmoid())
 
 
-@pytest.mark.parametrize(("activation", "expected"), [(nn.SiLU(), True), (nn.ReLU(), True), (nn.Hardswish(), False)])
+@pytest.mark.parametrize(
+    ("activation", "expected"), [(nn.SiLU(), True), (nn.ReLU(), True), (nn.Hardswish(), True), (nn.Mish(), False)]
+)
 def test_a_product_behind_a_float_activation_stays_float(activation: nn.Module, expected: bool) -> None:
     found = placed(Swished(activation).eval(), backend="onnxruntime")
     assert any(name.startswith("mul") for name in found) == expected

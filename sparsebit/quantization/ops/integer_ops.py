@@ -128,6 +128,42 @@ class IntegerMultiply(IntegerKernel):
         return with_gradient_of(plain, exact)
 
 
+class IntegerHardSigmoid(IntegerKernel):
+    """A hard sigmoid of a quantized tensor that is quantized itself: `(x + 3) / 6`, which saturation clips.
+
+    The runtime has no integer kernel for it, but one for `x + 3`, whose result on a grid six times as coarse has the
+    codes of the gate. See `deploy.hard_sigmoid_layout`.
+    """
+
+    def __init__(self, x: Quantizer, gate: Quantizer) -> None:
+        super().__init__(x, gate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        plain = nn.functional.hardsigmoid(x)
+        source, gate = self.sources
+        if not self.is_active or x.dtype != torch.float32 or not self.has_kernel():
+            return plain
+        with torch.no_grad():
+            (scale, zero_point), (gate_scale, gate_zero) = source.qparams(), gate.qparams()
+            three = torch.full((), 3.0, device=x.device)
+            coarse = gate_scale * 6
+            added = integer_kernels.add(
+                x, three, (scale, three, coarse), (zero_point, torch.zeros_like(gate_zero), gate_zero)
+            )
+            codes = integer_kernels.codes_from_zero(added, coarse)
+        return with_gradient_of(plain, codes * gate_scale)
+
+    def has_kernel(self) -> bool:
+        """Whether saturation to the gate's type clips at 0 and 1, as a hard sigmoid does."""
+        scale, zero_point = self.sources[1].qparams()
+        spec = self.sources[1].spec
+        return (
+            all(quantizer.spec.granularity.kind == "tensor" for quantizer in self.sources)
+            and spec.bits == 8
+            and integer_kernels.saturates_as_hard_sigmoid(float(scale), float(zero_point), spec.qmin, spec.qmax)
+        )
+
+
 def with_gradient_of(plain: Tensor, exact: Tensor) -> Tensor:
     """The exact value; backward goes through the plain one."""
     return plain + (exact - plain).detach() if plain.requires_grad else exact

@@ -7,14 +7,15 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from typing_extensions import Self
 
 from sparsebit.graph.op_rows import OpKind, OpRow
 from sparsebit.graph.op_table import bias_argument, input_argument, weight_argument
 from sparsebit.graph.stand_in import StandIn
 from sparsebit.quantization.ops.bias import BiasRounding
-from sparsebit.quantization.ops.integer_ops import IntegerLayer, IntegerMultiply, with_gradient_of
+from sparsebit.quantization.ops.integer_ops import IntegerHardSigmoid, IntegerLayer, IntegerMultiply, with_gradient_of
 from sparsebit.quantization.ops.layer_call import call_with_hooks, forward_with, is_hooked
 from sparsebit.quantization.ops.repeated_calls import CallArithmetics, note_grid
 from sparsebit.quantization.quantizers.base import Quantizer
@@ -247,7 +248,7 @@ class MultipleInputsQuantOpr(QuantOpr):
 
 
 class GatedQuantOpr(QuantOpr):
-    """`x * sigmoid(x)` for a runtime that executes it as two integer ops: the sigmoid is quantized in between."""
+    """`x * sigmoid(x)`, or with a hard sigmoid, where a runtime executes two integer ops: the gate is quantized too."""
 
     def __init__(
         self,
@@ -258,14 +259,21 @@ class GatedQuantOpr(QuantOpr):
     ) -> None:
         super().__init__(op, row, input_quantizer)
         self.gate_quantizer = gate_quantizer
-        self.product: IntegerMultiply | None = None  # the runtime's own arithmetic, where it is known
+        # The runtime's own arithmetic, where it is known.
+        self.product: IntegerMultiply | None = None
+        self.hard_gate: IntegerHardSigmoid | None = None
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         if not self.gate_quantizer.is_enable and not self.gate_quantizer.observing:
             return super().compute(*args, **kwargs)
         x = args[0] if args else kwargs["input"]
-        gate = self.gate_quantizer(torch.sigmoid(x))
+        gate = self.gate_quantizer(self._gate(x))
         return x * gate if self.product is None else self.product(x, gate)
+
+    def _gate(self, x: Tensor) -> Tensor:
+        if self.row.name != "hardswish":
+            return torch.sigmoid(x)
+        return F.hardsigmoid(x) if self.hard_gate is None else self.hard_gate(x)
 
 
 class QIdentity(QuantOpr):

@@ -13,7 +13,13 @@ from sparsebit.graph.region import Region
 from sparsebit.graph.values import static_values
 from sparsebit.numerics.spec import PerChannel
 from sparsebit.quantization.ops.bias import BiasRounding
-from sparsebit.quantization.ops.integer_ops import IntegerAdd, IntegerLayer, IntegerMultiply, IntegerProduct
+from sparsebit.quantization.ops.integer_ops import (
+    IntegerAdd,
+    IntegerHardSigmoid,
+    IntegerLayer,
+    IntegerMultiply,
+    IntegerProduct,
+)
 from sparsebit.quantization.ops.quant_opr import (
     FunctionalWeightedQuantOpr,
     GatedQuantOpr,
@@ -90,7 +96,7 @@ def _detach(captured: Captured) -> dict[FunctionalWeightedQuantOpr, Tensor]:
         if isinstance(layer, (WeightedQuantOpr, FunctionalWeightedQuantOpr)):
             layer.bias_rounding = layer.integer = layer.per_call = None
         elif isinstance(layer, GatedQuantOpr):
-            layer.product = None
+            layer.product = layer.hard_gate = None
         elif isinstance(layer, (QIdentity, QShared)):
             layer.notes_grid = False
     return seen
@@ -193,6 +199,8 @@ def _attach_product(node: fx.Node, layer: GatedQuantOpr, region: Region) -> None
     source, output = _input_quantizer(node, layer, region), _output_quantizer(node, region)
     if source is not None and output is not None:
         layer.product = IntegerMultiply(source, layer.gate_quantizer, output).train(layer.training)
+    if source is not None and layer.row.name == "hardswish":
+        layer.hard_gate = IntegerHardSigmoid(source, layer.gate_quantizer).train(layer.training)
 
 
 def _module(node: object, region: Region) -> object:

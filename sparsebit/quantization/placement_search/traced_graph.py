@@ -36,6 +36,7 @@ _KINDS = {
     "GlobalAveragePool": "pooling",
     "ReduceMean": "pooling",
     "Sigmoid": "activation",
+    "HardSigmoid": "activation",
     "LeakyRelu": "activation",
     # What only moves values runs on integers as it runs on floats.
     **dict.fromkeys((*MOVES, "Resize", "Slice", "Split", "Pad", "Gather"), "move"),

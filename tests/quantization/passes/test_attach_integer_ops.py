@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import sparsebit
 from sparsebit.deploy.audit import audit
+from sparsebit.deploy.float_twin import float_twin
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.ops.integer_ops import IntegerAdd, IntegerProduct
 from sparsebit.quantization.ops.quant_opr import (
@@ -50,6 +51,55 @@ def test_everything_runs_in_integers_and_bit_by_bit(tmp_path: Path) -> None:
     ops = optimized_ops(tmp_path / "m.onnx", tmp_path)
     assert ops["QLinearConv"] == 3 and ops["QLinearSigmoid"] == ops["QLinearMul"] == ops["QLinearAdd"] == 1
     assert ops["QuantizeLinear"] == 1  # the input's alone
+
+
+class HardSwished(nn.Module):
+    """No sum of two products clips at 16 bits here: the file is exact on processors without VNNI too."""
+
+    def __init__(self, *, inplace: bool = False) -> None:
+        super().__init__()
+        self.stem, self.act, self.last = nn.Conv2d(1, 8, 1), nn.Hardswish(inplace), nn.Conv2d(8, 8, 3, groups=8)
+        with torch.no_grad():
+            self.stem.weight.mul_(4)  # both ends of the gate are reached
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.act(self.stem(x)))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_hard_swish_runs_in_integers_and_bit_by_bit(inplace: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 1, 12, 12)
+    qmodel = sparsebit.quantize(HardSwished(inplace=inplace).eval(), [x], "onnxruntime")
+    parity = qmodel.export_onnx(x[:1], tmp_path / "m.onnx", check=[x])
+    assert parity is not None and parity.is_exact
+    ops = optimized_ops(tmp_path / "m.onnx", tmp_path)
+    assert ops["QLinearConv"] == 2 and ops["QLinearAdd"] == ops["QLinearMul"] == 1
+    assert ops["QuantizeLinear"] == ops["DequantizeLinear"] == 1 and not ops["HardSigmoid"]
+
+
+def test_a_hard_swish_whose_gate_would_not_saturate_right_stays_as_it_is(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 1, 12, 12)
+    config = qconfig({"A.QSCHEME": "per-tensor-symmetric"}, backend="onnxruntime")
+    with pytest.warns(UserWarning, match="int8 activations run slower"):
+        qmodel = calibrated(HardSwished(), [x], config)
+    parity = qmodel.export_onnx(x[:1], tmp_path / "m.onnx", check=[x])
+    assert parity is not None and parity.worst.max_difference < 1e-3
+    assert optimized_ops(tmp_path / "m.onnx", tmp_path)["HardSigmoid"] == 1
+
+
+def test_the_float_twin_of_a_hard_swish_computes_one(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 1, 12, 12)
+    qmodel = sparsebit.quantize(HardSwished().eval(), [x], "onnxruntime")
+    qmodel.export_onnx(x, tmp_path / "m.onnx")
+    twin = float_twin(tmp_path / "m.onnx")
+    assert [node.op_type for node in twin.graph.node].count("HardSigmoid") == 1
+    session = sparsebit.open_session(twin.SerializeToString())
+    found = torch.from_numpy(session.run({session.inputs[0]: x.numpy()})[0])
+    expected = qmodel(x)
+    assert (found - expected).norm() < 0.05 * expected.norm()
 
 
 def test_a_max_pool_keeps_its_input_s_grid() -> None:
