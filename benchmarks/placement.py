@@ -283,9 +283,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=8, help="seconds of the last comparison")
     parser.add_argument("--limit", type=float, default=900, help="seconds for one model at one size")
     parser.add_argument("--check", action="store_true", help="also export the result through the parity gate")
-    parser.add_argument(
-        "--limits", action="store_true", help="also profile the files: what keeps them from being faster"
-    )
+    parser.add_argument("--limits", action="store_true", help="also profile the files: what keeps them slow")
     parser.add_argument("--json", type=Path, help="append the lines to this file; what it has is skipped")
     parser.add_argument("--summary", type=Path, help="only print the table of this file")
     parser.add_argument("--one", help=argparse.SUPPRESS)

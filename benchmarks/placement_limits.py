@@ -1,4 +1,4 @@
-"""What keeps a placement from being faster: the shares of its file's time, and bounds on what any placement could reach.
+"""What keeps a placement from being faster: the shares of its file's time, and bounds on what one could reach.
 
 `python benchmarks/placement.py --limits --json FILE` measures it, `--summary FILE` shows it. Each file is profiled in
 turns with the float one, kernel by kernel. The times of a profile are scaled to the ratio of CPU time that the files

@@ -1,8 +1,9 @@
 """Hard sigmoids between quantized tensors in a form that ONNX Runtime has an integer kernel for.
 
 `hardsigmoid(x) = clip((x + 3) / 6, 0, 1)`. ONNX Runtime computes it in float, with a conversion on either side, and a
-hard swish with it: 2.5 ns per element against 1.0 ns in integers (x86, one thread). It has an integer kernel for `x +
-3`. Quantized with six times the scale of the gate, the sum has the codes of the gate, and saturation clips at both ends.
+hard swish with it: 2.5 ns per element against 1.0 ns in integers (x86, one thread). It has an integer kernel for the
+sum `x + 3`. Quantized with six times the gate's scale, that sum has the codes of the gate, and saturation clips at both
+ends.
 """
 
 from __future__ import annotations
