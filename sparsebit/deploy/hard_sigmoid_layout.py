@@ -66,8 +66,8 @@ def _quantize_behind(node: ir.Node) -> ir.Node | None:
     """The QuantizeLinear of a gate that alone reads a hard sigmoid, where it saturates at 0 and 1."""
     if node.op_type != "HardSigmoid" or node.outputs[0].is_graph_output() or not _is_torchs(node):
         return None
-    uses = node.outputs[0].uses()
-    quantize = uses[0].node if len(uses) == 1 else None
+    readers = [reader for reader, _ in node.outputs[0].uses()]
+    quantize: ir.Node | None = readers[0] if len(readers) == 1 else None
     if quantize is None or quantize.op_type != QUANTIZE or len(quantize.inputs) < 3:
         return None
     if quantize.metadata_props.get(ROLE_KEY) != "gate":  # the simulation computes any other in float

@@ -79,7 +79,7 @@ def _pack_bytes(codes: Tensor, bits: int) -> Tensor:
     """Where no code crosses the border of a byte."""
     per_byte = 8 // bits
     parts = pad(codes.to(torch.uint8), (0, -codes.shape[-1] % (WORD // bits))).unflatten(-1, (-1, per_byte))
-    octets = parts[..., 0].clone()
+    octets: Tensor = parts[..., 0].clone()
     for place in range(1, per_byte):
         octets |= parts[..., place] << (place * bits)
     return octets.view(torch.int32)
