@@ -7,7 +7,7 @@ have without one, since the profiler slows short kernels more than long ones.
 Bounds, as parts of float's time:
 
 - `free_conversions`: every op in the arithmetic that is faster for it here, and no conversion costs anything. No
-  placement of these kernels is faster.
+  placement of these kernels is faster; an activation that a float convolution absorbs counts as free.
 - `best_rate`: the measured file, with dense convolutions and linears at the best rate that integer kernels reach in any
   file of the table; all else as it is. What faster integer kernels for the dense layers alone could give.
 """
@@ -49,7 +49,7 @@ def limits(
         "float_ms": round(float_ms, 4),
         "dense_gmacs": round(dense / 1e9, 4),
         "shares": {kind: {name: round(share, 4) for name, share in found.items()} for kind, found in parts.items()},
-        "free_conversions": round(_free_conversions(units, times, scales) / float_ms, 3),
+        "free_conversions": round(_free_conversions(units, times, macs, scales) / float_ms, 3),
         "rates": {kind: _rate(times[kind], macs, scales[kind]) for kind in times},
     }
 
@@ -92,14 +92,27 @@ def _part(region: RegionTime, macs: Mapping[str, tuple[str, int]]) -> str:
 
 
 def _free_conversions(
-    units: Iterable[Iterable[str]], times: Mapping[str, RegionTimes], scales: Mapping[str, float]
+    units: Iterable[Iterable[str]],
+    times: Mapping[str, RegionTimes],
+    macs: Mapping[str, tuple[str, int]],
+    scales: Mapping[str, float],
 ) -> float:
     """Milliseconds, with every unit as fast as in the file where it is fastest."""
-    by_layer = {kind: found.by_layer() for kind, found in times.items()}
+    found = {kind: _by_layer(regions.regions, macs) for kind, regions in times.items()}
     return sum(
-        min(scales[kind] * sum(layers.get(node, 0.0) for node in unit) for kind, layers in by_layer.items())
+        min(scales[kind] * sum(layers.get(node, 0.0) for node in unit) for kind, layers in found.items())
         for unit in map(tuple, units)
     )
+
+
+def _by_layer(regions: Iterable[RegionTime], macs: Mapping[str, tuple[str, int]]) -> dict[str, float]:
+    """Milliseconds of every layer; an activation that a convolution absorbs costs nothing, the convolution all."""
+    found: dict[str, float] = {}
+    for region in regions:
+        layers = [layer for layer in region.layers if layer in macs] or region.layers
+        for layer in layers:
+            found[layer] = found.get(layer, 0.0) + region.ms / len(layers)
+    return found
 
 
 def _rate(times: RegionTimes, macs: Mapping[str, tuple[str, int]], scale: float) -> dict[str, float | None]:

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from torch import nn
 
 
 @pytest.fixture
@@ -39,3 +41,17 @@ def test_workers_have_cores_of_their_own(placement: ModuleType) -> None:
     assert placement.cores(1) == [min(os.sched_getaffinity(0))]
     with pytest.raises(SystemExit, match="cores"):
         placement.cores(100_000)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # of torch.onnx.export
+def test_multiplications_are_counted_by_kind(benchmark_module: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, groups=8), nn.Flatten(), nn.Linear(128, 10)).eval()
+    torch.onnx.export(model, (torch.randn(1, 3, 8, 8),), tmp_path / "m.onnx", dynamo=True, verbose=False)
+    found = sorted(benchmark_module("placement_limits").layer_macs(tmp_path / "m.onnx").values())
+    assert found == [("dense", 128 * 10), ("dense", 8 * 36 * 27), ("depthwise", 8 * 16 * 9)]
+
+
+def test_a_bound_replaces_the_dense_layers_alone(benchmark_module: Callable[[str], ModuleType]) -> None:
+    shares = {"dense int": 0.3, "dense float": 0.1, "depthwise int": 0.2, "conversions": 0.1}
+    record = {"shares": {"measured": shares}, "dense_gmacs": 0.1, "float_ms": 10.0}
+    assert benchmark_module("placement_limits").bound_by_rate(record, 50.0) == pytest.approx(0.3 + 2.0 / 10)
