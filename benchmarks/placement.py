@@ -231,7 +231,10 @@ def in_processes(jobs: list[tuple[str, int]], options: argparse.Namespace) -> No
     def one(job: tuple[str, int]) -> None:
         cpu = free.get()
         try:
-            emit({"benchmark": "placement", **_in_process(job, cpu, options)}, options.json)
+            emit(
+                {"benchmark": "placement_limits" if options.limits else "placement", **_in_process(job, cpu, options)},
+                options.json,
+            )
         finally:
             free.put(cpu)
 

@@ -1,15 +1,16 @@
 """What keeps a placement from being faster: the shares of its file's time, and bounds on what one could reach.
 
-`python benchmarks/placement.py --limits --json FILE` measures it, `--summary FILE` shows it. Each file is profiled in
-turns with the float one, kernel by kernel. The times of a profile are scaled to the ratio of CPU time that the files
-have without one, since the profiler slows short kernels more than long ones.
+`python benchmarks/placement.py --limits --json benchmarks/results/placement_limits.jsonl` measures it, and
+`python scripts/benchmark_tables.py` writes the table of docs/guides/placement.md. Each file is profiled in turns with
+the float one, kernel by kernel. The times of a profile are scaled to the ratio of CPU time that the files have without
+one, since the profiler slows short kernels more than long ones.
 
 Bounds, as parts of float's time:
 
 - `free_conversions`: every op in the arithmetic that is faster for it here, and no conversion costs anything. No
   placement of these kernels is faster; an activation that a float convolution absorbs counts as free.
-- `best_rate`: the measured file, with dense convolutions and linears at the best rate that integer kernels reach in any
-  file of the table; all else as it is. What faster integer kernels for the dense layers alone could give.
+- at the best rate (`scripts/placement_tables.py`): the measured file, with dense convolutions and linears at the best
+  rate that integer kernels reach in any file of the table; all else as it is.
 """
 
 from __future__ import annotations
@@ -130,10 +131,3 @@ def _rate(times: RegionTimes, macs: Mapping[str, tuple[str, int]], scale: float)
             best = max(best, count / (scale * region.ms) / 1e6)
     mean = {key: round(work[key] / spent[key] / 1e6, 1) if spent[key] else None for key in work}
     return {"int": mean[True], "best int": round(best, 1) or None, "float": mean[False]}
-
-
-def bound_by_rate(record: Mapping[str, Any], gmacs_per_s: float) -> float:
-    """The part of float's time that the measured file would take with its dense layers at this rate."""
-    shares = record["shares"]["measured"]
-    rest = sum(share for part, share in shares.items() if not part.startswith(_DENSE))
-    return float(rest + 1e3 * record["dense_gmacs"] / gmacs_per_s / record["float_ms"])

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from marked_sections import table, update
+from placement_tables import placement_limits
 
 ROOT = Path(__file__).resolve().parent.parent
 Record = dict[str, Any]
@@ -41,6 +42,7 @@ SUBJECT = (
     "dtype",
     "shape",
     "recipe",
+    "size",
 )
 CPUS = {"x86_64": "x86", "aarch64": "Arm"}
 PACKAGES = ("onnxruntime", "openvino", "torch", "onnx", "onnxscript", "nncf")
@@ -363,6 +365,9 @@ GUIDE: Sections = {
 }
 
 
+PLACEMENT_GUIDE: Sections = {"placement limits": (placement_limits, {"benchmark": "placement_limits"})}
+
+
 def render(records: list[Record], wanted_sections: Sections = SECTIONS) -> dict[str, str]:
     """Every section of a page: a table and where it was measured, or that nothing was."""
     sections = {}
@@ -486,9 +491,10 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "benchmarks.md")
     parser.add_argument("--guide", type=Path, default=ROOT / "docs" / "guides" / "qat.md")
+    parser.add_argument("--placement-guide", type=Path, default=ROOT / "docs" / "guides" / "placement.md")
     options = parser.parse_args()
     records = read(options.results)
-    pages = ((options.page, SECTIONS), (options.guide, GUIDE))
+    pages = ((options.page, SECTIONS), (options.guide, GUIDE), (options.placement_guide, PLACEMENT_GUIDE))
     return max(update(page, render(records, sections), check=options.check) for page, sections in pages)
 
 

@@ -166,6 +166,11 @@ class _Watch:
 
     def is_over(self, step: int, loss: float, name: str) -> bool:
         if not math.isfinite(loss):
+            if step == 0:  # nothing has been learned yet
+                raise CalibrationError(
+                    f"block {name!r}: the loss is {loss} before anything is learned: the block's inputs or its float "
+                    "outputs are not finite; look for NaN and infinity in the calibration data"
+                )
             raise CalibrationError(f"block {name!r}: the loss became {loss} in step {step}; lower the learning rate")
         self._sum += loss
         if (step + 1) % self._window:

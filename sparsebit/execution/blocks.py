@@ -176,7 +176,7 @@ def _span(flow: Flow, name: str, owners: dict[fx.Node, str | None]) -> tuple[int
     own = [index for index, node in enumerate(flow.nodes) if owners[node] == name]
     if not own:
         prefixes = {".".join(parts[:n]) for parts in (node_name(x).split(".") for x in flow.nodes) for n in range(1, 9)}
-        near = ", ".join(near_names(name, sorted(prefixes)))
+        near = ", ".join(near_names(name, sorted(prefixes))) or "none"
         raise ConfigError(f"block {name!r}: no node of the graph belongs to a module of that path; near names: {near}")
     for index in range(own[0], own[-1]):
         node = flow.nodes[index]

@@ -49,9 +49,3 @@ def test_multiplications_are_counted_by_kind(benchmark_module: Callable[[str], M
     torch.onnx.export(model, (torch.randn(1, 3, 8, 8),), tmp_path / "m.onnx", dynamo=True, verbose=False)
     found = sorted(benchmark_module("placement_limits").layer_macs(tmp_path / "m.onnx").values())
     assert found == [("dense", 128 * 10), ("dense", 8 * 36 * 27), ("depthwise", 8 * 16 * 9)]
-
-
-def test_a_bound_replaces_the_dense_layers_alone(benchmark_module: Callable[[str], ModuleType]) -> None:
-    shares = {"dense int": 0.3, "dense float": 0.1, "depthwise int": 0.2, "conversions": 0.1}
-    record = {"shares": {"measured": shares}, "dense_gmacs": 0.1, "float_ms": 10.0}
-    assert benchmark_module("placement_limits").bound_by_rate(record, 50.0) == pytest.approx(0.3 + 2.0 / 10)

@@ -17,6 +17,7 @@ NAMES = (
     *("qat step", "qat ablation", "qat accuracy", "fake quant gpu", "fake quant cpu"),
 )
 GUIDE_NAMES = ("qat summary", "qat accuracy")
+PLACEMENT_NAMES = ("placement limits",)
 ACCURACY = {
     "benchmark": "accuracy",
     "task": "resnet20",
@@ -65,14 +66,14 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 def render(folder: Path, *records: dict[str, Any]) -> str:
     """The pages that the script makes of `records`."""
-    page, guide = folder / "page.md", folder / "guide.md"
-    for file, names in ((page, NAMES), (guide, GUIDE_NAMES)):
+    page, guide, placement = folder / "page.md", folder / "guide.md", folder / "placement.md"
+    for file, names in ((page, NAMES), (guide, GUIDE_NAMES), (placement, PLACEMENT_NAMES)):
         file.write_text("\n".join(f"# {name}\n<!-- begin: {name} -->\nold\n<!-- end: {name} -->" for name in names))
     lines = [json.dumps({"date": "2030-01-02", "hardware": HARDWARE, **record}) for record in records]
     (folder / "some.jsonl").write_text("\n".join(lines) + "\n")
-    done = run("--results", folder, "--page", page, "--guide", guide)
+    done = run("--results", folder, "--page", page, "--guide", guide, "--placement-guide", placement)
     assert done.returncode == 0, done.stderr
-    return page.read_text() + guide.read_text()
+    return page.read_text() + guide.read_text() + placement.read_text()
 
 
 def test_page_of_the_project_is_in_step() -> None:
@@ -296,13 +297,13 @@ def test_last_line_about_the_same_counts(tmp_path: Path) -> None:
 
 
 def test_nothing_measured(tmp_path: Path) -> None:
-    assert render(tmp_path).count("*Not measured yet.*") == len(NAMES) + len(GUIDE_NAMES)
+    assert render(tmp_path).count("*Not measured yet.*") == len(NAMES) + len(GUIDE_NAMES) + len(PLACEMENT_NAMES)
 
 
 def test_check_tells_and_writes_nothing(tmp_path: Path) -> None:
     render(tmp_path, ACCURACY)
     page = tmp_path / "page.md"
-    pages = ("--page", page, "--guide", tmp_path / "guide.md")
+    pages = ("--page", page, "--guide", tmp_path / "guide.md", "--placement-guide", tmp_path / "placement.md")
     assert run("--check", "--results", tmp_path, *pages).returncode == 0
     page.write_text(page.read_text().replace("90.75", "99.99"))
     done = run("--check", "--results", tmp_path, *pages)
@@ -318,5 +319,20 @@ def test_damaged_line_is_named(tmp_path: Path) -> None:
 
 def test_page_without_a_section_is_named(tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text("<!-- begin: zoo -->\n<!-- end: zoo -->\n")
-    done = run("--results", tmp_path, "--page", tmp_path / "page.md", "--guide", tmp_path / "guide.md")
+    pages = ("--page", tmp_path / "page.md", "--guide", tmp_path / "guide.md")
+    done = run("--results", tmp_path, *pages, "--placement-guide", tmp_path / "placement.md")
     assert done.returncode != 0 and "the page marks ['zoo']" in done.stderr
+
+
+def test_bounds_of_a_placement(tmp_path: Path) -> None:
+    shares = {f"{kind} {side}": 0.0 for kind in ("dense", "depthwise", "other") for side in ("int", "float")}
+    shares |= {"dense int": 0.4, "depthwise float": 0.1, "other int": 0.05, "conversions": 0.05}
+    limits = {"float_ms": 10.0, "dense_gmacs": 0.1, "shares": {"measured": shares}, "free_conversions": 0.5}
+    rates = {"default": {"int": 50.0}}
+    record = {"benchmark": "placement_limits", "model": "net", "measured": {"ratio": 0.6}}
+    fast = record | {"size": 96, "limits": limits | {"rates": rates}}
+    slow = record | {"size": 224, "limits": limits | {"rates": {"default": {"int": 20.0}}}}
+    page = render(tmp_path, fast, slow)
+    for size in (96, 224):  # 0.1 GMAC at 50 GMAC/s: 2 of 10 ms
+        assert f"| net | {size} | 0.60 | 0.40 | 0.10 | 0.05 | 0.05 | 0.50 | 0.40 |" in page
+    assert "The best rate is 50 GMAC/s." in page

@@ -17,6 +17,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from sparsebit.errors import ConfigError
 from sparsebit.execution.block_engine import BatchValues, BlockData
 from sparsebit.execution.block_runner import Values
 from sparsebit.execution.block_training import Training, block_seed, mean_distance, squared_error, train_block
@@ -150,6 +151,8 @@ def reconstruct(
     wishes |= {"learn_weight_scales": learn_weight_scales, "learn_biases": learn_biases}
     settings = replace(METHODS[method], **{name: wish for name, wish in wishes.items() if wish is not None})
     unit: Any = settings.unit if blocks is None else blocks
+    if not unit:
+        raise ConfigError("reconstruct(blocks=[]): name at least one module, or leave it out")
     training = Training(steps, batch_size, seed, float_share, patience, bf16)
     lr = _TRAVEL[settings.rounding] / steps if lr is None else lr
     options = _Options(settings, training, Rates(lr, scale_lr, scale_lr, bias_lr), penalty, HoldOut(held_out, seed))

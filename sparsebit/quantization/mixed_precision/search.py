@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -20,6 +21,7 @@ from sparsebit.quantization.mixed_precision.sensitivity import WEIGHT_BITS, Loss
 from sparsebit.quantization.mixed_precision.sensitivity import sensitivity as measure
 from sparsebit.quantization.mixed_precision.site_facts import ModelFacts, facts_of
 from sparsebit.quantization.quant_model import QuantModel
+from sparsebit.quantization.simulation import users_level
 
 BUDGETS = ("bytes", "weight_bits", "activation_bits", "bops")
 _FLOAT_BITS = 32
@@ -174,9 +176,21 @@ def _searched(
             qmodel, data, method=method, weight_bits=weight_bits, activation_bits=activation_bits, loss=loss
         )
     require_sites(scores.scores, qmodel.plan)
+    _tell_without_scores(scores)
     tied = [*_ties(facts, qmodel.config.BACKEND), *_given_ties(ties, scores, facts)]
     other_bytes = _other_bytes(qmodel, facts)
     return [_chosen(qmodel, first, wish, facts, scores, tied, other_bytes, time_limit) for wish in wishes]
+
+
+def _tell_without_scores(scores: Sensitivity) -> None:
+    """Warns where no choice costs anything: the program then takes any bits, the fewest among them."""
+    rows = [row for row in scores.scores.values() if len(row) > 1]
+    if rows and not any(score for row in rows for score in row.values()):
+        warnings.warn(
+            "search_bits(): no tensor changes the outputs on this data, so all bits look equally good and the choice "
+            "is arbitrary; give data on which the outputs differ",
+            stacklevel=users_level(),
+        )
 
 
 def _chosen(

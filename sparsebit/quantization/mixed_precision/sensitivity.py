@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -166,7 +167,19 @@ def sensitivity(
                 run.one_by_one(call, method)
     if not run.num_samples:
         raise CalibrationError("sensitivity() was given no data; give a few dozen samples or more")
-    return Sensitivity(method, run.num_samples, run.scores(), time.monotonic() - start)
+    scores = run.scores()
+    _need_finite(scores)
+    return Sensitivity(method, run.num_samples, scores, time.monotonic() - start)
+
+
+def _need_finite(scores: Mapping[str, Mapping[int, float]]) -> None:
+    for site, row in scores.items():
+        for bits, score in row.items():
+            if math.isnan(score):
+                raise CalibrationError(
+                    f"sensitivity(): the score of {site} at {bits} bits is NaN; look for NaN and infinity in the data "
+                    "and in the outputs (or the loss) of the float model"
+                )
 
 
 class _Run:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsebit
-from sparsebit.errors import ConfigError
+from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.numerics.reference import quantize as codes_of
 from sparsebit.quantization import BlockReconstruction, QuantModel, gptq, reconstruct
 from sparsebit.quantization.algorithms import reconstruction
@@ -331,12 +331,19 @@ def test_a_layer_that_is_called_twice_is_learned_once() -> None:
         ({"lr": -1.0}, "lr"),
         ({"steps": 0}, "steps"),
         ({"blocks": ["nowhere"]}, "no node of the graph"),
+        ({"blocks": []}, "at least one module"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
     data = batches(1)
     with pytest.raises(ConfigError, match=message):
         reconstruct(calibrated(float_model(), data), data, **options)
+
+
+def test_data_that_is_not_finite_is_named_as_the_cause() -> None:
+    data = batches(1)
+    with pytest.raises(CalibrationError, match=r"before anything is learned.*NaN and infinity in the calibration data"):
+        reconstruct(calibrated(float_model(), data), [data[0] * float("nan")], steps=2, held_out=0)
 
 
 class SplitBetween(nn.Module):

@@ -188,6 +188,19 @@ def test_needs_data_and_weights_as_they_were() -> None:
         search_bits(rounded, batches(), {"bytes": 0.5})
 
 
+def test_data_that_is_not_finite_is_named_as_the_cause() -> None:
+    with pytest.raises(CalibrationError, match="is NaN; look for NaN and infinity in the data"):
+        search_bits(calibrated(), [batches()[0] * float("nan")], {"weight_bits": 4})
+
+
+def test_scores_that_are_all_zero_are_told() -> None:
+    model = Net().eval()
+    for head in (model.left, model.right):
+        nn.init.zeros_(head.weight)
+    with pytest.warns(UserWarning, match="the choice is arbitrary"):
+        search_bits(calibrated(model=model), batches(), {"weight_bits": 4}, weight_bits=(2, 4), method="sqnr")
+
+
 class Opaque(nn.Module):
     """Its branch depends on the data: what is inside has a graph of its own."""
 
