@@ -60,7 +60,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "packed language models": "load load_streamed stream_usage StreamUsage QuantLinear PackedWeight FloatLinear "
         "FloatWeight kernel_paths probe_cpu CpuProbe resident_bytes",
         "adapters of language models": "finetune Tuning FinetunedModel merge MergedModel add_adapter load_adapter",
-        "text and perplexity": "calibration_tokens token_stream windows perplexity Perplexity",
+        "text and perplexity": "calibration_tokens token_stream windows perplexity Perplexity evaluate_tasks TaskScore",
     },
 }
 # Values and type aliases, which have no docstrings.

@@ -23,6 +23,7 @@ from sparsebit.llm.quantization_run import ExpertCalibration
 from sparsebit.llm.quantizing import Calibration, QuantizedModel, quantize
 from sparsebit.llm.recipe import Recipe
 from sparsebit.llm.streaming import StreamUsage, load_streamed, stream_usage
+from sparsebit.llm.task_evaluation import TaskScore, evaluate_tasks
 
 __all__ = [
     "ARCHITECTURES",
@@ -45,10 +46,12 @@ __all__ = [
     "Recipe",
     "ScaledInput",
     "StreamUsage",
+    "TaskScore",
     "Tuning",
     "add_adapter",
     "calibration_tokens",
     "convert",
+    "evaluate_tasks",
     "finetune",
     "kernel_paths",
     "load",
