@@ -81,9 +81,14 @@ def finetune(
             rich_help_panel=_ADAPTER,
         ),
     ] = "",
-    pipeline: Annotated[
-        bool, typer.Option("--pipeline", help="Under torchrun: each process has some of the blocks.")
-    ] = False,
+    parallel: Annotated[
+        str,
+        typer.Option(
+            "--parallel",
+            metavar="ddp|fsdp|pipeline",
+            help="Under torchrun, each process has: the model; a share of each block; some of the blocks.",
+        ),
+    ] = "ddp",
     save_every: Annotated[int, typer.Option("--save-every", min=1, help="Steps between states on disk.")] = 50,
     device: llm_options.Device = "cpu",
     trust_remote_code: llm_options.TrustRemoteCode = False,
@@ -106,6 +111,7 @@ def finetune(
         from sparsebit.llm import finetune as run
 
         wanted: Any = too_long
+        way: Any = parallel
         tuning = Tuning(
             rank=rank,
             alpha=alpha,
@@ -135,7 +141,7 @@ def finetune(
             tuning,
             save_every=save_every,
             device=device,
-            pipeline=pipeline,
+            parallel=way,
             trust_remote_code=trust_remote_code,
         )
         if not llm_options.is_first_process():

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,9 +41,10 @@ def everything(folder: Path, output: Path) -> None:
 
         PipelineTraining.step = dying  # type: ignore[method-assign]
         with contextlib.suppress(InterruptedError):
-            finetune(folder / "packed-qwen2-4", data, output / "pipeline", plain, pipeline=True, save_every=1)
+            finetune(folder / "packed-qwen2-4", data, output / "pipeline", plain, parallel="pipeline", save_every=1)
         PipelineTraining.step = step  # type: ignore[method-assign]
-    made = finetune(folder / "packed-qwen2-4", data, output / "pipeline", plain, pipeline=pipeline, save_every=1)
+    way: Any = "pipeline" if pipeline else "ddp"
+    made = finetune(folder / "packed-qwen2-4", data, output / "pipeline", plain, parallel=way, save_every=1)
     assert made.num_resumed == (2 if pipeline else 0)
     calibration = Calibration(folder / "text.txt", num_samples=7, length=16)
     quantize(folder / "float-llama", output / "gptq", GPTQ, calibration, batch_size=2, check=False)

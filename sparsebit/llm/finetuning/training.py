@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors.torch import save_file
@@ -24,6 +24,7 @@ from sparsebit.llm.finetuning.instructions import Sample, read_instructions
 from sparsebit.llm.finetuning.packed_lora import peft_module
 from sparsebit.llm.finetuning.pipeline_stage import load_stage
 from sparsebit.llm.finetuning.pipeline_training import PipelineTraining
+from sparsebit.llm.finetuning.sharded_training import ShardedTraining
 from sparsebit.llm.finetuning.training_loop import Training
 from sparsebit.llm.finetuning.tuning import Tuning
 from sparsebit.llm.hub_classes import load_tokenizer
@@ -35,6 +36,8 @@ from sparsebit.tensor_files import digest
 
 log = logging.getLogger(__name__)
 RECORD = "training.json"
+Parallel = Literal["ddp", "fsdp", "pipeline"]
+PARALLEL: tuple[Parallel, ...] = get_args(Parallel)
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ def finetune(
     save_every: int = 50,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
-    pipeline: bool = False,
+    parallel: Parallel = "ddp",
     trust_remote_code: bool = False,
 ) -> FinetunedModel:
     """Train LoRA adapters on the frozen model of a folder, whose weights stay packed, and write them as peft does.
@@ -72,14 +75,17 @@ def finetune(
     `model`: a packed folder, or a float one. `data`: JSON lines, see `read_instructions`; only responses are learned.
     `output`: a folder that does not exist yet; it appears whole at the end. `dtype`: of activations and float weights;
     bfloat16 on a GPU, float32 on a CPU. Every `save_every` steps the state is kept in `OUTPUT.partial`, and the same
-    call goes on from there with the same result. Under torchrun the rows of each step are split over the processes;
-    with `pipeline` each process has some of the blocks instead, and micro-batches pass through all of them (1F1B).
+    call goes on from there with the same result. Under torchrun, `parallel` is "ddp": the rows of each step are split
+    over the processes; "fsdp": they are too, and each process keeps a share of every block, packed weights included;
+    or "pipeline": each process has some of the blocks, and micro-batches pass through all of them (1F1B).
     """
     started = time.monotonic()
     tuning = tuning or Tuning()
     target = Path(output)
     if target.exists():
         raise ConfigError(f"output {target} exists; remove it or give another folder")
+    if parallel not in PARALLEL:
+        raise ConfigError(f"parallel={parallel!r}: allowed: {', '.join(PARALLEL)}")
     if save_every < 1:
         raise ConfigError(f"save_every={save_every}: allowed: 1 or more")
     peft_module()
@@ -93,20 +99,22 @@ def finetune(
     )
     with joined(device) as rank:
         dtype = dtype or (torch.float32 if rank.device.type == "cpu" else torch.bfloat16)
-        if pipeline and rank.count == 1:
-            raise ConfigError("pipeline=True in one process: start several with torchrun, or leave it out")
+        if parallel != "ddp" and rank.count == 1:
+            raise ConfigError(f"parallel={parallel!r} in one process: start several with torchrun, or leave it out")
         # Padding is neither learned nor seen: token 0, since the padding token of a tokenizer may have no embedding.
         rest = samples, tuning, rank, 0, str(model)
         run: Training
-        if pipeline:
+        if parallel == "pipeline":
             stage = load_stage(model, rank, dtype=dtype, trust_remote_code=trust_remote_code)
             settings = _settings(tuning, samples, stage.model, dtype)
             run = PipelineTraining(stage, *rest)
         else:
-            backbone = load(model, dtype=dtype, device=rank.device, trust_remote_code=trust_remote_code)
+            # Blocks that are sharded come to the device one by one.
+            where = torch.device("cpu") if parallel == "fsdp" else rank.device
+            backbone = load(model, dtype=dtype, device=where, trust_remote_code=trust_remote_code)
             settings = _settings(tuning, samples, backbone, dtype)
-            run = Training(backbone, *rest)
-        stages = rank.count if pipeline else 1
+            run = (ShardedTraining if parallel == "fsdp" else Training)(backbone, *rest)
+        stages = rank.count if parallel == "pipeline" else 1
         partial = target.with_name(f"{target.name}.partial")
         rank.from_first(lambda: RunFolder(partial, settings | {"optimizer": run.optimizer_name, "stages": stages}).path)
         num_resumed = run.resume(partial)

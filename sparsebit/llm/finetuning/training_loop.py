@@ -17,7 +17,7 @@ from sparsebit.llm.finetuning.instructions import Sample
 from sparsebit.llm.finetuning.optimizers import make_optimizer, resolve_optimizer
 from sparsebit.llm.finetuning.packed_lora import add_adapter
 from sparsebit.llm.finetuning.packing_check import check_packing
-from sparsebit.llm.finetuning.sample_packing import make_batch, plan_epochs
+from sparsebit.llm.finetuning.sample_packing import Batch, make_batch, plan_epochs
 from sparsebit.llm.finetuning.token_loss import LossOfBatch, choose_loss, forward
 from sparsebit.llm.finetuning.training_files import TrainingState, newest_state, restore_parameters, save_state
 from sparsebit.llm.finetuning.tuning import Tuning
@@ -35,8 +35,6 @@ class Training:
     ) -> None:
         self.samples, self.tuning, self.rank, self.pad_token = samples, tuning, rank, pad_token
         self.model = backbone
-        if tuning.packing:
-            self.check_packing()
         self.peft_model = add_adapter(
             backbone,
             rank=tuning.rank,
@@ -47,6 +45,9 @@ class Training:
             base=base,
         )
         self.model = self.peft_model.get_base_model()
+        self.place()
+        if tuning.packing:
+            self.check_packing()  # new adapters add nothing yet
         if tuning.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.model.train()
@@ -62,6 +63,9 @@ class Training:
         self.num_steps = len(self.steps)
         self.losses: list[float] = []
         self._loss: LossOfBatch | None = None
+
+    def place(self) -> None:
+        """Bring the model with its adapters to where it is trained; here it is there already."""
 
     def check_packing(self) -> None:
         """Refuse packing, if the model does not keep the samples of a row apart."""
@@ -116,12 +120,10 @@ class Training:
 
     def gradients(self, number: int) -> float:
         """Fill the gradients of the mean loss of a learned token of the step; that mean."""
-        rows, size = self.steps[number], self.tuning.micro_batch_size
-        total = self.num_learned(rows)
-        parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+        total = self.num_learned(self.steps[number])
         loss = torch.zeros((), device=self.rank.device)
-        for index in range(self.rank.number, len(parts), self.rank.count):
-            batch = make_batch(self.samples, parts[index], self.pad_token).to(self.rank.device)
+        for index, whole in self.parts_of(number):
+            batch = whole.to(self.rank.device)
             # Dropout depends on the place of the rows alone, not on what ran before: a resumed run draws the same.
             torch.manual_seed(seed_of(self.tuning.seed, number, index))
             if self._loss is None:
@@ -130,8 +132,21 @@ class Training:
             part.backward()
             loss += part.detach()
         if self.rank.count > 1:
-            loss = add_up(list(self.parameters.values()), loss)
+            loss = self.add_up(loss)
         return float(loss)
+
+    def parts_of(self, number: int) -> list[tuple[int, Batch]]:
+        """The micro-batches of a step that this process computes, with their places among all of the step."""
+        rows, size = self.steps[number], self.tuning.micro_batch_size
+        parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+        return [
+            (index, make_batch(self.samples, parts[index], self.pad_token))
+            for index in range(self.rank.number, len(parts), self.rank.count)
+        ]
+
+    def add_up(self, loss: Tensor) -> Tensor:
+        """Sum the gradients over all processes; the sum of the losses."""
+        return add_up(list(self.parameters.values()), loss)
 
 
 def plan(samples: Sequence[Sample], tuning: Tuning) -> Steps:
