@@ -82,7 +82,7 @@ def _pack_bytes(codes: Tensor, bits: int) -> Tensor:
     octets: Tensor = parts[..., 0].clone()
     for place in range(1, per_byte):
         octets |= parts[..., place] << (place * bits)
-    return octets.view(torch.int32)
+    return octets.contiguous().view(torch.int32)  # a copy of transposed codes is transposed too
 
 
 def _unpack_bytes(words: Tensor, bits: int) -> Tensor:

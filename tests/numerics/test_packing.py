@@ -58,3 +58,9 @@ def test_refuses_other_widths_and_shapes() -> None:
         pack(torch.zeros(1, 8, dtype=torch.int32), 9)
     with pytest.raises(SpecError, match="3 words of int32"):
         unpack(torch.zeros(1, 4, dtype=torch.int32), 3, 32)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+def test_transposed_codes(bits: int) -> None:
+    codes = torch.randint(0, 1 << bits, (64, 5), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(pack(codes.mT, bits), pack(codes.mT.contiguous(), bits))
