@@ -10,6 +10,8 @@ the held-out books.
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,10 +21,14 @@ from typing import Any
 
 import torch
 from common import ROOT, data_folder
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
 from sparsebit.llm import (
     Calibration,
     Recipe,
+    calibration_tokens,
     kernel_paths,
     load,
     perplexity,
@@ -46,7 +52,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="of autoround, for each block")
     parser.add_argument("--rotate", action="store_true", help="also: each recipe with rotated hidden states")
     parser.add_argument("--decode", action="store_true", help="also: tokens per CPU second, of the first format")
-    parser.add_argument("--peers", nargs="*", default=[], choices=["torchao"], help="packages that are installed")
+    parser.add_argument("--peers", nargs="*", default=[], help="torchao, llm-compressor, auto-round")
+    parser.add_argument("--peer-python", nargs="*", default=[], metavar="PEER=PYTHON", help="this one")
     parser.add_argument("--num-samples", type=int, default=64)
     parser.add_argument("--num-windows", type=int, default=60)
     options = parser.parse_args()
@@ -65,16 +72,19 @@ def main() -> None:
     model = load(source)
     floats, size = perplexity(model, heldout).value, resident_bytes(model)
     print(f"float: perplexity {floats:.2f}, {size / 1e6:.1f} MB in memory")
-    for name in options.formats if "torchao" in options.peers else []:
-        bits, group = map(int, name.split("g"))
-        started = time.process_time()
-        rounded = rounded_by_torchao(load(source), bits, group)
-        seconds = time.process_time() - started
-        found = perplexity(rounded, heldout).value
-        change = 100 * (found / floats - 1)
-        print(f"{name} torchao: perplexity {found:.2f} ({change:+.2f} %), {seconds:.0f} CPU s", flush=True)
+    pythons = dict(one.split("=", 1) for one in options.peer_python)
+    for peer in options.peers:
+        for name in options.formats:
+            print_peer(
+                peer, name, pythons.get(peer, sys.executable), source, calibration, heldout, floats, options.steps
+            )
     recipes = [
-        Recipe(method, *map(int, name.split("g")), **({"steps": options.steps} if method == "autoround" else {}))
+        Recipe(
+            method,
+            *map(int, name.removesuffix("s").split("g")),
+            symmetric=name.endswith("s"),
+            **({"steps": options.steps} if method == "autoround" else {}),
+        )
         for name in options.formats
         for method in options.methods
     ]
@@ -91,6 +101,7 @@ def main() -> None:
             if options.decode and number == 0:
                 print_decoding(model, made.folder)
         bits = f"mixed {recipe.average_bits:g}" if recipe.is_mixed else f"W{recipe.bits}"
+        bits += " symmetric" if recipe.symmetric else ""
         print(
             f"{bits} g{recipe.group_size} {recipe.method}{' rotated' if recipe.rotate else ''}: perplexity {found:.2f} "
             f"({100 * (found / floats - 1):+.2f} %), {seconds:.0f} CPU s, "
@@ -99,15 +110,50 @@ def main() -> None:
         )
 
 
-def rounded_by_torchao(model: Any, bits: int, group: int) -> Any:
-    """The linear layers of the blocks in whole numbers with zero points, as torchao rounds them."""
-    from torchao.quantization import IntxWeightOnlyConfig, MappingType, PerGroup, quantize_
+def print_peer(
+    peer: str,
+    name: str,
+    python: str,
+    source: Path,
+    calibration: Calibration,
+    heldout: Tensor,
+    floats: float,
+    steps: int,
+) -> None:
+    """One line of a package's weights in a format. The linear layers of the float model get them, dequantized."""
+    from transformers import AutoTokenizer
 
-    config = IntxWeightOnlyConfig(
-        weight_dtype=getattr(torch, f"int{bits}"), granularity=PerGroup(group), mapping_type=MappingType.ASYMMETRIC
+    tokens = calibration_tokens(
+        Path(calibration.text),
+        AutoTokenizer.from_pretrained(source),
+        num_samples=calibration.num_samples,
+        length=calibration.length,
+        seed=calibration.seed,
     )
-    quantize_(model, config, lambda part, name: isinstance(part, torch.nn.Linear) and ".layers." in f".{name}")
-    return model
+    with tempfile.TemporaryDirectory() as folder:
+        given, made = Path(folder) / "tokens.safetensors", Path(folder) / "weights.safetensors"
+        save_file({"tokens": tokens.contiguous()}, given)
+        script = Path(__file__).with_name("llm_peers.py")
+        command = [python, str(script), peer, name, "--model", str(source), "--tokens", str(given)]
+        # Their environment has its own packages: ours must not come in front of them.
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        done = subprocess.run(
+            [*command, "--output", str(made), "--steps", str(steps)], env=environment, capture_output=True, check=False
+        )
+        if done.returncode:
+            print(f"{name} {peer}: failed, {done.stderr.decode(errors='replace')[-400:]}", flush=True)
+            return
+        model = load(source)
+        with safe_open(made, "pt") as file, torch.no_grad():
+            notes = file.metadata()
+            for key in file.keys():  # noqa: SIM118 - not a dictionary
+                model.get_parameter(key).copy_(file.get_tensor(key))
+    found = perplexity(model, heldout).value
+    change = 100 * (found / floats - 1)
+    print(
+        f"{name} {peer} {notes['version']}: perplexity {found:.2f} ({change:+.2f} %), {notes['cpu_seconds']} CPU s",
+        flush=True,
+    )
 
 
 def print_decoding(model: Any, folder: Path) -> None:
