@@ -211,7 +211,8 @@ class Product:
 
     def few_rows_cut(self) -> FewRowsCut:
         tiles = self.outputs // 16
-        height = 1 if tiles < 3.6 * self.num_processors else 4 if self.weight.bits <= 4 else 2
+        most_low = 2.8 if self.weight.bits == 4 else 3.6
+        height = 1 if tiles < most_low * self.num_processors else 4 if self.weight.bits <= 4 else 2
         is_crowded = tiles / height >= 1.5 * self.num_processors
         return _FEW[height, is_crowded and height > 1, self.columns(8)]
 

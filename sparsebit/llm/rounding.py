@@ -72,6 +72,8 @@ def round_weights(
         if correction is not None:
             W = (W + recipe.input_correction * factor.solved(correction)).to(W)
             del correction
+        factor.only_rounds(W.dtype)
+        H = H.to(W)  # the factor alone needs float64, which for 14336 columns has 1.6 GB
         rounded = quantize(W, H, grid, rounding, factor)
     else:
         rounded = round_nearest(W, H, grid, rounding)

@@ -52,6 +52,10 @@ class InverseFactor:
         self.order = activation_order(H) if rounding.act_order else None
         self.U = inverse_factor(H, rounding.damping, self.order)
 
+    def only_rounds(self, dtype: torch.dtype) -> None:
+        """From here on only `round` is called, with weights of this type: the factor needs no more precision then."""
+        self.U = _shares_(self.U).to(dtype)
+
     def solved(self, x: Tensor) -> Tensor:
         """`x (H + damping)^-1`, `(groups, rows, columns)`."""
         if self.order is None:
@@ -132,7 +136,7 @@ def round_columns(W: Tensor, U: Tensor, grid: Grid, block_size: int = 128) -> Te
 
 def _round_lines(rest: Tensor, U: Tensor, lines: Lines, block_size: int) -> Tensor:
     """`round_columns` by columns, to steps; `rest`, the weight, is overwritten."""
-    shares = (U / U.diagonal(dim1=-2, dim2=-1)[..., None]).to(rest)  # of an error, that each later column takes up
+    shares = _shares_(U.to(rest, copy=True))
     steps, round_block = torch.empty_like(rest), Replayed(partial(_round_block, lines.grid.spec))
     for start in range(0, rest.shape[-2], block_size):
         stop = min(start + block_size, rest.shape[-2])
@@ -142,6 +146,11 @@ def _round_lines(rest: Tensor, U: Tensor, lines: Lines, block_size: int) -> Tens
         if stop < rest.shape[-2]:
             rest[:, stop:].baddbmm_(shares[:, start:stop, stop:].mT, errors, alpha=-1)
     return steps
+
+
+def _shares_(U: Tensor) -> Tensor:
+    """The shares of each column's error that later columns take up, in the memory of `U`; those of shares are equal."""
+    return U.div_(U.diagonal(dim1=-2, dim2=-1)[..., None].clone())
 
 
 def _round_block(spec: TensorSpec, shares: Tensor, *rest_of_it: Tensor) -> None:

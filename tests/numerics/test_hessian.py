@@ -147,4 +147,4 @@ def test_half_precision_on_a_gpu_loses_nothing(dtype: torch.dtype) -> None:
     moments.add(x, original)
     moments.add(x, original.float())
     for found, (left, right) in ((moments.hessian(), (x, x)), (moments.cross(), (original, x))):
-        torch.testing.assert_close(found, left.double().mT @ right.double() / 4096, rtol=2e-6, atol=0.0)
+        torch.testing.assert_close(found, left.double().mT @ right.double() / 4096, rtol=1e-5, atol=0.0)
