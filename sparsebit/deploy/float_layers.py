@@ -6,9 +6,9 @@ for all channels, where the layer reads a DequantizeLinear and its output runs i
 a scale per channel. So such a layer gets a DequantizeLinear of its own, with the one scale repeated for every channel:
 the same numbers, at the same cost.
 
-An Add, Mul, average pool or Softmax between the two becomes a QLinear kernel, with a rounding of its own. Where the
-simulation computes it in float, a Max with the lowest float, which changes no number, keeps the runtime away: these
-kernels do not look at the number of scales, and fail on several.
+An Add, Mul, average pool, Softmax or product of two computed values between the two becomes a QLinear kernel, with a
+rounding of its own. Where the simulation computes it in float, a Max with the lowest float, which changes no number,
+keeps the runtime away: these kernels do not look at the number of scales, and fail on several.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _LAYERS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 # How many of an op's inputs are data.
-_OPS = {"Add": 2, "Mul": 2, "AveragePool": 1, "GlobalAveragePool": 1, "Softmax": 1}
+_OPS = {"Add": 2, "Mul": 2, "MatMul": 2, "AveragePool": 1, "GlobalAveragePool": 1, "Softmax": 1}
 # What keeps the values of its input: the runtime moves a DequantizeLinear through them, up to the layer.
 _TRAVELS = MOVES | {"MaxPool", "Slice"}
 
@@ -63,10 +63,13 @@ def _keep_ops(model: ir.Model) -> None:
         data = op.inputs[: _OPS.get(op.op_type, 0)]
         if not data or any(_dequantize_of(x) is None for x in data):
             continue
+        if op.op_type == "MatMul" and any(_is_constant(x) or _is_stored(x) for x in data):
+            continue  # a layer with a weight: quantized, or kept above
         roles = {node.metadata_props.get(ROLE_KEY) for node in _quantizes(op.outputs[0])}
         # A mean over images (`x.mean((2, 3))`) has no site, and the integer kernel computes the same numbers.
         is_mean = op.op_type == "GlobalAveragePool" and OFF_KEY not in op.metadata_props
-        if not roles or "output" in roles or is_mean:
+        # In front of a float value a product alone has an integer kernel (MatMulIntegerToFloat).
+        if (not roles and op.op_type != "MatMul") or "output" in roles or is_mean:
             continue
         op.metadata_props[FLOAT_KEY] = op.op_type
         x = data[0]
@@ -99,6 +102,12 @@ def _is_quantized(weight: ir.Value | None) -> bool:
         value = node.inputs[0]
         node = value.producer() if value is not None else None
     return node is not None and node.op_type == DEQUANTIZE
+
+
+def _is_stored(x: ir.Value | None) -> bool:
+    """Whether `x` is dequantized from numbers that the file stores."""
+    source = _dequantize_of(x)
+    return source is not None and source.inputs[0] is not None and source.inputs[0].const_value is not None
 
 
 def _dequantize_of(x: ir.Value | None) -> ir.Node | None:

@@ -230,6 +230,10 @@ OPS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "average pool": (First(nn.AvgPool2d(2)), "QLinearAveragePool"),
     "global pool": (First(nn.AdaptiveAvgPool2d(1)), "QLinearGlobalAveragePool"),
     "softmax": (lambda a, _: a.softmax(1), "QLinearSoftmax"),
+    "matmul": (lambda a, b: torch.matmul(a, b), "QLinearMatMul"),
+    "matmul by @, transposed": (lambda a, b: a @ b.transpose(-1, -2), "QLinearMatMul"),
+    "matmul in front of floats": (lambda a, b: torch.matmul(a, b).tanh(), "MatMulIntegerToFloat"),
+    "bmm": (lambda a, b: torch.bmm(a.flatten(0, 1), b.flatten(0, 1)).reshape(a.shape), "QLinearMatMul"),
     "linear of images": (First(outlier(nn.Linear(8, 8))), "QGemm"),
 }
 
