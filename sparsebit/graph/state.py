@@ -202,10 +202,10 @@ def _print(value: Any, undo: list[Callable[[], None]], seen: set[int], depth: in
 
 
 def is_random_generator(value: Any) -> bool:
-    """Whether it draws numbers from a state of its own (Python's or NumPy's), which `fingerprint` reads."""
+    """Whether it draws numbers from a state of its own (of Python, NumPy or torch), which `fingerprint` reads."""
     numpy = sys.modules.get("numpy")
     kinds = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
-    return isinstance(value, (random.Random, *kinds))
+    return isinstance(value, (random.Random, torch.Generator, *kinds))
 
 
 def is_iterator(value: Any) -> bool:
@@ -265,6 +265,10 @@ def _inside(value: Any, undo: list[Callable[[], None]], seen: set[int], depth: i
         state = value.getstate()
         undo.append(lambda: value.setstate(state))
         return state
+    if isinstance(value, torch.Generator):
+        drawn = value.get_state()
+        undo.append(lambda: value.set_state(drawn))
+        return drawn.numpy().tobytes()
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray):
         kept = value.copy()

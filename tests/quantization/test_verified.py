@@ -885,3 +885,25 @@ def test_a_state_that_earlier_calls_have_moved_is_no_difference() -> None:
         found += [qmodel(x) for x in batches[2:]]
     torch.testing.assert_close(found, expected)
     assert "changes the attribute 'last'" in str(qmodel.coverage)
+
+
+class OwnGenerator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.generator = nn.Linear(8, 8), torch.Generator().manual_seed(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) + torch.randn(x.shape, generator=self.generator)
+        return y
+
+
+@pytest.mark.parametrize("settings", [{}, {"example_inputs": torch.ones(4, 8)}], ids=["without an example", "example"])
+def test_a_generator_of_the_model_is_where_its_own_code_would_have_it(settings: dict[str, Any]) -> None:
+    """What is drawn while the model is captured and compared is not missing afterwards."""
+    model, x = OwnGenerator().eval(), torch.ones(4, 8)
+    qmodel = QuantModel(model, qconfig(), **settings).eval()
+    qmodel.set_quant(w_quant=False, a_quant=False)
+    with torch.no_grad():
+        found = [qmodel(x) for _ in range(3)]
+        expected = [model(x) for _ in range(3)]
+    assert all(map(torch.allclose, found, expected))
