@@ -32,16 +32,23 @@ class SiteDifference:
 
 
 def site_differences(
-    file: Path, runtime: str, feeds: Mapping[str, Any], expected: Mapping[str, Any], *, optimize: bool = True
+    file: Path,
+    runtime: str,
+    feeds: Mapping[str, Any],
+    expected: Mapping[str, Any],
+    *,
+    optimize: bool = True,
+    options: Mapping[str, str] | None = None,
 ) -> list[SiteDifference]:
     """Every activation site of the file that the simulation knows too, in the order of the graph.
 
-    `expected`: site -> integer codes (numpy).
+    `expected`: site -> integer codes (numpy). `options`: the session's, by default `EXACT`.
     """
     import numpy
 
     differences = []
-    for site, codes in site_codes(file, runtime, feeds, optimize=optimize, sites=set(expected)).items():
+    found = site_codes(file, runtime, feeds, optimize=optimize, sites=set(expected), options=options)
+    for site, codes in found.items():
         simulated = expected[site]
         if codes.shape != simulated.shape:
             continue
@@ -51,7 +58,13 @@ def site_differences(
 
 
 def site_codes(
-    file: Path, runtime: str, feeds: Mapping[str, Any], *, optimize: bool = True, sites: Set[str] | None = None
+    file: Path,
+    runtime: str,
+    feeds: Mapping[str, Any],
+    *,
+    optimize: bool = True,
+    sites: Set[str] | None = None,
+    options: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Site -> integer codes (numpy), in the order of the graph; of the `sites` only, where they are given.
 
@@ -70,7 +83,7 @@ def site_codes(
     for name in values.values():
         if name not in known:
             model.graph.output.append(types.get(name) or onnx.helper.make_empty_tensor_value_info(name))
-    session = open_session(model.SerializeToString(), runtime, optimize=optimize, options=EXACT[runtime])
+    session = open_session(model.SerializeToString(), runtime, optimize=optimize, options=options or EXACT[runtime])
     found = dict(zip(session.outputs, session.run(feeds), strict=True))
     return {site: found[name] for site, name in values.items() if name in found}
 

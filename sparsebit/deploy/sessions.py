@@ -21,6 +21,9 @@ EXACT = {
     "onnxruntime": {"session.qdq_matmulnbits_accuracy_level": "1"},
     "openvino": {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"},
 }
+# On x86 without VNNI, ONNX Runtime's sums of two 8-bit products clip at 16 bits; so it multiplies uint8 by uint8, which
+# is slower and exact. A file with weights that are dequantized for a float layer may not run with it.
+UNCLIPPED = {"session.x64quantprecision": "1"}
 # ONNX Runtime's fusions do not look whether a scale is one number, which their kernels (QLinearAdd, QLinearSigmoid,
 # MatMulIntegerToFloat) want; these are the complaints of those kernels.
 _OF_ONE_SCALE = ("must be a scalar", "IsScalarOr1ElementVector", "QlinearBuildLookupTable")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,22 +17,23 @@ from sparsebit.deploy.audit_onnxruntime import executed
 from sparsebit.deploy.check import runtime_of
 from sparsebit.deploy.cpu import saturates
 from sparsebit.deploy.divergence import SiteDifference, first_divergence, kernel_fault, site_differences
-from sparsebit.deploy.exactness import SimulatedKernels, stretches, unexplained
+from sparsebit.deploy.exactness import stretches, unexplained
 from sparsebit.deploy.parity import Comparison, Parity, Tolerance
 from sparsebit.deploy.qdq_graph import Graph, load_model
 from sparsebit.deploy.runtimes import PROFILES
-from sparsebit.deploy.sessions import EXACT, Session, open_session
+from sparsebit.deploy.sessions import EXACT, UNCLIPPED, Session, open_session
 from sparsebit.deploy.tensorrt_rules import tensorrt_violations
 from sparsebit.deploy.to_onnx import flat_inputs, flat_outputs, in_order
 from sparsebit.errors import DeploymentError
 from sparsebit.execution.batches import Call, calls
 from sparsebit.graph.nested import map_nested
 from sparsebit.quantization.export_constants import evaluating
-from sparsebit.quantization.ops.integer_ops import IntegerAdd, IntegerMultiply
-from sparsebit.quantization.ops.quant_opr import FunctionalWeightedQuantOpr, WeightedQuantOpr
-from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.quantization.simulated_codes import simulated_codes
 from sparsebit.quantization.simulation import SimulatedModel
+from sparsebit.quantization.stored_parameters import stored_difference
 from sparsebit.records.phases import phase
+
+log = logging.getLogger(__name__)
 
 NUM_SAMPLES = 64
 _NUM_SHOWN = 5
@@ -53,19 +55,66 @@ def check_parity(
     """
     profile = PROFILES[qmodel.config.BACKEND]
     runtime = profile.executes or "onnxruntime"
-    optimize = profile.executes is not None
+    setting = _Setting(runtime, profile.executes is not None, EXACT[runtime])
     tolerance, name = tolerance or Tolerance(), name or str(file)
     try:
-        session = open_session(file, runtime, optimize=optimize, options=EXACT[runtime])
+        session = open_session(file, runtime, optimize=setting.optimize, options=setting.options)
     except DeploymentError as error:  # the name that the user gave, not the temporary path
         raise DeploymentError(str(error).replace(str(file), name)) from error
+    batches = list(_calls(qmodel.original, qmodel.device, session, data, num_samples))
+    stored = "" if tolerance.exact is False else stored_difference(qmodel, file)
+    case = _Case(qmodel, file, name, batches, tolerance, stored)
+    try:
+        return _check(case, session, setting)
+    except DeploymentError as error:
+        if not setting.optimize or runtime != "onnxruntime" or not saturates():
+            raise
+        unclipped = setting._replace(options={**setting.options, **UNCLIPPED})
+        try:
+            session = open_session(file, options=unclipped.options)
+            parity = _check(case, session, unclipped)
+        except DeploymentError as other:
+            log.debug("with %s: %s", _options_told(UNCLIPPED), other)
+            is_wrong = _options_told(UNCLIPPED) in str(other)  # else it does not run with them
+            raise (other if is_wrong else error) from None
+        log.warning(
+            "%s: this CPU has no VNNI, and ONNX Runtime's sums of 8-bit products clip at 16 bits on it (%s); with the "
+            "session option session.x64quantprecision=1 it computes what was simulated, and so it does with VNNI",
+            *(name, error),
+        )
+        return parity
+
+
+class _Setting(NamedTuple):
+    """How a file is run: in which runtime, with its fusions or node by node, with which options."""
+
+    runtime: str
+    optimize: bool
+    options: Mapping[str, str]
+
+
+class _Case(NamedTuple):
+    """A file and its simulation. `name`: what messages call the file; `stored`: what differs in the stored numbers."""
+
+    qmodel: SimulatedModel
+    file: Path
+    name: str
+    batches: Sequence[Call]
+    tolerance: Tolerance
+    stored: str
+
+
+def _check(case: _Case, session: Session, setting: _Setting) -> Parity:
+    qmodel, file, name, batches, tolerance, stored = case
+    runtime, optimize, options = setting
     shown = runtime if optimize else f"{runtime}, node by node"
-    if optimize and not any(q.is_enable for q in qmodel.quantizers() if q.target == "activation"):
-        shown += f" ({', '.join(f'{key}={value}' for key, value in EXACT[runtime].items())})"
+    weights_only = not any(q.is_enable for q in qmodel.quantizers() if q.target == "activation")
+    if told := {key: value for key, value in options.items() if weights_only or key in UNCLIPPED} if optimize else {}:
+        shown += f" ({_options_told(told)})"
     comparison = Comparison(session.outputs)
     first: Call | None = None
     different: _Batch | None = None
-    for call in _calls(qmodel.original, qmodel.device, session, data, num_samples):
+    for call in batches:
         first = first or call
         expected, found = _run(qmodel, call), session.run(_feeds(session, call))
         comparison.add(expected, found, _run(qmodel, call, quantized=False))
@@ -77,7 +126,7 @@ def check_parity(
     if different is None and optimize and runtime == "onnxruntime":
         different = _Batch(first)  # codes may differ where the outputs do not, on this data
     if different is not None:
-        traced = _trace(qmodel, file, session, different, optimize=optimize)
+        traced = _trace(qmodel, file, session, different, setting)
         where = kernel_fault(traced.differences) if runtime == "onnxruntime" else None
         if where is not None and not fault:
             fault = "one of its kernels is wrong"
@@ -88,7 +137,13 @@ def check_parity(
             raise DeploymentError(
                 f"{name} does not compute what was simulated ({shown}): {fault}"
                 + (f"; the first site that differs is {where}" if where else _behind(traced.differences))
+                + (f"; it stores other numbers than the simulation has, {stored}" if stored else "")
             )
+    if stored:
+        raise DeploymentError(
+            f"{name} does not compute what was simulated, although no output shows it on this data ({shown}): it "
+            f"stores other numbers than the simulation has, {stored}"
+        )
     if fault:
         raise DeploymentError(f"{name} is not to be relied on ({shown}): {fault}")
     if not optimize and _has_channel_scales(qmodel):
@@ -122,6 +177,10 @@ def compare_model(
     return parity
 
 
+def _options_told(options: Mapping[str, str]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in options.items())
+
+
 class _Batch(NamedTuple):
     """One batch, and where its outputs differ those of the simulation and of the file."""
 
@@ -137,16 +196,19 @@ class _Trace(NamedTuple):
     unexplained: str = ""
 
 
-def _trace(qmodel: SimulatedModel, file: Path, session: Session, batch: _Batch, *, optimize: bool) -> _Trace:
-    codes, kernels = _codes(qmodel, batch.call)
-    differences = site_differences(file, session.runtime, _feeds(session, batch.call), codes, optimize=optimize)
+def _trace(qmodel: SimulatedModel, file: Path, session: Session, batch: _Batch, setting: _Setting) -> _Trace:
+    codes, kernels = simulated_codes(qmodel, batch.call)
+    runtime, optimize, options = setting
+    feeds = _feeds(session, batch.call)
+    differences = site_differences(file, runtime, feeds, codes, optimize=optimize, options=options)
     is_equal = {difference.site: not difference.largest for difference in differences}
     outputs = map(_is_rounded_alike, batch.expected, batch.found)
     is_equal |= dict(zip(session.outputs, outputs, strict=False))
-    if all(is_equal.values()) or not optimize or session.runtime != "onnxruntime" or saturates():
+    clips = saturates() and not UNCLIPPED.keys() <= options.keys()
+    if all(is_equal.values()) or not optimize or runtime != "onnxruntime" or clips:
         return _Trace(differences)
     graph = Graph(load_model(file))
-    execution, _ = executed(file, graph, options=EXACT[session.runtime])
+    execution, _ = executed(file, graph, options=options)
     in_integers = {name for name, kernel in execution.kernels.items() if kernel.arithmetic == "integer"}
     found = unexplained(stretches(graph, {one.site for one in differences}, kernels, in_integers), is_equal)
     return _Trace(differences, "" if found is None else found.end)
@@ -164,7 +226,8 @@ def _is_rounded_alike(expected: Any, found: Any) -> bool:
 
     if _is_equal(expected, found) or expected.dtype.kind != "f" or not expected.size:
         return _is_equal(expected, found)
-    return bool(numpy.allclose(found, expected, rtol=5e-7, atol=1e-7 * numpy.abs(expected).max()))
+    largest = numpy.abs(expected[numpy.isfinite(expected)]).max(initial=0.0)
+    return bool(numpy.allclose(found, expected, rtol=5e-7, atol=1e-7 * largest, equal_nan=True))
 
 
 def _has_channel_scales(qmodel: SimulatedModel) -> bool:
@@ -267,45 +330,3 @@ def _array(tensor: Tensor) -> Any:
     """The same numbers in numpy, which has no bfloat16."""
     tensor = tensor.detach().cpu()
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
-
-
-@torch.no_grad()
-def _codes(qmodel: SimulatedModel, call: Call) -> tuple[dict[str, Any], SimulatedKernels]:
-    """Every activation site's integers in the simulation, and which sites its integer kernels round to.
-
-    Of a site that runs several times, the first integers.
-    """
-    found: dict[str, Any] = {}
-    sums: dict[str, bool] = {}
-
-    def note(quantizer: Quantizer, _: Any, output: Any) -> None:
-        spec = quantizer.spec
-        if isinstance(output, Tensor) and spec.granularity.kind == "tensor" and quantizer.name not in found:
-            scale, zero_point = quantizer.qparams()
-            codes = torch.round(output / scale) + zero_point.round()
-            found[quantizer.name] = codes.to(torch.int32).cpu().numpy()
-
-    def note_sum(kernel: IntegerAdd, inputs: tuple[Any, ...], _: Any) -> None:
-        left, right = inputs
-        name = kernel.sources[2].name  # an addition that broadcasts is not computed in the kernel's steps
-        sums[name] = sums.get(name, True) and kernel.is_active and left.shape == right.shape
-
-    quantizers = [q for q in qmodel.quantizers() if q.target == "activation" and q.is_enable]
-    handles = [quantizer.register_forward_hook(note) for quantizer in quantizers]
-    modules = list(qmodel.modules())
-    handles += [module.register_forward_hook(note_sum) for module in modules if isinstance(module, IntegerAdd)]
-    try:
-        _run(qmodel, call)
-    finally:
-        for handle in handles:
-            handle.remove()
-    layers: dict[str, frozenset[str | None]] = {}
-    for module in modules:
-        if isinstance(module, (WeightedQuantOpr, FunctionalWeightedQuantOpr)):
-            kernels = [integer for _, integer in module.arithmetics if integer is not None]
-            active = [kernel.sources for kernel in kernels if all(q.is_enable for q in kernel.sources)]
-            if active:
-                ends = frozenset(sources[2].name if len(sources) > 2 else None for sources in active)
-                layers[module.weight_quantizer.name] = ends
-    products = frozenset(module.sources[2].name for module in modules if isinstance(module, IntegerMultiply))
-    return found, SimulatedKernels(layers, frozenset(name for name, is_exact in sums.items() if is_exact), products)

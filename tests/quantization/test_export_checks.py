@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from sparsebit.deploy.parity import Tolerance
 from sparsebit.deploy.sessions import open_session
 from sparsebit.errors import DeploymentError
-from sparsebit.quantization import QuantModel
+from sparsebit.quantization import QuantModel, export_checks
 from sparsebit.quantization.export_checks import check_parity, check_rules
+from sparsebit.quantization.stored_parameters import stored_difference
 from tests.quantization.tiny import calibrated, qconfig
 
 X = torch.randn(6, 3, 9, 9, generator=torch.Generator().manual_seed(0))
@@ -167,6 +169,39 @@ def test_what_is_simulated_exactly_must_be_exact(kind: str, ort: Made, tmp_path:
         ort.qmodel.check_onnx(file, [X], tolerance=Tolerance(sqnr_db=0, top1=0, exact=True))
 
 
+def damages(file: Path) -> list[tuple[str, Callable[[Any], Any]]]:
+    """Every stored number that belongs to a site or to a float bias, changed a little."""
+    changes: dict[str, list[Callable[[Any], Any]]] = {
+        "codes": [one_more],
+        "scale": [hundredth],
+        "zero_point": [lambda array: array + 1, lambda array: array - 1],
+        "bias": [hundredth],
+    }
+    names = [tensor.name for tensor in onnx.load(str(file)).graph.initializer]
+    parts = {name: re.split(r"[/.]", name)[-1] for name in names}
+    return [(name, change) for name, part in parts.items() for change in changes.get(part, [])]
+
+
+def test_every_stored_number_is_compared_with_the_simulation(made: Made, tmp_path: Path) -> None:
+    """Outputs alone do not show each of them: a zero point behind a ReLU, scales in OpenVINO's coarser comparison."""
+    assert stored_difference(made.qmodel, made.file) == ""
+    found = damages(made.file)
+    assert len(found) >= 20
+    for name, change in found:
+        file = made.broken(tmp_path, change, name)
+        assert stored_difference(made.qmodel, file).startswith(f"{name.removeprefix('module.model.')}: "), name
+
+
+def test_a_number_that_no_output_shows_is_an_error(made: Made, tmp_path: Path) -> None:
+    name = f"{BEHIND[made.qmodel.config.BACKEND]['second']}/zero_point"
+    file = made.broken(tmp_path, lambda array: array + 1, name)
+    black = [torch.zeros_like(X)]
+    words = rf"stores other numbers than the simulation has, {re.escape(name)}: -?\d+ in the file, -?\d+ in the sim"
+    for exact in (None, True):
+        with pytest.raises(DeploymentError, match=words):
+            made.qmodel.check_onnx(file, black, tolerance=Tolerance(exact=exact))
+
+
 def test_exactness_is_only_asked_for_where_the_user_wants_it(ort: Made, tmp_path: Path) -> None:
     file = ort.broken(tmp_path, one_more, "head.weight/codes")
     parity = ort.qmodel.check_onnx(file, [X], tolerance=Tolerance(exact=False))
@@ -174,6 +209,30 @@ def test_exactness_is_only_asked_for_where_the_user_wants_it(ort: Made, tmp_path
     assert ort.qmodel.check_onnx(ort.file, [X], tolerance=Tolerance(exact=True, min_sqnr_db=300)).is_exact
     with pytest.raises(DeploymentError, match=r"90\.0 dB is asked for"):
         ort.qmodel.check_onnx(file, [X], tolerance=Tolerance(exact=False, min_sqnr_db=90))
+
+
+def test_a_processor_whose_sums_clip_is_told_from_a_wrong_file(
+    ort: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On x86 without VNNI the file is checked again with exact products; what fails then too is a wrong file."""
+    monkeypatch.setattr(export_checks, "saturates", lambda: True)
+    real, sessions = export_checks.open_session, []
+
+    def clipping(file: Path, *args: Any, **settings: Any) -> Any:
+        session = real(file, *args, **settings)
+        sessions.append(settings["options"])
+        if settings["options"].get("session.x64quantprecision") != "1":
+            run = session.run
+            monkeypatch.setattr(session, "run", lambda feeds: [np.zeros_like(output) for output in run(feeds)])
+        return session
+
+    monkeypatch.setattr(export_checks, "open_session", clipping)
+    with caplog.at_level("WARNING"):
+        parity = ort.qmodel.check_onnx(ort.file, [X])
+    assert parity.is_exact and "session.x64quantprecision=1" in parity.runtime
+    assert any("no VNNI" in record.getMessage() for record in caplog.records) and len(sessions) == 2
+    with pytest.raises(DeploymentError, match="does not compute what was simulated"):
+        ort.qmodel.check_onnx(ort.broken(tmp_path, doubled, "first.weight/scale"), [X])
 
 
 def test_the_batch_that_differs_is_looked_into(ort: Made, tmp_path: Path) -> None:
