@@ -267,7 +267,7 @@ def _inside(value: Any, undo: list[Callable[[], None]], seen: set[int], depth: i
         return state
     if isinstance(value, torch.Generator):
         drawn = value.get_state()
-        undo.append(lambda: value.set_state(drawn))
+        undo.append(lambda: _set_back(value, drawn))
         return drawn.numpy().tobytes()
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray):
@@ -288,6 +288,10 @@ def _inside(value: Any, undo: list[Callable[[], None]], seen: set[int], depth: i
         undo.append(lambda: _fill(value, slots))
         return tuple((name, _print(item, undo, seen, depth + 1)) for name, item in slots.items())
     return _print(held, undo, seen, depth + 1) if isinstance(held, dict) else None
+
+
+def _set_back(generator: torch.Generator, state: torch.Tensor) -> None:
+    generator.set_state(state)
 
 
 def _slots(value: Any) -> dict[str, Any]:
