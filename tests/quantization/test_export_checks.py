@@ -192,6 +192,13 @@ def test_every_stored_number_is_compared_with_the_simulation(made: Made, tmp_pat
         assert stored_difference(made.qmodel, file).startswith(f"{name.removeprefix('module.model.')}: "), name
 
 
+def test_a_square_weight_may_be_stored_transposed(tmp_path: Path) -> None:
+    x = torch.randn(2, 3, 8)
+    qmodel = calibrated(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), [x], qconfig())
+    qmodel.export_onnx(x, tmp_path / "m.onnx")
+    assert stored_difference(qmodel, tmp_path / "m.onnx") == ""
+
+
 def test_a_number_that_no_output_shows_is_an_error(made: Made, tmp_path: Path) -> None:
     name = f"{BEHIND[made.qmodel.config.BACKEND]['second']}/zero_point"
     file = made.broken(tmp_path, lambda array: array + 1, name)
