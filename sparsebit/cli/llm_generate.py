@@ -38,6 +38,7 @@ def generate(
 
         from sparsebit.errors import ConfigError
         from sparsebit.llm import kernel_paths
+        from sparsebit.llm.calibration_text import need_embeddings
         from sparsebit.llm.hub_classes import load_tokenizer
 
         tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
@@ -47,7 +48,9 @@ def generate(
         if chat:
             messages = [{"role": "user", "content": prompt}]
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        tokens = tokenizer(text, return_tensors="pt", add_special_tokens=not chat)["input_ids"].to(device)
+        tokens = tokenizer(text, return_tensors="pt", add_special_tokens=not chat)["input_ids"]
+        if not tokens.numel():
+            raise ConfigError("--prompt has no tokens; give some text to continue")
         loaded = llm_options.load_model(
             model,
             adapter=adapter,
@@ -56,6 +59,8 @@ def generate(
             activations=activations,
             trust_remote_code=trust_remote_code,
         )
+        need_embeddings(tokens, loaded)
+        tokens = tokens.to(device)
         torch.manual_seed(seed)
         started = time.perf_counter()
         how: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}

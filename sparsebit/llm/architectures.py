@@ -205,6 +205,12 @@ def _longest_list(model: nn.Module, model_type: str) -> str:
         and any(type(part) is nn.Linear for part in module[0].modules())
         and type(module[0]) is not nn.Linear
     }
+    transposed = [name for name, module in model.named_modules() if type(module).__name__ == "Conv1D"]
+    if not lists and transposed:
+        raise ConfigError(
+            f"model type {model_type!r} has Conv1D layers ({transposed[0]}), whose weights are transposed: no packed "
+            "format holds them so that transformers or vLLM reads them; this architecture cannot be quantized"
+        )
     if not lists:
         raise ConfigError(
             f"model type {model_type!r} is not known, and it has no list of equal blocks with linear layers: add a row "

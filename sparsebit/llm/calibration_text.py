@@ -53,7 +53,10 @@ def token_stream(source: Path, tokenizer: Any, *, chat_template: bool = False, l
     count = 0
     for document in read_documents(source, tokenizer=tokenizer, chat_template=chat_template):
         # The whole of a long text at once, as every tool does; its length is no reason for a warning.
-        tokens = tokenizer(document, return_tensors="pt", verbose=False)["input_ids"][0]
+        try:
+            tokens = tokenizer(document, return_tensors="pt", verbose=False)["input_ids"][0].to(torch.int64)
+        except Exception as error:  # the package tokenizers raises nothing more special
+            raise ConfigError(f"the model's tokenizer does not take the text of {source} ({error})") from error
         found.append(tokens)
         count += len(tokens)
         if limit is not None and count >= limit:
@@ -73,6 +76,20 @@ def windows(tokens: Tensor, length: int, num_windows: int | None = None) -> Tens
         )
     count = available if num_windows is None else num_windows
     return tokens[: count * length].view(count, length)
+
+
+def need_embeddings(tokens: Tensor, model: Any) -> None:
+    """Refuse tokens that the model has no embedding for: a GPU would end the process on them."""
+    layer = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    if layer is None:
+        return
+    count = int(layer.weight.shape[0])
+    highest = int(tokens.max()) if tokens.numel() else 0
+    if highest >= count:
+        raise ConfigError(
+            f"the text has the token {highest}, and the model has embeddings for {count} tokens: its tokenizer is of "
+            "another model, or has tokens that were added without training the model for them"
+        )
 
 
 def calibration_tokens(

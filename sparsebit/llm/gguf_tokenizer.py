@@ -25,6 +25,12 @@ def add_tokenizer(writer: Any, folder: Path, pre: str | None, vocab_size: int) -
         raise DeploymentError(
             f"{path} is of type {model.get('type')!r}; GGUF files are written for byte-level BPE only"
         )
+    highest = max((*model["vocab"].values(), *(entry["id"] for entry in added)), default=0)
+    if highest >= vocab_size:
+        raise DeploymentError(
+            f"{path} has the token {highest}, and the model has embeddings for {vocab_size} tokens: llama.cpp reads "
+            "one for each; remove the added tokens, or resize the embeddings of the float model"
+        )
     tokens = [f"[PAD{number}]" for number in range(vocab_size)]
     types = [5] * vocab_size  # unused
     for text, number in model["vocab"].items():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.llm.cpu_probe import UNPACKED, probe_cpu
+from sparsebit.llm.devices import as_device
 from sparsebit.llm.float_linear import FloatLinear
 from sparsebit.llm.float_weight import FloatWeight, Weight
 from sparsebit.llm.half_weights import keep_halves
@@ -52,7 +53,7 @@ def load(
 
     Files that differ from the `checksums.json` beside them, which `quantize` and `convert` write, are an error.
     """
-    rounding = as_activations(activations)
+    rounding, device = as_activations(activations), as_device(device)
     files = ModelFolder(folder)
     files.check_files()
     config = load_config(files.path, trust_remote_code=trust_remote_code)

@@ -15,6 +15,10 @@ from sparsebit.errors import CheckpointError
 from sparsebit.llm.file_checksums import check_files
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_PICKLE = (
+    "is a pickle, which could run any code: where you trust it, load it with transformers and write it with "
+    "model.save_pretrained(NEW_DIR), which makes safetensors"
+)
 
 
 class ModelFolder:
@@ -38,18 +42,15 @@ class ModelFolder:
         """One tensor, on the CPU: only its own bytes are read."""
         if name not in self.files:
             raise CheckpointError(f"{self.path} has no tensor {name!r}; is it a whole checkpoint of this architecture?")
-        path = self.files[name]
         try:
-            if path not in self._open:
-                self._open[path] = safe_open(path, "pt")
-            found: Tensor = self._open[path].get_tensor(name)
+            found: Tensor = self._opened(name).get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} cannot be read ({error})") from None
+            raise CheckpointError(f"{self.files[name]} cannot be read ({error})") from None
         return found
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all tensors; only the files' headers are read."""
-        return {name: tuple(self._slice(name).get_shape()) for name in self.files}
+        return {name: self._shape(name) for name in self.files}
 
     def check_files(self) -> None:
         """Compare the files with the checksums beside them; a folder without checksums passes."""
@@ -59,14 +60,24 @@ class ModelFolder:
         """Forget the mapped files, so that their pages can be freed."""
         self._open.clear()
 
-    def _slice(self, name: str) -> Any:
-        if self.files[name] not in self._open:
-            self._open[self.files[name]] = safe_open(self.files[name], "pt")
-        return self._open[self.files[name]].get_slice(name)
+    def _shape(self, name: str) -> tuple[int, ...]:
+        try:
+            return tuple(self._opened(name).get_slice(name).get_shape())
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self.files[name]} cannot be read ({error})") from None
+
+    def _opened(self, name: str) -> Any:
+        """The file that holds the tensor, mapped."""
+        path = self.files[name]
+        if path not in self._open:
+            self._open[path] = safe_open(path, "pt")
+        return self._open[path]
 
     def _find_files(self) -> dict[str, Path]:
         if (self.path / _INDEX).is_file():
-            entries = _read_json(self.path / _INDEX).get("weight_map", {})
+            entries = _read_json(self.path / _INDEX).get("weight_map")
+            if not isinstance(entries, dict) or not entries:
+                raise CheckpointError(f"{self.path / _INDEX} cannot be read: it has no weight_map with tensors")
             files = {str(name): self.path / str(file) for name, file in entries.items()}
             for file in dict.fromkeys(files.values()):
                 if not file.is_file() or file.parent != self.path:
@@ -75,7 +86,7 @@ class ModelFolder:
         file = self.path / _SINGLE
         if not file.is_file():
             pickles = sorted(path.name for path in self.path.glob("*.bin"))
-            advice = f" ({pickles[0]} is a pickle, which could run any code: save the model again)" if pickles else ""
+            advice = f" ({pickles[0]} {_PICKLE})" if pickles else ""
             raise CheckpointError(f"{self.path} has neither {_INDEX} nor {_SINGLE}: safetensors are needed{advice}")
         try:
             with safe_open(file, "pt") as opened:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsebit.errors import CalibrationError
+from sparsebit.llm.calibration_text import need_embeddings
 from sparsebit.progress import track
 
 
@@ -30,6 +31,7 @@ def perplexity(model: Any, windows: Tensor, *, batch_size: int = 4) -> Perplexit
     Each token but the first of a window is predicted from those in front of it in the window. Logits become
     log-likelihoods in float32, sums are float64.
     """
+    need_embeddings(windows, model)
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from sparsebit.errors import ConfigError, SparsebitError
+from sparsebit.llm.devices import as_device
 
 T = TypeVar("T")
 
@@ -55,7 +56,7 @@ def joined(device: torch.device | str) -> Iterator[Rank]:
     Under torchrun `cuda` is the GPU of the process's local rank. A process group that is there already is used and
     left as it is.
     """
-    wanted = torch.device(device)
+    wanted = as_device(device)
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
     if num_processes > 1 and wanted.type == "cuda" and wanted.index is None:
         wanted = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

@@ -161,7 +161,8 @@ class QuantizationRun:
 
     def _note(self, number: int, source: str, block: FinishedBlock, stages: Stages) -> None:
         self.sources.append(source)
-        for name, weight in block.layers.items():
+        # Sorted: a block that was read from a file has its layers in another order than one that was rounded here.
+        for name, weight in sorted(block.layers.items()):
             full = f"{self.paths[number]}.{name}"
             self.formats[full] = _format_of(weight, self.recipe)
             count = weight.out_features * weight.in_features

@@ -19,7 +19,7 @@ from sparsebit.execution.value_store import default_memory_budget
 from sparsebit.folders import alone_in, staging_folder
 from sparsebit.llm.architectures import architecture_of
 from sparsebit.llm.bit_allocation import BitAllocation, need_solver
-from sparsebit.llm.calibration_text import calibration_tokens
+from sparsebit.llm.calibration_text import calibration_tokens, need_embeddings
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.file_checksums import write_checksums
 from sparsebit.llm.hub_classes import load_tokenizer
@@ -160,6 +160,7 @@ def _quantize(
     architecture = architecture_of(skeleton.model)
     _check_experts(skeleton, recipe)
     tokens = _tokens(source, recipe, calibration, trust_remote_code)
+    need_embeddings(tokens, skeleton.model)
     run = QuantizationRun(skeleton, architecture, recipe, tokens, batch_size, memory_budget, rank)
     partial, settings = target.with_name(f"{target.name}.partial"), run.settings()
     folder = rank.from_first(lambda: _begun(partial, settings, held))  # the others never touch its files

@@ -82,6 +82,11 @@ class Skeleton:
 def empty_model(config: Any, *, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
     """The architecture on the meta device: it takes no memory, whatever its size."""
     auto = transformers_module().AutoModelForCausalLM
+    if trust_remote_code is False and type(config) not in auto._model_mapping:
+        raise CheckpointError(
+            f"model type {config.model_type!r} is not a causal language model of transformers "
+            f"({', '.join(config.architectures or ()) or type(config).__name__})"
+        )
     with torch.device("meta"):
         model = auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     return model.eval()

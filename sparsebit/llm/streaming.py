@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError
 from sparsebit.llm.architectures import architecture_of, blocks_of
+from sparsebit.llm.devices import as_device
 from sparsebit.llm.hub_classes import default_dtype, load_config
 from sparsebit.llm.loading import layer_of, load_generation_config
 from sparsebit.llm.model_folder import ModelFolder
@@ -48,6 +49,7 @@ def load_streamed(
     It computes the logits of `load`, and `generate` works; it is for inference alone. `dtype`: as for `load`.
     `stream_usage(model)` tells what was read.
     """
+    device = as_device(device)
     files = ModelFolder(folder)
     files.check_files()
     config = load_config(files.path, trust_remote_code=trust_remote_code)

@@ -139,3 +139,9 @@ def test_single_device(source: Path) -> None:
     asked = ("generate", source, "-p", "abc", "--max-new-tokens", 3, "--json", "-q")
     assert json.loads(run(*asked, "--single-device"))["text"] == json.loads(run(*asked))["text"]
     assert "not together with --activations" in run(*asked, "--single-device", "--activations", "int8", code=2)
+
+
+def test_prompts_and_devices_that_do_not_work(source: Path) -> None:
+    assert "has no tokens" in run("generate", source, "-p", "", code=1)
+    assert "allowed: cpu, cuda" in run("generate", source, "-p", "abc", "--device", "nonsense", code=1)
+    assert "is not a folder" in run("generate", source / "nothing", "-p", "abc", code=1)

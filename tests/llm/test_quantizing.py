@@ -144,6 +144,24 @@ class TestInterruption:
         assert contents(again.folder) == contents(whole.folder)
         assert again.formats == whole.formats and again.bits_per_weight == whole.bits_per_weight
 
+    def test_mixed_bits_continue_with_the_same_bytes(self, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("scipy")
+        mixed = Recipe(method="rtn", candidate_bits=(2, 4), average_bits=3.0, group_size=32)
+        text, write = calibration(source), RunFolder.write
+
+        def stop(self: RunFolder, number: int, *rest: Any) -> None:
+            write(self, number, *rest)
+            if number == 1:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(RunFolder, "write", stop)
+        with pytest.raises(KeyboardInterrupt):
+            quantize(source, source.parent / "packed", mixed, text, check=False)
+        monkeypatch.setattr(RunFolder, "write", write)
+        again = quantize(source, source.parent / "packed", mixed, text, check=False)
+        whole = quantize(source, source.parent / "whole", mixed, text, check=False)
+        assert again.num_resumed == 2 and contents(again.folder) == contents(whole.folder)
+
     def test_other_settings_are_refused(self, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         target = self.interrupted(source, monkeypatch)
         with pytest.raises(CheckpointError, match="its recipe differ"):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError
 from sparsebit.folders import staging_folder
+from sparsebit.llm.calibration_text import need_embeddings
 from sparsebit.llm.file_checksums import write_checksums
 from sparsebit.llm.finetuning.instructions import Sample, read_instructions
 from sparsebit.llm.finetuning.packed_lora import peft_module
@@ -104,14 +105,17 @@ def finetune(
         # Padding is neither learned nor seen: token 0, since the padding token of a tokenizer may have no embedding.
         rest = samples, tuning, rank, 0, str(model)
         run: Training
+        highest = torch.tensor(max((max(sample.tokens) for sample in samples), default=0))
         if parallel == "pipeline":
             stage = load_stage(model, rank, dtype=dtype, trust_remote_code=trust_remote_code)
+            need_embeddings(highest, stage.model)
             settings = _settings(tuning, samples, stage.model, dtype)
             run = PipelineTraining(stage, *rest)
         else:
             # Blocks that are sharded come to the device one by one.
             where = torch.device("cpu") if parallel == "fsdp" else rank.device
             backbone = load(model, dtype=dtype, device=where, trust_remote_code=trust_remote_code)
+            need_embeddings(highest, backbone)
             settings = _settings(tuning, samples, backbone, dtype)
             run = (ShardedTraining if parallel == "fsdp" else Training)(backbone, *rest)
         stages = rank.count if parallel == "pipeline" else 1
