@@ -14,21 +14,21 @@ from sparsebit.errors import CheckpointError
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """`safetensors.torch.save_file` without numpy, which the core does without."""
+    """`safetensors.torch.save_file` without numpy, which the core does without; OSError if the disk is full."""
     held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}  # must outlive the call
-    serialize_file(
-        {
-            name: TensorSpec(
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                shape=list(tensor.shape),
-                data_ptr=tensor.data_ptr(),
-                data_len=tensor.nbytes,
-            )
-            for name, tensor in held.items()
-        },
-        path,
-        metadata=metadata,
-    )
+    specs = {
+        name: TensorSpec(
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=list(tensor.shape),
+            data_ptr=tensor.data_ptr(),
+            data_len=tensor.nbytes,
+        )
+        for name, tensor in held.items()
+    }
+    try:
+        serialize_file(specs, path, metadata=metadata)
+    except SafetensorError as error:  # what it makes of a full disk, which is no OSError
+        raise OSError(f"{path} cannot be written ({error})") from None
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,13 @@ def write_gguf(path: Path, source: PackedSource, mix: Mix | None = None) -> list
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for item in track(tensors, "writing tensors"):
-        writer.write_tensor_data(item.read().numpy())
+        data = item.read().numpy()
+        try:
+            writer.write_tensor_data(data)
+        except OSError as error:  # numpy tells of a full disk by numbers of elements
+            with contextlib.suppress(OSError):
+                writer.close()
+            raise OSError(f"{path} cannot be written ({error}); is the disk full?") from error
     writer.close()
     return tensors
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError
@@ -33,7 +33,7 @@ from sparsebit.llm.loading import load
 from sparsebit.llm.process_group import joined
 from sparsebit.llm.run_folder import RunFolder
 from sparsebit.progress import track
-from sparsebit.tensor_files import digest
+from sparsebit.tensor_files import digest, save_tensors
 
 log = logging.getLogger(__name__)
 RECORD = "training.json"
@@ -171,10 +171,13 @@ def _write(
     with staging_folder(target) as staging:
         made = staging / target.name
         given = {} if tensors is None else {"state_dict": dict(tensors)}
-        peft_model.save_pretrained(str(made), safe_serialization=True, save_embedding_layers=False, **given)
+        try:
+            peft_model.save_pretrained(str(made), safe_serialization=True, save_embedding_layers=False, **given)
+        except SafetensorError as error:
+            raise OSError(f"{made} cannot be written ({error}); the states of the training are kept") from None
         if tensors is not None:  # peft writes the adapters of its own model alone: those of this stage
-            whole = {name.replace(".default.", "."): value.contiguous() for name, value in tensors.items()}
-            save_file(whole, made / "adapter_model.safetensors", metadata={"format": "pt"})
+            whole = {name.replace(".default.", "."): value for name, value in tensors.items()}
+            save_tensors(whole, made / "adapter_model.safetensors", {"format": "pt"})
         (made / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         write_checksums(made)
         os.replace(made, target)
