@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparsebit.errors import CheckpointError
 from sparsebit.llm.architectures import Architecture, Stages, linears
 from sparsebit.llm.bit_allocation import BitAllocation, allocate
 from sparsebit.llm.bit_costs import NUM_SAMPLES, bit_costs
@@ -123,6 +124,7 @@ class QuantizationRun:
         if number == 0 and self.recipe.needs_text:
             self.walk.start()
         original = self.skeleton.fill(self.paths[number])
+        _need_finite(original, self.paths[number])
         source = digest(dict(original.named_parameters()))
         finished = self.rank.from_first(lambda: folder.read(number, source))
         stages = self._stages(original)
@@ -175,6 +177,12 @@ class QuantizationRun:
             self.scaled_inputs[f"{self.paths[number]}: {name}"] = scaled
         for group in self.architecture.fused_groups(stages):
             self.fused.append(tuple(f"{self.paths[number]}.{name}" for name in group))
+
+
+def _need_finite(block: nn.Module, path: str) -> None:
+    for name, weight in block.named_parameters():
+        if weight.ndim > 1 and not weight.isfinite().all():
+            raise CheckpointError(f"{path}.{name} has NaN or infinite values: the float model is damaged")
 
 
 def _format_of(weight: Weight, recipe: Recipe) -> LayerFormat:

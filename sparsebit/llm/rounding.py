@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparsebit.errors import CheckpointError
 from sparsebit.llm.float_weight import Weight, round_to_floats
 from sparsebit.llm.packed_weight import PackedWeight
 from sparsebit.llm.recipe import Recipe
@@ -58,9 +57,6 @@ def round_weights(
 
     `take_moments`: the moments are overwritten, which saves their size.
     """
-    for name, weight in weights.items():
-        if not weight.isfinite().all():
-            raise CheckpointError(f"{name}.weight has NaN or infinite values: the float model is damaged")
     if recipe.float_kind is not None:
         return {name: _as_floats(weight, recipe, stored) for name, weight in weights.items()}
     W = torch.cat([weight.detach().float() for weight in weights.values()])[None]
