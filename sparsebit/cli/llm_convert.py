@@ -78,7 +78,8 @@ def convert(
             "gguf_types": dict(made.gguf_types),
             "check": None if check is None else asdict(check),
         }
-        facts = {"written": str(made.output), "layers": f"{len(made.formats)} packed layers as {made.format}"}
+        layers = f"{len(made.formats)} packed layers as {made.format}" if made.formats else f"float, as {made.format}"
+        facts = {"written": str(made.output), "layers": layers}
         if made.gguf_types:
             counts = Counter(made.gguf_types.values()).most_common()
             facts["types"] = ", ".join(f"{count} {kind}" for kind, count in counts)

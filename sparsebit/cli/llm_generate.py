@@ -85,7 +85,8 @@ def generate(
                 "packed_layers": paths,
             }
             out.result(record)
-        out.remark(f"{len(made)} tokens, {len(made) / seconds:.1f} a second; packed layers: {_words(paths)}")
+        how_run = "blocks were streamed" if single_device else f"packed layers: {_words(paths)}"
+        out.remark(f"{len(made)} tokens, {len(made) / seconds:.1f} a second; {how_run}")
 
 
 def _words(paths: dict[str, int]) -> str:

@@ -136,6 +136,10 @@ def test_single_device(source: Path) -> None:
     whole, streamed = json.loads(run(*common)), json.loads(run(*common, "--single-device"))
     assert streamed["perplexity"] == whole["perplexity"]
     assert streamed["resident_bytes"] < whole["resident_bytes"]
+    spoken = CliRunner().invoke(
+        app, ["llm", "generate", str(source), "-p", "abc", "--max-new-tokens", "2", "--single-device"]
+    )
+    assert "blocks were streamed" in spoken.stderr
     asked = ("generate", source, "-p", "abc", "--max-new-tokens", 3, "--json", "-q")
     assert json.loads(run(*asked, "--single-device"))["text"] == json.loads(run(*asked))["text"]
     assert "not together with --activations" in run(*asked, "--single-device", "--activations", "int8", code=2)
