@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from sparsebit.deploy import audit as audit_module
+from sparsebit.deploy.cpu import saturates
 from sparsebit.graph.failures import RAISE_VARIABLE
 from sparsebit.quantization import QMODULE_MAP
 from sparsebit.registry import ALGORITHMS, OBSERVERS, QUANTIZERS
@@ -95,6 +96,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.data)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        if item.get_closest_marker("exact_sums") and saturates():
+            item.add_marker(pytest.mark.skip(reason="this CPU has no VNNI: sums of 8-bit products clip at 16 bits"))
 
 
 @pytest.fixture(scope="session")

@@ -212,6 +212,7 @@ class TestExport:
         return qmodel, options, exported
 
     @pytest.mark.parametrize("backend", ["onnxruntime", "virtual"])
+    @pytest.mark.exact_sums
     def test_file_is_called_like_the_model(self, backend: str, common: ModuleType, tmp_path: Path) -> None:
         needs_onnx()
         target = tmp_path / "a.onnx"

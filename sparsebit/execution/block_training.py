@@ -168,8 +168,9 @@ class _Watch:
         if not math.isfinite(loss):
             if step == 0:  # nothing has been learned yet
                 raise CalibrationError(
-                    f"block {name!r}: the loss is {loss} before anything is learned: the block's inputs or its float "
-                    "outputs are not finite; look for NaN and infinity in the calibration data"
+                    f"block {name!r}: the loss is {loss} before anything is learned: the block's inputs, its float "
+                    "outputs or its weights are not finite; look for NaN and infinity in the calibration data and in "
+                    "the model"
                 )
             raise CalibrationError(f"block {name!r}: the loss became {loss} in step {step}; lower the learning rate")
         self._sum += loss

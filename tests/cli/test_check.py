@@ -68,6 +68,7 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
+@pytest.mark.exact_sums
 class TestAsWritten:
     def test_table(self, sparsebit: Sparsebit, folder: Path) -> None:
         answer = sparsebit(*COMMAND)
@@ -121,6 +122,7 @@ class TestAsWritten:
 
 
 class TestAgainst:
+    @pytest.mark.exact_sums
     def test_differences(self, sparsebit: Sparsebit, folder: Path) -> None:
         answer = sparsebit(*COMMAND, "--against", "float.onnx", "--json")
         assert answer.code == 0, answer.err

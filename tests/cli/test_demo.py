@@ -26,6 +26,7 @@ def _sklearn() -> None:
         pytest.importorskip(package)
 
 
+@pytest.mark.exact_sums
 def test_json(sparsebit: Sparsebit) -> None:
     threads = torch.get_num_threads()
     answer = sparsebit(*SHORT, "--json")

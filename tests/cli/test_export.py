@@ -30,6 +30,7 @@ def folder(sparsebit: Sparsebit, project: Path) -> Path:
     return project
 
 
+@pytest.mark.exact_sums
 def test_a_saved_model_and_its_file(sparsebit: Sparsebit, folder: Path) -> None:
     made = sparsebit("export", "quantized", *NET, "-d", "data.npz", "-o", "net.onnx", "--dynamic-batch", "--json")
     assert made.json["onnx"]["parity"]["is_exact"] and Path("net.onnx").is_file()

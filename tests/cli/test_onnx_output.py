@@ -47,6 +47,7 @@ def hidden(folder: Path) -> list[str]:
     return [name for name in os.listdir(folder) if name.startswith(".")]
 
 
+@pytest.mark.exact_sums
 def test_file_and_folder(sparsebit: Sparsebit, project: Path) -> None:
     answer = sparsebit(*COMMAND, "-o", "net.onnx", "-o", "saved")
     assert answer.code == 0, answer.err
@@ -91,6 +92,7 @@ def test_batch_of_one_can_be_dynamic(sparsebit: Sparsebit, project: Path) -> Non
     sys.modules.pop("one", None)
 
 
+@pytest.mark.exact_sums
 def test_openvino(sparsebit: Sparsebit, project: Path) -> None:
     pytest.importorskip("openvino")
     answer = sparsebit(*COMMAND, "-c", "openvino", "-o", "net.onnx", "--json")
@@ -112,6 +114,7 @@ class TestGate:
 
         monkeypatch.setattr(quant_model, "write", broken)
 
+    @pytest.mark.exact_sums
     def test_keeps_the_older_file(self, sparsebit: Sparsebit, project: Path, broken_writer: None) -> None:
         (project / "net.onnx").write_text("older")
         answer = sparsebit(*COMMAND, "-o", "net.onnx", "-o", "saved")

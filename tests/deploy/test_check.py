@@ -28,6 +28,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.exact_sums
 def test_the_runtime_computes_what_the_file_says(file: Path) -> None:
     found = check_as_written(file, FEEDS)
     assert not found.fault

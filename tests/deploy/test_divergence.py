@@ -33,6 +33,7 @@ def test_every_site_in_the_order_of_the_graph(codes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.exact_sums
 def test_looking_does_not_disturb(runtime: str, file: Path, codes: dict[str, Any]) -> None:
     pytest.importorskip(runtime)
     found = site_differences(file, runtime, {"x": X}, codes)

@@ -122,6 +122,7 @@ class TestIntegerOperators:
         open_session(session_file, num_threads=1, optimized_file=file)
         return onnx.load(file)
 
+    @pytest.mark.exact_sums
     def test_qgemm_and_matmul_integer_to_float(self, tmp_path: Path) -> None:
         t = Tiny((2, 64))
         x = t.quantized("x")

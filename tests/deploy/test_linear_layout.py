@@ -157,6 +157,7 @@ def test_openvino_runs_groups_too(tmp_path: Path) -> None:
     assert "DYNAMIC_QUANTIZATION_GROUP_SIZE" in str(parity)
 
 
+@pytest.mark.exact_sums
 def test_quantized_linears_of_tokens_need_no_transpose(tmp_path: Path) -> None:
     x = torch.randn(2, 3, 16)
     qmodel = calibrated(Mlp(16), [x], qconfig(backend="onnxruntime"))

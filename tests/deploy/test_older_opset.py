@@ -29,6 +29,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt"])
+@pytest.mark.exact_sums
 def test_opset_13(backend: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     qmodel = calibrated(Net(), [X], qconfig(backend=backend))

@@ -120,7 +120,7 @@ def test_a_loss_that_is_no_number_is_an_error() -> None:
             layer.bias.fill_(torch.nan)
         train_block(data, [ParameterGroup((layer.bias,), 0.1)], Training(5), distance=squared_error)
 
-    with pytest.raises(CalibrationError, match="loss became nan"):
+    with pytest.raises(CalibrationError, match="loss is nan before anything is learned"):
         pruned(visit)
 
 

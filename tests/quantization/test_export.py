@@ -128,6 +128,7 @@ def test_every_layer_computes_what_was_simulated(name: str, bits: int, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["convolutions", "computed", "linears", "hugging_face", "residual"])
+@pytest.mark.exact_sums
 def test_onnxruntime_computes_what_was_simulated_bit_by_bit(name: str, tmp_path: Path) -> None:
     make, x = MODELS[name]
     torch.manual_seed(1)
@@ -399,6 +400,7 @@ def test_ports_may_be_called_like_values_inside(tmp_path: Path) -> None:
     assert worst(qmodel, tmp_path / "m.onnx", X) <= EXACT
 
 
+@pytest.mark.exact_sums
 def test_a_dynamic_batch_of_a_quantized_net(tmp_path: Path) -> None:
     x = IMAGES[:, :3]
     qmodel = calibrated(Residual().eval(), [x], qconfig(backend="onnxruntime"))

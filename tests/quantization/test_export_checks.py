@@ -103,6 +103,7 @@ BEHIND = {
 }
 
 
+@pytest.mark.exact_sums
 def test_a_good_file_passes(made: Made) -> None:
     parity = made.qmodel.check_onnx(made.file, [X])
     assert parity.worst.max_difference <= 1e-6 and parity.worst.num_samples == 6
@@ -110,6 +111,7 @@ def test_a_good_file_passes(made: Made) -> None:
 
 
 @pytest.mark.parametrize("layer", ["first", "second"])
+@pytest.mark.exact_sums
 def test_a_wrong_layer_is_named_by_the_first_site_behind_it(layer: str, made: Made, tmp_path: Path) -> None:
     file = made.broken(tmp_path, doubled, f"{layer}.weight/scale")
     site = BEHIND[made.qmodel.config.BACKEND][layer]
@@ -119,6 +121,7 @@ def test_a_wrong_layer_is_named_by_the_first_site_behind_it(layer: str, made: Ma
         made.qmodel.check_onnx(file, [X])
 
 
+@pytest.mark.exact_sums
 def test_a_wrong_last_layer_lies_behind_all_sites(made: Made, tmp_path: Path) -> None:
     file = made.broken(tmp_path, doubled, "head.weight/scale")
     words = r"agree( but for single steps)? up to the last one, head\.input: the fault lies behind it"

@@ -169,6 +169,7 @@ def test_saved_and_loaded(batches: list[Tensor], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
+@pytest.mark.exact_sums
 def test_exported_through_the_check(batches: list[Tensor], tmp_path: Path, backend: str) -> None:
     pytest.importorskip(backend)
     qmodel = sparsebit.quantize(trained(), batches, qconfig(TUNING, backend=backend))

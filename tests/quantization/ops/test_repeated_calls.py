@@ -67,6 +67,7 @@ def built(name: str, seed: int = 0, backend: str = "onnxruntime") -> tuple[Quant
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.exact_sums
 def test_the_file_is_bit_exact(name: str, tmp_path: Path) -> None:
     for seed in range(2):
         qmodel, x = built(name, seed)

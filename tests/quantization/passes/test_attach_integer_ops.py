@@ -250,6 +250,7 @@ class FactorOfTheBias(Functional):
     [ComputedKernel, NamedMatrix, TransposedMatrix, KernelOfTheInput, MatrixOfTheInput, WithoutBias],
     ids=lambda kind: kind.__name__,
 )
+@pytest.mark.exact_sums
 def test_functions_run_in_integers_and_bit_by_bit(kind: type[Functional], tmp_path: Path) -> None:
     torch.manual_seed(0)
     qmodel = calibrated(kind(), [X], qconfig(backend="onnxruntime"))
