@@ -120,11 +120,17 @@ def test_sigterm_is_143_and_its_handler_is_put_back(
     def killed(**_: object) -> None:
         signal.raise_signal(signal.SIGTERM)
 
-    before = signal.getsignal(signal.SIGTERM)
+    def unhandled(*_: object) -> None:
+        """By default the signal would end all tests of this process."""
+
     monkeypatch.setattr(graph, "speaking", killed)
-    answer = sparsebit(*GRAPH)
-    assert answer.code == 143 and answer.err == "interrupted: nothing was left half-written\n"
-    assert signal.getsignal(signal.SIGTERM) == before
+    before = signal.signal(signal.SIGTERM, unhandled)
+    try:
+        answer = sparsebit(*GRAPH)
+        assert answer.code == 143 and answer.err == "interrupted: nothing was left half-written\n"
+        assert signal.getsignal(signal.SIGTERM) == unhandled
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize(
