@@ -147,7 +147,10 @@ def packed_linear(x: Tensor, weight: FragmentWeight) -> Tensor:
             f"x is {x.dtype} {tuple(x.shape)}; the weight takes {weight.scales.dtype} with {weight.inputs} inputs"
         )
     rows = x.reshape(-1, weight.inputs)
-    if torch.compiler.is_compiling() or type(x) is not Tensor or not len(rows) or not runs_on(x.device):
+    needs_operator = (
+        torch.compiler.is_compiling() or type(x) is not Tensor or (x.requires_grad and torch.is_grad_enabled())
+    )
+    if needs_operator or not len(rows) or not runs_on(x.device):
         y: Tensor = torch.ops.sparsebit.packed_linear(rows, weight.words, weight.scales, weight.zeros)
     else:  # an operator in Python takes longer to call than its kernels take to run
         y = _product(rows, weight)

@@ -159,3 +159,13 @@ def test_in_a_cuda_graph(gpu: torch.device) -> None:
         y = packed_linear(x, weight)
     graph.replay()
     assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_gradient_is_an_error_and_never_lost_in_silence(device: str) -> None:
+    """Layers that train have a backward of their own (`QuantLinear`); the product alone has none."""
+    codes, scales, _ = parts(128, 128, 128)
+    weight = on(device, fragment_weight(codes, scales))
+    x = torch.randn(2, 128, dtype=torch.bfloat16, device=device, requires_grad=True)
+    with pytest.raises(RuntimeError, match="autograd"):
+        packed_linear(x, weight).sum().backward()
