@@ -60,7 +60,7 @@ class QuantizationRun:
             with_float=recipe.needs_float_inputs,
             batch_size=batch_size,
             memory_budget=memory_budget,
-            rank=rank,
+            rank=rank if recipe.needs_text else None,  # without text there is nothing to share out
         )
         self.batch_size, self.memory_budget = batch_size, memory_budget
         self.allocation: BitAllocation | None = None

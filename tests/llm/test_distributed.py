@@ -50,6 +50,8 @@ def everything(folder: Path, output: Path) -> None:
     quantize(folder / "float-llama", output / "gptq", GPTQ, calibration, batch_size=2, check=False)
     mixed = Recipe(method="rtn", group_size=32, candidate_bits=(2, 4), average_bits=3.0)
     quantize(folder / "float-llama", output / "mixed", mixed, calibration, batch_size=2, check=False)
+    plainly = Recipe(method="rtn", group_size=32, scale_search="none")
+    quantize(folder / "float-llama", output / "without_text", plainly, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +87,7 @@ def test_adapters_of_two_processes(folder: Path, kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gptq", "mixed"])
+@pytest.mark.parametrize("name", ["gptq", "mixed", "without_text"])
 def test_a_model_calibrated_by_two_processes(folder: Path, name: str) -> None:
     one, two = (
         {key: value for file in (folder / part / name).glob("*.safetensors") for key, value in load_file(file).items()}
