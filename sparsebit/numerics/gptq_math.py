@@ -51,13 +51,15 @@ class InverseFactor:
         self.block_size = rounding.block_size
         self.order = activation_order(H) if rounding.act_order else None
         self.U = inverse_factor(H, rounding.damping, self.order)
+        self._only_rounds = False
 
     def only_rounds(self, dtype: torch.dtype) -> None:
         """From here on only `round` is called, with weights of this type: the factor needs no more precision then."""
-        self.U = _shares_(self.U).to(dtype)
+        self.U, self._only_rounds = _shares_(self.U).to(dtype), True
 
     def solved(self, x: Tensor) -> Tensor:
         """`x (H + damping)^-1`, `(groups, rows, columns)`."""
+        assert not self._only_rounds, "the factor was given up by only_rounds()"
         if self.order is None:
             return x @ self.U.mT @ self.U
         return _columns(_columns(x, self.order) @ self.U.mT @ self.U, self.order.argsort(-1))
@@ -153,12 +155,12 @@ def _shares_(U: Tensor) -> Tensor:
     return U.div_(U.diagonal(dim1=-2, dim2=-1)[..., None].clone())
 
 
-def _round_block(spec: TensorSpec, shares: Tensor, *rest_of_it: Tensor) -> None:
-    """Round the columns of a block, `rest`, into `steps`, and what is left of them into `errors`.
+def _round_block(spec: TensorSpec, shares: Tensor, *others: Tensor) -> None:
+    """Round the columns of a block; five kernels a column.
 
-    Five kernels a column. Behind `shares`: the tensors of the spread, `rest`, `steps`, `errors`.
+    `others`: the tensors of the spread, then `rest`, the weight, then `steps` and `errors`, which are written.
     """
-    *own_spread, rest, steps, errors = rest_of_it
+    *own_spread, rest, steps, errors = others
     spread = Spread.of(spec, own_spread)
     columns = zip(rest.unbind(1), steps.unbind(1), errors.unbind(1), spread.by_column(), strict=True)
     for number, (wanted, taken, error, own) in enumerate(columns):
@@ -193,12 +195,12 @@ def _descend_lines(wanted: Tensor, H: Tensor, steps: Tensor, lines: Lines, block
     return better
 
 
-def _descend_block(spec: TensorSpec, steps: Tensor, H: Tensor, *rest_of_it: Tensor) -> None:
+def _descend_block(spec: TensorSpec, steps: Tensor, H: Tensor, *others: Tensor) -> None:
     """Put the best steps of a block's columns into `better`, and how far values moved into `moves`.
 
-    Six kernels a column. Behind `H`: the tensors of the spread, `gradient`, `better`, `moves`.
+    Six kernels a column. `others`: the tensors of the spread, then `gradient`, `better` and `moves`.
     """
-    *own_spread, gradient, better, moves = rest_of_it
+    *own_spread, gradient, better, moves = others
     spread = Spread.of(spec, own_spread)
     bend = H.diagonal(dim1=-2, dim2=-1)[..., None] * spread.scale
     bend.masked_fill_(bend <= 0, torch.inf)  # nothing pulls there

@@ -1,4 +1,7 @@
-"""`ForgivingModel`: differences that are no fault of a capture: moved state, and rounding that a model amplifies."""
+"""`ForgivingModel`: tells faults of a capture from harmless differences.
+
+Harmless are a state that earlier calls have moved, and rounding that the model itself amplifies.
+"""
 
 from __future__ import annotations
 

@@ -118,6 +118,6 @@ class RecapturedModel(SimulatedModel):
 
 
 def _with_code(model: nn.Module, policy: LeafPolicy, path: str = "") -> list[str]:
-    """The paths, from `path` down, of the modules that are no leaves: their own code can run in place of a graph."""
+    """The paths, from `path` down, of the modules whose own code can run in place of a graph: all but leaves."""
     modules = model.get_submodule(path).named_modules(prefix=path)
     return [name for name, module in modules if has_forward(module) and not policy.is_leaf(module, name)]

@@ -107,10 +107,8 @@ def _difference(expected: Any, found: Any, part: str) -> str:
     import numpy
 
     expected, found = numpy.asarray(expected), numpy.asarray(found)
-    if part in ("scale", "zero_point") and 1 in (
-        expected.size,
-        found.size,
-    ):  # one for all, or repeated for every channel
+    is_one = expected.size == 1 or found.size == 1
+    if part in ("scale", "zero_point") and is_one:  # one for all, or repeated for every channel
         expected, found = numpy.broadcast_arrays(expected.reshape(-1), found.reshape(-1))
     if expected.size != found.size:
         return ""  # the layout has padded it
@@ -119,7 +117,8 @@ def _difference(expected: Any, found: Any, part: str) -> str:
     expected = min(forms, key=lambda form: int((form != found).sum()), default=expected)
     if expected.shape != found.shape:
         expected, found = numpy.sort(expected.reshape(-1)), numpy.sort(found.reshape(-1))
-    differs = (expected != found).reshape(-1)
+    are_nan = numpy.isnan(expected) & numpy.isnan(found)
+    differs = ((expected != found) & ~are_nan).reshape(-1)
     if not differs.any():
         return ""
     where = int(differs.argmax())

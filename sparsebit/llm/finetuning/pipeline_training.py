@@ -18,7 +18,7 @@ from sparsebit.llm.finetuning.packing_check import check_packing
 from sparsebit.llm.finetuning.pipeline_stage import PipelineStageModule
 from sparsebit.llm.finetuning.sample_packing import IGNORED, Batch, make_batch
 from sparsebit.llm.finetuning.training_files import restore_parameters, save_state, saved_steps, state_at
-from sparsebit.llm.finetuning.training_loop import Training, seed_of
+from sparsebit.llm.finetuning.training_loop import Training, clip_over_processes, seed_of
 from sparsebit.llm.finetuning.tuning import Tuning
 from sparsebit.llm.process_group import Rank
 
@@ -99,13 +99,7 @@ class PipelineTraining(Training):
     def clip(self) -> None:
         """To the norm over the adapters of all stages."""
         gradients = [one.grad for one in self.parameters.values() if one.grad is not None]
-        total = torch.zeros((), device=self.rank.device)
-        for gradient in gradients:
-            total += gradient.float().square().sum()
-        dist.all_reduce(total)
-        factor = (self.tuning.max_grad_norm / (total.sqrt() + 1e-6)).clamp(max=1.0)
-        for gradient in gradients:
-            gradient.mul_(factor)
+        clip_over_processes(gradients, self.tuning.max_grad_norm, self.rank.device)
 
     def resume(self, folder: Path) -> int:
         """Take up the newest state that every stage has."""

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -20,7 +19,7 @@ from sparsebit.llm.finetuning.optimizers import OPTIMIZERS
 from sparsebit.llm.finetuning.packed_lora import blocks_path
 from sparsebit.llm.finetuning.sample_packing import Batch, make_batch
 from sparsebit.llm.finetuning.training_files import TrainingState, newest_state, restore_parameters, save_state
-from sparsebit.llm.finetuning.training_loop import Training
+from sparsebit.llm.finetuning.training_loop import Training, clip_over_processes
 from sparsebit.llm.finetuning.tuning import Tuning
 from sparsebit.llm.process_group import Rank
 from sparsebit.llm.quant_linear import QuantLinear
@@ -57,13 +56,7 @@ class ShardedTraining(Training):
     def clip(self) -> None:
         """To the norm over the shares of all processes."""
         gradients = [local(one.grad) for one in self.parameters.values() if one.grad is not None]
-        total = torch.zeros((), device=self.rank.device)
-        for gradient in gradients:
-            total += gradient.float().square().sum()
-        dist.all_reduce(total)
-        factor = (self.tuning.max_grad_norm / (total.sqrt() + 1e-6)).clamp(max=1.0)
-        for gradient in gradients:
-            gradient.mul_(factor)
+        clip_over_processes(gradients, self.tuning.max_grad_norm, self.rank.device)
 
     def resume(self, folder: Path) -> int:
         """Take up the newest state, which is that of a training without shards."""

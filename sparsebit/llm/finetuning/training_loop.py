@@ -179,6 +179,17 @@ def add_up(parameters: Sequence[nn.Parameter], loss: Tensor) -> Tensor:
     return flat[-1]
 
 
+def clip_over_processes(gradients: Sequence[Tensor], largest: float, device: torch.device) -> None:
+    """Scale the gradients such that their norm, over those of all processes, is not above `largest`."""
+    total = torch.zeros((), device=device)
+    for gradient in gradients:
+        total += gradient.float().square().sum()
+    dist.all_reduce(total)
+    factor = (largest / (total.sqrt() + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor)
+
+
 def seed_of(seed: int, step: int, index: int) -> int:
     """The seed of the dropout in one part of a step."""
     return int.from_bytes(hashlib.sha256(f"{seed} {step} {index}".encode()).digest()[:7], "big")
