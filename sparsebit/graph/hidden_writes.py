@@ -22,16 +22,12 @@ _LIBRARIES = {"torch", "sparsebit", "numpy", *sys.stdlib_module_names} - {"__mai
 
 def module_may_write(module: nn.Module) -> bool:
     """Whether a call of the module, which runs code of its own, may write into its arguments."""
-    parts = list(module.modules())
-    kinds: list[Any] = [type(part.source if isinstance(part, CapturedGraph) else part) for part in parts]
-    return any(getattr(part, "inplace", False) is True for part in parts) or any(map(_class_may_write, kinds))
+    return _any_may_write([part.source if isinstance(part, CapturedGraph) else part for part in module.modules()])
 
 
 def code_may_write(model: nn.Module) -> bool:
     """Whether code in a captured model that is no graph may write into tensors that layers have read."""
-    parts = list(model.modules())
-    kinds: list[Any] = [type(part) for part in parts if not isinstance(part, CapturedGraph)]
-    return any(getattr(part, "inplace", False) is True for part in parts) or any(map(_class_may_write, kinds))
+    return _any_may_write([part for part in model.modules() if not isinstance(part, CapturedGraph)])
 
 
 def function_may_write(function: Any) -> bool:
@@ -45,11 +41,20 @@ def may_write_parameters(model: nn.Module) -> bool:
     """Whether a forward of the model may write into its parameters: clip a weight, say."""
     parts = list(model.modules())
     kinds: list[Any] = [type(part) for part in parts]
-    own = [_function(value) for part in parts for value in (*vars(part).values(), *_hooks(part))]
     return (
         any(getattr(part, "max_norm", None) is not None for part in parts)
         or any(map(_class_may_train, kinds))
-        or any(function is not None and _may_train(function) for function in own)
+        or any(map(_may_train, _held_functions(parts)))
+    )
+
+
+def _any_may_write(parts: list[nn.Module]) -> bool:
+    """Whether code of one of the modules may write: of its class, its hooks, or a function that it holds."""
+    kinds: list[Any] = list(map(type, parts))
+    return (
+        any(getattr(part, "inplace", False) is True for part in parts)
+        or any(map(_class_may_write, kinds))
+        or any(map(function_may_write, _held_functions(parts)))
     )
 
 
@@ -120,6 +125,12 @@ def _function(value: Any) -> FunctionType | None:
     return value if is_users else None
 
 
+def _held_functions(parts: list[nn.Module]) -> list[FunctionType]:
+    """The user's functions that the modules hold as attributes and hooks."""
+    held = (_function(value) for part in parts for value in (*vars(part).values(), *_hooks(part)))
+    return [function for function in held if function is not None]
+
+
 def _hooks(module: nn.Module) -> list[Any]:
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
 
@@ -130,7 +141,7 @@ def _arguments(function: FunctionType) -> set[str]:
 
 
 def _own_functions(kind: Any) -> list[FunctionType]:
-    own = (base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("torch", "sparsebit", "builtins"))
+    own = (base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("torch", "sparsebit"))
     members = (member for base in own for member in vars(base).values())
     functions = (member.__func__ if isinstance(member, (staticmethod, classmethod)) else member for member in members)
     return [function for function in functions if isinstance(function, FunctionType)]

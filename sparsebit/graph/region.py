@@ -20,6 +20,7 @@ from sparsebit.graph.hidden_writes import module_may_write
 from sparsebit.graph.nested import is_symbolic
 from sparsebit.graph.outcome import Call, Randomness, Snapshot, cloned
 from sparsebit.graph.outer_state import OuterState
+from sparsebit.graph.own_tensors import with_own_tensors
 from sparsebit.graph.stand_in import StandIn
 from sparsebit.graph.untraceable import has_hooks
 
@@ -102,6 +103,9 @@ class Region(StandIn):
 
         Guards ask for sizes, types and numbers, never for values: inputs of one form always give the same answers.
         """
+        return with_own_tensors(self._attempt(inputs), inputs)
+
+    def _attempt(self, inputs: dict[str, Any]) -> Any:
         if not self.has_guards or torch.compiler.is_compiling():
             return self.graph_module(**inputs)
         form = _form_of(inputs)

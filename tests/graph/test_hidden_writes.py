@@ -134,6 +134,30 @@ def test_code_that_only_computes_writes_nothing() -> None:
     assert not module_may_write(Harmless())
 
 
+def holding(function: Any) -> nn.Module:
+    model = Harmless()
+    model.then = function
+    return model
+
+
+def hooked_by(function: Any) -> nn.Module:
+    model = Harmless()
+    model.register_forward_hook(lambda module, args, output: function(args[0]))
+    return model
+
+
+@pytest.mark.parametrize("build", [holding, hooked_by])
+def test_functions_that_a_module_holds_count(build: Any) -> None:
+    assert module_may_write(build(lambda x: x.detach().mul_(2))) and code_may_write(build(lambda x: x.detach().mul_(2)))
+    assert not module_may_write(holding(lambda x: x * 2))
+
+
+def test_a_class_without_a_module_of_its_own_is_the_users() -> None:
+    made: dict[str, Any] = {"nn": nn}
+    exec("class Made(nn.Module):\n    def forward(self, x):\n        return x.mul_(2)\n", made)
+    assert made["Made"].__module__ == "builtins" and module_may_write(made["Made"]())
+
+
 def test_a_module_that_works_in_place_writes() -> None:
     assert module_may_write(nn.Sequential(Harmless(), nn.ReLU(inplace=True)))
 

@@ -13,6 +13,7 @@ from typing_extensions import Self
 
 from sparsebit.graph.op_rows import OpKind, OpRow
 from sparsebit.graph.op_table import bias_argument, input_argument, weight_argument
+from sparsebit.graph.own_tensors import with_own_tensors
 from sparsebit.graph.stand_in import StandIn
 from sparsebit.quantization.ops.bias import BiasRounding
 from sparsebit.quantization.ops.integer_ops import IntegerHardSigmoid, IntegerLayer, IntegerMultiply, with_gradient_of
@@ -149,6 +150,9 @@ class WeightedQuantOpr(QuantOpr):
 
     def compute_layer(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's forward on its quantized input and weight, without its hooks."""
+        return with_own_tensors(self._compute_layer(args, kwargs), args)
+
+    def _compute_layer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         bias_rounding, integer = self.arithmetic_for(args)
         args = self.quantize_input(args, kwargs)
         if not self.weight_quantizer.is_enable:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
+from torch import fx, nn
 
 from sparsebit.config.targets import ACTIVATION, Target
 from sparsebit.graph.capture import Captured
@@ -50,8 +48,7 @@ def attach_quantizers(captured: Captured, plan: Plan, placement: Placement) -> N
         if planned is not None:
             wrapped = maker.wrap(loose.module, planned)
             loose.parent._modules[loose.name] = wrapped
-            if writes_outside and _read_copy not in wrapped._forward_pre_hooks.values():
-                wrapped.register_forward_pre_hook(_read_copy, with_kwargs=True)
+            wrapped.input_quantizer.reads_copy = writes_outside
 
 
 def _writes_behind_code(root: CapturedGraph) -> bool:
@@ -65,13 +62,6 @@ def _writes_behind_code(root: CapturedGraph) -> bool:
     return writes is not None and any(
         writes.any_behind(node, source) for node in calls for source in node.all_input_nodes
     )
-
-
-def _read_copy(layer: QuantOpr, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Let a layer's quantizer read a copy, where code that is no graph may write into what it has read."""
-    if not torch.is_grad_enabled() or not layer.input_quantizer.is_enable:
-        return None
-    return pytree.tree_map_only(Tensor, Tensor.clone, (args, kwargs))
 
 
 class _RegionAttacher:

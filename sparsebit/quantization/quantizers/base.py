@@ -77,6 +77,7 @@ class Quantizer(KeptNumbers):
         self.held_parameters: set[str] = set()  # that learn when they are let go of
         # Where others do the work of this one, which is off: they, by the names that a user is told.
         self.replaced_by: dict[str, Quantizer] = {}
+        self.reads_copy = False  # where code that is no graph may overwrite what it reads before the backward does
         self.saw_infinity = False  # in calibration: what a mask hides has no grid, and stays in float
         self.make_parameters(num_scales)
         # Both travel with the state_dict, so that a fresh model is as the saved one was. They are 0 or 1 in float:
@@ -130,7 +131,11 @@ class Quantizer(KeptNumbers):
             return x
         if self.is_following:
             self.follow(x)
-        return self.fake_quantize(x)
+        return self.fake_quantize(self.to_keep(x))
+
+    def to_keep(self, x: Tensor) -> Tensor:
+        """`x` as the backward is to find it."""
+        return x.clone() if self.reads_copy and torch.is_grad_enabled() else x
 
     @property
     def is_enable(self) -> bool:

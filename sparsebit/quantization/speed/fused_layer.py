@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from sparsebit.graph.own_tensors import with_own_tensors
 from sparsebit.kernels.activations import ACTIVATIONS
 from sparsebit.numerics import dispatch, operator
 from sparsebit.numerics.gradients import LEARNING, Gradient
@@ -191,6 +192,7 @@ class FusedLayer(Substitute):
         weight = layer.weight_quantizer(op.weight) if self.quantized_weight is None else self.quantized_weight
         bias = layer.stored_bias()
         may_be_fused = may_fuse(quantizer, (op,), x)
+        x = quantizer.to_keep(x) if may_be_fused else x
         if may_be_fused and not activation and self.savings.first_layer:
             found = first_layer(op, quantizer, x, weight, bias, gradient or quantizer.GRADIENT)
             if found is not None:
@@ -199,7 +201,8 @@ class FusedLayer(Substitute):
             found = self._as_one_node(x, weight, bias, gradient or quantizer.GRADIENT, activation)
             if found is not None:
                 return found
-        return forward_with(op, weight, bias, (self._quantized_input(x, gradient, activation),), {})
+        output = forward_with(op, weight, bias, (self._quantized_input(x, gradient, activation),), {})
+        return with_own_tensors(output, x)
 
     def _quantized_input(self, x: Any, gradient: Gradient | None, activation: str) -> Any:
         quantizer = self.layer.input_quantizer

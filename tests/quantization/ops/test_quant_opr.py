@@ -163,6 +163,33 @@ class TestRegister:
             register_qmodule(sources=[3])
 
 
+class ByFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x[:, :1], self.weight, self.weight[0])
+
+
+class Frozen(nn.Module):
+    """A part without gradients on half of the input, times the other half: autograd refuses that for a view.
+
+    The half is not contiguous; on a contiguous copy of it, `F.linear` gives a view.
+    """
+
+    def __init__(self, part: str, mode: Any) -> None:
+        super().__init__()
+        self.layer, self.block, self.function = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)), ByFunction()
+        self.part, self.mode = part, mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = torch.hsplit(x, 2)
+        with self.mode():
+            y: Tensor = getattr(self, self.part)(left)
+        return y.mul_(right)
+
+
 class TestWeightedLayers:
     @pytest.mark.parametrize(
         "layer",
@@ -202,6 +229,19 @@ class TestWeightedLayers:
         qmodel = calibrated(model, [x])
         torch.testing.assert_close(qmodel(x), model(x), atol=0.05, rtol=0.05)
         assert any(quantizer.target == "weight" and quantizer.is_enable for quantizer in qmodel.quantizers())
+
+    @pytest.mark.parametrize("mode", [torch.no_grad, lambda: torch.set_grad_enabled(False)], ids=["no_grad", "set"])
+    @pytest.mark.parametrize("part", ["layer", "block", "function"])
+    @pytest.mark.parametrize("is_accelerated", [False, True])
+    def test_what_is_computed_without_gradients_may_be_written_with_them(
+        self, part: str, mode: Any, is_accelerated: bool
+    ) -> None:
+        model, x = Frozen(part, mode).train(), torch.randn(3, 2, 4, 4)
+        qmodel = calibrated(model, [x], qconfig(bits=16)).train()
+        qmodel.accelerate(is_accelerated)
+        expected, got = (run(x.clone().requires_grad_()) for run in (model, qmodel))
+        torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
+        assert got.requires_grad
 
     def test_attributes_are_the_ops(self) -> None:
         qmodel = QuantModel(nn.Sequential(nn.Conv2d(3, 4, 3, stride=2)), qconfig())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -230,5 +232,50 @@ def test_own_code_may_write_into_what_a_quantizer_has_read(part: nn.Module) -> N
     for run in (model, qmodel):
         given = x.clone().requires_grad_()
         run(given).square().sum().backward()
+        gradients.append(given.grad)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0.05)
+
+
+class WritesBehindForward(nn.Module):
+    """Its layer is called without its hooks, and saves a copy: what it has read may be overwritten."""
+
+    def __init__(self, split: Callable[[Tensor], Any], write: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.split, self.write = nn.Linear(4, 4), split, write
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 1e9:
+            x = x / 2
+        y = self.layer.forward(self.split(x)[1])
+        self.write(x)
+        return y
+
+
+@pytest.mark.parametrize("is_packed", [None, False, True], ids=["plain", "fused", "packed"])
+@pytest.mark.parametrize(
+    "write",
+    [lambda x: x.detach().mul_(2), lambda x: x.data.mul_(2), lambda x: x[:, :1].add_(1)],
+    ids=["detach", "data", "view"],
+)
+@pytest.mark.parametrize(
+    "split",
+    [
+        lambda x: x.split(2, 2),
+        lambda x: x.chunk(2, 2),
+        lambda x: x.tensor_split(2, 2),
+        lambda x: x.hsplit(2),
+        lambda x: x.unbind(1),
+    ],
+    ids=["split", "chunk", "tensor_split", "hsplit", "unbind"],
+)
+def test_own_code_may_write_into_what_a_layers_forward_has_read(split: Any, write: Any, is_packed: bool | None) -> None:
+    model, x = WritesBehindForward(split, write).train(), torch.randn(3, 2, 4, 4)
+    qmodel = calibrated(model, [2 * x], qconfig(bits=16)).train()
+    qmodel.accelerate(is_packed is not None)
+    qmodel.pack_saved_activations(bool(is_packed))
+    gradients = []
+    for run in (model, qmodel):
+        given = x.clone().requires_grad_()
+        run(given * 1).square().sum().backward()
         gradients.append(given.grad)
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0.05)
