@@ -88,7 +88,7 @@ class QuantLinear(nn.Module):
         if x.requires_grad and torch.is_grad_enabled():
             y: Tensor = _Differentiable.apply(x, self)  # type: ignore[no-untyped-call]
             return y
-        return self._product(x, exact=False)
+        return self._product(x)
 
     def input_gradient(self, gradient: Tensor) -> Tensor:
         """`gradient (..., out)` times the weight: what the input gets. The weight is unpacked on the way, and freed."""
@@ -97,14 +97,24 @@ class QuantLinear(nn.Module):
             return packed_transposed(gradient, self.packed)
         return gradient @ dense(self.prepared()).to(gradient.dtype)
 
-    def _product(self, x: Tensor, *, exact: bool) -> Tensor:
-        """`exact`: not by a kernel that rounds its input."""
-        if self.path == UNPACKED or (exact and LAYOUTS[self.path].dense is None):
+    def exact_product(self, x: Tensor) -> Tensor:
+        """The output for `x`, not by a kernel that rounds its input, and without a graph for a backward."""
+        if self.path == UNPACKED or LAYOUTS[self.path].dense is None:
             return packed_linear(x, self.packed, self.bias)
-        y = None if exact or self.parallel is None else self.parallel.product(self, x)
-        if y is None:
-            rows = x.reshape(-1, self.in_features)
-            y = LAYOUTS[self.path].product(rows, self.prepared()).reshape(*x.shape[:-1], self.out_features)
+        return self._with_bias(self._own_product(x))
+
+    def _product(self, x: Tensor) -> Tensor:
+        if self.path == UNPACKED:
+            return packed_linear(x, self.packed, self.bias)
+        y = None if self.parallel is None else self.parallel.product(self, x)
+        return self._with_bias(self._own_product(x) if y is None else y)
+
+    def _own_product(self, x: Tensor) -> Tensor:
+        """By the kernel that was chosen, for this layer alone."""
+        rows = x.reshape(-1, self.in_features)
+        return LAYOUTS[self.path].product(rows, self.prepared()).reshape(*x.shape[:-1], self.out_features)
+
+    def _with_bias(self, y: Tensor) -> Tensor:
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:
@@ -168,7 +178,7 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: QuantLinear) -> Tensor:
         ctx.layer = layer
-        return layer._product(x, exact=True)
+        return layer.exact_product(x)
 
     @staticmethod
     @once_differentiable

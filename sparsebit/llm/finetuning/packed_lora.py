@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from sparsebit.errors import CheckpointError, ConfigError, MissingExtraError
 from sparsebit.llm.architectures import ARCHITECTURES
 from sparsebit.llm.file_checksums import check_files
+from sparsebit.llm.finetuning.adapted_product import adapted_product, trains
 from sparsebit.llm.float_linear import FloatLinear
 from sparsebit.llm.parallel_layers import separate_parallel_layers
 from sparsebit.llm.quant_linear import QuantLinear
@@ -170,19 +171,26 @@ def lora_class() -> Any:
             return module.in_features, module.out_features
 
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            names = [] if self.disable_adapters else [name for name in self.active_adapters if name in self.lora_A]
+            if len(names) == 1 and self._trains_plainly(names[0], x):
+                down, up, _ = self._parts(names[0])
+                base: Any = self.base_layer
+                return adapted_product(base, x, down.weight, up.weight, self.scaling[names[0]])
             result: Tensor = self.base_layer(x)
-            if self.disable_adapters:
-                return result
-            for name in self.active_adapters:
-                if name not in self.lora_A:
-                    continue
-                down: Any = self.lora_A[name]
-                up: Any = self.lora_B[name]
-                dropout: Any = self.lora_dropout[name]
+            for name in names:
+                down, up, dropout = self._parts(name)
                 inner = F.linear(dropout(x), down.weight.to(x.dtype))
                 bias = None if up.bias is None else up.bias.to(x.dtype)
                 result = result + F.linear(inner, up.weight.to(x.dtype), bias) * self.scaling[name]
             return result
+
+        def _parts(self, name: str) -> tuple[Any, Any, Any]:
+            return self.lora_A[name], self.lora_B[name], self.lora_dropout[name]
+
+        def _trains_plainly(self, name: str, x: Tensor) -> bool:
+            """Whether the adapter is two matrices and nothing else, and this is a training step."""
+            down, up, dropout = self._parts(name)
+            return up.bias is None and isinstance(dropout, nn.Identity) and trains(self.base_layer, x, down.weight)
 
         def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
             raise ConfigError("a packed layer cannot take an adapter into its codes; use sparsebit.llm.merge")
