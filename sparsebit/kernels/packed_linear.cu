@@ -140,6 +140,12 @@ __device__ __forceinline__ u32 value(const Words& w, int j, int i, u32 zero, u32
 // ahead words are loaded. AHEAD: scales are loaded with them, else when their group comes.
 // Few rows: the warps of a block share 16 RT outputs and split K; x is read from L1 and L2. The sum over a group is
 // scaled, not the weight: tmp = sum x (BASE + code), and sx = sum x by a product with ones.
+// A load that stays behind the waiting in front of it: one of memory that is taken for constant could be moved.
+__device__ __forceinline__ uint4 fresh(const unsigned short* at) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
+  return v;
+}
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MINB) few_rows(
     const uint4* __restrict__ w, const unsigned short* __restrict__ scales, const unsigned char* __restrict__ zeros,
     const unsigned short* __restrict__ x, unsigned short* __restrict__ y, int M, int N, int K) {
@@ -174,10 +180,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MINB) few_rows(
     for (int m = 0; m < MB; m++)
       #pragma unroll
       for (int c = 0; c < 4; c++)
-        nx[m][c] = (m * 8 + g < M) ? __ldg((const uint4*)(x + (size_t)(m * 8 + g) * K + group * 128 + 32 * c + 8 * t)) : make_uint4(0, 0, 0, 0);
+        nx[m][c] = (m * 8 + g < M) ? fresh(x + (size_t)(m * 8 + g) * K + group * 128 + 32 * c + 8 * t) : make_uint4(0, 0, 0, 0);
   };
   #pragma unroll
   for (int d = 0; d < DEPTH; d++) if (warp + d * WARPS < groups) load_words(warp + d * WARPS, d);
+  // Words and scales are on their way while the program that computes x ends, and the one behind this may come.
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
   if (warp < groups) load_x(warp);
   for (int first = warp; first < groups; first += DEPTH * WARPS)
   #pragma unroll

@@ -7,7 +7,7 @@ the number of rows of x one of four ways is taken, each the fastest where it was
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch.nn.functional import linear, pad
 
 from sparsebit.errors import SpecError
 from sparsebit.kernels.fragments import BITS, BLOCK, ROWS, arrange, bits_of, restore
+from sparsebit.kernels.launching import Program
 
 DTYPES = (torch.bfloat16, torch.float16)
 GROUP_SIZES = (32, 64, 128)
@@ -209,7 +210,10 @@ class Product:
             "AHEAD": int(cut.scales_ahead),
         }
         grid = (self.outputs // 16 // cut.height, 1, 1)
-        self.run("few_rows", sizes, grid, 32 * cut.warps, [*self.operands, self.x, y, *self.shape])
+        # It loads words before it waits for the program that computes x. In a CUDA graph no program writes to them.
+        overlapped = torch.cuda.is_current_stream_capturing()
+        values = [*self.operands, self.x, y, *self.shape]
+        self.run("few_rows", sizes, grid, 32 * cut.warps, values, overlapped=overlapped)
         return y
 
     def few_rows_cut(self) -> FewRowsCut:
@@ -270,8 +274,10 @@ class Product:
         sizes: dict[str, int],
         grid: tuple[int, int, int],
         threads: int,
-        values: Sequence[object],
+        values: Sequence[Any],
         shared: int = 0,
+        *,
+        overlapped: bool = False,
     ) -> None:
         has_zero = self.weight.zeros is not None
         defines = {
@@ -282,8 +288,8 @@ class Product:
             "HAS_ZERO": int(has_zero),
             "GT": self.weight.group_size // 16,
         }
-        kernel = _compiled(name, self.capability, shared, tuple(sorted(defines.items())))
-        kernel(grid=grid, block=(threads, 1, 1), args=list(values), shared_mem=shared)
+        program = _compiled(name, self.capability, shared, tuple(defines.items()))
+        program.launch(grid, threads, values, overlapped=overlapped)
 
     def added(self, sums: Tensor) -> Tensor:
         y = self.output()
@@ -314,7 +320,7 @@ def _processors(device: torch.device) -> tuple[int, str]:
 
 
 @cache
-def _compiled(name: str, capability: str, shared: int, defines: tuple[tuple[str, int], ...]) -> Callable[..., None]:
+def _compiled(name: str, capability: str, shared: int, defines: tuple[tuple[str, int], ...]) -> Program:
     source = Path(__file__).with_suffix(".cu").read_text()
     sizes = dict(defines)
     product = ""
@@ -325,10 +331,7 @@ def _compiled(name: str, capability: str, shared: int, defines: tuple[tuple[str,
     lines = "".join(f"#define {key} {value}\n" for key, value in defines)
     options = ["--std=c++17", "-diag-suppress=177"]
     compile_kernel: Any = torch.cuda._compile_kernel
-    kernel: Any = compile_kernel(lines + source, name, compute_capability=capability, nvcc_options=options)
-    if shared:
-        kernel.set_shared_memory_config(shared)
-    return kernel  # type: ignore[no-any-return]
+    return Program(compile_kernel(lines + source, name, compute_capability=capability, nvcc_options=options), shared)
 
 
 def _warpgroup_product(width: int, kind: str) -> str:

@@ -1,0 +1,82 @@
+"""Launching a program that torch compiled, by CUDA's own calls.
+
+torch's launcher takes longer to bring the arguments into their form than short programs take to run. And it cannot let
+a program start while the one before it ends (`overlapped`), which a chain of short programs in a CUDA graph gains from.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ALLOWS_OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: the kind, padded to 8 bytes, and a union of 64."""
+
+    _fields_ = (("kind", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+class Program:
+    """A kernel of `torch.cuda._compile_kernel` with `shared` bytes of shared memory that the launch adds."""
+
+    def __init__(self, kernel: Any, shared: int) -> None:
+        if shared:
+            kernel.set_shared_memory_config(shared)
+        self.kernel, self.shared = kernel, shared
+
+    def launch(
+        self, grid: tuple[int, int, int], threads: int, values: Sequence[Tensor | int], *, overlapped: bool = False
+    ) -> None:
+        """Run it on the current stream. `values`: tensors on the GPU, as pointers, and numbers of 32 bits.
+
+        `overlapped`: the program may start before the one in front of it on the stream has ended. It has to wait for
+        that by itself (`griddepcontrol.wait`) before it reads or writes anything that others write.
+        """
+        numbers = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
+        slots = (ctypes.c_int64 * len(numbers))(*numbers)
+        start = ctypes.addressof(slots)
+        places = (ctypes.c_void_p * len(numbers))(*range(start, start + 8 * len(numbers), 8))
+        stream = torch.cuda.current_stream().cuda_stream
+        if overlapped:
+            attribute = _Attribute(_ALLOWS_OVERLAP, 0, (ctypes.c_int * 16)(1))
+            config = _Config(grid, (threads, 1, 1), self.shared, stream, ctypes.pointer(attribute), 1)
+            _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self.kernel.func, places, None))
+        else:
+            _check(
+                _driver().cuLaunchKernel(
+                    self.kernel.func, *grid, threads, 1, 1, self.shared, ctypes.c_void_p(stream), places, None
+                )
+            )
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+
+
+def _check(status: int) -> None:
+    if status:
+        told = ctypes.c_char_p()
+        _driver().cuGetErrorString(status, ctypes.byref(told))
+        raise RuntimeError(f"CUDA error {status}: {(told.value or b'unknown').decode()}")
