@@ -30,34 +30,42 @@ def adapted_product(layer: QuantLinear, x: Tensor, down: Tensor, up: Tensor, sca
 
 
 class _AdaptedProduct(torch.autograd.Function):
-    """Keeps x, the few channels between `down` and `up`, and the layer, whose weight stays packed."""
+    """Keeps x, the channels between `down` and `up`, both of these in the type of x, and the layer, still packed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, down: Tensor, up: Tensor, layer: QuantLinear, scaling: float) -> Tensor:
-        inner = _rows(x) @ down.to(x.dtype).t() * scaling
+        down, scaled_up = down.to(x.dtype), torch.mul(up, scaling, out=up.new_empty(up.shape, dtype=x.dtype))
+        inner = _rows(x) @ down.t()
         y = layer.exact_product(x)
-        y = torch.addmm(_rows(y), inner, up.to(x.dtype).t()).view(y.shape)
-        ctx.save_for_backward(x, inner, down, up)
-        ctx.layer, ctx.scaling = layer, scaling
+        y.view(-1, y.shape[-1]).addmm_(inner, scaled_up.t())
+        ctx.save_for_backward(x, inner, down, scaled_up)
+        ctx.layer, ctx.scaling, ctx.dtype = layer, scaling, up.dtype
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        x, inner, down, up = ctx.saved_tensors
+        x, inner, down, scaled_up = ctx.saved_tensors
         layer: QuantLinear = ctx.layer
         needs_x, needs_down, needs_up = ctx.needs_input_grad[:3]
         rows = _rows(gradient)
-        of_inner = rows @ up.to(rows.dtype) * ctx.scaling
+        of_inner = rows @ scaled_up
         of_x = of_down = of_up = None
         if needs_x:
-            of_x = layer.input_gradient(rows).addmm_(of_inner, down.to(rows.dtype)).view(x.shape)
+            of_x = layer.input_gradient(rows).addmm_(of_inner, down).view(x.shape)
         if needs_down:
-            of_down = (of_inner.t() @ _rows(x)).to(down.dtype)
+            of_down = _product(of_inner.t(), _rows(x), ctx.dtype)
         if needs_up:
-            of_up = (rows.t() @ inner).to(up.dtype)
+            of_up = _product(rows.t(), inner, ctx.dtype).mul_(ctx.scaling)
         return of_x, of_down, of_up, None, None
 
 
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
+
+
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Into `dtype`; GPUs write the sums of 16-bit products as float32 without rounding them in between."""
+    if left.is_cuda and dtype == torch.float32 and left.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(left, right, out_dtype=dtype)
+    return (left @ right).to(dtype)
