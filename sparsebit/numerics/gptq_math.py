@@ -87,17 +87,16 @@ def quantize(W: Tensor, H: Tensor, grid: Grid, rounding: Rounding, factor: Inver
     factor = factor or InverseFactor(H, rounding)
     H = H.to(W)  # the factor alone needs float64
     wanted, lines = W.mT.contiguous(), grid.lines()
-    spread = lines.spread()
-    nearest = spread.round_(wanted / spread.scale)
-    nearest_loss = _line_loss(wanted, nearest * spread.scale, H)
-    del spread
+    nearest_loss = _line_loss(wanted, _nearest(wanted, lines) * lines.spread().scale, H)
     chosen = search_scale(W, H, grid, lambda candidate: factor.round(W, candidate), rounding).lines()
     steps = factor.round_lines(wanted, chosen)
     chosen, steps, loss = _finish(wanted, H, chosen, steps, rounding)
     is_worse = loss > nearest_loss  # GPTQ is greedy: it may lose, most often where the input hardly correlates
     if lines.rows_share_scales():
         is_worse = (loss.sum() > nearest_loss.sum()).expand_as(loss)
-    codes = torch.where(is_worse[:, None], lines.codes(nearest), chosen.codes(steps))
+    codes = chosen.codes(steps)
+    if bool(is_worse.any()):  # rounded to nearest again: to keep that would cost memory, which large layers lack
+        codes = torch.where(is_worse[:, None], lines.codes(_nearest(wanted, lines)), codes)
     scale, zero_point = chosen.grid.scale.clone(), chosen.grid.zero_point.clone()
     back = lines.index.mT[is_worse].flatten()
     scale[back], zero_point[back] = grid.scale[back], grid.zero_point[back]
@@ -118,6 +117,12 @@ def row_loss(W: Tensor, V: Tensor, H: Tensor) -> Tensor:
     """`(w - v) H (w - v)^T` of each row, `(groups, rows)`."""
     error = W - V
     return ((error @ H) * error).sum(-1).clamp_(min=0)
+
+
+def _nearest(wanted: Tensor, lines: Lines) -> Tensor:
+    """The steps of a weight by columns, rounded to nearest."""
+    spread = lines.spread()
+    return spread.round_(wanted / spread.scale)
 
 
 def _line_loss(wanted: Tensor, values: Tensor, H: Tensor) -> Tensor:
@@ -179,11 +184,10 @@ def descend(W: Tensor, H: Tensor, codes: Tensor, grid: Grid, block_size: int = 1
 def _descend_lines(wanted: Tensor, H: Tensor, steps: Tensor, lines: Lines, block_size: int) -> Tensor:
     """`descend` by columns."""
     curvature = H.diagonal(dim1=-2, dim2=-1)[..., None]
-    spread = lines.spread()
     # A column that no input reaches takes the nearest codes; they change nothing else.
-    steps = torch.where(curvature > 0, steps, spread.round_(wanted / spread.scale))
-    gradient = H @ (steps * spread.scale).sub_(wanted)  # half of the loss's
-    del spread
+    if not bool((curvature > 0).all()):
+        steps = torch.where(curvature > 0, steps, _nearest(wanted, lines))
+    gradient = H @ (steps * lines.spread().scale).sub_(wanted)  # half of the loss's
     better, descend_block = torch.empty_like(steps), Replayed(partial(_descend_block, lines.grid.spec))
     for start in range(0, wanted.shape[-2], block_size):
         stop = min(start + block_size, wanted.shape[-2])
