@@ -161,6 +161,30 @@ def test_in_a_cuda_graph(gpu: torch.device) -> None:
     assert torch.equal(y, expected)
 
 
+@pytest.mark.gpu
+def test_products_that_read_each_other_in_a_cuda_graph(gpu: torch.device) -> None:
+    """There a program starts while the one before it ends: it must not read x before that has written it."""
+    weights = [on("cuda", fragment_weight(*parts(1024, 1024, 128))) for _ in range(3)]
+    x = torch.zeros(1, 1024, dtype=torch.bfloat16, device=gpu)
+
+    def chain() -> Tensor:
+        y = x
+        for number in range(24):
+            y = packed_linear(y, weights[number % 3])
+            if number % 4 == 3:
+                y = y / y.abs().amax()
+        return y
+
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = chain()
+    for seed in range(50):
+        x.copy_(torch.randn(1, 1024, generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        assert torch.equal(y, chain()), seed
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_gradient_is_an_error_and_never_lost_in_silence(device: str) -> None:
     """Layers that train have a backward of their own (`QuantLinear`); the product alone has none."""
