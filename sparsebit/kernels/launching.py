@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -57,7 +58,7 @@ class Program:
         slots = (ctypes.c_int64 * len(numbers))(*numbers)
         start = ctypes.addressof(slots)
         places = (ctypes.c_void_p * len(numbers))(*range(start, start + 8 * len(numbers), 8))
-        stream = torch.cuda.current_stream().cuda_stream
+        stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
         if overlapped:
             attribute = _Attribute(_ALLOWS_OVERLAP, 0, (ctypes.c_int * 16)(1))
             config = _Config(grid, (threads, 1, 1), self.shared, stream, ctypes.pointer(attribute), 1)
@@ -68,6 +69,13 @@ class Program:
                     self.kernel.func, *grid, threads, 1, 1, self.shared, ctypes.c_void_p(stream), places, None
                 )
             )
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Inside, launches go to this GPU; nothing is done where they do already."""
+    if device.index == torch._C._cuda_getDevice():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 @cache

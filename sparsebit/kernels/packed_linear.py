@@ -19,7 +19,7 @@ from torch.nn.functional import linear, pad
 
 from sparsebit.errors import SpecError
 from sparsebit.kernels.fragments import BITS, BLOCK, ROWS, arrange, bits_of, restore
-from sparsebit.kernels.launching import Program
+from sparsebit.kernels.launching import Program, on_device
 
 DTYPES = (torch.bfloat16, torch.float16)
 GROUP_SIZES = (32, 64, 128)
@@ -128,9 +128,8 @@ def dense_weight(weight: FragmentWeight) -> Tensor:
     """`dequantized` by the program for it where that runs: the weight for the backward of training."""
     if not runs_on(weight.words.device):
         return dequantized(weight)
-    with torch.cuda.device(weight.words.device):
-        nothing = weight.scales.new_empty(0, weight.inputs)
-        return Product(nothing, weight).dense()[: weight.outputs]
+    with on_device(weight.words.device):
+        return Product(weight.scales, weight).dense()[: weight.outputs]
 
 
 @cache
@@ -169,7 +168,7 @@ def _packed_linear(x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | Non
 
 
 def _product(x: Tensor, weight: FragmentWeight) -> Tensor:
-    with torch.cuda.device(x.device):
+    with on_device(x.device):
         return Product(x.contiguous(), weight).compute()
 
 

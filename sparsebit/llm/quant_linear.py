@@ -90,12 +90,15 @@ class QuantLinear(nn.Module):
             return y
         return self._product(x)
 
+    def dense_weight(self, dtype: torch.dtype) -> Tensor | None:
+        """The weight `(out, in)` at once, where the kernel that was chosen has a program for that; else None."""
+        dense = None if self.path == UNPACKED else LAYOUTS[self.path].dense
+        return None if dense is None else dense(self.prepared()).to(dtype)
+
     def input_gradient(self, gradient: Tensor) -> Tensor:
         """`gradient (..., out)` times the weight: what the input gets. The weight is unpacked on the way, and freed."""
-        dense = None if self.path == UNPACKED else LAYOUTS[self.path].dense
-        if dense is None:
-            return packed_transposed(gradient, self.packed)
-        return gradient @ dense(self.prepared()).to(gradient.dtype)
+        dense = self.dense_weight(gradient.dtype)
+        return packed_transposed(gradient, self.packed) if dense is None else gradient @ dense
 
     def exact_product(self, x: Tensor) -> Tensor:
         """The output for `x`, not by a kernel that rounds its input, and without a graph for a backward."""

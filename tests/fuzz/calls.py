@@ -23,6 +23,12 @@ UNSTABLE = 20  # times the effect of 16-bit noise on the float model: no fault o
 Leaves = list[tuple[str, Any]]
 
 
+def exact_limit(compiled: Compiled) -> float:
+    """`EXACT`; where the program rounds to a short type, a step of that: the last place of a sum decides it."""
+    steps = [step for name, step in (("half", 2.0**-11), ("bfloat16", 2.0**-8)) if f".{name}" in compiled.text]
+    return max([EXACT, *steps])
+
+
 class Different(Exception):
     """The copy is another function than the model."""
 

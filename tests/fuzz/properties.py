@@ -14,7 +14,6 @@ from sparsebit.quantization import QuantModel
 from sparsebit.quantization.quantizers.base import Quantizer
 from tests.fuzz.calls import (
     CLOSE,
-    EXACT,
     FOLDING,
     KEEPING,
     UNSTABLE,
@@ -23,6 +22,7 @@ from tests.fuzz.calls import (
     Told,
     compare,
     disturbed,
+    exact_limit,
     reference,
     run_call,
     seed,
@@ -57,14 +57,14 @@ def values(program: Program, compiled: Compiled, *, with_example: bool) -> None:
     seed(0)
     qmodel = QuantModel(model, KEEPING if with_example else FOLDING, example_inputs=example)
     for call in (0, 1):
-        compare(call, expected[call], run_call(compiled, qmodel, call), EXACT, "quantization off")
+        compare(call, expected[call], run_call(compiled, qmodel, call), exact_limit(compiled), "quantization off")
     qmodel.prepare_calibration()
     for call in (2, 3):
         # The first batch also runs the model's own code, for comparison: hooks record twice.
         right, got = expected[call], run_call(compiled, qmodel, call)
         if call == 2:
             right, got = without_hooks(right), without_hooks(got)
-        compare(call, right, got, EXACT, "calibrating")
+        compare(call, right, got, exact_limit(compiled), "calibrating")
     qmodel.calc_qparams()
     qmodel.set_quant(w_quant=True, a_quant=True)
     for call in (4, 5):

@@ -11,6 +11,8 @@ from torch import nn
 from sparsebit.errors import CaptureError
 from sparsebit.quantization import QuantModel
 from tests.fuzz import properties, training
+from tests.fuzz.choices import Choices
+from tests.fuzz.grammar import generate
 from tests.fuzz.program import Argument, ModuleClass, Program, Statement
 from tests.fuzz.properties import PROPERTIES, Verdict, judge
 from tests.fuzz.shrink import shrink
@@ -137,3 +139,8 @@ def test_a_state_that_leaves_the_calibrated_ranges_is_no_fault() -> None:
 def test_a_write_that_hides_from_the_backward_is_no_fault() -> None:
     write = Statement("through_view", ("if x.sum() > -1e9:", "    x.data.fill_(1.5)"), "v1", "x")
     assert judge(program(LAYER, write, result="v1"), "gradients").outcome == "told"
+
+
+def test_a_last_place_that_half_precision_rounds_apart_is_no_fault() -> None:
+    """The batch norm is folded: sums differ in their last place, and `.half()` makes steps of that."""
+    assert judge(generate(Choices.from_seed(621312)), "values").outcome == "same"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -30,34 +31,47 @@ def adapted_product(layer: QuantLinear, x: Tensor, down: Tensor, up: Tensor, sca
 
 
 class _AdaptedProduct(torch.autograd.Function):
-    """Keeps x, the channels between `down` and `up`, both of these in the type of x, and the layer, still packed."""
+    """Keeps x, the channels between `down` and `up`, both of these in the type of x, and the layer, still packed.
+
+    Under gradient checkpointing it keeps the unpacked weight too: one block at a time has these, from the moment when
+    its forward is computed again to its backward, which so need not unpack it once more.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, down: Tensor, up: Tensor, layer: QuantLinear, scaling: float) -> Tensor:
         down, scaled_up = down.to(x.dtype), torch.mul(up, scaling, out=up.new_empty(up.shape, dtype=x.dtype))
         inner = _rows(x) @ down.t()
-        y = layer.exact_product(x)
+        weight = layer.dense_weight(x.dtype) if _is_checkpointed() else None
+        bias = None if layer.bias is None else layer.bias.to(x.dtype)
+        y = layer.exact_product(x) if weight is None else F.linear(x, weight, bias)
         y.view(-1, y.shape[-1]).addmm_(inner, scaled_up.t())
-        ctx.save_for_backward(x, inner, down, scaled_up)
+        ctx.save_for_backward(x, inner, down, scaled_up, weight)
         ctx.layer, ctx.scaling, ctx.dtype = layer, scaling, up.dtype
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        x, inner, down, scaled_up = ctx.saved_tensors
+        x, inner, down, scaled_up, weight = ctx.saved_tensors
         layer: QuantLinear = ctx.layer
         needs_x, needs_down, needs_up = ctx.needs_input_grad[:3]
         rows = _rows(gradient)
         of_inner = rows @ scaled_up
         of_x = of_down = of_up = None
         if needs_x:
-            of_x = layer.input_gradient(rows).addmm_(of_inner, down).view(x.shape)
+            of_x = layer.input_gradient(rows) if weight is None else rows @ weight
+            of_x = of_x.addmm_(of_inner, down).view(x.shape)
         if needs_down:
             of_down = _product(of_inner.t(), _rows(x), ctx.dtype)
         if needs_up:
             of_up = _product(rows.t(), inner, ctx.dtype).mul_(ctx.scaling)
         return of_x, of_down, of_up, None, None
+
+
+def _is_checkpointed() -> bool:
+    """Whether what is saved for the backward is dropped, and computed again when that comes."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def _rows(x: Tensor) -> Tensor:

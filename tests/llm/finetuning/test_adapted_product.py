@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from sparsebit.llm.finetuning.adapted_product import adapted_product
+from sparsebit.llm.kernel_layouts import FRAGMENTS
 from sparsebit.llm.packed_weight import PackedWeight
 from sparsebit.llm.quant_linear import QuantLinear
 
@@ -95,3 +97,29 @@ def test_dropout_and_hooks_of_the_layer_keep_the_separate_operators() -> None:
     one.base_layer.register_forward_hook(lambda *_: calls.append("base"))
     assert not has_one_node(one(x))
     assert calls == ["base"]
+
+
+def test_a_checkpointed_block_unpacks_its_weight_twice_and_not_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the layout of GPUs, which computes its plain definition on a CPU."""
+    monkeypatch.setattr(QuantLinear, "_choice", lambda *_: (FRAGMENTS, ""))
+    one = layer(bias=True, inputs=128, outputs=128)
+    one.prepare(torch.bfloat16)
+    calls = []
+    original = QuantLinear.dense_weight
+    monkeypatch.setattr(QuantLinear, "dense_weight", lambda *given: calls.append(1) or original(*given))
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"x": (3, 128), "down": (4, 128), "up": (128, 4)}
+
+    def gradients(compute: Any) -> list[Tensor]:
+        given = [torch.randn(shape, generator=generator.manual_seed(1)) for shape in shapes.values()]
+        x, down, up = given[0].bfloat16().requires_grad_(), given[1].requires_grad_(), given[2].requires_grad_()
+        compute(x, down, up).float().square().sum().backward()
+        return [leaf.grad for leaf in (x, down, up) if leaf.grad is not None]
+
+    plain = gradients(lambda x, down, up: adapted_product(one, x, down, up, 0.5))
+    assert len(calls) == 1
+    again = gradients(lambda x, down, up: checkpoint(adapted_product, one, x, down, up, 0.5, use_reentrant=False))
+    assert len(calls) == 1 + 2
+    assert len(plain) == len(again) == 3
+    for ours, theirs in zip(again, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2 * float(theirs.abs().max()))
