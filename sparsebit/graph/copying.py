@@ -46,10 +46,16 @@ def copy_model(model: nn.Module, *, share_parameters: bool = False, share: Itera
     rebind_functions(model.modules(), copied.modules(), memo)
     if not share_parameters:
         for original, twin in zip(model.parameters(), copied.parameters(), strict=True):
-            hooks = {} if twin is original else getattr(original, "_backward_hooks", None) or {}
-            for hook in hooks.values():
-                twin.register_hook(hook)
+            if twin is not original:
+                _copy_gradient_hooks(original, twin)
     return copied
+
+
+def _copy_gradient_hooks(original: torch.Tensor, twin: torch.Tensor) -> None:
+    for hook in (original._backward_hooks or {}).values():
+        twin.register_hook(hook)
+    for hook in (original._post_accumulate_grad_hooks or {}).values():
+        twin.register_post_accumulate_grad_hook(hook)
 
 
 def uncompiled(model: nn.Module) -> nn.Module:

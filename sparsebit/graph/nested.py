@@ -55,3 +55,15 @@ def is_symbolic(tensors: list[torch.Tensor]) -> bool:
     is_traced = torch._C._get_tracing_state() is not None
     is_watched = _get_current_dispatch_mode() is not None
     return is_transformed or is_traced or is_watched or any(x.is_meta or isinstance(x, FakeTensor) for x in tensors)
+
+
+def unwrapped(x: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors inside of one that `torch.func` has wrapped: under `vmap`, one for each element of the batch."""
+    functorch = torch._C._functorch
+    if functorch.is_batchedtensor(x):
+        parts = functorch.get_unwrapped(x).unbind(functorch.maybe_get_bdim(x))
+    elif functorch.is_functorch_wrapped_tensor(x):
+        parts = (functorch.get_unwrapped(x),)
+    else:
+        return [x]
+    return [tensor for part in parts for tensor in unwrapped(part)]

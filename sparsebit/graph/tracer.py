@@ -81,6 +81,7 @@ class LeafTracer(fx.Tracer):
         self._names = NodeNames()
         self.tensors: dict[str, torch.Tensor] = {}
         self._tensor_names: dict[int, str] = {}
+        self._trained: dict[int, bool] = {}  # by the tensor's id: whether it requires a gradient, before the trace
         self._attribute_proxies: dict[str, fx.Proxy] = {}
         self.is_evaluating = False
         self._thread: int | None = None
@@ -111,6 +112,7 @@ class LeafTracer(fx.Tracer):
         parameters, buffers = root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False)
         self.tensors = {**dict(parameters), **dict(buffers)}
         self._tensor_names = {id(tensor): name for name, tensor in reversed(self.tensors.items())}
+        self._trained = {id(tensor): tensor.requires_grad for tensor in self.tensors.values()}
         modules = (name for name, _ in root.named_modules(remove_duplicate=False))
         self._names = NodeNames([*modules, *self.tensors])
         registered = set(root._modules)
@@ -129,6 +131,9 @@ class LeafTracer(fx.Tracer):
         except FAILURES:
             self._uninstall(set(root._modules) - registered)
             raise
+        finally:
+            for tensor in filter(self._is_frozen_or_freed, self.tensors.values()):
+                tensor.requires_grad_(not tensor.requires_grad)
         forget_values(graph)
         return graph
 
@@ -170,6 +175,8 @@ class LeafTracer(fx.Tracer):
         """None itself where the example is None, so that `if mask is not None` takes the right branch."""
         if args and isinstance(args[0], torch.Tensor) and writes_by_name(target):
             raise fx.proxy.TraceError("writes a traced value into a tensor that is not traced")
+        if kind in ("call_module", "get_attr"):
+            self._refuse_frozen(str(target))
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **more)
         if target in (operator.getitem, getattr) and value_of(proxy.node) is None:
             self.add_guard(proxy.node, None)
@@ -177,6 +184,16 @@ class LeafTracer(fx.Tracer):
         if is_part_of_input(proxy.node):
             self.add_guard(proxy.node, GIVEN)
         return proxy
+
+    def _refuse_frozen(self, target: str) -> None:
+        """End the trace where forward freezes a parameter, or lets it train: a graph reads it as it is."""
+        assert isinstance(self.root, nn.Module)
+        read = [self.tensors[target]] if target in self.tensors else self.root.get_submodule(target).parameters()
+        if any(map(self._is_frozen_or_freed, read)):
+            self.refuse(f"changes requires_grad of {target}, which a graph reads as it is at the call")
+
+    def _is_frozen_or_freed(self, tensor: torch.Tensor) -> bool:
+        return tensor.requires_grad != self._trained.get(id(tensor), tensor.requires_grad)
 
     def create_node(
         self, kind: str, target: Any, args: Any, kwargs: Any, name: str | None = None, type_expr: Any = None

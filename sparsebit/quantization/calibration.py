@@ -21,6 +21,7 @@ from sparsebit.execution.blocks import single_layers
 from sparsebit.execution.distributed import gather, is_distributed, to_cpu
 from sparsebit.execution.value_store import MIB, SharedData
 from sparsebit.progress import track
+from sparsebit.quantization.given_weights import GivenWeights
 from sparsebit.quantization.ops.layer_call import current_weight
 from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
@@ -39,6 +40,7 @@ class CalibrationRunner:
         self.memory_budget = memory_budget
         self.inputs = SharedData(device_bytes=0, host_bytes=min(_INPUT_BYTES, memory_budget)) if keep_inputs else None
         self.num_batches = 0
+        self._given_weights: list[GivenWeights] = []
         self._given: Any = None  # the inputs of a forward that has begun
         self._handle: RemovableHandle | None = None
         self.layers = [
@@ -56,6 +58,7 @@ class CalibrationRunner:
             quantizer.observer.reset()
             quantizer.saw_infinity = False
             quantizer.observing = True
+        self._given_weights = [GivenWeights(layer) for layer in self.layers if isinstance(layer, WeightedQuantOpr)]
         if self.inputs is not None:
             self._handle = self.model.register_forward_pre_hook(self._copy_inputs, with_kwargs=True)
 
@@ -102,6 +105,7 @@ class CalibrationRunner:
         for quantizer in self.data_quantizers:
             quantizer.observing = False
             quantizer.observer.reset()
+        self._forget_given_weights()
         self._stop_copying()
         if self.inputs is not None:
             self.inputs.clear()
@@ -114,14 +118,29 @@ class CalibrationRunner:
     def calc_qparams(self, *, asym: bool, w_quant: bool, a_quant: bool) -> list[str]:
         """Fill every quantizer; gives the names of those that never saw a float tensor (they are off from now on)."""
         self._stop_copying()
+        given = self._merged_given_weights()
+        self._forget_given_weights()
         for layer in track(self.layers, "weights"):
-            calibrate_weight(layer)
+            calibrate_weight(layer, with_observed=layer.weight_quantizer.name in given)
         seen = self._calibrate_in_order(w_quant, a_quant) if asym else self._calibrate_on_data(self.data_quantizers)
         unseen = [quantizer for quantizer in self.data_quantizers if id(quantizer) not in seen]
         for quantizer in unseen:
             quantizer.set_fake_fused()
             quantizer.was_unseen = True
         return [quantizer.name for quantizer in unseen]
+
+    def _merged_given_weights(self) -> set[str]:
+        """Merges over all ranks what was observed in the place of weights; gives the names of their quantizers."""
+        quantizers = {given.layer.weight_quantizer.name: given.layer.weight_quantizer for given in self._given_weights}
+        seen = {given.layer.weight_quantizer.name for given in self._given_weights if given.saw_any}
+        seen = set().union(*gather(seen))
+        merge_across_ranks([quantizer for name, quantizer in quantizers.items() if name in seen])
+        return seen
+
+    def _forget_given_weights(self) -> None:
+        for given in self._given_weights:
+            given.remove()
+        self._given_weights.clear()
 
     def _calibrate_on_data(self, quantizers: list[Quantizer]) -> set[int]:
         """Ranges from what was observed, on all ranks; gives the quantizers (by id) that had observed something."""
@@ -197,10 +216,11 @@ class CalibrationRunner:
             yield self.model(*args, **kwargs)
 
 
-def calibrate_weight(layer: WeightedQuantOpr | QuantizedParameter) -> None:
-    """Scale and zero point of the weight that the layer has now."""
+def calibrate_weight(layer: WeightedQuantOpr | QuantizedParameter, *, with_observed: bool = False) -> None:
+    """Scale and zero point of the weight that the layer has now; `with_observed`: and of those that were observed."""
     weight = layer.parameter if isinstance(layer, QuantizedParameter) else current_weight(layer.op)
-    layer.weight_quantizer.observer.reset()
+    if not with_observed:
+        layer.weight_quantizer.observer.reset()
     layer.weight_quantizer.update_observer(weight)
     layer.weight_quantizer.calc_qparams()
 

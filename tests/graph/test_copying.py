@@ -146,6 +146,18 @@ def test_gradient_hooks_of_parameters_are_kept() -> None:
     assert not copied.fc.weight.grad.any() and net.fc.weight.grad is None  # type: ignore[union-attr]
 
 
+def test_hooks_behind_gradients_of_parameters_are_kept() -> None:
+    net = Net()
+
+    def clear(weight: Tensor) -> None:
+        weight.grad = torch.zeros_like(weight)
+
+    net.fc.weight.register_post_accumulate_grad_hook(clear)
+    copied = copy_model(net)
+    copied(torch.ones(1, 4)).sum().backward()
+    assert not copied.fc.weight.grad.any() and net.fc.weight.grad is None  # type: ignore[union-attr]
+
+
 def test_computed_weights_are_copied() -> None:
     net = Net()
     with pytest.warns(FutureWarning):

@@ -417,3 +417,36 @@ def test_a_trace_of_a_model_under_any_mode() -> None:
         assert "no_grad" in captured(model, x, with_example=False).untraced["1"].reason
     with torch.inference_mode():
         assert "no_grad" in captured(model, x, with_example=False).untraced["1"].reason
+
+
+class Freezes(nn.Module):
+    """One layer computes without gradients for its parameters, which train elsewhere."""
+
+    def __init__(self, *, by_flag: bool) -> None:
+        super().__init__()
+        self.inner, self.weight, self.by_flag = nn.Sequential(nn.Linear(8, 8)), nn.Parameter(torch.randn(8, 8)), by_flag
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._let_train(False)
+        y = self.inner(x) @ self.weight
+        self._let_train(True)
+        return y
+
+    def _let_train(self, wanted: bool) -> None:
+        if self.by_flag:
+            self.weight.requires_grad = wanted
+        else:
+            self.inner.requires_grad_(wanted)
+
+
+@pytest.mark.parametrize("with_example", [False, True])
+@pytest.mark.parametrize("by_flag", [False, True])
+def test_parameters_that_forward_freezes(by_flag: bool, with_example: bool) -> None:
+    model, x = Freezes(by_flag=by_flag), torch.randn(4, 8)
+    copy = captured(model, x, with_example=with_example)
+    assert "requires_grad" in copy.untraced[""].reason
+    for run in (model, copy.model):
+        assert all(parameter.requires_grad for parameter in run.parameters())
+        run(x).sum().backward()
+    gradients = [[p.grad is None for p in run.parameters()] for run in (model, copy.model)]
+    assert gradients[0] == gradients[1] and any(gradients[0]) and not all(gradients[0])

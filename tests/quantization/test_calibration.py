@@ -15,6 +15,7 @@ from sparsebit.errors import CalibrationError
 from sparsebit.execution.value_store import SharedData
 from sparsebit.numerics.qparams import qparams_from_range
 from sparsebit.quantization import QuantModel
+from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 from tests.quantization.tiny import Opaque, Residual, TwoLayers, calibrated, qconfig, run, simulated, site, sites
 
 OBSERVERS = ["minmax", "moving_average", "percentile", "mse", "kl_histogram", "aciq"]
@@ -432,3 +433,49 @@ def test_infinite_inputs_of_a_layer_are_an_error(value: float) -> None:
     x[0, 0] = value
     with pytest.raises(CalibrationError, match=r"^0\.input: .*look into the calibration data"):
         calibrated(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), [x])
+
+
+class Ensemble(nn.Module):
+    """Calls its first layer with other weights than it has."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.layers, self.form = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), form
+        self.layers[1].weight.data *= 8
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.layers[0]
+        if self.form == "scaled":
+            weights = {name: 8 * parameter for name, parameter in first.named_parameters()}
+            return torch.func.functional_call(first, weights, (x,))
+        stacked, buffers = torch.func.stack_module_state(list(self.layers))
+        if self.form == "parameters":
+            return torch.vmap(lambda weights: torch.func.functional_call(first, weights, (x,)))(stacked)
+        return torch.vmap(lambda *state: torch.func.functional_call(first, state, (x,)))(stacked, buffers)
+
+
+class TestWeightsInThePlaceOfALayersOwn:
+    @pytest.mark.parametrize("form", ["scaled", "parameters"])
+    def test_their_ranges_are_observed(self, form: str) -> None:
+        model, x = Ensemble(form), torch.randn(16, 4)
+        qmodel = calibrated(model, [x], qconfig(bits=16))
+        torch.testing.assert_close(qmodel(x), model(x), rtol=0, atol=1e-2)
+
+    def test_a_later_calibration_begins_anew(self) -> None:
+        model, x = Ensemble("scaled"), torch.randn(16, 4)
+        qmodel = calibrated(model, [x], qconfig(bits=16))
+        layer = next(module for module in qmodel.modules() if isinstance(module, WeightedQuantOpr))
+        wide = layer.weight_quantizer.scale.clone()
+        layer.op.weight.data /= 2
+        qmodel.prepare_calibration()
+        run(qmodel, [x])
+        qmodel.calc_qparams()
+        torch.testing.assert_close(layer.weight_quantizer.scale, wide / 2)
+
+    def test_numbers_of_layers_that_never_ran_are_refused(self) -> None:
+        x = torch.randn(16, 4)
+        qmodel = calibrated(Ensemble("state"), [x], qconfig(bits=16))
+        with pytest.raises(
+            CalibrationError, match=r"layers.0.input: torch.func calls this layer with the state of several"
+        ):
+            qmodel(x)

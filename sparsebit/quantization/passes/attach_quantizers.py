@@ -48,7 +48,8 @@ def attach_quantizers(captured: Captured, plan: Plan, placement: Placement) -> N
         if planned is not None:
             wrapped = maker.wrap(loose.module, planned)
             loose.parent._modules[loose.name] = wrapped
-            wrapped.input_quantizer.reads_copy = writes_outside
+            if writes_outside:
+                wrapped.input_quantizer.read_copies()
 
 
 def _writes_behind_code(root: CapturedGraph) -> bool:

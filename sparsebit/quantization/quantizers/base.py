@@ -16,8 +16,10 @@ from sparsebit.backends import Format
 from sparsebit.config.section import Section
 from sparsebit.config.targets import ACTIVATION, Target, as_target
 from sparsebit.errors import CalibrationError, ConfigError
+from sparsebit.graph.nested import unwrapped
 from sparsebit.numerics import dispatch
 from sparsebit.numerics.gradients import Gradient
+from sparsebit.numerics.operator import is_transformed
 from sparsebit.numerics.qparams import (
     check_backend,
     checked_qparams,
@@ -77,7 +79,6 @@ class Quantizer(KeptNumbers):
         self.held_parameters: set[str] = set()  # that learn when they are let go of
         # Where others do the work of this one, which is off: they, by the names that a user is told.
         self.replaced_by: dict[str, Quantizer] = {}
-        self.reads_copy = False  # where code that is no graph may overwrite what it reads before the backward does
         self.saw_infinity = False  # in calibration: what a mask hides has no grid, and stays in float
         self.make_parameters(num_scales)
         # Both travel with the state_dict, so that a fresh model is as the saved one was. They are 0 or 1 in float:
@@ -129,13 +130,30 @@ class Quantizer(KeptNumbers):
             self.update_observer(x)
         if not self.is_enable:
             return x
+        if not torch.compiler.is_compiling() and is_transformed():
+            self._refuse_numbers_of_others()
         if self.is_following:
             self.follow(x)
-        return self.fake_quantize(self.to_keep(x))
+        return self.fake_quantize(x)
 
-    def to_keep(self, x: Tensor) -> Tensor:
-        """`x` as the backward is to find it."""
-        return x.clone() if self.reads_copy and torch.is_grad_enabled() else x
+    def _refuse_numbers_of_others(self) -> None:
+        """Refuse numbers that were never calibrated: `torch.func.stack_module_state` brings those of other layers."""
+        if all(map(bool, unwrapped(self.calibrated))) and not any(map(bool, unwrapped(self.fused))):
+            return
+        raise CalibrationError(
+            f"{self.name}: torch.func calls this layer with the state of several, and calibration saw only this one; "
+            "give it their parameters alone (its own buffers stay), call the layers one after the other, or set "
+            "QUANTIZER.DISABLE for them"
+        )
+
+    def read_copies(self) -> None:
+        """Read copies from now on: code that is no graph may overwrite what this reads before the backward does."""
+        if not self.reads_copies:  # a hook, not an attribute: a compiled model checks attributes before every call
+            self.register_forward_pre_hook(_read_copy)
+
+    @property
+    def reads_copies(self) -> bool:
+        return _read_copy in self._forward_pre_hooks.values()
 
     @property
     def is_enable(self) -> bool:
@@ -371,6 +389,12 @@ class Quantizer(KeptNumbers):
 
     def extra_repr(self) -> str:
         return f"{self.TYPE} {self.summary()}"
+
+
+def _read_copy(quantizer: Quantizer, args: tuple[Any, ...]) -> Any:
+    """A forward pre-hook: the backward finds what the quantizer has read."""
+    is_kept = quantizer.is_enable and torch.is_grad_enabled()
+    return (args[0].clone(),) if is_kept and isinstance(args[0], Tensor) else None
 
 
 def _hides_values(x: Tensor) -> bool:

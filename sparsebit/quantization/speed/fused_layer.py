@@ -192,7 +192,8 @@ class FusedLayer(Substitute):
         weight = layer.weight_quantizer(op.weight) if self.quantized_weight is None else self.quantized_weight
         bias = layer.stored_bias()
         may_be_fused = may_fuse(quantizer, (op,), x)
-        x = quantizer.to_keep(x) if may_be_fused else x
+        if may_be_fused and quantizer.reads_copies:
+            x = x.clone()
         if may_be_fused and not activation and self.savings.first_layer:
             found = first_layer(op, quantizer, x, weight, bias, gradient or quantizer.GRADIENT)
             if found is not None:

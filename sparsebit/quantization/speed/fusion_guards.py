@@ -58,6 +58,15 @@ def is_seen(module: nn.Module) -> bool:
     return is_hooked(module) or has_own_forward(module) or module._compiled_call_impl is not None
 
 
+def _is_seen_quantizer(quantizer: Quantizer) -> bool:
+    """As `is_seen`; its own hook, which makes it read copies, is no user's."""
+    if not quantizer.reads_copies:
+        return is_seen(quantizer)
+    others = (quantizer._forward_hooks, quantizer._backward_hooks, quantizer._backward_pre_hooks)
+    has_others = len(quantizer._forward_pre_hooks) > 1 or any(others)
+    return has_others or has_own_forward(quantizer) or quantizer._compiled_call_impl is not None
+
+
 def has_seen_part(modules: Iterable[nn.Module]) -> bool:
     return any(is_seen(module) for module in modules)
 
@@ -103,7 +112,7 @@ REASONS: dict[str, Reason] = {
     "the quantizer rounds otherwise": lambda quantizer, modules, x: rounds_otherwise(quantizer),
     "a part is a DataParallel copy": lambda quantizer, modules, x: any(map(is_replica, modules)),
     "a hook, a forward of its own or a compiler sees a part": lambda quantizer, modules, x: (
-        has_seen_part(modules) or is_seen(quantizer)
+        has_seen_part(modules) or _is_seen_quantizer(quantizer)
     ),
 }
 

@@ -79,8 +79,7 @@ class RecordedQuantizer(Substitute):
 def note_quantized(quantizer: Quantizer, x: Tensor, output: Tensor) -> None:
     """Attach a recompute function to what the quantizer made of `x`, where activations are packed."""
     is_packed = isinstance(substitute_of(quantizer), RecordedQuantizer)
-    is_overwritten = quantizer.reads_copy  # `x` itself may be
-    if not is_packed or is_overwritten or not _is_kept(output) or not is_deterministic(quantizer):
+    if not is_packed or not _is_kept(output) or not is_deterministic(quantizer):
         return
     function = _Requantized(quantizer.spec, quantizer.transform)
     attach_recompute(output, function, (x, *quantizer.operands()), autocasts=False)
