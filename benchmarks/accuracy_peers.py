@@ -34,8 +34,8 @@ from common import emit, sqnr_db
 from models import TASKS, Task, top1, torchvision_shim
 
 ROUNDING = (
-    *("sparsebit-fast", "sparsebit-good", "brevitas", "brevitas-gptq", "brevitas-layerwise", "brevitas-qronos"),
-    "aimet-adaround",
+    *("sparsebit-fast", "sparsebit-good", "brevitas", "brevitas-gptq", "brevitas-layerwise"),
+    *("brevitas-gpfq", "brevitas-qronos", "aimet-adaround"),
 )
 COMPARED: dict[str, tuple[Case, tuple[str, ...]]] = {
     "resnet20-W4A8": (Case("resnet20", 4, 8), ROUNDING),

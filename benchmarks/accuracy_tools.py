@@ -71,7 +71,7 @@ def sparsebit_config(task: Task, _: Case, *, file: str) -> nn.Module:
 def brevitas(task: Task, case: Case, *, rounding: str = "gptq", backend: str = "fx") -> nn.Module:
     """The steps of `brevitas_ptq_imagenet_val`, in its order and with its defaults.
 
-    Graph equalization (20 rounds, biases merged), 99.999 % ranges, then GPTQ or Qronos, then bias correction.
+    Graph equalization (20 rounds, biases merged), 99.999 % ranges, then GPTQ, GPFQ or Qronos, then bias correction.
     `backend`: "fx" quantizes residual sums too; "layerwise" only what layers read, and gives the first layer 8 bits.
     """
     from brevitas.graph.quantize import preprocess_for_quantize
@@ -101,6 +101,8 @@ def brevitas(task: Task, case: Case, *, rounding: str = "gptq", backend: str = "
     steps.calibrate(batches, quantized)
     if rounding == "gptq":
         steps.apply_gptq(batches, quantized, create_weight_orig=True)
+    elif rounding == "gpfq":
+        steps.apply_gpfq(batches, quantized, act_order=False)
     elif rounding == "qronos":
         steps.apply_qronos(quantized, batches)
     steps.apply_bias_correction(batches, quantized)
@@ -219,6 +221,9 @@ TOOLS: dict[str, Tool] = {
         "graph equalization, GPTQ, bias correction; sums in float, first layer 8 bits",
         partial(brevitas, backend="layerwise"),
         BREVITAS,
+    ),
+    "brevitas-gpfq": Tool(
+        "brevitas", "graph equalization, GPFQ, bias correction", partial(brevitas, rounding="gpfq"), BREVITAS
     ),
     "brevitas-qronos": Tool(
         "brevitas", "graph equalization, Qronos, bias correction", partial(brevitas, rounding="qronos"), BREVITAS

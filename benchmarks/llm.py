@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument(
         "--mixed", nargs="*", type=float, default=[], help="average bits of 2, 3 and 4, in groups of 128"
     )
-    parser.add_argument("--steps", type=int, default=200, help="of autoround, for each block")
+    parser.add_argument("--steps", type=int, default=200, help="of autoround and auto-round, for each block")
     parser.add_argument("--rotate", action="store_true", help="also: each recipe with rotated hidden states")
     parser.add_argument("--decode", action="store_true", help="also: tokens per CPU second, of the first format")
     parser.add_argument("--peers", nargs="*", default=[], help="torchao, llm-compressor, auto-round")
@@ -150,10 +150,8 @@ def print_peer(
                 model.get_parameter(key).copy_(file.get_tensor(key))
     found = perplexity(model, heldout).value
     change = 100 * (found / floats - 1)
-    print(
-        f"{name} {peer} {notes['version']}: perplexity {found:.2f} ({change:+.2f} %), {notes['cpu_seconds']} CPU s",
-        flush=True,
-    )
+    what = f"{name} {peer} {notes['version']}" + (f", {steps} steps" if peer == "auto-round" else "")
+    print(f"{what}: perplexity {found:.2f} ({change:+.2f} %), {notes['cpu_seconds']} CPU s", flush=True)
 
 
 def print_decoding(model: Any, folder: Path) -> None:

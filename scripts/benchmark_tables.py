@@ -99,9 +99,17 @@ def accuracy_peers(records: list[Record]) -> str:
             record["settings"],
             *_compared(record),
         )
-        for record in records
+        for record in _by_case(records)
     ]
     return table(head, rows, numeric=7)
+
+
+def _by_case(records: list[Record]) -> list[Record]:
+    """The tools of one model at the same bits one after the other; cases and tools in the order they are found."""
+    cases: dict[tuple[str, str, str], list[Record]] = {}
+    for record in records:
+        cases.setdefault((record["task"], record["weights"], record["bits"]), []).append(record)
+    return [record for rows in cases.values() for record in rows]
 
 
 def _compared(record: Record) -> tuple[str, ...]:

@@ -103,13 +103,14 @@ def test_accuracy_beside_peers(tmp_path: Path) -> None:
     page = render(
         tmp_path,
         record | tool,
-        {key: record[key] for key in ("benchmark", "task", "bits", "weights")} | failed,
         {key: record[key] for key in ("benchmark", "bits", "sqnr_db")} | tool | text | {"weights": "per-channel"},
+        {key: record[key] for key in ("benchmark", "task", "bits", "weights")} | failed,
     )
     row = "| resnet20, weights per tensor | W4A8 | brevitas | GPTQ | top1 | 92.50 | 90.75 | 1.75 | 17.0 dB | 95.0 % |"
     assert f"{row} 20 s | 1,234 MiB |" in page
     assert "| aimet | CLE | **fails**: `ImportError: no` |" in page
     assert "| minilm | W4A8 | brevitas | GPTQ | spearman | 0.8200 | 0.8100 | 0.0100 | 17.0 dB | 0.9971 |" in page
+    assert page.index("| aimet | CLE |") < page.index("| minilm |")  # the tools of one case stand together
 
 
 def test_calibration(tmp_path: Path) -> None:
