@@ -37,12 +37,16 @@ def copy_model(model: nn.Module, *, share_parameters: bool = False, share: Itera
     memo.update(without_history(model))
     memo.update(_empty_containers(model))
     try:
-        copied = copy.deepcopy(model, memo)
+        with torch.no_grad():  # else the parameters of a ScriptModule's copy pass their gradients to the original's
+            copied = copy.deepcopy(model, memo)
     except Exception as error:
         raise CaptureError(
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and the original is never "
             "changed; make copy.deepcopy(model) work: no locks, open files or generators in it"
         ) from error
+    for original, twin in zip(model.parameters(), copied.parameters(), strict=True):
+        if twin.is_leaf and twin.requires_grad != original.requires_grad:
+            twin.requires_grad_(original.requires_grad)
     rebind_functions(model.modules(), copied.modules(), memo)
     if not share_parameters:
         for original, twin in zip(model.parameters(), copied.parameters(), strict=True):

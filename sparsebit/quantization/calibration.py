@@ -43,6 +43,7 @@ class CalibrationRunner:
         self._given_weights: list[GivenWeights] = []
         self._given: Any = None  # the inputs of a forward that has begun
         self._handle: RemovableHandle | None = None
+        self._weights_handle: RemovableHandle | None = None
         self.layers = [
             m
             for m in model.modules()
@@ -59,6 +60,7 @@ class CalibrationRunner:
             quantizer.saw_infinity = False
             quantizer.observing = True
         self._given_weights = [GivenWeights(layer) for layer in self.layers if isinstance(layer, WeightedQuantOpr)]
+        self._weights_handle = self.model.register_forward_pre_hook(self._note_own_weights)
         if self.inputs is not None:
             self._handle = self.model.register_forward_pre_hook(self._copy_inputs, with_kwargs=True)
 
@@ -137,7 +139,14 @@ class CalibrationRunner:
         merge_across_ranks([quantizer for name, quantizer in quantizers.items() if name in seen])
         return seen
 
+    def _note_own_weights(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+        for given in self._given_weights:
+            given.note_own()
+
     def _forget_given_weights(self) -> None:
+        if self._weights_handle is not None:
+            self._weights_handle.remove()
+            self._weights_handle = None
         for given in self._given_weights:
             given.remove()
         self._given_weights.clear()

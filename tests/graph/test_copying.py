@@ -176,3 +176,14 @@ def test_shared_parameters_and_separate_state() -> None:
     assert shadow.fc.weight is net.fc.weight
     shadow(torch.ones(1, 4))
     assert float(net.seen) == 0 and net.log == [] and shadow.log == [0]  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
+def test_a_scripted_child_of_the_copy_trains_alone() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU())))
+    list(net.parameters())[-1].requires_grad_(False)
+    copied = copy_model(net)
+    copied(torch.randn(3, 4)).sum().backward()
+    assert [p.requires_grad for p in copied.parameters()] == [p.requires_grad for p in net.parameters()]
+    assert all(p.is_leaf and (p.grad is not None) == p.requires_grad for p in copied.parameters())
+    assert all(p.grad is None for p in net.parameters())

@@ -445,6 +445,17 @@ class Ensemble(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         first = self.layers[0]
+        if self.form == "written":
+            with torch.no_grad():
+                first.weight.mul_(8)
+                y: Tensor = first(x)
+                first.weight.div_(8)
+            return y
+        if self.form == "swapped":
+            first.weight.data, own = 8 * first.weight.data, first.weight.data
+            y = first(x)
+            first.weight.data = own
+            return y
         if self.form == "scaled":
             weights = {name: 8 * parameter for name, parameter in first.named_parameters()}
             return torch.func.functional_call(first, weights, (x,))
@@ -455,7 +466,7 @@ class Ensemble(nn.Module):
 
 
 class TestWeightsInThePlaceOfALayersOwn:
-    @pytest.mark.parametrize("form", ["scaled", "parameters"])
+    @pytest.mark.parametrize("form", ["scaled", "parameters", "written", "swapped"])
     def test_their_ranges_are_observed(self, form: str) -> None:
         model, x = Ensemble(form), torch.randn(16, 4)
         qmodel = calibrated(model, [x], qconfig(bits=16))
@@ -471,6 +482,20 @@ class TestWeightsInThePlaceOfALayersOwn:
         run(qmodel, [x])
         qmodel.calc_qparams()
         torch.testing.assert_close(layer.weight_quantizer.scale, wide / 2)
+
+    def test_a_step_of_training_between_batches_is_none(self) -> None:
+        model, x = TwoLayers(), torch.randn(4, 6)
+        qmodel = QuantModel(model, qconfig())
+        qmodel.prepare_calibration()
+        layer = next(module for module in qmodel.modules() if isinstance(module, WeightedQuantOpr))
+        for factor in (1.0, 0.5):
+            with torch.no_grad():
+                layer.op.weight.mul_(factor)
+            run(qmodel, [x])
+        qmodel.calc_qparams()
+        low, high = layer.op.weight.detach().aminmax(dim=1)
+        expected, _ = qparams_from_range(low, high, layer.weight_quantizer.spec)
+        torch.testing.assert_close(layer.weight_quantizer.scale, expected)
 
     def test_numbers_of_layers_that_never_ran_are_refused(self) -> None:
         x = torch.randn(16, 4)

@@ -107,7 +107,6 @@ def test_a_graph_inside_opaque_code_inside_a_graph(with_example: bool) -> None:
     assert_faithful(Chain(Opaque(Optional(OwnWeight()))), torch.randn(4, 8), with_example=with_example)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @both
 @pytest.mark.parametrize("compiled", ["script", "trace"])
 @pytest.mark.parametrize("outer", [Chain, Opaque])
