@@ -3,9 +3,8 @@
     python benchmarks/llm_decode_cpu.py MODEL_DIR PACKED_DIR [--activations bfloat16] [--compile]
 
 Milliseconds of CPU time per token, best of `--turns` turns of 24 tokens: `generate` of transformers, a loop around
-the model with its growing cache, and with `--compile` a step with a static cache compiled by torch. "no products": the
-model with linear layers that compute nothing, which is the bound for any kernel. Then the layers alone: the call of the
-layer, and of the product inside.
+the model with its growing cache, and with `--compile` `generate` with a compiled step. "no products": the model with
+linear layers that compute nothing, which is the bound for any kernel. Then the layers alone.
 """
 
 from __future__ import annotations
@@ -19,9 +18,10 @@ from typing import Any
 
 import torch
 from common import ROOT
-from torch import Tensor, nn
+from torch import nn
 
-from sparsebit.llm import QuantLinear, kernel_paths, load
+from sparsebit.llm import QuantLinear, compiled_settings, kernel_paths, load
+from sparsebit.llm.compiled_generation import compile_step
 
 sys.path.insert(0, str(ROOT / "tests"))
 import torchvision_shim
@@ -50,10 +50,10 @@ def main() -> None:
         ways[name, "loop"] = lambda model=model: loop(model)
     show(ways, options.turns)
     if options.compile:
-        compiled = {
-            (name, "compiled step"): compiled_loop(model) for name, model in models.items() if name != "packed, joined"
-        }
-        show(compiled, options.turns)
+        show(
+            {(name, "compiled"): compiled(model) for name, model in models.items() if "joined" not in name},
+            options.turns,
+        )
     idle = without_products(load(options.model))
     bare = {("no products", "generate"): lambda: generate(idle), ("no products", "loop"): lambda: loop(idle)}
     show(bare, options.turns)
@@ -69,9 +69,21 @@ def show(ways: dict[tuple[str, str], Callable[[], None]], turns: int) -> None:
         print(f"{model}, {way}: {1e3 * seconds:.2f} ms a token, {1 / seconds:.1f} tokens per CPU s", flush=True)
 
 
-def generate(model: Any) -> None:
-    how = {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS, "do_sample": False, "pad_token_id": 0}
-    model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **how)
+def generate(model: Any, **settings: Any) -> None:
+    how: dict[str, Any] = {
+        "max_new_tokens": NUM_TOKENS,
+        "min_new_tokens": NUM_TOKENS,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
+    model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **how, **settings)
+
+
+def compiled(model: Any) -> Callable[[], None]:
+    """`generate` with a compiled step, as `sparsebit llm generate --compile` runs it."""
+    print(f"compiled in {compile_step(model, PROMPT, NUM_TOKENS):.0f} s", flush=True)
+    settings = compiled_settings(model)
+    return lambda: generate(model, **settings)
 
 
 def loop(model: Any) -> None:
@@ -81,31 +93,6 @@ def loop(model: Any) -> None:
     for _ in range(NUM_TOKENS):
         found = model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1)
         token = found.logits[:, -1:].argmax(-1)
-
-
-def compiled_loop(model: Any) -> Callable[[], None]:
-    """The same with a static cache, one token at a time from the beginning."""
-    from transformers import StaticCache
-
-    cache = StaticCache(config=model.config, max_cache_len=64)
-
-    def step(token: Tensor, position: Tensor) -> Tensor:
-        found = model(input_ids=token, position_ids=position[None], past_key_values=cache, use_cache=True)
-        answer: Tensor = found.logits[:, -1:].argmax(-1)
-        return answer
-
-    compiled = torch.compile(step, dynamic=False)
-
-    def run() -> None:
-        cache.reset()
-        token = torch.tensor([[5]])
-        for place in range(NUM_TOKENS):
-            token = compiled(token, torch.tensor([place]))
-
-    started = time.perf_counter()
-    run()
-    print(f"compiled in {time.perf_counter() - started:.0f} s", flush=True)
-    return run
 
 
 def without_products(model: Any) -> Any:

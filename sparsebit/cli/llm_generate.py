@@ -18,6 +18,10 @@ def generate(
         float, typer.Option("--temperature", min=0.0, help="Of sampling; 0: always the likeliest token.")
     ] = 0.0,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of sampling.")] = 0,
+    compile_step: Annotated[
+        bool,
+        typer.Option("--compile", help="Compile the step of a token first: a minute or more, then faster tokens."),
+    ] = False,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
     adapter: llm_options.Adapter = None,
     device: llm_options.Device = "cpu",
@@ -37,10 +41,12 @@ def generate(
         import torch
 
         from sparsebit.errors import ConfigError
-        from sparsebit.llm import kernel_paths
+        from sparsebit.llm import compiled_generation, kernel_paths
         from sparsebit.llm.calibration_text import need_embeddings
         from sparsebit.llm.hub_classes import load_tokenizer
 
+        if compile_step and single_device:
+            raise ConfigError("--compile needs the whole model on the device; leave --compile or --single-device out")
         tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
         if chat and not getattr(tokenizer, "chat_template", None):
             raise ConfigError(f"--chat: the tokenizer of {model} has no chat template; leave --chat out")
@@ -61,9 +67,13 @@ def generate(
         )
         need_embeddings(tokens, loaded)
         tokens = tokens.to(device)
+        how: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        compiling = 0.0
+        if compile_step:
+            compiling = compiled_generation.compile_step(loaded, tokens, max_new_tokens)
+            how |= compiled_generation.compiled_settings(loaded)
         torch.manual_seed(seed)
         started = time.perf_counter()
-        how: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
         given = loaded.generate(
             tokens,
             attention_mask=torch.ones_like(tokens),
@@ -82,11 +92,13 @@ def generate(
                 "text": written,
                 "tokens": len(made),
                 "seconds": seconds,
+                "compiling_seconds": compiling,
                 "packed_layers": paths,
             }
             out.result(record)
         how_run = "blocks were streamed" if single_device else f"packed layers: {_words(paths)}"
-        out.remark(f"{len(made)} tokens, {len(made) / seconds:.1f} a second; {how_run}")
+        first = f"compiled in {compiling:.0f} s; " if compile_step else ""
+        out.remark(f"{first}{len(made)} tokens, {len(made) / seconds:.1f} a second; {how_run}")
 
 
 def _words(paths: dict[str, int]) -> str:

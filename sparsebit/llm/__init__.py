@@ -5,6 +5,7 @@ from __future__ import annotations
 from sparsebit.llm.architectures import ARCHITECTURES, Architecture
 from sparsebit.llm.bit_allocation import BitAllocation, LayerBits
 from sparsebit.llm.calibration_text import calibration_tokens, token_stream, windows
+from sparsebit.llm.compiled_generation import compiled_settings
 from sparsebit.llm.converting import ConvertedModel, convert
 from sparsebit.llm.cpu_probe import CpuProbe, probe_cpu
 from sparsebit.llm.finetuning.merging import MergedModel, merge
@@ -50,6 +51,7 @@ __all__ = [
     "Tuning",
     "add_adapter",
     "calibration_tokens",
+    "compiled_settings",
     "convert",
     "evaluate_tasks",
     "finetune",
