@@ -69,22 +69,24 @@ def measure_placement(
     """Try placements of a calibrated model in its runtime, and give the fastest one that keeps the accuracy.
 
     `batches`: as for calibration; the first samples are what files are timed and compared on. `seconds`: about how long
-    candidates are tried; float, the default placement and the one that the measured times suggest always are.
+    candidates are tried, without the time of `metric`; float, the default placement and the one that the measured times
+    suggest always are.
     `margin_db`: how much less SQNR of the outputs than the default placement's is allowed. `metric`: gives a score of a
-    model, higher is better; the chosen one may lose `metric_margin` of the default placement's score. `num_threads`: of
-    the runtime. `keep`: a folder for the files as they were timed: `float.onnx`, `default.onnx` and `measured.onnx`.
+    model, higher is better; the chosen one may lose `metric_margin` of the default placement's score, and one that does
+    not lose more may have any SQNR. `num_threads`: of the runtime. `keep`: a folder for the files as they were timed:
+    `float.onnx`, `default.onnx` and `measured.onnx`.
     `qmodel` is left as it was.
     """
     start = time.perf_counter()
     ready = traced(qmodel, batches, "measure_placement", "placement='measured'", num_threads, stopwatch)
     runtime, graph, watch = ready.runtime, ready.graph, ready.watch
-    search = _Search(qmodel, graph, watch, margin_db, time.perf_counter() + seconds)
+    judge = None if metric is None else _Judge(qmodel, metric, metric_margin)
+    search = _Search(qmodel, graph, watch, margin_db, judge, time.perf_counter() + seconds)
     search.run()
     chosen, ratios, noise = search.confirmed()
+    if judge is not None and chosen != _FLOAT:
+        chosen = search.judged(judge, ratios)
     left_out = search.left_out[chosen]
-    if metric is not None and chosen != _FLOAT:
-        chosen = search.judged(metric, metric_margin, chosen, ratios)
-        left_out = search.left_out[chosen]
     if keep is not None:
         Path(keep).mkdir(parents=True, exist_ok=True)
         for name, file in ((_FLOAT, _FLOAT), (_DEFAULT, _DEFAULT), ("measured", chosen)):
@@ -133,13 +135,37 @@ def _applied(qmodel: QuantModel, profile: PlacementProfile) -> QuantModel:
     return placed
 
 
+class _Judge:
+    """Whether placements keep the score of the default one; each is asked for once."""
+
+    def __init__(self, qmodel: QuantModel, metric: Metric, margin: float) -> None:
+        self.qmodel, self.metric, self.margin = qmodel, metric, margin
+        self._scores: dict[frozenset[str], float] = {}
+
+    def keeps(self, left_out: frozenset[str]) -> bool:
+        return not left_out or self._score(left_out) >= self._score(frozenset()) - self.margin
+
+    def _score(self, left_out: frozenset[str]) -> float:
+        if left_out not in self._scores:
+            plan = self.qmodel.plan.replace(dict.fromkeys(left_out))
+            self._scores[left_out] = self.metric(self.qmodel.with_plan(plan) if left_out else self.qmodel)
+        return self._scores[left_out]
+
+
 class _Search:
     """What was tried, and the best of it."""
 
     def __init__(
-        self, qmodel: QuantModel, graph: TracedGraph, watch: Stopwatch, margin_db: float, deadline: float
+        self,
+        qmodel: QuantModel,
+        graph: TracedGraph,
+        watch: Stopwatch,
+        margin_db: float,
+        judge: _Judge | None,
+        deadline: float,
     ) -> None:
-        self.qmodel, self.graph, self.watch, self.margin_db, self.deadline = qmodel, graph, watch, margin_db, deadline
+        self.qmodel, self.graph, self.watch, self.deadline = qmodel, graph, watch, deadline
+        self.margin_db, self.judge = margin_db, judge
         self.runtime = PROFILES[qmodel.config.BACKEND]
         everything = frozenset(range(len(graph.units)))
         self.floats: dict[str, Floats] = {_FLOAT: everything, _DEFAULT: candidates.fixed_floats(graph)}
@@ -230,7 +256,7 @@ class _Search:
             return
         self.files[name] = file
         self.sqnr[name] = self._sqnr(name)
-        if self.sqnr[name] < self.sqnr[_DEFAULT] - self.margin_db:
+        if not self._is_exact_enough(name):
             self.verdict[name] = "less exact"
             del self.files[name]
             return
@@ -250,15 +276,21 @@ class _Search:
             winner = _FLOAT
         return winner, self.ratio, timed[_FLOAT].noise
 
-    def judged(self, metric: Metric, margin: float, chosen: str, ratios: dict[str, float]) -> str:
+    def _is_exact_enough(self, name: str) -> bool:
+        if self.sqnr[name] >= self.sqnr[_DEFAULT] - self.margin_db:
+            return True
+        if self.judge is None:
+            return False
+        started = time.perf_counter()
+        keeps = self.judge.keeps(self.left_out[name])
+        self.deadline += time.perf_counter() - started  # the time is for candidates
+        return keeps
+
+    def judged(self, judge: _Judge, ratios: dict[str, float]) -> str:
         """The fastest placement whose score is near enough to that of the default one."""
-        wanted = metric(self.qmodel) - margin
         order = sorted((name for name in self.files if ratios.get(name, 2.0) < 1), key=lambda name: ratios[name])
         for name in order:
-            if name == _DEFAULT:
-                return name
-            plan = self.qmodel.plan.replace(dict.fromkeys(self.left_out[name]))
-            if metric(self.qmodel.with_plan(plan)) >= wanted:
+            if judge.keeps(self.left_out[name]):
                 return name
             self.verdict[name] = "loses by the metric"
         return _FLOAT

@@ -151,6 +151,8 @@ def test_a_faster_placement_that_is_less_exact_is_not_taken(qmodel: QuantModel) 
     assert weights(found.qmodel) in (weights(qmodel), set())
     lenient = measure_placement(qmodel, [BATCH], stopwatch=watch, margin_db=20.0)
     assert weights(lenient.qmodel) == {"stem", "point", "head"}
+    by_metric = measure_placement(qmodel, [BATCH], stopwatch=watch, metric=lambda _: 1.0)
+    assert weights(by_metric.qmodel) == {"stem", "point", "head"}
 
 
 def test_a_metric_decides_where_one_is_given(qmodel: QuantModel) -> None:
