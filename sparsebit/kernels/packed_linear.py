@@ -185,7 +185,9 @@ class Product:
         self.num_rows, self.inputs, self.outputs = len(x), weight.inputs, weight.scales.shape[1]
         self.num_processors, self.capability = _processors(x.device)
         zeros = weight.scales if weight.zeros is None else weight.zeros  # not read where there are none
-        self.operands = [weight.words, weight.scales, zeros]
+        given = [weight.words, weight.scales, zeros]
+        self.operands = [tensor.contiguous() for tensor in given]
+        self.are_copies = not all(tensor.is_contiguous() for tensor in given)
 
     def compute(self) -> Tensor:
         if self.num_rows <= _MOST_FEW:
@@ -209,8 +211,9 @@ class Product:
             "AHEAD": int(cut.scales_ahead),
         }
         grid = (self.outputs // 16 // cut.height, 1, 1)
-        # It loads words before it waits for the program that computes x. In a CUDA graph no program writes to them.
-        overlapped = torch.cuda.is_current_stream_capturing()
+        # It loads words and scales before it waits for the program that computes x. In a CUDA graph no program writes
+        # to them, unless they are copied there.
+        overlapped = torch.cuda.is_current_stream_capturing() and not self.are_copies
         values = [*self.operands, self.x, y, *self.shape]
         self.run("few_rows", sizes, grid, 32 * cut.warps, values, overlapped=overlapped)
         return y
@@ -287,7 +290,7 @@ class Product:
             "HAS_ZERO": int(has_zero),
             "GT": self.weight.group_size // 16,
         }
-        program = _compiled(name, self.capability, shared, tuple(defines.items()))
+        program = _compiled(name, self.x.device.index, self.capability, shared, tuple(defines.items()))
         program.launch(grid, threads, values, overlapped=overlapped)
 
     def added(self, sums: Tensor) -> Tensor:
@@ -319,7 +322,10 @@ def _processors(device: torch.device) -> tuple[int, str]:
 
 
 @cache
-def _compiled(name: str, capability: str, shared: int, defines: tuple[tuple[str, int], ...]) -> Program:
+def _compiled(
+    name: str, device: int | None, capability: str, shared: int, defines: tuple[tuple[str, int], ...]
+) -> Program:
+    """The program for the current GPU, `device`: the driver loads it there, and another GPU cannot run it."""
     source = Path(__file__).with_suffix(".cu").read_text()
     sizes = dict(defines)
     product = ""

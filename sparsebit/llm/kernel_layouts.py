@@ -88,7 +88,7 @@ def _prepare_int4pack(packed: PackedWeight, dtype: torch.dtype) -> Prepared:
 
 def _int4pack(x: Tensor, weight: Prepared) -> Tensor:
     product: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
-        x.to(torch.bfloat16), weight.words, weight.group_size, weight.scales.contiguous()
+        x.to(torch.bfloat16).contiguous(), weight.words, weight.group_size, weight.scales.contiguous()
     )
     return product.to(x.dtype)
 
@@ -129,7 +129,11 @@ def _prepare_dynamic(packed: PackedWeight, dtype: torch.dtype) -> Prepared:
 
 def _dynamic(x: Tensor, weight: Prepared) -> Tensor:
     product: Tensor = torch.ops.aten._dyn_quant_matmul_4bit(
-        x.float(), weight.words, weight.group_size, weight.in_features, weight.out_features
+        x.float().contiguous(),  # the operator does not look at strides, and reads what lies behind the first row
+        weight.words,
+        weight.group_size,
+        weight.in_features,
+        weight.out_features,
     )
     return _with_offsets(product, x, weight)
 
@@ -169,9 +173,8 @@ def _dense_fragments(weight: Prepared) -> Tensor:
 
 
 def _fragment_weight(weight: Prepared) -> FragmentWeight:
-    """Of a weight that was joined, scales and zero points are views with gaps; the kernel reads them without."""
-    zeros = None if weight.offsets is None else weight.offsets.contiguous()
-    return FragmentWeight(weight.words, weight.scales.contiguous(), zeros, weight.out_features)
+    """Of a weight that was joined, scales and zero points are views with gaps."""
+    return FragmentWeight(weight.words, weight.scales, weight.offsets, weight.out_features)
 
 
 def _side_by_side(weights: Sequence[Prepared]) -> tuple[Prepared, list[Prepared]]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from sparsebit.errors import SpecError
+from sparsebit.kernels import packed_linear as packed_linear_file
 from sparsebit.kernels.packed_linear import (
     FragmentWeight,
     definition,
@@ -86,6 +89,28 @@ def test_compiled() -> None:
     x = torch.randn(2, 128, dtype=torch.bfloat16)
     compiled = torch.compile(packed_linear, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x, weight), packed_linear(x, weight))
+
+
+def test_a_program_waits_where_scales_are_copied_and_belongs_to_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a CUDA graph a program may start before those in front of it end: such as the one that copies its scales."""
+    launches: list[tuple[object, bool]] = []
+
+    class Recorded:
+        def __init__(self, device: object) -> None:
+            self.device = device
+
+        def launch(self, grid: object, threads: int, values: list[object], *, overlapped: bool) -> None:
+            assert all(value.is_contiguous() for value in values if isinstance(value, Tensor))
+            launches.append((self.device, overlapped))
+
+    monkeypatch.setattr(packed_linear_file, "_processors", lambda device: (132, "90"))
+    monkeypatch.setattr(packed_linear_file, "_compiled", lambda name, device, *_: Recorded(device))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    weight = fragment_weight(*parts(128, 256, 128))
+    joined = replace(weight, scales=torch.cat([weight.scales, weight.scales], 1)[:, :128])
+    for one in (weight, joined):
+        packed_linear_file.Product(torch.zeros(1, 256, dtype=torch.bfloat16), one).few_rows()
+    assert launches == [(None, True), (None, False)]
 
 
 @pytest.fixture

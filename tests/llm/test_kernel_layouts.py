@@ -58,6 +58,21 @@ def test_the_product(layout: KernelLayout, symmetric: bool, num_rows: int) -> No
     assert difference(found, x @ packed.dequantize(torch.float32).t()) < FAR[layout.name]
 
 
+@pytest.mark.parametrize("layout", ON_CPU, ids=FAR)
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
+def test_the_product_of_inputs_that_are_not_contiguous(layout: KernelLayout, symmetric: bool) -> None:
+    packed = weight(symmetric=symmetric)
+    ready, dense = layout.prepare(packed, torch.float32), packed.dequantize(torch.float32)
+    for x in (
+        torch.randn(256, 5).t(),
+        torch.randn(5, 512)[:, ::2],
+        torch.randn(9, 256)[::2],
+        torch.randn(256).expand(3, -1),
+    ):
+        for given in (x, x.bfloat16()):
+            assert difference(layout.product(given, ready), given.float() @ dense.t()) < FAR[layout.name]
+
+
 def test_the_product_of_fragments_where_there_is_no_gpu() -> None:
     packed, x = weight(), torch.randn(3, 256).bfloat16()
     found = FRAGMENTS.product(x, FRAGMENTS.prepare(packed, torch.bfloat16))
