@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -27,6 +28,20 @@ class SharedProduct(Protocol):
     def product(self, layer: QuantLinear, x: Tensor) -> Tensor | None:
         """The output of the layer without bias; None where it has to compute its own."""
         ...
+
+
+def outside_autocast(backward: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], Any]:
+    """The backward of a Function, called outside of autocast, which would change the types of its products."""
+
+    @functools.wraps(backward)
+    def wrapped(ctx: Any, gradient: Tensor) -> Any:
+        device = gradient.device.type
+        if not torch.is_autocast_enabled(device):
+            return backward(ctx, gradient)
+        with torch.autocast(device, enabled=False):
+            return backward(ctx, gradient)
+
+    return wrapped
 
 
 class QuantLinear(nn.Module):
@@ -85,6 +100,7 @@ class QuantLinear(nn.Module):
         return PackedWeight.from_codes(codes, self.scales, self.zeros, self.bits)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = _in_type_of_autocast(x)
         if x.requires_grad and torch.is_grad_enabled():
             y: Tensor = _Differentiable.apply(x, self)  # type: ignore[no-untyped-call]
             return y
@@ -175,6 +191,13 @@ class QuantLinear(nn.Module):
             self.prepare(*self._wish)
 
 
+def _in_type_of_autocast(x: Tensor) -> Tensor:
+    """A float32 `x` as `nn.Linear` takes it under autocast, which would else round sums inside of the product."""
+    if x.dtype != torch.float32 or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
+
+
 class _Differentiable(torch.autograd.Function):
     """The product of a layer. For the backward it keeps the layer, whose weight is packed, and no dense weight."""
 
@@ -185,6 +208,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @outside_autocast
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         layer: QuantLinear = ctx.layer
         return layer.input_gradient(gradient), None

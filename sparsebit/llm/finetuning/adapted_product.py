@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from sparsebit.llm.quant_linear import QuantLinear
+from sparsebit.llm.quant_linear import QuantLinear, outside_autocast
 
 
 def trains(layer: nn.Module, x: Tensor, down: Tensor) -> bool:
@@ -44,13 +44,14 @@ class _AdaptedProduct(torch.autograd.Function):
         weight = layer.dense_weight(x.dtype) if _is_checkpointed() else None
         bias = None if layer.bias is None else layer.bias.to(x.dtype)
         y = layer.exact_product(x) if weight is None else F.linear(x, weight, bias)
-        y.view(-1, y.shape[-1]).addmm_(inner, scaled_up.t())
+        y = _add_product(y, inner, scaled_up.t())
         ctx.save_for_backward(x, inner, down, scaled_up, weight)
         ctx.layer, ctx.scaling, ctx.dtype = layer, scaling, up.dtype
         return y
 
     @staticmethod
     @once_differentiable
+    @outside_autocast
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, inner, down, scaled_up, weight = ctx.saved_tensors
         layer: QuantLinear = ctx.layer
@@ -70,8 +71,17 @@ class _AdaptedProduct(torch.autograd.Function):
 
 def _is_checkpointed() -> bool:
     """Whether what is saved for the backward is dropped, and computed again when that comes."""
+    if torch.compiler.is_compiling():  # which keeps what it likes, and cannot read the hooks
+        return False
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def _add_product(y: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """`y + left @ right` of rows, in the memory of `y`; selective checkpointing may have kept that, so not there."""
+    rows = y.view(-1, y.shape[-1])
+    is_watched = not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack()
+    return torch.addmm(rows, left, right).view(y.shape) if is_watched else rows.addmm_(left, right).view(y.shape)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -21,6 +21,9 @@ from sparsebit.llm.float_linear import FloatLinear
 from sparsebit.llm.parallel_layers import separate_parallel_layers
 from sparsebit.llm.quant_linear import QuantLinear
 
+# First values of peft's adapters that leave the weight below as it is.
+_STARTS_APART = ("gaussian", "eva", "orthogonal")
+
 
 def add_adapter(
     model: Any,
@@ -81,6 +84,7 @@ def load_adapter(model: Any, folder: str | os.PathLike[str], *, is_trainable: bo
     if not (path / "adapter_model.safetensors").is_file():
         raise CheckpointError(f"{path} has no adapter_model.safetensors; adapters are read from safetensors only")
     check_files(path)
+    _check_start(config, model, path)
     config._register_custom_module({QuantLinear: lora_class()})
     if is_trainable:
         separate_parallel_layers(model)
@@ -88,6 +92,23 @@ def load_adapter(model: Any, folder: str | os.PathLike[str], *, is_trainable: bo
         return peft.PeftModel.from_pretrained(model, str(path), config=config, is_trainable=is_trainable)
     except (ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(f"{path} does not fit the model ({error})") from error
+
+
+def _check_start(config: Any, model: Any, path: Path) -> None:
+    """Refuse an adapter whose first values were taken out of the float weight below it: packed weights still have them.
+
+    Those of the others do not matter, since the file overwrites them.
+    """
+    start = config.init_lora_weights
+    if not isinstance(start, str) or not any(isinstance(part, QuantLinear) for part in model.modules()):
+        return
+    if start.lower() not in _STARTS_APART:
+        raise CheckpointError(
+            f"{path} has init_lora_weights={start!r}, which changed the weights below the adapter; packed weights are "
+            "those from before. Convert it to plain LoRA: peft's save_pretrained with "
+            "path_initial_model_for_weight_conversion"
+        )
+    config.init_lora_weights = True
 
 
 def adapted_layers(model: Any, targets: Sequence[str]) -> list[str]:
@@ -145,6 +166,13 @@ def _short_names(model: Any, names: Sequence[str]) -> list[str]:
     return sorted(ends) if sorted(meant) == sorted(names) else sorted(names)
 
 
+def __getattr__(name: str) -> Any:
+    """`PackedLoraLinear` under the name by which pickle looks for it."""
+    if name == "PackedLoraLinear":
+        return lora_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 @functools.cache
 def lora_class() -> Any:
     """The adapter of a packed layer, a class of peft's; made when it is needed, since peft is an extra."""
@@ -170,7 +198,12 @@ def lora_class() -> Any:
         def _get_in_out_features(self, module: Any) -> tuple[int, int]:
             return module.in_features, module.out_features
 
-        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def forward(self, x: Tensor, *args: Any, adapter_names: list[str] | None = None, **_: Any) -> Tensor:
+            """`adapter_names`: which adapter each element of the batch takes; peft calls the model with these."""
+            if adapter_names is not None and not self.disable_adapters:
+                self._check_forward_args(x, adapter_names=adapter_names)  # type: ignore[no-untyped-call]
+                mixed: Tensor = self._mixed_batch_forward(x, adapter_names=adapter_names)
+                return mixed
             names = [] if self.disable_adapters else [name for name in self.active_adapters if name in self.lora_A]
             if len(names) == 1 and self._trains_plainly(names[0], x):
                 down, up, _ = self._parts(names[0])
@@ -204,4 +237,5 @@ def lora_class() -> Any:
             delta: Tensor = up.weight @ down.weight * self.scaling[adapter]
             return delta
 
+    PackedLoraLinear.__qualname__ = PackedLoraLinear.__name__
     return PackedLoraLinear

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import pickle
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from sparsebit.llm import unpacked_product
 from sparsebit.llm.finetuning.adapted_product import adapted_product
 from sparsebit.llm.kernel_layouts import FRAGMENTS
 from sparsebit.llm.packed_weight import PackedWeight
@@ -123,3 +126,69 @@ def test_a_checkpointed_block_unpacks_its_weight_twice_and_not_three_times(monke
     assert len(plain) == len(again) == 3
     for ours, theirs in zip(again, plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2 * float(theirs.abs().max()))
+
+
+def gradients_of(one: Any, x: Tensor, y: Tensor, *, autocast: bool = False) -> list[Tensor]:
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        leaves = x, one.lora_A["default"].weight, one.lora_B["default"].weight
+        return list(torch.autograd.grad(y.square().sum(), leaves))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 1e-9], ids=["one step", "separate"])
+def test_a_backward_under_autocast_is_that_without(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unpacked_product, "_BLOCK_ELEMENTS", 10 * 64)  # of several blocks, which are added up
+    one, x = adapted(dropout).eval(), tensors()["x"]
+    plain, cast = gradients_of(one, x, one(x)), gradients_of(one, x, one(x), autocast=True)
+    far = 1e-6 if not dropout else 1e-2  # torch's own operators are cast
+    for ours, theirs in zip(cast, plain, strict=True):
+        assert float((ours - theirs).norm()) <= far * float(theirs.norm())
+
+
+def test_selective_checkpointing_may_keep_the_product() -> None:
+    one, x = adapted(), torch.randn(40, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    kept = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    contexts = functools.partial(create_selective_checkpoint_contexts, kept)
+    y = checkpoint(one, x, use_reentrant=False, context_fn=contexts)
+    for ours, theirs in zip(gradients_of(one, x, y), gradients_of(one, x, one(x)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo makes an instance of a Function
+def test_a_compiled_step_is_one_graph() -> None:
+    one, x = adapted(), tensors()["x"]
+    y = torch.compile(one, fullgraph=True, backend="aot_eager")(x)
+    for ours, theirs in zip(gradients_of(one, x, y), gradients_of(one, x, one(x)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_is_pickled() -> None:
+    one, x = adapted(), tensors()["x"]
+    assert torch.equal(pickle.loads(pickle.dumps(one))(x), one(x))
+
+
+def test_each_element_of_a_batch_takes_its_own_adapter() -> None:
+    from peft import LoraConfig
+
+    one, x = adapted().eval(), tensors()["x"].detach()
+    one.update_layer("other", 2, lora_alpha=2, config=LoraConfig(r=2))
+    nn.init.normal_(one.lora_B["other"].weight)
+    with torch.no_grad():
+        found = one(x, adapter_names=["other", "__base__"])
+        one.set_adapter("other")
+        torch.testing.assert_close(found[0], one(x)[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found[1], one.base_layer(x)[1])
+        with pytest.raises(ValueError, match="adapter_names"):
+            one(x, adapter_names=["other"])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_layer_under_autocast_is_as_exact_as_a_float_one(bits: int) -> None:
+    """For few rows a float32 product is the difference of two sums, which must not be rounded to 16 bits."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 1 << bits, (24, 64), dtype=torch.uint8, generator=generator)
+    one = QuantLinear(PackedWeight.from_codes(codes, torch.full((24, 1), 0.1), None, bits))
+    x, dense = torch.randn(4, 64, generator=generator) + 1, one.packed.dequantize(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, floats = one(x), F.linear(x, dense)
+    assert found.dtype == floats.dtype == torch.bfloat16
+    torch.testing.assert_close(found, floats, rtol=1e-2, atol=1e-2 * float(floats.abs().max()))

@@ -194,6 +194,20 @@ def test_an_adapter_that_does_not_fit(tmp_path: Path) -> None:
         load_adapter(other, made.folder)
 
 
+def test_an_adapter_that_took_its_first_values_from_the_weight_is_refused(tmp_path: Path) -> None:
+    model = packed_model(tmp_path, 4)
+    made = finetune(model, instructions(tmp_path), tmp_path / "adapter", TUNING)
+    expected = load_adapter(load(model), made.folder)(TOKENS).logits
+    file = made.folder / "adapter_config.json"
+    config = json.loads(file.read_text())
+    (made.folder / "checksums.json").unlink()
+    file.write_text(json.dumps(config | {"init_lora_weights": "pissa"}))
+    with pytest.raises(CheckpointError, match="changed the weights below the adapter"):
+        load_adapter(load(model), made.folder)
+    file.write_text(json.dumps(config | {"init_lora_weights": "orthogonal"}))
+    assert torch.equal(load_adapter(load(model), made.folder)(TOKENS).logits, expected)
+
+
 def test_a_flipped_bit_of_an_adapter_or_of_its_model_is_found(tmp_path: Path) -> None:
     model, data = packed_model(tmp_path), instructions(tmp_path)
     made = finetune(model, data, tmp_path / "adapter", TUNING)
