@@ -94,8 +94,7 @@ def measure(name: str, size: int, folder: Path, options: argparse.Namespace) -> 
     record: dict[str, Any] = {"model": name, "size": size}
     qmodel = sparsebit.quantize(model, batches, config)
     start = time.perf_counter()
-    metric = None if score is None else (lambda candidate: score(candidate))
-    found = measure_placement(qmodel, batches, seconds=options.seconds, keep=folder, metric=metric, metric_margin=0.002)
+    found = measure_placement(qmodel, batches, seconds=options.seconds, keep=folder, metric=score, metric_margin=0.002)
     record |= {"placement_seconds": round(time.perf_counter() - start, 1), "placement": found.profile.words}
     record["tried"] = [[one.name, round(one.ratio, 3), one.verdict] for one in found.profile.choices]
     if options.check:

@@ -136,16 +136,16 @@ __device__ __forceinline__ u32 value(const Words& w, int j, int i, u32 zero, u32
 #define MANY_ROWS 6
 
 #if KERNEL == FEW_ROWS
-// RT: tiles of 16 outputs a block. MB: times 8 rows of x. WARPS. MINB: blocks on a multiprocessor. DEPTH: how many groups
-// ahead words are loaded. AHEAD: scales are loaded with them, else when their group comes.
-// Few rows: the warps of a block share 16 RT outputs and split K; x is read from L1 and L2. The sum over a group is
-// scaled, not the weight: tmp = sum x (BASE + code), and sx = sum x by a product with ones.
 // A load that stays behind the waiting in front of it: one of memory that is taken for constant could be moved.
 __device__ __forceinline__ uint4 fresh(const unsigned short* at) {
   uint4 v;
   asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
   return v;
 }
+// RT: tiles of 16 outputs a block. MB: times 8 rows of x. WARPS. MINB: blocks on a multiprocessor. DEPTH: how many groups
+// ahead words are loaded. AHEAD: scales are loaded with them, else when their group comes.
+// Few rows: the warps of a block share 16 RT outputs and split K; x is read from L1 and L2. The sum over a group is
+// scaled, not the weight: tmp = sum x (BASE + code), and sx = sum x by a product with ones.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MINB) few_rows(
     const uint4* __restrict__ w, const unsigned short* __restrict__ scales, const unsigned char* __restrict__ zeros,
     const unsigned short* __restrict__ x, unsigned short* __restrict__ y, int M, int N, int K) {

@@ -132,7 +132,7 @@ class CalibrationRunner:
         return [quantizer.name for quantizer in unseen]
 
     def _merged_given_weights(self) -> set[str]:
-        """Merges over all ranks what was observed in the place of weights; gives the names of their quantizers."""
+        """The names of the quantizers that saw weights of other layers on any rank; their statistics are merged."""
         quantizers = {given.layer.weight_quantizer.name: given.layer.weight_quantizer for given in self._given_weights}
         seen = {given.layer.weight_quantizer.name for given in self._given_weights if given.saw_any}
         seen = set().union(*gather(seen))

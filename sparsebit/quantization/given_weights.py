@@ -1,4 +1,4 @@
-"""Weights in the place of a layer's own for as long as a call takes, by `torch.func.functional_call` or by writes."""
+"""Weights that a layer is called with instead of its own, by `torch.func.functional_call` or by writes in forward."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 
 
 class GivenWeights:
-    """Stands in the place of a layer's `compute_layer` while it is calibrated, and observes weights that are given.
+    """Replaces a layer's `compute_layer` during calibration, and observes every weight that is not the layer's own.
 
-    Those that the layer owns are observed at the end, once.
+    Its own weight is observed once, at the end of the calibration.
     """
 
     def __init__(self, layer: WeightedQuantOpr) -> None:

@@ -147,5 +147,7 @@ def test_single_device(source: Path) -> None:
 
 def test_prompts_and_devices_that_do_not_work(source: Path) -> None:
     assert "has no tokens" in run("generate", source, "-p", "", code=1)
+    both = ("--compile", "--single-device")
+    assert "leave --compile or --single-device out" in run("generate", source, "-p", "abc", *both, code=1)
     assert "allowed: cpu, cuda" in run("generate", source, "-p", "abc", "--device", "nonsense", code=1)
     assert "is not a folder" in run("generate", source / "nothing", "-p", "abc", code=1)

@@ -147,7 +147,7 @@ class Quantizer(KeptNumbers):
         )
 
     def read_copies(self) -> None:
-        """Read copies from now on: code that is no graph may overwrite what this reads before the backward does."""
+        """Read a copy of each input from now on: the model's own code may overwrite the input before the backward."""
         if not self.reads_copies:  # a hook, not an attribute: a compiled model checks attributes before every call
             self.register_forward_pre_hook(_read_copy)
 

@@ -59,7 +59,7 @@ def is_seen(module: nn.Module) -> bool:
 
 
 def _is_seen_quantizer(quantizer: Quantizer) -> bool:
-    """As `is_seen`; its own hook, which makes it read copies, is no user's."""
+    """`is_seen` for a quantizer, without counting the hook that makes it read copies."""
     if not quantizer.reads_copies:
         return is_seen(quantizer)
     others = (quantizer._forward_hooks, quantizer._backward_hooks, quantizer._backward_pre_hooks)
