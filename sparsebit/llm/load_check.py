@@ -19,6 +19,7 @@ from sparsebit.llm.checkpoint.float_formats import FORMATS
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.float_linear import FloatLinear
 from sparsebit.llm.genai_folder import genai_logits
+from sparsebit.llm.half_weights import HALVES
 from sparsebit.llm.hub_classes import transformers_module
 from sparsebit.llm.loading import load
 from sparsebit.llm.model_folder import ModelFolder
@@ -232,8 +233,9 @@ def _logits_of_transformers(folder: Path, tokens: Tensor, trust_remote_code: boo
                 trust_remote_code=trust_remote_code,
                 **how,
             )
-            if _is_float4(folder):
-                model = model.float()
+            for parameter in model.parameters():
+                if parameter.dtype in HALVES:  # experts and 4-bit floats: their products would be rounded to it too
+                    parameter.data = parameter.data.float()
             found: Tensor = model.eval()(tokens, use_cache=False).logits
     except (ValueError, RuntimeError, KeyError, TypeError, AttributeError, OSError) as error:
         raise DeploymentError(f"transformers does not load the packed model ({error}); it is not kept") from error

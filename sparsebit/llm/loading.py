@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from sparsebit.errors import CheckpointError, ConfigError
 from sparsebit.llm.cpu_probe import UNPACKED, probe_cpu
 from sparsebit.llm.devices import as_device
 from sparsebit.llm.float_linear import FloatLinear
-from sparsebit.llm.float_weight import FloatWeight, Weight
+from sparsebit.llm.float_weight import FloatWeight
 from sparsebit.llm.half_weights import keep_halves
 from sparsebit.llm.hub_classes import default_dtype, load_config
 from sparsebit.llm.kernel_layouts import Activations, as_activations
 from sparsebit.llm.model_folder import ModelFolder
-from sparsebit.llm.packed_source import packed_source
+from sparsebit.llm.packed_source import PackedSource, packed_source
 from sparsebit.llm.parallel_layers import join_parallel_layers
 from sparsebit.llm.quant_linear import QuantLinear, kernel_paths
 from sparsebit.llm.skeleton import Skeleton
@@ -73,6 +74,8 @@ def load(
     load_generation_config(skeleton.model, files.path)
     joins = torch.device(device).type == "cuda" if join_layers is None else join_layers
     num_joined = join_parallel_layers(skeleton.model) if joins else 0
+    if packed:
+        skeleton.model.save_pretrained = _refuse_to_save
     _tell(skeleton.model, rounding)
     if num_joined:
         log.info("%d groups of layers that read one input share a product", num_joined)
@@ -82,18 +85,25 @@ def load(
 def _packed_layers(skeleton: Skeleton) -> dict[str, QuantLinear | FloatLinear]:
     """The quantized layers, by the names of their modules."""
     source = packed_source(skeleton)
+    skeleton.tell_unused(() if source is None else [key for name in source.formats for key in source.keys(name)])
     if source is None:
         return {}
     layers: dict[str, QuantLinear | FloatLinear] = {}
     for name in source.formats:
-        bias_name = skeleton.names.get(f"{name}.bias")
-        bias = None if bias_name is None else skeleton.folder.tensor(bias_name).to(skeleton.dtype)
-        layers[name] = layer_of(source.read(name), bias)
+        layers[name] = read_layer(source, name, skeleton.model.get_submodule(name))
     return layers
 
 
-def layer_of(weight: Weight, bias: Tensor | None) -> QuantLinear | FloatLinear:
-    """The layer for a weight as the files hold it."""
+def read_layer(source: PackedSource, name: str, plain: Any) -> QuantLinear | FloatLinear:
+    """The packed layer `name` of the files. `plain`: what the architecture has there; sizes and bias must fit."""
+    weight = source.read(name)
+    found, wanted = (weight.out_features, weight.in_features), (plain.out_features, plain.in_features)
+    if found != wanted:
+        raise CheckpointError(
+            f"{source.skeleton.folder.path}: the packed weight of {name} has the shape {found}, and the architecture "
+            f"wants {wanted}"
+        )
+    bias = None if plain.bias is None else source.skeleton.read(f"{name}.bias", plain.bias)
     return FloatLinear(weight, bias) if isinstance(weight, FloatWeight) else QuantLinear(weight, bias)
 
 
@@ -101,6 +111,14 @@ def load_generation_config(model: Any, folder: Path) -> None:
     """Give the model the settings of `generate` that are kept beside it."""
     if (folder / "generation_config.json").is_file():
         model.generation_config = type(model.generation_config).from_pretrained(folder, local_files_only=True)
+
+
+def _refuse_to_save(*_: Any, **__: Any) -> None:
+    """In place of transformers' `save_pretrained`, whose files nothing could read."""
+    raise ConfigError(
+        "save_pretrained of a model with packed layers: nothing reads what it writes; copy the folder it came "
+        "from, or change its format with sparsebit.llm.convert. The PeftModel around it saves adapters"
+    )
 
 
 def _tell(model: nn.Module, activations: Activations) -> None:

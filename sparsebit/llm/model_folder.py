@@ -82,6 +82,11 @@ class ModelFolder:
             for file in dict.fromkeys(files.values()):
                 if not file.is_file() or file.parent != self.path:
                     raise CheckpointError(f"{self.path / _INDEX} names {file.name}, which is not in the folder")
+            if (self.path / _SINGLE).is_file() and self.path / _SINGLE not in files.values():
+                raise CheckpointError(
+                    f"{self.path} holds two models: {_SINGLE}, and the files that {_INDEX} names; some tools read the "
+                    "one, some the other: remove one of them"
+                )
             return files
         file = self.path / _SINGLE
         if not file.is_file():

@@ -157,6 +157,7 @@ def _quantize(
         )
         source = ModelFolder(rotated)
     skeleton = Skeleton(source, dtype=dtype, device=rank.device, trust_remote_code=trust_remote_code)
+    skeleton.tell_unused()
     architecture = architecture_of(skeleton.model)
     _check_experts(skeleton, recipe)
     tokens = _tokens(source, recipe, calibration, trust_remote_code)

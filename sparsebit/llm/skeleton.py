@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from sparsebit.llm.hub_classes import load_config, transformers_module
 from sparsebit.llm.model_folder import ModelFolder
 from sparsebit.llm.separate_experts import separate_experts
 
+log = logging.getLogger(__name__)
 # Files that hold the experts of a block stacked, as transformers has them in memory.
 _STACKED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 
@@ -39,6 +41,24 @@ class Skeleton:
         if not any(_STACKED.search(name) for name in folder):
             converters = separate_experts(self.model, converters)
         self.names = _file_names(self.model, folder, renamings, converters)
+        self._untie()
+
+    def _untie(self) -> None:
+        """Take weights of the files that differ for weights of their own, also where the config says they are shared.
+
+        transformers does the same. The config is corrected, since others would share them.
+        """
+        for target, source in dict(self.model.all_tied_weights_keys).items():
+            own, other = self.names.get(target), self.names.get(source)
+            if own is None or other is None or own == other:
+                continue
+            if not torch.equal(self.folder.tensor(own), self.folder.tensor(other)):
+                log.warning(
+                    "%s: its config ties %s to %s, and its files differ: not tied", self.folder.path, own, other
+                )
+                self.model.all_tied_weights_keys.pop(target)
+                self.model.config.tie_word_embeddings = False
+                self.folder.config["tie_word_embeddings"] = False
 
     def fill(self, path: str, *, without: Sequence[str] = ()) -> nn.Module:
         """The module at `path` with its weights, and with those of the modules in it, but not of those at `without`."""
@@ -69,6 +89,18 @@ class Skeleton:
                 f"{tuple(wanted.shape)}"
             )
         return value.to(self.dtype if wanted.is_floating_point() else wanted.dtype)
+
+    def tell_unused(self, packed: Collection[str] = ()) -> None:
+        """Log which tensors of the files the architecture has no place for; `packed`: those of packed layers."""
+        used = {self.names[name] for name in self.model.state_dict() if name in self.names} | set(packed)
+        expected = [*(self.model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
+        unused = [name for name in self.folder if name not in used]
+        unused = [name for name in unused if not any(re.search(pattern, name) for pattern in expected)]
+        if unused:
+            log.warning(
+                "%s: %d tensors have no place in %s, and are not used (%s): does config.json belong to these files?",
+                *(self.folder.path, len(unused), type(self.model).__name__, ", ".join(unused[:3])),
+            )
 
     def stored_type(self, name: str) -> torch.dtype:
         """The type in the files of a tensor of the model."""
@@ -146,8 +178,9 @@ def _file_names(model: Any, folder: ModelFolder, renamings: list[Any], converter
         if converter is None:
             names[found] = name
     for target, source in dict(model.all_tied_weights_keys).items():
-        if target not in names and source in names:
-            names[target] = names[source]
+        if target in names or source in names:
+            names.setdefault(target, names.get(source, ""))
+            names.setdefault(source, names[target])
     return names
 
 

@@ -21,7 +21,7 @@ from sparsebit.errors import ConfigError
 from sparsebit.llm.architectures import architecture_of, blocks_of
 from sparsebit.llm.devices import as_device
 from sparsebit.llm.hub_classes import default_dtype, load_config
-from sparsebit.llm.loading import layer_of, load_generation_config
+from sparsebit.llm.loading import load_generation_config, read_layer
 from sparsebit.llm.model_folder import ModelFolder
 from sparsebit.llm.packed_source import PackedSource, packed_source
 from sparsebit.llm.skeleton import Skeleton, restore_buffers, set_tensor
@@ -177,12 +177,10 @@ class _Stream:
         with context:
             tensors = {name: self._moved(self.skeleton.read(name, tensor)) for name, tensor in wanted.tensors.items()}
             layers: dict[str, nn.Module] = {}
-            for name in wanted.layers:
+            for name, plain in wanted.layers.items():
                 assert self.source is not None
-                bias_name = self.skeleton.names.get(f"{name}.bias")
-                bias = None if bias_name is None else self.skeleton.folder.tensor(bias_name).to(self.skeleton.dtype)
-                layer = layer_of(self.source.read(name), None if bias is None else self._moved(bias))
-                for own, tensor in layer.named_buffers(recurse=False):
+                layer = read_layer(self.source, name, plain)
+                for own, tensor in [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]:
                     set_tensor(layer, own, self._moved(tensor))
                 layers[name] = layer.eval()
             event = None

@@ -137,6 +137,13 @@ def test_mixed_bits_give_all_experts_the_same(tmp_path: Path) -> None:
     assert sum(any("experts" in target for target in group["targets"]) for group in groups) == 1
 
 
+@pytest.mark.parametrize("model_type", TYPES)
+def test_bfloat16_files_are_compared_in_float32(model_type: str, tmp_path: Path) -> None:
+    source = saved(small(model_type), tmp_path / "model", dtype=torch.bfloat16)
+    made = quantize(source, tmp_path / "packed", replace(FAST, bits=8))
+    assert made.check is not None and made.check.difference <= 1e-5
+
+
 def test_routers_stay_float(tmp_path: Path) -> None:
     made = quantize(source_of(small("mixtral"), tmp_path), tmp_path / "packed", FAST, check=False)
     ignored = json.loads((made.folder / "config.json").read_text())["quantization_config"]["ignore"]

@@ -7,6 +7,7 @@ is not symmetric `NAME.weight_zero_point`, packed along the outputs, `(words, gr
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +22,8 @@ from sparsebit.llm.float_weight import GROUPS, FloatWeight, Weight
 from sparsebit.llm.packed_weight import PackedWeight
 from sparsebit.numerics.packing import pack, unpack
 
-_SUFFIXES = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
+log = logging.getLogger(__name__)
+_SUFFIXES = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
 _INTEGERS = "pack-quantized"
 _EXPERTS = re.compile(r"\.experts\.\d+\.")
 _EXPERTS_TARGET = r"re:.*\.experts\.\d+\..*"
@@ -58,10 +60,14 @@ def read_layer(tensors: Mapping[str, Tensor], name: str, layer: LayerFormat) -> 
     zeros = None
     if not layer.symmetric:
         zeros = unpack(tensors[f"{name}.weight_zero_point"].mT.contiguous(), layer.bits, out_features).mT.contiguous()
-    scales = tensors[f"{name}.weight_scale"]
-    return PackedWeight(
-        tensors[f"{name}.weight_packed"], scales, zeros, layer.bits, layer.group_size or in_features, in_features
-    )
+    scales, size = tensors[f"{name}.weight_scale"], layer.group_size or in_features
+    order = tensors.get(f"{name}.weight_g_idx")
+    if order is not None and not bool(((order < 0) | (order == torch.arange(in_features) // size)).all()):
+        raise CheckpointError(
+            f"layer {name}: its columns are in groups by activation (weight_g_idx), not side by side: only files with "
+            "static groups are read"
+        )
+    return PackedWeight(tensors[f"{name}.weight_packed"], scales, zeros, layer.bits, size, in_features)
 
 
 def make_config(layers: Mapping[str, LayerFormat], ignored: Sequence[str]) -> dict[str, Any]:
@@ -122,33 +128,47 @@ def read_config(config: Mapping[str, Any], linear_names: Sequence[str]) -> dict[
             f"quantization {config.get('quant_method')!r} of format {config.get('format')!r}: allowed: "
             f"compressed-tensors of format {', '.join(known)}"
         )
+    for key in ("transform_config", "sparsity_config"):
+        if config.get(key):
+            raise CheckpointError(f"compressed-tensors with {key} {config[key]}: such a model cannot be run here")
+    if config.get("kv_cache_scheme"):
+        log.warning("kv_cache_scheme %s: the cache of keys and values stays float here", config["kv_cache_scheme"])
     found: dict[str, LayerFormat] = {}
     for name in linear_names:
-        if any(_matches(target, name, is_class=False) for target in config.get("ignore", ())):
+        if any(_specificity(target, name) in (0, 1) for target in config.get("ignore") or ()):
             continue
-        for group in config["config_groups"].values():
-            if any(_matches(target, name, is_class=True) for target in group["targets"]):
-                found[name] = _layer_format(group, name)
-                break
+        matching = [
+            (kind, target, group)
+            for group in config["config_groups"].values()
+            for target in group["targets"]
+            if (kind := _specificity(target, name)) is not None
+        ]
+        if matching:
+            found[name] = _layer_format(min(matching, key=lambda entry: entry[:2])[2], name)
     return found
 
 
 def _layer_format(group: Mapping[str, Any], name: str) -> LayerFormat:
     weights = group.get("weights") or {}
     strategy = weights.get("strategy")
+    activations = group.get("input_activations") or group.get("output_activations")
     kind = float_formats.kind_of(group, name)
     if kind is not None:
         return LayerFormat(8 if kind == "fp8" else 4, GROUPS[kind], True, kind)
-    if weights.get("type", "int") != "int" or strategy not in ("group", "channel") or group.get("input_activations"):
+    if weights.get("type", "int") != "int" or strategy not in ("group", "channel") or activations:
         raise CheckpointError(
             f"layer {name}: {weights.get('type')} weights of strategy {strategy!r}, activations "
-            f"{group.get('input_activations')}: allowed: int weights of strategy group or channel, float activations"
+            f"{activations}: allowed: int weights of strategy group or channel, float activations"
         )
     size = int(weights["group_size"]) if strategy == "group" else 0
     return LayerFormat(int(weights["num_bits"]), size, bool(weights.get("symmetric", True)))
 
 
-def _matches(target: str, name: str, *, is_class: bool) -> bool:
+def _specificity(target: str, name: str) -> int | None:
+    """0, if the target is the layer's name; 1, a pattern for it; 2, its class; None, if it is not meant.
+
+    As in compressed-tensors the smallest decides where several groups mean a layer, then the order of the targets.
+    """
     if target.startswith("re:"):
-        return re.match(target.removeprefix("re:"), name) is not None
-    return target == name or (is_class and target == "Linear")
+        return 1 if re.match(target.removeprefix("re:"), name) else None
+    return 0 if target == name else 2 if target == "Linear" else None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sparsebit.errors import ConfigError
 from sparsebit.llm.architectures import architecture_of, blocks_of
 from sparsebit.llm.finetuning.packed_lora import blocks_path
-from sparsebit.llm.loading import layer_of
+from sparsebit.llm.loading import read_layer
 from sparsebit.llm.model_folder import ModelFolder
 from sparsebit.llm.packed_source import packed_source
 from sparsebit.llm.process_group import Rank
@@ -109,9 +109,7 @@ def load_stage(
     for name in () if source is None else source.formats:
         if any(name.startswith(f"{architecture.blocks}.{number}.") for number in own):
             assert source is not None
-            bias_name = skeleton.names.get(f"{name}.bias")
-            bias = None if bias_name is None else skeleton.folder.tensor(bias_name).to(dtype)
-            layer = layer_of(source.read(name), bias).to(rank.device)
+            layer = read_layer(source, name, model.get_submodule(name)).to(rank.device)
             if isinstance(layer, QuantLinear):
                 layer.prepare(dtype)
             model.set_submodule(name, layer)
