@@ -19,21 +19,17 @@ from sparsebit.progress import track
 
 @dataclass(frozen=True)
 class _Row:
-    """`name`: of the architecture in the file. `rotates_pairs`: rows of q and k are reordered.
-
-    `pre`: llama.cpp's name for how the tokenizer splits text; None, if the tokenizer itself tells.
-    """
+    """`name`: of the architecture in the file. `rotates_pairs`: rows of q and k are reordered."""
 
     name: str
     rotates_pairs: bool
-    pre: str | None = None
 
 
 # By `model_type` of config.json.
 ARCHITECTURES = {
     "llama": _Row("llama", rotates_pairs=True),
     "mistral": _Row("llama", rotates_pairs=True),
-    "qwen2": _Row("qwen2", rotates_pairs=False, pre="qwen2"),
+    "qwen2": _Row("qwen2", rotates_pairs=False),
 }
 
 
@@ -54,20 +50,18 @@ def write_gguf(path: Path, source: PackedSource, mix: Mix | None = None) -> list
     """
     gguf = gguf_package()
     folder = source.skeleton.folder
-    config = folder.config
-    row = ARCHITECTURES.get(str(config.get("model_type")))
+    config = source.skeleton.model.config
+    row = ARCHITECTURES.get(config.model_type)
     if row is None:
-        raise DeploymentError(
-            f"GGUF files of model type {config.get('model_type')!r}: allowed: {', '.join(ARCHITECTURES)}"
-        )
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[row.name.upper()], int(config["num_hidden_layers"]))
+        raise DeploymentError(f"GGUF files of model type {config.model_type!r}: allowed: {', '.join(ARCHITECTURES)}")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[row.name.upper()], config.num_hidden_layers)
     tensors = gguf_tensors(source, names.get_name, row.name, row.rotates_pairs, mix)
     writer = gguf.GGUFWriter(path, row.name)
     _add_sizes(writer, config, source)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     if mix is not None:
         writer.add_file_type(gguf.LlamaFileType[mix.file_type])
-    add_tokenizer(writer, folder.path, row.pre, int(config["vocab_size"]))
+    add_tokenizer(writer, folder.path, config)
     for item in tensors:
         kind = gguf.GGMLQuantizationType[item.kind]
         writer.add_tensor_info(item.name, item.shape, item.numpy_type, item.nbytes, raw_dtype=kind)
@@ -86,28 +80,29 @@ def write_gguf(path: Path, source: PackedSource, mix: Mix | None = None) -> list
     return tensors
 
 
-def _add_sizes(writer: Any, config: dict[str, Any], source: PackedSource) -> None:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+def _add_sizes(writer: Any, config: Any, source: PackedSource) -> None:
+    """`config`: as transformers has read it, in which older ways to say the same have become one."""
+    rope = config.rope_parameters or {}
     kind = rope.get("rope_type", "default")
-    if kind != "default":
-        raise DeploymentError(f"rotary embeddings of type {kind!r} are not written to GGUF files yet; only 'default'")
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    if window is not None and window < config["max_position_embeddings"]:
+    if kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise DeploymentError(f"rotary embeddings {dict(rope)} are not written to GGUF files yet; only type 'default'")
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if window is not None and window < config.max_position_embeddings:
         raise DeploymentError(
             f"attention to the last {window} tokens alone (sliding_window) is not written to GGUF files"
         )
-    heads = int(config["num_attention_heads"])
-    size = int(config.get("head_dim") or config["hidden_size"] // heads)
+    heads = int(config.num_attention_heads)
+    size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     writer.add_name(source.skeleton.folder.path.name)
-    writer.add_vocab_size(int(config["vocab_size"]))
-    writer.add_context_length(int(config["max_position_embeddings"]))
-    writer.add_embedding_length(int(config["hidden_size"]))
-    writer.add_block_count(int(config["num_hidden_layers"]))
-    writer.add_feed_forward_length(int(config["intermediate_size"]))
+    writer.add_vocab_size(int(config.vocab_size))
+    writer.add_context_length(int(config.max_position_embeddings))
+    writer.add_embedding_length(int(config.hidden_size))
+    writer.add_block_count(int(config.num_hidden_layers))
+    writer.add_feed_forward_length(int(config.intermediate_size))
     writer.add_head_count(heads)
-    writer.add_head_count_kv(int(config.get("num_key_value_heads") or heads))
+    writer.add_head_count_kv(int(config.num_key_value_heads or heads))
     writer.add_key_length(size)
     writer.add_value_length(size)
     writer.add_rope_dimension_count(size)
-    writer.add_rope_freq_base(float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0))
-    writer.add_layer_norm_rms_eps(float(config["rms_norm_eps"]))
+    writer.add_rope_freq_base(float(rope.get("rope_theta") or 10000.0))
+    writer.add_layer_norm_rms_eps(float(config.rms_norm_eps))

@@ -69,9 +69,9 @@ def gguf_tensors(
 ) -> list[GgufTensor]:
     """All tensors of the model. `name_of(module)`: its name in files of `architecture`."""
     skeleton = source.skeleton
-    folder, config = skeleton.folder, skeleton.folder.config
-    num_blocks, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
-    key_heads = int(config.get("num_key_value_heads") or heads)
+    folder, config = skeleton.folder, skeleton.model.config
+    num_blocks, heads = int(config.num_hidden_layers), int(config.num_attention_heads)
+    key_heads = int(config.num_key_value_heads or heads)
 
     def known_name(module: str, key: str) -> str:
         found = name_of(module)
@@ -88,8 +88,9 @@ def gguf_tensors(
     shapes = folder.shapes()
     model_names = {file: model for model, file in reversed(list(skeleton.names.items()))}
     floats: list[tuple[str, str, str]] = []
+    known = skeleton.model.state_dict()
     for key in folder:
-        if key not in packed_keys:
+        if key not in packed_keys and model_names.get(key) in known:  # old files hold rotary frequencies too
             module, _, suffix = model_names[key].rpartition(".")
             floats.append((key, module, f"{known_name(module, key)}.{suffix}"))
     is_tied = all(name != "output.weight" for _, _, name in floats)

@@ -87,7 +87,8 @@ def _pack_bytes(codes: Tensor, bits: int) -> Tensor:
 
 def _unpack_bytes(words: Tensor, bits: int) -> Tensor:
     """Where no code crosses the border of a byte."""
-    octets = words.contiguous().view(torch.uint8)
+    # Not `contiguous()`: transposed words of one column keep a stride that a view as bytes refuses.
+    octets = words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
     if bits == 8:
         return octets
     mask = (1 << bits) - 1

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from sparsebit.errors import ConfigError, DeploymentError, MissingExtraError
 from sparsebit.llm import Recipe, convert, gguf_file, quantize
 from sparsebit.llm.checkpoint.gguf_blocks import block_type, blocks_of, why_not
+from sparsebit.llm.gguf_tokenizer import _pre
 from sparsebit.llm.packed_weight import PackedWeight
 from tests.llm.test_packed_weight import packed_weight
 from tests.llm.tiny_models import saved, tiny_model
@@ -139,6 +141,85 @@ def test_types_are_for_gguf_files(tmp_path: Path) -> None:
 def test_a_window_of_attention_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DeploymentError, match="the last 8 tokens alone"):
         convert(packed_folder(tmp_path, "mistral", window=8), tmp_path / "a.gguf", "gguf")
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "linear"])
+def test_rotary_embeddings_as_older_configs_name_them(tmp_path: Path, kind: str) -> None:
+    folder = packed_folder(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_parameters"]
+    config |= {"rope_theta": 10000.0, "rope_scaling": {"type": kind, "factor": 4.0}}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DeploymentError, match=f"rotary embeddings .*{kind}"):
+        convert(folder, tmp_path / "a.gguf", "gguf", check=False)
+
+
+def test_tensors_without_a_place_are_left_out(tmp_path: Path) -> None:
+    folder = packed_folder(tmp_path)
+    (folder / "checksums.json").unlink()
+    name, index = "model.layers.0.self_attn.rotary_emb.inv_freq", folder / "model.safetensors.index.json"
+    save_file({name: torch.ones(8)}, folder / "more.safetensors")
+    entries = json.loads(index.read_text())
+    entries["weight_map"][name] = "more.safetensors"
+    index.write_text(json.dumps(entries))
+    assert convert(folder, tmp_path / "a.gguf", "gguf").check is not None
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["nothing", "both"])
+def test_a_server_gets_what_a_text_begins_and_ends_with_and_the_chat_template(tmp_path: Path, adds: bool) -> None:
+    folder = packed_folder(tmp_path)
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    if adds:
+        found = json.loads((folder / "tokenizer.json").read_text())
+        ends = [{"SpecialToken": {"id": token, "type_id": 0}} for token in ("<s>", "</s>")]
+        found["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [ends[0], {"Sequence": {"id": "A", "type_id": 0}}, ends[1]],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {t: {"id": t, "ids": [n], "tokens": [t]} for t, n in (("<s>", 257), ("</s>", 258))},
+        }
+        (folder / "tokenizer.json").write_text(json.dumps(found))
+    fields = gguf.GGUFReader(convert(folder, tmp_path / "a.gguf", "gguf").output).fields
+    assert fields["tokenizer.chat_template"].contents() == "{{ messages[0]['content'] }}"
+    assert fields["tokenizer.ggml.add_bos_token"].contents() == adds
+    assert fields["tokenizer.ggml.add_eos_token"].contents() == adds
+
+
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+WORDS, BYTES = {"type": "ByteLevel", "use_regex": True}, {"type": "ByteLevel", "use_regex": False}
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ([WORDS], "gpt-2"),
+        ([{"type": "Digits", "individual_digits": True}, WORDS], "smollm"),
+        ([{"type": "Split", "pattern": {"Regex": LLAMA_3}}, BYTES], "llama-bpe"),
+        ([{"type": "Split", "pattern": {"Regex": LLAMA_3.replace("{1,3}", "")}}, BYTES], "qwen2"),
+        ([{"type": "Split", "pattern": {"Regex": r"\p{Lu}+|\p{N}{1,3}"}}, BYTES], None),
+        ([{"type": "Split", "pattern": {"Regex": LLAMA_3}}, WORDS], None),
+        ([{"type": "Punctuation"}, WORDS], None),
+        ([{**WORDS, "add_prefix_space": True}], None),
+        ([BYTES], None),
+    ],
+)
+def test_how_text_is_split(steps: list[dict[str, Any]], expected: str | None) -> None:
+    if expected is not None:
+        assert _pre(steps, Path("tokenizer.json")) == expected
+        return
+    with pytest.raises(DeploymentError, match="no name for"):
+        _pre(steps, Path("tokenizer.json"))
+
+
+def test_a_tokenizer_that_changes_text_is_refused(tmp_path: Path) -> None:
+    folder = packed_folder(tmp_path)
+    found = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps({**found, "normalizer": {"type": "Lowercase"}}))
+    with pytest.raises(DeploymentError, match="Lowercase"):
+        convert(folder, tmp_path / "a.gguf", "gguf", check=False)
 
 
 def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

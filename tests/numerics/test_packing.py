@@ -64,3 +64,10 @@ def test_refuses_other_widths_and_shapes() -> None:
 def test_transposed_codes(bits: int) -> None:
     codes = torch.randint(0, 1 << bits, (64, 5), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     assert torch.equal(pack(codes.mT, bits), pack(codes.mT.contiguous(), bits))
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_transposed_words_of_one_column(bits: int) -> None:
+    codes = torch.tensor([[1, 2], [3, 0], [2, 2]])
+    words = pack(codes, bits)
+    assert torch.equal(unpack(words.mT.contiguous().mT, bits, 2), codes.to(torch.uint8))
