@@ -68,6 +68,7 @@ def generate(
         need_embeddings(tokens, loaded)
         tokens = tokens.to(device)
         how: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        how["num_beams"] = 1  # a beam search, which a model's settings may ask for, is not shown while it goes on
         compiling = 0.0
         if compile_step:
             compiling = compiled_generation.compile_step(loaded, tokens, max_new_tokens)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError
 
+log = logging.getLogger(__name__)
 _PLAIN, _LINES = (".txt", ".text", ".md"), (".jsonl", ".ndjson")
+_DATA = (".json", ".parquet", ".arrow")  # their syntax would be taken for text
 # Keys under which a line of JSON or a row of a dataset keeps its text, in order of preference.
 _TEXT_KEYS = ("text", "content", "document")
 _CHAT_KEYS = ("messages", "conversations")
@@ -38,10 +41,12 @@ def read_documents(source: Path, *, tokenizer: Any = None, chat_template: bool =
             yield from read_documents(path, tokenizer=tokenizer, chat_template=chat_template)
         return
     if source.suffix.lower() in _LINES:
-        for number, line in enumerate(_read(source).splitlines(), 1):
+        for number, line in enumerate(_read(source).split("\n"), 1):  # strings may hold other line separators
             if line.strip():
                 yield _document(_parsed(line, f"{source}:{number}"), f"{source}:{number}", tokenizer, chat_template)
         return
+    if source.suffix.lower() in _DATA:
+        raise ConfigError(f"text {source}: a {source.suffix} file is not text; write its texts to a .jsonl file")
     if chat_template:
         raise ConfigError(f"text {source}: a chat template needs messages; give JSON lines with a list `messages` each")
     yield _read(source)
@@ -52,9 +57,11 @@ def token_stream(source: Path, tokenizer: Any, *, chat_template: bool = False, l
     found: list[Tensor] = []
     count = 0
     for document in read_documents(source, tokenizer=tokenizer, chat_template=chat_template):
-        # The whole of a long text at once, as every tool does; its length is no reason for a warning.
+        # The whole of a long text at once, as every tool does; its length is no reason for a warning. Chat templates
+        # write the token of the beginning themselves.
         try:
-            tokens = tokenizer(document, return_tensors="pt", verbose=False)["input_ids"][0].to(torch.int64)
+            how = {"return_tensors": "pt", "verbose": False, "add_special_tokens": not chat_template}
+            tokens = tokenizer(document, **how)["input_ids"][0].to(torch.int64)
         except Exception as error:  # the package tokenizers raises nothing more special
             raise ConfigError(f"the model's tokenizer does not take the text of {source} ({error})") from error
         found.append(tokens)
@@ -90,6 +97,22 @@ def need_embeddings(tokens: Tensor, model: Any) -> None:
             f"the text has the token {highest}, and the model has embeddings for {count} tokens: its tokenizer is of "
             "another model, or has tokens that were added without training the model for them"
         )
+
+
+def need_positions(length: int, model: Any) -> None:
+    """Tell of rows that are longer than the model was made for; refuse them where it has no position for them."""
+    config = getattr(model, "config", None)
+    most = None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(most, int) or length <= most:
+        return
+    tables = [part for name, part in model.named_modules() if isinstance(part, nn.Embedding) and "pos" in name]
+    if tables:
+        raise ConfigError(f"{length} tokens in a row, and the model has {most} positions; give fewer (--length)")
+    log.warning(
+        "%d tokens in a row, and the model was made for %d at most (max_position_embeddings): beyond these its "
+        "predictions may be far worse; give fewer (--length)",
+        *(length, most),
+    )
 
 
 def calibration_tokens(
@@ -143,7 +166,7 @@ def _dataset_rows(folder: Path) -> Iterator[Any]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte-order mark
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"text {path} cannot be read ({error}); text is UTF-8") from None
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsebit.errors import CalibrationError
-from sparsebit.llm.calibration_text import need_embeddings
+from sparsebit.llm.calibration_text import need_embeddings, need_positions
 from sparsebit.progress import track
 
 
@@ -32,6 +32,7 @@ def perplexity(model: Any, windows: Tensor, *, batch_size: int = 4) -> Perplexit
     log-likelihoods in float32, sums are float64.
     """
     need_embeddings(windows, model)
+    need_positions(windows.shape[1], model)
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device

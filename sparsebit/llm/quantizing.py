@@ -9,17 +9,16 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsebit.errors import CheckpointError, ConfigError
 from sparsebit.execution.value_store import default_memory_budget
-from sparsebit.folders import alone_in, staging_folder
+from sparsebit.folders import staging_folder
 from sparsebit.llm.architectures import architecture_of
 from sparsebit.llm.bit_allocation import BitAllocation, need_solver
-from sparsebit.llm.calibration_text import calibration_tokens, need_embeddings
+from sparsebit.llm.calibration_text import calibration_tokens, need_embeddings, need_positions
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.file_checksums import write_checksums
 from sparsebit.llm.hub_classes import load_tokenizer
@@ -31,7 +30,7 @@ from sparsebit.llm.process_group import Rank, joined
 from sparsebit.llm.quantization_run import ALLOCATION, ExpertCalibration, QuantizationRun
 from sparsebit.llm.recipe import Recipe
 from sparsebit.llm.rotating import remove_rotated, rotated_beside
-from sparsebit.llm.run_folder import FinishedBlock, RunFolder
+from sparsebit.llm.run_folder import FinishedBlock, RunFolder, begin_run
 from sparsebit.llm.separate_experts import experts_in
 from sparsebit.llm.skeleton import Skeleton
 from sparsebit.progress import track
@@ -162,9 +161,10 @@ def _quantize(
     _check_experts(skeleton, recipe)
     tokens = _tokens(source, recipe, calibration, trust_remote_code)
     need_embeddings(tokens, skeleton.model)
+    need_positions(tokens.shape[1], skeleton.model)
     run = QuantizationRun(skeleton, architecture, recipe, tokens, batch_size, memory_budget, rank)
     partial, settings = target.with_name(f"{target.name}.partial"), run.settings()
-    folder = rank.from_first(lambda: _begun(partial, settings, held))  # the others never touch its files
+    folder = rank.from_first(lambda: begin_run(partial, settings, held))  # the others never touch its files
     run.allocate(folder)
     for number in track(range(run.walk.num_blocks), "quantizing blocks"):
         run.block(number, folder)
@@ -208,16 +208,6 @@ def _quantize(
         run.experts,
         run.scaled_inputs,
     )
-
-
-def _begun(partial: Path, settings: Mapping[str, Any], held: contextlib.ExitStack) -> RunFolder:
-    """The folder of the run, which no other process works in until `held` is closed."""
-    folder = RunFolder(partial, settings)
-    try:
-        held.enter_context(alone_in(partial))
-    except BlockingIOError:
-        raise CheckpointError(f"another process works in {partial} now; wait for it, or give another output") from None
-    return folder
 
 
 def check_dtype(dtype: torch.dtype, recipe: Recipe) -> None:

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from sparsebit.errors import CheckpointError
-from sparsebit.folders import flush, replace_text, staging_folder
+from sparsebit.folders import alone_in, flush, replace_text, staging_folder
 from sparsebit.llm.float_weight import FLOAT_KINDS, FloatWeight, Weight
 from sparsebit.llm.input_scaling import ScaledInput
 from sparsebit.llm.packed_weight import PackedWeight
@@ -126,3 +127,13 @@ class RunFolder:
                 f"{self.path} holds an interrupted run of something else: {why}; start again with the same settings to "
                 "continue it, or remove it to begin anew"
             )
+
+
+def begin_run(path: Path, settings: Mapping[str, Any], held: ExitStack) -> RunFolder:
+    """The folder of a run, which no other process works in until `held` is closed."""
+    folder = RunFolder(path, settings)
+    try:
+        held.enter_context(alone_in(path))
+    except BlockingIOError:
+        raise CheckpointError(f"another process works in {path} now; wait for it, or give another output") from None
+    return folder

@@ -151,3 +151,9 @@ def test_prompts_and_devices_that_do_not_work(source: Path) -> None:
     assert "leave --compile or --single-device out" in run("generate", source, "-p", "abc", *both, code=1)
     assert "allowed: cpu, cuda" in run("generate", source, "-p", "abc", "--device", "nonsense", code=1)
     assert "is not a folder" in run("generate", source / "nothing", "-p", "abc", code=1)
+
+
+def test_a_beam_search_in_the_settings_of_a_model_is_not_made(source: Path) -> None:
+    expected = run("generate", source, "-p", "abc", "--max-new-tokens", 4, "-q")
+    (source / "generation_config.json").write_text(json.dumps({"num_beams": 3, "eos_token_id": 2}))
+    assert run("generate", source, "-p", "abc", "--max-new-tokens", 4, "-q") == expected

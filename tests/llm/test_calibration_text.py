@@ -41,6 +41,35 @@ def test_json_lines_are_documents(tmp_path: Path) -> None:
     assert list(read_documents(write(tmp_path / "a.jsonl", "\n".join(lines)))) == ["one", "two", "three"]
 
 
+class LettersWithStart(Letters):
+    """Begins a text with token 1, unless it is told not to."""
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True, **_: Any) -> dict[str, torch.Tensor]:
+        tokens = super().__call__(text)["input_ids"]
+        return {
+            "input_ids": torch.cat([torch.ones(1, 1, dtype=torch.int64), tokens], 1) if add_special_tokens else tokens
+        }
+
+
+def test_a_chat_template_writes_the_beginning_itself(tmp_path: Path) -> None:
+    chat = write(tmp_path / "a.jsonl", json.dumps({"messages": [{"role": "user", "content": "hi"}]}))
+    assert token_stream(chat, LettersWithStart(), chat_template=True).tolist() == [*map(ord, "<user>hi")]
+    assert token_stream(write(tmp_path / "a.txt", "hi"), LettersWithStart()).tolist() == [1, *map(ord, "hi")]
+
+
+def test_separators_inside_of_strings_and_byte_order_marks(tmp_path: Path) -> None:
+    texts = ["one\u2028two", "three\x85four\x0cfive"]
+    lines = "\ufeff" + "\r\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts)
+    assert list(read_documents(write(tmp_path / "a.jsonl", lines))) == texts
+    assert list(read_documents(write(tmp_path / "a.txt", "\ufeffone"))) == ["one"]
+
+
+@pytest.mark.parametrize("suffix", ["json", "parquet", "arrow"])
+def test_files_whose_syntax_is_not_text(tmp_path: Path, suffix: str) -> None:
+    with pytest.raises(ConfigError, match="is not text"):
+        list(read_documents(write(tmp_path / f"a.{suffix}", '[{"text": "one"}]')))
+
+
 def test_a_folder_is_read_in_order(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     write(tmp_path / "b.txt", "b")

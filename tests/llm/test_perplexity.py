@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparsebit.errors import CalibrationError
+from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.llm.calibration_text import token_stream, windows
 from sparsebit.llm.hub_classes import load_tokenizer
 from sparsebit.llm.perplexity import perplexity
@@ -64,3 +64,13 @@ def test_book_llama(shared_data: Path) -> None:
     stream = token_stream(shared_data / "text" / "books_heldout.txt", load_tokenizer(folder))
     found = perplexity(loaded(folder), windows(stream, 512, 4))
     assert found.value == pytest.approx(34.95, abs=0.01)  # 42.98 on the first 60 windows
+
+
+def test_windows_beyond_the_positions_of_a_model(caplog: pytest.LogCaptureFixture) -> None:
+    tokens = torch.randint(3, 96, (1, 24), generator=torch.Generator().manual_seed(0))
+    perplexity(tiny_model(num_hidden_layers=1, max_position_embeddings=24), tokens)
+    assert not caplog.text
+    perplexity(tiny_model(num_hidden_layers=1, max_position_embeddings=16), tokens)
+    assert "24 tokens in a row, and the model was made for 16" in caplog.text
+    with pytest.raises(ConfigError, match="has 16 positions"):
+        perplexity(tiny_model("opt", num_hidden_layers=1, max_position_embeddings=16), tokens)

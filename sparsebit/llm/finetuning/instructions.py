@@ -77,7 +77,7 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
         for number, line in enumerate(file, 1):
             where = f"{path}:{number}"
             try:
-                text = line.decode("utf-8")
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 raise ConfigError(f"{where}: not UTF-8 ({error.reason} at byte {error.start} of the line)") from None
             if text.strip():

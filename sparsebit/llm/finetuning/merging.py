@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +30,10 @@ from sparsebit.llm.rounding import round_weight
 from sparsebit.llm.shards import Shards
 from sparsebit.llm.skeleton import Skeleton
 from sparsebit.progress import track
+from sparsebit.tensor_files import load_tensors
 
 PACKED = "packed"
+_MATRIX = re.compile(r"\.lora_(embedding_)?[AB](\.weight)?$")
 KINDS: dict[str, torch.dtype | None] = {PACKED: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -78,7 +82,7 @@ def merge(
     if source is None and kind == PACKED:
         raise ConfigError(f"{base} is a float model: merge to bfloat16 or float16, then quantize it")
     adapted = load_adapter(load(base, dtype=torch.float32, trust_remote_code=trust_remote_code), adapter)
-    updates = _updates(adapted)
+    updates = _updates(adapted, Path(adapter), skeleton)
     with staging_folder(target) as staging:
         made = staging / target.name
         _write(made, skeleton, source, updates, KINDS[kind])
@@ -103,7 +107,7 @@ def named_base(adapter: Path) -> Path:
     return Path(name)
 
 
-def _updates(adapted: Any) -> dict[str, Any]:
+def _updates(adapted: Any, adapter: Path, skeleton: Skeleton) -> dict[str, Any]:
     """By the name of its layer in the model, the module that gives the update of its weight."""
     names = set(adapted.active_adapters)
     if len(names) != 1:
@@ -116,7 +120,30 @@ def _updates(adapted: Any) -> dict[str, Any]:
     other = [name for name, part in adapted.named_modules() if "modules_to_save" in name.split(".")]
     if other:
         raise ConfigError(f"the adapter replaces whole layers ({other[0]}); only updates of linear layers are merged")
+    tensors, _ = load_tensors(adapter / "adapter_model.safetensors")
+    other = [name for name in tensors if not _MATRIX.search(name) and not _is_in_files(name, tensors[name], skeleton)]
+    if other:
+        raise ConfigError(f"the adapter has {other[0]}, which is no update of a weight; only these are merged")
+    other = [name for name in found if f"{name}.weight" not in skeleton.names and name not in _packed_names(skeleton)]
+    if other:
+        raise ConfigError(f"the adapter has a layer {other[0]}, which the files of the model do not have")
+    shared = Counter(skeleton.names[name] for name in skeleton.model.state_dict() if name in skeleton.names)
+    other = [name for name in found if shared[skeleton.names.get(f"{name}.weight", "")] > 1]
+    if other:
+        raise ConfigError(f"the adapter changes {other[0]}, whose weight is that of another layer too (tied)")
     return found
+
+
+def _is_in_files(name: str, value: Tensor, skeleton: Skeleton) -> bool:
+    """Whether a tensor of an adapter is a copy of one of the model, which peft keeps beside updates of embeddings."""
+    own = skeleton.names.get(name.removeprefix("base_model.model.").replace(".base_layer.", "."))
+    stored = None if own is None else skeleton.folder.tensor(own)
+    return stored is not None and stored.shape == value.shape and torch.equal(stored.float(), value.float())
+
+
+def _packed_names(skeleton: Skeleton) -> Collection[str]:
+    source = packed_source(skeleton)
+    return () if source is None else source.formats
 
 
 def _update(part: Any) -> Tensor:

@@ -20,6 +20,7 @@ from sparsebit.llm.finetuning.adapted_product import adapted_product, trains
 from sparsebit.llm.float_linear import FloatLinear
 from sparsebit.llm.parallel_layers import separate_parallel_layers
 from sparsebit.llm.quant_linear import QuantLinear
+from sparsebit.tensor_files import load_tensors
 
 # First values of peft's adapters that leave the weight below as it is.
 _STARTS_APART = ("gaussian", "eva", "orthogonal")
@@ -89,9 +90,24 @@ def load_adapter(model: Any, folder: str | os.PathLike[str], *, is_trainable: bo
     if is_trainable:
         separate_parallel_layers(model)
     try:
-        return peft.PeftModel.from_pretrained(model, str(path), config=config, is_trainable=is_trainable)
+        wrapped = peft.PeftModel.from_pretrained(model, str(path), config=config, is_trainable=is_trainable)
     except (ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(f"{path} does not fit the model ({error})") from error
+    _check_names(wrapped, path)
+    return wrapped
+
+
+def _check_names(wrapped: Any, path: Path) -> None:
+    """Refuse an adapter of other layers than the model has: peft would leave them as they begin, or out."""
+    wanted = set(peft_module().get_peft_model_state_dict(wrapped, save_embedding_layers=False))
+    given = load_tensors(path / "adapter_model.safetensors")[0].keys()
+    missing, unknown = sorted(wanted - given), sorted(given - wanted - wrapped.state_dict().keys())
+    if missing or unknown:
+        what = f"has no {missing[0]}" if missing else f"has {unknown[0]}, which the model has no place for"
+        raise CheckpointError(
+            f"{path} does not fit the model: it {what} ({len(missing)} tensors are missing, {len(unknown)} are left "
+            "over); is it an adapter of another model?"
+        )
 
 
 def _check_start(config: Any, model: Any, path: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError
 from sparsebit.folders import staging_folder
-from sparsebit.llm.calibration_text import need_embeddings
+from sparsebit.llm.calibration_text import need_embeddings, need_positions
 from sparsebit.llm.file_checksums import write_checksums
 from sparsebit.llm.finetuning.instructions import Sample, read_instructions
 from sparsebit.llm.finetuning.packed_lora import peft_module
@@ -31,7 +32,7 @@ from sparsebit.llm.finetuning.tuning import Tuning
 from sparsebit.llm.hub_classes import load_tokenizer
 from sparsebit.llm.loading import load
 from sparsebit.llm.process_group import joined
-from sparsebit.llm.run_folder import RunFolder
+from sparsebit.llm.run_folder import begin_run
 from sparsebit.progress import track
 from sparsebit.tensor_files import digest, save_tensors
 
@@ -98,7 +99,7 @@ def finetune(
         chat_template=tuning.chat_template,
         too_long=tuning.too_long,
     )
-    with joined(device) as rank:
+    with joined(device) as rank, ExitStack() as held:
         dtype = dtype or (torch.float32 if rank.device.type == "cpu" else torch.bfloat16)
         if parallel != "ddp" and rank.count == 1:
             raise ConfigError(f"parallel={parallel!r} in one process: start several with torchrun, or leave it out")
@@ -106,9 +107,11 @@ def finetune(
         rest = samples, tuning, rank, 0, str(model)
         run: Training
         highest = torch.tensor(max((max(sample.tokens) for sample in samples), default=0))
+        longest = max(len(sample.tokens) for sample in samples)  # positions begin again at each
         if parallel == "pipeline":
             stage = load_stage(model, rank, dtype=dtype, trust_remote_code=trust_remote_code)
             need_embeddings(highest, stage.model)
+            need_positions(longest, stage.model)
             settings = _settings(tuning, samples, stage.model, dtype)
             run = PipelineTraining(stage, *rest)
         else:
@@ -116,11 +119,13 @@ def finetune(
             where = torch.device("cpu") if parallel == "fsdp" else rank.device
             backbone = load(model, dtype=dtype, device=where, trust_remote_code=trust_remote_code)
             need_embeddings(highest, backbone)
+            need_positions(longest, backbone)
             settings = _settings(tuning, samples, backbone, dtype)
             run = (ShardedTraining if parallel == "fsdp" else Training)(backbone, *rest)
         stages = rank.count if parallel == "pipeline" else 1
         partial = target.with_name(f"{target.name}.partial")
-        rank.from_first(lambda: RunFolder(partial, settings | {"optimizer": run.optimizer_name, "stages": stages}).path)
+        settings |= {"optimizer": run.optimizer_name, "stages": stages}
+        rank.from_first(lambda: begin_run(partial, settings, held).path)
         num_resumed = run.resume(partial)
         with torch.random.fork_rng(devices=[rank.device] if rank.device.type == "cuda" else []):
             for step in track(range(num_resumed, run.num_steps), "fine-tuning"):

@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from sparsebit.llm.finetuning.merging import add_to_packed
 from tests.llm.finetuning.tasks import TUNING, instructions, packed_model
 from tests.llm.tiny_models import loaded
 
-pytest.importorskip("peft")
+peft = pytest.importorskip("peft")
 TOKENS = torch.arange(3, 51).view(2, 24)
 
 
@@ -79,3 +80,36 @@ def test_what_cannot_be_merged(adapter: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="which is not a folder here"):
         merge(moved, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft, about unusual adapters
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora_bias": True}, r"lora_B\.bias, which is no update"),
+        ({"bias": "all"}, r"bias, which is no update"),
+        ({"trainable_token_indices": [3, 4]}, "trainable_tokens_delta, which is no update"),
+        ({"target_modules": ["lm_head"]}, "lm_head, whose weight is that of another layer"),
+        ({"layer_replication": [[0, 1], [0, 1]]}, r"model\.layers\.1\.self_attn\.q_proj, which the files"),
+        ({"modules_to_save": ["lm_head"]}, "replaces whole layers"),
+    ],
+    ids=["bias-of-the-adapter", "bias", "tokens", "tied", "replicated", "whole-layer"],
+)
+def test_what_would_be_lost_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    model = packed_model(tmp_path, kind="qwen2", tie_word_embeddings=True)
+    config = peft.LoraConfig(**{"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **changes})
+    wrapped = peft.get_peft_model(loaded(tmp_path / "float-qwen2"), config)
+    for parameter in wrapped.parameters():
+        parameter.data += 0.01 * parameter.requires_grad
+    wrapped.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ConfigError, match=message):
+        merge(tmp_path / "adapter", tmp_path / "out", model=model)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_of_the_output_layer_is_merged(tmp_path: Path) -> None:
+    model = packed_model(tmp_path, tie_word_embeddings=False)
+    config = peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False, task_type="CAUSAL_LM")
+    wrapped = peft.get_peft_model(loaded(tmp_path / "float-llama"), config)
+    wrapped.save_pretrained(tmp_path / "adapter")  # with a copy of the layer's weight
+    assert merge(tmp_path / "adapter", tmp_path / "out", model=model, kind="float16").logit_error < 1e-2

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from sparsebit.errors import CheckpointError, ConfigError
+from sparsebit.folders import alone_in
 from sparsebit.llm import QuantLinear, finetune, load, load_adapter
 from sparsebit.llm.finetuning import training, training_loop
 from tests.llm.finetuning.tasks import TUNING, instructions, packed_model
@@ -192,6 +193,23 @@ def test_an_adapter_that_does_not_fit(tmp_path: Path) -> None:
     other = copy.deepcopy(tiny_model(hidden_size=32, num_hidden_layers=1))
     with pytest.raises(CheckpointError, match="does not fit the model"):
         load_adapter(other, made.folder)
+
+
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys")
+@pytest.mark.parametrize("num_blocks", [1, 3])
+def test_an_adapter_of_a_model_with_other_blocks(num_blocks: int, tmp_path: Path) -> None:
+    model = packed_model(tmp_path, num_hidden_layers=2)
+    made = finetune(model, instructions(tmp_path), tmp_path / "out", replace(TUNING, max_steps=1, targets=("q_proj",)))
+    with pytest.raises(CheckpointError, match="2 tensors are missing" if num_blocks == 3 else "2 are left over"):
+        load_adapter(tiny_model(num_hidden_layers=num_blocks), made.folder)
+
+
+def test_a_second_process_on_the_same_output_is_refused(tmp_path: Path) -> None:
+    model, data, partial = packed_model(tmp_path), instructions(tmp_path), tmp_path / "out.partial"
+    partial.mkdir()
+    with alone_in(partial), pytest.raises(CheckpointError, match="another process works in"):
+        finetune(model, data, tmp_path / "out", replace(TUNING, max_steps=1))
+    assert finetune(model, data, tmp_path / "out", replace(TUNING, max_steps=1)).folder.is_dir()
 
 
 def test_an_adapter_that_took_its_first_values_from_the_weight_is_refused(tmp_path: Path) -> None:
