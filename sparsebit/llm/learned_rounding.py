@@ -22,6 +22,7 @@ from sparsebit.execution.blocks import Block
 from sparsebit.llm.architectures import linears
 from sparsebit.llm.block_walk import BlockWalk
 from sparsebit.llm.packed_weight import PackedWeight
+from sparsebit.llm.rounding import smallest_scale
 from sparsebit.numerics.rounding_math import bounded_offset, clipped_grid, offset_codes, offset_start
 
 _NARROWEST = 0.5  # of a range, beside the one to begin with
@@ -61,7 +62,7 @@ class LearnedLayer:
         """The codes for scales as they are stored."""
         stored = self.begin.scales.dtype
         scale, zero = self._grid()
-        scale = scale.clamp(torch.finfo(stored).tiny, torch.finfo(stored).max).to(stored)
+        scale = scale.clamp(smallest_scale(stored), torch.finfo(stored).max).to(stored)
         codes = self._codes(scale.float(), zero) + zero
         zeros = None if self.begin.zeros is None else zero[..., 0].to(torch.uint8).cpu()
         return PackedWeight.from_codes(

@@ -85,6 +85,8 @@ def check_loading(folder: Path, tokens: Tensor, vllm: tuple[str, ...], *, trust_
     _round_experts(model)
     ours = model(tokens, use_cache=False).logits
     difference = relative_difference(theirs, ours)
+    if not ours.isfinite().all():
+        raise DeploymentError("the logits of the packed model are not finite; the folder is not kept")
     if not difference <= TOLERANCE:
         raise DeploymentError(
             f"transformers loads the packed model, and its logits differ by {difference:.2g} from ours (allowed: "

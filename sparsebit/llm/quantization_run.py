@@ -78,6 +78,9 @@ class QuantizationRun:
         """What decides the numbers, besides the weights of the blocks, which are compared block by block."""
         outside = [file for name, file in self.skeleton.names.items() if not self._is_in_block(name)]
         rest = {file: self.skeleton.folder.tensor(file) for file in dict.fromkeys(outside)}
+        for file, value in rest.items():
+            if value.is_floating_point() and not value.isfinite().all():
+                log.warning("%s has NaN or infinite values, which are kept: is the float model damaged?", file)
         dtype = self.skeleton.dtype
         return {
             **({} if dtype == torch.float32 else {"type of the calibration": str(dtype)}),
@@ -181,7 +184,7 @@ class QuantizationRun:
 
 def _need_finite(block: nn.Module, path: str) -> None:
     for name, weight in block.named_parameters():
-        if weight.ndim > 1 and not weight.isfinite().all():
+        if not weight.isfinite().all():
             raise CheckpointError(f"{path}.{name} has NaN or infinite values: the float model is damaged")
 
 

@@ -141,10 +141,18 @@ def _grid(weight: Tensor, recipe: Recipe, size: int, stored: torch.dtype) -> Gri
     groups = weight[0].unflatten(1, (-1, size))
     scale, zero_point = qparams_from_range(groups.amin(-1), groups.amax(-1), spec)
     index = torch.arange(scale.numel(), device=weight.device).view_as(scale).repeat_interleave(size, 1)[None]
-    # The smallest normal number of the stored type: a scale of half precision must not become 0.
-    smallest = torch.tensor(max(SMALLEST_SCALE, torch.finfo(stored).tiny), device=weight.device)
+    smallest = torch.tensor(smallest_scale(stored), device=weight.device)
     grid = Grid(scale.flatten(), zero_point.flatten(), index, spec, smallest, stored)
     return grid.with_scale(grid.scale)
+
+
+def smallest_scale(stored: torch.dtype) -> float:
+    """The smallest scale that does not become 0 in the type of the files.
+
+    Of float16 that is a subnormal number: its normal ones begin at 6e-5, and a layer of smaller weights would be lost.
+    """
+    info = torch.finfo(stored)
+    return max(SMALLEST_SCALE, info.tiny * info.eps)
 
 
 def _rounding(recipe: Recipe) -> Rounding:

@@ -131,9 +131,11 @@ class RunFolder:
 
 def begin_run(path: Path, settings: Mapping[str, Any], held: ExitStack) -> RunFolder:
     """The folder of a run, which no other process works in until `held` is closed."""
-    folder = RunFolder(path, settings)
+    if not path.exists():
+        path.mkdir(parents=True, exist_ok=True)
     try:
-        held.enter_context(alone_in(path))
+        if path.is_dir():
+            held.enter_context(alone_in(path))
     except BlockingIOError:
         raise CheckpointError(f"another process works in {path} now; wait for it, or give another output") from None
-    return folder
+    return RunFolder(path, settings)

@@ -98,6 +98,36 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
             quantize(folder, tmp_path / recipe.method, recipe, check=False)
 
 
+def test_norms_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    model = tiny_model(num_hidden_layers=1)
+    with torch.no_grad():
+        model.model.layers[0].input_layernorm.weight[3] = torch.nan
+    with pytest.raises(CheckpointError, match=r"input_layernorm\.weight has NaN"):
+        quantize(saved(model, tmp_path / "model"), tmp_path / "packed", FAST)
+
+
+def test_an_output_layer_that_is_not_finite(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model(num_hidden_layers=1, tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight[3, 5] = torch.nan
+    with pytest.raises(DeploymentError, match="are not finite"):
+        quantize(saved(model, tmp_path / "model"), tmp_path / "packed", FAST)
+    assert "lm_head.weight has NaN" in caplog.text
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq", "autoround"])
+def test_small_float16_weights_do_not_become_zero(tmp_path: Path, method: Any) -> None:
+    recipe = Recipe(method=method, group_size=32, steps=2) if method == "autoround" else Recipe(method, group_size=32)
+    model = tiny_model(num_hidden_layers=1)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight *= 1e-4
+    folder = with_tokenizer(saved(model, tmp_path / "model"))
+    text = Calibration(write_text(tmp_path / "text.txt"), num_samples=8, length=24)
+    layer = load(quantize(folder, tmp_path / "packed", recipe, text).folder).model.layers[0].self_attn.q_proj
+    weight = load(folder).model.layers[0].self_attn.q_proj.weight
+    assert float((layer.packed.dequantize(torch.float32) - weight).norm() / weight.norm()) < 0.2
+
+
 def test_pickles_are_refused_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_bytes(b"")

@@ -41,8 +41,7 @@ BYTES: dict[str, tuple[int, int]] = {
     "Q6_K": (SUPER_BLOCK, Q6_K_BYTES),
 }
 _MIDDLE = {"Q4_0": 8, "Q5_0": 16}
-_LARGEST = torch.finfo(torch.float16).max
-_SMALLEST = torch.finfo(torch.float16).tiny
+_MOST_CHANGE = 2**-10  # of scales that become float16: as much as a half unit in the last place
 
 
 def block_type(bits: int, symmetric: bool) -> BlockType:
@@ -59,7 +58,7 @@ def why_not(packed: PackedWeight) -> str | None:
     if packed.bits == 8 and packed.zeros is not None:
         return "8 bits with zero points: Q8_0 has none; quantize with --symmetric"
     scales = packed.scales.float()
-    if not bool(((scales <= _LARGEST) & (scales >= _SMALLEST)).all()):
+    if not bool(((scales.half().float() - scales).abs() <= _MOST_CHANGE * scales).all()):
         return "scales that float16 cannot hold"
     return None
 
