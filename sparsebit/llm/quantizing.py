@@ -16,7 +16,7 @@ from torch import Tensor
 from sparsebit.errors import CheckpointError, ConfigError
 from sparsebit.execution.value_store import default_memory_budget
 from sparsebit.folders import staging_folder
-from sparsebit.llm.architectures import architecture_of
+from sparsebit.llm.architectures import architecture_of, blocks_of, linears
 from sparsebit.llm.bit_allocation import BitAllocation, need_solver
 from sparsebit.llm.calibration_text import calibration_tokens, need_embeddings, need_positions
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
@@ -158,6 +158,8 @@ def _quantize(
     skeleton = Skeleton(source, dtype=dtype, device=rank.device, trust_remote_code=trust_remote_code)
     skeleton.tell_unused()
     architecture = architecture_of(skeleton.model)
+    for block in blocks_of(skeleton.model, architecture):
+        linears(block)  # refuses blocks that it does not know before anything runs
     _check_experts(skeleton, recipe)
     tokens = _tokens(source, recipe, calibration, trust_remote_code)
     need_embeddings(tokens, skeleton.model)

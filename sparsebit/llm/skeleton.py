@@ -42,6 +42,7 @@ class Skeleton:
             converters = separate_experts(self.model, converters)
         self.names = _file_names(self.model, folder, renamings, converters)
         self._untie()
+        self._drop_first_values()
 
     def _untie(self) -> None:
         """Take weights of the files that differ for weights of their own, also where the config says they are shared.
@@ -59,6 +60,14 @@ class Skeleton:
                 self.model.all_tied_weights_keys.pop(target)
                 self.model.config.tie_word_embeddings = False
                 self.folder.config["tie_word_embeddings"] = False
+
+    def _drop_first_values(self) -> None:
+        """Put all that the files hold on the meta device: some classes draw first values that do not begin there."""
+        for path, part in self.model.named_modules():
+            for own, tensor in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
+                name = f"{path}.{own}" if path else own
+                if not tensor.is_meta and (own in part._parameters or name in self.names):
+                    set_tensor(part, own, tensor.to("meta"))
 
     def fill(self, path: str, *, without: Sequence[str] = ()) -> nn.Module:
         """The module at `path` with its weights, and with those of the modules in it, but not of those at `without`."""
@@ -133,12 +142,10 @@ def restore_buffers(model: Any, part: nn.Module, device: torch.device) -> None:
     missing = [name for name in part._non_persistent_buffers_set if _is_meta(part._buffers.get(name))]
     if not missing:
         return
-    for name in missing:
-        buffer = part._buffers[name]
-        assert buffer is not None
-        part._buffers[name] = _marked(buffer, device)
-    model._init_weights(part)
-    left = [name for name in missing if _is_marked(part._buffers[name])]
+    first = _computed(model, part, missing, device, mark=False)
+    has_flags = any(tensor.dtype == torch.bool for tensor in first.values())
+    second = _computed(model, part, missing, device, mark=True) if has_flags else first
+    left = [name for name in missing if _is_marked(first[name]) or not torch.equal(first[name], second[name])]
     if left:
         raise CheckpointError(
             f"{type(part).__name__} of {type(model).__name__} computes {', '.join(left)} when it is built, and its "
@@ -188,13 +195,29 @@ def _is_meta(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.is_meta
 
 
-def _marked(buffer: Tensor, device: torch.device) -> Tensor:
-    mark = torch.nan if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min
-    return torch.full(buffer.shape, mark, dtype=buffer.dtype, device=device)
+def _computed(
+    model: Any, part: nn.Module, names: Sequence[str], device: torch.device, *, mark: bool
+) -> dict[str, Tensor]:
+    """The buffers as the model's class computes them over arbitrary values; those of flags are `mark`."""
+    found: dict[str, Tensor] = {}
+    for name in names:
+        buffer = part._buffers[name]
+        assert buffer is not None
+        value = torch.nan if buffer.is_floating_point() else mark
+        if buffer.dtype != torch.bool and not buffer.is_floating_point():
+            value = torch.iinfo(buffer.dtype).min
+        part._buffers[name] = torch.full(buffer.shape, value, dtype=buffer.dtype, device=device)
+    model._init_weights(part)
+    for name in names:
+        buffer = part._buffers[name]
+        assert buffer is not None
+        found[name] = buffer
+    return found
 
 
-def _is_marked(tensor: Tensor | None) -> bool:
-    assert tensor is not None
+def _is_marked(tensor: Tensor) -> bool:
+    if tensor.dtype == torch.bool:  # told by the difference between two marks
+        return False
     if tensor.is_floating_point():
         return bool(tensor.isnan().any())
     return bool((tensor == torch.iinfo(tensor.dtype).min).any())

@@ -86,6 +86,34 @@ def test_a_buffer_that_no_class_computes_again_is_refused() -> None:
         restore_buffers(model, model, torch.device("cpu"))
 
 
+def test_first_values_that_are_not_on_the_meta_device_are_overwritten(tmp_path: Path) -> None:
+    """DiffLlama draws some parameters with `torch.normal`, which ignores the device that is set around it."""
+    model = tiny_model("diffllama", num_hidden_layers=1)
+    skeleton = Skeleton(ModelFolder(saved(model, tmp_path, dtype=torch.float32)))
+    assert all(parameter.is_meta for parameter in skeleton.model.parameters())
+    skeleton.fill("")
+    expected = model.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in skeleton.model.state_dict().items())
+
+
+def test_buffers_of_flags(tmp_path: Path) -> None:
+    changes = {"num_hidden_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 8}
+    model = tiny_model("gpt_neo", **changes)
+    tokens = torch.arange(3, 27)[None]
+    skeleton = Skeleton(ModelFolder(saved(model, tmp_path, dtype=torch.float32)))
+    with torch.no_grad():
+        assert torch.equal(skeleton.fill("")(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64], ids=str)
+def test_flags_and_numbers_that_no_class_computes_again_are_refused(dtype: torch.dtype) -> None:
+    part = torch.nn.Module()
+    part.register_buffer("table", torch.zeros(3, dtype=dtype, device="meta"), persistent=False)
+    part._init_weights = lambda _: None  # type: ignore[assignment]
+    with pytest.raises(CheckpointError, match="computes table when it is built"):
+        restore_buffers(part, part, torch.device("cpu"))
+
+
 class TestFolder:
     def test_reads_one_file_or_several(self, tmp_path: Path) -> None:
         model = tiny_model()
