@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from sparsebit.llm.float_weight import Weight
 from sparsebit.llm.packed_weight import PackedWeight
 from sparsebit.llm.skeleton import Skeleton
 
+_Found = TypeVar("_Found")
 _Reader = Callable[[Mapping[str, Tensor], str, LayerFormat], Weight]
 
 
@@ -59,14 +61,23 @@ def packed_source(skeleton: Skeleton) -> PackedSource | None:
     names = [name for name, part in skeleton.model.named_modules() if type(part) is nn.Linear]
     method = config.get("quant_method")
     if method == "compressed-tensors":
-        formats = compressed_tensors.read_config(config, names)
+        formats = _parsed(lambda: compressed_tensors.read_config(config, names), skeleton)
         return PackedSource(skeleton, formats, compressed_tensors.suffixes, compressed_tensors.read_layer)
     if method == "gptq":
         packed = [name for name in names if f"{name}.qweight" in skeleton.names]
-        formats, version = gptq.read_config(config, packed)
+        formats, version = _parsed(lambda: gptq.read_config(config, packed), skeleton)
 
         def read(tensors: Mapping[str, Tensor], name: str, layer: LayerFormat) -> PackedWeight:
             return gptq.read_layer(tensors, name, layer, version)
 
         return PackedSource(skeleton, formats, lambda _: gptq.SUFFIXES, read)
     raise CheckpointError(f"quantization {method!r}: allowed: compressed-tensors, gptq")
+
+
+def _parsed(read: Callable[[], _Found], skeleton: Skeleton) -> _Found:
+    try:
+        return read()
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{skeleton.folder.path}: the quantization_config in its config.json is not understood ({error!r})"
+        ) from error

@@ -128,8 +128,13 @@ def empty_model(config: Any, *, dtype: torch.dtype, trust_remote_code: bool = Fa
             f"model type {config.model_type!r} is not a causal language model of transformers "
             f"({', '.join(config.architectures or ()) or type(config).__name__})"
         )
-    with torch.device("meta"):
-        model = auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    try:
+        with torch.device("meta"):
+            model = auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    except Exception as error:  # classes of models raise what they like, as for a missing package
+        raise CheckpointError(
+            f"the architecture {config.model_type!r} cannot be built from its config ({type(error).__name__}: {error})"
+        ) from error
     return model.eval()
 
 

@@ -186,3 +186,35 @@ def test_a_packed_model_is_not_saved_in_files_that_nothing_reads(tmp_path: Path)
         model.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
     load(tmp_path / "float").save_pretrained(tmp_path / "saved")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"config_groups": {"W4A16": ["Linear"]}},
+        {"config_groups": None},
+        {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"strategy": "group", "num_bits": 4}}}},
+    ],
+    ids=["short", "none", "without-groups"],
+)
+def test_a_quantization_config_that_is_not_understood(tmp_path: Path, change: dict[str, Any]) -> None:
+    folder = packed(tmp_path)
+    edit(folder, lambda config: config["quantization_config"].update(change))
+    with pytest.raises(CheckpointError, match=r"quantization_config in its config\.json is not understood"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": "three"}, "its config cannot be read"),
+        ({"hidden_act": "nonsense"}, "cannot be built from its config .*nonsense"),
+        ({"_attn_implementation": "flash_attention_2"}, "cannot be built from its config .*FlashAttention"),
+    ],
+    ids=["type", "activation", "package"],
+)
+def test_a_config_that_no_model_can_be_built_from(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    folder = tiny(tmp_path / "model")
+    edit(folder, lambda config: config.update(change))
+    with pytest.raises(CheckpointError, match=message):
+        load(folder)

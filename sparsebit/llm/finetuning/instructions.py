@@ -42,6 +42,8 @@ def read_instructions(
     become messages too; without it they follow each other as they are, with the end-of-text token behind the response.
     `too_long`: what happens to samples of more than `length` tokens.
     """
+    if tokenizer.eos_token_id is None:
+        log.warning("the tokenizer has no end-of-text token: the model will not learn where a response ends")
     samples: list[Sample] = []
     num_dropped = num_cut = 0
     for where, line in _lines(path):

@@ -124,3 +124,12 @@ def test_a_template_that_drops_earlier_answers(tokenizer: Any, tmp_path: Path, m
     monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[-1]['content'] }}")
     with pytest.raises(ConfigError, match=r"data\.jsonl:1: the chat template does not write message"):
         read_instructions(path, tokenizer, length=100)
+
+
+def test_a_tokenizer_without_an_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = load_tokenizer(with_tokenizer(tmp_path))
+    path = written(tmp_path / "data.jsonl", {"prompt": "say x:", "response": "xx"})
+    assert learned(tokenizer, path) == [("say x:xx~", "xx~")] and not caplog.text
+    tokenizer.eos_token = None
+    assert learned(tokenizer, path) == [("say x:xx", "xx")]
+    assert "will not learn where a response ends" in caplog.text
