@@ -23,6 +23,7 @@ from sparsebit.llm.half_weights import HALVES
 from sparsebit.llm.hub_classes import transformers_module
 from sparsebit.llm.loading import load
 from sparsebit.llm.model_folder import ModelFolder
+from sparsebit.llm.process_group import alone
 from sparsebit.llm.quant_linear import QuantLinear
 from sparsebit.llm.separate_experts import experts_in
 
@@ -223,7 +224,7 @@ def _logits_of_transformers(folder: Path, tokens: Tensor, trust_remote_code: boo
     auto: Any = transformers_module().AutoModelForCausalLM
     try:
         # Progress bars and remarks of two other packages.
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        with alone(), warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             if _is_float4(folder):
                 how["quantization_config"] = transformers_module().CompressedTensorsConfig(dequantize=True)

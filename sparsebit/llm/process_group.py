@@ -50,6 +50,24 @@ class Rank:
 
 
 @contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Inside, other packages take the process for one without a process group.
+
+    compressed-tensors exchanges tensors while a model is loaded wherever there is a group, and would wait for processes
+    that load nothing.
+    """
+    if not dist.is_available():
+        yield
+        return
+    known = dist.is_initialized
+    dist.is_initialized = lambda: False
+    try:
+        yield
+    finally:
+        dist.is_initialized = known
+
+
+@contextlib.contextmanager
 def joined(device: torch.device | str) -> Iterator[Rank]:
     """Join the other processes of torchrun (gloo on a CPU, NCCL on GPUs); alone, one process of one.
 
