@@ -115,6 +115,20 @@ def test_the_name_of_a_layer_goes_before_its_class(tmp_path: Path) -> None:
     assert torch.equal(logits(load(folder)), logits(loaded(folder)))
 
 
+def test_zero_points_of_a_layer_that_is_said_to_be_symmetric(tmp_path: Path) -> None:
+    folder = packed(tmp_path)
+    edit(folder, lambda config: first_group(config)["weights"].update(symmetric=True))
+    with pytest.raises(CheckpointError, match="has zero points, and its config says"):
+        load(folder)
+
+    def middle(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("zero_point")]:
+            tensors[name] = torch.full_like(tensors[name], int.from_bytes(b"\x88" * 4, signed=True))  # eight times 8
+
+    edit_tensors(folder, middle)
+    load(folder)
+
+
 class TestOutputLayer:
     """Embeddings and output layer that differ, in a model whose config says that they are one."""
 

@@ -58,8 +58,15 @@ def read_layer(tensors: Mapping[str, Tensor], name: str, layer: LayerFormat) -> 
         raise CheckpointError(f"layer {name} has no {', '.join(missing)}: the files and their config do not fit")
     out_features, in_features = tensors[f"{name}.weight_shape"].tolist()
     zeros = None
-    if not layer.symmetric:
-        zeros = unpack(tensors[f"{name}.weight_zero_point"].mT.contiguous(), layer.bits, out_features).mT.contiguous()
+    stored = tensors.get(f"{name}.weight_zero_point")
+    if stored is not None and stored.dtype == torch.int32:
+        zeros = unpack(stored.mT.contiguous(), layer.bits, out_features).mT.contiguous()
+    if layer.symmetric and stored is not None:
+        if bool(stored.any() if zeros is None else (zeros != 1 << layer.bits - 1).any()):
+            raise CheckpointError(f"layer {name} has zero points, and its config says that it is symmetric")
+        zeros = None
+    if not layer.symmetric and zeros is None:
+        raise CheckpointError(f"layer {name} has zero points that are not packed: only packed ones are read")
     scales, size = tensors[f"{name}.weight_scale"], layer.group_size or in_features
     order = tensors.get(f"{name}.weight_g_idx")
     if order is not None and not bool(((order < 0) | (order == torch.arange(in_features) // size)).all()):

@@ -27,6 +27,7 @@ from sparsebit.llm.packed_weight import PackedWeight
 from sparsebit.llm.perplexity import perplexity
 from sparsebit.llm.recipe import Recipe
 from sparsebit.llm.rounding import round_weight
+from sparsebit.llm.separate_experts import routers
 from sparsebit.llm.shards import Shards
 from sparsebit.llm.skeleton import Skeleton
 from sparsebit.progress import track
@@ -166,7 +167,7 @@ def _write(
     formats = {} if source is None else source.formats
     if dtype is None:
         linear_names = [name for name, part in skeleton.model.named_modules() if type(part) is nn.Linear]
-        floats = [name for name in linear_names if name not in formats]
+        floats = [*(name for name in linear_names if name not in formats), *routers(skeleton)]
         config["quantization_config"] = compressed_tensors.make_config(formats, floats)
     else:
         config.pop("torch_dtype", None)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from sparsebit.llm.parallel_layers import separate_parallel_layers
 from sparsebit.llm.quant_linear import QuantLinear
 from sparsebit.tensor_files import load_tensors
 
+log = logging.getLogger(__name__)
 # First values of peft's adapters that leave the weight below as it is.
 _STARTS_APART = ("gaussian", "eva", "orthogonal")
 
@@ -53,10 +56,32 @@ def add_adapter(
     )
     config._register_custom_module({QuantLinear: lora_class()})
     separate_parallel_layers(model)  # each needs its own weight for the backward
-    wrapped = peft.get_peft_model(model, config)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*(target_parameters=|_pattern keys)")  # experts are told below
+            wrapped = peft.get_peft_model(model, config)
+    except ValueError as error:
+        raise ConfigError(f"targets={', '.join(targets)}: peft gives these layers no adapter ({error})") from error
+    _tell_left_out(wrapped, names, targets, config)
     _start(wrapped, seed)
     config.base_model_name_or_path = base or None  # peft puts in the name that the config of the model has
     return wrapped
+
+
+def _tell_left_out(wrapped: Any, names: Sequence[str], targets: Sequence[str], config: Any) -> None:
+    """Tell of layers without an adapter: peft takes the names of experts for stacked tensors, which are layers here."""
+    found = {name for name, part in wrapped.get_base_model().named_modules() if hasattr(part, "lora_A")}
+    left = [name for name in names if name not in found]
+    if not left:
+        return
+    kinds = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in left}))
+    if targets:
+        raise ConfigError(
+            f"targets={', '.join(targets)}: peft gives {kinds} of model type {wrapped.config.model_type!r} no adapter, "
+            "since it takes them for experts; leave them out"
+        )
+    log.warning("%d layers get no adapter (%s): peft takes them for experts", len(left), kinds)
+    config.target_parameters, config.rank_pattern, config.alpha_pattern = None, {}, {}  # which peft has put in
 
 
 @torch.no_grad()

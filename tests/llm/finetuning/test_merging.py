@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from sparsebit.errors import ConfigError
-from sparsebit.llm import PackedWeight, QuantLinear, finetune, load, load_adapter, merge
+from sparsebit.llm import PackedWeight, QuantLinear, Recipe, finetune, load, load_adapter, merge, quantize
 from sparsebit.llm.finetuning.merging import add_to_packed
 from tests.llm.finetuning.tasks import TUNING, instructions, packed_model
-from tests.llm.tiny_models import loaded
+from tests.llm.tiny_models import loaded, saved, tiny_model, with_tokenizer
 
 peft = pytest.importorskip("peft")
 TOKENS = torch.arange(3, 51).view(2, 24)
@@ -113,3 +113,15 @@ def test_an_adapter_of_the_output_layer_is_merged(tmp_path: Path) -> None:
     wrapped = peft.get_peft_model(loaded(tmp_path / "float-llama"), config)
     wrapped.save_pretrained(tmp_path / "adapter")  # with a copy of the layer's weight
     assert merge(tmp_path / "adapter", tmp_path / "out", model=model, kind="float16").logit_error < 1e-2
+
+
+def test_what_chooses_experts_stays_float_in_a_merged_model(tmp_path: Path) -> None:
+    source = with_tokenizer(saved(tiny_model("mixtral", num_hidden_layers=1), tmp_path / "float"))
+    recipe = Recipe(method="rtn", scale_search="none", group_size=32, symmetric=True)
+    model = quantize(source, tmp_path / "packed", recipe, check=False).folder
+    made = finetune(model, instructions(tmp_path), tmp_path / "adapter", replace(TUNING, max_steps=1)).folder
+    ignored = [
+        json.loads((folder / "config.json").read_text())["quantization_config"]["ignore"]
+        for folder in (model, merge(made, tmp_path / "merged").folder)
+    ]
+    assert ignored[0] == ignored[1] and "model.layers.0.block_sparse_moe.gate" in ignored[0]

@@ -20,6 +20,7 @@ from sparsebit.errors import CheckpointError, ConfigError
 from sparsebit.folders import alone_in
 from sparsebit.llm import QuantLinear, finetune, load, load_adapter
 from sparsebit.llm.finetuning import training, training_loop
+from sparsebit.llm.finetuning.packed_lora import add_adapter
 from tests.llm.finetuning.tasks import TUNING, instructions, packed_model
 from tests.llm.tiny_models import loaded, saved, tiny_model, with_tokenizer
 
@@ -202,6 +203,16 @@ def test_an_adapter_of_a_model_with_other_blocks(num_blocks: int, tmp_path: Path
     made = finetune(model, instructions(tmp_path), tmp_path / "out", replace(TUNING, max_steps=1, targets=("q_proj",)))
     with pytest.raises(CheckpointError, match="2 tensors are missing" if num_blocks == 3 else "2 are left over"):
         load_adapter(tiny_model(num_hidden_layers=num_blocks), made.folder)
+
+
+def test_layers_of_experts_without_an_adapter_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = load(saved(tiny_model("mixtral", num_hidden_layers=1), tmp_path / "model"))
+    config = add_adapter(model).peft_config["default"]
+    assert "12 layers get no adapter (w1, w2, w3)" in caplog.text
+    assert config.target_modules == {"q_proj", "k_proj", "v_proj", "o_proj"} and not config.target_parameters
+    for targets in (("w1", "w2", "w3", "q_proj"), ("w1",)):
+        with pytest.raises(ConfigError, match="no adapter"):
+            add_adapter(load(tmp_path / "model"), targets=targets)
 
 
 def test_a_second_process_on_the_same_output_is_refused(tmp_path: Path) -> None:
