@@ -16,7 +16,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +44,19 @@ CUTS = [
     for depth, ahead in ((1, False), (1, True), (2, True), (3, True), (4, True))
     if depth == 1 or height < 4
 ]
-TILES = [(128, 4, 1, 6), (128, 4, 1, 4), (256, 2, 1, 4), (256, 2, 1, 3), (128, 2, 2, 6), (64, 2, 4, 8), (192, 2, 1, 4)]
+TILES = [
+    (height, groups, times, staged)
+    for height, groups, times in (
+        (256, 2, 1),
+        (192, 3, 1),
+        (128, 4, 1),
+        (128, 2, 2),
+        (128, 2, 1),
+        (64, 2, 4),
+        (64, 2, 2),
+    )
+    for staged in (False, True)
+]
 
 
 def main() -> None:
@@ -66,8 +77,10 @@ def main() -> None:
             del codes
             for num_rows in map(int, options.rows.split(",")):
                 x = torch.randn(num_rows, inputs, device="cuda", dtype=torch.bfloat16)
-                cublas = microseconds(lambda turn, x=x, dense=dense: x @ dense[turn].t())
-                found = times(WAYS[options.what](x, weights), x, dense[0], threads=16)
+                calls = WAYS[options.what](x, weights)
+                calls[CUBLAS] = lambda turn, x=x, dense=dense: x @ dense[turn].t()
+                found = times(calls, x, dense[0], threads=16)
+                cublas = found.pop(CUBLAS)
                 best = sorted(found.items(), key=lambda item: item[1])
                 emit(
                     {
@@ -98,12 +111,13 @@ def few(x: Tensor, weights: list[FragmentWeight]) -> Calls:
 def ways(x: Tensor, weights: list[FragmentWeight]) -> Calls:
     calls: Calls = {
         "chosen": lambda turn: Product(x, weights[turn]).compute(),
-        "some_rows": lambda turn: Product(x, weights[turn]).some_rows(),
         "dequantized": lambda turn: Product(x, weights[turn]).dequantized(),
     }
+    if len(x) <= 128:
+        calls["some_rows"] = lambda turn: Product(x, weights[turn]).some_rows()
     if len(x) <= 16:
         calls["few_rows"] = lambda turn: Product(x, weights[turn]).few_rows()
-    elif weights[0].bits == 4:
+    else:
         calls["many_rows"] = lambda turn: Product(x, weights[turn]).many_rows()
     return calls
 
@@ -116,6 +130,7 @@ def tiles(x: Tensor, weights: list[FragmentWeight]) -> Calls:
     return calls
 
 
+CUBLAS = "cublas"
 WAYS: dict[str, Callable[[Tensor, list[FragmentWeight]], Calls]] = {"few": few, "ways": ways, "tiles": tiles}
 
 
@@ -136,11 +151,7 @@ def times(calls: Calls, x: Tensor, dense: Tensor, threads: int) -> dict[str, flo
     for name, reason in wrong.items():
         if reason:
             print(f"{name}: {reason}", flush=True)
-    found: dict[str, Any] = {}
-    for name, call in calls.items():
-        if not wrong[name]:
-            found[name] = microseconds(call)
-    return found
+    return microseconds({name: call for name, call in calls.items() if not wrong[name]})
 
 
 if __name__ == "__main__":

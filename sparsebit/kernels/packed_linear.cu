@@ -60,53 +60,43 @@ __device__ __forceinline__ unsigned short from_float(float f) {
 __device__ __forceinline__ uint4 stream(const uint4* p) {
   uint4 v; asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p)); return v;
 }
-__device__ __forceinline__ u32 word_of(const uint4* v, int j) {  // word j of 8
-  uint4 q = v[j >> 2]; int i = j & 3;
-  return i == 0 ? q.x : i == 1 ? q.y : i == 2 ? q.z : q.w;
-}
-
 // What a lane has of 16 outputs and 128 k.
 #define MIDDLE (1 << (BITS - 1))
 #define BLOCK_VECTORS (16 * BITS)
 #define VECTORS (BITS < 4 ? 1 : BITS / 2)
-struct Words {
-  uint4 v[VECTORS];
-#if BITS == 3
-  uint2 rest;
-#endif
-};
+struct Words { u32 at[2 * BITS]; };
+__device__ __forceinline__ void put(Words& w, int first, uint4 v) {
+  w.at[first] = v.x; w.at[first + 1] = v.y; w.at[first + 2] = v.z; w.at[first + 3] = v.w;
+}
 __device__ __forceinline__ Words words_at(const uint4* block, int lane) {
   Words w;
   #pragma unroll
-  for (int i = 0; i < VECTORS; i++) w.v[i] = stream(block + 32 * i + lane);
+  for (int i = 0; i < VECTORS; i++) put(w, 4 * i, stream(block + 32 * i + lane));
 #if BITS == 3
   const uint2* p = (const uint2*)(block + 32) + lane;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(w.rest.x), "=r"(w.rest.y) : "l"(p));
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(w.at[4]), "=r"(w.at[5]) : "l"(p));
 #endif
   return w;
 }
 // Register i of tile j: BASE + FACTOR(i & 1) * code; of 8 bits the lower four, and the upper ones. Codes of 2 and 3 bits for
 // the lower rows of a tile stay where they are in the mantissa, which saves a shift.
 #define FACTOR(half) ((half) && BITS < 4 ? 1 << BITS : 1)
-#if BITS == 3
-__device__ __forceinline__ u32 word_of_six(const Words& w, int k) { return k < 4 ? word_of(w.v, k) : k == 4 ? w.rest.x : w.rest.y; }
-#endif
 __device__ __forceinline__ u32 lower(const Words& w, int j, int i) {
 #if BITS >= 4
-  return nibbles(word_of(w.v, j) >> (4 * i), 0x000F000Fu);
+  return nibbles(w.at[j] >> (4 * i), 0x000F000Fu);
 #elif BITS == 2
-  return nibbles(word_of(w.v, j >> 1) >> (8 * (j & 1) + 4 * (i >> 1)), i & 1 ? 0x000C000Cu : 0x00030003u);
+  return nibbles(w.at[j >> 1] >> (8 * (j & 1) + 4 * (i >> 1)), i & 1 ? 0x000C000Cu : 0x00030003u);
 #else
   const int first = 3 * (j >> 2), n = 2 * (j & 3) + (i >> 1);
-  if (i & 1) return nibbles(word_of_six(w, first + (n < 6 ? n / 2 : n - 6)) >> (n < 6 ? 6 * (n & 1) : 9), 0x00380038u);
-  if (n < 7) return nibbles(word_of_six(w, first + (n < 6 ? n / 2 : 2)) >> (n < 6 ? 6 * (n & 1) : 12), 0x00070007u);
-  u32 r = nibbles(word_of_six(w, first) >> 15, 0x00010001u);
-  r |= (word_of_six(w, first + 1) >> 14) & 0x00020002u;
-  return r | ((word_of_six(w, first + 2) >> 13) & 0x00040004u);
+  if (i & 1) return nibbles(w.at[first + (n < 6 ? n / 2 : n - 6)] >> (n < 6 ? 6 * (n & 1) : 9), 0x00380038u);
+  if (n < 7) return nibbles(w.at[first + (n < 6 ? n / 2 : 2)] >> (n < 6 ? 6 * (n & 1) : 12), 0x00070007u);
+  u32 r = nibbles(w.at[first] >> 15, 0x00010001u);
+  r |= (w.at[first + 1] >> 14) & 0x00020002u;
+  return r | ((w.at[first + 2] >> 13) & 0x00040004u);
 #endif
 }
 #if BITS == 8
-__device__ __forceinline__ u32 upper(const Words& w, int j, int i) { return nibbles(word_of(w.v + 2, j) >> (4 * i), 0x000F000Fu); }
+__device__ __forceinline__ u32 upper(const Words& w, int j, int i) { return nibbles(w.at[8 + j] >> (4 * i), 0x000F000Fu); }
 #endif
 __device__ __forceinline__ u32 zero_pair(u32 z, int half) {
 #if BITS == 8
@@ -409,23 +399,60 @@ extern "C" __global__ void sum_parts(const float* __restrict__ from, unsigned sh
   y[e] = from_float(s);
 }
 #elif KERNEL == MANY_ROWS
-// Many rows, 4 bits: warpgroup products with the weight unpacked in registers and x in shared memory.
-// BM: rows of x a block. WG: warpgroups, each with R times 64 outputs. STG: stages of x. blockIdx.z splits K into parts.
-// One warp copies x, as `reorder` left it, into shared memory; the others unpack the next words while products run.
+// Many rows: warpgroup products with the weight unpacked in registers and x in shared memory.
+// BM: rows of x a block. WG: warpgroups, each with R times 64 outputs. STG: stages. blockIdx.z splits K into parts.
+// One warp copies x, as `reorder` left it, into shared memory, 64 k at a time; the others unpack the next words while
+// products run. STAGED: the warp copies words, scales and zero points too, many chunks ahead; else each of the others loads
+// its own, one chunk ahead, which is faster as long as the memory of the GPU limits the time and not the products.
 #define QS (GT >= 4 ? 1 : 4 / GT)
-#define UNROLL (R == 1 ? 2 : 1)
+#define UNROLL (R == 1 || BITS < 4 ? 2 : 1)
+#define BN (WG * R * 64)
+#define X_BYTES (BM * 128)
+#define TILE_BYTES (BITS == 8 ? 1024 : BITS == 3 ? 768 : 512)  // of 16 outputs: 64 k, but 128 k of 2 and 3 bits
+#define SCALES_AT (X_BYTES + BN / 16 * TILE_BYTES)
+#define ZEROS_AT (SCALES_AT + QS * BN * 2)
+#define STAGE_BYTES (STAGED ? ZEROS_AT + HAS_ZERO * QS * BN : X_BYTES)
+#define STAGE ((STAGE_BYTES + 1023) / 1024 * 1024)
 @WGMMA@
 __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
   asm volatile("{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done; bra again; done: }" :: "r"(barrier), "r"(parity) : "memory");
 }
+__device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+      :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ uint4 shared_vector(u32 at) {
+  uint4 v; asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at)); return v;
+}
+__device__ __forceinline__ u32 shared_half(u32 at) { unsigned short v; asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at)); return v; }
+__device__ __forceinline__ u32 shared_byte(u32 at) { u32 v; asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(at)); return v; }
+// Of what `words_at` loads, that which tiles 4 half to 4 half + 3 need: from shared memory, or from the block. Of 4 and 8
+// bits it comes to where tiles 0 to 3 have theirs.
+__device__ __forceinline__ Words half_of_words(const uint4* block, u32 at, int lane, int half) {
+  Words w;
+#if STAGED
+  put(w, 0, shared_vector(at + 16 * lane));
+  if (BITS == 8) put(w, BITS, shared_vector(at + 512 + 16 * lane));
+#if BITS == 3
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(w.at[4]), "=r"(w.at[5]) : "r"(at + 512 + 8 * lane));
+#endif
+#elif BITS == 3
+  w = words_at(block, lane);
+#else
+  put(w, 0, stream(block + (BITS >= 4 ? 32 * half : 0) + lane));
+  if (BITS == 8) put(w, BITS, stream(block + 64 + 32 * half + lane));
+#endif
+  return w;
+}
+__device__ __forceinline__ size_t scale_of(int chunk, int q, int N) { return (size_t)(GT == 8 ? chunk >> 1 : chunk * QS + q) * N; }
 extern "C" __global__ void __launch_bounds__(WG * 128 + (WG > 1 ? 128 : 32), 1) many_rows(
     const uint4* __restrict__ w, const unsigned short* __restrict__ scales, const unsigned char* __restrict__ zeros,
-    const unsigned short* __restrict__ x, unsigned short* __restrict__ y, float* __restrict__ parts, int M, int N, int K) {
+    const unsigned char* __restrict__ x, unsigned short* __restrict__ y, float* __restrict__ parts, int M, int N, int K) {
   extern __shared__ unsigned char raw[];
   __shared__ __align__(8) unsigned long long barriers[2 * STG];
   const u32 base = ((u32)__cvta_generic_to_shared(raw) + 1023u) & ~1023u, full = (u32)__cvta_generic_to_shared(barriers), empty = full + 8 * STG;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int chunks = K / 64, per = (chunks + gridDim.z - 1) / gridDim.z;
+  const int chunks = K / 64, per = (K / 128 + gridDim.z - 1) / gridDim.z * 2;
   const int first = blockIdx.z * per, last = min(chunks, first + per), m0 = blockIdx.x * BM;
   if (threadIdx.x == 0) {
     for (int s = 0; s < STG; s++) {
@@ -435,17 +462,33 @@ extern "C" __global__ void __launch_bounds__(WG * 128 + (WG > 1 ? 128 : 32), 1) 
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  if (warp >= WG * 4) {  // copies x
+  if (warp >= WG * 4) {  // copies
 #if WG > 1
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
 #endif
-    if (warp == WG * 4 && lane == 0)
+    if (warp == WG * 4)
       for (int it = 0; first + it < last; it++) {
-        const int slot = it % STG;
+        const int slot = it % STG, chunk = first + it;
+        const u32 at = base + slot * STAGE, done = full + 8 * slot;
         if (it >= STG) wait(empty + 8 * slot, (it / STG - 1) & 1);
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(full + 8 * slot), "r"(BM * 128) : "memory");
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-            :: "r"(base + slot * (BM * 128)), "l"(x + ((size_t)blockIdx.x * chunks + first + it) * (BM * 64)), "r"(BM * 128), "r"(full + 8 * slot) : "memory");
+        if (lane == 0) {
+          asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(done), "r"(STAGE_BYTES) : "memory");
+          copy(at, x + ((size_t)blockIdx.x * chunks + chunk) * X_BYTES, X_BYTES, done);
+        }
+#if STAGED
+        __syncwarp();
+        for (int i = lane; i < BN / 16; i += 32) {
+          const uint4* block = w + ((size_t)(blockIdx.y * (BN / 16) + i) * (chunks / 2) + chunk / 2) * BLOCK_VECTORS;
+          const u32 to = at + X_BYTES + TILE_BYTES * i;
+          copy(to, block + (BITS >= 4 ? 32 * (chunk & 1) : 0), BITS == 8 ? 512 : TILE_BYTES, done);
+          if (BITS == 8) copy(to + 512, block + 64 + 32 * (chunk & 1), 512, done);
+        }
+        if (lane < QS) {
+          const size_t from = scale_of(chunk, lane, N) + blockIdx.y * BN;
+          copy(at + SCALES_AT + lane * BN * 2, scales + from, BN * 2, done);
+          if (HAS_ZERO) copy(at + ZEROS_AT + lane * BN, zeros + from, BN, done);
+        }
+#endif
       }
     return;
   }
@@ -460,55 +503,65 @@ extern "C" __global__ void __launch_bounds__(WG * 128 + (WG > 1 ? 128 : 32), 1) 
   float acc[R][BM / 2];
   #pragma unroll
   for (int r = 0; r < R; r++) for (int i = 0; i < BM / 2; i++) acc[r][i] = 0.f;
-  uint4 nw[R]; unsigned short ns[R][2][QS]; unsigned char nz[R][2][QS];
-  auto fetch = [&](int chunk) {
+#if !STAGED
+  Words nw[R]; unsigned short ns[R][2][QS]; unsigned char nz[R][2][QS];
+  auto fetch = [&](int chunk, int half) {
     #pragma unroll
     for (int r = 0; r < R; r++) {
-      nw[r] = stream(w + ((size_t)(tile0 + 4 * r) * chunks + chunk) * 32 + lane);
+      nw[r] = half_of_words(w + ((size_t)(tile0 + 4 * r) * (chunks / 2) + chunk / 2) * BLOCK_VECTORS, 0, lane, half);
       #pragma unroll
       for (int h = 0; h < 2; h++)
         for (int q = 0; q < QS; q++) {
-          size_t at = (size_t)(GT == 8 ? chunk >> 1 : chunk * QS + q) * N + (tile0 + 4 * r) * 16 + 8 * h + g;
-          ns[r][h][q] = scales[at];
-#if HAS_ZERO
-          nz[r][h][q] = zeros[at];
-#endif
+          const size_t from = scale_of(chunk, q, N) + (tile0 + 4 * r) * 16 + 8 * h + g;
+          ns[r][h][q] = scales[from];
+          if (HAS_ZERO) nz[r][h][q] = zeros[from];
         }
     }
   };
-  if (first < last) fetch(first);
+  if (first < last) fetch(first, 0);
+#endif
   for (int it0 = 0; first + it0 < last; it0 += UNROLL) {
     #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
-      const int it = it0 + u, chunk = first + it, slot = it % STG;
-      if (chunk >= last) break;
-      uint4 cw[R]; u32 cs[R][2][QS], cz[R][2][QS];
-      #pragma unroll
-      for (int r = 0; r < R; r++) {
-        cw[r] = nw[r];
-        for (int h = 0; h < 2; h++) for (int q = 0; q < QS; q++) {
-          u32 s = ns[r][h][q]; cs[r][h][q] = s | (s << 16);
-#if HAS_ZERO
-          u32 z = nz[r][h][q]; cz[r][h][q] = MAGIC | z | (z << 16);
-#else
-          cz[r][h][q] = MAGIC | 0x00080008u;
-#endif
-        }
-      }
-      if (chunk + 1 < last) fetch(chunk + 1);
-      const u32 at = base + slot * (BM * 128);
+      const int it = it0 + u, slot = it % STG, half = UNROLL == 2 ? u : it & 1;
+      const u32 at = base + slot * STAGE;
       const unsigned long long desc = ((unsigned long long)(at >> 4) & 0x3FFFull) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+#if STAGED
+      wait(full + 8 * slot, (it / STG) & 1);
+#else
+      Words ow[R]; unsigned short os[R][2][QS]; unsigned char oz[R][2][QS];
       #pragma unroll
       for (int r = 0; r < R; r++) {
+        ow[r] = nw[r];
+        for (int h = 0; h < 2; h++) for (int q = 0; q < QS; q++) { os[r][h][q] = ns[r][h][q]; oz[r][h][q] = nz[r][h][q]; }
+      }
+      if (first + it + 1 < last) fetch(first + it + 1, 1 - half);
+#endif
+      #pragma unroll
+      for (int r = 0; r < R; r++) {
+#if STAGED
+        const Words cw = half_of_words(w, at + X_BYTES + (local + 4 * r) * TILE_BYTES, lane, half);
+#else
+        const Words cw = ow[r];
+#endif
+        u32 cs[2][QS], cz[2][QS];
+        #pragma unroll
+        for (int h = 0; h < 2; h++) for (int q = 0; q < QS; q++) {
+#if STAGED
+          const u32 n = (local + 4 * r) * 16 + 8 * h + g + q * BN;
+          const u32 s = shared_half(at + SCALES_AT + 2 * n), z = HAS_ZERO ? shared_byte(at + ZEROS_AT + n) : MIDDLE;
+#else
+          const u32 s = os[r][h][q], z = HAS_ZERO ? oz[r][h][q] : MIDDLE;
+#endif
+          cs[h][q] = s | (s << 16);
+          cz[h][q] = zero_pair(z, h);
+        }
         u32 a[4][4];
         #pragma unroll
-        for (int k = 0; k < 4; k++) {
-          u32 q = k == 0 ? cw[r].x : k == 1 ? cw[r].y : k == 2 ? cw[r].z : cw[r].w;
+        for (int k = 0; k < 4; k++)
           #pragma unroll
-          for (int i = 0; i < 4; i++)
-            a[k][i] = mul2(sub2(nibbles(q >> (4 * i), 0x000F000Fu), cz[r][i & 1][k * QS / 4]), cs[r][i & 1][k * QS / 4]);
-        }
-        if (r == 0) wait(full + 8 * slot, (it / STG) & 1);
+          for (int i = 0; i < 4; i++) a[k][i] = value(cw, (BITS < 4 ? 4 * half : 0) + k, i, cz[i & 1][k * QS / 4], cs[i & 1][k * QS / 4]);
+        if (!STAGED && r == 0) wait(full + 8 * slot, (it / STG) & 1);
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
         #pragma unroll
         for (int k = 0; k < 4; k++) wgmma(acc[r], a[k], desc + 2 * k);

@@ -24,8 +24,9 @@ from sparsebit.kernels.launching import Program, on_device
 DTYPES = (torch.bfloat16, torch.float16)
 GROUP_SIZES = (32, 64, 128)
 _KERNELS = {"few_rows": 1, "some_rows": 2, "dequantize": 3, "reorder": 4, "sum_parts": 5, "many_rows": 6}
-# Rows of x up to which each way is taken; "many_rows" has 4 bits only.
-_MOST_FEW, _MOST_SOME, _MOST_SOME_OF_OTHER_BITS, _MOST_FUSED = 16, 48, 64, 640
+# Rows of x up to which each way is taken; those of 8 bits.
+_MOST_FEW, _MOST_SOME, _MOST_FUSED = 16, 48, 1280
+_MOST_SOME_OF_EIGHT_BITS, _MOST_FUSED_OF_EIGHT_BITS = 64, 640
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ _FEW = {
     (4, True, 1): FewRowsCut(4, 6, 2),
     (4, True, 2): FewRowsCut(4, 4, 2),
 }
-_SPARE_SHARED = 1024  # to start at a multiple of 1024
+# Of `many_rows`: shared memory that a block may have on Hopper, less what its barriers take; stages in it.
+_SHARED, _SPARE_SHARED, _MOST_STAGES = 226 * 1024, 1024, 8  # spare: to start at a multiple of 1024
 
 
 @dataclass(frozen=True)
@@ -192,10 +194,11 @@ class Product:
     def compute(self) -> Tensor:
         if self.num_rows <= _MOST_FEW:
             return self.few_rows()
-        most_some = _MOST_SOME if self.weight.bits == 4 else _MOST_SOME_OF_OTHER_BITS
+        is_eight = self.weight.bits == 8
+        most_some = _MOST_SOME_OF_EIGHT_BITS if is_eight else _MOST_SOME
         if self.num_rows <= most_some or (self.capability != "90" and self.num_rows <= 4 * _MOST_SOME):
             return self.some_rows()
-        if self.capability == "90" and self.num_rows <= _MOST_FUSED and self.weight.bits == 4:
+        if self.capability == "90" and self.num_rows <= (_MOST_FUSED_OF_EIGHT_BITS if is_eight else _MOST_FUSED):
             return self.many_rows()
         return self.dequantized()
 
@@ -234,30 +237,39 @@ class Product:
         self.run("some_rows", sizes, (across, parts, down), 32 * warps, [*self.operands, self.x, sums, *self.shape])
         return self.added(sums)
 
-    def many_rows(self, tile: tuple[int, int, int, int] | None = None) -> Tensor:
-        height, groups, times, stages = tile or self.tile()
+    def many_rows(self, tile: tuple[int, int, int, bool] | None = None) -> Tensor:
+        height, groups, times, staged = tile or self.tile()
         across, down = self.outputs // (64 * groups * times), -(-self.num_rows // height)
-        parts = self.num_parts(self.num_processors // (across * down), self.inputs // 64 // 4)
+        parts = self.num_parts(self.num_processors // (across * down), self.inputs // BLOCK // 2)
         x = self.x.new_empty(down * height, self.inputs)
         count = x.numel() // 8
         moved = [self.x, x, self.num_rows, self.inputs, count]
         self.run("reorder", {"BM": height}, (-(-count // 256), 1, 1), 256, moved)
         y = self.output()
         sums = self.x.new_empty(parts, self.num_rows, self.outputs, dtype=torch.float32) if parts > 1 else y
-        shared = max(height * 128 * stages, height * (64 * groups * times + 8) * 2) + _SPARE_SHARED
-        sizes = {"BM": height, "WG": groups, "R": times, "STG": stages}
+        width = 64 * groups * times
+        stage = self.stage_bytes(height, width) if staged else height * 128
+        stages = min(_MOST_STAGES, (_SHARED - _SPARE_SHARED) // stage)
+        shared = max(stages * stage, height * (width + 8) * 2) + _SPARE_SHARED
+        sizes = {"BM": height, "WG": groups, "R": times, "STG": stages, "STAGED": int(staged)}
         threads = 128 * groups + (128 if groups > 1 else 32)
         values = [*self.operands, x, y, sums, *self.shape]
         self.run("many_rows", sizes, (down, across, parts), threads, values, shared)
         return self.added(sums) if parts > 1 else y
 
-    def tile(self) -> tuple[int, int, int, int]:
-        """Rows of x, warpgroups, times 64 outputs of each, stages: what is fast and divides the outputs."""
+    def stage_bytes(self, height: int, width: int) -> int:
+        """Bytes of 64 k of x, words, scales and zero points in the shared memory of `many_rows`."""
+        words = {2: 32, 3: 48, 4: 32, 8: 64}[self.weight.bits] * width
+        scales = max(1, 64 // self.weight.group_size) * width * (2 if self.weight.zeros is None else 3)
+        return -(-(height * 128 + words + scales) // 1024) * 1024
+
+    def tile(self) -> tuple[int, int, int, bool]:
+        """Rows of x, warpgroups, times 64 outputs of each, STAGED: what is fast and divides the outputs."""
         if self.num_rows <= 64 and self.outputs % 512 == 0:
-            return 64, 2, 4, 8
-        if self.outputs % 256 == 0:
-            return 128, 4, 1, 6
-        return (128, 2, 1, 6) if self.num_rows <= 128 else (256, 2, 1, 4)
+            return 64, 2, 4, self.weight.bits != 4  # others would need more registers than there are
+        if self.num_rows > 128:
+            return 256, 2, 1, True
+        return (128, 4, 1, False) if self.outputs % 256 == 0 else (128, 2, 1, False)
 
     def dequantized(self) -> Tensor:
         return self.x @ self.dense().t()

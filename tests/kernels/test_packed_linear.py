@@ -122,7 +122,7 @@ def gpu() -> torch.device:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [1, 3, 8, 9, 16, 17, 32, 48, 49, 64, 65, 128, 200, 256, 1000, 2000])
+@pytest.mark.parametrize("num_rows", [1, 3, 8, 9, 16, 17, 32, 48, 49, 64, 65, 128, 129, 256, 1000, 2000])
 @pytest.mark.parametrize(("outputs", "inputs"), [(256, 1024), (1000, 512), (4608, 4096), (16384, 256)])
 def test_programs_compute_the_definition(gpu: torch.device, num_rows: int, outputs: int, inputs: int) -> None:
     weight = on("cuda", fragment_weight(*parts(outputs, inputs, 128)))
@@ -151,7 +151,7 @@ def test_groups_zero_points_and_types(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bits", [2, 3, 8])
-@pytest.mark.parametrize("num_rows", [1, 12, 40, 300])
+@pytest.mark.parametrize("num_rows", [1, 12, 40, 64, 100, 300])
 @pytest.mark.parametrize(("outputs", "inputs", "group"), [(512, 1024, 32), (1000, 512, 64), (9216, 4096, 128)])
 @pytest.mark.parametrize(
     ("affine", "dtype"), [(False, torch.bfloat16), (True, torch.bfloat16), (True, torch.float16)], ids=str
