@@ -4,7 +4,8 @@
 runs anywhere, on a CPU too. A step is forward and backward of `--rows` rows of `--length` tokens, with gradient
 checkpointing, and AdamW of the adapters. Each way gets a new process, so that peak memory is its own. The peers
 compute their loss as transformers does, from all logits; `lora_blocks` is LoRA in bf16 with the loss of
-`sparsebit.llm`, which holds few logits at a time: against it only the packed weights make the difference.
+`sparsebit.llm`, which holds few logits at a time, and `lora_recorded` also has its blocks recorded as CUDA graphs, as
+`packed` has: against that only the packed weights make the difference. `packed_calls` is without the recordings.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from common import ROOT, emit
 from torch import nn
 
 from sparsebit.llm.finetuning.packed_lora import add_adapter
+from sparsebit.llm.finetuning.recorded_blocks import record_blocks
 from sparsebit.llm.finetuning.sample_packing import Batch
 from sparsebit.llm.finetuning.token_loss import summed_loss_in_blocks
 from sparsebit.llm.packed_weight import PackedWeight
@@ -56,7 +58,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-WAYS = ("packed", "lora", "lora_blocks", "nf4")
+WAYS = ("packed", "packed_calls", "lora", "lora_blocks", "lora_recorded", "nf4")
 
 
 def main() -> None:
@@ -82,8 +84,8 @@ def main() -> None:
         if way == "nf4" and (find_spec("bitsandbytes") is None or not options.device.startswith("cuda")):
             print("nf4: bitsandbytes is not installed, or there is no GPU; left out", file=sys.stderr)
             continue
-        for bits in options.bits if way == "packed" else options.bits[:1]:
-            name = f"packed_{bits}bit" if way == "packed" else way
+        for bits in options.bits if way.startswith("packed") else options.bits[:1]:
+            name = way.replace("packed", f"packed_{bits}bit")
             found[name] = in_a_process(way, bits)
     for name, record in found.items():
         ratios = {
@@ -91,7 +93,7 @@ def main() -> None:
                 "time": record["seconds"] / found[peer]["seconds"],
                 "memory": record["peak_bytes"] / found[peer]["peak_bytes"],
             }
-            for peer in ("lora", "lora_blocks", "nf4")
+            for peer in ("lora", "lora_blocks", "lora_recorded", "nf4")
             if peer in found and peer != name
         }
         setting = {key: getattr(options, key) for key in ("shape", "device", "rows", "length", "rank", "group_size")}
@@ -116,12 +118,15 @@ def measure(way: str, options: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(options.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = make_model(way, options, device, dtype)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    settings = {"use_reentrant": False, "preserve_rng_state": way in ("lora", "nf4")}
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+    shape = options.rows, options.length
+    recorder = record_blocks(model, shape, device) if way in ("packed", "lora_recorded") else None
     model.train()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4)
     tokens = torch.randint(0, SHAPES[options.shape]["vocab_size"], (options.rows, options.length), device=device)
-    loss_of = in_blocks if way in ("packed", "lora_blocks") else of_transformers
+    loss_of = of_transformers if way in ("lora", "nf4") else in_blocks
 
     def step() -> float:
         loss = loss_of(model, tokens)
@@ -144,7 +149,8 @@ def measure(way: str, options: argparse.Namespace) -> dict[str, Any]:
         times.append(time.perf_counter() - started)
     return {
         "seconds": statistics.median(times),
-        "peak_bytes": peak_bytes(device),
+        "peak_bytes": peak_bytes(device) + (recorder.num_bytes if recorder else 0),
+        "replays": recorder.num_replays if recorder else 0,
         "resident_bytes": resident_bytes(model),
         "trained_parameters": sum(parameter.numel() for parameter in parameters),
         "first_loss": first,
@@ -161,7 +167,7 @@ def make_model(way: str, options: argparse.Namespace, device: torch.device, dtyp
         return nf4_model(config, options, device)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    if way == "packed":
+    if way.startswith("packed"):
         for name, part in list(model.named_modules()):
             if type(part) is nn.Linear and ".layers." in name:
                 packed = random_packed(part, options.bits[0], options.group_size, device)
@@ -170,7 +176,7 @@ def make_model(way: str, options: argparse.Namespace, device: torch.device, dtyp
                 model.set_submodule(name, layer)
     fill(model, device)
     wrapped = add_adapter(model, rank=options.rank)
-    if way != "packed":  # peft casts bf16 adapters to float32, which multiply slowly on a GPU
+    if not way.startswith("packed"):  # peft casts bf16 adapters to float32, which multiply slowly on a GPU
         for parameter in wrapped.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(dtype)

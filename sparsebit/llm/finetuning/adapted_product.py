@@ -6,6 +6,9 @@ casts, a product and a sum, an adapter has ten of them, each with a node of its 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -14,6 +17,18 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from sparsebit.llm.quant_linear import QuantLinear, outside_autocast
+
+_KEEPS_WEIGHTS: ContextVar[bool] = ContextVar("keeps_weights", default=False)
+
+
+@contextmanager
+def weights_kept() -> Iterator[None]:
+    """Inside, unpacked weights are kept from the forward to the backward, which follows at once."""
+    token = _KEEPS_WEIGHTS.set(True)
+    try:
+        yield
+    finally:
+        _KEEPS_WEIGHTS.reset(token)
 
 
 def trains(layer: nn.Module, x: Tensor, down: Tensor) -> bool:
@@ -41,7 +56,7 @@ class _AdaptedProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, down: Tensor, up: Tensor, layer: QuantLinear, scaling: float) -> Tensor:
         down, scaled_up = down.to(x.dtype), torch.mul(up, scaling, out=up.new_empty(up.shape, dtype=x.dtype))
         inner = _rows(x) @ down.t()
-        weight = layer.dense_weight(x.dtype) if _is_checkpointed() else None
+        weight = layer.dense_weight(x.dtype) if _keeps_weight() else None
         bias = None if layer.bias is None else layer.bias.to(x.dtype)
         y = layer.exact_product(x) if weight is None else F.linear(x, weight, bias)
         y = _add_product(y, inner, scaled_up.t())
@@ -69,10 +84,12 @@ class _AdaptedProduct(torch.autograd.Function):
         return of_x, of_down, of_up, None, None
 
 
-def _is_checkpointed() -> bool:
-    """Whether what is saved for the backward is dropped, and computed again when that comes."""
+def _keeps_weight() -> bool:
+    """Whether the backward follows at once (`weights_kept`), or what is saved for it is dropped and computed again."""
     if torch.compiler.is_compiling():  # which keeps what it likes, and cannot read the hooks
         return False
+    if _KEEPS_WEIGHTS.get():
+        return True
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 

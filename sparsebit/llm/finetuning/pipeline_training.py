@@ -26,6 +26,8 @@ from sparsebit.llm.process_group import Rank
 class PipelineTraining(Training):
     """The stage of this process, its part of the adapters and of the optimizer."""
 
+    can_record = False  # micro-batches wait for their backward, several at a time
+
     def __init__(
         self,
         stage: PipelineStageModule,

@@ -28,6 +28,8 @@ from sparsebit.llm.quant_linear import QuantLinear
 class ShardedTraining(Training):
     """The share of this process: of the blocks, of the adapters in them and of the optimizer's state."""
 
+    can_record = False  # the weights of a block are elsewhere in each step
+
     def __init__(
         self, backbone: Any, samples: Sequence[Sample], tuning: Tuning, rank: Rank, pad_token: int, base: str
     ) -> None:

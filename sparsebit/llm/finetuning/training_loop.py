@@ -17,6 +17,7 @@ from sparsebit.llm.finetuning.instructions import Sample
 from sparsebit.llm.finetuning.optimizers import make_optimizer, resolve_optimizer
 from sparsebit.llm.finetuning.packed_lora import add_adapter
 from sparsebit.llm.finetuning.packing_check import check_packing
+from sparsebit.llm.finetuning.recorded_blocks import BlockRecorder, has_dropout, record_blocks
 from sparsebit.llm.finetuning.sample_packing import Batch, make_batch, plan_epochs
 from sparsebit.llm.finetuning.token_loss import LossOfBatch, choose_loss, forward
 from sparsebit.llm.finetuning.training_files import TrainingState, newest_state, restore_parameters, save_state
@@ -29,6 +30,9 @@ Steps = Sequence[Sequence[Sequence[int]]]
 
 class Training:
     """The model, its optimizer, and the losses of the steps so far. Rows are split over the processes."""
+
+    can_record = True  # blocks stay as they are, on one device
+    recorder: BlockRecorder | None = None
 
     def __init__(
         self, backbone: Any, samples: Sequence[Sample], tuning: Tuning, rank: Rank, pad_token: int, base: str
@@ -49,7 +53,7 @@ class Training:
         if tuning.packing:
             self.check_packing()  # new adapters add nothing yet
         if tuning.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            self.checkpoint_blocks()
         self.model.train()
         self.parameters = trainable(self.model)
         self.optimizer_name = resolve_optimizer(tuning.optimizer, rank.device)
@@ -63,6 +67,14 @@ class Training:
         self.num_steps = len(self.steps)
         self.losses: list[float] = []
         self._loss: LossOfBatch | None = None
+
+    def checkpoint_blocks(self) -> None:
+        """Compute blocks again in the backward; on a GPU, where rows are filled, as recorded graphs."""
+        settings = {"use_reentrant": False, "preserve_rng_state": has_dropout(self.model)}
+        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+        if self.can_record and self.rank.device.type == "cuda" and self.tuning.packing:
+            shape = self.tuning.micro_batch_size, self.tuning.length
+            self.recorder = record_blocks(self.model, shape, self.rank.device)
 
     def place(self) -> None:
         """Bring the model with its adapters to where it is trained; here it is there already."""
@@ -139,8 +151,9 @@ class Training:
         """The micro-batches of a step that this process computes, with their places among all of the step."""
         rows, size = self.steps[number], self.tuning.micro_batch_size
         parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+        width = 0 if self.recorder is None else self.tuning.length  # recordings are for one length
         return [
-            (index, make_batch(self.samples, parts[index], self.pad_token))
+            (index, make_batch(self.samples, parts[index], self.pad_token, width=width))
             for index in range(self.rank.number, len(parts), self.rank.count)
         ]
 
