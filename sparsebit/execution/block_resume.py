@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from sparsebit.folders import flush, staging_folder
 from sparsebit.graph.nested import map_nested, tensors_of
 from sparsebit.tensor_files import digest, load_tensors, save_tensors
 
-_RUN, _FORMAT = "run.json", 1
+_RUN, _FORMAT = "run.json", 2
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _STATE, _RANDOM = "state.", "random."
 
 
@@ -96,7 +98,8 @@ class Resume:
                 raise CheckpointError(f"{path} is damaged ({error!r}); delete {self.folder} to begin anew") from None
             differing = [name for name, value in parts.items() if known.get(name) != value]
             if version != _FORMAT or differing:
-                why = f"its {', '.join(differing)} differ" if differing else f"its format is {version}"
+                is_old = version != _FORMAT
+                why = f"its format is {version}" if is_old else f"its {', '.join(differing)} differ"
                 raise CheckpointError(
                     f"{self.folder} holds a run of something else: {why} (compared by checksums); start with the same "
                     "model, data, blocks and settings, give another folder, or delete this one to begin anew"
@@ -140,8 +143,18 @@ def _model_digest(graph_module: fx.GraphModule) -> str:
         **dict(graph_module.named_parameters(remove_duplicate=False)),
         **dict(graph_module.named_buffers(remove_duplicate=False)),
     }
-    nodes = [[node.op, str(node.name), str(node.args), str(node.kwargs)] for node in graph_module.graph.nodes]
+    nodes = [
+        [node.op, str(node.name), _called(graph_module, node), str(node.args), str(node.kwargs)]
+        for node in graph_module.graph.nodes
+    ]
     return _hash(digest(tensors) + json.dumps(nodes))
+
+
+def _called(graph_module: fx.GraphModule, node: fx.Node) -> str:
+    """What the node calls, with the settings of a module (a stride, a slope): parameters do not tell them."""
+    if node.op != "call_module":
+        return torch.typename(node.target)
+    return _ADDRESS.sub("", repr(graph_module.get_submodule(str(node.target))))
 
 
 def _data_digest(num_batches: int, inputs_of: Callable[[int], dict[str, Any]]) -> str:

@@ -421,6 +421,22 @@ def test_another_run_is_refused_with_what_differs(tmp_path: Path) -> None:
             start(folder, **options)  # type: ignore[arg-type]
 
 
+def test_a_model_that_differs_in_a_setting_of_a_module_alone_is_refused(tmp_path: Path) -> None:
+    def run(activation: nn.Module) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), activation, nn.Linear(4, 4)).eval()
+        graph_module = capture(model).regions[""].graph_module
+        resume = Resume(tmp_path / "kept", lambda block: {}, lambda block, state: None)
+        blocks = single_layers(graph_module)
+        run_blocks(graph_module, blocks, 1, lambda i: {"input": torch.ones(2, 4)}, lambda data: None, resume=resume)
+
+    run(nn.LeakyReLU(0.1))
+    run(nn.LeakyReLU(0.1))
+    for other in (nn.LeakyReLU(0.2), nn.GELU()):
+        with pytest.raises(CheckpointError, match="its model differ"):
+            run(other)
+
+
 def test_a_damaged_file_is_an_error_and_a_missing_one_is_made_again(tmp_path: Path) -> None:
     folder = tmp_path / "kept"
     start(folder)

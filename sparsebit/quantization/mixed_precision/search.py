@@ -16,6 +16,7 @@ from sparsebit.config.selectors import near_names
 from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.execution.batches import as_call, to_device
 from sparsebit.numerics.choice_program import Budget, choose
+from sparsebit.quantization.algorithms.applying import require_repeatable
 from sparsebit.quantization.mixed_precision.bit_config import with_bits
 from sparsebit.quantization.mixed_precision.sensitivity import WEIGHT_BITS, Loss, Method, Sensitivity, require_sites
 from sparsebit.quantization.mixed_precision.sensitivity import sensitivity as measure
@@ -158,6 +159,7 @@ def _searched(
 ) -> list[BitSearch]:
     if isinstance(data, (Tensor, Mapping)):
         data = [data]
+    require_repeatable(data, "search_bits()")
     if qmodel.applied_algorithms:
         raise CalibrationError(
             f"search_bits(): {', '.join(qmodel.applied_algorithms)} has changed the weights for the bits that the "

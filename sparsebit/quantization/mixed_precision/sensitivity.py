@@ -18,6 +18,7 @@ from sparsebit.config.selectors import near_names
 from sparsebit.errors import CalibrationError, ConfigError, RecordError
 from sparsebit.execution.batches import as_call, to_device
 from sparsebit.progress import track
+from sparsebit.quantization.algorithms.applying import require_repeatable
 from sparsebit.quantization.mixed_precision.candidates import Candidates, candidates_of, quantized
 from sparsebit.quantization.mixed_precision.sensitivity_math import (
     divergence,
@@ -139,6 +140,8 @@ def sensitivity(
         raise ConfigError(f"sensitivity(loss=..., method={method!r}): a loss is for the method gradient; leave it out")
     if isinstance(data, (Tensor, Mapping)):
         data = [data]
+    if activation_bits:  # their ranges are a pass of their own
+        require_repeatable(data, "sensitivity() and the ranges of activations")
     start = time.monotonic()
     own = {q.name: q for q in qmodel.model.modules() if isinstance(q, Quantizer)}
     live = [site for site in qmodel.plan if site in own and not own[site].fake_fused]

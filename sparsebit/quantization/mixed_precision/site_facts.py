@@ -16,6 +16,8 @@ from sparsebit.quantization.ops.quant_opr import QIdentity, QShared, QuantOpr, W
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.sites import Plan, layer_name, split_site
 
+_Calls = dict[int, list[tuple[Tensor, Tensor]]]
+
 
 @dataclass(frozen=True)
 class SiteFacts:
@@ -38,7 +40,7 @@ class SiteFacts:
 
 @dataclass(frozen=True)
 class Product:
-    """A layer's multiplications for one sample, of a weight and of an activation; None: that side is in float."""
+    """The multiplications of one call of a layer for one sample. `weight`, `activation`: sites, or None in float."""
 
     layer: str
     weight: str | None
@@ -87,18 +89,18 @@ def facts_of(model: nn.Module, plan: Plan, run: Any, call: Call) -> ModelFacts:
             quantizer.spec.symmetric,
             None if weight is None else id(weight),
         )
-    products = tuple(_product(layer, sites, readers.inputs, outputs) for layer in layers)
+    products = tuple(product for layer in layers for product in _products(layer, sites, readers.inputs, outputs))
     return ModelFacts(sites, products, _siblings(layers, readers.inputs, sites))
 
 
 @dataclass
 class _Readers:
-    """`of_site`: the layers that read a quantizer that stands alone. `inputs`: what each layer reads, by its quantizer
-    or, in float, by its node.
+    """`of_site`: the layers that read a quantizer that stands alone. `inputs`: what each call of a layer reads, by its
+    quantizer or, in float, by its node.
     """
 
     of_site: dict[str, list[str]]
-    inputs: dict[str, str]
+    inputs: dict[str, list[str]]
 
 
 def _readers(model: nn.Module) -> _Readers:
@@ -116,10 +118,10 @@ def _readers(model: nn.Module) -> _Readers:
             elif isinstance(module, WeightedQuantOpr) and node.all_input_nodes:
                 source = node.all_input_nodes[0]
                 before = _module(root, source)
+                read = f"node {path}:{source.name}"
                 if isinstance(before, (QIdentity, QShared)):
-                    found.inputs[name] = before.input_quantizer.name
-                else:
-                    found.inputs[name] = f"node {path}:{source.name}"
+                    read = before.input_quantizer.name
+                found.inputs.setdefault(name, []).append(read)
     return found
 
 
@@ -137,12 +139,12 @@ def _module(root: fx.GraphModule, node: fx.Node) -> nn.Module | None:
 
 def _shapes(
     quantizers: dict[str, Quantizer], layers: list[WeightedQuantOpr], run: Any, call: Call
-) -> tuple[dict[str, int], dict[int, tuple[Tensor, Tensor]]]:
-    """Elements of each activation in one sample, and each layer's input and output."""
+) -> tuple[dict[str, int], _Calls]:
+    """Elements of each activation in one sample, and the input and output of each call of a layer, by its id."""
     tensors = [value for value in (*call[0], *call[1].values()) if isinstance(value, Tensor)]
     num_samples = len(tensors[0]) if tensors and tensors[0].ndim else 1
     sizes: dict[str, int] = {}
-    outputs: dict[int, tuple[Tensor, Tensor]] = {}
+    outputs: _Calls = {}
 
     def of_quantizer(quantizer: Any, inputs: tuple[Any, ...]) -> None:
         if isinstance(inputs[0], Tensor) and quantizer.target != "weight":
@@ -151,7 +153,8 @@ def _shapes(
     def of_layer(layer: QuantOpr, inputs: tuple[Any, ...], output: Any) -> None:
         if inputs and isinstance(inputs[0], Tensor) and isinstance(output, Tensor):
             meta = (inputs[0].to("meta"), output.to("meta"))
-            outputs[id(layer)] = (meta[0][:1], meta[1][:1]) if len(inputs[0]) == num_samples else meta
+            of_one = (meta[0][:1], meta[1][:1]) if len(inputs[0]) == num_samples else meta
+            outputs.setdefault(id(layer), []).append(of_one)
 
     handles = [quantizer.register_forward_pre_hook(of_quantizer) for quantizer in quantizers.values()]
     handles += [layer.register_forward_hook(of_layer) for layer in layers]
@@ -163,34 +166,31 @@ def _shapes(
     return sizes, outputs
 
 
-def _product(
-    layer: WeightedQuantOpr,
-    sites: dict[str, SiteFacts],
-    inputs: dict[str, str],
-    outputs: dict[int, tuple[Tensor, Tensor]],
-) -> Product:
+def _products(
+    layer: WeightedQuantOpr, sites: dict[str, SiteFacts], inputs: dict[str, list[str]], outputs: _Calls
+) -> Iterator[Product]:
+    """One for each call of the layer."""
     name = split_site(layer.weight_quantizer.name)[0]
     weight = layer.weight_quantizer.name if layer.weight_quantizer.name in sites else None
     own = layer.input_quantizer.name
-    activation = own if own in sites else inputs.get(name)
-    count = 0
-    if id(layer) in outputs and layer.row.name != "embedding":
-        kernel: Any = layer.op.weight
-        x, y = outputs[id(layer)]
-        # Each output of a layer sums up a row of the weight; each input of a transposed convolution goes into one.
-        is_transposed = layer.row.channel_axis == 1
-        per_element = kernel.numel() // max(1, kernel.shape[0])
+    read = [own] if own in sites else inputs.get(name) or [own]
+    kernel: Any = layer.op.weight
+    per_element = 0 if layer.row.name == "embedding" else kernel.numel() // max(1, kernel.shape[0])
+    # Each output of a layer sums up a row of the weight; each input of a transposed convolution goes into one.
+    is_transposed = layer.row.channel_axis == 1
+    for number, (x, y) in enumerate(outputs.get(id(layer), ())):
+        activation = read[number % len(read)]  # a graph that is called again reads the same quantizers
         count = (x if is_transposed else y).numel() * per_element
-    return Product(name, weight, activation if activation in sites else None, count)
+        yield Product(name, weight, activation if activation in sites else None, count)
 
 
 def _siblings(
-    layers: list[WeightedQuantOpr], inputs: dict[str, str], sites: dict[str, SiteFacts]
+    layers: list[WeightedQuantOpr], inputs: dict[str, list[str]], sites: dict[str, SiteFacts]
 ) -> tuple[tuple[str, ...], ...]:
     found: dict[tuple[str, str], list[str]] = {}
     for layer in layers:
         site = layer.weight_quantizer.name
-        source = inputs.get(split_site(site)[0])
-        if site in sites and source is not None and layer.row.name == "linear":
-            found.setdefault((layer.row.name, source), []).append(site)
+        if site in sites and layer.row.name == "linear":
+            for source in inputs.get(split_site(site)[0], ()):
+                found.setdefault((layer.row.name, source), []).append(site)
     return tuple(tuple(group) for group in found.values() if len(group) > 1)

@@ -106,6 +106,21 @@ def test_bops_count_weights_times_activations() -> None:
     assert {site: plan[site].spec.bits for site in plan} == dict(found.bits)
 
 
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.head = nn.Conv2d(3, 3, 3, padding=1), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.conv(torch.relu(self.conv(x)))).mean((2, 3)))
+
+
+def test_bops_count_each_call_of_a_layer() -> None:
+    found = search_bits(calibrated(model=Twice().eval()), batches(), {"bops": 1.0}, weight_bits=(8,))
+    assert found.spent["bops"] == 64 * (2 * 36 * 3 * 27 + 3 * 4)
+
+
 def test_inputs_of_one_add_and_readers_of_one_tensor_are_tied() -> None:
     found = search_bits(calibrated(), batches(), {"activation_bits": 5}, weight_bits=(8,), activation_bits=(3, 4, 6, 8))
     groups: dict[str, set[int]] = {}
@@ -186,6 +201,14 @@ def test_needs_data_and_weights_as_they_were() -> None:
     rounded = calibrated(parse_qconfig(CONFIG).replace("ALGORITHMS", ["gptq"]))
     with pytest.raises(CalibrationError, match="gptq has changed the weights"):
         search_bits(rounded, batches(), {"bytes": 0.5})
+
+
+def test_an_iterator_is_refused_before_its_first_batch_is_lost() -> None:
+    with pytest.raises(CalibrationError, match=r"search_bits\(\) read .* more than once"):
+        search_bits(calibrated(), iter(batches()), {"weight_bits": 4})
+    with pytest.raises(CalibrationError, match="ranges of activations read"):
+        sensitivity(calibrated(), iter(batches()), activation_bits=(4,))
+    assert sensitivity(calibrated(), iter(batches())).num_samples == 24
 
 
 def test_data_that_is_not_finite_is_named_as_the_cause() -> None:
