@@ -6,9 +6,11 @@
 
 Random weights (YOLOv5n: its own, with the mAP of every file where pycocotools is installed), batch 1, one thread. The
 files of a model are open side by side in one process and take turns. All come from one trace: float and default as
-`measure_placement` writes them, the peer's from the float file. `ratio`: of CPU time (`time.process_time`), which other
-processes on the machine hardly change; `wall_ratio` beside it. `sqnr_db`: of the outputs against the float file's, on
-images of the calibration.
+`measure_placement` writes them, the peer's from the float file. Networks that train with branches (`BRANCHED`) are
+compared with the float file that torch exports of the model as it is, and so is the peer, which starts from it;
+`merged_float` is the float file with one convolution in place of the branches. `ratio`: of CPU time
+(`time.process_time`), which other processes on the machine hardly change; `wall_ratio` beside it. `sqnr_db`: of the
+outputs against the float file's, on images of the calibration.
 
 Each model and size has a process of its own, pinned to one CPU; `--workers` of them run at once, each on its own core.
 Prints one JSON line for each. A run that is started again skips the lines that `--json` has and repeats failures.
@@ -52,6 +54,7 @@ MODELS = (
 _TORCHVISION = ("squeezenet1_1", "shufflenet_v2_x1_0")
 _SIZES = {"yolov5n": (640,), "vit_tiny_patch16_224": (224,)}
 _TRANSFORMERS = ("vit_tiny_patch16_224",)
+BRANCHED = ("mobileone_s0", "repghostnet_100", "fastvit_t8")
 KINDS = ("default", "measured", "ort")
 NUM_SAMPLES = 8
 
@@ -99,13 +102,16 @@ def measure(name: str, size: int, folder: Path, options: argparse.Namespace) -> 
     record["tried"] = [[one.name, round(one.ratio, 3), one.verdict] for one in found.profile.choices]
     if options.check:
         record["parity"] = str(found.qmodel.export_onnx(images[:1], folder / "measured.onnx", check=[images]))
+    if name in BRANCHED:
+        (folder / "float.onnx").rename(folder / "merged_float.onnx")
+        torch.onnx.export(model, (images[:1],), folder / "float.onnx", dynamo=True, verbose=False)
     try:
         _ort_static(images, folder, is_transformer=name in _TRANSFORMERS)
     except Exception as failure:  # the peer's failure is a result
         record["ort_error"] = str(failure)[:200]
     opened = {
         kind: sparsebit.open_session(folder / f"{kind}.onnx", num_threads=1)
-        for kind in ("float", *KINDS)
+        for kind in ("float", *KINDS, "merged_float")
         if (folder / f"{kind}.onnx").is_file()
     }
     runs = {kind: partial(session.run, {session.inputs[0]: images[:1].numpy()}) for kind, session in opened.items()}

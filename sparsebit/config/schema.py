@@ -56,6 +56,11 @@ class Schedule(Section):
     """What is done to the graph."""
 
     FUSE_BN: bool = Field(False, description="Fold batch norms into the convolutions and linears before them.")
+    MERGE_BRANCHES: bool = Field(
+        True,
+        description="Where batch norms are folded: a sum of convolutions and norms of one input (RepVGG, MobileOne, "
+        "RepGhost) becomes one convolution.",
+    )
     BN_TUNING: bool = Field(
         False,
         description="Batch-norm statistics will be tuned under quantization; folding waits until that has ended. "

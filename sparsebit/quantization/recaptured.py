@@ -14,7 +14,7 @@ from sparsebit.execution.batches import Call
 from sparsebit.graph.call_form import call_form, has_forward
 from sparsebit.graph.leaf_policy import LeafPolicy
 from sparsebit.graph.outcome import Buffers, Randomness, buffers_of, cloned
-from sparsebit.graph.passes.fold_batchnorm import Folded
+from sparsebit.graph.passes.fold_batchnorm import Absorbed
 from sparsebit.graph.verification import Compare, Reference
 from sparsebit.quantization.carried_state import BuiltState, CarriedState
 from sparsebit.quantization.simulation import SimulatedModel
@@ -113,7 +113,7 @@ class RecapturedModel(SimulatedModel):
     @property
     def _has_one_mode(self) -> bool:
         """Whether train mode differs from the original's by design."""
-        is_folded = any(isinstance(module, Folded) for module in self._code_modules())
+        is_folded = any(isinstance(module, Absorbed) for module in self._code_modules())
         return is_folded or bool(self._captured.eval_branches)
 
 

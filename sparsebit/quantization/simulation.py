@@ -26,7 +26,7 @@ from sparsebit.graph.copying import uncompiled
 from sparsebit.graph.example import GuardError
 from sparsebit.graph.leaf_policy import LeafPolicy
 from sparsebit.graph.outcome import undisturbed_randomness
-from sparsebit.graph.passes.fold_batchnorm import Folded
+from sparsebit.graph.passes.fold_batchnorm import Absorbed
 from sparsebit.graph.region import Region
 from sparsebit.quantization.coverage import describe_coverage
 from sparsebit.quantization.inserted_factors import InsertedFactor
@@ -151,7 +151,9 @@ class SimulatedModel(nn.Module):
         """The captured model, ready for a plan. A module whose graph cannot be made ready runs its own code."""
         while True:
             captured = capture(self.original, self._policy, example=example, form=form)
-            reasons = prepare(captured, folds_batchnorm=self._folds_batchnorm())
+            folds = self._folds_batchnorm()
+            merges = folds and self.config.SCHEDULE.MERGE_BRANCHES
+            reasons = prepare(captured, folds_batchnorm=folds, merges_branches=merges)
             if not reasons:
                 transform(captured, self._transforms)
                 return captured
@@ -309,8 +311,8 @@ class SimulatedModel(nn.Module):
         return list({id(module): module for source in sources for module in source.modules()}.values())
 
     def _folded_tensors(self) -> set[int]:
-        """The ids of parameters and buffers of norms that were folded away."""
-        folded = (module for module in self._code_modules() if isinstance(module, Folded))
+        """The ids of parameters and buffers of layers whose part others compute."""
+        folded = (module for module in self._code_modules() if isinstance(module, Absorbed))
         return {id(tensor) for norm in folded for tensor in (*norm.parameters(), *norm.buffers())}
 
     @property

@@ -23,6 +23,7 @@ from sparsebit.graph.failures import report_own_fault
 from sparsebit.graph.passes.fold_batchnorm import fold_batchnorm
 from sparsebit.graph.passes.functional_layers import lift_functional_layers
 from sparsebit.graph.passes.functionalize import functionalize
+from sparsebit.graph.passes.merge_branches import merge_branches
 from sparsebit.graph.passes.normalize import normalize
 from sparsebit.graph.passes.simplify import simplify
 from sparsebit.graph.region import Region
@@ -39,12 +40,13 @@ __all__ = ["Transform", "attach", "capture", "make_plan", "prepare", "transform"
 Transform: TypeAlias = Callable[[fx.GraphModule], object]
 
 
-def prepare(captured: Captured, *, folds_batchnorm: bool) -> dict[str, str]:
+def prepare(captured: Captured, *, folds_batchnorm: bool, merges_branches: bool = False) -> dict[str, str]:
     """Bring every graph into the form that plans are made for, in place.
 
     Gives the graphs (by path) that cannot be prepared, with the reason: their modules are to run their own code.
     """
-    reasons = {path: _why_not_prepared(region, folds_batchnorm) for path, region in captured.regions.items()}
+    passes = [*([fold_batchnorm] if folds_batchnorm else []), *([merge_branches] if merges_branches else [])]
+    reasons = {path: _why_not_prepared(region, passes) for path, region in captured.regions.items()}
     return {path: reason for path, reason in reasons.items() if reason}
 
 
@@ -80,22 +82,22 @@ def attach(
     return plan
 
 
-def _why_not_prepared(region: Region, folds_batchnorm: bool) -> str:
+def _why_not_prepared(region: Region, passes: Sequence[Transform]) -> str:
     try:
-        _prepare(region, folds_batchnorm)
+        _prepare(region, passes)
     except Exception as error:
         report_own_fault(error)
         return f"its graph cannot be prepared: {type(error).__name__}: {error}"
     return ""
 
 
-def _prepare(region: Region, folds_batchnorm: bool) -> None:
-    """The native passes, in order."""
+def _prepare(region: Region, passes: Sequence[Transform]) -> None:
+    """The native passes, in order, and those that are asked for."""
     functionalize(region.graph_module)
     simplify(region.graph_module)
     normalize(region.graph_module, region.source)
     lift_functional_layers(region.graph_module)
-    if folds_batchnorm:
-        fold_batchnorm(region.graph_module)
+    for step in passes:
+        step(region.graph_module)
     for node in region.graph_module.graph.nodes:
         node.meta.pop("example", None)  # fake tensors, which are not needed any more

@@ -27,7 +27,8 @@ class TestKeys:
         quantizer = ["TYPE", "BIT", "DISABLE"]
         observer = ["TYPE", "PERCENTILE.ALPHA", "ACIQ.DISTRIBUTION"]
         expected = ["BACKEND", "DEVICE", "SKIP_TRACE_MODULES", "ALGORITHMS"]
-        expected += [f"SCHEDULE.{key}" for key in ("FUSE_BN", "BN_TUNING", "DISABLE_UNNECESSARY_QUANT")]
+        schedule = "FUSE_BN", "MERGE_BRANCHES", "BN_TUNING", "DISABLE_UNNECESSARY_QUANT"
+        expected += [f"SCHEDULE.{key}" for key in schedule]
         for kind in "WA":
             expected += [f"{kind}.QSCHEME", f"{kind}.SPECIFIC"]
             expected += [f"{kind}.QUANTIZER.{key}" for key in quantizer] + [
@@ -42,6 +43,7 @@ class TestKeys:
         assert made.BACKEND == "virtual" and made.SKIP_TRACE_MODULES == () and made.W.SPECIFIC == ()
         assert made.SCHEDULE.to_dict(defaults=True) == {
             "FUSE_BN": False,
+            "MERGE_BRANCHES": True,
             "BN_TUNING": False,
             "DISABLE_UNNECESSARY_QUANT": True,
         }

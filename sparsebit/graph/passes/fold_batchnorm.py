@@ -67,7 +67,11 @@ def fold_into(layer: nn.Module, norm: _BatchNorm) -> None:
     norm.__class__ = _FOLDED[type(norm)]
 
 
-class Folded:
+class Absorbed:
+    """A module whose part another layer computes; the model's own code may still call it."""
+
+
+class Folded(Absorbed):
     """A norm that was folded into the layer in front of it: an identity, in train mode too."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -140,7 +144,7 @@ class FoldBatchNorm(ReplacePatternBase):
         if not can_fold(layer, norm) or not _feeds_alone(match["layer"], match["norm"]):
             return {}
         assert layer is not None and isinstance(norm, _BatchNorm)
-        if any(_is_shared(match[name], graph_module) for name in match):
+        if any(is_shared(match[name], graph_module) for name in match):
             return {}
         if isinstance(layer, nn.Linear):
             rank = _rank(match["layer"])
@@ -163,7 +167,7 @@ def _feeds_alone(layer: fx.Node, norm: fx.Node) -> bool:
     return not others or others <= python_values(layer.graph)
 
 
-def _is_shared(node: fx.Node, root: fx.GraphModule) -> bool:
+def is_shared(node: fx.Node, root: fx.GraphModule) -> bool:
     """Whether others than this call would be changed by a change of the module."""
     module = module_of(node, root)
     calls = [other for other in root.graph.find_nodes(op="call_module") if module_of(other, root) is module]

@@ -1,0 +1,228 @@
+"""Sums of convolutions of one input -> one convolution: networks that train with branches and run without them.
+
+`conv3(x) + conv1(x) + norm(x)` is linear in x, so one kernel computes it (RepVGG, Ding et al. 2021, section 3.3). The
+largest kernel takes in the others; these stay behind with weights of zero, for code of the model that still calls them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+
+from sparsebit.graph.passes.fold_batchnorm import Absorbed, fold_factor, is_intercepted, is_shared
+from sparsebit.graph.patterns import module_of
+from sparsebit.graph.rewrite import sweep
+
+_NORM_OF: dict[type, type] = {nn.Conv1d: nn.BatchNorm1d, nn.Conv2d: nn.BatchNorm2d, nn.Conv3d: nn.BatchNorm3d}
+_ADDS = (operator.add, torch.add)
+
+
+class MergedConv1d(Absorbed, nn.Conv1d):
+    """Gives zeros."""
+
+
+class MergedConv2d(Absorbed, nn.Conv2d):
+    """Gives zeros."""
+
+
+class MergedConv3d(Absorbed, nn.Conv3d):
+    """Gives zeros."""
+
+
+class MergedBatchNorm1d(Absorbed, nn.BatchNorm1d):
+    """Gives zeros."""
+
+
+class MergedBatchNorm2d(Absorbed, nn.BatchNorm2d):
+    """Gives zeros."""
+
+
+class MergedBatchNorm3d(Absorbed, nn.BatchNorm3d):
+    """Gives zeros."""
+
+
+_MERGED: dict[type, type] = {
+    nn.Conv1d: MergedConv1d,
+    nn.Conv2d: MergedConv2d,
+    nn.Conv3d: MergedConv3d,
+    nn.BatchNorm1d: MergedBatchNorm1d,
+    nn.BatchNorm2d: MergedBatchNorm2d,
+    nn.BatchNorm3d: MergedBatchNorm3d,
+}
+
+
+@dataclass(frozen=True)
+class _Branch:
+    """A term of a sum: a layer and its call, which nothing else reads."""
+
+    node: fx.Node
+    layer: _ConvNd | _BatchNorm
+
+
+def merge_branches(graph_module: fx.GraphModule) -> int:
+    """Merge all branches that can be, in place; gives how many layers were taken into others."""
+    count = 0
+    for top in list(graph_module.graph.nodes):
+        if _is_addition(top) and not _is_inside(top):
+            merged = {branch.node for group in _by_input(top, graph_module) for branch in _merge(group)}
+            if merged:
+                _leave_out(top, merged)
+            count += len(merged)
+    if count:
+        sweep(graph_module)
+    return count
+
+
+def _is_addition(node: fx.Node) -> bool:
+    is_add = (node.op == "call_function" and node.target in _ADDS) or (node.op, node.target) == ("call_method", "add")
+    return is_add and len(node.args) == 2 and not node.kwargs
+
+
+def _is_inside(node: fx.Node) -> bool:
+    """Whether the sum is only a part of a longer one."""
+    readers = list(node.users)
+    return len(readers) == 1 and _is_addition(readers[0])
+
+
+def _parts(addition: fx.Node) -> Iterator[fx.Node | float]:
+    """What a sum adds up: the terms of the sums inside of it, not these."""
+    for part in addition.args:
+        if isinstance(part, fx.Node) and _is_addition(part) and len(part.users) == 1:
+            yield from _parts(part)
+        else:
+            yield part  # type: ignore[misc]
+
+
+def _by_input(top: fx.Node, root: fx.GraphModule) -> list[list[_Branch]]:
+    """The branches of a sum, those with the same input together."""
+    found: dict[fx.Node, list[_Branch]] = {}
+    for node in _parts(top):
+        if not isinstance(node, fx.Node) or len(node.users) != 1 or len(node.args) != 1 or node.kwargs:
+            continue
+        layer, source = module_of(node, root), node.args[0]
+        if (
+            type(layer) not in _MERGED
+            or not isinstance(layer, (_ConvNd, _BatchNorm))
+            or not isinstance(source, fx.Node)
+        ):
+            continue
+        if _is_plain(layer) and not is_shared(node, root):
+            found.setdefault(source, []).append(_Branch(node, layer))
+    return list(found.values())
+
+
+def _is_plain(layer: _ConvNd | _BatchNorm) -> bool:
+    """Whether its numbers are known and its own, and nobody watches it."""
+    if is_intercepted(layer):
+        return False
+    if isinstance(layer, _BatchNorm):
+        return layer.running_mean is not None
+    has_weight = layer._parameters.get("weight") is not None
+    return has_weight and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+
+
+def _merge(branches: list[_Branch]) -> list[_Branch]:
+    """Take the branches into the convolution with the largest kernel; those that were."""
+    hosts = [branch.layer for branch in branches if isinstance(branch.layer, _ConvNd)]
+    if not hosts:
+        return []
+    host = max(hosts, key=lambda layer: torch.Size(layer.kernel_size).numel())
+    merged = []
+    for branch in branches:
+        kernel = None if branch.layer is host else _kernel_for(host, branch.layer)
+        if kernel is not None:
+            _add(host, *kernel)
+            _empty(branch.layer)
+            merged.append(branch)
+    return merged
+
+
+def _kernel_for(host: _ConvNd, layer: _ConvNd | _BatchNorm) -> tuple[Tensor, Tensor] | None:
+    """The layer as a weight of the host's shape and a bias, float64; None where the host cannot compute it."""
+    weight = torch.zeros(host.weight.shape, dtype=torch.float64, device=host.weight.device)
+    if isinstance(layer, _BatchNorm):
+        return _kernel_of_norm(host, layer, weight)
+    if type(layer) is not type(host) or layer.weight.dtype != host.weight.dtype:
+        return None
+    alike = ("stride", "dilation", "groups", "in_channels", "out_channels")
+    if any(getattr(layer, name) != getattr(host, name) for name in alike):
+        return None
+    places: list[slice] = []
+    for (size, pad, step), (most, room, _) in zip(_sizes(layer), _sizes(host), strict=True):
+        start, rest = divmod(room - pad, step)
+        # As many outputs, and each of its taps is one of the host's.
+        if rest or not 0 <= start <= most - size or 2 * (room - pad) != step * (most - size):
+            return None
+        places.append(slice(start, start + size))
+    weight[(slice(None), slice(None), *places)] = layer.weight.double()
+    bias = torch.zeros(host.out_channels, dtype=torch.float64, device=weight.device)
+    return weight, bias if layer.bias is None else layer.bias.double()
+
+
+def _kernel_of_norm(host: _ConvNd, norm: _BatchNorm, weight: Tensor) -> tuple[Tensor, Tensor] | None:
+    """A norm scales each channel at the place of the output: the tap of the host that reads it is at its padding."""
+    keeps_size = all(2 * pad == step * (size - 1) for size, pad, step in _sizes(host))
+    is_fit = type(norm) is _NORM_OF.get(type(host)) and norm.num_features == host.in_channels == host.out_channels
+    if not is_fit or not keeps_size or any(stride != 1 for stride in host.stride):
+        return None
+    factor = fold_factor(norm)
+    assert norm.running_mean is not None
+    beta = torch.zeros_like(factor) if norm.bias is None else norm.bias.double()
+    channels = torch.arange(host.out_channels, device=weight.device)
+    taps = weight.view(*weight.shape[:2], -1)  # of an odd number, since the size is kept
+    taps[channels, channels % (host.in_channels // host.groups), taps.shape[2] // 2] = factor
+    return weight, beta - norm.running_mean.double() * factor
+
+
+def _sizes(layer: _ConvNd) -> Iterator[tuple[int, int, int]]:
+    """Kernel, padding and dilation along each axis."""
+    assert isinstance(layer.padding, tuple)
+    yield from zip(layer.kernel_size, layer.padding, layer.dilation, strict=True)
+
+
+@torch.no_grad()
+def _add(host: _ConvNd, weight: Tensor, bias: Tensor) -> None:
+    requires_grad = bool(host.weight.requires_grad)
+    own = torch.zeros_like(bias) if host.bias is None else host.bias.double()
+    host.weight = nn.Parameter((host.weight.double() + weight).to(host.weight.dtype), requires_grad=requires_grad)
+    host.bias = nn.Parameter((own + bias).to(host.weight.dtype), requires_grad=requires_grad)
+
+
+@torch.no_grad()
+def _empty(layer: _ConvNd | _BatchNorm) -> None:
+    """Let the layer give zeros, for code that still adds them."""
+    if layer.weight is None:  # a norm without factors
+        layer.weight, layer.bias = (nn.Parameter(torch.zeros_like(layer.running_mean)) for _ in range(2))
+    layer.weight.zero_()
+    if layer.bias is not None:
+        layer.bias.zero_()
+    layer.__class__ = _MERGED[type(layer)]
+
+
+def _leave_out(top: fx.Node, merged: set[fx.Node]) -> None:
+    """Make the sum one of the other terms; zeros, with which Python's `sum` begins, are left out too."""
+    inner = _inner_additions(top)
+    terms = [term for term in _parts(top) if term not in merged and (isinstance(term, fx.Node) or term != 0)]
+    total = terms[0]
+    with top.graph.inserting_before(top):
+        for term in terms[1:]:
+            total = top.graph.call_function(operator.add, (total, term))
+    assert isinstance(total, fx.Node)
+    top.replace_all_uses_with(total)
+    for node in (top, *inner, *merged):
+        top.graph.erase_node(node)
+
+
+def _inner_additions(addition: fx.Node) -> list[fx.Node]:
+    """The sums inside of a sum, each in front of those inside of it."""
+    found: list[fx.Node] = []
+    for part in addition.args:
+        if isinstance(part, fx.Node) and _is_addition(part) and len(part.users) == 1:
+            found += [part, *_inner_additions(part)]
+    return found
