@@ -13,8 +13,8 @@ Effort = Literal["fast", "good", "best"]
 # hardly anything to gain, and on little data something to lose.
 LADDERS: dict[str, tuple[Any, ...]] = {
     "fast": (),
-    "good": ({"gptq": {"SWEEPS": 0, "MAX_ROWS": 16384}},),
-    "best": ("smooth", "gptq", {"reconstruct": {"METHOD": "qdrop", "LEARN_BIASES": True}}),
+    "good": ({"gptq": {"SWEEPS": 0, "MAX_ROWS": 16384, "SCALE_SEARCH": "gptq"}},),
+    "best": ("smooth", {"gptq": {"SCALE_SEARCH": "gptq"}}, {"reconstruct": {"METHOD": "qdrop", "LEARN_BIASES": True}}),
 }
 
 

@@ -29,6 +29,12 @@ def test_ladders_are_sound_and_choose_ranges_by_mse(effort: Any) -> None:
     assert parse_qconfig(config.to_yaml()) == config
 
 
+@pytest.mark.parametrize("effort", ["good", "best"])
+def test_scales_are_searched_by_the_error_of_gptq(effort: Any) -> None:
+    (step,) = (step for step in with_effort(parse_qconfig(BITS), effort).ALGORITHMS if step.name == "gptq")
+    assert step.options.to_dict()["SCALE_SEARCH"] == "gptq"
+
+
 def test_weights_of_8_bits_only_get_other_ranges() -> None:
     config = with_effort(parse_qconfig("onnxruntime"), "best")
     assert config.ALGORITHMS == () and config.W.OBSERVER.TYPE == "mse"
@@ -70,3 +76,17 @@ def test_more_effort_is_nearer_to_float() -> None:
             errors[effort] = sum(float((qmodel(x) - model(x)).square().mean()) for x in data)
     assert errors["good"] < 0.5 * errors["fast"]
     assert qmodel.applied_algorithms == ("gptq",)
+
+
+def test_good_is_gptq_with_its_own_search() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+    data = list(torch.randn(4, 32, 16) @ torch.randn(16, 16))
+    found = sparsebit.quantize(model, data, BITS, effort="good")(data[0])
+    ranges = {"OBSERVER": {"TYPE": "mse"}}
+    config = {**BITS, "W": BITS["W"] | ranges, "A": BITS["A"] | ranges}  # type: ignore[operator]
+    outputs = {}
+    for search in ("nearest", "gptq"):
+        steps = [{"gptq": {"SWEEPS": 0, "MAX_ROWS": 16384, "SCALE_SEARCH": search}}]
+        outputs[search] = sparsebit.quantize(model, data, {**config, "ALGORITHMS": steps})(data[0])
+    assert torch.equal(found, outputs["gptq"]) and not torch.equal(found, outputs["nearest"])
