@@ -61,6 +61,11 @@ class Schedule(Section):
         description="Where batch norms are folded: a sum of convolutions and norms of one input (RepVGG, MobileOne, "
         "RepGhost) becomes one convolution.",
     )
+    FOLD_SCALES: bool = Field(
+        True,
+        description="Where batch norms are folded: a parameter for each channel that a layer's output is multiplied by "
+        "(layer scale) is multiplied into its weight.",
+    )
     BN_TUNING: bool = Field(
         False,
         description="Batch-norm statistics will be tuned under quantization; folding waits until that has ended. "

@@ -151,9 +151,13 @@ class SimulatedModel(nn.Module):
         """The captured model, ready for a plan. A module whose graph cannot be made ready runs its own code."""
         while True:
             captured = capture(self.original, self._policy, example=example, form=form)
-            folds = self._folds_batchnorm()
-            merges = folds and self.config.SCHEDULE.MERGE_BRANCHES
-            reasons = prepare(captured, folds_batchnorm=folds, merges_branches=merges)
+            folds, schedule = self._folds_batchnorm(), self.config.SCHEDULE
+            reasons = prepare(
+                captured,
+                folds_batchnorm=folds,
+                merges_branches=folds and schedule.MERGE_BRANCHES,
+                folds_scales=folds and schedule.FOLD_SCALES,
+            )
             if not reasons:
                 transform(captured, self._transforms)
                 return captured

@@ -21,6 +21,7 @@ from sparsebit.errors import CaptureError, SparsebitError
 from sparsebit.graph.capture import Captured, capture
 from sparsebit.graph.failures import report_own_fault
 from sparsebit.graph.passes.fold_batchnorm import fold_batchnorm
+from sparsebit.graph.passes.fold_scales import fold_scales
 from sparsebit.graph.passes.functional_layers import lift_functional_layers
 from sparsebit.graph.passes.functionalize import functionalize
 from sparsebit.graph.passes.merge_branches import merge_branches
@@ -40,12 +41,15 @@ __all__ = ["Transform", "attach", "capture", "make_plan", "prepare", "transform"
 Transform: TypeAlias = Callable[[fx.GraphModule], object]
 
 
-def prepare(captured: Captured, *, folds_batchnorm: bool, merges_branches: bool = False) -> dict[str, str]:
+def prepare(
+    captured: Captured, *, folds_batchnorm: bool, merges_branches: bool = False, folds_scales: bool = False
+) -> dict[str, str]:
     """Bring every graph into the form that plans are made for, in place.
 
     Gives the graphs (by path) that cannot be prepared, with the reason: their modules are to run their own code.
     """
-    passes = [*([fold_batchnorm] if folds_batchnorm else []), *([merge_branches] if merges_branches else [])]
+    wanted = {fold_batchnorm: folds_batchnorm, merge_branches: merges_branches, fold_scales: folds_scales}
+    passes = [step for step, is_wanted in wanted.items() if is_wanted]
     reasons = {path: _why_not_prepared(region, passes) for path, region in captured.regions.items()}
     return {path: reason for path, reason in reasons.items() if reason}
 

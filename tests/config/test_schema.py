@@ -27,7 +27,7 @@ class TestKeys:
         quantizer = ["TYPE", "BIT", "DISABLE"]
         observer = ["TYPE", "PERCENTILE.ALPHA", "ACIQ.DISTRIBUTION"]
         expected = ["BACKEND", "DEVICE", "SKIP_TRACE_MODULES", "ALGORITHMS"]
-        schedule = "FUSE_BN", "MERGE_BRANCHES", "BN_TUNING", "DISABLE_UNNECESSARY_QUANT"
+        schedule = "FUSE_BN", "MERGE_BRANCHES", "FOLD_SCALES", "BN_TUNING", "DISABLE_UNNECESSARY_QUANT"
         expected += [f"SCHEDULE.{key}" for key in schedule]
         for kind in "WA":
             expected += [f"{kind}.QSCHEME", f"{kind}.SPECIFIC"]
@@ -44,6 +44,7 @@ class TestKeys:
         assert made.SCHEDULE.to_dict(defaults=True) == {
             "FUSE_BN": False,
             "MERGE_BRANCHES": True,
+            "FOLD_SCALES": True,
             "BN_TUNING": False,
             "DISABLE_UNNECESSARY_QUANT": True,
         }

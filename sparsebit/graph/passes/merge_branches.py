@@ -20,7 +20,7 @@ from sparsebit.graph.patterns import module_of
 from sparsebit.graph.rewrite import sweep
 
 _NORM_OF: dict[type, type] = {nn.Conv1d: nn.BatchNorm1d, nn.Conv2d: nn.BatchNorm2d, nn.Conv3d: nn.BatchNorm3d}
-_ADDS = (operator.add, torch.add)
+_SIGNS: dict[object, int] = {operator.add: 1, torch.add: 1, "add": 1, operator.sub: -1, torch.sub: -1, "sub": -1}
 
 
 class MergedConv1d(Absorbed, nn.Conv1d):
@@ -59,10 +59,11 @@ _MERGED: dict[type, type] = {
 
 @dataclass(frozen=True)
 class _Branch:
-    """A term of a sum: a layer and its call, which nothing else reads."""
+    """A term of a sum: a layer and its call, which nothing else reads; `sign`: -1 where it is subtracted."""
 
     node: fx.Node
     layer: _ConvNd | _BatchNorm
+    sign: int
 
 
 def merge_branches(graph_module: fx.GraphModule) -> int:
@@ -80,8 +81,8 @@ def merge_branches(graph_module: fx.GraphModule) -> int:
 
 
 def _is_addition(node: fx.Node) -> bool:
-    is_add = (node.op == "call_function" and node.target in _ADDS) or (node.op, node.target) == ("call_method", "add")
-    return is_add and len(node.args) == 2 and not node.kwargs
+    is_known = node.op in ("call_function", "call_method") and node.target in _SIGNS
+    return is_known and len(node.args) == 2 and not node.kwargs
 
 
 def _is_inside(node: fx.Node) -> bool:
@@ -90,19 +91,19 @@ def _is_inside(node: fx.Node) -> bool:
     return len(readers) == 1 and _is_addition(readers[0])
 
 
-def _parts(addition: fx.Node) -> Iterator[fx.Node | float]:
-    """What a sum adds up: the terms of the sums inside of it, not these."""
-    for part in addition.args:
+def _parts(addition: fx.Node, sign: int = 1) -> Iterator[tuple[fx.Node | float, int]]:
+    """What a sum adds up, with signs: the terms of the sums inside of it, not these."""
+    for part, own in zip(addition.args, (sign, sign * _SIGNS[addition.target]), strict=True):
         if isinstance(part, fx.Node) and _is_addition(part) and len(part.users) == 1:
-            yield from _parts(part)
+            yield from _parts(part, own)
         else:
-            yield part  # type: ignore[misc]
+            yield part, own  # type: ignore[misc]
 
 
 def _by_input(top: fx.Node, root: fx.GraphModule) -> list[list[_Branch]]:
     """The branches of a sum, those with the same input together."""
     found: dict[fx.Node, list[_Branch]] = {}
-    for node in _parts(top):
+    for node, sign in _parts(top):
         if not isinstance(node, fx.Node) or len(node.users) != 1 or len(node.args) != 1 or node.kwargs:
             continue
         layer, source = module_of(node, root), node.args[0]
@@ -113,7 +114,7 @@ def _by_input(top: fx.Node, root: fx.GraphModule) -> list[list[_Branch]]:
         ):
             continue
         if _is_plain(layer) and not is_shared(node, root):
-            found.setdefault(source, []).append(_Branch(node, layer))
+            found.setdefault(source, []).append(_Branch(node, layer, sign))
     return list(found.values())
 
 
@@ -129,7 +130,7 @@ def _is_plain(layer: _ConvNd | _BatchNorm) -> bool:
 
 def _merge(branches: list[_Branch]) -> list[_Branch]:
     """Take the branches into the convolution with the largest kernel; those that were."""
-    hosts = [branch.layer for branch in branches if isinstance(branch.layer, _ConvNd)]
+    hosts = [branch.layer for branch in branches if isinstance(branch.layer, _ConvNd) and branch.sign > 0]
     if not hosts:
         return []
     host = max(hosts, key=lambda layer: torch.Size(layer.kernel_size).numel())
@@ -137,7 +138,7 @@ def _merge(branches: list[_Branch]) -> list[_Branch]:
     for branch in branches:
         kernel = None if branch.layer is host else _kernel_for(host, branch.layer)
         if kernel is not None:
-            _add(host, *kernel)
+            _add(host, *(branch.sign * values for values in kernel))
             _empty(branch.layer)
             merged.append(branch)
     return merged
@@ -208,11 +209,12 @@ def _empty(layer: _ConvNd | _BatchNorm) -> None:
 def _leave_out(top: fx.Node, merged: set[fx.Node]) -> None:
     """Make the sum one of the other terms; zeros, with which Python's `sum` begins, are left out too."""
     inner = _inner_additions(top)
-    terms = [term for term in _parts(top) if term not in merged and (isinstance(term, fx.Node) or term != 0)]
-    total = terms[0]
+    kept = [(term, sign) for term, sign in _parts(top) if term not in merged and (isinstance(term, fx.Node) or term)]
+    kept.sort(key=lambda one: -one[1])  # one that is added comes first: that which took in the others, at the latest
+    total = kept[0][0]
     with top.graph.inserting_before(top):
-        for term in terms[1:]:
-            total = top.graph.call_function(operator.add, (total, term))
+        for term, sign in kept[1:]:
+            total = top.graph.call_function(operator.add if sign > 0 else operator.sub, (total, term))
     assert isinstance(total, fx.Node)
     top.replace_all_uses_with(total)
     for node in (top, *inner, *merged):

@@ -110,6 +110,28 @@ def test_other_terms_stay_in_the_sum() -> None:
     assert len(region.graph_module.graph.nodes) == 5
 
 
+class Difference(Sum):
+    def forward(self, x: Tensor) -> Tensor:
+        one, other, *rest = (branch(x) for branch in self.branches)
+        return torch.relu(x - (other - one) - sum(rest))  # type: ignore[no-any-return]
+
+
+def test_differences() -> None:
+    branches = nn.Conv2d(4, 4, 3, padding=1), norm(nn.BatchNorm2d, 4), nn.Conv2d(4, 4, 1)
+    region = check(Difference(*branches), torch.randn(2, 4, 7, 7), 2)
+    assert len(region.graph_module.graph.nodes) == 5
+
+
+def test_a_term_that_is_there_twice() -> None:
+    class Twice(Sum):
+        def forward(self, x: Tensor) -> Tensor:
+            one, other = (branch(x) for branch in self.branches)
+            y = torch.tanh(x)
+            return y + y + one + other  # type: ignore[no-any-return]
+
+    check(Twice(nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1)), torch.randn(2, 4, 7, 7), 1)
+
+
 def test_layers_that_others_use_stay() -> None:
     shared = nn.Conv2d(4, 4, 1)
 

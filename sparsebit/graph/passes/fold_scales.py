@@ -1,0 +1,113 @@
+"""A layer whose output is multiplied by a parameter for each channel (layer scale) -> the layer with the factors in it.
+
+`gamma * (W x + b)` is `(gamma W) x + gamma b`. The parameter becomes ones, for code of the model that still multiplies.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import Counter
+from operator import attrgetter
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.conv import _ConvNd
+
+from sparsebit.graph.passes.fold_batchnorm import is_intercepted, is_shared
+from sparsebit.graph.patterns import module_of
+from sparsebit.graph.rewrite import sweep
+
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_PRODUCTS = (operator.mul, torch.mul, "mul")
+_RESHAPES = ("reshape", "view")
+
+
+def fold_scales(graph_module: fx.GraphModule) -> int:
+    """Fold every factor that can be, in place; gives how many."""
+    found = [node for node in graph_module.graph.nodes if _fold(node, graph_module)]
+    if found:
+        sweep(graph_module)
+    return len(found)
+
+
+def _fold(product: fx.Node, root: fx.GraphModule) -> bool:
+    """Take the product out of the graph, if one operand is a layer's output and the other its factors."""
+    is_product = product.op in ("call_function", "call_method") and product.target in _PRODUCTS
+    if not is_product or len(product.args) != 2 or product.kwargs:
+        return False
+    for value, factors in (product.args, product.args[::-1]):
+        if not isinstance(value, fx.Node) or not isinstance(factors, fx.Node) or len(value.users) != 1:
+            continue
+        call = _layer_behind(value, root)
+        layer = None if call is None else module_of(call, root)
+        if call is None or type(layer) not in _LAYERS or not isinstance(layer, (nn.Linear, _ConvNd)):
+            continue
+        parameter = _parameter_of(factors, root)
+        if parameter is None or not _is_plain(layer) or is_shared(call, root):
+            continue
+        scale = _by_channel(parameter.reshape(_shape_of(factors, parameter)), layer)
+        if scale is not None:
+            _multiply(layer, scale)
+            with torch.no_grad():
+                parameter.fill_(1.0)
+            product.replace_all_uses_with(value)
+            return True
+    return False
+
+
+def _layer_behind(value: fx.Node, root: fx.GraphModule) -> fx.Node | None:
+    """The call that gives the value, in front of dropout, which a factor may pass."""
+    while type(module_of(value, root)) is nn.Dropout:
+        source = value.args[0]
+        if not isinstance(source, fx.Node) or len(source.users) != 1:
+            return None
+        value = source
+    return value if value.op == "call_module" else None
+
+
+def _parameter_of(factors: fx.Node, root: fx.GraphModule) -> nn.Parameter | None:
+    """The parameter that a node gives, reshaped or not, if nothing else reads it."""
+    source = factors.args[0] if _is_reshape(factors) else factors
+    if not isinstance(source, fx.Node) or source.op != "get_attr" or len(source.users) != 1 or len(factors.users) != 1:
+        return None
+    parameter = attrgetter(str(source.target))(root)
+    if not isinstance(parameter, nn.Parameter) or not parameter.is_floating_point():
+        return None
+    registries = {id(part._parameters): part._parameters for part in root.modules()}.values()
+    held = Counter(id(one) for registry in registries for one in registry.values())
+    reads = [node for node in root.graph.find_nodes(op="get_attr") if attrgetter(str(node.target))(root) is parameter]
+    return parameter if held[id(parameter)] <= 1 and len(reads) == 1 else None
+
+
+def _is_reshape(node: fx.Node) -> bool:
+    is_static = all(isinstance(size, int) for size in node.args[1:])
+    return node.op == "call_method" and node.target in _RESHAPES and is_static and not node.kwargs
+
+
+def _shape_of(factors: fx.Node, parameter: Tensor) -> tuple[int, ...]:
+    return tuple(factors.args[1:]) if _is_reshape(factors) else tuple(parameter.shape)  # type: ignore[arg-type]
+
+
+def _is_plain(layer: nn.Linear | _ConvNd) -> bool:
+    return not is_intercepted(layer) and layer._parameters.get("weight") is not None
+
+
+def _by_channel(factors: Tensor, layer: nn.Linear | _ConvNd) -> Tensor | None:
+    """The factors as `(outputs,)`, if that is how they are spread over the output of the layer."""
+    outputs = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
+    behind = 0 if isinstance(layer, nn.Linear) else layer.weight.dim() - 2  # axes behind that of the channels
+    wanted = (outputs, *[1] * behind)
+    is_spread = factors.shape[-len(wanted) :] == wanted and math.prod(factors.shape) == outputs
+    # With more axes than the output has, the product would have more than the layer gives.
+    most = len(wanted) if isinstance(layer, nn.Linear) else len(wanted) + 1
+    return factors.detach().reshape(-1).double() if is_spread and factors.dim() <= most else None
+
+
+@torch.no_grad()
+def _multiply(layer: nn.Linear | _ConvNd, scale: Tensor) -> None:
+    for name in ("weight", "bias"):
+        old = getattr(layer, name)
+        if old is not None:
+            new = (old.double() * scale.reshape(-1, *[1] * (old.dim() - 1))).to(old.dtype)
+            setattr(layer, name, nn.Parameter(new, requires_grad=old.requires_grad))
