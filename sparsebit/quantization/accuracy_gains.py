@@ -112,10 +112,19 @@ class _Judge:
         self.name, self.num_samples, self.metric = name, num_samples, metric
 
     def score(self, qmodel: Any) -> float:
-        found = float(self.metric(qmodel))
-        if math.isnan(found):
-            raise CalibrationError(f"accuracy_gains(): the metric ({self.name}) gave NaN; it gives a number")
-        return found
+        return score_of(self.metric, qmodel, f"accuracy_gains(): the metric ({self.name})")
+
+
+def score_of(metric: Metric, qmodel: Any, who: str) -> float:
+    """What the metric gives; an error if that is no finite number. `who`: gave it, for the error."""
+    given = metric(qmodel)
+    try:
+        score = float(given)
+    except (TypeError, ValueError, RuntimeError):
+        raise CalibrationError(f"{who} gave {type(given).__name__}; it must give one number") from None
+    if not math.isfinite(score):
+        raise CalibrationError(f"{who} gave {'NaN' if math.isnan(score) else score}; it must give a finite number")
+    return score
 
 
 def _judge(qmodel: Any, batches: Iterable[Any], metric: str | Metric, layers: FloatLayers) -> _Judge:

@@ -10,9 +10,16 @@ from torch import Tensor, nn
 
 from sparsebit.errors import CalibrationError
 from sparsebit.execution.batches import Call, as_call, to_device
+from sparsebit.graph.nested import tensors_of
+from sparsebit.tensor_files import digest
 
 # Keys of a mapping that hold labels.
 LABELS = ("labels", "label", "targets", "target", "y")
+_OTHER_BATCHES = (
+    "accuracy_gains(): agreement with the float model needs the same batches in every pass, and the data gives others "
+    "(a loader that shuffles, random augmentation, a model that writes into its inputs); pass a list of batches, or a "
+    "loader with shuffle=False"
+)
 
 
 class LabelledBatches:
@@ -56,11 +63,18 @@ class LabelledBatches:
 
 
 class Agreement:
-    """The share of samples whose largest score is where it was when this was made."""
+    """The share of samples whose largest score is where it was when this was made.
+
+    Every pass must give the same batches: their checksums are compared.
+    """
 
     def __init__(self, batches: Iterable[Any], model: Any) -> None:
         self.batches, self.source, self.device = batches, model.original, model.device
-        self.expected = [predicted(model, call)[0] for call in self._calls()]
+        self.expected: list[Tensor] = []
+        self.checksums: list[str] = []
+        for call in self._calls():
+            self.checksums.append(_checksum(call))  # first: a model may write into its inputs
+            self.expected.append(predicted(model, call)[0])
         self.num_samples = sum(map(len, self.expected))
         if not self.num_samples:
             raise CalibrationError("accuracy_gains() was given no data; give batches as for calibration, in a list")
@@ -70,11 +84,20 @@ class Agreement:
             yield to_device(as_call(_parted(batch, self.source)[0], self.source), self.device)
 
     def __call__(self, model: nn.Module) -> float:
-        same = total = 0
-        for call, expected in zip(self._calls(), self.expected, strict=True):
+        same = total = num_batches = 0
+        for call in self._calls():
+            if self.checksums[num_batches : num_batches + 1] != [_checksum(call)]:
+                raise CalibrationError(_OTHER_BATCHES)
+            expected = self.expected[num_batches]
             same += int((predicted(model, call)[0] == expected).sum())
-            total += expected.numel()
+            total, num_batches = total + expected.numel(), num_batches + 1
+        if num_batches != len(self.expected):
+            raise CalibrationError(_OTHER_BATCHES)
         return same / total
+
+
+def _checksum(call: Call) -> str:
+    return digest({str(place): tensor for place, tensor in enumerate(tensors_of(call))})
 
 
 @torch.no_grad()

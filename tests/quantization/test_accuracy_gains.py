@@ -194,6 +194,14 @@ def test_what_cannot_be_measured_is_refused(qmodel: QuantModel, data: Any, told:
         qmodel.accuracy_gains(data)
 
 
+def test_agreement_refuses_data_that_differs_between_passes(qmodel: QuantModel) -> None:
+    samples: Any = torch.utils.data.TensorDataset(torch.randn(64, 6))
+    loaders = {shuffle: torch.utils.data.DataLoader(samples, 16, shuffle=shuffle) for shuffle in (False, True)}
+    assert qmodel.accuracy_gains(loaders[False], "agreement").float_score == 1.0
+    with pytest.raises(CalibrationError, match="the data gives others"):
+        qmodel.accuracy_gains(loaders[True], "agreement")
+
+
 def test_other_outputs_need_a_function() -> None:
     qmodel = calibrated(nn.Linear(4, 1), [torch.randn(8, 4)])
     with pytest.raises(CalibrationError, match=r"shape \(8, 1\) is not scores of classes.*metric="):
@@ -206,8 +214,9 @@ def test_values_that_are_not_allowed(qmodel: QuantModel) -> None:
         qmodel.accuracy_gains(x, "top5")
     with pytest.raises(ConfigError, match="num_layers=-1"):
         qmodel.accuracy_gains(x, "agreement", num_layers=-1)
-    with pytest.raises(CalibrationError, match="gave NaN"):
-        qmodel.accuracy_gains(x, lambda model: float("nan"))
+    for given, told in ((float("nan"), "NaN"), (float("inf"), "inf"), (None, "NoneType"), (torch.ones(2), "Tensor")):
+        with pytest.raises(CalibrationError, match=f"gave {told}; it must give"):
+            qmodel.accuracy_gains(x, lambda model, given=given: given)  # type: ignore[misc]
     with pytest.raises(CalibrationError, match=r"accuracy_gains\(\) needs a calibrated model"):
         QuantModel(TwoLayers(), qconfig()).accuracy_gains(x, "agreement")
 

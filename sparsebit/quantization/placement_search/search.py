@@ -23,6 +23,7 @@ from sparsebit.deploy.sessions import runtime_version
 from sparsebit.deploy.stopwatch import Stopwatch
 from sparsebit.errors import DeploymentError
 from sparsebit.progress import track
+from sparsebit.quantization.accuracy_gains import score_of
 from sparsebit.quantization.placement_search import candidates
 from sparsebit.quantization.placement_search.candidates import Costs, Floats
 from sparsebit.quantization.placement_search.learned_costs import LearnedCosts
@@ -148,7 +149,8 @@ class _Judge:
     def _score(self, left_out: frozenset[str]) -> float:
         if left_out not in self._scores:
             plan = self.qmodel.plan.replace(dict.fromkeys(left_out))
-            self._scores[left_out] = self.metric(self.qmodel.with_plan(plan) if left_out else self.qmodel)
+            model = self.qmodel.with_plan(plan) if left_out else self.qmodel
+            self._scores[left_out] = score_of(self.metric, model, "measure_placement(): the metric")
         return self._scores[left_out]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import sparsebit
 from sparsebit.deploy.region_times import RegionTime, RegionTimes
 from sparsebit.deploy.stopwatch import Stopwatch, Timed
-from sparsebit.errors import ConfigError
+from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.placement_search import PlacementProfile, apply_placement, measure_placement, tracing
 
@@ -153,6 +153,11 @@ def test_a_faster_placement_that_is_less_exact_is_not_taken(qmodel: QuantModel) 
     assert weights(lenient.qmodel) == {"stem", "point", "head"}
     by_metric = measure_placement(qmodel, [BATCH], stopwatch=watch, metric=lambda _: 1.0)
     assert weights(by_metric.qmodel) == {"stem", "point", "head"}
+
+
+def test_a_metric_that_gives_no_number_is_refused(qmodel: QuantModel) -> None:
+    with pytest.raises(CalibrationError, match="the metric gave NaN"):
+        measure_placement(qmodel, [BATCH], stopwatch=Fake(SLOW_WISE), metric=lambda _: float("nan"))
 
 
 def test_a_metric_decides_where_one_is_given(qmodel: QuantModel) -> None:
