@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -24,11 +25,13 @@ from sparsebit.execution.value_store import MIB
 from sparsebit.quantization.accuracy_gains import NUM_LAYERS, FloatLayers, Metric, check_metric, measure_gains
 from sparsebit.quantization.algorithms.applying import require_repeatable
 from sparsebit.quantization.block_visits import Blocks, FloatRun, visit_blocks
+from sparsebit.quantization.calibration import calibrate_weight
 from sparsebit.quantization.error_profiler import profile_errors, profile_model
 from sparsebit.quantization.export import build_onnx, check_ready, describe, switched_on
 from sparsebit.quantization.export_checks import check_loads, check_parity, check_rules
 from sparsebit.quantization.export_constants import evaluating
 from sparsebit.quantization.mermaid import draw
+from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 from sparsebit.quantization.passes.attach_integer_ops import attach_integer_ops
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.saved_model import SavableModel
@@ -107,12 +110,17 @@ class QuantModel(SavableModel):
         fields of the site to change (`{"bits": 4}`, as for `plan.replace`). It gets the name, the device and the
         switches of the one that it replaces. If that was calibrated and the new one is not, a weight's scales are
         computed from the weight, and those of an activation from its calibrated range. An optimizer does not know the
-        new parameters. What the backend cannot run is refused.
+        new parameters. What the backend cannot run is refused. Where an algorithm has rounded the layer's weight for
+        another format, weight and bias are those of the float model again, and that is logged.
         """
         self._require_settled("replace_quantizer")
+        before = self.sites.get(site)
+        has_range = isinstance(quantizer, Quantizer) and quantizer.is_calibrated
         is_unchanged = self._weights_now() == self._built_weights
         with evaluating(self):  # fused steps of training are chosen for the quantizers that there are
             self.plan, new = replaced(self.model, self.plan, site, quantizer)
+        if before is not None and before.target == "weight" and before.spec != new.spec:
+            self._unround(new, needs_range=before.is_calibrated and not has_range)
         new.train(self.training)
         self._given_plan = self.plan  # a saved model is built from it
         attach_integer_ops(self._captured, PROFILES[self.config.BACKEND])
@@ -120,6 +128,24 @@ class QuantModel(SavableModel):
         if is_unchanged:
             self._built_weights = self._weights_now()
         return new
+
+    @torch.no_grad()
+    def _unround(self, quantizer: Quantizer, *, needs_range: bool) -> None:
+        """Give the layer of a weight's new quantizer its float parameters, where algorithms have changed them."""
+        originals = self._originals_of([quantizer.name])
+        if not originals:
+            return
+        for parameter in self.model.parameters():
+            if id(parameter) in originals:
+                parameter.copy_(originals[id(parameter)])
+        log.warning(
+            "%s: its weight was rounded for another format (%s), and is the float model's again; run the algorithms "
+            "after replace_quantizer()",
+            *(quantizer.name, ", ".join(self.applied_algorithms)),
+        )
+        if needs_range:
+            owners = (m for m in self.model.modules() if isinstance(m, WeightedQuantOpr))
+            calibrate_weight(next(m for m in owners if m.weight_quantizer is quantizer))
 
     def store_qparams(self, site: str, scale: Tensor | float, zero_point: Tensor | float = 0) -> None:
         """Set scale and zero point of a site's quantizer, which counts as calibrated then.

@@ -7,29 +7,34 @@ import copy
 import logging
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from sparsebit.config.steps import BATCHNORM_TUNING
 from sparsebit.errors import CaptureError, CheckpointError, ConfigError, SparsebitError
 from sparsebit.execution.batches import Call, as_call
 from sparsebit.execution.blocks import whole_graph
 from sparsebit.execution.distributed import gather_shards, once
 from sparsebit.graph.copying import rebind_functions, without_history
+from sparsebit.graph.patterns import is_itself
 from sparsebit.quantization import checkpoint, manifest
 from sparsebit.quantization.calibrated_model import CalibratedModel
 from sparsebit.quantization.first_sparsebit import refuse_first_sparsebit
 from sparsebit.quantization.float_parameters import FloatParameters
 from sparsebit.quantization.inserted_factors import InsertedFactor, insert, remove
+from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 from sparsebit.quantization.quant_config import parse_qconfig
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.sites import Plan
 from sparsebit.quantization.stages import Transform, name_of
 
 log = logging.getLogger(__name__)
+
+_WITHOUT_ROUNDING = (BATCHNORM_TUNING, "equalize", "smooth")
 
 
 class SavableModel(CalibratedModel):
@@ -86,22 +91,47 @@ class SavableModel(CalibratedModel):
     def with_plan(self, plan: Plan) -> Self:
         """A copy of this calibrated model with the sites of `plan` alone, which are among its own; the rest is float.
 
-        Weights and the numbers of the quantizers that stay are those of this model: nothing is calibrated again.
+        Weights and the numbers of the quantizers that stay are those of this model: nothing is calibrated again. What
+        algorithms made of a layer whose weight is float now is the float model's again.
         """
         self._require_settled("with_plan")
         if missing := plan.missing_in(self.plan):
             raise ConfigError(f"the plan has sites that the model has not: {', '.join(missing[:5])}")
         description = {**self._description(), "plan": plan.to_dict()}
         old, kept = self.sites, set(plan.sites)
-        tensors = {key: value.clone() for key, value in self.state_dict().items()}
+        originals = self._originals_of(set(old) - kept)
+        state = self.state_dict(keep_vars=True)
+        tensors = {key: originals.get(id(value), value).detach().to(value, copy=True) for key, value in state.items()}
         new = type(self)._revived(self.original, description, self._example, tensors, self._transforms, sites=kept)
         for name, quantizer in new.sites.items():
             quantizer.load_state_dict(old[name].state_dict())
             quantizer.use_quant = old[name].use_quant
         new.__dict__["_float_parameters"] = copy.copy(self.float_parameters)
         new.float_values_are_lost = self.float_values_are_lost
+        if new._root is not None:
+            new.float_parameters.drop_outdated(new._root.graph_module)
         new._make_room_for_biases()
         return new
+
+    def _originals_of(self, sites: Collection[str]) -> dict[int, Tensor]:
+        """What algorithms changed in the layers of these weight sites, as it is in the float model: by the id of the
+        parameter.
+        """
+        layers = [
+            m for m in self.model.modules() if is_itself(m, WeightedQuantOpr) and m.weight_quantizer.name in sites
+        ]
+        rounded = [name for name in self.applied_algorithms if name not in _WITHOUT_ROUNDING]
+        if self.float_values_are_lost and layers and rounded:
+            log.warning(
+                "%s: the float values of what %s rounded are not known any more (a saved model has none), so "
+                "these weights stay rounded as they were. Start from the float model",
+                *(", ".join(layer.weight_quantizer.name for layer in layers), ", ".join(rounded)),
+            )
+        if self._root is None:
+            return {}
+        theirs = {id(parameter) for layer in layers for parameter in layer.op.parameters()}
+        changed = self.float_parameters.changed(self._root.graph_module)
+        return {id(parameter): value for parameter, value in changed if id(parameter) in theirs}
 
     # --- keeping
 

@@ -69,6 +69,34 @@ def test_a_copy_with_another_plan_is_compared_with_the_float_model_too() -> None
     assert all(torch.equal(a, b) for a, b in zip(targets(qmodel), expected, strict=True))
 
 
+def test_a_layer_that_a_plan_leaves_out_has_the_float_model_s_parameters() -> None:
+    qmodel, expected = calibrated(), calibrated()
+    gptq(qmodel, DATA)
+    sites = [site for site in qmodel.plan if site.endswith(".weight")]
+    placed = qmodel.with_plan(qmodel.plan.replace(dict.fromkeys(sites[:1])))
+    own = {name.replace(".op.", "."): value for name, value in placed.model.named_parameters()}
+    layer = sites[0].removesuffix(".weight")
+    with torch.no_grad():
+        for name in ("weight", "bias"):
+            assert torch.equal(own[f"{layer}.{name}"], expected.original.get_parameter(f"{layer}.{name}"))
+        everything_float = qmodel.with_plan(qmodel.plan.replace(dict.fromkeys(qmodel.plan)))
+        assert torch.allclose(everything_float(DATA[0]), expected.original(DATA[0]), atol=1e-6)
+
+
+def test_another_format_begins_with_the_float_model_s_weight(caplog: pytest.LogCaptureFixture) -> None:
+    qmodel, fresh = calibrated(), calibrated()
+    site = next(site for site in qmodel.plan if site.endswith(".weight"))
+    gptq(qmodel, DATA)
+    caplog.clear()
+    for model in (qmodel, fresh):
+        model.replace_quantizer(site, {"bits": 8})
+    assert "is the float model's again" in caplog.text
+    assert torch.equal(qmodel.sites[site].scale, fresh.sites[site].scale)
+    layer = site.removesuffix(".weight")
+    weights = [model.model.get_submodule(layer).op.weight for model in (qmodel, fresh)]
+    assert torch.equal(*weights)
+
+
 def test_errors_after_an_algorithm_say_what_is_not_in_them(caplog: pytest.LogCaptureFixture) -> None:
     qmodel = calibrated()
     qmodel.profile(DATA[0])
