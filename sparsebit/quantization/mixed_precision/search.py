@@ -339,7 +339,7 @@ def _other_bytes(qmodel: QuantModel, facts: ModelFacts) -> int:
     """Of all parameters that are no sites: biases, norms, what stays in float."""
     own = {site: qmodel.plan[site].spec.bits for site in facts.sites}
     packed = _weight_costs(facts, {site: [bits] for site, bits in own.items()})
-    quantized = sum(row[own[site]] for site, row in packed.items() if facts.sites[site].parameter is not None)
+    quantized = sum(row[own[site]] for site, row in packed.items())
     return max(0, sum(parameter.bytes for parameter in qmodel.coverage.parameters) - int(quantized))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from sparsebit.execution.batches import Call
 from sparsebit.graph.values import copied
+from sparsebit.quantization.ops.layer_call import current_weight
 from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
 from sparsebit.quantization.ops.quant_opr import QIdentity, QShared, QuantOpr, WeightedQuantOpr
 from sparsebit.quantization.quantizers.base import Quantizer
@@ -68,6 +69,11 @@ def facts_of(model: nn.Module, plan: Plan, run: Any, call: Call) -> ModelFacts:
         m.weight_quantizer.name: m.parameter if isinstance(m, QuantizedParameter) else m.op._parameters.get("weight")
         for m in model.modules()
         if isinstance(m, (WeightedQuantOpr, QuantizedParameter))
+    }
+    sizes |= {
+        layer.weight_quantizer.name: current_weight(layer.op).numel()  # computed by pruning or a norm of the weight
+        for layer in layers
+        if parameters[layer.weight_quantizer.name] is None
     }
     sites: dict[str, SiteFacts] = {}
     for name in plan:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
 
 import sparsebit
 from sparsebit.errors import BudgetError, CalibrationError, ConfigError
@@ -119,6 +120,24 @@ class Twice(nn.Module):
 def test_bops_count_each_call_of_a_layer() -> None:
     found = search_bits(calibrated(model=Twice().eval()), batches(), {"bops": 1.0}, weight_bits=(8,))
     assert found.spent["bops"] == 64 * (2 * 36 * 3 * 27 + 3 * 4)
+
+
+@pytest.mark.parametrize("computed", [prune.identity, parametrizations.weight_norm], ids=["pruned", "weight norm"])
+def test_weights_that_are_computed_count(computed: Any) -> None:
+    def model() -> nn.Module:
+        net = Net().eval()
+        computed(net.stem, "weight")
+        return net
+
+    qmodel = calibrated(model=model())
+    found = search_bits(qmodel, batches(), {"weight_bits": 4, "bytes": 0.9}, weight_bits=(2, 3, 4, 6, 8))
+    sizes = {
+        f"{name}.weight": module.weight.numel() for name, module in Net().named_modules() if hasattr(module, "weight")
+    }
+    mean = sum(size * found.bits[site] for site, size in sizes.items()) / sum(sizes.values())
+    assert found.spent["weight_bits"] == pytest.approx(mean) and mean <= 4
+    again = sparsebit.quantize(model(), batches(), found.config)
+    assert weight_bytes(again) <= found.spent["bytes"] + 1 <= found.limits["bytes"] + 1
 
 
 def test_inputs_of_one_add_and_readers_of_one_tensor_are_tied() -> None:
