@@ -173,6 +173,8 @@ def read_budgets(texts: list[str]) -> dict[str, float]:
     found: dict[str, float] = {}
     for text in texts:
         name, _, number = text.partition("=")
+        if name.strip() in found:
+            raise typer.BadParameter(f"{name.strip()} is given twice; give one limit", param_hint="--budget")
         try:
             found[name.strip()] = float(number)
         except ValueError:

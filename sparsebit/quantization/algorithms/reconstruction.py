@@ -161,12 +161,14 @@ def reconstruct(
     sensitivity = OutputSensitivity(memory_budget, seed) if settings.fisher and unit != "network" else None
     found: dict[str, BlockReconstruction] = {}
     reasons: dict[str, str] = {}
+    empty: list[str] = []
 
     def visit(data: BlockData) -> None:
         block = data.block
         generator = torch.Generator().manual_seed(block_seed(seed, f"drop/{block.name}"))
         sites = find_sites(block, wanted, owners, qmodel.float_parameters, settings.drop, generator, reasons)
         if not sites.groups(options.rates):
+            empty.append(block.name)
             return
         extras = None if sensitivity is None else sensitivity.of(block)
         found[block.name] = result = _reconstruct_block(data, sites, options, extras)
@@ -186,6 +188,8 @@ def reconstruct(
     )
     reasons |= dict.fromkeys(weights_outside(qmodel.model), "untraced code calls its layer")
     _tell(method, found)
+    if empty and not isinstance(unit, str):
+        log.warning("reconstruct(): nothing can be learned in %s: no quantized weight or step size", ", ".join(empty))
     if reasons:
         shown = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         log.warning("reconstruct() left %d weights as they were: %s", len(reasons), shown)

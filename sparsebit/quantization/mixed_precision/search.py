@@ -247,6 +247,9 @@ def _check_names(wish: Budgets) -> None:
     if not wish:
         raise ConfigError(f"no budget was given; give one or more of {', '.join(BUDGETS)}")
     if not isinstance(wish, Mapping):
+        names = [budget.name for budget in wish]
+        if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+            raise ConfigError(f"two budgets are called {twice[0]!r}; give each a name of its own")
         return
     for name, limit in wish.items():
         if name not in BUDGETS:
@@ -321,6 +324,12 @@ def _program_budget(budget: SiteBudget, lists: Mapping[str, Sequence[int]]) -> B
     if unknown := [site for site in budget.costs if site not in lists]:
         near = ", ".join(near_names(unknown[0], list(lists)))
         raise ConfigError(f"budget {budget.name!r} has a site {unknown[0]!r}, which has no scores; near names: {near}")
+    for site, row in budget.costs.items():
+        if lacking := [str(bits) for bits in lists[site] if bits not in row]:
+            raise ConfigError(
+                f"budget {budget.name!r}: {site} has no cost at {', '.join(lacking)} bits, which it may get; give "
+                "costs of all candidate bits and of its own"
+            )
     costs: dict[str, Sequence[float]] = {
         site: [float(row[bits]) for bits in lists[site]] for site, row in budget.costs.items()
     }
@@ -361,6 +370,8 @@ def _given_ties(ties: Sequence[Sequence[str]], scores: Sensitivity, facts: Model
     """The sites of each tie; weights and activations apart."""
     found: list[list[str]] = []
     for globs in ties:
+        if isinstance(globs, str):
+            raise ConfigError(f"ties={globs!r}: a tie is a list of globs on sites; write [[{globs!r}]]")
         sites = [site for site in scores.scores if any(fnmatchcase(site, glob) for glob in globs)]
         if not sites:
             near = ", ".join(near_names(globs[0], list(scores.scores))) if globs else "-"

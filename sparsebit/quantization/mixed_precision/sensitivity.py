@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from numbers import Integral
 from typing import Any, Literal, Protocol
 
 import torch
@@ -268,7 +269,7 @@ class _Run:
                 stack.callback(quantizer.register_forward_hook(of_quantizer).remove)
             with torch.enable_grad():
                 output = self.qmodel(*call[0], **call[1])
-                target = self._target(output, generator) if loss is None else loss[0](output, loss[1]) * num_samples
+                target = self._target(output, generator) if loss is None else _mean_loss(*loss, output) * num_samples
                 if not leaves or not target.requires_grad:
                     raise CalibrationError(
                         "no gradient reaches the quantized tensors (the model's own code runs without gradients); use "
@@ -373,10 +374,23 @@ def _in_float(qmodel: CalibratedModel) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
+def _mean_loss(loss: Loss, batch: Any, output: Any) -> Tensor:
+    found = loss(output, batch)
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        shown = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise ConfigError(
+            f"sensitivity(loss=...): it gave {shown}; it must give the mean loss of the batch, a tensor of one number "
+            "that gradients can be taken of"
+        )
+    return found.reshape(())
+
+
 def _bits(candidates: Sequence[int], own: int) -> list[int]:
+    if isinstance(candidates, (str, int)):
+        raise ConfigError(f"candidate bits {candidates!r}: give a list of numbers, [2, 4, 8]")
     for bits in candidates:
-        if not 1 <= bits <= 16:
-            raise ConfigError(f"candidate bits {bits}: allowed: 1 to 16")
+        if isinstance(bits, bool) or not isinstance(bits, Integral) or not 1 <= bits <= 16:
+            raise ConfigError(f"candidate bits {bits!r}: allowed: whole numbers from 1 to 16")
     return sorted({*candidates, own})
 
 

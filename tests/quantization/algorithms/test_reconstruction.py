@@ -304,6 +304,13 @@ def test_what_is_left_is_told(caplog: pytest.LogCaptureFixture) -> None:
     assert "2 weights" in told and "one: its weight belongs to several" in told
 
 
+def test_a_named_block_with_nothing_to_learn_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    data = [torch.randn(8, 6) for _ in range(2)]
+    qmodel = calibrated(nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)).eval(), data)
+    assert list(reconstruct(qmodel, data, blocks=("0", "1"), **QUICK)) == ["0"]
+    assert "nothing can be learned in 1" in caplog.text
+
+
 def test_a_layer_that_is_called_twice_is_learned_once() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:

@@ -214,6 +214,17 @@ def test_budgets_without_sense(budgets: Any, error: type[Exception], message: st
         search_bits(calibrated(), batches(), budgets, weight_bits=(2, 8))
 
 
+def test_budgets_and_ties_of_your_own_that_cannot_be_meant() -> None:
+    qmodel, costs = calibrated(), {bits: float(bits) for bits in (2, 8)}
+    own = [SiteBudget("ms", 6.0, {"stem.weight": costs}), SiteBudget("ms", 3.0, {"left.weight": costs})]
+    with pytest.raises(ConfigError, match="two budgets are called 'ms'"):
+        search_bits(qmodel, batches(), own, weight_bits=(2, 8))
+    with pytest.raises(ConfigError, match="has no cost at 4 bits"):
+        search_bits(qmodel, batches(), own[:1], weight_bits=(2, 4, 8))
+    with pytest.raises(ConfigError, match="a tie is a list of globs"):
+        search_bits(qmodel, batches(), {"weight_bits": 4}, ties=["*.weight"])
+
+
 def test_needs_data_and_weights_as_they_were() -> None:
     with pytest.raises(CalibrationError, match="no data"):
         search_bits(calibrated(), [], {"bytes": 0.5})

@@ -146,7 +146,11 @@ def test_json_and_table() -> None:
         ({"method": "kl", "outputs": "values"}, "values have no divergence"),
         ({"method": "sqnr", "loss": lambda *_: None}, "leave it out"),
         ({"temperature": 0}, "numbers above 0"),
-        ({"weight_bits": (0,)}, "allowed: 1 to 16"),
+        ({"weight_bits": (0,)}, "allowed: whole numbers from 1 to 16"),
+        ({"weight_bits": 4}, "give a list of numbers"),
+        ({"weight_bits": ("4",)}, "candidate bits '4'"),
+        ({"loss": lambda *_: 1.0}, "it gave float; it must give the mean loss"),
+        ({"loss": lambda output, _: output.sum(1)}, "it gave a tensor of shape"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
