@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.conv import _ConvNd
 
+from sparsebit.graph.example import value_of
 from sparsebit.graph.passes.fold_batchnorm import is_intercepted, is_shared
 from sparsebit.graph.patterns import module_of
 from sparsebit.graph.rewrite import sweep
@@ -47,7 +48,11 @@ def _fold(product: fx.Node, root: fx.GraphModule) -> bool:
         if parameter is None or not _is_plain(layer) or is_shared(call, root):
             continue
         scale = _by_channel(parameter.reshape(_shape_of(factors, parameter)), layer)
-        if scale is not None:
+        if (
+            scale is not None
+            and parameter.dtype == layer.weight.dtype
+            and _keeps_rank(call, layer, len(_shape_of(factors, parameter)))
+        ):
             _multiply(layer, scale)
             with torch.no_grad():
                 parameter.fill_(1.0)
@@ -99,9 +104,13 @@ def _by_channel(factors: Tensor, layer: nn.Linear | _ConvNd) -> Tensor | None:
     behind = 0 if isinstance(layer, nn.Linear) else layer.weight.dim() - 2  # axes behind that of the channels
     wanted = (outputs, *[1] * behind)
     is_spread = factors.shape[-len(wanted) :] == wanted and math.prod(factors.shape) == outputs
-    # With more axes than the output has, the product would have more than the layer gives.
-    most = len(wanted) if isinstance(layer, nn.Linear) else len(wanted) + 1
-    return factors.detach().reshape(-1).double() if is_spread and factors.dim() <= most else None
+    return factors.detach().reshape(-1).double() if is_spread else None
+
+
+def _keeps_rank(call: fx.Node, layer: nn.Linear | _ConvNd, rank: int) -> bool:
+    """Whether factors with so many axes leave the output those it has; the fewest of such a layer, if unknown."""
+    output = value_of(call)
+    return rank <= (output.dim() if isinstance(output, Tensor) else layer.weight.dim() - 1)
 
 
 @torch.no_grad()

@@ -65,12 +65,22 @@ def test_linear_layers_and_one_dimension() -> None:
         (nn.Conv2d(4, 6, 1), (6, 6, 6), IMAGES),
         (nn.Linear(6, 6), (6, 1), torch.randn(6, 6)),
         (nn.Linear(6, 5), (1, 1, 5), torch.randn(3, 6)),  # the product has an axis more
+        (nn.Conv2d(4, 6, 1), (1, 6, 1, 1), IMAGES[0]),  # here too
+        (nn.Conv2d(4, 6, 1).bfloat16(), (6, 1, 1), IMAGES.bfloat16()),  # float32 factors: the product is float32
         (nn.ConvTranspose2d(4, 6, 1), (6, 1, 1), IMAGES),
     ],
-    ids=["width", "height", "one", "batch", "places", "rows", "more axes", "transposed"],
+    ids=["width", "height", "one", "batch", "places", "rows", "more axes", "one image", "types", "transposed"],
 )
 def test_other_factors_stay(layer: nn.Module, shape: tuple[int, ...], x: Tensor) -> None:
     check(Scaled(layer, shape), x, 0)
+
+
+def test_without_an_example() -> None:
+    for shape, folded in (((6, 1, 1), 1), ((1, 6, 1, 1), 0)):
+        model = Scaled(nn.Conv2d(4, 6, 1), shape).eval()
+        region = capture(model).regions[""]
+        assert fold_scales(region.graph_module) == folded
+        torch.testing.assert_close(region.graph_module(IMAGES), model(IMAGES), rtol=1e-4, atol=1e-5)
 
 
 def test_what_others_read_stays() -> None:
