@@ -28,11 +28,11 @@ X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
 class Net(nn.Module):
-    """A convolution + SiLU, a max pool whose output two convolutions read, an add."""
+    """A convolution + SiLU, a max pool whose output two convolutions read (no one could compute both), an add."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.left, self.right = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
+        self.stem, self.left, self.right = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1, groups=2)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.max_pool2d(F.silu(self.stem(x)), 2)
