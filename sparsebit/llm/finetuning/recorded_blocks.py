@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from sparsebit.llm.architectures import ARCHITECTURES
 from sparsebit.llm.finetuning.adapted_product import weights_kept
 
 log = logging.getLogger(__name__)
@@ -30,12 +31,12 @@ Checkpoint = Callable[..., Any]
 
 
 def record_blocks(model: nn.Module, shape: tuple[int, int], device: torch.device) -> BlockRecorder | None:
-    """Let the checkpointed blocks of `model` be recorded and replayed; None where dropout forbids it.
+    """Let the checkpointed blocks of `model` be recorded and replayed; None where it may draw random numbers.
 
     `shape`: rows and length of the batches that are; others are computed as before. It depends on a batch alone how it
     is computed, not on those before: a resumed run has the same numbers.
     """
-    if has_dropout(model):
+    if may_draw(model):
         return None
     recorder = BlockRecorder(shape, device)
     for part in model.modules():
@@ -45,14 +46,23 @@ def record_blocks(model: nn.Module, shape: tuple[int, int], device: torch.device
     return recorder
 
 
-def has_dropout(model: nn.Module) -> bool:
-    """Whether a forward in training mode draws random numbers, by the modules and by the model's config."""
+def may_draw(model: nn.Module) -> bool:
+    """Whether a forward in training mode may draw random numbers, by modules and config; unknown architectures may."""
     config: Any = getattr(model, "config", None)
-    rates = {} if config is None else config.to_dict()
-    named = any(
-        isinstance(rate, float) and rate > 0 for name, rate in rates.items() if name.endswith(("dropout", "pdrop"))
-    )
-    return named or any(isinstance(part, nn.Dropout) and part.p > 0 for part in model.modules())
+    if config is None or str(config.model_type) not in ARCHITECTURES:
+        return True
+    return _has_rate(config.to_dict()) or any(isinstance(part, nn.Dropout) and part.p > 0 for part in model.modules())
+
+
+def _has_rate(settings: Mapping[Any, Any]) -> bool:
+    """Whether a setting that is called after something random is above 0."""
+    for name, value in settings.items():
+        is_random = any(word in str(name) for word in ("drop", "jitter", "noise"))
+        if isinstance(value, Mapping) and _has_rate(value):
+            return True
+        if is_random and isinstance(value, (int, float)) and value > 0:
+            return True
+    return False
 
 
 @dataclass(frozen=True)

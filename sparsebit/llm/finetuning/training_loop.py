@@ -17,7 +17,7 @@ from sparsebit.llm.finetuning.instructions import Sample
 from sparsebit.llm.finetuning.optimizers import make_optimizer, resolve_optimizer
 from sparsebit.llm.finetuning.packed_lora import add_adapter
 from sparsebit.llm.finetuning.packing_check import check_packing
-from sparsebit.llm.finetuning.recorded_blocks import BlockRecorder, has_dropout, record_blocks
+from sparsebit.llm.finetuning.recorded_blocks import BlockRecorder, may_draw, record_blocks
 from sparsebit.llm.finetuning.sample_packing import Batch, make_batch, plan_epochs
 from sparsebit.llm.finetuning.token_loss import LossOfBatch, choose_loss, forward
 from sparsebit.llm.finetuning.training_files import TrainingState, newest_state, restore_parameters, save_state
@@ -70,7 +70,7 @@ class Training:
 
     def checkpoint_blocks(self) -> None:
         """Compute blocks again in the backward; on a GPU, where rows are filled, as recorded graphs."""
-        settings = {"use_reentrant": False, "preserve_rng_state": has_dropout(self.model)}
+        settings = {"use_reentrant": False, "preserve_rng_state": may_draw(self.model)}
         self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
         if self.can_record and self.rank.device.type == "cuda" and self.tuning.packing:
             shape = self.tuning.micro_batch_size, self.tuning.length

@@ -96,9 +96,13 @@ def test_two_backwards_add_up() -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_dropout_is_not_recorded() -> None:
+def test_random_numbers_are_not_recorded() -> None:
     device = torch.device("cpu")
-    assert record_blocks(adapted_model(device, attention_dropout=0.1), SHAPE, device) is None
+    for settings in ({"attention_dropout": 0.1}, {"router_jitter_noise": 0.01}, {"parts": {"attn_pdrop": 0.1}}):
+        assert record_blocks(adapted_model(device, **settings), SHAPE, device) is None, settings
+    unknown = adapted_model(device)
+    unknown.config.model_type = "mine"
+    assert record_blocks(unknown, SHAPE, device) is None
 
 
 def test_a_block_with_a_hook_is_computed_as_before() -> None:
