@@ -57,8 +57,8 @@ def token_stream(source: Path, tokenizer: Any, *, chat_template: bool = False, l
     found: list[Tensor] = []
     count = 0
     for document in read_documents(source, tokenizer=tokenizer, chat_template=chat_template):
-        # The whole of a long text at once, as every tool does; its length is no reason for a warning. Chat templates
-        # write the token of the beginning themselves.
+        # `verbose`: a text that is longer than the model's rows is cut later, so no warning. Chat templates write the
+        # first token themselves.
         try:
             how = {"return_tensors": "pt", "verbose": False, "add_special_tokens": not chat_template}
             tokens = tokenizer(document, **how)["input_ids"][0].to(torch.int64)

@@ -21,6 +21,7 @@ from sparsebit.graph.rewrite import sweep
 
 _NORM_OF: dict[type, type] = {nn.Conv1d: nn.BatchNorm1d, nn.Conv2d: nn.BatchNorm2d, nn.Conv3d: nn.BatchNorm3d}
 _SIGNS: dict[object, int] = {operator.add: 1, torch.add: 1, "add": 1, operator.sub: -1, torch.sub: -1, "sub": -1}
+_OPERATORS = {1: operator.add, -1: operator.sub}
 
 
 class MergedConv1d(Absorbed, nn.Conv1d):
@@ -119,7 +120,7 @@ def _by_input(top: fx.Node, root: fx.GraphModule) -> list[list[_Branch]]:
 
 
 def _is_plain(layer: _ConvNd | _BatchNorm) -> bool:
-    """Whether its numbers are known and its own, and nobody watches it."""
+    """Whether the layer computes with constant weights of its own, and no hook is on it."""
     if is_intercepted(layer):
         return False
     if isinstance(layer, _BatchNorm):
@@ -211,13 +212,18 @@ def _leave_out(top: fx.Node, merged: set[fx.Node]) -> None:
     inner = _inner_additions(top)
     kept = [(term, sign) for term, sign in _parts(top) if term not in merged and (isinstance(term, fx.Node) or term)]
     kept.sort(key=lambda one: -one[1])  # one that is added comes first: that which took in the others, at the latest
-    total = kept[0][0]
-    with top.graph.inserting_before(top):
-        for term, sign in kept[1:]:
-            total = top.graph.call_function(operator.add if sign > 0 else operator.sub, (total, term))
-    assert isinstance(total, fx.Node)
-    top.replace_all_uses_with(total)
-    for node in (top, *inner, *merged):
+    (total, _), *rest = kept
+    if rest:  # the last one is added by the node of the sum, which keeps its name
+        with top.graph.inserting_before(top):
+            for term, sign in rest[:-1]:
+                total = top.graph.call_function(_OPERATORS[sign], (total, term))
+        term, sign = rest[-1]
+        top.op, top.target, top.args = "call_function", _OPERATORS[sign], (total, term)
+    else:
+        assert isinstance(total, fx.Node)
+        top.replace_all_uses_with(total)
+        top.graph.erase_node(top)
+    for node in (*inner, *merged):
         top.graph.erase_node(node)
 
 

@@ -124,7 +124,9 @@ def _updates(adapted: Any, adapter: Path, skeleton: Skeleton) -> dict[str, Any]:
     tensors, _ = load_tensors(adapter / "adapter_model.safetensors")
     other = [name for name in tensors if not _MATRIX.search(name) and not _is_in_files(name, tensors[name], skeleton)]
     if other:
-        raise ConfigError(f"the adapter has {other[0]}, which is no update of a weight; only these are merged")
+        raise ConfigError(
+            f"the adapter has {other[0]}, which does not update a weight; only updates of weights are merged"
+        )
     other = [name for name in found if f"{name}.weight" not in skeleton.names and name not in _packed_names(skeleton)]
     if other:
         raise ConfigError(f"the adapter has a layer {other[0]}, which the files of the model do not have")

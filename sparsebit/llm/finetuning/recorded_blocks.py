@@ -71,7 +71,7 @@ class _Call:
 
     block: nn.Module
     tensors: tuple[Tensor, ...]
-    rest: tuple[Any, ...]  # None in the place of a tensor
+    rest: tuple[Any, ...]  # all arguments; a tensor is None here
     is_tensor: tuple[bool, ...]
     spec: TreeSpec
 
@@ -86,7 +86,7 @@ class _Call:
         )
 
     def answer(self, tensors: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Any:
-        """What the block computes, with these in the place of its own."""
+        """What the block computes with these tensors and parameters instead of its own."""
         given = iter(tensors)
         leaves = [next(given) if is_tensor else leaf for is_tensor, leaf in zip(self.is_tensor, self.rest, strict=True)]
         args, kwargs = tree_unflatten(leaves, self.spec)
