@@ -61,6 +61,12 @@ class PackedWeight:
         return self.qweight.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
 
     @property
+    def has_half_scales(self) -> bool:
+        """Whether float16 holds the scales, up to a half unit in the last place; some file formats have no other."""
+        scales = self.scales.double()
+        return bool(((scales.half().double() - scales).abs() <= 2**-10 * scales.abs()).all())
+
+    @property
     def bits_per_weight(self) -> float:
         """Bits of a weight in a file, its share of scales and zero points included (these are packed there)."""
         extra = 8 * self.scales.element_size() + (0 if self.zeros is None else self.bits)

@@ -41,7 +41,6 @@ BYTES: dict[str, tuple[int, int]] = {
     "Q6_K": (SUPER_BLOCK, Q6_K_BYTES),
 }
 _MIDDLE = {"Q4_0": 8, "Q5_0": 16}
-_MOST_CHANGE = 2**-10  # of scales that become float16: as much as a half unit in the last place
 
 
 def block_type(bits: int, symmetric: bool) -> BlockType:
@@ -57,8 +56,7 @@ def why_not(packed: PackedWeight) -> str | None:
         return f"groups of {packed.group_size}: GGUF needs multiples of {BLOCK}"
     if packed.bits == 8 and packed.zeros is not None:
         return "8 bits with zero points: Q8_0 has none; quantize with --symmetric"
-    scales = packed.scales.float()
-    if not bool(((scales.half().float() - scales).abs() <= _MOST_CHANGE * scales).all()):
+    if not packed.has_half_scales or bool((packed.scales < 0).any()):
         return "scales that float16 cannot hold"
     return None
 

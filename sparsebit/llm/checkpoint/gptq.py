@@ -24,8 +24,6 @@ from sparsebit.version import __version__
 Version = Literal[1, 2]
 SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
 _NAMES: dict[Version, str] = {1: "gptq", 2: "gptq_v2"}
-# Of scales that become float16: as much as a half unit in the last place.
-_MOST_CHANGE = 2**-10
 
 
 def layer_tensors(name: str, packed: PackedWeight, version: Version) -> dict[str, Tensor]:
@@ -50,8 +48,7 @@ def why_not(packed: PackedWeight, version: Version) -> str | None:
         return f"the shape {packed.out_features} x {packed.in_features}: GPTQ files need multiples of {WORD}"
     if version == 1 and packed.zeros is not None and bool((packed.zeros == 0).any()):
         return "zero points of 0, which version 1 cannot store: write version 2 (gptq), or quantize with --symmetric"
-    scales = packed.scales.double()
-    if not bool(((scales.half().double() - scales).abs() <= _MOST_CHANGE * scales.abs()).all()):
+    if not packed.has_half_scales:
         return "scales that float16 cannot hold: keep compressed-tensors"
     return None
 

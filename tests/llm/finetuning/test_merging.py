@@ -86,9 +86,9 @@ def test_what_cannot_be_merged(adapter: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lora_bias": True}, r"lora_B\.bias, which is no update"),
-        ({"bias": "all"}, r"bias, which is no update"),
-        ({"trainable_token_indices": [3, 4]}, "trainable_tokens_delta, which is no update"),
+        ({"lora_bias": True}, r"lora_B\.bias, which does not update a weight"),
+        ({"bias": "all"}, r"bias, which does not update a weight"),
+        ({"trainable_token_indices": [3, 4]}, "trainable_tokens_delta, which does not update a weight"),
         ({"target_modules": ["lm_head"]}, "lm_head, whose weight is that of another layer"),
         ({"layer_replication": [[0, 1], [0, 1]]}, r"model\.layers\.1\.self_attn\.q_proj, which the files"),
         ({"modules_to_save": ["lm_head"]}, "replaces whole layers"),
