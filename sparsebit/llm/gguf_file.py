@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from sparsebit.llm.gguf_tensors import GgufTensor, gguf_tensors
 from sparsebit.llm.gguf_tokenizer import add_tokenizer
 from sparsebit.llm.packed_source import PackedSource
 from sparsebit.progress import track
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,17 @@ def write_gguf(path: Path, source: PackedSource, mix: Mix | None = None) -> list
                 writer.close()
             raise OSError(f"{path} cannot be written ({error}); is the disk full?") from error
     writer.close()
+    told = ", ".join(f"{name}=True" for name in unnamed_biases(config))
+    if told:
+        log.warning(
+            "%s has biases: llama.cpp reads them, transformers only where from_pretrained is given %s", path.name, told
+        )
     return tensors
+
+
+def unnamed_biases(config: Any) -> dict[str, bool]:
+    """The settings of a Llama with biases: GGUF has no key for them, and transformers leaves the biases out."""
+    return {name: True for name in ("attention_bias", "mlp_bias") if getattr(config, name, False)}
 
 
 def _add_sizes(writer: Any, config: Any, source: PackedSource) -> None:

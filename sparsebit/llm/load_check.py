@@ -19,6 +19,7 @@ from sparsebit.llm.checkpoint.float_formats import FORMATS
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.float_linear import FloatLinear
 from sparsebit.llm.genai_folder import genai_logits
+from sparsebit.llm.gguf_file import unnamed_biases
 from sparsebit.llm.half_weights import HALVES
 from sparsebit.llm.hub_classes import transformers_module
 from sparsebit.llm.loading import load
@@ -136,10 +137,12 @@ def check_gguf(
         weight_error = _put_weights(model, rounded)
         expected = model(tokens, use_cache=False).logits
         from_source = relative_difference(expected, original)
-    theirs = _logits_of_transformers(path.parent, tokens, trust_remote_code, gguf_file=path.name)
+    told = unnamed_biases(model.config)
+    theirs = _logits_of_transformers(path.parent, tokens, trust_remote_code, gguf_file=path.name, **told)
     difference = relative_difference(theirs, expected)
     _compare({"transformers": difference}, source)
-    return LoadCheck(difference, (), from_source=from_source, weight_error=weight_error)
+    reader = f"transformers (with {', '.join(f'{name}=True' for name in told)})" if told else "transformers"
+    return LoadCheck(difference, (), reader, from_source, weight_error)
 
 
 @torch.no_grad()

@@ -91,6 +91,21 @@ def test_transformers_loads_it(model_type: str, options: dict[str, Any], tmp_pat
     assert {tensor.name for tensor in reader.tensors} >= {"token_embd.weight", "blk.2.ffn_down.weight"}
 
 
+def test_biases_of_a_llama(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model(vocab_size=264, bos_token_id=257, eos_token_id=258, attention_bias=True, mlp_bias=True)
+    folder = with_bpe(saved(model, tmp_path / "model"))
+    recipe = Recipe(method="rtn", scale_search="none", group_size=32, symmetric=True)
+    made = convert(quantize(folder, tmp_path / "packed", recipe, check=False).folder, tmp_path / "m.gguf", "gguf")
+    assert made.check is not None and made.check.difference <= 1e-3
+    assert made.check.reader == "transformers (with attention_bias=True, mlp_bias=True)"
+    assert "only where from_pretrained is given attention_bias=True, mlp_bias=True" in caplog.text
+    found = {tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in gguf.GGUFReader(made.output).tensors}
+    assert torch.equal(found["blk.1.attn_v.bias"], model.model.layers[1].self_attn.v_proj.bias.half().float())
+    halves = model.model.layers[1].self_attn.q_proj.bias.half().float().view(4, 2, 8)
+    assert torch.equal(found["blk.1.attn_q.bias"].view(4, 8, 2), halves.transpose(1, 2))  # pairs, as its weight has
+    assert {f"blk.0.{name}.bias" for name in ("attn_output", "ffn_gate", "ffn_up", "ffn_down")} <= found.keys()
+
+
 def wide_folder(tmp_path: Path, **more: Any) -> Path:
     """A float model with rows of 256 and 384 weights: 384 is not a whole number of blocks."""
     model = tiny_model(
