@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import os
 import re
@@ -18,23 +19,27 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from sparsebit.errors import ConfigError
 from sparsebit.interrupts import ignored_interrupts
 
 _MARK = ".sparsebit-"
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+_AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2  # linux/fcntl.h, linux/fs.h
 
 
 @contextlib.contextmanager
-def staging_folder(target: Path, *, inside: bool = False) -> Iterator[Path]:
+def staging_folder(target: Path, *, inside: bool = False, alone: bool = False) -> Iterator[Path]:
     """An empty hidden folder beside `target` (or `inside` it), which is removed when the block ends.
 
     Beside: on the same file system as a rule, so that a rename is one step. Those of killed runs are removed first.
-    Folders above that did not exist are made, and removed again where nothing was put into them.
+    Folders above that did not exist are made, and removed again where nothing was put into them. `alone`: a target
+    that another process makes now is an error.
     """
     parent = target if inside else target.parent
     above = [folder for folder in (parent, *parent.parents) if not folder.exists()]
     parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(target, parent)
+    if alone:
+        _need_nobody(target, parent)
     folder, lock = _made(parent, f".{target.name}{_MARK}")
     try:
         yield folder
@@ -50,14 +55,12 @@ def staging_folder(target: Path, *, inside: bool = False) -> Iterator[Path]:
 
 def remove_abandoned(target: Path, parent: Path) -> None:
     """Remove the staging folders for `target` in `parent` whose process has ended."""
-    pattern = re.compile(re.escape(f".{target.name}{_MARK}") + r"[0-9a-f]{16}")
     with contextlib.suppress(OSError):
-        for name in os.listdir(parent):
-            if pattern.fullmatch(name):
-                lock = _locked(parent / name)
-                if lock is not None:
-                    shutil.rmtree(parent / name, ignore_errors=True)
-                    os.close(lock)
+        for folder in _staging_folders(target, parent):
+            lock = _locked(folder)
+            if lock is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
 
 
 def is_staging_folder(name: str) -> bool:
@@ -71,6 +74,24 @@ def exchange(first: Path, second: Path) -> bool:
     if rename is None:
         return False
     return bool(rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0)
+
+
+def put_in_place(made: Path, target: Path) -> None:
+    """Give what was completed its name; an error where `target` exists by now: it is kept."""
+    rename = _renameat2()
+    with ignored_interrupts():
+        if rename is not None:
+            if rename(_AT_FDCWD, os.fsencode(made), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE) == 0:
+                return
+            number = ctypes.get_errno()
+            if number not in (errno.EEXIST, errno.EINVAL, errno.ENOSYS):
+                raise OSError(number, os.strerror(number), str(target))
+        if os.path.lexists(target):
+            raise ConfigError(
+                f"output {target} was made by something else while this run went on: it is kept, and the result of "
+                "this run is not; give another output"
+            )
+        os.rename(made, target)  # a file system that cannot do both in one step
 
 
 def replace_text(target: Path, text: str) -> None:
@@ -129,6 +150,28 @@ def alone_in(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(number)
+
+
+def _staging_folders(target: Path, parent: Path) -> list[Path]:
+    """The staging folders for `target` in `parent`, in use or not."""
+    pattern = re.compile(re.escape(f".{target.name}{_MARK}") + r"[0-9a-f]{16}")
+    return [parent / name for name in os.listdir(parent) if pattern.fullmatch(name)]
+
+
+def _need_nobody(target: Path, parent: Path) -> None:
+    """Refuse a target with a staging folder that is locked; one that cannot be locked may be of a killed run."""
+    for folder in filter(_is_in_use, _staging_folders(target, parent)):
+        raise ConfigError(f"another process makes {target} now (in {folder}); wait for it, or give another output")
+
+
+def _is_in_use(folder: Path) -> bool:
+    try:
+        with alone_in(folder):
+            return False
+    except BlockingIOError:
+        return True
+    except OSError:  # removed in the meantime
+        return False
 
 
 def _made(parent: Path, prefix: str) -> tuple[Path, int | None]:

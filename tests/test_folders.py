@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from sparsebit import folders
-from sparsebit.folders import exchange, is_staging_folder, locked, staging_folder
+from sparsebit.errors import ConfigError
+from sparsebit.folders import exchange, is_staging_folder, locked, put_in_place, staging_folder
 
 
 class TestStagingFolder:
@@ -63,6 +64,49 @@ class TestStagingFolder:
         monkeypatch.setattr(folders, "_locked", lambda *_, **__: None)
         with staging_folder(tmp_path / "saved") as first, staging_folder(tmp_path / "saved"):
             assert first.is_dir()
+
+    def test_alone_refuses_a_target_that_is_being_made(self, tmp_path: Path) -> None:
+        with (
+            staging_folder(tmp_path / "saved"),
+            staging_folder(tmp_path / "other", alone=True),
+            pytest.raises(ConfigError, match="saved now"),
+            staging_folder(tmp_path / "saved", alone=True),
+        ):
+            pass
+        with staging_folder(tmp_path / "saved", alone=True):
+            pass
+        assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("in_one_step", [True, False])
+class TestPutInPlace:
+    @pytest.fixture(autouse=True)
+    def _system(self, monkeypatch: pytest.MonkeyPatch, in_one_step: bool) -> None:
+        if not in_one_step:
+            monkeypatch.setattr(folders, "_renameat2", lambda: None)
+
+    @pytest.mark.parametrize("kind", ["file", "folder", "dangling link"])
+    def test_keeps_what_is_there(self, tmp_path: Path, kind: str) -> None:
+        made, target = tmp_path / "made", tmp_path / "target"
+        if kind == "folder":
+            made.mkdir()
+            target.mkdir()  # empty: a plain rename replaces it
+        else:
+            made.write_text("new")
+            target.write_text("old") if kind == "file" else target.symlink_to("nowhere")
+        with pytest.raises(ConfigError, match="target was made by something else while this run went on: it is kept"):
+            put_in_place(made, target)
+        assert made.exists() and (kind != "file" or target.read_text() == "old")
+
+    def test_moves(self, tmp_path: Path) -> None:
+        (tmp_path / "made").write_text("new")
+        put_in_place(tmp_path / "made", tmp_path / "target")
+        assert os.listdir(tmp_path) == ["target"]
+
+    def test_a_folder_that_is_missing(self, tmp_path: Path) -> None:
+        (tmp_path / "made").write_text("new")
+        with pytest.raises(FileNotFoundError):
+            put_in_place(tmp_path / "made", tmp_path / "missing" / "target")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="renameat2")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError, DeploymentError
-from sparsebit.folders import flush, staging_folder
+from sparsebit.folders import flush, put_in_place, staging_folder
 from sparsebit.llm.architectures import architecture_of, blocks_of, linears
 from sparsebit.llm.checkpoint import compressed_tensors, gptq
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
@@ -119,15 +119,30 @@ def convert(
         gguf_package()
     if format == GENAI:
         genai_package()
-    if Path(model).is_file():
-        with staging_folder(target) as staging:
-            folder = staging / "first-sparsebit"
-            write_first_sparsebit(Path(model), None if base is None else Path(base), folder)
-            return convert(folder, target, format, gguf_type=gguf_type, check=check)
-    if base is not None:
+    is_folder = not Path(model).is_file()
+    if is_folder and base is not None:
         raise ConfigError(
             f"base={base} with the model folder {model}: it is for checkpoint files of the first Sparsebit"
         )
+    with staging_folder(target, alone=True) as staging:
+        if is_folder:
+            return _convert(Path(model), target, staging, format, gguf_type, check, trust_remote_code)
+        folder = staging / "first-sparsebit" / target.stem
+        write_first_sparsebit(Path(model), None if base is None else Path(base), folder)
+        return _convert(folder, target, staging, format, gguf_type, check, False)
+
+
+def _convert(
+    model: Path,
+    target: Path,
+    staging: Path,
+    format: str,  # noqa: A002
+    gguf_type: str,
+    check: bool,
+    trust_remote_code: bool,
+) -> ConvertedModel:
+    """`convert` of a model folder; what is made lies in `staging` until it is complete."""
+    mix = mix_of(gguf_type)
     original = ModelFolder(model)
     original.check_files()
     skeleton = Skeleton(original, trust_remote_code=trust_remote_code)
@@ -157,29 +172,29 @@ def convert(
         reason = why_not(source.formats, columns)
         if reason is not None:
             raise DeploymentError(f"{skeleton.folder.path}: {reason}")
-    with staging_folder(target) as staging:
-        made = staging / target.name
-        found, types = None, {}
-        if format == GGUF:
-            tensors = write_gguf(made, source, mix)
-            flush(made)
-            types = {tensor.name: tensor.kind for tensor in tensors}
-            if check:
-                rounded = values_in_file(made, tensors)
-                found = check_gguf(made, skeleton.folder.path, rounded, trust_remote_code=trust_remote_code)
-        elif format == GENAI:
-            files = staging / "gptq"
-            _write(files, source, _FOR_BUILDER)
-            bits = max(layer.bits for layer in source.formats.values())
-            run_builder(files, made, bits, trust_remote_code=trust_remote_code)
-            shutil.rmtree(files)
-            found = check_genai(made, skeleton.folder.path, trust_remote_code=trust_remote_code) if check else None
-        else:
-            _write(made, source, FORMATS[format])
-        if check and format in FORMATS:
-            reasons = vllm_reasons(source.formats, _fused(skeleton), is_gptq=format != "compressed-tensors")
-            found = check_conversion(made, skeleton.folder.path, reasons, trust_remote_code=trust_remote_code)
-        os.replace(made, target)
+    made = staging / "made" / target.name
+    made.parent.mkdir()
+    found, types = None, {}
+    if format == GGUF:
+        tensors = write_gguf(made, source, mix)
+        flush(made)
+        types = {tensor.name: tensor.kind for tensor in tensors}
+        if check:
+            rounded = values_in_file(made, tensors)
+            found = check_gguf(made, skeleton.folder.path, rounded, trust_remote_code=trust_remote_code)
+    elif format == GENAI:
+        files = staging / "gptq" / target.name
+        _write(files, source, _FOR_BUILDER)
+        bits = max(layer.bits for layer in source.formats.values())
+        run_builder(files, made, bits, trust_remote_code=trust_remote_code)
+        shutil.rmtree(files)
+        found = check_genai(made, skeleton.folder.path, trust_remote_code=trust_remote_code) if check else None
+    else:
+        _write(made, source, FORMATS[format])
+    if check and format in FORMATS:
+        reasons = vllm_reasons(source.formats, _fused(skeleton), is_gptq=format != "compressed-tensors")
+        found = check_conversion(made, skeleton.folder.path, reasons, trust_remote_code=trust_remote_code)
+    put_in_place(made, target)
     return ConvertedModel(target, format, source.formats, found, types)
 
 

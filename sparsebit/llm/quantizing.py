@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparsebit.errors import CheckpointError, ConfigError
 from sparsebit.execution.value_store import default_memory_budget
-from sparsebit.folders import staging_folder
+from sparsebit.folders import put_in_place, staging_folder
 from sparsebit.llm.architectures import architecture_of, blocks_of, linears
 from sparsebit.llm.bit_allocation import BitAllocation, need_solver
 from sparsebit.llm.calibration_text import calibration_tokens, need_embeddings, need_positions
@@ -30,7 +30,7 @@ from sparsebit.llm.process_group import Rank, joined
 from sparsebit.llm.quantization_run import ALLOCATION, ExpertCalibration, QuantizationRun
 from sparsebit.llm.recipe import Recipe
 from sparsebit.llm.rotating import remove_rotated, rotated_beside
-from sparsebit.llm.run_folder import FinishedBlock, RunFolder, begin_run
+from sparsebit.llm.run_folder import FinishedBlock, RunFolder, hold_run
 from sparsebit.llm.separate_experts import experts_in
 from sparsebit.llm.skeleton import Skeleton
 from sparsebit.progress import track
@@ -149,6 +149,7 @@ def _quantize(
             "method='autoround' in several processes: it learns on outputs of blocks, which are not exchanged; use one"
         )
     floats = source
+    partial = rank.from_first(lambda: hold_run(target, held))  # the others never touch its files
     if recipe.rotate:
         size = recipe.columns_in_group
         rotated = rank.from_first(
@@ -165,8 +166,8 @@ def _quantize(
     need_embeddings(tokens, skeleton.model)
     need_positions(tokens.shape[1], skeleton.model)
     run = QuantizationRun(skeleton, architecture, recipe, tokens, batch_size, memory_budget, rank)
-    partial, settings = target.with_name(f"{target.name}.partial"), run.settings()
-    folder = rank.from_first(lambda: begin_run(partial, settings, held))  # the others never touch its files
+    settings = run.settings()
+    folder = rank.from_first(lambda: RunFolder(partial, settings))
     run.allocate(folder)
     for number in track(range(run.walk.num_blocks), "quantizing blocks"):
         run.block(number, folder)
@@ -189,7 +190,7 @@ def _quantize(
             if check:
                 reasons = vllm_reasons(run.formats, run.fused)
                 found = check_loading(made, tokens[:1, :128], reasons, trust_remote_code=trust_remote_code)
-            os.replace(made, target)
+            put_in_place(made, target)
         folder.remove()
         if recipe.rotate:
             remove_rotated(target)

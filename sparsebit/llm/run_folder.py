@@ -11,14 +11,14 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from sparsebit.errors import CheckpointError
+from sparsebit.errors import CheckpointError, ConfigError
 from sparsebit.folders import alone_in, flush, replace_text, staging_folder
 from sparsebit.llm.float_weight import FLOAT_KINDS, FloatWeight, Weight
 from sparsebit.llm.input_scaling import ScaledInput
@@ -129,13 +129,27 @@ class RunFolder:
             )
 
 
-def begin_run(path: Path, settings: Mapping[str, Any], held: ExitStack) -> RunFolder:
-    """The folder of a run, which no other process works in until `held` is closed."""
+def hold_run(target: Path, held: ExitStack) -> Path:
+    """The folder `TARGET.partial`, which no other process works in until `held` is closed.
+
+    If it is empty then, it is removed, and folders above that did not exist.
+    """
+    path = target.with_name(f"{target.name}.partial")
+    above = [folder for folder in path.parents if not folder.exists()]
     if not path.exists():
         path.mkdir(parents=True, exist_ok=True)
-    try:
-        if path.is_dir():
+    if path.is_dir():
+        try:
             held.enter_context(alone_in(path))
-    except BlockingIOError:
-        raise CheckpointError(f"another process works in {path} now; wait for it, or give another output") from None
-    return RunFolder(path, settings)
+        except BlockingIOError:
+            raise CheckpointError(f"another process works in {path} now; wait for it, or give another output") from None
+        held.callback(_remove_empty, path, *above)
+    if target.exists():  # made by a run that ended a moment ago
+        raise ConfigError(f"output {target} exists; remove it or give another folder")
+    return path
+
+
+def _remove_empty(*folders: Path) -> None:
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()

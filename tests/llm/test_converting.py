@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from sparsebit.errors import ConfigError, DeploymentError
-from sparsebit.llm import Calibration, Recipe, convert, load, quantize
+from sparsebit.folders import staging_folder
+from sparsebit.llm import Calibration, Recipe, convert, converting, load, quantize
 from sparsebit.llm import load_check as load_check_module
 from tests.llm.tiny_models import saved, tiny_model, with_tokenizer, write_text
 
@@ -67,6 +69,40 @@ def test_mixed_bits(tmp_path: Path) -> None:
     with torch.no_grad():
         found, expected = (load(folder)(TOKENS).logits for folder in (made.output, packed))
     assert torch.equal(found, expected)
+
+
+def test_another_run_to_the_same_output(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, before = source.parent / "gptq", sorted(source.parent.iterdir())
+    with staging_folder(target), pytest.raises(ConfigError, match="another process makes"):
+        convert(source, target, "gptq", check=False)
+    assert sorted(source.parent.iterdir()) == before
+    write = converting._write
+
+    def slow(*args: Any) -> None:
+        write(*args)
+        target.mkdir()
+        (target / "theirs").touch()
+
+    monkeypatch.setattr(converting, "_write", slow)
+    with pytest.raises(ConfigError, match="gptq was made by something else while this run went on"):
+        convert(source, target, "gptq", check=False)
+    assert [path.name for path in target.iterdir()] == ["theirs"]
+    assert sorted(source.parent.iterdir()) == sorted([*before, target])
+
+
+def test_a_gguf_file_of_another_run_is_kept(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gguf")
+    target = source.parent / "model.gguf"
+
+    def write(made: Path, *_: Any) -> list[Any]:
+        made.write_text("ours")
+        target.write_text("theirs")
+        return []
+
+    monkeypatch.setattr(converting, "write_gguf", write)
+    with pytest.raises(ConfigError, match=r"model\.gguf was made by something else"):
+        convert(source, target, "gguf", check=False)
+    assert target.read_text() == "theirs"
 
 
 def test_what_is_refused(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,3 +113,23 @@ def test_a_second_process_on_the_same_output_is_refused(tmp_path: Path) -> None:
     (partial / ".run.json.sparsebit-0").unlink()
     assert quantize(source, tmp_path / "packed", FAST, check=False).folder.is_dir()
     assert not partial.exists()
+
+
+def test_a_second_process_leaves_the_rotated_model_of_the_first_alone(tmp_path: Path) -> None:
+    source, partial, rotated = model_folder(tmp_path), tmp_path / "packed.partial", tmp_path / "packed.rotated"
+    partial.mkdir()
+    rotated.mkdir()
+    for name in ("rotation.json", "model.safetensors"):
+        (rotated / name).touch()
+    with alone_in(partial), pytest.raises(CheckpointError, match="another process works in"):
+        quantize(source, tmp_path / "packed", replace(FAST, rotate=True), check=False)
+    assert len(list(rotated.iterdir())) == 2
+
+
+def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
+    source = model_folder(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    text = tmp_path / "missing.txt"
+    with pytest.raises(ConfigError, match="does not exist"):
+        quantize(source, tmp_path / "new" / "packed", Recipe(group_size=32), Calibration(text), check=False)
+    assert sorted(tmp_path.iterdir()) == before

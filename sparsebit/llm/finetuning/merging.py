@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import CheckpointError, ConfigError
-from sparsebit.folders import staging_folder
+from sparsebit.folders import put_in_place, staging_folder
 from sparsebit.llm.checkpoint import compressed_tensors
 from sparsebit.llm.file_checksums import write_checksums
 from sparsebit.llm.finetuning.packed_lora import load_adapter
@@ -84,7 +84,7 @@ def merge(
         raise ConfigError(f"{base} is a float model: merge to bfloat16 or float16, then quantize it")
     adapted = load_adapter(load(base, dtype=torch.float32, trust_remote_code=trust_remote_code), adapter)
     updates = _updates(adapted, Path(adapter), skeleton)
-    with staging_folder(target) as staging:
+    with staging_folder(target, alone=True) as staging:
         made = staging / target.name
         _write(made, skeleton, source, updates, KINDS[kind])
         merged = load(made, dtype=torch.float32, trust_remote_code=trust_remote_code)
@@ -93,7 +93,7 @@ def merge(
         before = after = None
         if windows is not None:
             before, after = (perplexity(one, windows).value for one in (adapted, merged))
-        os.replace(made, target)
+        put_in_place(made, target)
     return MergedModel(target, kind, len(updates), *found, before, after)
 
 

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError
-from sparsebit.folders import staging_folder
+from sparsebit.folders import put_in_place, staging_folder
 from sparsebit.llm.calibration_text import need_embeddings, need_positions
 from sparsebit.llm.file_checksums import write_checksums
 from sparsebit.llm.finetuning.instructions import Sample, read_instructions
@@ -32,7 +32,7 @@ from sparsebit.llm.finetuning.tuning import Tuning
 from sparsebit.llm.hub_classes import load_tokenizer
 from sparsebit.llm.loading import load
 from sparsebit.llm.process_group import joined
-from sparsebit.llm.run_folder import begin_run
+from sparsebit.llm.run_folder import RunFolder, hold_run
 from sparsebit.progress import track
 from sparsebit.tensor_files import digest, save_tensors
 
@@ -100,6 +100,7 @@ def finetune(
         too_long=tuning.too_long,
     )
     with joined(device) as rank, ExitStack() as held:
+        partial = rank.from_first(lambda: hold_run(target, held))
         dtype = dtype or (torch.float32 if rank.device.type == "cpu" else torch.bfloat16)
         if parallel != "ddp" and rank.count == 1:
             raise ConfigError(f"parallel={parallel!r} in one process: start several with torchrun, or leave it out")
@@ -123,9 +124,8 @@ def finetune(
             settings = _settings(tuning, samples, backbone, dtype)
             run = (ShardedTraining if parallel == "fsdp" else Training)(backbone, *rest)
         stages = rank.count if parallel == "pipeline" else 1
-        partial = target.with_name(f"{target.name}.partial")
         settings |= {"optimizer": run.optimizer_name, "stages": stages}
-        rank.from_first(lambda: begin_run(partial, settings, held).path)
+        rank.from_first(lambda: RunFolder(partial, settings).path)
         num_resumed = run.resume(partial)
         with torch.random.fork_rng(devices=[rank.device] if rank.device.type == "cuda" else []):
             for step in track(range(num_resumed, run.num_steps), "fine-tuning"):
@@ -185,5 +185,5 @@ def _write(
             save_tensors(whole, made / "adapter_model.safetensors", {"format": "pt"})
         (made / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         write_checksums(made)
-        os.replace(made, target)
+        put_in_place(made, target)
     shutil.rmtree(partial, ignore_errors=True)
