@@ -12,7 +12,7 @@ import typer
 from torch import nn
 
 import sparsebit
-from sparsebit.cli.data import Data, Inputs, load_data, num_samples_in
+from sparsebit.cli.data import Data, Inputs, load_data
 from sparsebit.cli.first_batch import FirstBatch, run_first_batch
 from sparsebit.cli.loading import load_model, resolve, users_code
 from sparsebit.cli.option_groups import DataOptions
@@ -21,6 +21,7 @@ from sparsebit.cli.recording import Recording
 from sparsebit.config.rules import format_of
 from sparsebit.config.schema import QuantConfig
 from sparsebit.errors import ConfigError
+from sparsebit.execution.batches import as_call, num_samples_run
 from sparsebit.quantization.quant_config import as_qconfig, require_device
 from sparsebit.quantization.quant_model import QuantModel
 
@@ -62,7 +63,7 @@ def calibrated(
     resume: Path | None = None,
 ) -> Calibrated:
     """The model quantized on its data."""
-    counted = _Counted(subject.data)
+    counted = _Counted(subject)
     start = time.monotonic()
     with users_code("calibration failed", theirs_alone=False):
         qmodel = sparsebit.quantize(
@@ -78,13 +79,13 @@ def calibrated(
 class _Counted:
     """The batches, with the samples of the last time that all of them were read."""
 
-    def __init__(self, data: Data) -> None:
-        self.data, self.num_samples = data, 0
+    def __init__(self, subject: Subject) -> None:
+        self.subject, self.num_samples = subject, 0
 
     def __iter__(self) -> Iterator[Any]:
-        num_samples = 0
-        for batch in self.data:
-            num_samples += num_samples_in(batch)
+        num_samples, model = 0, self.subject.model
+        for batch in self.subject.data:
+            num_samples += num_samples_run(as_call(batch, model), model)
             yield batch
         self.num_samples = num_samples
 

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import typer
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from sparsebit.cli.images import UnreadableImage, channels_first, image_files, normalized, read_image
 from sparsebit.cli.labels import array_labels, folder_classes, is_labels
 from sparsebit.cli.loading import LoadingError, resolve, users_code
 from sparsebit.cli.option_groups import DataOptions
 from sparsebit.errors import MissingExtraError
+from sparsebit.execution.batches import input_rows
 
 BATCH_SIZE = 32
 _LARGEST_BATCH = 1 << 34  # bytes
@@ -86,11 +86,6 @@ def load_data(source: str, options: DataOptions, inputs: Inputs, *, labelled: bo
     if path.exists():
         raise LoadingError(f"--data {source}: unknown kind of file; give {_FORMS}")
     raise LoadingError(f"--data {source}: there is no such folder or file (looked from {os.getcwd()}); give {_FORMS}")
-
-
-def num_samples_in(batch: Any) -> int:
-    """The first dimension of the first tensor."""
-    return next((leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
 
 
 def _image_folder(folder: Path, options: DataOptions, *, labelled: bool) -> Data:
@@ -190,7 +185,7 @@ def _factory(source: str, options: DataOptions) -> Data:
             if batch is None:
                 return
             yield batch
-            seen += num_samples_in(batch)
+            seen += min(input_rows(batch), default=1)  # where its tensors differ, rather too many samples
 
     return Data(f"up to {options.num_samples} samples of {source}", walk)
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from sparsebit.cli.data import Data, num_samples_in
+from sparsebit.cli.data import Data
 from sparsebit.cli.loading import LoadingError, users_code
 from sparsebit.deploy.parity import decibels
-from sparsebit.execution.batches import Call, as_call, to_device
+from sparsebit.execution.batches import Call, as_call, input_rows, num_samples, to_device
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ def run_first_batch(model: nn.Module, data: Data) -> FirstBatch:
     batch = next(iter(data), None)
     if batch is None:
         raise LoadingError(f"no data: {data.description} gave no batch")
-    if not num_samples_in(batch):
-        raise LoadingError(f"no data: the first batch of {data.description} holds no samples")
     args, kwargs = call = as_call(batch, model)
+    if input_rows(call) == {0}:
+        raise LoadingError(f"no data: the first batch of {data.description} holds no samples")
     with users_code(f"the float model cannot run this data ({_shapes(call)})"), torch.no_grad():
         outputs = model(*args, **kwargs)
-    return FirstBatch(call, _floats(outputs), num_samples_in(batch))
+    return FirstBatch(call, _floats(outputs), num_samples(call, outputs))
 
 
 def _floats(outputs: Any) -> list[Tensor]:

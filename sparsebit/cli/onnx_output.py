@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparsebit.cli.calibrated_model import Subject
-from sparsebit.cli.data import num_samples_in
+from sparsebit.cli.first_batch import FirstBatch
 from sparsebit.cli.option_groups import FileOptions
 from sparsebit.cli.options import Names
 from sparsebit.cli.output import kilobytes
@@ -185,7 +185,7 @@ def _audited(subject: Subject, file: Path, runtime: str, options: FileOptions, n
 def example_of(subject: Subject, options: FileOptions) -> tuple[Call, dict[str, dict[int, str]] | None]:
     """The call that is exported, and its dynamic axes."""
     # One sample would be taken for a fixed size by torch.export: two where the number is open.
-    call = _sized(subject.first_batch.call, 2 if options.dynamic_batch else 1)
+    call = _sized(subject.first_batch, 2 if options.dynamic_batch else 1)
     return call, _batch_axes(subject, options.input_names) if options.dynamic_batch else None
 
 
@@ -203,14 +203,13 @@ def _named_inputs(subject: Subject, given: Names | None) -> dict[str, Tensor]:
     return dict(zip(input_names(args, kwargs, signature, given), flat_inputs(args, kwargs), strict=True))
 
 
-def _sized(call: Call, size: int) -> Call:
+def _sized(batch: FirstBatch, size: int) -> Call:
     """The call with `size` of its samples; one sample is repeated where two are wanted."""
-    given = num_samples_in(call)
 
     def sized(tensor: Tensor) -> Tensor:
-        return torch.cat([tensor, tensor])[:size] if _is_batch(tensor, given) else tensor
+        return torch.cat([tensor, tensor])[:size] if _is_batch(tensor, batch.num_samples) else tensor
 
-    return map_nested(Tensor, sized, call[0]), map_nested(Tensor, sized, call[1])
+    return map_nested(Tensor, sized, batch.call[0]), map_nested(Tensor, sized, batch.call[1])
 
 
 def _is_batch(tensor: Tensor, size: int) -> bool:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from sparsebit.errors import CalibrationError
-from sparsebit.graph.nested import map_nested
+from sparsebit.graph.nested import map_nested, tensors_of
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -50,6 +50,46 @@ def calls(batches: Iterable[Any], model: nn.Module, device: torch.device | str |
 def to_device(value: Any, device: torch.device | str | None) -> Any:
     """The same nested structure with its tensors on `device`."""
     return value if device is None else map_nested(torch.Tensor, lambda tensor: tensor.to(device), value)
+
+
+def num_samples(inputs: Any, outputs: Any) -> int:
+    """How many samples a batch has: the first dimension that its tensors share; 1 if no tensor has a dimension.
+
+    Where the inputs differ in it (a mask or a table beside the samples), the samples are the rows of the first output
+    that has as many rows as one of the inputs; where no output has, the whole batch is one sample.
+
+    >>> mask, x = torch.zeros(10, 10), torch.zeros(4, 10, 8)
+    >>> num_samples((mask, x), outputs=torch.zeros(4, 3))
+    4
+    """
+    sizes = input_rows(inputs)
+    if len(sizes) <= 1:
+        return min(sizes, default=1)
+    return next((len(tensor) for tensor in tensors_of(outputs) if tensor.ndim and len(tensor) in sizes), 1)
+
+
+@torch.no_grad()
+def num_samples_run(call: Call, run: Callable[..., Any]) -> int:
+    """`num_samples` of a call; where its tensors differ in their first dimension, `run` gives the outputs."""
+    outputs = None
+    if len(input_rows(call)) > 1:
+        args, kwargs = map_nested(torch.Tensor, torch.clone, call)  # a model may write into its inputs
+        outputs = run(*args, **kwargs)
+    return num_samples(call, outputs)
+
+
+def input_rows(inputs: Any) -> set[int]:
+    """The first dimensions of the tensors in a batch: of most batches one, the number of samples."""
+    return {len(tensor) for tensor in tensors_of(inputs) if tensor.ndim}
+
+
+def rows_of(value: Any, num_rows: int, start: int, length: int) -> Any:
+    """The same nested structure with `length` rows, from `start` on, of each tensor that has `num_rows`."""
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.narrow(0, start, length) if tensor.ndim and len(tensor) == num_rows else tensor
+
+    return value if length == num_rows else map_nested(torch.Tensor, cut, value)
 
 
 def _from_mapping(batch: Mapping[Any, Any], signature: inspect.Signature) -> Call:

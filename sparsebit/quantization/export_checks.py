@@ -25,7 +25,7 @@ from sparsebit.deploy.sessions import EXACT, UNCLIPPED, Session, open_session
 from sparsebit.deploy.tensorrt_rules import tensorrt_violations
 from sparsebit.deploy.to_onnx import flat_inputs, flat_outputs, in_order
 from sparsebit.errors import DeploymentError
-from sparsebit.execution.batches import Call, calls
+from sparsebit.execution.batches import Call, calls, num_samples_run, rows_of
 from sparsebit.graph.nested import map_nested
 from sparsebit.quantization.export_constants import evaluating
 from sparsebit.quantization.simulated_codes import simulated_codes
@@ -61,7 +61,7 @@ def check_parity(
         session = open_session(file, runtime, optimize=setting.optimize, options=setting.options)
     except DeploymentError as error:  # the name that the user gave, not the temporary path
         raise DeploymentError(str(error).replace(str(file), name)) from error
-    batches = list(_calls(qmodel.original, qmodel.device, session, data, num_samples))
+    batches = list(_calls(qmodel.original, qmodel, qmodel.device, session, data, num_samples))
     stored = "" if tolerance.exact is False else stored_difference(qmodel, file)
     case = _Case(qmodel, file, name, batches, tolerance, stored)
     try:
@@ -166,7 +166,7 @@ def compare_model(
     session = open_session(file, runtime)
     comparison = Comparison(session.outputs, judge_all=True)
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-    for call in _calls(model, device, session, data, num_samples):
+    for call in _calls(model, model, device, session, data, num_samples):
         with evaluating(model), torch.no_grad():
             expected = [_array(tensor) for tensor in flat_outputs(model(*call[0], **call[1]))]
         comparison.add(expected, session.run(_feeds(session, call)))
@@ -275,15 +275,15 @@ def check_rules(file: Path, name: str) -> None:
 
 
 def _calls(
-    model: nn.Module, device: torch.device | str, session: Session, data: Any, num_samples: int
+    model: nn.Module, run: Any, device: torch.device | str, session: Session, data: Any, num_samples: int
 ) -> Iterator[Call]:
-    """Batches in the size that the file takes."""
-    size = session.batch_size
+    """Batches in the size that the file takes. `run`: what computes the outputs of `model`'s calls on `device`."""
     left = num_samples
     for args, keywords in calls(data, model, device):
-        kwargs = in_order(keywords, inspect.signature(model.forward))
-        tensors = flat_inputs(args, kwargs)
-        given = tensors[0].shape[0] if tensors and tensors[0].ndim else 1
+        call = args, in_order(keywords, inspect.signature(model.forward))
+        with evaluating(run):
+            given = num_samples_run(call, run)
+        size = _batch_size(session, call, given)
         step = min(size or given, given) if size else min(given, left)
         if size and given < size:
             if left < num_samples:  # the rest of a loader
@@ -292,14 +292,14 @@ def _calls(
         for start in range(0, given - step + 1, max(step, 1)):
             if left <= 0:
                 return
-            yield _cut(args, given, start, step), _cut(kwargs, given, start, step)
+            yield rows_of(call, given, start, step)
             left -= step
 
 
-def _cut(value: Any, given: int, start: int, size: int) -> Any:
-    if size == given:
-        return value
-    return map_nested(Tensor, lambda x: x.narrow(0, start, size) if x.ndim and x.shape[0] == given else x, value)
+def _batch_size(session: Session, call: Call, given: int) -> int | None:
+    """The first dimension, in the file, of the first input whose rows are the samples; None where it is free."""
+    shapes = zip(flat_inputs(*call), session.input_shapes.values(), strict=False)  # `_feeds` refuses other numbers
+    return next((shape[0] for tensor, shape in shapes if tensor.ndim and len(tensor) == given and shape), None)
 
 
 @torch.no_grad()

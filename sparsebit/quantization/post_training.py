@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from sparsebit.config.reading import Source
 from sparsebit.config.schema import QuantConfig
 from sparsebit.errors import CalibrationError, ConfigError
-from sparsebit.execution.batches import Call, calls
+from sparsebit.execution.batches import Call, calls, num_samples
 from sparsebit.progress import track
 from sparsebit.quantization.algorithms.applying import apply_algorithms, require_repeatable
 from sparsebit.quantization.effort import Effort, with_effort
@@ -97,15 +97,12 @@ def quantize(
     with phase("capture"):
         qmodel = QuantModel(model, qconfig, example_inputs=first)
     qmodel.prepare_calibration(keep_inputs=asym)
-    counted = _Counted(calls(itertools.chain([first], stream), model, qconfig.DEVICE))
     with phase("calibration"):
-        with torch.no_grad():
-            for args, kwargs in track(counted, "calibration"):
-                qmodel(*args, **kwargs)
+        count = _observe(qmodel, calls(itertools.chain([first], stream), model, qconfig.DEVICE))
         if not qconfig.A.QUANTIZER.DISABLE:
-            counted.warn_of_few()
+            _warn_of_few(count)
         qmodel.calc_qparams(asym=asym)
-    note_calibration(counted.num_samples, asym=asym)
+    note_calibration(count, asym=asym)
     qmodel.set_quant(w_quant=True, a_quant=True)
     if placement == "measured":
         qmodel = measure_placement(qmodel, [first], seconds=placement_seconds).qmodel
@@ -145,22 +142,19 @@ def _without_data(model: nn.Module, qconfig: QuantConfig) -> QuantModel:
     return qmodel
 
 
-class _Counted:
-    """The calls, with their samples counted: the first tensor's length, 1 without one."""
+def _observe(qmodel: QuantModel, stream: Iterable[Call]) -> int:
+    """Runs the calls, which the observers see; how many samples they were."""
+    count = 0
+    with torch.no_grad():
+        for call in track(stream, "calibration"):
+            count += num_samples(call, qmodel(*call[0], **call[1]))
+    return count
 
-    def __init__(self, stream: Iterable[Call]) -> None:
-        self.stream, self.num_samples = stream, 0
 
-    def __iter__(self) -> Iterator[Call]:
-        for args, kwargs in self.stream:
-            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-            self.num_samples += len(tensors[0]) if tensors and tensors[0].ndim else 1
-            yield args, kwargs
-
-    def warn_of_few(self) -> None:
-        if self.num_samples < FEWEST_SAMPLES:
-            log.warning(
-                "calibrated on %d samples: ranges are only as wide as what these few showed, and other inputs will be "
-                "clipped; give a few dozen to a few hundred that look like the data in use",
-                self.num_samples,
-            )
+def _warn_of_few(count: int) -> None:
+    if count < FEWEST_SAMPLES:
+        log.warning(
+            "calibrated on %d samples: ranges are only as wide as what these few showed, and other inputs will be "
+            "clipped; give a few dozen to a few hundred that look like the data in use",
+            count,
+        )

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import CaptureError
-from sparsebit.execution.batches import Call, as_call
+from sparsebit.execution.batches import Call, as_call, num_samples, rows_of
 from sparsebit.graph.copying import copy_model
-from sparsebit.graph.nested import map_nested, tensors_of
 from sparsebit.sparse.channel_groups import Group, Spared, Unit, all_spared
 from sparsebit.sparse.channel_proof import Bench, Failure, SizeRule, drawn
 from sparsebit.sparse.channel_trace import watch
@@ -134,16 +133,12 @@ def _probe(model: nn.Module, call: Call) -> tuple[nn.Module, Call]:
 
 def _few_samples(model: nn.Module, call: Call, outputs: list[Tensor]) -> Call:
     """The call with the first samples alone, where the model takes them one by one: a proof needs no more."""
-    sizes = [len(leaf) for leaf in tensors_of(call) if leaf.dim()]
-    if not sizes or sizes[0] <= _NUM_SAMPLES:
+    count = num_samples(call, outputs)
+    if count <= _NUM_SAMPLES:
         return call
-
-    def first(x: Tensor) -> Tensor:
-        return x[:_NUM_SAMPLES] if x.dim() and len(x) == sizes[0] else x
-
-    few: Call = map_nested(Tensor, first, call)
+    few: Call = rows_of(call, count, 0, _NUM_SAMPLES)
     run = watch(copy_model(model), few)
-    expected = [(_NUM_SAMPLES, *x.shape[1:]) if x.dim() and len(x) == sizes[0] else tuple(x.shape) for x in outputs]
+    expected = [(_NUM_SAMPLES, *x.shape[1:]) if x.dim() and len(x) == count else tuple(x.shape) for x in outputs]
     is_same = run.error is None and [tuple(x.shape) for x in run.outputs] == expected
     return few if is_same else call
 

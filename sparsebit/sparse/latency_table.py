@@ -15,18 +15,17 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sparsebit.deploy.region_times import RegionTimes
 from sparsebit.deploy.sessions import require_runtime
 from sparsebit.deploy.stopwatch import Stopwatch
 from sparsebit.deploy.to_onnx import flat_inputs, in_order, to_onnx
 from sparsebit.errors import DeploymentError
-from sparsebit.execution.batches import Call, to_device
+from sparsebit.execution.batches import Call, num_samples_run, rows_of, to_device
 from sparsebit.graph.copying import copy_model
-from sparsebit.graph.nested import map_nested
 from sparsebit.sparse.channel_groups import Unit
 from sparsebit.sparse.surgery import ChannelPlan, apply_plan
 
@@ -171,13 +170,9 @@ def onnx_bytes(model: nn.Module, call: Call) -> bytes:
 
 def _one_sample(call: Call, model: nn.Module) -> Call:
     """The first sample of a batch: latency is that of one."""
-    args, kwargs = to_device(call[0], torch.device("cpu")), to_device(call[1], torch.device("cpu"))
-    kwargs = in_order(kwargs, inspect.signature(model.forward))
-    tensors = flat_inputs(args, kwargs)
-    size = len(tensors[0]) if tensors and tensors[0].ndim else 1
 
-    def cut(tensor: Tensor) -> Tensor:
-        return tensor[:1] if tensor.ndim and tensor.shape[0] == size else tensor
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return copy_model(model).eval()(*args, **kwargs)
 
-    with torch.no_grad():
-        return map_nested(Tensor, cut, args), map_nested(Tensor, cut, kwargs)
+    args, kwargs = rows_of(call, num_samples_run(call, run), 0, 1)
+    return to_device(args, "cpu"), in_order(to_device(kwargs, "cpu"), inspect.signature(model.forward))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparsebit.execution.batches import as_call, to_device
+from sparsebit.execution.batches import as_call, num_samples, to_device
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,16 @@ def model_size(model: nn.Module, example_inputs: Any) -> ModelSize:
     model.eval().requires_grad_(False)  # the counter fails on a view of a parameter that needs a gradient
     try:
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            model(*args, **kwargs)
+            outputs = model(*args, **kwargs)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
         for module, mode in modes.items():
             module.training = mode
         for parameter in trained:
             parameter.requires_grad_(True)
-    first = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.dim()), None)
     tensors = [*model.parameters(), *model.buffers()]
     return ModelSize(
-        counter.get_total_flops() / 2 / (1 if first is None else max(1, len(first))),
+        counter.get_total_flops() / 2 / max(1, num_samples((args, kwargs), outputs)),
         sum(parameter.numel() for parameter in model.parameters()),
         sum(tensor.numel() * tensor.element_size() for tensor in tensors),
     )

@@ -69,6 +69,10 @@ SOURCE = """
     stored = [torch.zeros(4, 3, 8, 8)]
 
 
+    def masked():
+        return [(torch.ones(10, 10), batch) for batch in batches()]
+
+
     def broken():
         raise ValueError("no such checkpoint")
 

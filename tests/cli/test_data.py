@@ -13,7 +13,7 @@ import typer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from sparsebit.cli.data import Inputs, load_data, num_samples_in, spread
+from sparsebit.cli.data import Inputs, load_data, spread
 from sparsebit.cli.loading import LoadingError
 from sparsebit.cli.option_groups import DataOptions
 from sparsebit.cli.options import Names, Numbers, Size
@@ -222,6 +222,10 @@ class TestFactory:
     def test_stops_at_the_samples_wanted(self) -> None:
         assert len(batches("own_project:batches", num_samples=10)) == 3
 
+    def test_a_mask_before_the_samples_does_not_count_as_samples(self) -> None:
+        """Masks of 10 rows before batches of 4 samples: as many batches as without the mask."""
+        assert len(batches("own_project:masked", num_samples=10)) == 3
+
     def test_can_be_walked_again(self) -> None:
         data = load_data("own_project:batches", DataOptions(), Inputs.of(nn.ReLU()))
         assert len(list(data)) == len(list(data)) == 6
@@ -257,12 +261,3 @@ def test_spread_is_even_and_without_repeats(total: int, wanted: int) -> None:
     gaps = {after - before for before, after in itertools.pairwise(places)}
     assert len(places) == min(total, wanted) and places[0] == 0 and places[-1] < total
     assert max(gaps) - min(gaps) <= 1 and min(gaps) >= 1
-
-
-@pytest.mark.parametrize(
-    ("batch", "count"),
-    [(torch.zeros(4, 2), 4), ((torch.zeros(3), "text"), 3), ({"a": 1, "b": torch.zeros(5, 1)}, 5), ("text", 1)],
-    ids=["tensor", "tuple", "mapping", "nothing"],
-)
-def test_num_samples_in(batch: Any, count: int) -> None:
-    assert num_samples_in(batch) == count

@@ -15,6 +15,7 @@ from sparsebit.cli.data import Data
 from sparsebit.cli.first_batch import run_first_batch
 from sparsebit.cli.loading import LoadingError
 from sparsebit.deploy.parity import decibels
+from tests.quantization.tiny import MaskFirst, masked_batches
 
 
 def data(*batches: Any) -> Data:
@@ -100,3 +101,7 @@ def test_a_model_that_raises_no_exception_but_a_base_of_them() -> None:
 def test_a_model_that_ends_the_process() -> None:
     with pytest.raises(LoadingError, match=r"cannot run this data .* it called sys.exit\('no license'\) \("):
         run_first_batch(Leaving(), data(torch.ones(4, 2)))
+
+
+def test_samples_are_counted_whichever_argument_comes_first() -> None:
+    assert run_first_batch(MaskFirst(), data(*masked_batches(first=True))).num_samples == 4

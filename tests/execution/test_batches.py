@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import CalibrationError
-from sparsebit.execution.batches import as_call, calls, to_device
+from sparsebit.execution.batches import as_call, calls, num_samples, num_samples_run, rows_of, to_device
 
 X, Y, Z = torch.zeros(1), torch.ones(1), torch.full((1,), 2.0)
 
@@ -87,3 +87,37 @@ def test_to_device() -> None:
 def test_calls_are_moved() -> None:
     ((args, kwargs),) = calls([{"x": X}], one, "meta")
     assert args == () and kwargs["x"].is_meta
+
+
+MASK, IMAGES = torch.zeros(5, 5), torch.zeros(4, 5, 6)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "expected"),
+    [
+        ((IMAGES,), torch.zeros(20, 3), 4),
+        ((IMAGES, torch.zeros(())), torch.zeros(4, 3), 4),
+        ((IMAGES, MASK), torch.zeros(4, 3), 4),
+        ((MASK, IMAGES), torch.zeros(4, 3), 4),
+        (({"mask": MASK}, [IMAGES]), (torch.zeros(()), {"scores": torch.zeros(4, 3)}), 4),
+        ((MASK, IMAGES), torch.zeros(7), 1),
+        ((3, "a"), torch.zeros(4), 1),
+    ],
+    ids=["one", "with a number", "mask last", "mask first", "nested", "no output has them", "no tensor"],
+)
+def test_num_samples(inputs: Any, outputs: Any, expected: int) -> None:
+    assert num_samples(inputs, outputs) == expected
+    assert num_samples_run((inputs, {}), lambda *_: outputs) == expected
+
+
+def test_a_model_is_run_only_where_its_inputs_differ() -> None:
+    def written(mask: Tensor, x: Tensor) -> Tensor:
+        return x.add_(1)
+
+    assert num_samples_run(((IMAGES, IMAGES), {}), lambda *_: pytest.fail("was run")) == 4
+    assert num_samples_run(((MASK, IMAGES), {}), written) == 4 and not IMAGES.any()
+
+
+def test_rows_of() -> None:
+    mask, x = rows_of((MASK, IMAGES), 4, 2, 1)
+    assert mask is MASK and x.shape == (1, 5, 6)

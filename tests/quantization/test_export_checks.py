@@ -14,13 +14,14 @@ import torch.nn.functional as F
 from onnx import numpy_helper
 from torch import Tensor, nn
 
+import sparsebit
 from sparsebit.deploy.parity import Tolerance
 from sparsebit.deploy.sessions import open_session
 from sparsebit.errors import DeploymentError
 from sparsebit.quantization import QuantModel, export_checks
-from sparsebit.quantization.export_checks import check_parity, check_rules
+from sparsebit.quantization.export_checks import check_parity, check_rules, compare_model
 from sparsebit.quantization.stored_parameters import stored_difference
-from tests.quantization.tiny import calibrated, qconfig
+from tests.quantization.tiny import MaskFirst, calibrated, masked_batches, qconfig
 
 X = torch.randn(6, 3, 9, 9, generator=torch.Generator().manual_seed(0))
 
@@ -369,3 +370,12 @@ def test_tensorrt_files_must_follow_its_rules(tmp_path: Path) -> None:
     file = made.broken(tmp_path, lambda array: array + 3, "first.input/zero_point")
     with pytest.raises(DeploymentError, match=r"^m\.onnx: TensorRT would refuse it:\n  first\.input/q: zero point 3"):
         check_rules(file, "m.onnx")
+
+
+def test_the_rows_of_a_mask_are_no_samples(tmp_path: Path) -> None:
+    """A file of one sample whose first input is a mask of 5 positions, checked on batches of 4 samples."""
+    qmodel, file = sparsebit.quantize(MaskFirst(), masked_batches(first=True), "onnxruntime"), tmp_path / "m.onnx"
+    mask, x = masked_batches(first=True)[0]
+    qmodel.export_onnx((mask, x[:1]), file)
+    assert check_parity(qmodel, file, masked_batches(first=True)).outputs[0].num_samples == 8
+    assert compare_model(MaskFirst(), file, masked_batches(first=True)).outputs[0].num_samples == 8

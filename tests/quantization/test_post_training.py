@@ -12,7 +12,7 @@ import sparsebit
 from sparsebit.errors import CalibrationError, CaptureError, CheckpointError, ConfigError
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.quant_config import as_qconfig
-from tests.quantization.tiny import Residual, TwoLayers, qconfig, site
+from tests.quantization.tiny import MaskFirst, Residual, TwoLayers, masked_batches, qconfig, site
 
 YAML = "{DEVICE: cpu, W: {QUANTIZER: {BIT: 4}}, A: {QUANTIZER: {BIT: 8}}}"
 X = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
@@ -138,6 +138,11 @@ class TestWithoutData:
 def test_few_samples_are_told(num_samples: int, is_told: bool, caplog: pytest.LogCaptureFixture) -> None:
     sparsebit.quantize(TwoLayers(), X[:num_samples].split(2), qconfig())
     assert ("calibrated on 7 samples" in caplog.text) is is_told
+
+
+def test_samples_are_counted_where_the_first_argument_has_none(caplog: pytest.LogCaptureFixture) -> None:
+    sparsebit.quantize(MaskFirst(), masked_batches(first=True, num_batches=1), qconfig())
+    assert "calibrated on 4 samples" in caplog.text
 
 
 @pytest.mark.parametrize("form", ["itself", "inside"])

@@ -140,3 +140,28 @@ class Opaque(nn.Module):
         if float(x.abs().max()) > 1e6:
             return x
         return self.second(torch.tanh(self.first(x)))
+
+
+class Mixed(nn.Module):
+    """Positions are mixed by a mask that all samples share, `(positions, positions)`; then a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(mask @ x))).mean(1)
+
+
+class MaskFirst(Mixed):
+    """The same with the mask in front: the first argument has no axis of samples."""
+
+    def forward(self, mask: Tensor, x: Tensor) -> Tensor:
+        return super().forward(x, mask)
+
+
+def masked_batches(*, first: bool, num_batches: int = 2) -> list[tuple[Tensor, Tensor]]:
+    """Batches of 4 samples for `MaskFirst` (`first`) or for `Mixed`, with a mask of 5 positions."""
+    samples = torch.randn(num_batches, 4, 5, 6, generator=torch.Generator().manual_seed(1))
+    return [(torch.eye(5), x) if first else (x, torch.eye(5)) for x in samples]

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from sparsebit.errors import BudgetError, ConfigError
 from sparsebit.sparse import SparseModel
-from sparsebit.sparse.latency_table import at_share, onnx_bytes
+from sparsebit.sparse.latency_table import Clock, at_share, onnx_bytes
+from tests.quantization.tiny import MaskFirst
 from tests.sparse.fake_runtime import ByMultiplications, layer_sizes
 from tests.sparse.nets import Transformer
 
@@ -113,3 +114,10 @@ def test_in_onnx_runtime() -> None:
     found = smodel_of(model, images).choose_ratios({"latency": 0.7}, [images])
     assert found.latency is not None and found.latency.ratio > 0 and found.latency.predicted < 1
     assert found.latency.is_near or found.latency.reason
+
+
+@pytest.mark.usefixtures("fake_files")
+def test_the_clock_times_one_sample_whichever_argument_comes_first() -> None:
+    call = (torch.eye(5), torch.randn(4, 5, 6)), {}
+    clock = Clock(MaskFirst(), call, lambda units: pytest.fail("not asked for"), stopwatch=ByMultiplications())
+    assert [tuple(tensor.shape) for tensor in clock.call[0]] == [(5, 5), (1, 5, 6)]

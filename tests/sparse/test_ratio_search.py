@@ -8,6 +8,7 @@ from torch import nn
 
 from sparsebit.errors import BudgetError, CalibrationError, ConfigError
 from sparsebit.sparse import SparseModel, model_size
+from tests.quantization.tiny import MaskFirst, Mixed, masked_batches
 from tests.sparse.nets import Chain, Depthwise, Residual, Transformer, images
 
 pytest.importorskip("scipy")
@@ -69,3 +70,8 @@ def test_what_cannot_be_is_refused() -> None:
         smodel.choose_ratios({"macs": 0.001}, [images()])
     with pytest.raises(ConfigError, match="SCOPE: layer"):
         smodel_of(Chain(), SCOPE="global").choose_ratios({"macs": 0.5}, [images()])
+
+
+def test_multiplications_are_those_of_one_sample_whichever_argument_comes_first() -> None:
+    (mask, x), (y, _) = masked_batches(first=True)[0], masked_batches(first=False)[0]
+    assert model_size(MaskFirst(), (mask, x)).macs == model_size(Mixed(), (y, mask)).macs

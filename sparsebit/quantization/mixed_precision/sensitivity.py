@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from sparsebit.config.selectors import near_names
 from sparsebit.errors import CalibrationError, ConfigError, RecordError
-from sparsebit.execution.batches import as_call, to_device
+from sparsebit.execution.batches import as_call, num_samples, to_device
 from sparsebit.progress import track
 from sparsebit.quantization.algorithms.applying import require_repeatable
 from sparsebit.quantization.mixed_precision.candidates import Candidates, candidates_of, quantized
@@ -220,12 +220,12 @@ class _Run:
     # --- all sites in one backward pass
 
     def backward(self, call: Any, generator: torch.Generator, loss: tuple[Loss, Any] | None) -> None:
-        num_samples = _num_samples(call)
         found: dict[tuple[str, int], Tensor] = {}
         leaves: list[Tensor] = []
+        count = 0  # of samples; known before the first gradient
 
         def note(site: str, bits: int, gradient: Tensor, error: Tensor) -> None:
-            product = products(gradient, error, num_samples)
+            product = products(gradient, error, count)
             found[site, bits] = found[site, bits] + product if (site, bits) in found else product
 
         def watched(output: Tensor, error_of: Callable[[str, int], Tensor], site: str) -> Tensor:
@@ -269,7 +269,8 @@ class _Run:
                 stack.callback(quantizer.register_forward_hook(of_quantizer).remove)
             with torch.enable_grad():
                 output = self.qmodel(*call[0], **call[1])
-                target = self._target(output, generator) if loss is None else _mean_loss(*loss, output) * num_samples
+                count = num_samples(call, output)
+                target = self._target(output, generator) if loss is None else _mean_loss(*loss, output) * count
                 if not leaves or not target.requires_grad:
                     raise CalibrationError(
                         "no gradient reaches the quantized tensors (the model's own code runs without gradients); use "
@@ -278,7 +279,7 @@ class _Run:
                 torch.autograd.grad(target, leaves, allow_unused=True)
         for (site, bits), product in found.items():
             self.sums[site][bits] += 0.5 * float(product.double().square().sum())
-        self.num_samples += num_samples
+        self.num_samples += count
         self.num_batches += 1
 
     def _target(self, output: Any, generator: torch.Generator) -> Tensor:
@@ -306,6 +307,7 @@ class _Run:
             return [tensor.float() for tensor in _float_tensors(self.qmodel(*given[0], **given[1]))]
 
         original = run()
+        count = num_samples(call, original)
         if method == "kl" and self.outputs == "values":
             raise ConfigError('sensitivity(method="kl", outputs="values"): values have no divergence; use "sqnr"')
         if method == "kl" and not self._has_scores(original):
@@ -326,9 +328,9 @@ class _Run:
                         sum(float(part.double().square().sum()) for part in parts)
                         for parts in ([a - b for a, b in pairs], original)
                     )
-                    value = noise / signal * _num_samples(call) if signal else 0.0
+                    value = noise / signal * count if signal else 0.0
                 self.sums[site][bits] += value
-        self.num_samples += _num_samples(call)
+        self.num_samples += count
         self.num_batches += 1
 
     @contextlib.contextmanager
@@ -397,11 +399,6 @@ def _bits(candidates: Sequence[int], own: int) -> list[int]:
 def _float_tensors(output: Any) -> list[Tensor]:
     leaves = pytree.tree_leaves(output)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel()]
-
-
-def _num_samples(call: Any) -> int:
-    tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
-    return len(tensors[0]) if tensors and tensors[0].ndim else 1
 
 
 def require_sites(scores: Iterable[str], plan: Plan) -> None:

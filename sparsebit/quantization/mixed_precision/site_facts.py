@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from sparsebit.execution.batches import Call
+from sparsebit.execution.batches import Call, num_samples
 from sparsebit.graph.values import copied
 from sparsebit.quantization.ops.layer_call import current_weight
 from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
@@ -147,29 +147,33 @@ def _shapes(
     quantizers: dict[str, Quantizer], layers: list[WeightedQuantOpr], run: Any, call: Call
 ) -> tuple[dict[str, int], _Calls]:
     """Elements of each activation in one sample, and the input and output of each call of a layer, by its id."""
-    tensors = [value for value in (*call[0], *call[1].values()) if isinstance(value, Tensor)]
-    num_samples = len(tensors[0]) if tensors and tensors[0].ndim else 1
     sizes: dict[str, int] = {}
     outputs: _Calls = {}
 
     def of_quantizer(quantizer: Any, inputs: tuple[Any, ...]) -> None:
         if isinstance(inputs[0], Tensor) and quantizer.target != "weight":
-            sizes[quantizer.name] = max(1, inputs[0].numel() // num_samples)
+            sizes[quantizer.name] = inputs[0].numel()
 
     def of_layer(layer: QuantOpr, inputs: tuple[Any, ...], output: Any) -> None:
         if inputs and isinstance(inputs[0], Tensor) and isinstance(output, Tensor):
-            meta = (inputs[0].to("meta"), output.to("meta"))
-            of_one = (meta[0][:1], meta[1][:1]) if len(inputs[0]) == num_samples else meta
-            outputs.setdefault(id(layer), []).append(of_one)
+            outputs.setdefault(id(layer), []).append((inputs[0].to("meta"), output.to("meta")))
 
     handles = [quantizer.register_forward_pre_hook(of_quantizer) for quantizer in quantizers.values()]
     handles += [layer.register_forward_hook(of_layer) for layer in layers]
     try:
-        run(*call[0], **call[1])
+        answer = run(*call[0], **call[1])
     finally:
         for handle in handles:
             handle.remove()
-    return sizes, outputs
+    count = max(1, num_samples(call, answer))
+
+    def of_one(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return (x[:1], y[:1]) if x.ndim and len(x) == count else (x, y)
+
+    return (
+        {name: max(1, size // count) for name, size in sizes.items()},
+        {layer: [of_one(*seen) for seen in found] for layer, found in outputs.items()},
+    )
 
 
 def _products(

@@ -7,16 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.deploy.sessions import require_runtime
 from sparsebit.deploy.stopwatch import Stopwatch
 from sparsebit.deploy.to_onnx import flat_inputs, in_order
 from sparsebit.errors import ConfigError, DeploymentError
-from sparsebit.execution.batches import Call, calls
-from sparsebit.graph.nested import map_nested
+from sparsebit.execution.batches import Call, calls, num_samples_run, rows_of
 from sparsebit.quantization.export import check_ready, switched_on, trace_onnx
 from sparsebit.quantization.ops.quant_opr import QShared
 from sparsebit.quantization.placement_search.traced_graph import TracedGraph
@@ -81,22 +77,13 @@ def _samples(qmodel: QuantModel, batches: Iterable[Any], wish: str) -> list[Call
     signature = inspect.signature(qmodel.original.forward)
     for call in calls(batches, qmodel.original, qmodel.device):
         call = call[0], in_order(call[1], signature)
-        tensors = flat_inputs(*call)
-        size = len(tensors[0]) if tensors and tensors[0].ndim else 1
-        found += [_sample(call, place, size) for place in range(min(size, NUM_SAMPLES - len(found)))]
+        size = num_samples_run(call, qmodel)
+        found += [rows_of(call, size, place, 1) for place in range(min(size, NUM_SAMPLES - len(found)))]
         if len(found) >= NUM_SAMPLES:
             break
     if not found:
         raise ConfigError(f"{wish}: no batches were given; give those of the calibration")
     return found
-
-
-def _sample(call: Call, place: int, size: int) -> Call:
-    def cut(tensor: Tensor) -> Tensor:
-        return tensor[place : place + 1] if tensor.ndim and tensor.shape[0] == size else tensor
-
-    with torch.no_grad():
-        return map_nested(Tensor, cut, call[0]), map_nested(Tensor, cut, call[1])
 
 
 def _as_data(call: Call) -> Any:

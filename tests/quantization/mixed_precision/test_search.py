@@ -18,6 +18,8 @@ from sparsebit.quantization import (
     search_bits,
     sensitivity,
 )
+from sparsebit.quantization.mixed_precision.site_facts import facts_of
+from tests.quantization.tiny import MaskFirst, Mixed, masked_batches
 
 pytest.importorskip("scipy")
 
@@ -274,3 +276,15 @@ def test_graphs_inside_of_code_that_cannot_be_traced() -> None:
     found = search_bits(qmodel, batches(), budgets, weight_bits=(4, 8), activation_bits=(4, 8))
     assert {"block.conv1.weight", "head.weight", "block.add.input.1"} <= set(found.bits)
     assert {4, 8} == {bits for site, bits in found.bits.items() if site.endswith("weight")}
+
+
+def test_the_facts_of_a_model_do_not_depend_on_the_order_of_its_arguments() -> None:
+    facts = []
+    for model, first in ((Mixed(), False), (MaskFirst(), True)):
+        data = masked_batches(first=first, num_batches=1)
+        qmodel = sparsebit.quantize(model, [*data, *data], CONFIG)
+        facts.append(facts_of(qmodel.model, qmodel.plan, qmodel, (data[0], {})))
+    counts = [{product.layer: product.num_multiplications for product in found.products} for found in facts]
+    assert counts[0] == counts[1] == {"first": 5 * 6 * 8, "second": 5 * 8 * 3}
+    sizes = [{name: site.num_elements for name, site in found.sites.items()} for found in facts]
+    assert sizes[0] == sizes[1]

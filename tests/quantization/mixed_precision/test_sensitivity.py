@@ -17,6 +17,7 @@ from sparsebit.quantization.mixed_precision.sensitivity_math import (
     products,
     value_direction,
 )
+from tests.quantization.tiny import MaskFirst, Mixed, masked_batches
 
 CONFIG = "{DEVICE: cpu, W: {QUANTIZER: {BIT: 8}}, A: {QUANTIZER: {BIT: 8}, QADD: {ENABLE_QUANT: true}}}"
 
@@ -184,3 +185,19 @@ class TestMath:
         x = torch.randn(4, 3)
         assert float(divergence(x + 5, x)) == pytest.approx(0, abs=1e-6)
         assert float(divergence(x.flip(1), x)) > 0
+
+
+@pytest.mark.parametrize("method", ["gradient", "sqnr", "kl"])
+def test_samples_are_counted_whichever_argument_comes_first(method: Any) -> None:
+    found = [
+        sensitivity(
+            sparsebit.quantize(model, masked_batches(first=first), CONFIG),
+            masked_batches(first=first),
+            method=method,
+            weight_bits=(4, 8),
+        )
+        for model, first in ((Mixed(), False), (MaskFirst(), True))
+    ]
+    assert [one.num_samples for one in found] == [8, 8]
+    for site, row in found[0].scores.items():
+        assert found[1].scores[site] == pytest.approx(row, rel=1e-4)

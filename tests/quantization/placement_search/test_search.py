@@ -17,6 +17,7 @@ from sparsebit.deploy.stopwatch import Stopwatch, Timed
 from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.placement_search import PlacementProfile, apply_placement, measure_placement, tracing
+from tests.quantization.tiny import MaskFirst, masked_batches
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -210,3 +211,9 @@ def test_a_backend_without_a_runtime_here_is_refused() -> None:
     model = sparsebit.quantize(Net().eval(), [BATCH], "tensorrt")
     with pytest.raises(ConfigError, match="no runtime here"):
         measure_placement(model, [BATCH])
+
+
+def test_one_sample_is_cut_from_the_inputs_that_have_samples() -> None:
+    masked = sparsebit.quantize(MaskFirst(), masked_batches(first=True), "onnxruntime")
+    found = tracing.traced(masked, masked_batches(first=True), "measure_placement()", "placement", stopwatch=Fake({}))
+    assert found.shapes == ((5, 5), (1, 5, 6))
