@@ -7,11 +7,12 @@ of other tools have no such file, and are not checked.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,12 @@ def check_files(folder: Path) -> None:
         )
     for name in changed:
         log.warning("%s has changed since the folder was written (%s)", folder / name, CHECKSUMS)
+
+
+def fingerprint(folder: Path, files: Iterable[Path], settings: Mapping[str, Any]) -> str:
+    """One value for all bytes of `files` in `folder` and for `settings`: another model has another one."""
+    facts = _facts(folder, sorted({path.name for path in files}))
+    return hashlib.sha256(json.dumps([facts, settings], sort_keys=True).encode()).hexdigest()
 
 
 def _facts(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:

@@ -16,12 +16,12 @@ from typing import Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparsebit.errors import ConfigError
 from sparsebit.folders import put_in_place, staging_folder
 from sparsebit.llm.calibration_text import need_embeddings, need_positions
-from sparsebit.llm.file_checksums import write_checksums
+from sparsebit.llm.file_checksums import fingerprint, write_checksums
 from sparsebit.llm.finetuning.instructions import Sample, read_instructions
 from sparsebit.llm.finetuning.packed_lora import peft_module
 from sparsebit.llm.finetuning.pipeline_stage import load_stage
@@ -31,13 +31,15 @@ from sparsebit.llm.finetuning.training_loop import Training
 from sparsebit.llm.finetuning.tuning import Tuning
 from sparsebit.llm.hub_classes import load_tokenizer
 from sparsebit.llm.loading import load
+from sparsebit.llm.model_folder import ModelFolder
 from sparsebit.llm.process_group import joined
 from sparsebit.llm.run_folder import RunFolder, hold_run
 from sparsebit.progress import track
-from sparsebit.tensor_files import digest, save_tensors
+from sparsebit.tensor_files import save_tensors
 
 log = logging.getLogger(__name__)
 RECORD = "training.json"
+_NOT_COMPARED = ("transformers_version", "_name_or_path")  # entries of config.json that decide nothing
 Parallel = Literal["ddp", "fsdp", "pipeline"]
 PARALLEL: tuple[Parallel, ...] = get_args(Parallel)
 
@@ -113,7 +115,6 @@ def finetune(
             stage = load_stage(model, rank, dtype=dtype, trust_remote_code=trust_remote_code)
             need_embeddings(highest, stage.model)
             need_positions(longest, stage.model)
-            settings = _settings(tuning, samples, stage.model, dtype)
             run = PipelineTraining(stage, *rest)
         else:
             # Blocks that are sharded come to the device one by one.
@@ -121,11 +122,10 @@ def finetune(
             backbone = load(model, dtype=dtype, device=where, trust_remote_code=trust_remote_code)
             need_embeddings(highest, backbone)
             need_positions(longest, backbone)
-            settings = _settings(tuning, samples, backbone, dtype)
             run = (ShardedTraining if parallel == "fsdp" else Training)(backbone, *rest)
         stages = rank.count if parallel == "pipeline" else 1
-        settings |= {"optimizer": run.optimizer_name, "stages": stages}
-        rank.from_first(lambda: RunFolder(partial, settings).path)
+        more = {"optimizer": run.optimizer_name, "stages": stages}
+        rank.from_first(lambda: RunFolder(partial, _settings(tuning, samples, Path(model), dtype) | more).path)
         num_resumed = run.resume(partial)
         with torch.random.fork_rng(devices=[rank.device] if rank.device.type == "cuda" else []):
             for step in track(range(num_resumed, run.num_steps), "fine-tuning"):
@@ -152,18 +152,15 @@ def finetune(
     return found
 
 
-def _settings(tuning: Tuning, samples: Sequence[Sample], backbone: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
-    """What decides the result. Of each weight of the backbone the first values stand for all."""
+def _settings(tuning: Tuning, samples: Sequence[Sample], model: Path, dtype: torch.dtype) -> dict[str, Any]:
+    """What decides the result: of the model all bytes of its weights and code, and its config."""
     tokens = json.dumps([[sample.tokens, sample.is_learned] for sample in samples])
-    firsts = {
-        name: tensor.detach().flatten()[:1024].cpu()
-        for name, tensor in [*backbone.named_parameters(), *backbone.named_buffers()]
-        if not tensor.is_meta  # of another stage of a pipeline
-    }
+    folder = ModelFolder(model)
+    config = {key: value for key, value in folder.config.items() if key not in _NOT_COMPARED}
     return {
         "tuning": asdict(tuning) | {"targets": list(tuning.targets)},
         "data": hashlib.sha256(tokens.encode()).hexdigest(),
-        "model": digest(firsts),
+        "model": fingerprint(model, [*folder.files.values(), *model.glob("*.py")], config),
         "dtype": str(dtype),
     }
 

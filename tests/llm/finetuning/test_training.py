@@ -117,6 +117,24 @@ def test_an_interrupted_run_goes_on_with_the_same_result(tmp_path: Path, monkeyp
     assert resumed.losses == whole.losses and weights(resumed.folder) == weights(whole.folder)
 
 
+@pytest.mark.parametrize("changed", ["last weight", "config"])
+def test_another_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
+    model, data = packed_model(tmp_path), instructions(tmp_path)
+    monkeypatch.setattr(training, "_write", lambda *_: None)  # the states stay
+    finetune(model, data, tmp_path / "out", replace(TUNING, max_steps=1), save_every=1)
+    (model / "checksums.json").unlink()
+    if changed == "config":
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    else:
+        file = max(model.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+        content = bytearray(file.read_bytes())
+        content[-3] ^= 1
+        file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="its model differ"):
+        finetune(model, data, tmp_path / "out", replace(TUNING, max_steps=1), save_every=1)
+
+
 def test_a_damaged_state_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, data = packed_model(tmp_path), instructions(tmp_path)
     monkeypatch.setattr(training, "_write", lambda *_: None)  # the states stay
