@@ -14,16 +14,7 @@ from sparsebit.errors import CaptureError
 from sparsebit.graph.capture import capture
 from sparsebit.graph.passes.fold_batchnorm import can_fold, fold_batchnorm
 from sparsebit.graph.passes.normalize import normalize
-
-
-def with_statistics(norm: Any) -> Any:
-    if norm.running_mean is not None:
-        norm.running_mean.normal_()
-        norm.running_var.uniform_(0.5, 2)
-    if norm.affine:
-        nn.init.normal_(norm.weight)
-        nn.init.normal_(norm.bias)
-    return norm
+from tests.graph.passes.norms import with_statistics
 
 
 def norms(graph_module: nn.Module) -> int:

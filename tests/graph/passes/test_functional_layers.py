@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from sparsebit.graph.capture import capture
 from sparsebit.graph.passes.fold_batchnorm import fold_batchnorm
 from sparsebit.graph.passes.functional_layers import lift_functional_layers
+from tests.graph.passes.norms import with_statistics
 
 
 class SamePadding(nn.Conv2d):
@@ -55,10 +56,7 @@ def test_a_layer_with_a_forward_of_its_own(layer: nn.Module, kind: type[nn.Modul
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 def test_folding_reaches_the_own_code_too(bias: bool) -> None:
-    norm = nn.BatchNorm2d(6)
-    norm.running_mean.normal_()  # type: ignore[union-attr]
-    norm.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
-    model = nn.Sequential(SamePadding(4, 6, 3, bias=bias), norm)
+    model = nn.Sequential(SamePadding(4, 6, 3, bias=bias), with_statistics(nn.BatchNorm2d(6)))
     region = lifted(model)
     assert fold_batchnorm(region.graph_module) == 1
     x = torch.randn(2, 4, 5, 5)
@@ -81,10 +79,7 @@ class ReadsItsWeight(nn.Conv2d):
 
 @pytest.mark.parametrize(("numbers", "folded"), [(False, 1), (True, 0)], ids=["shape", "numbers"])
 def test_a_layer_that_reads_the_shape_of_its_weight_is_folded(numbers: bool, folded: int) -> None:
-    norm = nn.BatchNorm2d(6)
-    norm.running_mean.normal_()  # type: ignore[union-attr]
-    norm.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
-    model = nn.Sequential(ReadsItsWeight(numbers=numbers), norm)
+    model = nn.Sequential(ReadsItsWeight(numbers=numbers), with_statistics(nn.BatchNorm2d(6)))
     region = lifted(model)
     assert fold_batchnorm(region.graph_module) == folded
     x = torch.randn(2, 4, 5, 5)

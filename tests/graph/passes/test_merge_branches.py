@@ -15,6 +15,7 @@ from sparsebit.graph.passes.merge_branches import merge_branches
 from sparsebit.graph.passes.normalize import normalize
 from sparsebit.graph.passes.simplify import simplify
 from sparsebit.quantization import QuantModel
+from tests.graph.passes.norms import with_statistics
 from tests.quantization.tiny import qconfig
 
 
@@ -30,17 +31,6 @@ class Sum(nn.Module):
         if self.adds_input:
             total = total + x
         return torch.relu(total)
-
-
-def norm(kind: type, channels: int, **options: Any) -> Any:
-    made = kind(channels, **options)
-    if made.running_mean is not None:
-        made.running_mean.normal_()
-        made.running_var.uniform_(0.5, 2)
-    if made.affine:
-        nn.init.normal_(made.weight)
-        nn.init.normal_(made.bias)
-    return made
 
 
 def check(model: nn.Module, x: Tensor, merged: int) -> Any:
@@ -63,7 +53,11 @@ def layers(region: Any) -> int:
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 def test_a_block_of_repvgg(groups: int, bias: bool) -> None:
     options = {"groups": groups, "bias": bias}
-    branches = nn.Conv2d(8, 8, 3, padding=1, **options), nn.Conv2d(8, 8, 1, **options), norm(nn.BatchNorm2d, 8)
+    branches = (
+        nn.Conv2d(8, 8, 3, padding=1, **options),
+        nn.Conv2d(8, 8, 1, **options),
+        with_statistics(nn.BatchNorm2d(8)),
+    )
     region = check(Sum(*branches), torch.randn(2, 8, 7, 6), 2)
     assert layers(region) == 1
     assert len(region.graph_module.graph.nodes) == 4  # x, the convolution, relu, the output: no addition of zero
@@ -75,7 +69,11 @@ def test_a_block_of_repvgg(groups: int, bias: bool) -> None:
     ids=["1d", "3d"],
 )
 def test_other_dimensions(convolution: Any, batch_norm: Any, size: tuple[int, ...]) -> None:
-    branches = convolution(4, 4, 5, padding=2), convolution(4, 4, 3, padding=1), norm(batch_norm, 4, affine=False)
+    branches = (
+        convolution(4, 4, 5, padding=2),
+        convolution(4, 4, 3, padding=1),
+        with_statistics(batch_norm(4, affine=False)),
+    )
     check(Sum(*branches), torch.randn(2, 4, *size), 2)
 
 
@@ -83,7 +81,7 @@ def test_strides_dilation_and_kernels_that_are_not_square() -> None:
     x = torch.randn(2, 4, 9, 11)
     check(Sum(nn.Conv2d(4, 6, 3, 2, 1), nn.Conv2d(4, 6, 1, 2)), x, 1)
     wide = nn.Conv2d(4, 4, (3, 5), padding=(2, 4), dilation=2), nn.Conv2d(4, 4, (1, 3), padding=(0, 2), dilation=2)
-    check(Sum(*wide, norm(nn.BatchNorm2d, 4)), x, 2)
+    check(Sum(*wide, with_statistics(nn.BatchNorm2d(4))), x, 2)
     check(Sum(nn.Conv2d(4, 4, (1, 3), padding=(0, 1)), nn.Conv2d(4, 4, (3, 1), padding=(1, 0))), x, 0)
 
 
@@ -117,7 +115,7 @@ class Difference(Sum):
 
 
 def test_differences() -> None:
-    branches = nn.Conv2d(4, 4, 3, padding=1), norm(nn.BatchNorm2d, 4), nn.Conv2d(4, 4, 1)
+    branches = nn.Conv2d(4, 4, 3, padding=1), with_statistics(nn.BatchNorm2d(4)), nn.Conv2d(4, 4, 1)
     region = check(Difference(*branches), torch.randn(2, 4, 7, 7), 2)
     assert len(region.graph_module.graph.nodes) == 5
 
@@ -161,7 +159,7 @@ def test_layers_that_others_use_stay() -> None:
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    block = Sum(nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1), norm(nn.BatchNorm2d, 8))
+    block = Sum(nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1), with_statistics(nn.BatchNorm2d(8)))
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), block, nn.Flatten(), nn.Linear(8 * 36, 5)).eval()
 
 

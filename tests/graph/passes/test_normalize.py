@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from sparsebit.graph.capture import capture
 from sparsebit.graph.passes.normalize import normalize
+from tests.graph.passes.norms import with_statistics
 
 
 class BatchNormAct(nn.BatchNorm2d):
@@ -58,16 +59,6 @@ class Unaffine(nn.BatchNorm2d):
         if self.training:
             return x
         return F.batch_norm(x, self.running_mean, self.running_var, None, None, False, 0.0, self.eps)
-
-
-def with_statistics(norm: nn.BatchNorm2d) -> nn.BatchNorm2d:
-    if norm.running_mean is not None and norm.running_var is not None:
-        norm.running_mean.normal_()
-        norm.running_var.uniform_(0.5, 2)
-    if norm.affine:
-        nn.init.normal_(norm.weight)
-        nn.init.normal_(norm.bias)
-    return norm
 
 
 def captured_and_normalized(model: nn.Module) -> Any:
