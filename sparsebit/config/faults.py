@@ -77,7 +77,11 @@ def faults_of(invalid: ValidationError, model: Model, prefix: Names = ()) -> lis
         elif isinstance(cause, Reasons):
             faults.extend(Fault((*prefix, *_path(entry)), reason) for reason in cause.reasons)
         else:
-            faults.append(_wrong_value(model, entry, cause, prefix))
+            fault = _wrong_value(model, entry, cause, prefix)
+            # Of a key that takes several types, pydantic tells a fault for each of them, below the key.
+            is_of_a_type = len(fault.key) < len(prefix) + len(_path(entry))
+            if not is_of_a_type or all(fault.key != other.key for other in faults):
+                faults.append(fault)
     return faults
 
 

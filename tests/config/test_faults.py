@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 
-from sparsebit.config.faults import Fault, error, given, unknown_key
+from sparsebit.config.faults import Fault, all_faults, error, given, unknown_key
 from sparsebit.config.reading import Document
 from sparsebit.config.schema import QuantConfig
+from sparsebit.config.section import Section
 
 BIT = Fault(("W", "QUANTIZER", "BIT"), "too many", "=99")
 DEVICE = Fault(("DEVICE",), "no such thing", "='tpu'")
@@ -67,3 +70,14 @@ def test_given(value: object, shown: str) -> None:
 
 def test_given_is_short() -> None:
     assert len(given("x" * 10_000)) < 80 and len(given(list(range(10_000)))) < 80
+
+
+@pytest.mark.parametrize("value", ["a", [3], 3])
+def test_a_key_that_takes_several_types_has_one_fault(value: object) -> None:
+    class Options(Section):
+        BLOCKS: Literal["layers", "network"] | tuple[str, ...] | None = None
+        NAMES: tuple[str, ...] = ()
+
+    (fault,) = all_faults({"BLOCKS": value}, Options)
+    assert str(fault) == f"BLOCKS={value!r}: allowed: layers, network or a list, each text or null"
+    assert len(all_faults({"BLOCKS": value, "NAMES": [1, 2]}, Options)) == 3
