@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from sparsebit.errors import CalibrationError
+from sparsebit.graph.inference_mode import as_ordinary
 from sparsebit.graph.nested import map_nested, tensors_of
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -48,7 +49,8 @@ def calls(batches: Iterable[Any], model: nn.Module, device: torch.device | str |
 
 
 def to_device(value: Any, device: torch.device | str | None) -> Any:
-    """The same nested structure with its tensors on `device`."""
+    """The same nested structure with its tensors on `device`; those that were made in inference mode are copied."""
+    value = as_ordinary(value)
     return value if device is None else map_nested(torch.Tensor, lambda tensor: tensor.to(device), value)
 
 

@@ -37,7 +37,11 @@ def copy_model(model: nn.Module, *, share_parameters: bool = False, share: Itera
     memo.update(without_history(model))
     memo.update(_empty_containers(model))
     try:
-        with torch.no_grad():  # else the parameters of a ScriptModule's copy pass their gradients to the original's
+        # Without inference mode, in which tensors that no gradient can be taken of are copied as such.
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):  # else the parameters of a ScriptModule's copy pass their gradients to the original's
             copied = copy.deepcopy(model, memo)
     except Exception as error:
         raise CaptureError(

@@ -10,6 +10,7 @@ from sparsebit.execution.batches import Call
 from sparsebit.execution.distributed import gather
 from sparsebit.execution.value_store import MIB
 from sparsebit.graph.call_form import call_form
+from sparsebit.graph.inference_mode import ordinary_tensors
 from sparsebit.quantization.calibration import CalibrationRunner
 from sparsebit.quantization.simulation import shown
 from sparsebit.quantization.training import TrainableModel
@@ -74,6 +75,7 @@ class CalibratedModel(TrainableModel):
         self._runner.prepare()
         self._proof_is_due, self._first_call_is_due = bool(self._verifies), False
 
+    @ordinary_tensors()
     def calc_qparams(self, asym: bool = False, w_quant: bool = False, a_quant: bool = False) -> None:
         """Scales and zero points from what was gathered.
 

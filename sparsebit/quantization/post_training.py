@@ -15,6 +15,7 @@ from sparsebit.config.reading import Source
 from sparsebit.config.schema import QuantConfig
 from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.execution.batches import Call, calls, num_samples
+from sparsebit.graph.inference_mode import ordinary_tensors
 from sparsebit.progress import track
 from sparsebit.quantization.algorithms.applying import apply_algorithms, require_repeatable
 from sparsebit.quantization.effort import Effort, with_effort
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 FEWEST_SAMPLES = 8
 
 
+@ordinary_tensors()
 def quantize(
     model: nn.Module,
     batches: Iterable[Any] | None = None,

@@ -24,6 +24,7 @@ from sparsebit.graph.call_form import VARYING, CallForm, call_form
 from sparsebit.graph.capture import Captured
 from sparsebit.graph.copying import uncompiled
 from sparsebit.graph.example import GuardError
+from sparsebit.graph.inference_mode import ordinary_model
 from sparsebit.graph.leaf_policy import LeafPolicy
 from sparsebit.graph.outcome import undisturbed_randomness
 from sparsebit.graph.passes.fold_batchnorm import Absorbed
@@ -99,7 +100,7 @@ class SimulatedModel(nn.Module):
         require_device(config)
         self.config, self._given_plan, self._transforms = config, plan, tuple(transforms)
         # In a tuple, so that it is no child module. It is kept to capture again if a call has another form.
-        model = uncompiled(model)
+        model = ordinary_model(uncompiled(model))
         self._original = (model,)
         self.training = model.training  # when the model is captured again, all modules are put into this mode
         self._policy = policy or self._leaf_policy(config)

@@ -16,6 +16,7 @@ from sparsebit.deploy.stopwatch import Stopwatch
 from sparsebit.errors import CaptureError, ConfigError
 from sparsebit.execution.batches import calls
 from sparsebit.graph.copying import copy_model, uncompiled
+from sparsebit.graph.inference_mode import ordinary_tensors
 from sparsebit.sparse.added_layers import weights_before_add
 from sparsebit.sparse.block_selection import mask_blocks, plan_without, select_blocks
 from sparsebit.sparse.channel_groups import Group, Unit, layers_of
@@ -59,6 +60,7 @@ class SparseModel(nn.Module):
     `eval()`; gradients of pruned weights are zero.
     """
 
+    @ordinary_tensors()
     def __init__(self, model: nn.Module, config: Source | SparseConfig, example_inputs: Any = None) -> None:
         super().__init__()
         self.config = parse_sconfig(config)
@@ -117,6 +119,7 @@ class SparseModel(nn.Module):
 
     # Masks
 
+    @ordinary_tensors()
     def calc_params(self, batches: Iterable[Any] | None = None, loss: Loss | None = None) -> None:
         """Compute the masks of the next step of the schedule (the only one, by default) and put zeros in.
 

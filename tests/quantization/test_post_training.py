@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import sparsebit
 from sparsebit.errors import CalibrationError, CaptureError, CheckpointError, ConfigError
-from sparsebit.quantization import QuantModel
+from sparsebit.quantization import QuantModel, correct_biases, equalize, gptq, reconstruct, sensitivity
 from sparsebit.quantization.quant_config import as_qconfig
 from tests.quantization.tiny import MaskFirst, Residual, TwoLayers, masked_batches, qconfig, site
 
@@ -177,3 +178,56 @@ def test_a_folder_to_resume_from_without_algorithms_is_refused(tmp_path: Path) -
     with pytest.raises(ConfigError, match="the config names none"):
         sparsebit.quantize(TwoLayers(), [X], qconfig(), resume=tmp_path / "kept")
     sparsebit.quantize(TwoLayers(), [X], qconfig(), effort="good", resume=tmp_path / "kept")  # 8 bits: nothing to do
+
+
+def train(qmodel: QuantModel) -> None:
+    qmodel.train()
+    qmodel(torch.randn(8, 6)).square().mean().backward()
+
+
+AFTERWARDS: dict[str, Callable[[QuantModel, list[Tensor]], object]] = {
+    "nothing": lambda qmodel, data: None,
+    "reconstruct": lambda qmodel, data: reconstruct(qmodel, data, steps=4),
+    "gptq": lambda qmodel, data: gptq(qmodel, data),
+    "equalize": lambda qmodel, data: equalize(qmodel, data),
+    "correct_biases": lambda qmodel, data: correct_biases(qmodel, data),
+    "sensitivity": lambda qmodel, data: sensitivity(qmodel, data),
+    "train": lambda qmodel, data: train(qmodel),
+}
+
+
+class TestInferenceMode:
+    """Tensors that are made in it take no gradient: the model, the data, and what is made by the calls."""
+
+    @pytest.mark.parametrize("name", AFTERWARDS)
+    def test_model_data_and_calibration(self, name: str) -> None:
+        with torch.inference_mode():
+            torch.manual_seed(0)
+            model, data = TwoLayers(), [torch.randn(16, 6)]
+            qmodel = sparsebit.quantize(model, data, qconfig(bits=4))
+        AFTERWARDS[name](qmodel, data)
+        torch.manual_seed(0)
+        same = sparsebit.quantize(TwoLayers(), [torch.randn(16, 6)], qconfig(bits=4))
+        AFTERWARDS[name](same, data)
+        qmodel.eval(), same.eval()
+        with torch.no_grad():
+            assert torch.equal(qmodel(data[0]), same(data[0]))
+
+    @pytest.mark.parametrize("name", [name for name in AFTERWARDS if name != "train"])
+    def test_a_call_in_it(self, name: str) -> None:
+        data = [torch.randn(16, 6)]
+        qmodel = sparsebit.quantize(TwoLayers(), data, qconfig(bits=4))
+        with torch.inference_mode():
+            AFTERWARDS[name](qmodel, data)
+        train(qmodel)
+
+    @pytest.mark.parametrize("effort", ["good", "best"])
+    def test_efforts(self, effort: Any) -> None:
+        with torch.inference_mode():
+            model, data = TwoLayers(), [torch.randn(16, 6)]
+        train(sparsebit.quantize(model, data, qconfig(bits=4), effort=effort))
+
+    def test_an_example(self) -> None:
+        with torch.inference_mode():
+            model, x = TwoLayers(), torch.randn(16, 6)
+        train(QuantModel(model, qconfig(), example_inputs=x))

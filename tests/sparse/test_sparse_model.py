@@ -357,3 +357,14 @@ def test_channels_that_are_silent_or_flat_go_first() -> None:
     ).eval()
     smodel.calc_params([images()])
     assert not smodel.masks["a.weight"][5].any()
+
+
+@pytest.mark.parametrize("kind", ["structured", "unstructured"])
+def test_a_model_that_was_made_in_inference_mode_can_be_trained(kind: str) -> None:
+    with torch.inference_mode():
+        model, x = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), torch.randn(4, 6)
+        smodel = SparseModel(model, config(TYPE=kind, STRATEGY="l1norm", RATIO=0.5), x)
+        smodel.calc_params()
+    smodel.train()
+    smodel(torch.randn(4, 6)).sum().backward()
+    assert all(parameter.grad is not None for parameter in smodel.parameters())

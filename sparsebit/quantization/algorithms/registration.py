@@ -16,6 +16,7 @@ from sparsebit.config.options import check_options
 from sparsebit.config.section import Section
 from sparsebit.config.steps import Step
 from sparsebit.errors import ConfigError
+from sparsebit.graph.inference_mode import ordinary_tensors
 from sparsebit.records.phases import phase
 from sparsebit.registry import ALGORITHMS
 
@@ -55,7 +56,7 @@ def register_algorithm(
         @functools.wraps(function)
         def noted(qmodel: Applied, *args: Any, **kwargs: Any) -> Any:
             _check_call(function, section, kwargs)
-            with phase(name.lower()):
+            with phase(name.lower()), ordinary_tensors():
                 result = function(qmodel, *args, **kwargs)
             qmodel.applied_algorithms = (*getattr(qmodel, "applied_algorithms", ()), name.lower())
             return result

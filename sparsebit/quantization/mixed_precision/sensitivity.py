@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from sparsebit.config.selectors import near_names
 from sparsebit.errors import CalibrationError, ConfigError, RecordError
 from sparsebit.execution.batches import as_call, num_samples, to_device
+from sparsebit.graph.inference_mode import ordinary_tensors
 from sparsebit.progress import track
 from sparsebit.quantization.algorithms.applying import require_repeatable
 from sparsebit.quantization.mixed_precision.candidates import Candidates, candidates_of, quantized
@@ -103,6 +104,7 @@ class Sensitivity:
         )
 
 
+@ordinary_tensors()
 def sensitivity(
     qmodel: CalibratedModel,
     data: Any,
