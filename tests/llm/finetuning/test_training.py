@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from sparsebit.errors import CheckpointError, ConfigError
 from sparsebit.folders import alone_in
 from sparsebit.llm import QuantLinear, finetune, load, load_adapter
 from sparsebit.llm.finetuning import training, training_loop
 from sparsebit.llm.finetuning.packed_lora import add_adapter
+from sparsebit.llm.model_folder import ModelFolder
 from tests.llm.finetuning.tasks import TUNING, instructions, packed_model
 from tests.llm.tiny_models import loaded, saved, tiny_model, with_tokenizer
 
@@ -127,10 +129,10 @@ def test_another_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         config = json.loads((model / "config.json").read_text())
         (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
     else:
-        file = max(model.glob("*.safetensors"), key=lambda path: path.stat().st_size)
-        content = bytearray(file.read_bytes())
-        content[-3] ^= 1
-        file.write_bytes(content)
+        file = ModelFolder(model).files["model.embed_tokens.weight"]
+        tensors = load_file(file)
+        tensors["model.embed_tokens.weight"][-1, -1] += 1
+        save_file(tensors, file)
     with pytest.raises(CheckpointError, match="its model differ"):
         finetune(model, data, tmp_path / "out", replace(TUNING, max_steps=1), save_every=1)
 
