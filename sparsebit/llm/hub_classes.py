@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sparsebit.errors import CheckpointError, MissingExtraError
+from sparsebit.llm.sentencepiece_file import is_sentencepiece
 
+log = logging.getLogger(__name__)
 # A model has one of these files: fast tokenizers, those of sentencepiece and of tiktoken, and those of GPT-2's kind.
 _TOKENIZERS = (
     "tokenizer.json",
@@ -18,6 +22,7 @@ _TOKENIZERS = (
     "vocab.txt",
     "tokenizer_config.json",
 )
+_SAMPLE = "The quick brown fox, 1234 naïve dogs\n  and 日本 🙂."
 
 
 def transformers_module() -> Any:
@@ -47,10 +52,37 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
         raise CheckpointError(
             f"{folder} has no tokenizer ({', '.join(_TOKENIZERS)}): copy these files from the download of the model"
         )
+    pieces = Path(folder) / "tokenizer.model"
+    has_pieces_alone = not (Path(folder) / "tokenizer.json").is_file() and is_sentencepiece(pieces)
+    if has_pieces_alone and find_spec("sentencepiece") is None:
+        raise CheckpointError(
+            f"{pieces} needs the package 'sentencepiece', which is not installed: pip install sentencepiece; or add "
+            "the tokenizer.json of the model"
+        )
     try:
-        return auto.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        found = auto.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # the package tokenizers raises nothing more special
         raise CheckpointError(f"{folder}: its tokenizer cannot be read ({error})") from None
+    if has_pieces_alone:
+        _compare_pieces(pieces, found)
+    return found
+
+
+def _compare_pieces(path: Path, tokenizer: Any) -> None:
+    """Tell where the tokenizer that transformers makes of the file gives other tokens than sentencepiece itself."""
+    from sentencepiece import SentencePieceProcessor
+
+    try:
+        expected = SentencePieceProcessor(model_file=str(path)).encode(_SAMPLE)
+    except (RuntimeError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); copy it again from the download") from None
+    found = tokenizer(_SAMPLE, add_special_tokens=False)["input_ids"]
+    if found != expected:
+        log.warning(
+            "%s: transformers gives other tokens than sentencepiece for %r; if the model was not trained so, copy its "
+            "tokenizer_config.json or tokenizer.json into the folder",
+            *(path, _SAMPLE),
+        )
 
 
 def _need_folder(folder: Path) -> None:

@@ -244,7 +244,7 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     tokenizer = source / "tokenizer.json"
     kept = json.loads(tokenizer.read_text())
     tokenizer.write_text(json.dumps({**kept, "model": {"type": "Unigram"}}))
-    with pytest.raises(DeploymentError, match="byte-level BPE only"):
+    with pytest.raises(DeploymentError, match="written for byte-level BPE"):
         convert(source, tmp_path / "a.gguf", "gguf")
     with monkeypatch.context() as patch:
         patch.setattr(gguf_file, "ARCHITECTURES", {})
