@@ -15,10 +15,11 @@ from sparsebit.errors import ConfigError
 
 log = logging.getLogger(__name__)
 _PLAIN, _LINES = (".txt", ".text", ".md"), (".jsonl", ".ndjson")
-_DATA = (".json", ".parquet", ".arrow")  # their syntax would be taken for text
+_DATA = (".json", ".parquet", ".arrow", ".csv", ".tsv")  # their syntax would be taken for text
 # Keys under which a line of JSON or a row of a dataset keeps its text, in order of preference.
 _TEXT_KEYS = ("text", "content", "document")
 _CHAT_KEYS = ("messages", "conversations")
+_ROLES = {"human": "user", "gpt": "assistant"}  # as ShareGPT names them
 
 
 def read_documents(source: Path, *, tokenizer: Any = None, chat_template: bool = False) -> Iterator[str]:
@@ -30,9 +31,14 @@ def read_documents(source: Path, *, tokenizer: Any = None, chat_template: bool =
         raise ConfigError(f"text {source} does not exist; give a text file, a .jsonl file or a folder of these")
     if source.is_dir():
         if (source / "dataset_info.json").is_file() or (source / "dataset_dict.json").is_file():
-            yield from (_document(row, source, tokenizer, chat_template) for row in _dataset_rows(source))
+            for number, row in enumerate(_dataset_rows(source)):
+                yield _document(row, f"{source}, row {number}", tokenizer, chat_template)
             return
-        files = sorted(path for path in source.rglob("*") if path.suffix.lower() in (*_PLAIN, *_LINES))
+        every = sorted(path for path in source.rglob("*") if not _is_hidden(path.relative_to(source)))
+        files = [path for path in every if path.suffix.lower() in (*_PLAIN, *_LINES)]
+        others = [path for path in every if path.suffix.lower() in _DATA]
+        if files and others:
+            log.warning("%s holds %s, which is not read: it is not text", source, others[0].relative_to(source))
         if not files:
             raise ConfigError(
                 f"folder {source} holds no {', '.join((*_PLAIN, *_LINES))} file, and is not a datasets folder"
@@ -143,11 +149,42 @@ def _document(row: Any, where: object, tokenizer: Any, chat_template: bool) -> s
     if chat_template and isinstance(value, list):
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError("this tokenizer has no chat template; give plain text instead")
-        return str(tokenizer.apply_chat_template(value, tokenize=False))
+        return _rendered(_messages(value, where), where, tokenizer)
     if not chat_template and isinstance(value, str):
         return value
+    key = next((key for key in keys if key in row), None) if isinstance(row, dict) else None
+    if key is not None:
+        wanted = "a list of messages" if chat_template else "a text"
+        raise ConfigError(f"{where}: its {key} is {value!r:.60}, not {wanted}; leave such rows out")
     found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
     raise ConfigError(f"{where}: no {' or '.join(keys)} in it ({found}); name the text so")
+
+
+def _messages(value: list[Any], where: object) -> list[Any]:
+    """The messages with `role` and `content`: a template would write nothing for keys that it does not know."""
+    found: list[Any] = []
+    for message in value:
+        if isinstance(message, dict) and "role" not in message and {"from", "value"} <= message.keys():
+            message = {"role": _ROLES.get(message["from"], message["from"]), "content": message["value"]}
+        has_content = isinstance(message, dict) and (message.get("content") is not None or message.get("tool_calls"))
+        if not has_content or not isinstance(message.get("role"), str):
+            raise ConfigError(
+                f"{where}: the message {message!r:.80} has no role and content; give both, or from and value"
+            )
+        found.append(message)
+    return found
+
+
+def _rendered(messages: list[Any], where: object, tokenizer: Any) -> str:
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except Exception as error:  # templates raise what they like, as for roles that do not take turns
+        raise ConfigError(f"{where}: the chat template refuses the messages ({error})") from error
+
+
+def _is_hidden(path: Path) -> bool:
+    """Whether the path, or a folder on it, is one of an editor or of git."""
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _dataset_rows(folder: Path) -> Iterator[Any]:
@@ -158,10 +195,18 @@ def _dataset_rows(folder: Path) -> Iterator[Any]:
             f"the dataset {folder} needs the package 'datasets', which is not installed: pip install datasets; or give "
             "its text as JSON lines"
         ) from None
-    found = load_from_disk(str(folder))
-    if isinstance(found, DatasetDict):
-        found = found["train"] if "train" in found else next(iter(found.values()))
-    yield from found
+    try:
+        found = load_from_disk(str(folder))
+        if isinstance(found, DatasetDict):
+            name = "train" if "train" in found else next(iter(found))
+            if len(found) > 1:
+                log.warning("%s has the splits %s: %r is read; give the folder of another", folder, list(found), name)
+            found = found[name]
+        yield from found
+    except Exception as error:  # of pyarrow, of JSON files, of the package itself
+        raise ConfigError(
+            f"the dataset {folder} cannot be read ({error!r}); save it again, or give JSON lines"
+        ) from error
 
 
 def _read(path: Path) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,10 +26,13 @@ class Letters:
 
     def apply_chat_template(self, messages: list[dict[str, str]], *, tokenize: bool) -> str:
         assert not tokenize
+        if not messages:
+            raise IndexError("as templates do")
         return "".join(f"<{message['role']}>{message['content']}" for message in messages)
 
 
 def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return path
 
@@ -64,7 +69,7 @@ def test_separators_inside_of_strings_and_byte_order_marks(tmp_path: Path) -> No
     assert list(read_documents(write(tmp_path / "a.txt", "\ufeffone"))) == ["one"]
 
 
-@pytest.mark.parametrize("suffix", ["json", "parquet", "arrow"])
+@pytest.mark.parametrize("suffix", ["json", "parquet", "arrow", "csv"])
 def test_files_whose_syntax_is_not_text(tmp_path: Path, suffix: str) -> None:
     with pytest.raises(ConfigError, match="is not text"):
         list(read_documents(write(tmp_path / f"a.{suffix}", '[{"text": "one"}]')))
@@ -93,6 +98,69 @@ def test_a_datasets_folder(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_dict({"text": ["one", "two"]}).save_to_disk(tmp_path / "set")
     assert list(read_documents(tmp_path / "set")) == ["one", "two"]
+
+
+def fake_datasets(monkeypatch: pytest.MonkeyPatch, found: Any) -> None:
+    """A package whose `load_from_disk` gives `found`, or raises it."""
+
+    def load_from_disk(_: str) -> Any:
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    package = SimpleNamespace(DatasetDict=dict, load_from_disk=load_from_disk)
+    monkeypatch.setitem(sys.modules, "datasets", package)
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ([{"text": "a"}, {"text": None}], "row 1: its text is None, not a text"),
+        ([{"text": [1, 2]}], r"row 0: its text is \[1, 2\]"),
+        (IndexError("list index out of range"), r"cannot be read \(IndexError"),
+    ],
+    ids=["none", "list", "damaged"],
+)
+def test_odd_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: Any, message: str) -> None:
+    write(tmp_path / "dataset_info.json", "{}")
+    fake_datasets(monkeypatch, found)
+    with pytest.raises(ConfigError, match=message):
+        list(read_documents(tmp_path))
+
+
+def test_which_split_is_read_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path / "dataset_dict.json", "{}")
+    fake_datasets(monkeypatch, {"test": [{"text": "t"}], "validation": [{"text": "v"}]})
+    assert list(read_documents(tmp_path)) == ["t"]
+    assert "['test', 'validation']: 'test' is read" in caplog.text
+
+
+def test_files_that_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a.txt", ".hidden.txt", ".git/b.txt", "rows.parquet"):
+        write(tmp_path / name, name)
+    assert list(read_documents(tmp_path)) == ["a.txt"]
+    assert "rows.parquet, which is not read" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}], "<user>hi<assistant>ho"),
+        ([{"speaker": "a", "words": "hi"}], "has no role and content"),
+        ([{"role": "user", "content": None}], "has no role and content"),
+        ([], "refuses the messages"),
+    ],
+    ids=["ShareGPT", "other keys", "no content", "empty"],
+)
+def test_messages_in_other_words(tmp_path: Path, messages: Any, expected: str) -> None:
+    source = write(tmp_path / "a.jsonl", json.dumps({"conversations": messages}))
+    if expected.startswith("<"):
+        assert list(read_documents(source, tokenizer=Letters(), chat_template=True)) == [expected]
+        return
+    with pytest.raises(ConfigError, match=f"jsonl:1: .*{expected}"):
+        list(read_documents(source, tokenizer=Letters(), chat_template=True))
 
 
 @pytest.mark.skipif(find_spec("datasets") is not None, reason="datasets is installed")
