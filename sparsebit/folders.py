@@ -94,13 +94,27 @@ def put_in_place(made: Path, target: Path) -> None:
         os.rename(made, target)  # a file system that cannot do both in one step
 
 
+def need_new(target: Path) -> None:
+    """Refuse an output that exists, also as a link to nothing."""
+    if os.path.lexists(target):
+        raise ConfigError(f"output {target} exists; remove it or give another folder")
+
+
+def write_text(path: Path, text: str) -> None:
+    """`text` as the whole of the file; an error, such as of a full disk, names the file."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
 def replace_text(target: Path, text: str) -> None:
     """`text` as the whole of the file, in one step: a process that reads it meanwhile sees the older one or this."""
     if target.exists() and not target.is_file():  # a device or a pipe, such as /dev/stdout
-        target.write_text(text, encoding="utf-8")
+        write_text(target, text)
         return
     with staging_folder(target) as folder:
-        (folder / target.name).write_text(text, encoding="utf-8")
+        write_text(folder / target.name, text)
         flush(folder / target.name)
         with ignored_interrupts():
             os.replace(folder / target.name, target)

@@ -11,7 +11,7 @@ import pytest
 
 from sparsebit import folders
 from sparsebit.errors import ConfigError
-from sparsebit.folders import exchange, is_staging_folder, locked, put_in_place, staging_folder
+from sparsebit.folders import exchange, is_staging_folder, locked, need_new, put_in_place, staging_folder, write_text
 
 
 class TestStagingFolder:
@@ -107,6 +107,21 @@ class TestPutInPlace:
         (tmp_path / "made").write_text("new")
         with pytest.raises(FileNotFoundError):
             put_in_place(tmp_path / "made", tmp_path / "missing" / "target")
+
+
+@pytest.mark.parametrize("kind", ["file", "dangling link"])
+def test_an_output_that_exists_is_refused(tmp_path: Path, kind: str) -> None:
+    target = tmp_path / "target"
+    need_new(target)
+    target.touch() if kind == "file" else target.symlink_to("nowhere")
+    with pytest.raises(ConfigError, match="target exists"):
+        need_new(target)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is full")
+def test_an_error_of_the_disk_names_the_file() -> None:
+    with pytest.raises(OSError, match="/dev/full"):
+        write_text(Path("/dev/full"), "text")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="renameat2")

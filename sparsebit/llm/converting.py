@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError, DeploymentError
-from sparsebit.folders import flush, put_in_place, staging_folder
+from sparsebit.folders import flush, need_new, put_in_place, staging_folder, write_text
 from sparsebit.llm.architectures import architecture_of, blocks_of, linears
 from sparsebit.llm.checkpoint import compressed_tensors, gptq
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
@@ -111,8 +111,7 @@ def convert(
     if (format == GGUF) != (target.suffix == ".gguf"):
         what = "is one file: give an output that ends in .gguf" if format == GGUF else "is a folder, not a .gguf file"
         raise ConfigError(f"output {target}: {format} {what}")
-    if target.exists():
-        raise ConfigError(f"output {target} exists; remove it or give another folder")
+    need_new(target)
     if check and format == "compressed-tensors":
         need_reader()
     if format == GGUF:
@@ -207,7 +206,7 @@ def _write(target: Path, source: PackedSource, kind: _Format) -> None:
     linear_names = [name for name, part in source.skeleton.model.named_modules() if type(part) is nn.Linear]
     floats = [*(name for name in linear_names if name not in source.formats), *routers(source.skeleton)]
     config = {**folder.config, "quantization_config": kind.config(source.formats, floats)}
-    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_text(target / "config.json", json.dumps(config, indent=2) + "\n")
     packed_keys = {key for layer in source.formats for key in source.keys(layer)}
     layers_of: dict[Path, list[str]] = {}
     for layer in source.formats:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsebit.errors import CheckpointError
-from sparsebit.folders import flush
+from sparsebit.folders import flush, write_text
 
 log = logging.getLogger(__name__)
 CHECKSUMS = "checksums.json"
@@ -31,7 +31,7 @@ def write_checksums(folder: Path) -> None:
     names = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name != CHECKSUMS)
     files = _facts(folder, names)
     text = json.dumps({"format": _FORMAT, "files": files, "crc32": _of_entries(files)}, indent=1) + "\n"
-    (folder / CHECKSUMS).write_text(text, encoding="utf-8")
+    write_text(folder / CHECKSUMS, text)
     for name in (*names, CHECKSUMS):
         flush(folder / name)
     flush(folder)

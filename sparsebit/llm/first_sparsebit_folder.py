@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import CheckpointError, ConfigError
+from sparsebit.folders import write_text
 from sparsebit.llm.architectures import architecture_of, blocks_of
 from sparsebit.llm.checkpoint.compressed_tensors import layer_tensors, make_config
 from sparsebit.llm.checkpoint.first_sparsebit import read_checkpoint, read_layer
@@ -67,7 +68,7 @@ def write_first_sparsebit(checkpoint: Path, base: Path | None, target: Path) -> 
     floats = [name for name in modules if name not in formats]
     settings = json.loads((base / "config.json").read_text(encoding="utf-8"))
     settings["quantization_config"] = make_config(formats, floats)
-    (target / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    write_text(target / "config.json", json.dumps(settings, indent=2) + "\n")
 
 
 def _refuse_bias(tensors: dict[str, Tensor], layer: str, module: nn.Linear, checkpoint: Path) -> None:

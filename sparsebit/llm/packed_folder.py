@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from sparsebit.folders import write_text
 from sparsebit.llm.checkpoint.compressed_tensors import layer_tensors, make_config
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.file_checksums import CHECKSUMS
@@ -34,7 +35,7 @@ def write_packed_folder(
     target.mkdir(parents=True, exist_ok=True)
     copy_small_files(skeleton.folder.path, target)
     config = {**skeleton.folder.config, "quantization_config": make_config(formats, ignored)}
-    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_text(target / "config.json", json.dumps(config, indent=2) + "\n")
     replaced = {skeleton.names[f"{name}.weight"] for name in formats}
     owner = _block_of_file(skeleton, block_paths)
     shards = Shards(target, len(block_paths) + 1)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparsebit.errors import CheckpointError, ConfigError
 from sparsebit.execution.value_store import default_memory_budget
-from sparsebit.folders import put_in_place, staging_folder
+from sparsebit.folders import need_new, put_in_place, staging_folder, write_text
 from sparsebit.llm.architectures import architecture_of, blocks_of, linears
 from sparsebit.llm.bit_allocation import BitAllocation, need_solver
 from sparsebit.llm.calibration_text import calibration_tokens, need_embeddings, need_positions
@@ -104,8 +104,7 @@ def quantize(
     started = time.monotonic()
     recipe = recipe or Recipe()
     source, target = ModelFolder(model), Path(output)
-    if target.exists():
-        raise ConfigError(f"output {target} exists; remove it or give another folder")
+    need_new(target)
     if source.config.get("quantization_config"):
         raise ConfigError(f"{source.path} is quantized already; give the float model")
     source.check_files()
@@ -184,7 +183,7 @@ def _quantize(
                 run.ignored(),
             )
             if run.allocation is not None:
-                (made / ALLOCATION).write_text(run.allocation.to_json() + "\n", encoding="utf-8")
+                write_text(made / ALLOCATION, run.allocation.to_json() + "\n")
             write_checksums(made)
             found = None
             if check:

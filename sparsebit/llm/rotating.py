@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError
-from sparsebit.folders import replace_text
+from sparsebit.folders import replace_text, write_text
 from sparsebit.llm.architectures import architecture_of, linears
 from sparsebit.llm.block_walk import BlockWalk
 from sparsebit.llm.input_scaling import find_fold
@@ -59,7 +59,7 @@ def rotate_model(source: ModelFolder, target: Path, size: int, *, trust_remote_c
     shards.write(rotation.outside())
     shards.finish()
     config = {**source.config, "tie_word_embeddings": False}
-    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_text(target / "config.json", json.dumps(config, indent=2) + "\n")
     return ModelFolder(target)
 
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
-from sparsebit.errors import CheckpointError, ConfigError
-from sparsebit.folders import alone_in, flush, replace_text, staging_folder
+from sparsebit.errors import CheckpointError
+from sparsebit.folders import alone_in, flush, need_new, replace_text, staging_folder
 from sparsebit.llm.float_weight import FLOAT_KINDS, FloatWeight, Weight
 from sparsebit.llm.input_scaling import ScaledInput
 from sparsebit.llm.packed_weight import PackedWeight
@@ -144,8 +144,7 @@ def hold_run(target: Path, held: ExitStack) -> Path:
         except BlockingIOError:
             raise CheckpointError(f"another process works in {path} now; wait for it, or give another output") from None
         held.callback(_remove_empty, path, *above)
-    if target.exists():  # made by a run that ended a moment ago
-        raise ConfigError(f"output {target} exists; remove it or give another folder")
+    need_new(target)  # made by a run that ended a moment ago
     return path
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from sparsebit.folders import flush
+from sparsebit.folders import flush, write_text
 from sparsebit.tensor_files import save_tensors
 
 
@@ -31,4 +31,4 @@ class Shards:
     def finish(self) -> None:
         index = {"metadata": {"total_size": self.num_bytes}, "weight_map": dict(sorted(self.weight_map.items()))}
         text = json.dumps(index, indent=2) + "\n"
-        (self.folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+        write_text(self.folder / "model.safetensors.index.json", text)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsebit.errors import CheckpointError
+from sparsebit.errors import CheckpointError, ConfigError
 from sparsebit.llm import Recipe, convert, quantize
 from tests.llm.test_gguf import with_bpe
 from tests.llm.tiny_models import saved, tiny_model
@@ -56,4 +56,12 @@ def test_converting(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     with files_up_to(50_000), pytest.raises(OSError, match=r"file\.gguf cannot be written"):
         convert(packed, tmp_path / "file.gguf", "gguf", check=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "packed"}
+
+
+def test_an_output_that_is_a_link_to_nothing_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    source, target = model(tmp_path / "model"), tmp_path / "packed"
+    target.symlink_to("nowhere")
+    with pytest.raises(ConfigError, match="packed exists"):
+        quantize(source, target, FAST, check=False)
     assert {path.name for path in tmp_path.iterdir()} == {"model", "packed"}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import CheckpointError, ConfigError
-from sparsebit.folders import put_in_place, staging_folder
+from sparsebit.folders import need_new, put_in_place, staging_folder, write_text
 from sparsebit.llm.checkpoint import compressed_tensors
 from sparsebit.llm.file_checksums import write_checksums
 from sparsebit.llm.finetuning.packed_lora import load_adapter
@@ -33,7 +33,7 @@ from sparsebit.llm.skeleton import Skeleton
 from sparsebit.progress import track
 from sparsebit.tensor_files import load_tensors
 
-PACKED = "packed"
+PACKED, _BASE = "packed", "base_model_name_or_path"
 _MATRIX = re.compile(r"\.lora_(embedding_)?[AB](\.weight)?$")
 KINDS: dict[str, torch.dtype | None] = {PACKED: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -75,8 +75,7 @@ def merge(
     target = Path(output)
     if kind not in KINDS:
         raise ConfigError(f"kind={kind!r}: allowed: {', '.join(KINDS)}")
-    if target.exists():
-        raise ConfigError(f"output {target} exists; remove it or give another folder")
+    need_new(target)
     base = Path(model) if model is not None else named_base(Path(adapter))
     skeleton = Skeleton(ModelFolder(base), trust_remote_code=trust_remote_code)
     source = packed_source(skeleton)
@@ -100,8 +99,8 @@ def merge(
 def named_base(adapter: Path) -> Path:
     """The folder of the model that the adapter was trained on, as its files name it."""
     try:
-        name = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (OSError, ValueError) as error:
+        name = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8")).get(_BASE)
+    except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{adapter} is not the folder of an adapter ({error})") from None
     if not name or not Path(name).is_dir():
         raise ConfigError(f"{adapter} names the model {name!r}, which is not a folder here: give it (--model)")
@@ -174,7 +173,7 @@ def _write(
     else:
         config.pop("torch_dtype", None)
         config["dtype"] = str(dtype).removeprefix("torch.")
-    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_text(target / "config.json", json.dumps(config, indent=2) + "\n")
     layers_of: dict[Path, list[str]] = {}
     packed_keys: set[str] = set()
     for layer in formats:
@@ -189,8 +188,8 @@ def _write(
         for key in (key for key, path in folder.files.items() if path == file and key not in packed_keys):
             value = folder.tensor(key)
             if key in dense:
-                value = (value.float() + _update(updates[dense[key]])).to(value.dtype)
-            tensors[key] = value.to(dtype) if dtype is not None and value.is_floating_point() else value
+                value = _rounded(value.float() + _update(updates[dense[key]]), value.dtype, key)
+            tensors[key] = _rounded(value, dtype, key) if dtype is not None and value.is_floating_point() else value
         for layer in layers_of.get(file, ()):
             assert source is not None
             packed = source.read(layer)
@@ -203,11 +202,20 @@ def _write(
                 tensors |= compressed_tensors.layer_tensors(source.file_name(layer), packed)
             else:
                 weight = packed.dequantize(torch.float32)
-                tensors[f"{source.file_name(layer)}.weight"] = (weight if update is None else weight + update).to(dtype)
+                key = f"{source.file_name(layer)}.weight"
+                tensors[key] = _rounded(weight if update is None else weight + update, dtype, key)
         shards.write(tensors)
         folder.close()
     shards.finish()
     write_checksums(target)
+
+
+def _rounded(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """The value in the type; refused is one that the type has no number for."""
+    found = value.to(dtype)
+    if value.isfinite().all() and not found.isfinite().all():
+        raise ConfigError(f"{name} has values up to {value.abs().max():.3g}, too large for {dtype}; merge to bfloat16")
+    return found
 
 
 def add_to_packed(packed: PackedWeight, update: Tensor, name: str) -> PackedWeight:

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -104,28 +104,34 @@ def load_adapter(model: Any, folder: str | os.PathLike[str], *, is_trainable: bo
     path = Path(folder)
     if not (path / "adapter_config.json").is_file():
         raise CheckpointError(f"{path} has no adapter_config.json; give the folder of an adapter")
-    config = peft.PeftConfig.from_pretrained(str(path))
+    try:
+        config = peft.PeftConfig.from_pretrained(str(path))
+    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+        raise CheckpointError(f"{path / 'adapter_config.json'} cannot be read ({error!r})") from error
     if not isinstance(config, peft.LoraConfig):
         raise CheckpointError(f"{path} is an adapter of type {config.peft_type}; allowed: LORA")
     if not (path / "adapter_model.safetensors").is_file():
         raise CheckpointError(f"{path} has no adapter_model.safetensors; adapters are read from safetensors only")
     check_files(path)
+    tensors = load_tensors(path / "adapter_model.safetensors")[0]
+    damaged = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+    if damaged:
+        raise CheckpointError(f"{path}: {damaged[0]} has NaN or infinite values; train the adapter again")
     _check_start(config, model, path)
     config._register_custom_module({QuantLinear: lora_class()})
     if is_trainable:
         separate_parallel_layers(model)
     try:
         wrapped = peft.PeftModel.from_pretrained(model, str(path), config=config, is_trainable=is_trainable)
-    except (ValueError, RuntimeError, KeyError) as error:
+    except (ValueError, RuntimeError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} does not fit the model ({error})") from error
-    _check_names(wrapped, path)
+    _check_names(wrapped, tensors.keys(), path)
     return wrapped
 
 
-def _check_names(wrapped: Any, path: Path) -> None:
+def _check_names(wrapped: Any, given: Set[str], path: Path) -> None:
     """Refuse an adapter of other layers than the model has: peft would leave them as they begin, or out."""
     wanted = set(peft_module().get_peft_model_state_dict(wrapped, save_embedding_layers=False))
-    given = load_tensors(path / "adapter_model.safetensors")[0].keys()
     missing, unknown = sorted(wanted - given), sorted(given - wanted - wrapped.state_dict().keys())
     if missing or unknown:
         what = f"has no {missing[0]}" if missing else f"has {unknown[0]}, which the model has no place for"

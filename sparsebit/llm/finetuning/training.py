@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from sparsebit.errors import ConfigError
-from sparsebit.folders import put_in_place, staging_folder
+from sparsebit.folders import need_new, put_in_place, staging_folder, write_text
 from sparsebit.llm.calibration_text import need_embeddings, need_positions
 from sparsebit.llm.file_checksums import fingerprint, write_checksums
 from sparsebit.llm.finetuning.instructions import Sample, read_instructions
@@ -86,8 +86,7 @@ def finetune(
     started = time.monotonic()
     tuning = tuning or Tuning()
     target = Path(output)
-    if target.exists():
-        raise ConfigError(f"output {target} exists; remove it or give another folder")
+    need_new(target)
     if parallel not in PARALLEL:
         raise ConfigError(f"parallel={parallel!r}: allowed: {', '.join(PARALLEL)}")
     if save_every < 1:
@@ -180,7 +179,7 @@ def _write(
         if tensors is not None:  # peft writes the adapters of its own model alone: those of this stage
             whole = {name.replace(".default.", "."): value for name, value in tensors.items()}
             save_tensors(whole, made / "adapter_model.safetensors", {"format": "pt"})
-        (made / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_text(made / RECORD, json.dumps(record, indent=1) + "\n")
         write_checksums(made)
         put_in_place(made, target)
     shutil.rmtree(partial, ignore_errors=True)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from sparsebit.errors import ConfigError
+from sparsebit.errors import ConfigError, SparsebitError
 from sparsebit.llm import PackedWeight, QuantLinear, Recipe, finetune, load, load_adapter, merge, quantize
 from sparsebit.llm.finetuning.merging import add_to_packed
 from tests.llm.finetuning.tasks import TUNING, instructions, packed_model
@@ -104,6 +107,49 @@ def test_what_would_be_lost_is_refused(changes: dict[str, Any], message: str, tm
     wrapped.save_pretrained(tmp_path / "adapter")
     with pytest.raises(ConfigError, match=message):
         merge(tmp_path / "adapter", tmp_path / "out", model=model)
+
+
+def change_config(**entries: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        file = folder / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+
+    return change
+
+
+def change_tensor(value: float) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / "adapter_model.safetensors")
+        tensors[min(tensors)][0, 0] = value
+        save_file(tensors, folder / "adapter_model.safetensors")
+
+    return change
+
+
+def cut(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (cut, "adapter_model.safetensors cannot be read"),
+        (lambda folder: (folder / "adapter_config.json").write_text("[]"), "is not the folder of an adapter"),
+        (change_config(lora_alpha=None), "does not fit the model"),
+        (change_config(peft_type="UNKNOWN"), "adapter_config.json cannot be read"),
+        (change_tensor(float("nan")), "has NaN or infinite values"),
+        (change_tensor(1e9), "too large for torch.float16; merge to bfloat16"),
+    ],
+    ids=["cut off", "config is a list", "no alpha", "unknown type", "NaN", "too large"],
+)
+def test_a_damaged_adapter(adapter: Path, tmp_path: Path, change: Callable[[Path], Any], message: str) -> None:
+    folder = shutil.copytree(adapter, tmp_path / "adapter")
+    (folder / "checksums.json").unlink()
+    change(folder)
+    with pytest.raises(SparsebitError, match=message):
+        merge(folder, tmp_path / "merged", kind="float16")
+    assert os.listdir(tmp_path) == ["adapter"]
 
 
 @pytest.mark.filterwarnings("ignore")
