@@ -79,7 +79,7 @@ class QuantizationRun:
         outside = [file for name, file in self.skeleton.names.items() if not self._is_in_block(name)]
         rest = {file: self.skeleton.folder.tensor(file) for file in dict.fromkeys(outside)}
         for file, value in rest.items():
-            if value.is_floating_point() and not value.isfinite().all():
+            if value.is_floating_point() and not value.float().isfinite().all():
                 log.warning("%s has NaN or infinite values, which are kept: is the float model damaged?", file)
         dtype = self.skeleton.dtype
         return {

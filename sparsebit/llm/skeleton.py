@@ -18,6 +18,8 @@ from sparsebit.llm.separate_experts import separate_experts
 log = logging.getLogger(__name__)
 # Files that hold the experts of a block stacked, as transformers has them in memory.
 _STACKED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
+# Types whose values are the weights themselves; numbers of 8 bits and whole numbers go with scales.
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Skeleton:
@@ -96,6 +98,11 @@ class Skeleton:
             raise CheckpointError(
                 f"{self.folder.path}: {name} has the shape {tuple(value.shape)}, and the architecture wants "
                 f"{tuple(wanted.shape)}"
+            )
+        if wanted.is_floating_point() and value.dtype not in _FLOATS:
+            raise CheckpointError(
+                f"{self.folder.path}: {name} is kept as {value.dtype}, and the architecture wants floats: the weights "
+                "are quantized, and the quantization_config in its config.json does not say how; give the float model"
             )
         return value.to(self.dtype if wanted.is_floating_point() else wanted.dtype)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from sparsebit.errors import CheckpointError, ConfigError, DeploymentError
 from sparsebit.llm import Calibration, Recipe, convert, load, load_streamed, perplexity, quantize, token_stream
@@ -96,6 +97,18 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
     for recipe in (FAST, Recipe(method="fp8")):
         with pytest.raises(CheckpointError, match=r"up_proj\.weight has NaN"):
             quantize(folder, tmp_path / recipe.method, recipe, check=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"])
+def test_quantized_weights_without_a_config_are_refused(tmp_path: Path, dtype: torch.dtype, name: str) -> None:
+    folder = tiny(tmp_path / "model")
+    file = ModelFolder(folder).files[name]
+    tensors = load_file(file)
+    save_file({**tensors, name: tensors[name].to(dtype)}, file)
+    for run in (load, lambda model: quantize(model, tmp_path / "packed", FAST)):
+        with pytest.raises(CheckpointError, match=f"{name} is kept as {dtype}"):
+            run(folder)
 
 
 def test_norms_that_are_not_finite_are_named(tmp_path: Path) -> None:
