@@ -53,8 +53,9 @@ class Verbs(TyperGroup):
             _tell("interrupted", "nothing was left half-written")
             raise typer.Exit(TERMINATED if isinstance(stop, Terminated) else INTERRUPTED) from None
         except (SparsebitError, OSError, MemoryError, RuntimeError, SystemExit) as fault:
-            # A closed pipe (`| head`) is not an error; typer ends quietly on it.
-            message = None if isinstance(fault, BrokenPipeError) else _told(fault)
+            # A closed pipe (`| head`) is not an error; typer ends quietly on it, and so does rich, by SystemExit.
+            is_closed_pipe = isinstance(fault, BrokenPipeError) or isinstance(fault.__context__, BrokenPipeError)
+            message = None if is_closed_pipe else _told(fault)
             if ctx.params.get("traceback") or message is None:
                 raise
             _tell("error", message)

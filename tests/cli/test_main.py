@@ -55,6 +55,14 @@ def test_a_full_disk_is_a_message(
     assert done.returncode == 1 and done.stderr.endswith("error: [Errno 28] No space left on device\n")
 
 
+def test_a_reader_that_goes_away_is_no_error(project_root: Path) -> None:
+    command = [sys.executable, "-m", "sparsebit.cli", "quantize", "--help"]
+    with subprocess.Popen(command, cwd=project_root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None and run.stderr is not None
+        run.stdout.close()
+        assert run.stderr.read() == ""
+
+
 def test_help_lists_every_verb(sparsebit: Sparsebit) -> None:
     answer = sparsebit("--help")
     assert answer.code == 0
