@@ -169,7 +169,7 @@ def gptq(
         log.warning("GPTQ left %d weights rounded to nearest: %s", len(reasons), shown)
     if scarce:
         log.warning(
-            "GPTQ: %d layers have fewer than %d rows of data for each of their inputs (%s has %.1f), and may fit this "
+            "GPTQ: %d layers have fewer than %d rows of data for each of their inputs (%s has %.2g), and may fit this "
             "data alone; give more, or leave 8-bit weights rounded to nearest",
             *(len(scarce), _FEWEST_ROWS, min(scarce, key=scarce.__getitem__), min(scarce.values())),
         )

@@ -87,8 +87,14 @@ class BitSearch:
         ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         table = [f"{a.ljust(widths[0])}  {b.rjust(widths[1])}  {c.rjust(widths[2])}" for a, b, c in rows]
-        budgets = [f"{name}: {self.spent[name]:.6g} of {limit:.6g}" for name, limit in self.limits.items()]
-        return "\n".join([*table, *budgets, f"sum of scores: {self.loss:.4g}"])
+        budgets = [f"{name}: {_shown(self.spent[name])} of {_shown(limit)}" for name, limit in self.limits.items()]
+        fixed = [scores[site][count] for site, count in self.bits.items() if len(scores.get(site, ())) == 1]
+        rest = f", of which {sum(fixed):.4g} at {len(fixed)} sites that had no choice" if fixed else ""
+        return "\n".join([*table, *budgets, f"sum of scores: {self.loss:.4g}{rest}"])
+
+
+def _shown(number: float) -> str:
+    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.6g}"
 
 
 def search_bits(

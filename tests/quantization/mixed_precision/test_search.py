@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -288,3 +289,16 @@ def test_the_facts_of_a_model_do_not_depend_on_the_order_of_its_arguments() -> N
     assert counts[0] == counts[1] == {"first": 5 * 6 * 8, "second": 5 * 8 * 3}
     sizes = [{name: site.num_elements for name, site in found.sites.items()} for found in facts]
     assert sizes[0] == sizes[1]
+
+
+def test_the_report_adds_up() -> None:
+    """Rows are of sites with a choice; the sum of scores has those of the others in it, and says so."""
+    found = search_bits(calibrated(), batches(), {"bytes": 0.7}, weight_bits=(2, 4, 8))
+    *rows, budget, total = str(found).splitlines()
+    scores = found.sensitivity.scores
+    fixed = [site for site in found.bits if len(scores[site]) == 1]
+    told = re.fullmatch(r"sum of scores: (.+), of which (.+) at (\d+) sites that had no choice", total)
+    assert told is not None and int(told[3]) == len(fixed) > 0
+    assert float(told[2]) == pytest.approx(sum(scores[site][8] for site in fixed), rel=1e-3)
+    assert float(told[1]) == pytest.approx(float(told[2]) + sum(float(row.split()[2]) for row in rows[1:]), rel=0.01)
+    assert re.fullmatch(r"bytes: \d,\d{3} of \d,\d{3}", budget)
