@@ -66,6 +66,11 @@ class Schedule(Section):
         description="Where batch norms are folded: a parameter for each channel that a layer's output is multiplied by "
         "(layer scale) is multiplied into its weight.",
     )
+    PAD_CHANNELS: bool = Field(
+        True,
+        description="In files for ONNX Runtime: channels of zeros are added, and narrow groups joined, where its fast "
+        "integer kernels need multiples of 16 (depthwise) or 4 channels. The other codes stay what they were.",
+    )
     BN_TUNING: bool = Field(
         False,
         description="Batch-norm statistics will be tuned under quantization; folding waits until that has ended. "

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparsebit.backends import BACKENDS
+from sparsebit.deploy.channel_layout import lay_out_channels
 from sparsebit.deploy.embedding_layout import lay_out_embeddings
 from sparsebit.deploy.float_layers import keep_floats
 from sparsebit.deploy.hard_sigmoid_layout import lay_out_hard_sigmoids
@@ -61,7 +62,8 @@ def build_onnx(
     )
     off = {layer: reason for layer, reason in qmodel.plan.floats.items() if reason in SWITCHED_OFF}
     note_switched_off(model, off)
-    sites = lower_onnx(model, PROFILES[qmodel.config.BACKEND], opset)
+    pads_channels = qmodel.config.SCHEDULE.PAD_CHANNELS
+    sites = lower_onnx(model, PROFILES[qmodel.config.BACKEND], opset, pads_channels=pads_channels)
     tidy(model, {"backend": qmodel.config.BACKEND}, off)
     return model, sites
 
@@ -115,7 +117,9 @@ def trace_onnx(
     return model, opset
 
 
-def lower_onnx(model: ir.Model, profile: RuntimeProfile, opset: int) -> list[ExportedSite]:
+def lower_onnx(
+    model: ir.Model, profile: RuntimeProfile, opset: int, *, pads_channels: bool = True
+) -> list[ExportedSite]:
     """Standard ONNX, laid out as the runtime wants it, in place; gives the sites in the order of the graph."""
     sites = lower(model, profile.weight_widths, whole_groups=BACKENDS[profile.name].whole_groups)
     lay_out_linears(model)
@@ -126,6 +130,8 @@ def lower_onnx(model: ir.Model, profile: RuntimeProfile, opset: int) -> list[Exp
     if profile.executes == "onnxruntime":
         keep_floats(model)
         lay_out_hard_sigmoids(model)
+        if pads_channels:
+            lay_out_channels(model)
     if opset < LOWEST_WRITTEN:
         to_older_opset(model, opset)
     return sites

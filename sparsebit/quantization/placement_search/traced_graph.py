@@ -72,8 +72,10 @@ class Link:
 class TracedGraph:
     """`units` in the order of execution, `links` between them. `owners`: sites by the names of those who share them."""
 
-    def __init__(self, model: ir.Model, opset: int, owners: Mapping[str, str] | None = None) -> None:
-        self.model, self.opset, self.owners = model, opset, owners or {}
+    def __init__(
+        self, model: ir.Model, opset: int, owners: Mapping[str, str] | None = None, *, pads_channels: bool = True
+    ) -> None:
+        self.model, self.opset, self.owners, self.pads_channels = model, opset, owners or {}, pads_channels
         _name_apart(model)
         parts = _Parts(model)
         self.links = tuple(parts.links())
@@ -110,7 +112,7 @@ class TracedGraph:
                 assert first is not None
                 node.outputs[0].replace_all_uses_with(first, replace_graph_outputs=True)
                 model.graph.remove(node, safe=True)
-        lower_onnx(model, profile, self.opset)
+        lower_onnx(model, profile, self.opset, pads_channels=self.pads_channels)
         return bytes(ir.to_proto(model).SerializeToString())
 
 
