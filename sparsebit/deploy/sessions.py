@@ -168,6 +168,7 @@ class _OpenVino(Session):
 
     def run(self, feeds: Mapping[str, Any]) -> list[Any]:
         with _running("OpenVINO"):
+            _check_shapes(feeds, self.input_shapes)
             found = self.request.infer(dict(feeds))
         return [found[port].copy() for port in self.compiled.outputs]
 
@@ -187,6 +188,17 @@ def _running(runtime: str) -> Any:
         yield
     except Exception as error:
         raise DeploymentError(f"the model does not run in {runtime}: {_told(error)}") from error
+
+
+def _check_shapes(feeds: Mapping[str, Any], expected: Mapping[str, tuple[int | None, ...]]) -> None:
+    """On one core OpenVINO computes something from an input with a wrong number of channels."""
+    for name, array in feeds.items():
+        shape = expected.get(name)
+        fits = shape is None or (
+            len(shape) == array.ndim and all(a in (None, b) for a, b in zip(shape, array.shape, strict=True))
+        )
+        if not fits:
+            raise ValueError(f"{name} has the shape {array.shape}, and the file takes {shape} (None: any)")
 
 
 def _told(error: Exception) -> str:

@@ -13,7 +13,10 @@ from sparsebit.config.schema import QuantConfig
     [
         ("BACKEND", "virtual, onnxruntime, openvino, tensorrt"),
         ("DEVICE", "cpu, cuda, cuda:N"),
-        ("SCHEDULE", "a mapping of FUSE_BN, MERGE_BRANCHES, FOLD_SCALES, BN_TUNING, DISABLE_UNNECESSARY_QUANT"),
+        (
+            "SCHEDULE",
+            "a mapping of FUSE_BN, MERGE_BRANCHES, FOLD_SCALES, PAD_CHANNELS, BN_TUNING, DISABLE_UNNECESSARY_QUANT",
+        ),
         ("SCHEDULE.FUSE_BN", "true or false"),
         ("W.QUANTIZER.BIT", "a whole number, 1 to 16"),
         ("W.QUANTIZER.GROUP_SIZE", "a whole number, at least 1"),

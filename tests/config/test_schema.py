@@ -27,8 +27,8 @@ class TestKeys:
         quantizer = ["TYPE", "BIT", "DISABLE"]
         observer = ["TYPE", "PERCENTILE.ALPHA", "ACIQ.DISTRIBUTION"]
         expected = ["BACKEND", "DEVICE", "SKIP_TRACE_MODULES", "ALGORITHMS"]
-        schedule = "FUSE_BN", "MERGE_BRANCHES", "FOLD_SCALES", "BN_TUNING", "DISABLE_UNNECESSARY_QUANT"
-        expected += [f"SCHEDULE.{key}" for key in schedule]
+        schedule = "FUSE_BN", "MERGE_BRANCHES", "FOLD_SCALES", "PAD_CHANNELS", "BN_TUNING"
+        expected += [f"SCHEDULE.{key}" for key in (*schedule, "DISABLE_UNNECESSARY_QUANT")]
         for kind in "WA":
             expected += [f"{kind}.QSCHEME", f"{kind}.SPECIFIC"]
             expected += [f"{kind}.QUANTIZER.{key}" for key in quantizer] + [
@@ -45,6 +45,7 @@ class TestKeys:
             "FUSE_BN": False,
             "MERGE_BRANCHES": True,
             "FOLD_SCALES": True,
+            "PAD_CHANNELS": True,
             "BN_TUNING": False,
             "DISABLE_UNNECESSARY_QUANT": True,
         }

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests.deploy.exporting import EXACT, op_types, optimized_ops
 from tests.quantization.tiny import calibrated, qconfig
 
-X = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(0))
+X = torch.randn(2, 4, 9, 9, generator=torch.Generator().manual_seed(0))
 
 
 class Padded(nn.Module):
@@ -19,7 +19,7 @@ class Padded(nn.Module):
     def __init__(self, **settings: object) -> None:
         super().__init__()
         self.settings = settings
-        self.first, self.second = nn.Conv2d(3, 8, 3, stride=2), nn.Conv2d(8, 4, 3, padding=1)
+        self.first, self.second = nn.Conv2d(4, 8, 3, stride=2), nn.Conv2d(8, 4, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.first(F.pad(x, (0, 1, 0, 1), **self.settings)))
