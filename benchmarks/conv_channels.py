@@ -1,6 +1,7 @@
 """How the time of ONNX Runtime's integer convolutions depends on the number of channels and on the width of groups.
 
     python benchmarks/conv_channels.py --json conv_channels.jsonl
+    python benchmarks/conv_channels.py --models regnetx_002,mnasnet_100 --sizes 96,224   # files with it and without
 
 Chains of equal `QLinearConv` (uint8 activations, int8 weights per channel), batch 1, one thread; the best of several
 rounds. `ns`: per element of an output, `float_ns`: of the same layers in float32. What is widened by
@@ -10,7 +11,9 @@ rounds. `ns`: per element of an output, `float_ns`: of the same layers in float3
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,10 +124,51 @@ def measured(kind: str, channels: int, kernel: int, groups: int, size: int) -> d
     }
 
 
+def whole_model(name: str, size: int, folder: Path, budget_s: float) -> dict[str, Any]:
+    """The files of a model with the layout and without it, and the float file, in turns."""
+    import placement
+    import torch
+
+    import sparsebit
+    from sparsebit.deploy.timing import interleaved
+    from sparsebit.quantization import parse_qconfig
+
+    torch.set_num_threads(1)
+    model, batches, backend, _ = placement.build(name, size)
+    image = batches[0][:1]
+    files = {kind: folder / f"{kind}.onnx" for kind in ("float", "without", "with")}
+    torch.onnx.export(model, (image,), files["float"], dynamo=True, verbose=False)
+    for kind in ("without", "with"):
+        config = parse_qconfig(backend).replace("SCHEDULE.PAD_CHANNELS", kind == "with")
+        sparsebit.quantize(model, batches, config).export_onnx(image, files[kind])
+    sessions = {kind: sparsebit.open_session(file, num_threads=1) for kind, file in files.items()}
+    runs = {kind: partial(one.run, {one.inputs[0]: image.numpy()}) for kind, one in sessions.items()}
+    outputs = {kind: run()[0] for kind, run in runs.items()}
+    ratios = {kind: round(one.cpu_ratio, 3) for kind, one in interleaved(runs, budget_s=budget_s).items()}
+    return {
+        "model": name,
+        "size": size,
+        "without": ratios["without"],
+        "with": ratios["with"],
+        "bytes": round(files["with"].stat().st_size / files["without"].stat().st_size, 3),
+        "equal": bool(np.array_equal(outputs["with"], outputs["without"])),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="append the lines to this file")
+    parser.add_argument("--models", help="names as in placement.py: time whole files instead of single layers")
+    parser.add_argument("--sizes", default="96,224")
+    parser.add_argument("--budget", type=float, default=8, help="seconds for a model at a size")
     options = parser.parse_args()
+    if options.models:
+        for name in options.models.split(","):
+            for size in map(int, options.sizes.split(",")):
+                with tempfile.TemporaryDirectory() as folder:
+                    record = whole_model(name, size, Path(folder), options.budget)
+                emit({"benchmark": "conv_channels", "kind": "model", **record}, options.json)
+        return
     jobs = [("depthwise", c, kernel, c, size) for kernel, size in DEPTHWISE for c in DEPTHWISE_CHANNELS]
     jobs += [("dense", c, 1, 1, 28) for c in DENSE_CHANNELS]
     jobs += [("groups", c, 3, c // w, size) for c, size in GROUPED for w in WIDTHS if w <= c]

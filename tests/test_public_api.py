@@ -33,6 +33,7 @@ DEVELOPER = {
     "benchmarks/packed_linear.py": {"sparsebit.kernels"},
     "benchmarks/packed_linear_ways.py": {"sparsebit.kernels"},
     "benchmarks/fake_quant.py": {"sparsebit.numerics"},
+    "benchmarks/conv_channels.py": {"sparsebit.deploy.timing"},
     "benchmarks/deploy.py": {"sparsebit.deploy.timing"},
     "benchmarks/placement.py": {"sparsebit.deploy.timing"},
     "benchmarks/placement_limits.py": {"sparsebit.deploy.region_times", "sparsebit.quantization.placement_search"},
