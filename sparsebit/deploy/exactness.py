@@ -17,7 +17,7 @@ from sparsebit.deploy.qdq import SITE_KEY
 from sparsebit.deploy.qdq_graph import DEQUANTIZE, MOVES, QUANTIZE, Graph
 
 _CLIPS = frozenset({"Relu", "Clip"})
-_PLAIN = MOVES | _CLIPS | {"MaxPool", "Slice", "Concat", "Split", "Gather", "Expand", DEQUANTIZE, QUANTIZE}
+_PLAIN = MOVES | _CLIPS | {"MaxPool", "Pad", "Slice", "Concat", "Split", "Gather", "Expand", DEQUANTIZE, QUANTIZE}
 _LAYERS = ("Conv", "Gemm")
 
 
