@@ -26,10 +26,8 @@ _PADS = "channel_layout/pads"
 
 def lay_out_channels(model: ir.Model) -> None:
     """Widen sets of values and groups of convolutions that run in integers, in place."""
-    if any(
-        attribute.type.name in ("GRAPH", "GRAPHS") for node in model.graph for attribute in node.attributes.values()
-    ):
-        return
+    if any(_has_graphs(node) for node in model.graph):
+        return  # these may read any value
     found = [StoredConvolution.read(node) for node in model.graph if node.op_type == "Conv"]
     layers = [layer for layer in found if layer is not None]
     for channels in channel_sets(model, layers):
@@ -75,6 +73,7 @@ def _joined_groups(layer: StoredConvolution, *, can_grow: bool) -> int:
 
 
 def _gains_from_pad(layer: StoredConvolution) -> bool:
+    """Whether it reads an image with a small kernel."""
     most = _TAPS if layer.num_outputs >= _FEW_OUTPUTS else _FEW_TAPS
     return layer.group_inputs < _DENSE and layer.num_taps <= most
 
