@@ -12,6 +12,7 @@ import math
 from typing import TYPE_CHECKING
 
 from sparsebit.deploy.channel_sets import ChannelSet, channel_sets
+from sparsebit.deploy.initializers import stored_once
 from sparsebit.deploy.stored_convolution import StoredConvolution
 
 if TYPE_CHECKING:
@@ -89,13 +90,8 @@ def _pad_input(model: ir.Model, layer: StoredConvolution) -> None:
     if x is None or x.shape is None or dequantize is None or codes is None:
         return
     count = _DENSE - layer.group_inputs
-    name = f"{_PADS}/{count}"
-    if name not in model.graph.initializers:
-        tensor = ir.Tensor(numpy.array([0, 0, 0, 0, 0, count, 0, 0], dtype=numpy.int64), name=name)
-        model.graph.register_initializer(
-            ir.Value(name=name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape([8]))
-        )
-    pad = ir.node("Pad", [codes, model.graph.initializers[name]], name=f"{layer.node.name}/channels")
+    pads = stored_once(model, f"{_PADS}/{count}", numpy.array([0, 0, 0, 0, 0, count, 0, 0], dtype=numpy.int64))
+    pad = ir.node("Pad", [codes, pads], name=f"{layer.node.name}/channels")
     again = ir.node(
         dequantize.op_type,
         [pad.outputs[0], *dequantize.inputs[1:]],

@@ -50,7 +50,7 @@ def site_differences(
     found = site_codes(file, runtime, feeds, optimize=optimize, sites=set(expected), options=options)
     for site, codes in found.items():
         simulated = expected[site]
-        if codes.ndim == 4:
+        if codes.ndim == simulated.ndim == 4:
             codes = codes[:, : simulated.shape[1]]  # a layout may have added channels behind the others
         if codes.shape != simulated.shape:
             continue

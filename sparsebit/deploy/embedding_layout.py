@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sparsebit.deploy.initializers import stored_once
 from sparsebit.deploy.number_types import FLOAT8
 from sparsebit.deploy.qdq import ROLE_KEY
 
@@ -87,13 +88,5 @@ def _rewrite(model: ir.Model, gather: ir.Node, dequantize: ir.Node) -> None:
 
 def _last_axis(model: ir.Model) -> ir.Value:
     import numpy
-    import onnx_ir as ir
 
-    name = "sparsebit/last_axis"
-    known = model.graph.initializers.get(name)
-    if known is not None:
-        return known
-    tensor = ir.Tensor(numpy.array([-1], numpy.int64), name=name)
-    value = ir.Value(name=name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape([1]))
-    model.graph.register_initializer(value)
-    return value
+    return stored_once(model, "sparsebit/last_axis", numpy.array([-1], numpy.int64))

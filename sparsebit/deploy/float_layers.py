@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from sparsebit.deploy.initializers import stored_once
 from sparsebit.deploy.qdq import ROLE_KEY
 from sparsebit.deploy.qdq_graph import DEQUANTIZE, FLOAT_KEY, MOVES, OFF_KEY, QUANTIZE
 
@@ -166,29 +167,17 @@ def _add(
 
 def _repeated(model: ir.Model, value: ir.Value, size: int) -> ir.Value:
     import numpy
-    import onnx_ir as ir
 
-    name = f"{value.name}/{size}"
-    if name not in model.graph.initializers:
-        assert value.const_value is not None
-        array = numpy.repeat(value.const_value.numpy().reshape(-1), size)
-        tensor = ir.Tensor(array, dtype=value.const_value.dtype, name=name)
-        made = ir.Value(name=name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape([size]))
-        model.graph.register_initializer(made)
-    return model.graph.initializers[name]
+    assert value.const_value is not None
+    array = numpy.repeat(value.const_value.numpy().reshape(-1), size)
+    return stored_once(model, f"{value.name}/{size}", array, value.const_value.dtype)
 
 
 def _lowest(model: ir.Model) -> ir.Value:
     """The lowest float, stored once."""
     import numpy
-    import onnx_ir as ir
 
-    name = "sparsebit/lowest"
-    if name not in model.graph.initializers:
-        tensor = ir.Tensor(numpy.array(numpy.finfo(numpy.float32).min), name=name)
-        value = ir.Value(name=name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape([]))
-        model.graph.register_initializer(value)
-    return model.graph.initializers[name]
+    return stored_once(model, "sparsebit/lowest", numpy.array(numpy.finfo(numpy.float32).min))
 
 
 def _size(x: ir.Value, axis: int) -> int:

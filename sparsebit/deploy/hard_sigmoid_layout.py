@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sparsebit.deploy.initializers import stored_once
 from sparsebit.deploy.qdq import ROLE_KEY
 from sparsebit.deploy.qdq_graph import DEQUANTIZE, QUANTIZE
 from sparsebit.numerics.integer_kernels import saturates_as_hard_sigmoid
@@ -100,23 +101,11 @@ def _coarser(model: ir.Model, scale: ir.Value) -> ir.Value:
     import numpy
 
     assert scale.const_value is not None
-    return _stored(model, f"{scale.name}/x{_FACTOR}", scale.const_value.numpy() * numpy.float32(_FACTOR))
+    return stored_once(model, f"{scale.name}/x{_FACTOR}", scale.const_value.numpy() * numpy.float32(_FACTOR))
 
 
 def _constant(model: ir.Model, name: str) -> ir.Value:
     import numpy
 
     arrays = {_ONE: numpy.uint8(1), _ZERO: numpy.uint8(0), _THREE: numpy.float32(_SHIFT)}
-    return _stored(model, name, numpy.asarray(arrays[name]))
-
-
-def _stored(model: ir.Model, name: str, array: Any) -> ir.Value:
-    """An initializer, stored once."""
-    import onnx_ir as ir
-
-    if name not in model.graph.initializers:
-        tensor = ir.Tensor(array, name=name)
-        shape = ir.Shape(list(array.shape))
-        value = ir.Value(name=name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=shape)
-        model.graph.register_initializer(value)
-    return model.graph.initializers[name]
+    return stored_once(model, name, numpy.asarray(arrays[name]))

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sparsebit.deploy.initializers import stored_once
+
 if TYPE_CHECKING:
     import onnx_ir as ir
 
@@ -46,13 +48,8 @@ def lay_out_pools(model: ir.Model) -> None:
 def _squeezed_axes(model: ir.Model) -> ir.Value:
     """The axes of height and width, stored once."""
     import numpy
-    import onnx_ir as ir
 
-    if _AXES not in model.graph.initializers:
-        tensor = ir.Tensor(numpy.array([2, 3], dtype=numpy.int64), name=_AXES)
-        value = ir.Value(name=_AXES, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape([2]))
-        model.graph.register_initializer(value)
-    return model.graph.initializers[_AXES]
+    return stored_once(model, _AXES, numpy.array([2, 3], dtype=numpy.int64))
 
 
 def _axes(node: ir.Node) -> list[int]:
