@@ -120,7 +120,7 @@ def _indexed(values: Any, index: Any) -> Any:
 
 
 def _with_plain_convolutions(model: nn.Module) -> nn.Module:
-    """The same model with torch's own class in the place of convolutions that pad first (EfficientNet-Lite0).
+    """The model with its convolutions that pad their input first (EfficientNet-Lite0) made `nn.Conv2d`.
 
     A subclass with a `forward` of its own is traced into, and Brevitas does not quantize the function inside.
     """

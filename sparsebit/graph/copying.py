@@ -37,11 +37,9 @@ def copy_model(model: nn.Module, *, share_parameters: bool = False, share: Itera
     memo.update(without_history(model))
     memo.update(_empty_containers(model))
     try:
-        # Without inference mode, in which tensors that no gradient can be taken of are copied as such.
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-        ):  # else the parameters of a ScriptModule's copy pass their gradients to the original's
+        # In inference mode copies would be such that no gradient can be taken of; with gradients on, the parameters of
+        # a ScriptModule's copy would pass theirs to the original's.
+        with torch.inference_mode(False), torch.no_grad():
             copied = copy.deepcopy(model, memo)
     except Exception as error:
         raise CaptureError(
