@@ -5,7 +5,8 @@
 Weights are random: only sizes matter. The step of one token runs with a static cache, compiled by torch and captured
 in a CUDA graph, for both. `limit_ms`: the bytes of the weights that a step reads, at the speed of a copy. Packed layers
 are measured apart, and with q, k and v and gate and up in one product (`joined_groups`), as `sparsebit.llm.load` runs
-them.
+them. `attention`: "sdpa" is transformers' own way, "token" the one of `sparsebit.llm.load`; bfloat16 is measured with
+both, and `ratio` is against transformers' own.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 from sparsebit.llm import PackedWeight, QuantLinear, kernel_paths
-from sparsebit.llm.parallel_layers import join_parallel_layers
+from sparsebit.llm.parallel_layers import join_parallel_layers, separate_parallel_layers
+from sparsebit.llm.token_attention import use_token_attention
 
 GROUP, CACHE, WARM, STEPS = 128, 1024, 16, 64
 SHAPES = {
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256},
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 512},
 }
+WAYS = {"apart": (False, "sdpa"), "joined": (True, "sdpa"), "loaded": (True, "token")}
 HEADS = {"8b": (32, 8), "tiny": (4, 2)}
 
 
@@ -37,6 +40,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--bits", default="4")
+    parser.add_argument(
+        "--attention", default="sdpa,token", help="of bfloat16; the first one is what ratios are against"
+    )
+    parser.add_argument("--ways", default=",".join(WAYS), help=f"of the packed model, of: {', '.join(WAYS)}")
     parser.add_argument("--eager", action="store_true", help="without torch.compile, in a CUDA graph all the same")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -45,15 +52,29 @@ def main() -> None:
     torch.set_grad_enabled(False)
     base: dict[str, Any] = {"benchmark": "llm_decode", "shape": options.shape, "compiled": not options.eager}
     model = random_model(options.shape)
-    dense = seconds_of_a_token(model, compiled=not options.eager)
-    emit({**base, "weights": "bfloat16", **figures(model, dense)}, options.json)
+    dense = 0.0
+    for attention in options.attention.split(","):
+        set_attention(model, attention)
+        seconds = seconds_of_a_token(model, compiled=not options.eager)
+        dense = dense or seconds
+        told = {"attention": attention, "ratio": round(dense / seconds, 2)}
+        emit({**base, "weights": "bfloat16", **figures(model, seconds), **told}, options.json)
     for bits in map(int, options.bits.split(",")):
         pack(model, bits)
-        for joined in (False, True):
+        for joined, attention in [WAYS[way] for way in options.ways.split(",")]:
+            set_attention(model, attention)
+            separate_parallel_layers(model)
             groups = join_parallel_layers(model) if joined else 0
             packed = seconds_of_a_token(model, compiled=not options.eager)
-            told = {"ratio": round(dense / packed, 2), "kernels": kernel_paths(model), "joined_groups": groups}
+            told = {"attention": attention, "ratio": round(dense / packed, 2)}
+            told |= {"kernels": kernel_paths(model), "joined_groups": groups}
             emit({**base, "weights": f"W{bits} g{GROUP}", **figures(model, packed), **told}, options.json)
+
+
+def set_attention(model: LlamaForCausalLM, attention: str) -> None:
+    model.set_attn_implementation("sdpa")
+    if attention == "token" and not use_token_attention(model):
+        raise SystemExit("this model does not take token_attention")
 
 
 def random_model(shape: str) -> LlamaForCausalLM:

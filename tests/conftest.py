@@ -107,7 +107,7 @@ def interpreted_kernels() -> dict[str, ModuleType]:
         pytest.skip("triton is not installed")
     if torch.cuda.is_available():
         pytest.skip("the kernels run on the GPU here")
-    names = ("programs", "fake_quant", "stacked", "weight_rows")
+    names = ("programs", "fake_quant", "stacked", "weight_rows", "token_attention")
     return {name: importlib.import_module(f"sparsebit.kernels.{name}") for name in names}
 
 

@@ -32,6 +32,7 @@ DEVELOPER = {
     "benchmarks/llm_gptq_slice.py": {"sparsebit.llm", "sparsebit.execution", "sparsebit.numerics"},
     "benchmarks/packed_linear.py": {"sparsebit.kernels"},
     "benchmarks/packed_linear_ways.py": {"sparsebit.kernels"},
+    "benchmarks/token_attention.py": {"sparsebit.kernels"},
     "benchmarks/fake_quant.py": {"sparsebit.numerics"},
     "benchmarks/conv_channels.py": {"sparsebit.deploy.timing"},
     "benchmarks/deploy.py": {"sparsebit.deploy.timing"},

@@ -23,6 +23,7 @@ from sparsebit.llm.packed_source import PackedSource, packed_source
 from sparsebit.llm.parallel_layers import join_parallel_layers
 from sparsebit.llm.quant_linear import QuantLinear, kernel_paths
 from sparsebit.llm.skeleton import Skeleton
+from sparsebit.llm.token_attention import use_token_attention
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,8 @@ def load(
     load_generation_config(skeleton.model, files.path)
     joins = torch.device(device).type == "cuda" if join_layers is None else join_layers
     num_joined = join_parallel_layers(skeleton.model) if joins else 0
+    if device.type == "cuda":
+        use_token_attention(skeleton.model)
     if packed:
         skeleton.model.save_pretrained = _refuse_to_save
     _tell(skeleton.model, rounding)
