@@ -41,21 +41,21 @@ def definition(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, s
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Whether `token_attention` computes this attention by its own kernels, without gradients."""
+    """Whether `token_attention` computes this attention by its own kernels, where triton is installed."""
     return (
-        query.is_cuda
-        and has_triton()
-        and query.shape[2] == 1
+        query.shape[2] == 1
         and query.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and query.dtype == key.dtype == value.dtype
         and max(query.shape[3], value.shape[3]) <= _WIDEST
         and (mask is None or (mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == mask.shape[2] == 1))
         and not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
+        and query.is_cuda
     )
 
 
 @cache
 def has_triton() -> bool:
+    """Not asked for in a compiled step, which the compiler could not look into."""
     return find_spec("triton") is not None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sparsebit.kernels.token_attention import takes, token_attention
+from sparsebit.kernels.token_attention import has_triton, takes, token_attention
 from sparsebit.llm.architectures import ARCHITECTURES
 
 NAME = "sdpa_of_one_token"  # transformers looks for "sdpa" in it
@@ -22,7 +22,8 @@ _WITHOUT_EFFECT = frozenset({"is_causal", "sliding_window", "position_ids", "cac
 
 def use_token_attention(model: Any) -> bool:
     """Let a model of a known architecture that uses torch's attention attend by our kernels; whether it does."""
-    if str(model.config.model_type) not in ARCHITECTURES or model.config._attn_implementation != "sdpa":
+    is_known = str(model.config.model_type) in ARCHITECTURES
+    if not has_triton() or not is_known or model.config._attn_implementation != "sdpa":
         return False
     _register()
     model.set_attn_implementation(NAME)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparsebit.kernels.token_attention import takes
 from sparsebit.llm import token_attention
 from tests.llm.tiny_models import saved, tiny_model
 
@@ -87,6 +88,23 @@ def test_other_ways_of_attention_stay() -> None:
     model.set_attn_implementation("eager")
     assert not token_attention.use_token_attention(model)
     assert model.config._attn_implementation == "eager"
+
+
+def test_the_wiring_compiles_into_one_graph() -> None:
+    model = tiny_model().eval()
+    assert token_attention.use_token_attention(model)
+    attention = model.model.layers[0].self_attn
+    query, mask = torch.randn(1, 4, 1, 16), torch.ones(1, 1, 1, 3, dtype=torch.bool)
+    key = value = torch.randn(1, 2, 3, 16)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def step(query: Tensor) -> Tensor:
+        assert not takes(query, key, value, mask)
+        found, _ = token_attention._attention(attention, query, key, value, mask, position_ids=mask)
+        return found
+
+    plain, _ = token_attention._attention(attention, query, key, value, mask)
+    torch.testing.assert_close(step(query), plain)
 
 
 @pytest.mark.gpu
