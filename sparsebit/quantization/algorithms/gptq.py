@@ -247,12 +247,12 @@ def _round_layer(
     rounded = quantize(wanted, hessian, grid, rounding)
     if options.keep_variance:
         rounded = with_variance(rounded, wanted, hessian, power.variance(centered=has_bias))
-    codes = form.weight(rounded.codes, weight.shape)
-    store_codes(quantizer, weight, codes, rounded.grid.scale, rounded.grid.zero_point)
-    if has_bias:
+    if has_bias:  # before the codes are stored: of a float64 layer, `original` is the weight itself
         assert bias is not None
         shift = _product(original, moments.original_mean) - _product(rounded.values, moments.mean)  # (groups, rows)
         bias.copy_((bias if bias_before is None else bias_before.to(bias)) + form.outputs(shift).to(bias))
+    codes = form.weight(rounded.codes, weight.shape)
+    store_codes(quantizer, weight, codes, rounded.grid.scale, rounded.grid.zero_point)
     gained = LayerRounding(float(rounded.nearest_loss.sum()), float(rounded.loss.sum()))
     return gained, rows_per_column
 

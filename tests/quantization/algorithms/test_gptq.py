@@ -129,6 +129,16 @@ def test_every_option_works_alone(options: dict[str, Any]) -> None:
         assert all(torch.equal(weights(qmodel)[name].op.bias, bias) for name, bias in biases.items())
 
 
+def test_a_float64_model_gains_as_much_as_a_float32_one() -> None:
+    model, data = float_model(), batches()
+    single, double = calibrated(model, data), calibrated(float_model().double(), [x.double() for x in data])
+    gptq(single, data)
+    gptq(double, [x.double() for x in data])
+    for name, layer in weights(single).items():
+        if layer.op.bias is not None:
+            torch.testing.assert_close(weights(double)[name].op.bias.float(), layer.op.bias, rtol=0.05, atol=0.005)
+
+
 def test_outputs_vary_as_much_as_in_the_float_model() -> None:
     model, data = float_model(), batches()
     qmodel = calibrated(model, data, "{DEVICE: cpu, W: {QUANTIZER: {BIT: 2}}, A: {QUANTIZER: {BIT: 8}}}")
