@@ -12,16 +12,21 @@ from torch.utils import _pytree as pytree
 from sparsebit.cli.data import Data
 from sparsebit.cli.loading import LoadingError, users_code
 from sparsebit.deploy.parity import decibels
-from sparsebit.execution.batches import Call, as_call, input_rows, num_samples, to_device
+from sparsebit.execution.batches import Call, as_call, input_rows, to_device
+from sparsebit.execution.sample_rows import SampleRows, find_sample_rows
 
 
 @dataclass(frozen=True)
 class FirstBatch:
-    """The first batch as a call, and what the float model answers."""
+    """The first batch as a call, what the float model answers, and where the samples are in it."""
 
     call: Call
     outputs: list[Tensor]
-    num_samples: int
+    samples: SampleRows
+
+    @property
+    def num_samples(self) -> int:
+        return self.samples.count
 
     def again(self, model: nn.Module, device: str) -> FirstBatch:
         """The same call, answered by another model."""
@@ -47,7 +52,7 @@ def run_first_batch(model: nn.Module, data: Data) -> FirstBatch:
         raise LoadingError(f"no data: the first batch of {data.description} holds no samples")
     with users_code(f"the float model cannot run this data ({_shapes(call)})"), torch.no_grad():
         outputs = model(*args, **kwargs)
-    return FirstBatch(call, _floats(outputs), num_samples(call, outputs))
+    return FirstBatch(call, _floats(outputs), find_sample_rows(call, model, outputs))
 
 
 def _floats(outputs: Any) -> list[Tensor]:

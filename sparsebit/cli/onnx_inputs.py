@@ -35,14 +35,18 @@ def feeds(data: Iterable[Any], session: Session, file: str, size: int | None) ->
     """Numpy arrays by input name: batch by batch, or cut into pieces of `size` samples, the fixed batch of the file."""
     for batch in data:
         arrays = as_feeds(batch, session, file)
-        given = next((array.shape[0] for array in arrays.values() if array.ndim), 1)
-        if size is None or size == given:
+        samples = _sample_inputs(arrays, session, size)
+        given = next((len(arrays[name]) for name in samples if len(arrays[name]) != size), size)
+        if size is None or given is None or size == given:
             yield arrays
             continue
         if given < size:
             raise LoadingError(f"{file} takes {size} samples at once, and a batch of the data has {given}{_hint(size)}")
         for start in range(0, given - size + 1, size):
-            yield {name: _cut(array, given, start, size) for name, array in arrays.items()}
+            yield {
+                name: array[start : start + size] if name in samples and len(array) == given else array
+                for name, array in arrays.items()
+            }
 
 
 def as_feeds(batch: Any, session: Session, file: str) -> Feeds:
@@ -79,8 +83,10 @@ def _typed(value: Any, kind: str, name: str, file: str) -> Any:
     return numpy.ascontiguousarray(value.astype(kind, copy=False))
 
 
-def _cut(array: Any, given: int, start: int, size: int) -> Any:
-    return array[start : start + size] if array.ndim and array.shape[0] == given else array
+def _sample_inputs(arrays: Feeds, session: Session, size: int | None) -> list[str]:
+    """The inputs whose rows may be samples: those that have `size` rows in the file, or any number of them."""
+    shapes = session.input_shapes
+    return [name for name, array in arrays.items() if array.ndim and shapes[name] and shapes[name][0] in (size, None)]
 
 
 def _is_array(value: Any) -> bool:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sparsebit.cli.calibrated_model import Subject
@@ -25,7 +24,6 @@ from sparsebit.deploy.to_onnx import flat_inputs, in_order, input_names
 from sparsebit.deploy.verdict import verdict
 from sparsebit.errors import DeploymentError, MissingExtraError
 from sparsebit.execution.batches import Call
-from sparsebit.graph.nested import map_nested
 from sparsebit.quantization.quant_model import QuantModel
 from sparsebit.records import FileFacts, ParityCheck
 from sparsebit.records.audit import Audit
@@ -190,9 +188,10 @@ def example_of(subject: Subject, options: FileOptions) -> tuple[Call, dict[str, 
 
 
 def _batch_axes(subject: Subject, given: Names | None) -> dict[str, dict[int, str]]:
-    """Axis 0 of every input that has as many rows as the batch has samples."""
-    tensors = _named_inputs(subject, given).items()
-    return {name: {0: _BATCH} for name, tensor in tensors if _is_batch(tensor, subject.first_batch.num_samples)}
+    """Axis 0 of every input whose rows are samples."""
+    batch = subject.first_batch
+    samples = {id(tensor) for tensor in batch.samples.tensors(batch.call)}
+    return {name: {0: _BATCH} for name, tensor in _named_inputs(subject, given).items() if id(tensor) in samples}
 
 
 def _named_inputs(subject: Subject, given: Names | None) -> dict[str, Tensor]:
@@ -205,12 +204,5 @@ def _named_inputs(subject: Subject, given: Names | None) -> dict[str, Tensor]:
 
 def _sized(batch: FirstBatch, size: int) -> Call:
     """The call with `size` of its samples; one sample is repeated where two are wanted."""
-
-    def sized(tensor: Tensor) -> Tensor:
-        return torch.cat([tensor, tensor])[:size] if _is_batch(tensor, batch.num_samples) else tensor
-
-    return map_nested(Tensor, sized, batch.call[0]), map_nested(Tensor, sized, batch.call[1])
-
-
-def _is_batch(tensor: Tensor, size: int) -> bool:
-    return tensor.ndim > 0 and tensor.shape[0] == size
+    call: Call = batch.samples.of(batch.call, [row % batch.num_samples for row in range(size)])
+    return call

@@ -36,7 +36,7 @@ _PLAIN_ADVICE = (
 class Session(ABC):
     """`inputs` and `outputs` in the file's order; `input_types[name]` is a numpy type's name (`float32`, `int64`…).
 
-    `input_shapes[name]`: None for a dimension that is free.
+    `input_shapes[name]`, `output_shapes[name]`: None for a dimension that is free.
     """
 
     runtime: str
@@ -44,12 +44,19 @@ class Session(ABC):
     outputs: tuple[str, ...]
     input_types: dict[str, str]
     input_shapes: dict[str, tuple[int | None, ...]]
+    output_shapes: dict[str, tuple[int | None, ...]]
 
     @property
     def batch_size(self) -> int | None:
-        """The first dimension of the first input; None where it is free."""
-        shape = self.input_shapes[self.inputs[0]]
-        return shape[0] if shape else None
+        """How many samples a call takes: the first dimension that the inputs share; None where it is free.
+
+        Where they differ in it (a mask or a table beside the samples), the samples are the rows of the first output
+        that has as many rows as one of the inputs; where no output has, the number is not known, and None too.
+        """
+        sizes = [shape[0] for shape in self.input_shapes.values() if shape]
+        if len(set(sizes)) <= 1:
+            return next(iter(sizes), None)
+        return next((shape[0] for shape in self.output_shapes.values() if shape and shape[0] in sizes), None)
 
     @abstractmethod
     def run(self, feeds: Mapping[str, Any]) -> list[Any]:
@@ -129,10 +136,10 @@ class _OnnxRuntime(Session):
         self.inputs = tuple(value.name for value in self.session.get_inputs())
         self.outputs = tuple(value.name for value in self.session.get_outputs())
         self.input_types = {value.name: _numpy_name(value.type) for value in self.session.get_inputs()}
-        self.input_shapes = {
-            value.name: tuple(size if isinstance(size, int) else None for size in value.shape)
-            for value in self.session.get_inputs()
-        }
+        self.input_shapes, self.output_shapes = (
+            {v.name: tuple(size if isinstance(size, int) else None for size in v.shape or ()) for v in values}
+            for values in (self.session.get_inputs(), self.session.get_outputs())
+        )
 
     def run(self, feeds: Mapping[str, Any]) -> list[Any]:
         with _running("ONNX Runtime"):
@@ -161,16 +168,22 @@ class _OpenVino(Session):
         self.input_types = {
             port.get_any_name(): _numpy_name(port.element_type.to_string()) for port in self.compiled.inputs
         }
-        self.input_shapes = {
-            port.get_any_name(): tuple(d.get_length() if d.is_static else None for d in port.partial_shape)
-            for port in self.compiled.inputs
-        }
+        self.input_shapes, self.output_shapes = (
+            {port.get_any_name(): _openvino_shape(port.partial_shape) for port in ports}
+            for ports in (self.compiled.inputs, self.compiled.outputs)
+        )
 
     def run(self, feeds: Mapping[str, Any]) -> list[Any]:
         with _running("OpenVINO"):
             _check_shapes(feeds, self.input_shapes)
             found = self.request.infer(dict(feeds))
         return [found[port].copy() for port in self.compiled.outputs]
+
+
+def _openvino_shape(shape: Any) -> tuple[int | None, ...]:
+    if not shape.rank.is_static:  # not even the number of dimensions is known
+        return ()
+    return tuple(dimension.get_length() if dimension.is_static else None for dimension in shape)
 
 
 @contextlib.contextmanager

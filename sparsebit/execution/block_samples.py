@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparsebit.execution.block_engine import BatchValues, BlockData
 from sparsebit.execution.block_runner import Values
+from sparsebit.execution.sample_rows import is_alike, is_row_tensor
 from sparsebit.execution.value_store import MIB
 from sparsebit.graph.nested import map_nested, tensors_of
 
@@ -104,15 +105,6 @@ class Samples:
         return all(is_alike(one, other[chosen]) for one, other in pairs)
 
 
-def is_alike(one: Tensor, other: Tensor) -> bool:
-    """Whether values are equal up to what other kernels for other batch sizes change: of a quantized block, a code here
-    and there.
-    """
-    if one.shape != other.shape or not one.is_floating_point():
-        return one.shape == other.shape
-    return float((one - other).norm()) <= 0.05 * float(other.norm())
-
-
 def num_rows(batch: Minibatch) -> int:
     return next((len(tensor) for tensor in tensors_of(batch.targets) if tensor.ndim), 0)
 
@@ -152,11 +144,6 @@ def _rows(values: Values, chosen: Tensor, count: int) -> Values:
         return tensor[chosen.to(tensor.device)] if is_row_tensor(tensor, count) else tensor
 
     return tuple(map_nested(Tensor, cut, value) for value in values)
-
-
-def is_row_tensor(tensor: Tensor, count: int) -> bool:
-    """Whether the tensor has a row for each of `count` samples."""
-    return tensor.ndim > 0 and len(tensor) == count
 
 
 def _which_have_rows(batch: Minibatch) -> tuple[bool, ...]:

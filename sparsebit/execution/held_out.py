@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from sparsebit.execution.block_samples import is_alike, is_row_tensor
-from sparsebit.graph.nested import map_nested, tensors_of
+from sparsebit.execution.sample_rows import independent_rows, is_row_tensor, rows_at
+from sparsebit.graph.nested import tensors_of
 
 _FEWEST, _MOST = 8, 64
 _FEWEST_OF = 4  # to reach the fewest, at most one sample of so many
@@ -38,12 +37,7 @@ class Piece:
 
     def of(self, inputs: Inputs) -> Inputs:
         """What the piece is of the inputs of its batch."""
-        if self.rows is None:
-            return inputs
-        flags, rows = iter(self.has_rows), torch.tensor(self.rows)
-        cut: Inputs = map_nested(
-            Tensor, lambda tensor: tensor[rows.to(tensor.device)] if next(flags) else tensor, inputs
-        )
+        cut: Inputs = inputs if self.rows is None else rows_at(inputs, self.rows, self.has_rows)
         return cut
 
 
@@ -107,15 +101,9 @@ def _which_have_rows(inputs: Inputs, run: Callable[[Inputs], Any]) -> tuple[bool
     """Of each tensor of the inputs whether its rows are samples; of none where rows are not independent."""
     whole = tensors_of(run(inputs))
     count = next((len(tensor) for tensor in whole if tensor.ndim), 0)
-    flags = tuple(is_row_tensor(tensor, count) for tensor in tensors_of(inputs))
-    if count < 2 or not any(flags) or not all(is_row_tensor(tensor, count) for tensor in whole):
+    if not all(is_row_tensor(tensor, count) for tensor in whole):
         return ()
-    chosen = tuple(range(count - 1, -1, -2))
-    try:
-        some = tensors_of(run(Piece(0, chosen, flags).of(inputs)))
-    except Exception:  # a size that does not fit the rows: anything may be raised by the model's ops
-        return ()
-    return flags if all(map(is_alike, some, (tensor[list(chosen)] for tensor in whole))) else ()
+    return independent_rows(inputs, count, whole, run)
 
 
 def _num_rows(inputs: Inputs, has_rows: Sequence[bool]) -> int:

@@ -25,7 +25,7 @@ from sparsebit.deploy.sessions import EXACT, UNCLIPPED, Session, open_session
 from sparsebit.deploy.tensorrt_rules import tensorrt_violations
 from sparsebit.deploy.to_onnx import flat_inputs, flat_outputs, in_order
 from sparsebit.errors import DeploymentError
-from sparsebit.execution.batches import Call, calls, num_samples_run, rows_of
+from sparsebit.execution.batches import Call, calls, num_samples_run
 from sparsebit.graph.nested import map_nested
 from sparsebit.quantization.export_constants import evaluating
 from sparsebit.quantization.simulated_codes import simulated_codes
@@ -283,7 +283,7 @@ def _calls(
         call = args, in_order(keywords, inspect.signature(model.forward))
         with evaluating(run):
             given = num_samples_run(call, run)
-        size = _batch_size(session, call, given)
+        size = session.batch_size
         step = min(size or given, given) if size else min(given, left)
         if size and given < size:
             if left < num_samples:  # the rest of a loader
@@ -292,14 +292,22 @@ def _calls(
         for start in range(0, given - step + 1, max(step, 1)):
             if left <= 0:
                 return
-            yield rows_of(call, given, start, step)
+            yield _some_samples(call, given, range(start, start + step), session)
             left -= step
 
 
-def _batch_size(session: Session, call: Call, given: int) -> int | None:
-    """The first dimension, in the file, of the first input whose rows are the samples; None where it is free."""
+def _some_samples(call: Call, given: int, rows: range, session: Session) -> Call:
+    """The call with these of its samples: rows of the inputs of which the file takes as many, or any number."""
+    if len(rows) == given:
+        return call
     shapes = zip(flat_inputs(*call), session.input_shapes.values(), strict=False)  # `_feeds` refuses other numbers
-    return next((shape[0] for tensor, shape in shapes if tensor.ndim and len(tensor) == given and shape), None)
+    cut = {id(tensor) for tensor, shape in shapes if shape and shape[0] in (len(rows), None) and len(tensor) == given}
+
+    def some(tensor: Tensor) -> Tensor:
+        return tensor[rows.start : rows.stop] if id(tensor) in cut else tensor
+
+    args, kwargs = map_nested(Tensor, some, call)
+    return args, kwargs
 
 
 @torch.no_grad()

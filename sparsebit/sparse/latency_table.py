@@ -24,7 +24,8 @@ from sparsebit.deploy.sessions import require_runtime
 from sparsebit.deploy.stopwatch import Stopwatch
 from sparsebit.deploy.to_onnx import flat_inputs, in_order, to_onnx
 from sparsebit.errors import DeploymentError
-from sparsebit.execution.batches import Call, num_samples_run, rows_of, to_device
+from sparsebit.execution.batches import Call, to_device
+from sparsebit.execution.sample_rows import find_sample_rows
 from sparsebit.graph.copying import copy_model
 from sparsebit.sparse.channel_groups import Unit
 from sparsebit.sparse.surgery import ChannelPlan, apply_plan
@@ -174,5 +175,5 @@ def _one_sample(call: Call, model: nn.Module) -> Call:
     def run(*args: Any, **kwargs: Any) -> Any:
         return copy_model(model).eval()(*args, **kwargs)
 
-    args, kwargs = rows_of(call, num_samples_run(call, run), 0, 1)
+    args, kwargs = find_sample_rows(call, run).of(call, [0])
     return to_device(args, "cpu"), in_order(to_device(kwargs, "cpu"), inspect.signature(model.forward))

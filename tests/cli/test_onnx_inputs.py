@@ -19,8 +19,9 @@ from sparsebit.deploy.sessions import Session
 class Fake(Session):
     """A file with these inputs."""
 
-    def __init__(self, **types: str) -> None:
+    def __init__(self, sizes: tuple[int | None, ...] | None = None, **types: str) -> None:
         self.inputs, self.input_types = tuple(types), types
+        self.input_shapes = {name: (size, None) for name, size in zip(types, sizes or [None] * len(types), strict=True)}
 
     def run(self, feeds: Any) -> list[Any]:
         raise NotImplementedError
@@ -85,3 +86,16 @@ def test_batch_size_of_the_file() -> None:
         LoadingError, match=r"takes 8 samples at once, and a batch of the data has 4; give --batch-size 8"
     ):
         rows(8)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "mask_rows"),
+    [((3, 2), 3), ((3, None), 3), ((6, 2), 6), ((2, 2), 2)],
+    ids=["", "free", "as many", "alike"],
+)
+def test_a_mask_beside_the_samples_is_not_cut(sizes: tuple[int | None, ...], mask_rows: int) -> None:
+    session = Fake(sizes, mask="float32", x="float32")
+    mask, x = torch.eye(mask_rows), torch.arange(6.0).view(6, 1)
+    found = list(feeds([(mask, x)], session, "net.onnx", 2))
+    assert [one["x"].ravel().tolist() for one in found] == [[0, 1], [2, 3], [4, 5]]
+    assert all(numpy.array_equal(one["mask"], mask.numpy()) for one in found)

@@ -305,3 +305,23 @@ def test_how_the_time_compares_with_float() -> None:
     assert "--placement measured" not in warning and "another machine" in warning
     assert exported(None, "--no-check").time == "not measured: --no-check"
     assert exported(1.44).to_dict()["time"]["ratio"] == 1.44
+
+
+def test_a_table_with_as_many_rows_as_the_batch_has_samples_stays_whole(sparsebit: Sparsebit, project: Path) -> None:
+    (project / "table_net.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.head = torch.nn.Linear(4, 6)\n"
+        "    def forward(self, table, image):\n        return self.head(image) @ table\n"
+        "def batches():\n"
+        "    for _ in range(2):\n        yield torch.eye(6), torch.randn(6, 4)\n"
+    )
+    command = ("quantize", "-m", "table_net:Net", "-d", "table_net:batches", "--device", "cpu", "-o")
+    for file, rows, more in (("one.onnx", 1, ()), ("any.onnx", None, ("--dynamic-batch",))):
+        answer = sparsebit(*command, file, *more)
+        assert answer.code == 0, answer.err
+        session = open_session(file)
+        assert session.input_shapes == {"table": (6, 6), "image": (rows, 4)} and session.batch_size == rows
+        answer = sparsebit("check", file, "-d", "table_net:batches")
+        assert answer.code == 0, answer.err
+    sys.modules.pop("table_net", None)

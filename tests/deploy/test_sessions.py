@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from onnx import TensorProto, helper
 
 from sparsebit.deploy.sessions import EXACT, RUNTIMES, open_session
 from sparsebit.errors import DeploymentError, MissingExtraError
@@ -62,6 +63,20 @@ def test_a_fixed_batch_is_known(tmp_path: Path) -> None:
     tiny = Tiny((3, 8))
     session = open_session(tiny.save(tmp_path / "m.onnx", tiny.node("Relu", ["x"], "relu")))
     assert session.batch_size == 3
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize(("rows", "expected"), [(4, 4), ("n", None)], ids=["fixed", "free"])
+def test_the_batch_is_that_of_the_samples_not_of_a_mask_in_front_of_them(
+    runtime: str, rows: int | str, expected: int | None, tmp_path: Path
+) -> None:
+    pytest.importorskip(runtime)
+    inputs = [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in (("mask", (7, 7)), ("x", (rows, 7)))]
+    output = helper.make_tensor_value_info("y", TensorProto.FLOAT, (rows, 7))
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "mask"], ["y"])], "g", inputs, [output])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    session = open_session(model.SerializeToString(), runtime)
+    assert session.output_shapes == {"y": (expected, 7)} and session.batch_size == expected
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)

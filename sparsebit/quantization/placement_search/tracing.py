@@ -12,7 +12,8 @@ from sparsebit.deploy.sessions import require_runtime
 from sparsebit.deploy.stopwatch import Stopwatch
 from sparsebit.deploy.to_onnx import flat_inputs, in_order
 from sparsebit.errors import ConfigError, DeploymentError
-from sparsebit.execution.batches import Call, calls, num_samples_run, rows_of
+from sparsebit.execution.batches import Call, calls
+from sparsebit.execution.sample_rows import find_sample_rows
 from sparsebit.quantization.export import check_ready, switched_on, trace_onnx
 from sparsebit.quantization.ops.quant_opr import QShared
 from sparsebit.quantization.placement_search.traced_graph import TracedGraph
@@ -77,8 +78,8 @@ def _samples(qmodel: QuantModel, batches: Iterable[Any], wish: str) -> list[Call
     signature = inspect.signature(qmodel.original.forward)
     for call in calls(batches, qmodel.original, qmodel.device):
         call = call[0], in_order(call[1], signature)
-        size = num_samples_run(call, qmodel)
-        found += [rows_of(call, size, place, 1) for place in range(min(size, NUM_SAMPLES - len(found)))]
+        samples = find_sample_rows(call, qmodel)
+        found += [samples.of(call, [place]) for place in range(min(samples.count, NUM_SAMPLES - len(found)))]
         if len(found) >= NUM_SAMPLES:
             break
     if not found:

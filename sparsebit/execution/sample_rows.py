@@ -1,0 +1,110 @@
+"""`find_sample_rows`: which tensors of a batch have a row for each sample.
+
+A mask or a table beside the samples may have as many rows as there are samples. The model itself tells them apart: for
+some samples alone it computes what it computes for them among the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsebit.execution.batches import Call, input_rows, num_samples
+from sparsebit.graph.nested import map_nested, tensors_of
+
+# Of more tensors than so many, at most two are left out at a time: each trial is a run of the model.
+_FEW = 4
+
+
+@dataclass(frozen=True)
+class SampleRows:
+    """The samples of a batch: how many, and of each of its tensors, in their order, whether its rows are they."""
+
+    count: int
+    has_rows: tuple[bool, ...]
+
+    def of(self, batch: Any, rows: Sequence[int]) -> Any:
+        """The batch with these of its samples alone."""
+        return batch if tuple(rows) == tuple(range(self.count)) else rows_at(batch, rows, self.has_rows)
+
+    def tensors(self, batch: Any) -> list[Tensor]:
+        """The tensors whose rows are the samples."""
+        return [tensor for tensor, has_rows in zip(tensors_of(batch), self.has_rows, strict=True) if has_rows]
+
+
+@torch.no_grad()
+def find_sample_rows(call: Call, run: Callable[..., Any], outputs: Any = None) -> SampleRows:
+    """The samples of a call.
+
+    Where more than one tensor has a row for each sample, `run` is called with some of the samples. Where no choice of
+    tensors gives the same outputs (rows that depend on each other), all of them count. `outputs`: of the whole call,
+    where they are known.
+    """
+
+    def answer(batch: Call) -> Any:
+        args, kwargs = map_nested(Tensor, torch.clone, batch)  # a model may write into its inputs
+        return run(*args, **kwargs)
+
+    tensors = tensors_of(call)
+    is_clear = len(tensors) < 2 or input_rows(call) <= {1}
+    outputs = answer(call) if outputs is None and not is_clear else outputs
+    count = num_samples(call, outputs)
+    has_rows = tuple(is_row_tensor(tensor, count) for tensor in tensors)
+    if is_clear or count < 2 or sum(has_rows) < 2:
+        return SampleRows(count, has_rows)
+    return SampleRows(count, independent_rows(call, count, outputs, answer) or has_rows)
+
+
+@torch.no_grad()
+def independent_rows(batch: Any, count: int, outputs: Any, run: Callable[[Any], Any]) -> tuple[bool, ...]:
+    """Of each tensor of the batch whether its rows are samples that `run` computes one by one; `()` where none are.
+
+    All tensors with `count` rows are tried first, then fewer of them. `outputs`: of the whole batch.
+    """
+    whole = [tensor for tensor in tensors_of(outputs) if is_row_tensor(tensor, count)]
+    flags = tuple(is_row_tensor(tensor, count) for tensor in tensors_of(batch))
+    chosen = range(count - 1, -1, -2)
+    if count < 2 or not whole:
+        return ()
+    for some in _choices(flags):
+        try:
+            found = tensors_of(run(rows_at(batch, chosen, some)))
+        except Exception:  # a size that does not fit the rows: anything may be raised by the model's ops
+            continue
+        found = [tensor for tensor in found if is_row_tensor(tensor, len(chosen))]
+        if len(found) == len(whole) and all(map(is_alike, found, (tensor[list(chosen)] for tensor in whole))):
+            return some
+    return ()
+
+
+def rows_at(batch: Any, rows: Sequence[int], has_rows: Sequence[bool]) -> Any:
+    """The same nested structure with these rows of each tensor that has rows, in the order of the tensors."""
+    flags, places = iter(has_rows), torch.tensor(list(rows), dtype=torch.long)
+    return map_nested(Tensor, lambda tensor: tensor[places.to(tensor.device)] if next(flags) else tensor, batch)
+
+
+def is_alike(one: Tensor, other: Tensor) -> bool:
+    """Whether values are equal up to what other kernels for other batch sizes change: of a quantized block, a code here
+    and there.
+    """
+    if one.shape != other.shape or not one.is_floating_point():
+        return one.shape == other.shape
+    return float((one - other).norm()) <= 0.05 * float(other.norm())
+
+
+def is_row_tensor(tensor: Tensor, count: int) -> bool:
+    """Whether the tensor has a row for each of `count` samples."""
+    return tensor.ndim > 0 and len(tensor) == count
+
+
+def _choices(flags: tuple[bool, ...]) -> Iterator[tuple[bool, ...]]:
+    """The flags, and then with some of the True ones left out: one of them, two of them, ..., all but one."""
+    places = [place for place, flag in enumerate(flags) if flag]
+    most = len(places) - 1 if len(places) <= _FEW else 2
+    for left_out in itertools.chain.from_iterable(itertools.combinations(places, n) for n in range(most + 1)):
+        yield tuple(flag and place not in left_out for place, flag in enumerate(flags))
