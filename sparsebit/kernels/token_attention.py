@@ -2,8 +2,8 @@
 
 torch's kernels give one program to each head. A token has few heads and many places in its cache, so most of a GPU
 waits; and heads that share keys read copies of them where there is a mask. Here each program computes the heads that
-share a key for a part of the places, and a second kernel adds up the parts. Places that the mask excludes, as the free
-ones of a cache of fixed size, are not read.
+share a key for a part of the places, and a second kernel adds up the parts. Excluded places at the ends of a part, as
+the free ones of a cache of fixed size, are not read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 _PLACES = 64  # of the cache, that a program reads at once
+_MOST_SCANNED = 1024  # places of the mask
 _MOST_PARTS = 64
+_STAGES = 3  # loads of places in flight
 _FEWEST_ROWS = 16  # of a product on tensor cores
 _WIDEST = 256  # channels of a head
 
@@ -99,6 +101,7 @@ def in_parts(
         *((0, 0) if mask is None else (mask.stride(0) if len(mask) > 1 else 0, mask.stride(3))),
         HAS_MASK=mask is not None, ROWS=max(_FEWEST_ROWS, next_power_of_2(num_rows)), PLACES=_PLACES,
         WIDTH=max(16, next_power_of_2(width)), VALUE_WIDTH=max(16, value_columns),
+        SCANNED=min(_MOST_SCANNED, next_power_of_2(part_size)), STAGES=_STAGES,
     )  # fmt: skip
     combine_parts[(batch * num_heads,)](
         sums, stats, output, num_parts, value_width, PARTS=next_power_of_2(num_parts), VALUE_WIDTH=value_columns

@@ -9,55 +9,70 @@ _LOWEST = tl.constexpr(-3.0e38)  # differences of it are numbers, those of infin
 
 
 @triton.jit
+def _admitted(mask_ptr, mask_place, start, end, SCANNED: tl.constexpr):
+    """The first admitted place from `start` on, and the one after the last; without any, `end` and `start`."""
+    first, last = end, start
+    for at in range(start, end, SCANNED):
+        places = at + tl.arange(0, SCANNED)
+        is_admitted = tl.load(mask_ptr + places * mask_place, mask=places < end, other=0) != 0
+        first = tl.minimum(first, tl.min(tl.where(is_admitted, places, end), 0))
+        last = tl.maximum(last, tl.max(tl.where(is_admitted, places + 1, start), 0))
+    return first, last
+
+
+@triton.jit
 def attend_parts(
     query_ptr, key_ptr, value_ptr, mask_ptr, sums_ptr, stats_ptr, scale,
     num_shared, num_rows, num_places, width, value_width, part_size,
     query_batch, query_head, key_batch, key_head, key_place, value_batch, value_head, value_place,
     mask_batch, mask_place,
     HAS_MASK: tl.constexpr, ROWS: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    SCANNED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program: the `num_rows` heads that share a key head of one sequence, over one part of the places.
 
-    It leaves `sums`: exp2(score - largest) times the values, and `stats`: largest and the sum of the exponentials.
-    Places that the mask excludes are not read; a part without any leaves a sum of 0 and no `sums`.
+    It leaves `sums`: exp2(score - largest) times the values, and `stats`: largest and the sum of the exponentials. What
+    is before the first or behind the last admitted place of the part is not read; a part without any leaves a sum of 0
+    and no `sums`.
     """
     pair, part, num_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     sequence, head = (pair // num_shared).to(tl.int64), (pair % num_shared).to(tl.int64)
     rows, columns, value_columns = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
+    is_row, is_column, is_value = rows < num_rows, columns < width, value_columns < value_width
+    start = part * part_size
+    end = tl.minimum(start + part_size, num_places)
+    mask_ptr += sequence * mask_batch
+    if HAS_MASK:
+        start, end = _admitted(mask_ptr, mask_place, start, end, SCANNED)
     of_query = query_ptr + sequence * query_batch + (head * num_rows + rows)[:, None] * query_head + columns[None, :]
-    query = tl.load(of_query, mask=(rows < num_rows)[:, None] & (columns < width)[None, :], other=0.0)
+    query = tl.load(of_query, mask=is_row[:, None] & is_column[None, :], other=0.0)
+    key_ptr += sequence * key_batch + head * key_head
+    value_ptr += sequence * value_batch + head * value_head
     largest = tl.full((ROWS,), _LOWEST, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, VALUE_WIDTH), tl.float32)
-    for start in range(part * part_size, tl.minimum(part * part_size + part_size, num_places), PLACES):
-        places = start + tl.arange(0, PLACES)
-        is_read = places < num_places
+    for at in tl.range(start, end, PLACES, num_stages=STAGES):
+        places = at + tl.arange(0, PLACES)
+        is_inside, far = places < end, places.to(tl.int64)[:, None]
+        of_key, of_value = key_ptr + far * key_place + columns[None, :], value_ptr + far * value_place + value_columns
+        key = tl.load(of_key, mask=is_inside[:, None] & is_column[None, :], other=0.0)
+        value = tl.load(of_value, mask=is_inside[:, None] & is_value[None, :], other=0.0)
+        is_admitted = is_inside
         if HAS_MASK:
-            is_read &= tl.load(mask_ptr + sequence * mask_batch + places * mask_place, mask=is_read, other=0) != 0
-        if tl.max(is_read.to(tl.int32), 0) > 0:
-            far = places.to(tl.int64)[:, None]
-            of_key = key_ptr + sequence * key_batch + head * key_head + far * key_place + columns[None, :]
-            key = tl.load(of_key, mask=is_read[:, None] & (columns < width)[None, :], other=0.0)
-            of_value = value_ptr + sequence * value_batch + head * value_head + far * value_place
-            value = tl.load(
-                of_value + value_columns[None, :],
-                mask=is_read[:, None] & (value_columns < value_width)[None, :],
-                other=0.0,
-            )
-            scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-            scores = tl.where(is_read[None, :], scores, float("-inf"))
-            higher = tl.maximum(largest, tl.max(scores, 1))
-            weights = tl.exp2(scores - higher[:, None])
-            shrink = tl.exp2(largest - higher)
-            total = total * shrink + tl.sum(weights, 1)
-            sums = sums * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
-            largest = higher
+            is_admitted &= tl.load(mask_ptr + places * mask_place, mask=is_inside, other=0) != 0
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        scores = tl.where(is_admitted[None, :], scores, float("-inf"))
+        higher = tl.maximum(largest, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        shrink = tl.exp2(largest - higher)
+        total = total * shrink + tl.sum(weights, 1)
+        sums = sums * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        largest = higher
     index = (pair.to(tl.int64) * num_rows + rows) * num_parts + part
-    is_row = rows < num_rows
     tl.store(stats_ptr + 2 * index, largest, mask=is_row)
     tl.store(stats_ptr + 2 * index + 1, total, mask=is_row)
-    is_stored = (is_row & (total != 0))[:, None] & (value_columns < value_width)[None, :]
-    tl.store(sums_ptr + index[:, None] * value_width + value_columns[None, :], sums, mask=is_stored)
+    of_sums = sums_ptr + index[:, None] * value_width + value_columns[None, :]
+    tl.store(of_sums, sums, mask=(is_row & (total != 0))[:, None] & is_value[None, :])
 
 
 @triton.jit

@@ -133,6 +133,7 @@ def test_nothing_in_nothing_out(kernels: ModuleType, device: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor itself
 def test_the_operator_compiles_into_a_graph() -> None:
     from sparsebit.kernels.token_attention import definition, takes, token_attention
 
