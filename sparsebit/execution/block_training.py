@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -86,6 +86,8 @@ def train_block(
     parameters = [parameter for group in groups for parameter in group.parameters]
     if not parameters:
         raise ConfigError(f"block {data.block.name!r}: no parameter to train was given")
+    groups = _in_float32(groups)
+    learned = [parameter for group in groups for parameter in group.parameters]
     optimizer = _optimizer(groups)
     generator = torch.Generator().manual_seed(block_seed(training.seed, data.block.name))
     samples = Samples(data, extras, needs_float=training.float_share > 0)
@@ -103,15 +105,16 @@ def train_block(
         loss = found if extra_loss is None else found + extra_loss
         # Gradients of these parameters alone: others of the model keep theirs as they are.
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = torch.zeros_like(parameter) if gradient is None else gradient
-        _average(parameters)
+        for own, gradient in zip(learned, gradients, strict=True):
+            own.grad = torch.zeros_like(own) if gradient is None else gradient.to(own.dtype)
+        _average(learned)
         optimizer.step()
         _clamp(groups)
+        _write(parameters, learned)
         if watch.is_over(step, float(found.detach()), data.block.name):
             break
-    for parameter in parameters:
-        parameter.grad = None
+    for own in learned:
+        own.grad = None
     return watch.last
 
 
@@ -183,6 +186,24 @@ class _Watch:
         self._waited = 0 if self.last < self._best else self._waited + 1
         self._best = min(self._best, self.last)
         return 0 < self._patience <= self._waited
+
+
+def _in_float32(groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
+    """The groups with copies of parameters in half precision, in which small steps are lost and Adam divides by 0."""
+
+    def wide(parameter: Tensor) -> Tensor:
+        is_half = parameter.dtype in (torch.float16, torch.bfloat16)
+        return parameter.detach().float() if is_half else parameter
+
+    return [replace(group, parameters=tuple(map(wide, group.parameters))) for group in groups]
+
+
+@torch.no_grad()
+def _write(parameters: Sequence[Tensor], learned: Sequence[Tensor]) -> None:
+    """Into the parameters what was learned in copies of them."""
+    for parameter, own in zip(parameters, learned, strict=True):
+        if own is not parameter:
+            parameter.copy_(own)
 
 
 def _optimizer(groups: Sequence[ParameterGroup]) -> torch.optim.Optimizer:

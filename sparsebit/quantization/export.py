@@ -26,7 +26,7 @@ from sparsebit.deploy.qdq import ExportedSite, lower, required_opset
 from sparsebit.deploy.runtimes import PROFILES, RuntimeProfile
 from sparsebit.deploy.to_onnx import in_order, to_onnx
 from sparsebit.errors import CalibrationError, DeploymentError
-from sparsebit.execution.batches import Call, as_call, to_device
+from sparsebit.execution.batches import Call, as_call, input_rows, to_device
 from sparsebit.quantization.algorithms.applying import not_applied
 from sparsebit.quantization.call_state import state_between_calls
 from sparsebit.quantization.export_constants import evaluating, quantizers_as_constants
@@ -153,6 +153,8 @@ def export_call(qmodel: SimulatedModel, dummy_data: Any) -> Call:
         if first and isinstance(last, dict) and set(last) <= set(list(signature.parameters)[len(first) :]):
             forms.insert(0, (tuple(first), last))
         args, kwargs = next((form for form in forms if _binds(signature, *form)), (args, kwargs))
+    if input_rows((args, kwargs)) == {0}:
+        raise DeploymentError("the example batch of the export holds no samples: the file would take none; give one")
     kwargs = in_order(kwargs, signature)
     return to_device(args, qmodel.device), to_device(kwargs, qmodel.device)
 

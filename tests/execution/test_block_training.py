@@ -22,12 +22,12 @@ from sparsebit.execution.blocks import Block, whole_graph
 from sparsebit.graph.capture import capture
 
 
-def pruned(visit: Callable[[BlockData, nn.Linear], None]) -> None:
+def pruned(visit: Callable[[BlockData, nn.Linear], None], dtype: torch.dtype = torch.float32) -> None:
     """`visit` a layer half of whose weights were set to zero; its targets are those of the whole one."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
-    graph_module = capture(model.eval()).regions[""].graph_module
-    batches = [{"input": torch.randn(16, 8)} for _ in range(4)]
+    graph_module = capture(model.eval().to(dtype)).regions[""].graph_module
+    batches = [{"input": torch.randn(16, 8).to(dtype)} for _ in range(4)]
     layer: Any = graph_module.get_submodule("2")
 
     @contextlib.contextmanager
@@ -61,15 +61,17 @@ def test_the_output_comes_back_after_pruning() -> None:
     pruned(visit)
 
 
-def trained(training: Training, signed: bool = False, **options: Any) -> Tensor:
+def trained(
+    training: Training, signed: bool = False, *, rate: float = 0.01, dtype: torch.dtype = torch.float32, **options: Any
+) -> Tensor:
     found: list[Tensor] = []
 
     def visit(data: BlockData, layer: nn.Linear) -> None:
-        group = ParameterGroup((layer.bias,), 0.01, "linear", signed, lowest=-0.5, highest=0.5)
+        group = ParameterGroup((layer.bias,), rate, "linear", signed, lowest=-0.5, highest=0.5)
         train_block(data, [group], training, distance=squared_error, **options)
         found.append(layer.bias.detach().clone())
 
-    pruned(visit)
+    pruned(visit, dtype)
     return found[0]
 
 
@@ -80,6 +82,15 @@ def test_equal_seeds_give_equal_bits(training: Training) -> None:
     assert torch.equal(one, trained(training))
     other = Training(training.steps, training.batch_size, seed=1, float_share=training.float_share)
     assert not torch.equal(one, trained(other))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_parameters_in_half_precision_learn_as_in_float32(dtype: torch.dtype) -> None:
+    """A step of 1e-4 is less than the distance between two numbers of bfloat16 near 0.1."""
+    before, after = trained(Training(1), rate=0.0), trained(Training(100), rate=2e-4)
+    found = trained(Training(100), rate=2e-4, dtype=dtype)
+    assert found.dtype == dtype
+    assert (found.float() - after).abs().max() < 0.25 * (after - before).abs().max()
 
 
 def test_a_signed_step_is_the_rate_and_bounds_hold() -> None:

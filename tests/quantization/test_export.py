@@ -494,3 +494,9 @@ def test_ragged_groups_of_a_computed_weight_are_refused_by_name(backend: str, tm
     qmodel = calibrated(nn.Sequential(Halved(6, 3)), [X], config)
     with pytest.raises(DeploymentError, match=r"linear\.weight: 6 numbers in groups of 4, .*that divides 6"):
         qmodel.export_onnx(X, tmp_path / "m.onnx")
+
+
+def test_an_example_without_samples_is_refused(tmp_path: Path) -> None:
+    qmodel = calibrated(nn.Linear(6, 2), [X], qconfig(backend="onnxruntime"))
+    with pytest.raises(DeploymentError, match="holds no samples"):
+        qmodel.export_onnx(X[:0], tmp_path / "empty.onnx")

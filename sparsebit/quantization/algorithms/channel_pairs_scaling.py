@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from sparsebit.errors import CalibrationError, CaptureError
-from sparsebit.execution.batches import Call, calls
+from sparsebit.execution.batches import Call, calls, input_rows
 from sparsebit.execution.distributed import gather
 from sparsebit.execution.value_store import MIB, SharedData
 from sparsebit.graph.comparison import difference
@@ -85,9 +85,10 @@ class FloatRuns:
         self.outputs = SharedData(device_bytes=0, host_bytes=min(_INPUT_BYTES, memory_budget))
         self.has_data = data is not None
         for call in calls(data, qmodel.original, qmodel.device) if data is not None else [self._made_up_call()]:
-            self.batches.put(len(self.batches), call)
+            if input_rows(call) != {0}:  # an empty batch shows nothing
+                self.batches.put(len(self.batches), call)
         if not len(self.batches):
-            raise CalibrationError(f"{verb}(): no batch was given; it needs those of the calibration")
+            raise CalibrationError(f"{verb}(): no batch with samples was given; it needs those of the calibration")
         self._saved: dict[int, tuple[Tensor, Tensor]] = {}
         self._rounded: list[tuple[Tensor, Tensor]] = []
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import sparsebit
 from sparsebit.errors import CalibrationError, ConfigError
-from sparsebit.quantization import QuantModel, equalize, gptq
+from sparsebit.quantization import QuantModel, equalize, gptq, smooth
 
 PER_TENSOR = (
     "{BACKEND: virtual, DEVICE: cpu, W: {QSCHEME: per-tensor-symmetric, QUANTIZER: {BIT: 8}}, "
@@ -182,8 +182,18 @@ def test_activations_need_data(batches):
     qmodel = sparsebit.quantize(depthwise_net(), batches, PER_TENSOR)
     with pytest.raises(CalibrationError, match="give the calibration data"):
         equalize(qmodel)
-    with pytest.raises(CalibrationError, match="no batch"):
-        equalize(qmodel, [])
+    for nothing in ([], [batches[0][:0]]):
+        with pytest.raises(CalibrationError, match="no batch with samples"):
+            equalize(qmodel, nothing)
+
+
+@pytest.mark.parametrize("algorithm", [equalize, smooth])
+def test_an_empty_batch_changes_nothing(algorithm, batches):
+    one, other = (sparsebit.quantize(uneven(depthwise_net()), batches, PER_TENSOR) for _ in range(2))
+    algorithm(one, batches)
+    algorithm(other, [batches[0][:0], *batches])
+    with torch.no_grad():
+        assert torch.equal(one(batches[0]), other(batches[0]))
 
 
 def test_a_model_that_is_not_calibrated_is_refused(batches):
