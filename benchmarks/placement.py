@@ -97,7 +97,9 @@ def measure(name: str, size: int, folder: Path, options: argparse.Namespace) -> 
     record: dict[str, Any] = {"model": name, "size": size}
     qmodel = sparsebit.quantize(model, batches, config)
     start = time.perf_counter()
-    found = measure_placement(qmodel, batches, seconds=options.seconds, keep=folder, metric=score, metric_margin=0.002)
+    found = measure_placement(
+        qmodel, batches, seconds=options.seconds, keep=folder, metric=score, metric_margin=options.margin
+    )
     record |= {"placement_seconds": round(time.perf_counter() - start, 1), "placement": found.profile.words}
     record["tried"] = [[one.name, round(one.ratio, 3), one.verdict] for one in found.profile.choices]
     if options.check:
@@ -252,7 +254,7 @@ def in_processes(jobs: list[tuple[str, int]], options: argparse.Namespace) -> No
 def _in_process(job: tuple[str, int], cpu: int, options: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, __file__, "--one", job[0], "--sizes", str(job[1]), "--seconds", str(options.seconds)]
     command += ["--budget", str(options.budget), *(["--check"] if options.check else [])]
-    command += ["--limits"] if options.limits else []
+    command += ["--margin", str(options.margin), *(["--limits"] if options.limits else [])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     failure: dict[str, Any] = {"model": job[0], "size": job[1]}
     process = subprocess.Popen(
@@ -292,6 +294,9 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=8, help="seconds of the last comparison")
     parser.add_argument("--limit", type=float, default=900, help="seconds for one model at one size")
     parser.add_argument("--check", action="store_true", help="also export the result through the parity gate")
+    parser.add_argument(
+        "--margin", type=float, default=0.001, help="of the score (YOLOv5n), below the default placement's"
+    )
     parser.add_argument("--limits", action="store_true", help="also profile the files: what keeps them slow")
     parser.add_argument("--json", type=Path, help="append the lines to this file; what it has is skipped")
     parser.add_argument("--summary", type=Path, help="only print the table of this file")
