@@ -19,6 +19,7 @@ from torch import nn
 from sparsebit.config.reading import Source
 from sparsebit.config.schema import QuantConfig
 from sparsebit.errors import ConfigError
+from sparsebit.execution.batches import batches_of
 from sparsebit.graph.copying import copy_model
 from sparsebit.numerics.choice_program import Budget, choose
 from sparsebit.quantization.mixed_precision.bit_config import with_bits
@@ -85,7 +86,7 @@ def choose_channels_and_bits(
     >>> qmodel = sparsebit.quantize(smodel.shrink(), batches, found.qconfig)  # doctest: +SKIP
     """
     _check(budgets)
-    listed = list(batches)
+    listed = list(batches_of(batches))
     smodel = SparseModel(model, sconfig, listed[0] if listed else None).eval()
     options = smodel.ratio_options(listed, candidates=candidates, round_to=round_to)
     qmodel = quantize(model, listed, qconfig)

@@ -35,15 +35,20 @@ def as_call(batch: Any, model: nn.Module) -> Call:
     )
 
 
+def batches_of(data: Any) -> Iterable[Any]:
+    """The batches of calibration data. A lone tensor or mapping is one batch."""
+    if isinstance(data, (torch.Tensor, Mapping)):
+        return [data]
+    if not isinstance(data, Iterable):
+        raise CalibrationError(
+            f"calibration data of type {type(data).__name__} is not iterable; pass a DataLoader or a list of batches"
+        )
+    return data
+
+
 def calls(batches: Iterable[Any], model: nn.Module, device: torch.device | str | None = None) -> Iterator[Call]:
     """Every batch as (args, kwargs), on `device`. A lone tensor or mapping counts as one batch."""
-    if isinstance(batches, (torch.Tensor, Mapping)):
-        batches = [batches]
-    if not isinstance(batches, Iterable):
-        raise CalibrationError(
-            f"calibration data of type {type(batches).__name__} is not iterable; pass a DataLoader or a list of batches"
-        )
-    for batch in batches:
+    for batch in batches_of(batches):
         args, kwargs = as_call(batch, model)
         yield to_device(args, device), to_device(kwargs, device)
 

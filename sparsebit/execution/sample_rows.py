@@ -41,8 +41,9 @@ class SampleRows:
 def find_sample_rows(call: Call, run: Callable[..., Any], outputs: Any = None) -> SampleRows:
     """The samples of a call.
 
-    Where more than one tensor has a row for each sample, `run` is called with some of the samples. Where no choice of
-    tensors gives the same outputs (rows that depend on each other), all of them count. `outputs`: of the whole call,
+    Where more than one tensor has a row for each sample, or no output has, `run` is called with some of the samples.
+    Where no choice of tensors gives the same outputs (rows that depend on each other), all of them count; where the
+    model does not run (no batch dimension, a fixed batch size), the call is one sample. `outputs`: of the whole call,
     where they are known.
     """
 
@@ -50,14 +51,20 @@ def find_sample_rows(call: Call, run: Callable[..., Any], outputs: Any = None) -
         args, kwargs = map_nested(Tensor, torch.clone, batch)  # a model may write into its inputs
         return run(*args, **kwargs)
 
-    tensors = tensors_of(call)
-    is_clear = len(tensors) < 2 or input_rows(call) <= {1}
-    outputs = answer(call) if outputs is None and not is_clear else outputs
+    is_lone = input_rows(call) <= {1}
+    outputs = answer(call) if outputs is None and not is_lone else outputs
     count = num_samples(call, outputs)
-    has_rows = tuple(is_row_tensor(tensor, count) for tensor in tensors)
-    if is_clear or count < 2 or sum(has_rows) < 2:
+    has_rows = tuple(is_row_tensor(tensor, count) for tensor in tensors_of(call))
+    is_clear = sum(has_rows) == 1 and any(is_row_tensor(tensor, count) for tensor in tensors_of(outputs))
+    if is_lone or is_clear or count < 2:
         return SampleRows(count, has_rows)
-    return SampleRows(count, independent_rows(call, count, outputs, answer) or has_rows)
+    if found := independent_rows(call, count, outputs, answer):
+        return SampleRows(count, found)
+    try:
+        answer(rows_at(call, _some_of(count), has_rows))
+    except Exception:  # anything may be raised by the model's ops
+        return SampleRows(1, (False,) * len(has_rows))
+    return SampleRows(count, has_rows)
 
 
 @torch.no_grad()
@@ -68,7 +75,7 @@ def independent_rows(batch: Any, count: int, outputs: Any, run: Callable[[Any], 
     """
     whole = [tensor for tensor in tensors_of(outputs) if is_row_tensor(tensor, count)]
     flags = tuple(is_row_tensor(tensor, count) for tensor in tensors_of(batch))
-    chosen = range(count - 1, -1, -2)
+    chosen = _some_of(count)
     if count < 2 or not whole:
         return ()
     for some in _choices(flags):
@@ -100,6 +107,11 @@ def is_alike(one: Tensor, other: Tensor) -> bool:
 def is_row_tensor(tensor: Tensor, count: int) -> bool:
     """Whether the tensor has a row for each of `count` samples."""
     return tensor.ndim > 0 and len(tensor) == count
+
+
+def _some_of(count: int) -> range:
+    """Every second row, in another order."""
+    return range(count - 1, -1, -2)
 
 
 def _choices(flags: tuple[bool, ...]) -> Iterator[tuple[bool, ...]]:

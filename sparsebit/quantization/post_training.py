@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from sparsebit.config.reading import Source
 from sparsebit.config.schema import QuantConfig
 from sparsebit.errors import CalibrationError, ConfigError
-from sparsebit.execution.batches import Call, calls, num_samples
+from sparsebit.execution.batches import Call, batches_of, calls, num_samples
 from sparsebit.graph.inference_mode import ordinary_tensors
 from sparsebit.progress import track
 from sparsebit.quantization.algorithms.applying import apply_algorithms, require_repeatable
@@ -84,12 +84,7 @@ def quantize(
                 f"no calibration batches were given, and the ALGORITHMS of the config ({names}) need some"
             )
         return _without_data(model, qconfig)
-    if isinstance(batches, (torch.Tensor, Mapping)):
-        batches = [batches]
-    if not isinstance(batches, Iterable):
-        raise CalibrationError(
-            f"calibration data of type {type(batches).__name__} is not iterable; pass a DataLoader or a list of batches"
-        )
+    batches = batches_of(batches)
     if qconfig.ALGORITHMS:
         require_repeatable(batches, "the ALGORITHMS of the config")
     stream = iter(batches)

@@ -14,7 +14,7 @@ from sparsebit.config.reading import Source
 from sparsebit.deploy.ports import DynamicAxes
 from sparsebit.deploy.stopwatch import Stopwatch
 from sparsebit.errors import CaptureError, ConfigError
-from sparsebit.execution.batches import calls
+from sparsebit.execution.batches import batches_of, calls
 from sparsebit.graph.copying import copy_model, uncompiled
 from sparsebit.graph.inference_mode import ordinary_tensors
 from sparsebit.sparse.added_layers import weights_before_add
@@ -202,7 +202,7 @@ class SparseModel(nn.Module):
         it is within 5 % of what was asked. `stopwatch`: what measures, for tests.
         """
         check_budgets(budgets)
-        listed = list(batches)
+        listed = list(batches_of(batches))
         options = self.ratio_options(listed, candidates=candidates, loss=loss, round_to=round_to)
         model, device = self.masked_model().eval(), next(self.model.parameters()).device
         choice = search_ratios(
@@ -232,7 +232,7 @@ class SparseModel(nn.Module):
                 f"choose_ratios: SPARSER.{kind}: it gives each group of channels a ratio of its own; set TYPE: "
                 "structured, SCOPE: layer and a GRANULARITY of channels, heads or neurons"
             )
-        listed = list(batches)
+        listed = list(batches_of(batches))
         rule = criterion(sparser.STRATEGY)
         scores = rule.scores(gather_evidence(self.model, rule.needs, listed, loss, sparser.STRATEGY))
         groups = {group_name(group): group for group in self._wanted_groups()}

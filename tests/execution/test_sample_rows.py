@@ -40,12 +40,26 @@ def test_a_table_with_as_many_rows_is_told_from_samples(run: Any, inputs: tuple[
     assert found == find_sample_rows((inputs, {}), run, run(*inputs))
 
 
-def test_one_tensor_or_one_sample_needs_no_run() -> None:
+def test_one_sample_needs_no_run() -> None:
     def run(*_: Any) -> Any:
         raise AssertionError("was run")
 
-    assert find_sample_rows(((X,), {}), run) == SampleRows(6, (True,))
     assert find_sample_rows(((X[:1], SQUARE[:1]), {}), run) == SampleRows(1, (True, True))
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        (lambda x: x * 2, (6, True)),
+        (lambda x: x.reshape(-1, 2), (6, True)),
+        (lambda x: torch.nn.functional.conv1d(x, torch.ones(3, 6, 1)), (1, False)),
+        (lambda x: x.view(6, 4).sum(), (1, False)),
+    ],
+    ids=["rows", "more rows", "channels in front", "a fixed batch size"],
+)
+def test_a_call_that_cannot_be_cut_is_one_sample(run: Any, expected: tuple[int, bool]) -> None:
+    found = find_sample_rows(((X,), {}), run)
+    assert (found.count, *found.has_rows) == expected
 
 
 def test_samples_are_cut_by_keyword_too() -> None:

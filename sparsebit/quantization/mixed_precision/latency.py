@@ -21,12 +21,13 @@ from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.deploy.sessions import runtime_version
 from sparsebit.deploy.stopwatch import Stopwatch
 from sparsebit.errors import BudgetError, ConfigError
+from sparsebit.execution.batches import batches_of
 from sparsebit.numerics.choice_program import Budget, choose
 from sparsebit.progress import track
 from sparsebit.quantization.mixed_precision.candidates import stored_weights
 from sparsebit.quantization.mixed_precision.sensitivity import Sensitivity, sensitivity
 from sparsebit.quantization.placement_search import PlacementProfile, apply_placement
-from sparsebit.quantization.placement_search.candidates import Costs, Floats, costs_of, edges, fixed_floats
+from sparsebit.quantization.placement_search.candidates import Costs, Floats, cheapest, costs_of, edges, fixed_floats
 from sparsebit.quantization.placement_search.profile import Choice
 from sparsebit.quantization.placement_search.traced_graph import TracedGraph
 from sparsebit.quantization.placement_search.tracing import Traced, traced
@@ -110,7 +111,7 @@ def search_latency(
         if not limit > 0:
             raise ConfigError(f"latency limit {limit!r}: allowed: shares of the float file's time, above 0")
     start = time.perf_counter()
-    batches = list(data)
+    batches = list(batches_of(data))
     found = traced(qmodel, batches, "search_latency", "search_latency()", num_threads, stopwatch)
     judged = scores or sensitivity(qmodel, batches, weight_bits=(), activation_bits=())
     search = _Search(qmodel, found, judged, max_bytes)
@@ -164,11 +165,13 @@ class _Search:
         aim, fastest = limit, self.default_ratio
         for tries in range(1, _MOST_TRIES + 1):
             try:
-                floats = self._chosen(aim)
+                floats, is_fastest = self._chosen(aim), False
             except BudgetError:
-                if self.max_bytes is not None and self.max_bytes < self._least_bytes():
-                    raise
-                break
+                if self.max_bytes is not None:
+                    if self.max_bytes < self._least_bytes():
+                        raise
+                    break
+                floats, is_fastest = cheapest(self.graph, self.costs), True  # it may be faster than predicted
             name = f"limit {limit:g}, try {tries}"
             files = {_FLOAT: self.files[_FLOAT], name: self._file(floats)}
             ratio = self.watch.ratios(files, _TRIAL_S)[name].ratio
@@ -180,6 +183,8 @@ class _Search:
                 self.files[name] = files[name]
                 return _Found(limit, name, floats, ratio, self.predicted(floats), loss, tries)
             fastest = min(fastest, ratio)
+            if is_fastest:
+                break
             aim = min(aim * limit / ratio, 0.98 * aim)
         if self.default_ratio <= limit:
             loss = sum(self.scores.values())
@@ -187,7 +192,8 @@ class _Search:
             return _Found(limit, _DEFAULT, self.fixed, self.default_ratio, predicted, loss, _MOST_TRIES)
         raise BudgetError(
             f"latency limit {limit:g}: no placement was measured to keep it; the fastest took {fastest:.3f} of the "
-            f"float file's time (all in integers: {self.default_ratio:.3f}). Give a larger one"
+            f"float file's time (all in integers: {self.default_ratio:.3f}). Give a larger one, or see what "
+            'placement="measured" (--placement measured) finds: it tries more placements for the fastest'
         )
 
     def predicted(self, floats: Floats) -> float:

@@ -35,9 +35,17 @@ def scores_of(qmodel: QuantModel, weights: Mapping[str, float]) -> Sensitivity:
 class Slower(Fake):
     """Files with both kinds of layers take more than the sum of their regions."""
 
+    factor = 1.3
+
     def ratios(self, files: Mapping[str, bytes], budget_s: float) -> dict[str, Timed]:
         found = super().ratios(files, budget_s)
-        return {n: Timed(t.ratio * (1.3 if n.startswith("limit") else 1.0), t.noise) for n, t in found.items()}
+        return {n: Timed(t.ratio * (self.factor if n.startswith("limit") else 1.0), t.noise) for n, t in found.items()}
+
+
+class Faster(Slower):
+    """They take less."""
+
+    factor = 0.6
 
 
 def test_what_costs_most_is_float_as_far_as_the_time_allows(qmodel: QuantModel) -> None:
@@ -64,6 +72,22 @@ def test_a_file_that_is_slower_than_predicted_is_searched_again(qmodel: QuantMod
     scores = scores_of(qmodel, {"point": 3.0, "head": 2.0, "stem": 0.5, "wise": 0.1})
     (found,) = search_latency(qmodel, [BATCH], 0.7, scores=scores, stopwatch=Slower(FAST))
     assert found.tries > 1 and found.ratio <= 0.7 and found.floats == ("point",)
+
+
+def test_the_fastest_by_prediction_is_tried_where_it_does_not_keep_the_limit(qmodel: QuantModel) -> None:
+    scores, times = scores_of(qmodel, {"stem": 1.0}), {**FAST, "wise": 3.0}
+    with pytest.raises(BudgetError, match=r"placement=\"measured\""):
+        search_latency(qmodel, [BATCH], 0.05, scores=scores, stopwatch=Fake(times))
+    (found,) = search_latency(qmodel, [BATCH], 0.3, scores=scores, stopwatch=Faster(times))
+    assert found.ratio <= 0.3 < found.predicted and found.tries == 1
+
+
+def test_one_tensor_is_one_batch(qmodel: QuantModel) -> None:
+    lone, listed = (
+        search_latency(qmodel, data, 0.6, scores=scores_of(qmodel, {}), stopwatch=Fake(FAST))[0]
+        for data in (BATCH, [BATCH])
+    )
+    assert lone.profile.shapes == listed.profile.shapes
 
 
 def test_bytes_are_limited_too(qmodel: QuantModel) -> None:
