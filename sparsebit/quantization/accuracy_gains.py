@@ -1,6 +1,7 @@
 """Which layers cost accuracy: the score of the quantized model with one layer in float, for each of the worst layers.
 
-The error of a layer's output (`profile`) says how much a layer loses, not how much of that matters to the outputs.
+The error of a layer's output (`profile`) says how much a layer loses, not how much of that matters to the outputs. So
+the worst layers are those in whose place a float layer brings the outputs nearest to the float model's, on few samples.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from sparsebit.errors import CalibrationError, ConfigError
+from sparsebit.execution.batches import Call, calls, input_rows
 from sparsebit.execution.blocks import Block, whole_graph
+from sparsebit.execution.sample_rows import find_sample_rows
 from sparsebit.graph.capture import Captured
+from sparsebit.graph.nested import map_nested, tensors_of
 from sparsebit.progress import note, track
 from sparsebit.quantization.class_scores import Agreement, LabelledBatches
 from sparsebit.quantization.error_profiler import quantized_layers, restored
@@ -26,6 +30,7 @@ from sparsebit.records import AccuracyGains, LayerError, LayerGain
 from sparsebit.records.phases import phase
 
 NUM_LAYERS = 8
+_NUM_SAMPLES = 32  # on which every layer is tried, to find those that are worth a measurement
 METRICS = ("accuracy", "agreement")
 
 Metric = Callable[[Any], float]
@@ -43,20 +48,25 @@ def measure_gains(
     num_layers: int,
 ) -> AccuracyGains:
     """The scores with each of the `num_layers` worst of `errors` in float (0: all); the model is left as it was."""
-    worst = sorted(errors, key=lambda error: error.sqnr_db)[: num_layers or None]
+    worst = sorted(errors, key=lambda error: error.sqnr_db)
     with restored(qmodel):
         switches = _base_switches(qmodel.quantizers())
         judge = _judge(qmodel, batches, metric, float_layers)
 
-        def score(layers: Iterable[str] | None = ()) -> float:
+        def score(layers: Iterable[str] | None = (), metric: Metric = judge.score) -> float:
             """With these layers in float; None: everything."""
             for quantizer, on in switches.items():  # a metric may have switched
                 quantizer.use_quant = on
             qmodel.eval()
             with float_layers.of(layers):
-                return judge.score(qmodel)
+                return metric(qmodel)
 
         float_score, quantized = score(None), score()
+        if 0 < num_layers < len(worst):
+            output_error = _OutputError(qmodel, batches, float_layers)
+            every = track(worst, "outputs with a layer in float", fewest=2)
+            left = {error.layer: score([error.layer], output_error) for error in every}
+            worst = sorted(worst, key=lambda e: left[e.layer])[:num_layers]  # stable: of equal ones, by their own error
         scores: dict[str, float] = {}
         for error in track(worst, "accuracy with a layer in float", fewest=2):
             scores[error.layer] = score([error.layer])
@@ -65,6 +75,29 @@ def measure_gains(
     rows = [LayerGain(e.layer, e.sqnr_db, scores[e.layer], scores[e.layer] - quantized) for e in worst]
     rows.sort(key=lambda row: -row.gain)  # stable: of equal gains, the worst error first
     return AccuracyGains(judge.name, judge.num_samples, float_score, quantized, together, tuple(rows))
+
+
+class _OutputError:
+    """The squared error of the outputs on the first samples, beside the energy of the float model's outputs."""
+
+    def __init__(self, qmodel: Any, batches: Iterable[Any], layers: FloatLayers) -> None:
+        stream = (call for call in calls(batches, qmodel.original, qmodel.device) if input_rows(call) != {0})
+        call = next(stream, None)
+        if call is None:
+            raise CalibrationError("accuracy_gains(): no batch with samples was given")
+        with layers.of(None):
+            samples = find_sample_rows(call, qmodel)
+            self.call: Call = samples.of(call, range(min(samples.count, _NUM_SAMPLES)))
+            self.expected = self._outputs(qmodel)
+
+    def __call__(self, qmodel: Any) -> float:
+        pairs = zip(self._outputs(qmodel), self.expected, strict=True)
+        errors = [float((y - x).square().sum() / x.square().sum().clamp_min(1e-30)) for y, x in pairs]
+        return sum(error for error in errors if math.isfinite(error))
+
+    def _outputs(self, qmodel: Any) -> list[Tensor]:
+        args, kwargs = map_nested(Tensor, torch.clone, self.call)  # a model may write into its inputs
+        return [x.double() for x in tensors_of(qmodel(*args, **kwargs)) if x.is_floating_point()]
 
 
 class FloatLayers:

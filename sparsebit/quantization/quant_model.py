@@ -192,11 +192,11 @@ class QuantModel(SavableModel):
     ) -> AccuracyGains:
         """Which layers cost accuracy: the score that comes back when each of the worst layers is float.
 
-        The `num_layers` layers (0: all) whose own error is largest, by `profile`, are made float one at a time: weight,
-        inputs, and what algorithms made of the parameters. `data`: a batch or a list of them, `(inputs, labels)` or
-        mappings with `labels`. `metric`: "accuracy" (top-1); "agreement" with the float model's top-1, which needs no
-        labels; or a function that gets the model and gives a score, higher is better. The model is left as it was,
-        also after an error.
+        The `num_layers` layers (0: all) that, made float, bring the outputs of 32 samples nearest to the float model's
+        are made float one at a time: weight, inputs, and what algorithms made of the parameters. `data`: a batch or a
+        list of them, `(inputs, labels)` or mappings with `labels`. `metric`: "accuracy" (top-1); "agreement" with the
+        float model's top-1, which needs no labels; or a function that gets the model and gives a score, higher is
+        better. The model is left as it was, also after an error.
 
         >>> print(qmodel.accuracy_gains(test_loader, num_layers=3))  # doctest: +SKIP
         top-1 accuracy on 1000 samples: float 0.9120, quantized 0.8560

@@ -19,8 +19,8 @@ class LayerGain:
 class AccuracyGains:
     """What `QuantModel.accuracy_gains` measures: scores of the float and of the quantized model, and of single layers.
 
-    `metric`: in words; higher scores are better. `num_samples`: 0 where the metric has data of its own. `layers`: the
-    worst by their own error, the largest gain first. `together`: the score with all of them in float.
+    `metric`: in words; higher scores are better. `num_samples`: 0 where the metric has data of its own. `layers`: those
+    that were tried, the largest gain first. `together`: the score with all of them in float.
     """
 
     metric: str

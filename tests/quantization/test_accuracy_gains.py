@@ -67,12 +67,28 @@ def test_scores_are_those_of_the_layer_in_float(qmodel: QuantModel) -> None:
     assert "these 2 together" in str(found) and "float 1.0000" in str(found)
 
 
-def test_the_worst_layers_are_tried(qmodel: QuantModel) -> None:
-    batches = labelled(qmodel.original, torch.randn(16, 6))
-    (worst, *_) = qmodel.profile(batches).layers
+class Hidden(nn.Module):
+    """The output hardly depends on `loud`, whose own error is the largest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loud, self.quiet = nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.quiet(x) + 1e-3 * self.loud(x)
+
+
+def test_the_layers_that_matter_to_the_outputs_are_tried() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 6)
+    config = qconfig({"W.SPECIFIC": [{"loud": ["QUANTIZER.BIT", 2]}]}, bits=4)
+    qmodel = calibrated(Hidden().eval(), [x], config)
+    batches = labelled(qmodel.original, x)
+    assert qmodel.profile(batches).layers[0].layer == "loud"
     (row,) = qmodel.accuracy_gains(batches, num_layers=1).layers
-    assert row.layer == worst.layer and row.sqnr_db == pytest.approx(worst.sqnr_db)
-    assert len(qmodel.accuracy_gains(batches, num_layers=0).layers) == 2
+    errors = {error.layer: error.sqnr_db for error in qmodel.profile(batches).layers}
+    assert row.layer == "quiet" and row.sqnr_db == pytest.approx(errors["quiet"])
+    assert len(qmodel.accuracy_gains(batches, num_layers=0).layers) == len(errors)
 
 
 @torch.no_grad()
