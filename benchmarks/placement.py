@@ -44,6 +44,8 @@ from torch import nn
 sys.path.insert(0, str(ROOT / "tests"))
 import torchvision_shim
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the files run on the CPU: no GPU is part of what was measured
+
 # The slow ones first, so that the last worker does not end long after the others.
 MODELS = (
     "densenet121", "resnet50", "yolov5n", "tf_efficientnetv2_b0", "efficientnet_b0", "fastvit_t8", "resnet18",
