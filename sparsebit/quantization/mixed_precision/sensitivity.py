@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,17 +42,21 @@ WEIGHT_BITS = (2, 3, 4, 6, 8)
 # Chosen on training images of CIFAR-10 that calibration did not use: docs/guides/mixed-precision.md.
 TEMPERATURE = 4.0
 
+log = logging.getLogger(__name__)
+
 
 class CalibratedModel(Protocol):
     """What is needed of a `QuantModel`."""
 
     model: nn.Module
     plan: Plan
+    float_values_are_lost: bool
 
     @property
     def original(self) -> nn.Module: ...
     @property
     def device(self) -> torch.device: ...
+    def in_float(self) -> contextlib.AbstractContextManager[None]: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
@@ -124,7 +129,8 @@ def sensitivity(
     of the outputs relative to their signal. These run the model once per batch, site and number of bits.
 
     `weight_bits`, `activation_bits`: the numbers of bits that are tried, beside a site's own; those that the backend
-    cannot run are left out. `outputs`: "scores" of classes along the last axis, or "values"; by default a single
+    cannot run are left out. Weights that an algorithm has changed (`gptq`) are scored as the float model has them.
+    `outputs`: "scores" of classes along the last axis, or "values"; by default a single
     output of two dimensions has scores. `temperature`: for "gradient", what scores are divided by before their softmax:
     a model is too sure of samples that it was trained on, and then no small change seems to matter. `loss`: in place of
     both, for "gradient", a function of the output and the batch, whose labels it may use: it gives the mean loss of the
@@ -160,7 +166,13 @@ def sensitivity(
             args, kwargs = as_call(batch, qmodel.original)
             yield to_device(args, qmodel.device), to_device(kwargs, qmodel.device)
 
-    with _in_float(qmodel):
+    if qmodel.float_values_are_lost:
+        log.warning(
+            "sensitivity(): algorithms changed weights of this model before it was saved or pickled: the float model's "
+            "values are not in what was saved, and the scores are of rounding the changed weights again. Start from "
+            "the float model"
+        )
+    with qmodel.in_float(), _in_float(qmodel):
         found = candidates_of(qmodel.model, qmodel.plan, wanted, calls())
         run = _Run(qmodel, found, outputs, temperature)
         for batch in track(data, f"sensitivity ({method})"):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 import sparsebit
 from sparsebit.errors import CalibrationError, ConfigError, RecordError
-from sparsebit.quantization import QuantModel, Sensitivity, sensitivity
+from sparsebit.quantization import QuantModel, Sensitivity, gptq, sensitivity
 from sparsebit.quantization.mixed_precision.sensitivity_math import (
     divergence,
     fisher_direction,
@@ -201,3 +202,24 @@ def test_samples_are_counted_whichever_argument_comes_first(method: Any) -> None
     assert [one.num_samples for one in found] == [8, 8]
     for site, row in found[0].scores.items():
         assert found[1].scores[site] == pytest.approx(row, rel=1e-4)
+
+
+@pytest.mark.parametrize("method", ["gradient", "sqnr"])
+def test_weights_that_an_algorithm_rounded_are_scored_as_the_float_model_has_them(method: Any) -> None:
+    """Their rounding would cost nothing: the codes are on the grid."""
+    qmodel = calibrated(CONFIG.replace("BIT: 8", "BIT: 3", 1))
+    before = sensitivity(qmodel, batches(), method=method, weight_bits=(3, 4)).scores
+    gptq(qmodel, batches())
+    rounded = qmodel(batches()[0])
+    after = sensitivity(qmodel, batches(), method=method, weight_bits=(3, 4)).scores
+    assert after["strong.weight"][4] == pytest.approx(before["strong.weight"][4])
+    assert after["strong.weight"][3] > after["strong.weight"][4] and after["head.input"] == before["head.input"]
+    assert torch.equal(qmodel(batches()[0]), rounded)
+
+
+def test_a_loaded_model_without_its_float_weights_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    qmodel = calibrated()
+    gptq(qmodel, batches())
+    qmodel.save(tmp_path / "rounded")
+    sensitivity(QuantModel.load(tmp_path / "rounded", Net().eval()), batches())
+    assert "rounding the changed weights again" in caplog.text
