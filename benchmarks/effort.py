@@ -5,6 +5,7 @@
     python benchmarks/effort.py --tasks efficientnet_lite0 --bits W4A8 --views 4   # crops of its 63 calibration images
     python benchmarks/effort.py --efforts good --gptq '{"keep_variance": true}'    # with other options of GPTQ
     python benchmarks/effort.py --efforts best --reconstruct '{"held_out": 0}'     # or of the reconstruction
+    python benchmarks/effort.py --efforts good --distill '{"views": 8}'            # then the whole network is trained
 
 `ratio`: CPU seconds (on a GPU: seconds) by those of "fast" in the same run. Each row is a process of its own, so that
 its peak memory is its own; it includes the model's and the data's.
@@ -39,6 +40,8 @@ def main() -> None:
         parser.add_argument(
             f"--{step}", type=json.loads, default={}, help=f"JSON: options of {step} that replace those"
         )
+    parser.add_argument("--distill", type=json.loads, help='JSON: after the effort, reconstruct(method="distill", ...)')
+    parser.add_argument("--first", type=int, default=0, help="the first image for calibration, of CIFAR-10")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--row", nargs=3, metavar=("TASK", "BITS", "EFFORT"), help="one row, in this process")
@@ -61,7 +64,9 @@ def in_own_process(task: str, bits: str, effort: str, options: argparse.Namespac
     command = [sys.executable, __file__, "--row", task, bits, effort]
     for name in STEPS:
         command += [f"--{name}", json.dumps(getattr(options, name))]
-    for name in ("images", "views", "device"):
+    if options.distill is not None:
+        command += ["--distill", json.dumps(options.distill)]
+    for name in ("images", "views", "first", "device"):
         command += [f"--{name}", str(getattr(options, name))]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return dict(json.loads(done.stdout.splitlines()[-1]))
@@ -79,7 +84,7 @@ def row(name: str, bits: str, effort: Any, options: argparse.Namespace) -> dict[
     torch.set_num_threads(1)
     device = options.device
     is_large = name == "efficientnet_lite0"
-    task = efficientnet_lite0(options.views) if is_large else cifar(name, num_calibration=options.images)
+    task = efficientnet_lite0(options.views) if is_large else cifar(name, 5000, options.images, options.first)
     task.model.to(device)
     score, outputs = task.evaluate(task.model)
     weight, activation = map(int, re.findall(r"\d+", bits))
@@ -92,6 +97,10 @@ def row(name: str, bits: str, effort: Any, options: argparse.Namespace) -> dict[
         {step.name: step.options.to_dict() | {key.upper(): value for key, value in given.get(step.name, {}).items()}}
         for step in settings.ALGORITHMS
     ]
+    if options.distill is not None:
+        given["distill"] = options.distill
+        chosen = {key.upper(): value for key, value in options.distill.items()}
+        steps.append({"reconstruct": {"METHOD": "distill", **chosen}})
     qmodel = sparsebit.quantize(task.model, task.calibration, settings.replace("ALGORITHMS", steps))
     if device != "cpu":
         torch.cuda.synchronize()
@@ -102,6 +111,7 @@ def row(name: str, bits: str, effort: Any, options: argparse.Namespace) -> dict[
         "task": name,
         "bits": bits,
         "images": sum(map(len, task.calibration)),
+        **({"first": options.first} if options.first else {}),
         "effort": effort,
         **given,
         "metric": task.metric,

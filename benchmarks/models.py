@@ -67,7 +67,8 @@ def top1(outputs: torch.Tensor, labels: torch.Tensor) -> float:
     return 100 * float((outputs.argmax(1) == labels).float().mean())
 
 
-def cifar(name: str, num_images: int = 5000, num_calibration: int = 256) -> Task:
+def cifar(name: str, num_images: int = 5000, num_calibration: int = 256, first: int = 0) -> Task:
+    """`first`: of the calibration images among the training images."""
     folder = data_folder() / "cifar10"
     models = _module(folder / "models" / "cifar_models.py")
     mean, std = (models.RESNET20_MEAN, models.RESNET20_STD) if name == "resnet20" else (models.MEAN, models.STD)
@@ -78,8 +79,8 @@ def cifar(name: str, num_images: int = 5000, num_calibration: int = 256) -> Task
         x = (x - torch.tensor(mean).view(1, 3, 1, 1)) / torch.tensor(std).view(1, 3, 1, 1)
         return x, torch.from_numpy(archive["labels"][:count].astype(np.int64))
 
-    calibration, _ = load("train_10k.npz", num_calibration)
-    return _classifier(name, models.load(name), calibration, *load("test_5k.npz", num_images), 250)
+    calibration, _ = load("train_10k.npz", first + num_calibration)
+    return _classifier(name, models.load(name), calibration[first:], *load("test_5k.npz", num_images), 250)
 
 
 def efficientnet_lite0(num_views: int = 1) -> Task:

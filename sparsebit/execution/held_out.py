@@ -29,11 +29,15 @@ class HoldOut:
 
 @dataclass(frozen=True)
 class Piece:
-    """Some samples of one batch: `rows` of the tensors that have rows (`has_rows`, in their order), or all of it."""
+    """Some samples of one batch: `rows` of the tensors that have rows (`has_rows`, in their order), or all of it.
+
+    `view`: which one of its views (`image_views.py`); 0: the samples as they are.
+    """
 
     batch: int
     rows: tuple[int, ...] | None = None
     has_rows: tuple[bool, ...] = ()
+    view: int = 0
 
     def of(self, inputs: Inputs) -> Inputs:
         """What the piece is of the inputs of its batch."""

@@ -1,5 +1,5 @@
-"""Learned rounding: soft rounding with a regularizer (AdaRound), and bounded offsets with straight-through gradients
-(AutoRound).
+"""Learned rounding: soft rounding with a regularizer (AdaRound), bounded offsets (AutoRound) and latent weights (LSQ)
+with straight-through gradients.
 
 Legend: `W` the float weight, `s` its scale (in a form that broadcasts to `W`), `n` the code less the zero point, so
 that a weight's value is `s * n` with `low <= n <= high`; `u = W / s`; `v` what is learned, one number for each weight;
@@ -19,6 +19,8 @@ STRETCHED_TO, STRETCHED_FROM = 1.1, -0.1
 _MARGIN = 0.05
 # The share by which a weight begins at its present code, where that is not the nearest.
 _AT_CODE = 0.9
+# How far from its present code a latent weight begins at most.
+_NEAR_HALF = 0.49
 
 
 # --- AdaRound (Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization", ICML 2020, section 3.2)
@@ -100,3 +102,19 @@ def clipped_grid(
     low, high = (qmin - zero_point) * scale * low_factor, (qmax - zero_point) * scale * high_factor
     clipped = (high - low) / (qmax - qmin)
     return clipped, straight_through_round(qmin - low / clipped)
+
+
+# --- latent weights (Esser et al., "Learned Step Size Quantization", ICLR 2020, section 2)
+
+
+def latent_start(u: Tensor, n: Tensor) -> Tensor:
+    """The latent weight of the start: `u` where that rounds to the present code `n`, else the nearest number that does.
+
+    It is at most 0.49 from `n`, so that the start's rounding is the present one.
+    """
+    return torch.minimum(torch.maximum(u, n - _NEAR_HALF), n + _NEAR_HALF)
+
+
+def latent_codes(latent: Tensor, factor: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """`n = clip(round(latent / factor), low, high)`, straight-through for both; `factor`: of the scale."""
+    return torch.minimum(torch.maximum(straight_through_round(latent / factor), low), high)

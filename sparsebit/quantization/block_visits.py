@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -20,12 +21,15 @@ from sparsebit.execution.block_runner import BlockRunner
 from sparsebit.execution.block_search import find_blocks
 from sparsebit.execution.blocks import Block, Flow, single_layers, whole_graph
 from sparsebit.execution.distributed import gather
-from sparsebit.execution.held_out import HoldOut, split_samples
+from sparsebit.execution.held_out import HoldOut, Split, split_samples
+from sparsebit.execution.image_views import has_images, view_of, with_views
 from sparsebit.execution.value_store import MIB, SharedData
 from sparsebit.graph.example import GuardError
 from sparsebit.graph.region import Region
 from sparsebit.quantization.float_parameters import FloatParameters
 from sparsebit.quantization.quantizers.base import Quantizer
+
+log = logging.getLogger(__name__)
 
 # Calibration batches that stay in memory; the rest waits on disk.
 _INPUT_BYTES = 32 * MIB
@@ -59,11 +63,12 @@ def visit_blocks(
     float_parameters: FloatParameters,
     prepare: Callable[[FloatRun], None] | None = None,
     hold_out: HoldOut | None = None,
+    views: int = 1,
 ) -> None:
     """Call `visit` for each block of a calibrated graph whose quantization is on. `batches`: calls of the model.
 
     `float_parameters`: of what visits changed, now and earlier; the float model's values come from them. `hold_out`:
-    the samples that a visit gets as `held_out`.
+    the samples that a visit gets as `held_out`. `views`: of each image (`image_views.py`).
     """
     graph_module = root.graph_module
     float_parameters.drop_outdated(graph_module)
@@ -98,11 +103,13 @@ def visit_blocks(
     store = SharedData(device_bytes=memory_budget, host_bytes=memory_budget)
     try:
         split = split_samples(len(inputs), inputs.get, _float_network(graph_module, in_float), hold_out)
-        pieces, held = split.pieces, len(split.held)
+        if views > 1:
+            split = _with_views(split, views, inputs.get(0))
+        pieces, held, seed = split.pieces, len(split.held), 0 if hold_out is None else hold_out.seed
         num_held = held if any(gather(held)) else None
 
         def inputs_of(index: int) -> dict[str, Any]:
-            return pieces[index].of(inputs.get(pieces[index].batch))
+            return view_of(pieces[index], inputs.get(pieces[index].batch), seed)
 
         if prepare is not None:
             prepare(FloatRun(graph_module, wanted, len(pieces), inputs_of, in_float))
@@ -117,6 +124,13 @@ def visit_blocks(
         raise CalibrationError(f"{error}, and a batch differs; give example_inputs like the batches") from error
     finally:
         inputs.clear()
+
+
+def _with_views(split: Split, views: int, inputs: dict[str, Any]) -> Split:
+    if has_images(inputs):
+        return with_views(split, views)
+    log.info("views=%d: no input is a batch of images (N, C, H, W), so that each sample has one view", views)
+    return split
 
 
 def _float_network(

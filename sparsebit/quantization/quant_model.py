@@ -64,6 +64,7 @@ class QuantModel(SavableModel):
         resume: str | os.PathLike[str] | None = None,
         prepare: Callable[[FloatRun], None] | None = None,
         hold_out: HoldOut | None = None,
+        views: int = 1,
     ) -> None:
         """Call `visit(block_data)` for each block in order: its inputs from the quantized blocks in front of it, its
         float inputs and targets, on `data` (batches as for calibration), with all that is calibrated switched on.
@@ -71,7 +72,8 @@ class QuantModel(SavableModel):
         `blocks`: module paths, "layers" for single layers, "network" for all as one, or None to find them. `resume`: a
         folder that keeps each finished block; a run that was killed goes on after them. `memory_budget`: bytes of
         activations in memory. `prepare`: called once, before the first block, with a `FloatRun`. `hold_out`: some
-        samples are not among those of `block_data`, but in `block_data.held_out`.
+        samples are not among those of `block_data`, but in `block_data.held_out`. `views`: so many of each image
+        (itself, and copies that are mirrored and shifted).
         """
         self._require_whole("visit_blocks")
         check_ready(self, "visit_blocks")
@@ -98,6 +100,7 @@ class QuantModel(SavableModel):
                 float_parameters=self.float_parameters,
                 prepare=prepare,
                 hold_out=hold_out,
+                views=views,
             )
         self._make_room_for_biases()
 

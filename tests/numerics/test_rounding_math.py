@@ -8,6 +8,8 @@ from sparsebit.numerics.rounding_math import (
     bounded_offset,
     clipped_grid,
     inverse_rectified_sigmoid,
+    latent_codes,
+    latent_start,
     offset_codes,
     offset_start,
     rectified_sigmoid,
@@ -84,3 +86,20 @@ def test_a_range_that_is_cut_on_both_sides() -> None:
     assert clipped_grid(scale, zero_point, one, one, 0, 15) == (pytest.approx(0.1), 5.0)
     cut, moved = clipped_grid(scale, zero_point, 0.5 * one, one, 0, 15)  # [-0.5, 1.0] becomes [-0.25, 1.0]
     assert float(cut) == pytest.approx(1.25 / 15) and moved == 3
+
+
+def test_latent_weights_begin_with_the_present_codes_near_the_weight() -> None:
+    u = numbers().clamp(LOW, HIGH)
+    for n in (u.round(), (u.round() + 1).clamp(LOW, HIGH)):
+        latent = latent_start(u, n)
+        assert torch.equal(latent_codes(latent, torch.ones(()), LOW, HIGH), n)
+        assert ((latent - u).abs() <= ((n - u).abs() - 0.49).clamp_min(0) + 1e-5).all()
+
+
+def test_latent_weights_have_the_gradients_of_lsq() -> None:
+    """Of the value `s * n`: 1 for the weight inside of the range, `n - u` for the scale, and outside its end."""
+    latent = torch.tensor([1.3, -2.6, 9.0], requires_grad=True)
+    factor = torch.ones(3, requires_grad=True)
+    (factor * latent_codes(latent, factor, LOW, HIGH)).sum().backward()  # type: ignore[no-untyped-call]
+    assert latent.grad is not None and latent.grad.tolist() == [1.0, 1.0, 0.0]
+    torch.testing.assert_close(factor.grad, torch.tensor([1 - 1.3, -3 + 2.6, 3.0]))

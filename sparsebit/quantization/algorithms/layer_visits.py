@@ -43,6 +43,7 @@ class LayeredModel(Protocol):
         resume: str | os.PathLike[str] | None,
         prepare: Callable[[FloatRun], None] | None = None,
         hold_out: HoldOut | None = None,
+        views: int = 1,
     ) -> None:
         """As `QuantModel.visit_blocks`."""
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from sparsebit.execution.block_training import ParameterGroup
+from sparsebit.execution.block_training import Decay, ParameterGroup
 from sparsebit.execution.blocks import Block
 from sparsebit.numerics import dispatch
 from sparsebit.numerics.qparams import SMALLEST_SCALE, broadcast_to
@@ -24,6 +24,8 @@ from sparsebit.numerics.rounding_math import (
     annealed_beta,
     bounded_offset,
     clipped_grid,
+    latent_codes,
+    latent_start,
     offset_codes,
     offset_start,
     rectified_sigmoid,
@@ -37,8 +39,11 @@ from sparsebit.quantization.ops.integer_ops import IntegerKernel
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 from sparsebit.quantization.quantizers.base import Quantizer, rounds_by_operator
 
-# "sigmoid": AdaRound's soft rounding; "sign": AutoRound's offsets; "none": codes stay as they are.
-RoundingKind = Literal["sigmoid", "sign", "none"]
+# "sigmoid": AdaRound's soft rounding; "sign": AutoRound's offsets; "latent": any code, by the gradient of the weight
+# itself; "none": codes stay as they are.
+RoundingKind = Literal["sigmoid", "sign", "latent", "none"]
+
+_DECAYS: dict[RoundingKind, Decay] = {"sigmoid": "constant", "sign": "linear", "latent": "cosine", "none": "constant"}
 
 
 @dataclass(frozen=True)
@@ -78,16 +83,19 @@ class LearnedWeight:
         wide_scale, wide_zero = self._wide(scale), self._wide(self.zero_point)
         n, u = present - wide_zero, self.original / wide_scale
         low, high = spec.qmin - wide_zero, spec.qmax - wide_zero
-        self.lower, start = soft_start(u, n, low, high) if kind == "sigmoid" else (n, offset_start(u, n))
-        self.start, self.v = start, start.clone().requires_grad_()
+        if kind == "sigmoid":
+            self.lower, self.start = soft_start(u, n, low, high)
+        else:
+            self.lower, self.start = n, latent_start(u, n) if kind == "latent" else offset_start(u, n)
+        self.v = self.start.clone().requires_grad_()
         # Factors of the range's two ends, or one of the scale.
-        count = 2 if kind == "sign" and not spec.symmetric else 1
+        count = 2 if kind in ("sign", "latent") and not spec.symmetric else 1
         self.factors = [torch.ones_like(scale).requires_grad_(learns_scale) for _ in range(count)]
         self.learns_scale = learns_scale
 
     def groups(self, rates: Rates) -> list[ParameterGroup]:
-        signed = self.kind == "sign"
-        rounding = ParameterGroup((self.v,), rates.rounding, "linear" if signed else "constant", signed)
+        decay = _DECAYS[self.kind]
+        rounding = ParameterGroup((self.v,), rates.rounding, decay, signed=self.kind == "sign")
         scales = ParameterGroup(tuple(self.factors), rates.weight_scale, "cosine", lowest=0.3, highest=2.0)
         return [rounding] * (self.kind != "none") + [scales] * self.learns_scale
 
@@ -114,6 +122,8 @@ class LearnedWeight:
             h = rectified_sigmoid(self.v)
             return self.lower + ((h >= 0.5).to(h) if hard else h)
         spec, wide = self.quantizer.spec, self._wide(zero_point)
+        if self.kind == "latent":
+            return latent_codes(self.v, self._wide(scale / self.scale), spec.qmin - wide, spec.qmax - wide)
         v = bounded_offset(self.v, self.start)
         return offset_codes(self.original / self._wide(scale), v, spec.qmin - wide, spec.qmax - wide)
 

@@ -1,7 +1,7 @@
 """Reconstruction of a calibrated model: rounding, scales and biases are trained, block by block, such that each block's
 output stays near that of the float model.
 
-AdaRound, BRECQ, QDrop and AutoRound are settings of this one procedure (`METHODS`). The arithmetic is in
+AdaRound, BRECQ, QDrop, AutoRound and distillation are settings of this one procedure (`METHODS`). The arithmetic is in
 `numerics/rounding_math.py`, the training loop in `execution/block_training.py`.
 """
 
@@ -31,7 +31,7 @@ from sparsebit.quantization.block_visits import block_state, load_block_state
 
 log = logging.getLogger(__name__)
 
-Method = Literal["adaround", "brecq", "qdrop", "autoround"]
+Method = Literal["adaround", "brecq", "qdrop", "autoround", "distill"]
 Unit = Literal["layers", "blocks", "network"]
 
 
@@ -50,13 +50,14 @@ class Settings:
 
 # How far the rounding of a weight may be moved in all steps together, beside one code to the other: more makes the
 # signed steps oscillate between codes.
-_TRAVEL: dict[RoundingKind, float] = {"sigmoid": 5.0, "sign": 0.3, "none": 0.0}
+_TRAVEL: dict[RoundingKind, float] = {"sigmoid": 5.0, "sign": 0.3, "latent": 0.8, "none": 0.0}
 _MARGIN = 1.5
 METHODS: dict[Method, Settings] = {
     "adaround": Settings("layers", "sigmoid", False, False, False, 0.0, False),
     "brecq": Settings("blocks", "sigmoid", True, False, False, 0.0, True),
     "qdrop": Settings("blocks", "sigmoid", True, False, False, 0.5, False),
     "autoround": Settings("blocks", "sign", False, True, False, 0.0, False),
+    "distill": Settings("network", "latent", True, True, True, 0.0, False),
 }
 
 
@@ -110,6 +111,7 @@ def reconstruct(
     patience: Annotated[int, Field(ge=0)] = 0,
     bf16: bool = False,
     held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.125,
+    views: Annotated[int, Field(ge=1)] = 1,
     seed: int = 0,
     memory_budget: int = 1024 * MIB,
     resume: str | os.PathLike[str] | None = None,
@@ -123,21 +125,25 @@ def reconstruct(
 
     `method`: a row of settings; each of them can be given by itself. "adaround": each layer, rounding alone. "brecq":
     blocks, step sizes of activations too, errors weighted by `fisher`. "qdrop": blocks, step sizes too, with `drop`.
-    "autoround": blocks, sign-gradient rounding and scales of weights.
+    "autoround": blocks, sign-gradient rounding and scales of weights. "distill": the whole network, its weights (any
+    code), scales, step sizes and biases, against the outputs of the float model.
 
     `blocks`: "layers", "blocks" (found in the graph), "network" (all at once, against the float model's outputs), or
     module paths. `steps`: per block. `batch_size`: samples of a step. `rounding`: "sigmoid" (AdaRound), "sign"
-    (AutoRound), or "none" (codes stay). `lr`: of the rounding; by default as much as moves a weight from one code to
-    the other in all steps. `scale_lr`: of step sizes and scales, as a share of them. `bias_lr`: of biases, beside the
-    norm of the weight's rows. `learn_step_sizes`: those of activations. `learn_weight_scales`, `learn_biases`: also
-    these. `drop`: share of each activation's elements that stay in float in a step. `fisher`: weigh the errors of a
-    block's output by what they change in the network's. `float_share`: share of the inputs' elements that come from the
-    float model. `penalty`: weight of the sigmoid rounding's regularizer. `patience`: stop a block when its loss has not
-    fallen for so many tenths of the steps; 0: never. `bf16`: compute in bfloat16 on a GPU. `held_out`: share of the
-    samples that nothing is learned from, and that decide which blocks stay as they were; at least 8 of them (or a
-    quarter of all, if that is less), at most 64. 0, or fewer than 4 samples: the samples that were learned from decide.
-    `seed`: two runs with one seed have equal bits. `memory_budget`: bytes of activations in memory; others are on disk.
-    `resume`: a folder that keeps each finished block; a run that was killed goes on after them.
+    (AutoRound), "latent" (the weights themselves, with straight-through gradients: any code), or "none" (codes stay).
+    `lr`: of the rounding, in codes; by default as much as moves a weight from one code to the other in all steps.
+    `scale_lr`: of step sizes and scales, as a share of them. `bias_lr`: of biases, beside the norm of the weight's
+    rows. `learn_step_sizes`: those of activations. `learn_weight_scales`, `learn_biases`: also these. `drop`: share of
+    each activation's elements that stay in float in a step. `fisher`: weigh the errors of a block's output by what they
+    change in the network's. `float_share`: share of the inputs' elements that come from the float model.
+    `penalty`: weight of the sigmoid rounding's regularizer. `patience`: stop a block when its loss has not fallen for
+    so many tenths of the steps; 0: never. `bf16`: compute in bfloat16 on a GPU. `held_out`: share of the samples that
+    nothing is learned from, and that decide which blocks stay as they were; at least 8 of them (or a quarter of all, if
+    that is less), at most 64. 0, or fewer than 4 samples: the samples that were learned from decide. `views`: learn
+    from so many views of each image: itself, and copies that are mirrored and shifted by up to an eighth. Inputs that
+    are not images, (N, C, H, W), have one. `seed`: two runs with one seed have equal bits. `memory_budget`: bytes of
+    activations in memory; others are on disk. `resume`: a folder that keeps each finished block; a run that was killed
+    goes on after them.
 
     >>> reconstruct(qmodel, batches, method="brecq")  # doctest: +SKIP
     {'layer1.0': BlockReconstruction(before=0.0398, after=0.0215, num_changed=412), ...}
@@ -176,7 +182,7 @@ def reconstruct(
             sensitivity.drop(block)
         log.debug("%s: %s", block.name, result)
 
-    name = folder_name("reconstruction", {**asdict(options), "blocks": unit})
+    name = folder_name("reconstruction", {**asdict(options), "blocks": unit, "views": views})
     qmodel.visit_blocks(
         data,
         visit,
@@ -185,6 +191,7 @@ def reconstruct(
         resume=None if resume is None else Path(resume) / name,
         prepare=None if sensitivity is None else sensitivity.prepare,
         hold_out=options.hold_out,
+        views=views,
     )
     reasons |= dict.fromkeys(weights_outside(qmodel.model), "untraced code calls its layer")
     _tell(method, found)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import sparsebit
 from sparsebit.errors import CalibrationError, ConfigError
+from sparsebit.execution.held_out import HoldOut
 from sparsebit.numerics.reference import quantize as codes_of
 from sparsebit.quantization import BlockReconstruction, QuantModel, gptq, reconstruct
 from sparsebit.quantization.algorithms import reconstruction
@@ -99,7 +100,7 @@ def test_every_method_makes_the_blocks_better(method: Method) -> None:
     changed = {name for name, own in codes(qmodel).items() if not torch.equal(own, start[name])}
     assert changed and sum(result.num_changed for result in found.values()) > 0
     per_layer = {"stem", "depthwise", "point", "head"}
-    assert set(found) == per_layer if method == "adaround" else len(found) == 3
+    assert set(found) == per_layer if method == "adaround" else len(found) == (1 if method == "distill" else 3)
     with torch.no_grad():
         assert all(p.grad is None for p in qmodel.parameters())
 
@@ -122,7 +123,7 @@ def test_every_grid(scheme: str, method: Method) -> None:
     check_weights_hold_their_values(qmodel)
 
 
-@pytest.mark.parametrize("rounding", ["sigmoid", "sign"])
+@pytest.mark.parametrize("rounding", ["sigmoid", "sign", "latent"])
 def test_it_begins_with_the_codes_of_gptq(rounding: Any) -> None:
     """With a rate of 0 nothing moves: the codes are GPTQ's, though the float weights are still known."""
     model, data = float_model(), batches()
@@ -132,6 +133,47 @@ def test_it_begins_with_the_codes_of_gptq(rounding: Any) -> None:
     options: dict[str, Any] = {"rounding": rounding, "lr": 0.0, "scale_lr": 0.0, "penalty": 0.0}
     reconstruct(qmodel, data, method="qdrop", **options, **QUICK)
     assert all(torch.equal(own, start[name]) for name, own in codes(qmodel).items())
+
+
+@pytest.mark.parametrize("scheme", ["per-channel-symmetric", "per-channel-affine", "per-group-symmetric"])
+def test_latent_weights_take_any_code(scheme: str) -> None:
+    """Of the whole network, with scales: its error falls, and some codes are not next to the float weight's."""
+    model, data = float_model(), batches()
+    bits = {"BIT": 3, "GROUP_SIZE": 4} if "group" in scheme else {"BIT": 3}
+    config = {"DEVICE": "cpu", "W": {"QSCHEME": scheme, "QUANTIZER": bits}, "A": {"QUANTIZER": {"BIT": 6}}}
+    qmodel = calibrated(model, data, config)
+    start, before = codes(qmodel), error(qmodel, model, data)
+    found = reconstruct(qmodel, data, method="distill", lr=0.15, **QUICK)
+    assert found["network"].is_kept and error(qmodel, model, data) < 0.8 * before
+    check_weights_hold_their_values(qmodel)
+    farthest = max(float((own - start[name]).abs().max()) for name, own in codes(qmodel).items())
+    assert farthest >= (1 if "group" in scheme else 2)
+
+
+def test_views_are_learned_from() -> None:
+    """Of learned and of held-out samples alike; the float model gives the targets of all."""
+    data = batches()
+    qmodel = calibrated(float_model(), data)
+    seen: list[tuple[int, int]] = []
+
+    def visit(block: Any) -> None:
+        seen.append((sum(len(x) for (x,) in block.inputs), sum(len(x) for (x,) in block.held_out.inputs)))
+        with torch.no_grad():
+            torch.testing.assert_close([t for (t,) in block.targets], [float_model()(x) for (x,) in block.inputs])
+
+    qmodel.visit_blocks(data, visit, blocks="network", hold_out=HoldOut(0.25), views=3)
+    assert seen == [(36 * 3, 12 * 3)]
+    reconstruct(qmodel, data, method="distill", views=2, **QUICK)
+    check_weights_hold_their_values(qmodel)
+
+
+def test_views_of_what_is_no_image(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    data = [torch.rand(16, 8)]
+    qmodel = calibrated(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)).eval(), data)
+    with caplog.at_level(logging.INFO):
+        reconstruct(qmodel, data, views=4, **QUICK)
+    assert "no input is a batch of images" in caplog.text
 
 
 def test_targets_are_those_of_the_float_model_after_other_algorithms() -> None:
@@ -180,7 +222,7 @@ def test_nothing_to_learn_is_nothing_done() -> None:
     assert reconstruct(calibrated(model, data, config), data, method="autoround", **QUICK) == {}
 
 
-@pytest.mark.parametrize("method", ["qdrop", "brecq"])
+@pytest.mark.parametrize("method", ["qdrop", "brecq", "distill"])
 def test_two_runs_have_equal_bits_and_survive_saving(method: Method, tmp_path: Path) -> None:
     data = batches()
     states = []
@@ -212,7 +254,7 @@ def all_algorithms(folder: Path | None) -> QuantModel:
     gptq(qmodel, data, resume=folder)
     options: dict[str, Any] = {"batch_size": 16, "resume": folder}
     reconstruct(qmodel, data, method="brecq", drop=0.5, steps=10, **options)
-    reconstruct(qmodel, data, method="autoround", blocks="network", steps=5, **options)
+    reconstruct(qmodel, data, method="distill", steps=5, views=2, **options)
     return qmodel
 
 
@@ -280,6 +322,7 @@ def test_the_exported_file_computes_the_same(
     }
     qmodel = calibrated(model, data, config)
     assert gain(reconstruct(qmodel, data, method="qdrop", learn_biases=True, **QUICK)) < 1
+    reconstruct(qmodel, data, method="distill", **QUICK)
     assert qmodel.export_onnx(data[0], tmp_path / "m.onnx", check=data) is not None
 
 
@@ -337,6 +380,7 @@ def test_a_layer_that_is_called_twice_is_learned_once() -> None:
         ({"drop": 2.0}, "drop"),
         ({"lr": -1.0}, "lr"),
         ({"steps": 0}, "steps"),
+        ({"views": 0}, "views"),
         ({"blocks": ["nowhere"]}, "no node of the graph"),
         ({"blocks": []}, "at least one module"),
     ],
