@@ -12,7 +12,8 @@ import torch
 
 from sparsebit.errors import DeploymentError, MissingExtraError
 from sparsebit.llm.gguf_mixes import Mix
-from sparsebit.llm.gguf_tensors import GgufTensor, gguf_tensors
+from sparsebit.llm.gguf_rotary import add_rotary, frequency_factors, rotary_kind
+from sparsebit.llm.gguf_tensors import GgufTensor, constant_tensor, gguf_tensors
 from sparsebit.llm.gguf_tokenizer import add_tokenizer
 from sparsebit.llm.packed_source import PackedSource
 from sparsebit.progress import track
@@ -22,17 +23,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Row:
-    """`name`: of the architecture in the file. `rotates_pairs`: rows of q and k are reordered."""
+    """`name`: of the architecture in the file. `rotates_pairs`: rows of q and k are reordered.
+
+    `has_factors`: llama.cpp reads factors for each rotary frequency.
+    """
 
     name: str
-    rotates_pairs: bool
+    rotates_pairs: bool = False
+    has_factors: bool = False
 
 
 # By `model_type` of config.json.
 ARCHITECTURES = {
-    "llama": _Row("llama", rotates_pairs=True),
-    "mistral": _Row("llama", rotates_pairs=True),
-    "qwen2": _Row("qwen2", rotates_pairs=False),
+    "llama": _Row("llama", rotates_pairs=True, has_factors=True),
+    "mistral": _Row("llama", rotates_pairs=True, has_factors=True),
+    "qwen2": _Row("qwen2"),
+    "qwen3": _Row("qwen3"),
 }
 
 
@@ -61,6 +67,10 @@ def write_gguf(path: Path, source: PackedSource, mix: Mix | None = None) -> list
     tensors = gguf_tensors(source, names.get_name, row.name, row.rotates_pairs, mix)
     writer = gguf.GGUFWriter(path, row.name)
     _add_sizes(writer, config, source)
+    add_rotary(writer, config, has_factors=row.has_factors)
+    factors = frequency_factors(config)
+    if factors is not None:
+        tensors.append(constant_tensor("rope_freqs.weight", factors))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     if mix is not None:
         writer.add_file_type(gguf.LlamaFileType[mix.file_type])
@@ -80,25 +90,27 @@ def write_gguf(path: Path, source: PackedSource, mix: Mix | None = None) -> list
                 writer.close()
             raise OSError(f"{path} cannot be written ({error}); is the disk full?") from error
     writer.close()
-    told = ", ".join(f"{name}=True" for name in unnamed_biases(config))
+    told = unnamed_settings(config)
     if told:
         log.warning(
-            "%s has biases: llama.cpp reads them, transformers only where from_pretrained is given %s", path.name, told
-        )
+            "%s: llama.cpp reads %s, transformers only where from_pretrained is given %s",
+            path.name, " and ".join(told), ", ".join(f"{name}={value}" for name, value in told.items()),
+        )  # fmt: skip
     return tensors
 
 
-def unnamed_biases(config: Any) -> dict[str, bool]:
-    """The settings of a Llama with biases: GGUF has no key for them, and transformers leaves the biases out."""
-    return {name: True for name in ("attention_bias", "mlp_bias") if getattr(config, name, False)}
+def unnamed_settings(config: Any) -> dict[str, Any]:
+    """What transformers does not find in the file: it has no key for biases, and it leaves these keys out."""
+    found: dict[str, Any] = {name: True for name in ("attention_bias", "mlp_bias") if getattr(config, name, False)}
+    if config.model_type == "qwen3" and config.head_dim != type(config)().head_dim:
+        found["head_dim"] = config.head_dim
+    if rotary_kind(config) != "default":
+        found["rope_parameters"] = dict(config.rope_parameters)
+    return found
 
 
 def _add_sizes(writer: Any, config: Any, source: PackedSource) -> None:
     """`config`: as transformers has read it, in which older ways to say the same have become one."""
-    rope = config.rope_parameters or {}
-    kind = rope.get("rope_type", "default")
-    if kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise DeploymentError(f"rotary embeddings {dict(rope)} are not written to GGUF files yet; only type 'default'")
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if window is not None and window < config.max_position_embeddings:
         raise DeploymentError(
@@ -117,5 +129,4 @@ def _add_sizes(writer: Any, config: Any, source: PackedSource) -> None:
     writer.add_key_length(size)
     writer.add_value_length(size)
     writer.add_rope_dimension_count(size)
-    writer.add_rope_freq_base(float(rope.get("rope_theta") or 10000.0))
     writer.add_layer_norm_rms_eps(float(config.rms_norm_eps))

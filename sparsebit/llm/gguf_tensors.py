@@ -120,6 +120,11 @@ def gguf_tensors(
     return found
 
 
+def constant_tensor(name: str, value: Tensor) -> GgufTensor:
+    """A tensor of float32 that is no parameter of the model."""
+    return GgufTensor(name, "F32", tuple(value.shape), name, None, False, value.clone)
+
+
 @torch.no_grad()
 def values_in_file(path: Path, tensors: list[GgufTensor]) -> dict[str, Tensor]:
     """The values of rounded tensors as the file holds them, decoded here, by their names in the model."""

@@ -19,7 +19,7 @@ from sparsebit.llm.checkpoint.float_formats import FORMATS
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.float_linear import FloatLinear
 from sparsebit.llm.genai_folder import genai_logits
-from sparsebit.llm.gguf_file import unnamed_biases
+from sparsebit.llm.gguf_file import unnamed_settings
 from sparsebit.llm.half_weights import HALVES
 from sparsebit.llm.hub_classes import transformers_module
 from sparsebit.llm.loading import load
@@ -137,11 +137,15 @@ def check_gguf(
         weight_error = _put_weights(model, rounded)
         expected = model(tokens, use_cache=False).logits
         from_source = relative_difference(expected, original)
-    told = unnamed_biases(model.config)
+    told = unnamed_settings(model.config)
     theirs = _logits_of_transformers(path.parent, tokens, trust_remote_code, gguf_file=path.name, **told)
     difference = relative_difference(theirs, expected)
     _compare({"transformers": difference}, source)
-    reader = f"transformers (with {', '.join(f'{name}=True' for name in told)})" if told else "transformers"
+    reader = (
+        f"transformers (with {', '.join(f'{name}={value}' for name, value in told.items())})"
+        if told
+        else "transformers"
+    )
     return LoadCheck(difference, (), reader, from_source, weight_error)
 
 

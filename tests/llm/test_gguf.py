@@ -78,13 +78,15 @@ def packed_folder(tmp_path: Path, model_type: str = "llama", *, window: int | No
         ("llama", {"bits": 8, "dtype": torch.bfloat16}),
         ("qwen2", {"bits": 3, "group_size": 0}),
         ("mistral", {}),
+        ("qwen3", {}),
     ],
-    ids=["Q4_0", "Q5_0", "Q8_0-bfloat16", "qwen2", "mistral"],
+    ids=["Q4_0", "Q5_0", "Q8_0-bfloat16", "qwen2", "mistral", "qwen3"],
 )
 def test_transformers_loads_it(model_type: str, options: dict[str, Any], tmp_path: Path) -> None:
     source = packed_folder(tmp_path, model_type, **options)
     made = convert(source, tmp_path / "model.gguf", "gguf")
-    assert made.check is not None and made.check.difference <= 1e-3 and made.check.reader == "transformers"
+    assert made.check is not None and made.check.difference <= 1e-3
+    assert made.check.reader == ("transformers (with head_dim=16)" if model_type == "qwen3" else "transformers")
     reader = gguf.GGUFReader(made.output)
     assert reader.fields["tokenizer.ggml.model"].contents() == "gpt2"
     assert reader.fields["tokenizer.ggml.tokens"].contents()[256:259] == ["ab", "<s>", "</s>"]
@@ -158,7 +160,7 @@ def test_a_window_of_attention_is_refused(tmp_path: Path) -> None:
         convert(packed_folder(tmp_path, "mistral", window=8), tmp_path / "a.gguf", "gguf")
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "linear"])
+@pytest.mark.parametrize("kind", ["dynamic", "yarn"])
 def test_rotary_embeddings_as_older_configs_name_them(tmp_path: Path, kind: str) -> None:
     folder = packed_folder(tmp_path)
     config = json.loads((folder / "config.json").read_text())

@@ -1,0 +1,113 @@
+"""GGUF files in llama.cpp itself: the probabilities of the next token are those of our weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import pytest
+import torch
+
+from sparsebit.llm import Recipe, convert, load, quantize
+from tests.llm.test_gguf import wide_folder, with_bpe
+from tests.llm.tiny_models import saved, tiny_model
+
+pytest.importorskip("gguf")
+llama_cpp = pytest.importorskip("xllamacpp")
+
+PROMPTS = [[1, 2, 3], [70, 9, 200, 31, 5, 5, 5, 88, 140, 17], list(range(60, 100))]
+NUM_SHOWN = 8
+LLAMA3 = {  # as Llama 3.1 has it, for a shorter text
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LETTER = 65
+
+
+def server_of(file: Path) -> Any:
+    parameters = llama_cpp.CommonParams()
+    parameters.model.path = str(file)
+    parameters.n_ctx, parameters.n_parallel, parameters.cpuparams.n_threads = 128, 1, 1
+    parameters.warmup = False
+    return llama_cpp.Server(parameters)
+
+
+def log_probabilities(file: Path, prompts: list[list[int]]) -> list[dict[int, float]]:
+    """Of the likeliest next tokens behind each prompt, by token."""
+    server = server_of(file)
+    found = []
+    for prompt in prompts:
+        # What is sampled has to be a letter: no probabilities are told beside a part of one. The bias is not in them.
+        request = {"prompt": prompt, "max_tokens": 1, "logprobs": NUM_SHOWN, "logit_bias": [[LETTER, 1000]]}
+        answer = server.handle_completions({**request, "temperature": 0, "cache_prompt": False})
+        (token,) = answer["choices"][0]["logprobs"]["content"]
+        found.append({int(item["id"]): float(item["logprob"]) for item in token["top_logprobs"]})
+    return found
+
+
+def assert_probable(file: Path, model: Any, *, limit: float) -> None:
+    """llama.cpp rounds inputs of products to 8 bits: log probabilities differ by a few hundredths."""
+    for prompt, found in zip(PROMPTS, log_probabilities(file, PROMPTS), strict=True):
+        with torch.no_grad():
+            expected = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+        assert len(found) == NUM_SHOWN
+        differences = [abs(float(expected[token]) - value) for token, value in found.items()]
+        assert max(differences) <= limit, (prompt, found, [float(expected[token]) for token in found])
+        assert math.isclose(float(expected.max()), max(found.values()), abs_tol=limit)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "changes"),
+    [
+        ("llama", {}, {}),
+        ("llama", {"symmetric": False}, {"attention_bias": True, "mlp_bias": True}),
+        ("llama", {"bits": 8}, {"tie_word_embeddings": True}),
+        ("llama", {"bits": 8}, {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+        ("qwen2", {"bits": 3}, {}),
+        ("mistral", {}, {"sliding_window": None, "head_dim": 32}),
+        ("qwen3", {}, {}),
+        ("qwen3", {"bits": 8}, {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
+        ("llama", {"bits": 8}, {"rope_parameters": LLAMA3}),
+    ],
+    ids=["Q4_0", "Q5_0-biases", "Q8_0-tied", "base", "qwen2", "mistral-wide-heads", "qwen3", "linear", "llama3"],
+)
+def test_llama_cpp_computes_the_packed_model(
+    model_type: str, options: dict[str, Any], changes: dict[str, Any], tmp_path: Path
+) -> None:
+    model = tiny_model(model_type, vocab_size=264, bos_token_id=257, eos_token_id=258, **changes)
+    folder = with_bpe(saved(model, tmp_path / "model"))
+    recipe = Recipe(method="rtn", scale_search="none", **{"group_size": 32, "symmetric": True, **options})
+    packed = quantize(folder, tmp_path / "packed", recipe, check=False).folder
+    made = convert(packed, tmp_path / "model.gguf", "gguf")
+    assert made.check is not None and made.check.difference <= 1e-3
+    assert_probable(made.output, load(packed), limit=0.1)
+
+
+def test_llama_cpp_computes_a_mix_of_types(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    made = convert(wide_folder(tmp_path), tmp_path / "mix.gguf", "gguf", gguf_type="Q4_K_M")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="mix.gguf", dtype=torch.float32)
+    assert_probable(made.output, model.eval(), limit=0.1)
+
+
+def test_llama_cpp_splits_text_as_the_tokenizer(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = wide_folder(tmp_path)
+    server = server_of(convert(folder, tmp_path / "mix.gguf", "gguf", gguf_type="Q4_K_M", check=False).output)
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for text in ("ab cab  abba\n\n x", "ünïcödé — 12.5%", " \t", "日本 🙂", "a\u00a0b"):
+        assert split(server, text) == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def split(server: Any, text: str) -> list[int]:
+    body = json.dumps({"content": text, "add_special": False}).encode()
+    request = Request(f"{server.listening_address}/tokenize", body, {"Content-Type": "application/json"})
+    with urlopen(request) as answer:
+        return [int(token) for token in json.load(answer)["tokens"]]
