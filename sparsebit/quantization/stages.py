@@ -21,6 +21,7 @@ from sparsebit.errors import CaptureError, SparsebitError
 from sparsebit.graph.capture import Captured, capture
 from sparsebit.graph.failures import report_own_fault
 from sparsebit.graph.passes.fold_batchnorm import fold_batchnorm
+from sparsebit.graph.passes.fold_concatenated import fold_concatenated
 from sparsebit.graph.passes.fold_scales import fold_scales
 from sparsebit.graph.passes.functional_layers import lift_functional_layers
 from sparsebit.graph.passes.functionalize import functionalize
@@ -48,7 +49,12 @@ def prepare(
 
     Gives the graphs (by path) that cannot be prepared, with the reason: their modules are to run their own code.
     """
-    wanted = {fold_batchnorm: folds_batchnorm, merge_branches: merges_branches, fold_scales: folds_scales}
+    wanted = {
+        fold_batchnorm: folds_batchnorm,
+        fold_concatenated: folds_batchnorm,
+        merge_branches: merges_branches,
+        fold_scales: folds_scales,
+    }
     passes = [step for step, is_wanted in wanted.items() if is_wanted]
     reasons = {path: _why_not_prepared(region, passes) for path, region in captured.regions.items()}
     return {path: reason for path, reason in reasons.items() if reason}

@@ -59,6 +59,11 @@ def fold_into(layer: nn.Module, norm: _BatchNorm) -> None:
     requires_grad = bool(layer.weight.requires_grad)
     layer.weight = nn.Parameter(weight.detach(), requires_grad=requires_grad)
     layer.bias = nn.Parameter(bias.detach(), requires_grad=requires_grad)
+    neutralize(norm)
+
+
+def neutralize(norm: _BatchNorm) -> None:
+    """Make the norm an identity, in place: layers compute its part."""
     with torch.no_grad():
         neutral = {"running_mean": 0.0, "running_var": 1.0 - norm.eps, "weight": 1.0, "bias": 0.0}
         for name, value in neutral.items():
@@ -141,7 +146,7 @@ class FoldBatchNorm(ReplacePatternBase):
 
     def replace(self, match: Match, graph_module: fx.GraphModule) -> dict[str, fx.Node]:
         layer, norm = module_of(match["layer"], graph_module), module_of(match["norm"], graph_module)
-        if not can_fold(layer, norm) or not _feeds_alone(match["layer"], match["norm"]):
+        if not can_fold(layer, norm) or not feeds_alone(match["layer"], match["norm"]):
             return {}
         assert layer is not None and isinstance(norm, _BatchNorm)
         if any(is_shared(match[name], graph_module) for name in match):
@@ -161,8 +166,8 @@ def fold_batchnorm(graph_module: fx.GraphModule) -> int:
     return FoldBatchNorm().apply(graph_module)
 
 
-def _feeds_alone(layer: fx.Node, norm: fx.Node) -> bool:
-    """Whether only the norm reads the layer's values (its shape, which the norm keeps, may be read)."""
+def feeds_alone(layer: fx.Node, norm: fx.Node) -> bool:
+    """Whether only that node reads the layer's values (its shape, which a norm keeps, may be read)."""
     others = layer.users.keys() - {norm}
     return not others or others <= python_values(layer.graph)
 
