@@ -8,7 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 profile=${1:-dev}
 case $profile in
   demo) extras=demo ;;
-  dev) extras=demo,openvino,vision,text,llm,gguf,train,docs,dev ;;
+  dev) extras=demo,openvino,vision,text,llm,gguf,genai,train,docs,dev ;;
   *) echo "scripts/setup.sh: unknown profile '$profile'; allowed: demo, dev" >&2; exit 2 ;;
 esac
 

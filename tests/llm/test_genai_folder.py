@@ -30,14 +30,13 @@ def packed_folder(tmp_path: Path, model_type: str = "llama", *, is_tied: bool = 
     return quantize(folder, tmp_path / "packed", recipe, check=False).folder
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "options"),
     [
         ("llama", {}),
-        ("llama", {"is_tied": True, "symmetric": True, "group_size": 64}),
-        ("qwen2", {"bits": 2, "group_size": 16}),
-        ("qwen3", {"bits": 8}),
+        pytest.param("llama", {"is_tied": True, "symmetric": True, "group_size": 64}, marks=pytest.mark.slow),
+        pytest.param("qwen2", {"bits": 2, "group_size": 16}, marks=pytest.mark.slow),
+        pytest.param("qwen3", {"bits": 8}, marks=pytest.mark.slow),
     ],
     ids=["4", "4-symmetric-tied", "2-qwen2", "8-qwen3"],
 )
