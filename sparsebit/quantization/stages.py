@@ -22,6 +22,7 @@ from sparsebit.graph.capture import Captured, capture
 from sparsebit.graph.failures import report_own_fault
 from sparsebit.graph.passes.fold_batchnorm import fold_batchnorm
 from sparsebit.graph.passes.fold_concatenated import fold_concatenated
+from sparsebit.graph.passes.fold_flattened import fold_flattened
 from sparsebit.graph.passes.fold_scales import fold_scales
 from sparsebit.graph.passes.functional_layers import lift_functional_layers
 from sparsebit.graph.passes.functionalize import functionalize
@@ -52,6 +53,7 @@ def prepare(
     wanted = {
         fold_batchnorm: folds_batchnorm,
         fold_concatenated: folds_batchnorm,
+        fold_flattened: folds_batchnorm,
         merge_branches: merges_branches,
         fold_scales: folds_scales,
     }
