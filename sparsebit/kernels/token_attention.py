@@ -8,6 +8,7 @@ the free ones of a cache of fixed size, are not read.
 
 from __future__ import annotations
 
+import logging
 import math
 from functools import cache
 from importlib.util import find_spec
@@ -15,6 +16,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+log = logging.getLogger(__name__)
 
 # The best of a sweep on an H200, over 1 and 8 sequences and 1,024 and 8,192 places (benchmarks/token_attention.py).
 _PLACES = 32  # of the cache, that a program reads at once
@@ -61,6 +64,22 @@ def takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> boo
 def has_triton() -> bool:
     """Not asked for in a compiled step, which the compiler could not look into."""
     return find_spec("triton") is not None
+
+
+@cache
+def compiles_on(device: torch.device) -> bool:
+    """Whether triton compiles the kernels for this GPU; it needs a C compiler, which torch itself does not."""
+    if device.type != "cuda" or not has_triton():
+        return False
+    query, mask = torch.zeros(1, 2, 1, 16, device=device), torch.ones(1, 1, 1, 4, dtype=torch.bool, device=device)
+    key = value = torch.zeros(1, 1, 4, 16, device=device)
+    try:
+        with torch.cuda.device(device):
+            in_parts(query, key, value, mask, 1.0, 1)
+    except Exception as error:  # of triton, of the compiler, or of the system: all mean that there is no kernel
+        log.warning("the attention of one token stays torch's: triton cannot compile here (%s)", error)
+        return False
+    return True
 
 
 @torch.library.custom_op("sparsebit::token_attention", mutates_args=())

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from sparsebit.errors import CheckpointError, ConfigError
+from sparsebit.kernels.token_attention import compiles_on
 from sparsebit.llm.cpu_probe import UNPACKED, probe_cpu
 from sparsebit.llm.devices import as_device
 from sparsebit.llm.float_linear import FloatLinear
@@ -77,7 +78,7 @@ def load(
     load_generation_config(skeleton.model, files.path)
     joins = torch.device(device).type == "cuda" if join_layers is None else join_layers
     num_joined = join_parallel_layers(skeleton.model) if joins else 0
-    if device.type == "cuda":
+    if compiles_on(torch.device(device)):
         use_token_attention(skeleton.model)
     if packed:
         skeleton.model.save_pretrained = _refuse_to_save

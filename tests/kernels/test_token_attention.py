@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from contextlib import nullcontext
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -156,3 +157,30 @@ def test_the_operator_on_a_cpu_is_the_definition() -> None:
     assert not takes(query, key, value, None)
     assert torch.equal(token_attention(query, key, value, None, 0.2), definition(query, key, value, None, 0.2))
     torch.library.opcheck(torch.ops.sparsebit.token_attention.default, (query, key, value, None, 0.2))
+
+
+def test_a_machine_without_a_compiler_keeps_torch_attention(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from sparsebit.kernels import token_attention
+
+    def fails(*_: object) -> Tensor:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(token_attention, "in_parts", fails)
+    monkeypatch.setattr(token_attention, "has_triton", lambda: True)
+    assert not token_attention.compiles_on.__wrapped__(torch.device("cpu"))
+    assert not caplog.text
+    with monkeypatch.context() as patch:  # the tensors of the trial, without a GPU
+        for name in ("zeros", "ones"):
+            patch.setattr(torch, name, lambda *_, **__: torch.empty(0))
+        patch.setattr(torch.cuda, "device", nullcontext)
+        assert not token_attention.compiles_on.__wrapped__(torch.device("cuda"))
+    assert "Failed to find C compiler" in caplog.text
+
+
+@pytest.mark.gpu
+def test_it_compiles_on_this_gpu() -> None:
+    from sparsebit.kernels.token_attention import compiles_on
+
+    assert compiles_on(torch.device("cuda"))
