@@ -39,6 +39,7 @@ ARCHITECTURES = {
     "mistral": _Row("llama", rotates_pairs=True, has_factors=True),
     "qwen2": _Row("qwen2"),
     "qwen3": _Row("qwen3"),
+    "qwen3_moe": _Row("qwen3moe"),
 }
 
 
@@ -102,8 +103,10 @@ def write_gguf(path: Path, source: PackedSource, mix: Mix | None = None) -> list
 def unnamed_settings(config: Any) -> dict[str, Any]:
     """What transformers does not find in the file: it has no key for biases, and it leaves these keys out."""
     found: dict[str, Any] = {name: True for name in ("attention_bias", "mlp_bias") if getattr(config, name, False)}
-    if config.model_type == "qwen3" and config.head_dim != type(config)().head_dim:
+    if config.model_type.startswith("qwen3") and config.head_dim != getattr(type(config)(), "head_dim", None):
         found["head_dim"] = config.head_dim
+    if config.model_type == "qwen3_moe":
+        found["norm_topk_prob"] = True
     if rotary_kind(config) != "default":
         found["rope_parameters"] = dict(config.rope_parameters)
     return found
@@ -116,6 +119,8 @@ def _add_sizes(writer: Any, config: Any, source: PackedSource) -> None:
         raise DeploymentError(
             f"attention to the last {window} tokens alone (sliding_window) is not written to GGUF files"
         )
+    if config.model_type == "qwen3_moe":
+        _add_experts(writer, config)
     heads = int(config.num_attention_heads)
     size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     writer.add_name(source.skeleton.folder.path.name)
@@ -130,3 +135,13 @@ def _add_sizes(writer: Any, config: Any, source: PackedSource) -> None:
     writer.add_value_length(size)
     writer.add_rope_dimension_count(size)
     writer.add_layer_norm_rms_eps(float(config.rms_norm_eps))
+
+
+def _add_experts(writer: Any, config: Any) -> None:
+    if not config.norm_topk_prob:
+        raise DeploymentError(
+            "experts whose weights do not add up to one (norm_topk_prob: false): llama.cpp divides them by their sum"
+        )
+    writer.add_expert_count(int(config.num_experts))
+    writer.add_expert_used_count(int(config.num_experts_per_tok))
+    writer.add_expert_feed_forward_length(int(config.moe_intermediate_size))

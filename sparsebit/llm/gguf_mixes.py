@@ -15,7 +15,8 @@ from sparsebit.llm.checkpoint.k_quant_blocks import SUPER_BLOCK
 
 KType = Literal["Q4_K", "Q6_K"]
 EXACT = "exact"
-_SENSITIVE = ("attn_v", "ffn_down")
+_SENSITIVE = ("attn_v", "ffn_down", "ffn_down_exps")
+_ROUTER = "ffn_gate_inp"  # chooses the experts: a rounding error chooses others
 # For rows that no number of blocks fills, llama.cpp's choice: types with blocks of 32.
 _SMALL_BLOCKS: dict[KType, Literal["Q5_0", "Q8_0"]] = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
 
@@ -43,7 +44,7 @@ class Mix:
         if name == "output.weight":
             return self.output
         found = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
-        if found is None:
+        if found is None or found[2] == _ROUTER:
             return None
         if self.sensitive and found[2] in _SENSITIVE and _has_more_bits(int(found[1]), num_blocks):
             return self.sensitive

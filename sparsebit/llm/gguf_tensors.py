@@ -6,6 +6,7 @@ rows, so that whole rows of blocks are moved. Vectors become float32; matrices t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +32,7 @@ from sparsebit.llm.float_weight import Weight, integers
 from sparsebit.llm.gguf_mixes import KType, Mix, fitting
 from sparsebit.llm.packed_source import PackedSource
 
+_EXPERT = re.compile(r"(\.experts)\.\d+\.(\w+)$")
 _FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -38,13 +40,14 @@ _FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 class GgufTensor:
     """`kind`: its type in the file. `shape`: in elements of `numpy_type`. `read()`: gives the data.
 
-    `parameter`: its name in the model. `order`: of its rows. `is_rounded`: its values are not those of the model.
+    `parameters`: its name in the model; the names of all experts, where it holds theirs. `order`: of its rows.
+    `is_rounded`: its values are not those of the model.
     """
 
     name: str
     kind: str
     shape: tuple[int, ...]
-    parameter: str
+    parameters: tuple[str, ...]
     order: Tensor | None
     is_rounded: bool
     data: Callable[[], Tensor]
@@ -74,7 +77,7 @@ def gguf_tensors(
     key_heads = int(config.num_key_value_heads or heads)
 
     def known_name(module: str, key: str) -> str:
-        found = name_of(module)
+        found = name_of(_EXPERT.sub(r"\1.\2", module))
         if found is None:
             raise DeploymentError(f"tensor {key} has no name in GGUF files of {architecture}")
         return found
@@ -117,12 +120,40 @@ def gguf_tensors(
             found.append(
                 _rounded_tensor(partial(_rounded, source.read, layer), wanted, name, shape, f"{layer}.weight", rows)
             )
-    return found
+    return with_stacked_experts(found)
 
 
 def constant_tensor(name: str, value: Tensor) -> GgufTensor:
     """A tensor of float32 that is no parameter of the model."""
-    return GgufTensor(name, "F32", tuple(value.shape), name, None, False, value.clone)
+    return GgufTensor(name, "F32", tuple(value.shape), (), None, False, value.clone)
+
+
+def with_stacked_experts(tensors: list[GgufTensor]) -> list[GgufTensor]:
+    """Tensors of one name, those of the experts of a block, become one: `(experts, rows, columns)`."""
+    by_name: dict[str, list[GgufTensor]] = {}
+    for tensor in tensors:
+        by_name.setdefault(tensor.name, []).append(tensor)
+    return [group[0] if len(group) == 1 else _stacked(group) for group in by_name.values()]
+
+
+def _stacked(experts: list[GgufTensor]) -> GgufTensor:
+    experts = sorted(experts, key=lambda expert: [int(part) for part in re.findall(r"\d+", expert.parameters[0])])
+    first = experts[0]
+    kinds = sorted({expert.kind for expert in experts})
+    if len(kinds) > 1:
+        raise DeploymentError(
+            f"tensor {first.name} holds all experts in one type, and they need {', '.join(kinds)}: quantize them to "
+            "the same bits"
+        )
+    return GgufTensor(
+        first.name,
+        first.kind,
+        (len(experts), *first.shape),
+        tuple(name for expert in experts for name in expert.parameters),
+        None,
+        any(expert.is_rounded for expert in experts),
+        lambda: torch.stack([expert.read() for expert in experts]),
+    )
 
 
 @torch.no_grad()
@@ -135,10 +166,12 @@ def values_in_file(path: Path, tensors: list[GgufTensor]) -> dict[str, Tensor]:
     for stored in gguf.GGUFReader(path).tensors:
         tensor = wanted.get(stored.name)
         if tensor is not None:
-            values = values_of(tensor.kind, torch.from_numpy(stored.data.copy()))
-            if tensor.order is not None:
-                values = torch.empty_like(values).index_copy_(0, tensor.order, values)
-            found[tensor.parameter] = values
+            data = torch.from_numpy(stored.data.copy())
+            for parameter, blocks in zip(tensor.parameters, data if data.ndim == 3 else [data], strict=True):
+                values = values_of(tensor.kind, blocks)
+                if tensor.order is not None:
+                    values = torch.empty_like(values).index_copy_(0, tensor.order, values)
+                found[parameter] = values
     return found
 
 
@@ -158,7 +191,7 @@ def _float_tensor(
 
     if dtype == torch.bfloat16:  # numpy has no such type: bytes
         shape = (*shape[:-1], 2 * shape[-1])
-    return GgufTensor(name, _FLOATS[dtype], shape, parameter, order, False, data)
+    return GgufTensor(name, _FLOATS[dtype], shape, (parameter,), order, False, data)
 
 
 def _rounded_tensor(
@@ -186,7 +219,7 @@ def _blocks_tensor(
     columns, (weights, size) = shape[1], BYTES[kind]
     if columns % weights:
         raise DeploymentError(f"tensor {name} has {columns} columns: GGUF blocks need a multiple of {BLOCK}")
-    return GgufTensor(name, kind, (shape[0], columns // weights * size), parameter, order, is_rounded, data)
+    return GgufTensor(name, kind, (shape[0], columns // weights * size), (parameter,), order, is_rounded, data)
 
 
 def _exact(read: Callable[[str], Weight], layer: str) -> Tensor:

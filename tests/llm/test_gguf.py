@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from safetensors.torch import save_file
 from sparsebit.errors import ConfigError, DeploymentError, MissingExtraError
 from sparsebit.llm import Recipe, convert, gguf_file, quantize
 from sparsebit.llm.checkpoint.gguf_blocks import block_type, blocks_of, why_not
+from sparsebit.llm.gguf_tensors import GgufTensor, with_stacked_experts
 from sparsebit.llm.gguf_tokenizer import _pre
 from sparsebit.llm.packed_weight import PackedWeight
 from tests.llm.test_packed_weight import packed_weight
@@ -148,6 +151,44 @@ def test_a_packed_model_as_q4_k(recipe: Recipe, expected: float, tmp_path: Path)
     assert made.check is not None and made.check.difference <= 1e-3
     assert made.check.weight_error is not None and made.check.weight_error < expected
     assert made.gguf_types["blk.0.attn_q.weight"] == "Q4_K" and made.gguf_types["token_embd.weight"] == "F16"
+
+
+MOE = {"mlp_only_layers": [], "moe_intermediate_size": 384, "hidden_size": 256, "head_dim": 64}
+
+
+def expert_folder(tmp_path: Path, **changes: Any) -> Path:
+    model = tiny_model("qwen3_moe", vocab_size=264, bos_token_id=257, eos_token_id=258, **{**MOE, **changes})
+    return with_bpe(saved(model, tmp_path / "model"))
+
+
+def test_experts_become_one_tensor_and_their_router_stays(tmp_path: Path) -> None:
+    made = convert(expert_folder(tmp_path), tmp_path / "m.gguf", "gguf", gguf_type="Q4_K_M")
+    assert made.check is not None and made.check.difference <= 1e-3
+    assert made.check.weight_error is not None and 0.02 < made.check.weight_error < 0.09
+    types = made.gguf_types
+    assert types["blk.0.ffn_gate_exps.weight"] == "Q4_K" and types["blk.2.ffn_down_exps.weight"] == "Q8_0"
+    assert types["blk.0.ffn_gate_inp.weight"] == "F16"
+    shapes = {tensor.name: tensor.shape.tolist() for tensor in gguf.GGUFReader(made.output).tensors}
+    assert shapes["blk.0.ffn_gate_exps.weight"] == [256, 384, 4]
+
+
+def test_experts_that_one_tensor_cannot_hold() -> None:
+    """Mixed bits may give experts of a block different ones."""
+    experts = [
+        GgufTensor("blk.0.ffn_up_exps.weight", kind, (4, 18), (f"mlp.experts.{number}.up",), None, False, torch.Tensor)
+        for number, kind in ((10, "Q8_0"), (9, "Q4_0"))
+    ]
+    with pytest.raises(DeploymentError, match=r"ffn_up_exps.weight holds all experts in one type.*Q4_0, Q8_0"):
+        with_stacked_experts(experts)
+    alike = [replace(expert, kind="Q4_0", data=partial(torch.full, (4, 18), i)) for i, expert in enumerate(experts)]
+    (stacked,) = with_stacked_experts(alike)
+    assert stacked.parameters == ("mlp.experts.9.up", "mlp.experts.10.up") and stacked.shape == (2, 4, 18)
+    assert stacked.read()[:, 0, 0].tolist() == [1, 0]
+
+
+def test_experts_whose_weights_are_not_normalized_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DeploymentError, match="norm_topk_prob"):
+        convert(expert_folder(tmp_path, norm_topk_prob=False), tmp_path / "m.gguf", "gguf", gguf_type="Q4_K")
 
 
 def test_types_are_for_gguf_files(tmp_path: Path) -> None:

@@ -75,8 +75,20 @@ def assert_probable(file: Path, model: Any, *, limit: float) -> None:
         ("qwen3", {}, {}),
         ("qwen3", {"bits": 8}, {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
         ("llama", {"bits": 8}, {"rope_parameters": LLAMA3}),
+        ("qwen3_moe", {}, {"mlp_only_layers": []}),
     ],
-    ids=["Q4_0", "Q5_0-biases", "Q8_0-tied", "base", "qwen2", "mistral-wide-heads", "qwen3", "linear", "llama3"],
+    ids=[
+        "Q4_0",
+        "Q5_0-biases",
+        "Q8_0-tied",
+        "base",
+        "qwen2",
+        "mistral-wide-heads",
+        "qwen3",
+        "linear",
+        "llama3",
+        "experts",
+    ],
 )
 def test_llama_cpp_computes_the_packed_model(
     model_type: str, options: dict[str, Any], changes: dict[str, Any], tmp_path: Path
