@@ -25,12 +25,17 @@ log = logging.getLogger(__name__)
 class _Row:
     """`name`: of the architecture in the file. `rotates_pairs`: rows of q and k are reordered.
 
-    `has_factors`: llama.cpp reads factors for each rotary frequency.
+    `has_factors`: llama.cpp reads factors for each rotary frequency. `norm_offset`: what it has added to the weights
+    of norms. `whole_every`: of so many layers the last attends to the whole text, the others to a window. `activation`:
+    the one that it computes.
     """
 
     name: str
     rotates_pairs: bool = False
     has_factors: bool = False
+    norm_offset: float = 0.0
+    whole_every: int = 1
+    activation: str = "silu"
 
 
 # By `model_type` of config.json.
@@ -40,6 +45,7 @@ ARCHITECTURES = {
     "qwen2": _Row("qwen2"),
     "qwen3": _Row("qwen3"),
     "qwen3_moe": _Row("qwen3moe"),
+    "gemma3_text": _Row("gemma3", norm_offset=1.0, whole_every=6, activation="gelu_pytorch_tanh"),
 }
 
 
@@ -64,10 +70,12 @@ def write_gguf(path: Path, source: PackedSource, mix: Mix | None = None) -> list
     row = ARCHITECTURES.get(config.model_type)
     if row is None:
         raise DeploymentError(f"GGUF files of model type {config.model_type!r}: allowed: {', '.join(ARCHITECTURES)}")
+    _check_fixed(config, row)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[row.name.upper()], config.num_hidden_layers)
-    tensors = gguf_tensors(source, names.get_name, row.name, row.rotates_pairs, mix)
+    tensors = gguf_tensors(source, names.get_name, row.name, row.rotates_pairs, mix, row.norm_offset)
     writer = gguf.GGUFWriter(path, row.name)
     _add_sizes(writer, config, source)
+    _add_window(writer, config, row)
     add_rotary(writer, config, has_factors=row.has_factors)
     factors = frequency_factors(config)
     if factors is not None:
@@ -107,6 +115,11 @@ def unnamed_settings(config: Any) -> dict[str, Any]:
         found["head_dim"] = config.head_dim
     if config.model_type == "qwen3_moe":
         found["norm_topk_prob"] = True
+    if config.model_type == "gemma3_text":
+        found |= {
+            "query_pre_attn_scalar": config.query_pre_attn_scalar,
+            "rope_parameters": dict(config.rope_parameters),
+        }
     if rotary_kind(config) != "default":
         found["rope_parameters"] = dict(config.rope_parameters)
     return found
@@ -114,11 +127,6 @@ def unnamed_settings(config: Any) -> dict[str, Any]:
 
 def _add_sizes(writer: Any, config: Any, source: PackedSource) -> None:
     """`config`: as transformers has read it, in which older ways to say the same have become one."""
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if window is not None and window < config.max_position_embeddings:
-        raise DeploymentError(
-            f"attention to the last {window} tokens alone (sliding_window) is not written to GGUF files"
-        )
     if config.model_type == "qwen3_moe":
         _add_experts(writer, config)
     heads = int(config.num_attention_heads)
@@ -137,6 +145,20 @@ def _add_sizes(writer: Any, config: Any, source: PackedSource) -> None:
     writer.add_layer_norm_rms_eps(float(config.rms_norm_eps))
 
 
+def _check_fixed(config: Any, row: _Row) -> None:
+    """Refuse what llama.cpp does not read from the file, where it is not as llama.cpp has it."""
+    activation = getattr(config, "hidden_activation", None) or config.hidden_act
+    fixed: dict[str, tuple[Any, Any]] = {"activation": (activation, row.activation)}
+    if row.name == "gemma3":
+        width = config.hidden_size // config.num_attention_heads if config.num_hidden_layers == 62 else config.head_dim
+        fixed["query_pre_attn_scalar"] = (config.query_pre_attn_scalar, width)
+        for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+            fixed[name] = (getattr(config, name), None)
+    for name, (found, wanted) in fixed.items():
+        if found != wanted:
+            raise DeploymentError(f"{name} {found!r}: llama.cpp computes models of {row.name} with {wanted!r} alone")
+
+
 def _add_experts(writer: Any, config: Any) -> None:
     if not config.norm_topk_prob:
         raise DeploymentError(
@@ -145,3 +167,24 @@ def _add_experts(writer: Any, config: Any) -> None:
     writer.add_expert_count(int(config.num_experts))
     writer.add_expert_used_count(int(config.num_experts_per_tok))
     writer.add_expert_feed_forward_length(int(config.moe_intermediate_size))
+
+
+def _add_window(writer: Any, config: Any, row: _Row) -> None:
+    """Which layers attend to the last tokens alone is part of an architecture in llama.cpp, not of the file."""
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if window is None or window >= config.max_position_embeddings:
+        return
+    if row.whole_every == 1:
+        raise DeploymentError(
+            f"attention to the last {window} tokens alone (sliding_window) is not written to GGUF files"
+        )
+    kinds = [
+        "full_attention" if (i + 1) % row.whole_every == 0 else "sliding_attention"
+        for i in range(len(config.layer_types))
+    ]
+    if list(config.layer_types) != kinds:
+        raise DeploymentError(
+            f"layer_types {list(config.layer_types)}: in GGUF files of {row.name} each {row.whole_every}th layer "
+            "attends to the whole text, and the others to a window"
+        )
+    writer.add_sliding_window(int(window))

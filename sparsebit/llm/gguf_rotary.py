@@ -14,19 +14,29 @@ _LINEAR, _BY_FREQUENCY = "linear", "llama3"
 
 def rotary_kind(config: Any) -> str:
     """The `rope_type` of the model; "default" where frequencies are as their base says."""
-    return str((config.rope_parameters or {}).get("rope_type", "default"))
+    return str(_whole(config).get("rope_type", "default"))
+
+
+def _whole(config: Any) -> dict[str, Any]:
+    """Of layers that attend to the whole text; those with a window may have others (Gemma 3)."""
+    rope = config.rope_parameters or {}
+    return dict(rope.get("full_attention", rope))
 
 
 def add_rotary(writer: Any, config: Any, *, has_factors: bool) -> None:
     """Write what turns the heads. `has_factors`: llama.cpp reads factors for each frequency in this architecture."""
-    rope, kind = config.rope_parameters or {}, rotary_kind(config)
+    rope, kind = _whole(config), rotary_kind(config)
+    local = (config.rope_parameters or {}).get("sliding_attention", {})
     allowed = ["default", _LINEAR, *([_BY_FREQUENCY] if has_factors else [])]
-    if kind not in allowed or rope.get("partial_rotary_factor", 1.0) != 1.0:
+    is_scaled = local.get("rope_type", "default") != "default"
+    if kind not in allowed or is_scaled or rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise DeploymentError(
-            f"rotary embeddings {dict(rope)} are not written to GGUF files of {config.model_type} models; only types "
-            f"{', '.join(allowed)}"
+            f"rotary embeddings {dict(config.rope_parameters)} are not written to GGUF files of {config.model_type} "
+            f"models; only types {', '.join(allowed)}"
         )
     writer.add_rope_freq_base(float(rope.get("rope_theta") or 10000.0))
+    if local:
+        writer.add_rope_freq_base_swa(float(local["rope_theta"]))
     if kind == _LINEAR:
         import gguf
 

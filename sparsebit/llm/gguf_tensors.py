@@ -68,9 +68,17 @@ class GgufTensor:
 
 
 def gguf_tensors(
-    source: PackedSource, name_of: Callable[[str], str | None], architecture: str, rotates_pairs: bool, mix: Mix | None
+    source: PackedSource,
+    name_of: Callable[[str], str | None],
+    architecture: str,
+    rotates_pairs: bool,
+    mix: Mix | None,
+    norm_offset: float = 0.0,
 ) -> list[GgufTensor]:
-    """All tensors of the model. `name_of(module)`: its name in files of `architecture`."""
+    """All tensors of the model. `name_of(module)`: its name in files of `architecture`.
+
+    `norm_offset`: is added to the weights of norms.
+    """
     skeleton = source.skeleton
     folder, config = skeleton.folder, skeleton.model.config
     num_blocks, heads = int(config.num_hidden_layers), int(config.num_attention_heads)
@@ -104,7 +112,9 @@ def gguf_tensors(
             wanted = mix.type_of(name, num_blocks, is_tied=is_tied)
         stored, rows = folder.tensor(key).dtype, order(module, shapes[key][0])
         if wanted is None:
-            found.append(_float_tensor(partial(folder.tensor, key), stored, name, shapes[key], model_names[key], rows))
+            offset = norm_offset if module.endswith("norm") else 0.0
+            data = partial(_shifted, folder.tensor, key, offset)
+            found.append(_float_tensor(data, stored, name, shapes[key], model_names[key], rows))
         else:
             read = partial(_rounded_float, folder.tensor, key)
             found.append(_rounded_tensor(read, wanted, name, shapes[key], model_names[key], rows))
@@ -232,6 +242,10 @@ def _exact(read: Callable[[str], Weight], layer: str) -> Tensor:
 
 def _rounded(read: Callable[[str], Weight], layer: str, kind: str) -> Tensor:
     return rounded_blocks(read(layer), kind)
+
+
+def _shifted(read: Callable[[str], Tensor], key: str, offset: float) -> Tensor:
+    return read(key).float() + offset if offset else read(key)
 
 
 def _rounded_float(read: Callable[[str], Tensor], key: str, kind: str) -> Tensor:

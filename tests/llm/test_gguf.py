@@ -191,6 +191,25 @@ def test_experts_whose_weights_are_not_normalized_are_refused(tmp_path: Path) ->
         convert(expert_folder(tmp_path, norm_topk_prob=False), tmp_path / "m.gguf", "gguf", gguf_type="Q4_K")
 
 
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("llama", {"hidden_act": "relu"}, "activation 'relu': llama.cpp computes models of llama with 'silu' alone"),
+        ("gemma3_text", {"query_pre_attn_scalar": 32}, "query_pre_attn_scalar 32: .* with 16 alone"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0: .* with None alone"),
+        ("gemma3_text", {"sliding_window_pattern": 2}, "each 6th layer attends to the whole text"),
+    ],
+    ids=["activation", "scale", "softcap", "window"],
+)
+def test_what_llama_cpp_computes_in_one_way_alone(
+    model_type: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    settings = {"query_pre_attn_scalar": 16, "sliding_window_pattern": 6} if model_type == "gemma3_text" else {}
+    model = tiny_model(model_type, vocab_size=264, bos_token_id=257, eos_token_id=258, **{**settings, **changes})
+    with pytest.raises(DeploymentError, match=message):
+        convert(with_bpe(saved(model, tmp_path / "model")), tmp_path / "m.gguf", "gguf", gguf_type="Q4_K")
+
+
 def test_types_are_for_gguf_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="gguf_type='Q4_K' with format='gptq'"):
         convert(tmp_path, tmp_path / "x", "gptq", gguf_type="Q4_K")

@@ -76,6 +76,7 @@ def assert_probable(file: Path, model: Any, *, limit: float) -> None:
         ("qwen3", {"bits": 8}, {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
         ("llama", {"bits": 8}, {"rope_parameters": LLAMA3}),
         ("qwen3_moe", {}, {"mlp_only_layers": []}),
+        ("gemma3_text", {}, {"sliding_window_pattern": 6, "num_hidden_layers": 7, "query_pre_attn_scalar": 16}),
     ],
     ids=[
         "Q4_0",
@@ -88,6 +89,7 @@ def assert_probable(file: Path, model: Any, *, limit: float) -> None:
         "linear",
         "llama3",
         "experts",
+        "gemma3",
     ],
 )
 def test_llama_cpp_computes_the_packed_model(
