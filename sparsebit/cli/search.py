@@ -162,7 +162,7 @@ def fit_latency(
 
     scores = sensitivity(qmodel, batches, method=method, weight_bits=(), activation_bits=())  # type: ignore[arg-type]
     found = search_latency(qmodel, batches, limits, max_bytes=max_bytes, scores=scores)
-    files = [output] if len(found) == 1 else [output.with_stem(f"{output.stem}-{one.limit:g}") for one in found]
+    files = [output] if len(limits) == 1 else [output.with_stem(f"{output.stem}-{one.limit:g}") for one in found]
     for file, one in zip(files, found, strict=True):
         replace_text(file, one.profile.to_json())
     return dict(zip(files, found, strict=True))

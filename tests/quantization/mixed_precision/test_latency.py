@@ -124,6 +124,13 @@ def test_limits_that_cannot_be_kept(qmodel: QuantModel) -> None:
         search_latency(qmodel, [BATCH], 0.5, max_bytes=0.2, scores=scores, stopwatch=Fake(FAST))
 
 
+def test_limits_that_can_be_kept_are_found_beside_others(qmodel: QuantModel, caplog: pytest.LogCaptureFixture) -> None:
+    scores = scores_of(qmodel, {})
+    found = search_latency(qmodel, [BATCH], [0.1, 0.5], scores=scores, stopwatch=Fake(FAST))
+    assert [one.limit for one in found] == [0.5]
+    assert "left out: latency limit 0.1: no placement" in caplog.text
+
+
 @pytest.mark.parametrize("limits", [0, -1.0, [0.5, 0.0], float("nan"), []], ids=str)
 def test_limits_without_sense(qmodel: QuantModel, limits: float) -> None:
     with pytest.raises(ConfigError, match="share"):
