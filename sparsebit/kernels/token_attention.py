@@ -54,10 +54,17 @@ def takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> boo
         and query.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and query.dtype == key.dtype == value.dtype
         and max(query.shape[3], value.shape[3]) <= _WIDEST
-        and (mask is None or (mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == mask.shape[2] == 1))
+        and query.shape[1] % key.shape[1] == 0
+        and key.shape[:3] == value.shape[:3]
+        and (mask is None or (mask.dtype == torch.bool and _fits(mask, key)))
         and not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
         and query.is_cuda
     )
+
+
+def _fits(mask: Tensor, key: Tensor) -> bool:
+    """Whether the mask says of each place of the cache whether it is read; a shorter one would be read past its end."""
+    return mask.dim() == 4 and mask.shape[0] in (1, key.shape[0]) and mask.shape[1:] == (1, 1, key.shape[2])
 
 
 @cache
@@ -76,7 +83,7 @@ def compiles_on(device: torch.device) -> bool:
     try:
         with torch.cuda.device(device):
             in_parts(query, key, value, mask, 1.0, 1)
-    except Exception as error:  # of triton, of the compiler, or of the system: all mean that there is no kernel
+    except Exception as error:  # whichever part failed, the kernel cannot be used
         log.warning("the attention of one token stays torch's: triton cannot compile here (%s)", error)
         return False
     return True

@@ -7,7 +7,7 @@ bfloat16 is allowed, and division is another one.
 from __future__ import annotations
 
 import importlib
-from importlib.util import find_spec
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -21,19 +21,11 @@ from sparsebit.numerics.dispatch import fake_quantize
 from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec, num_rows
 
 GRANULARITIES = [PerTensor(), PerChannel(0), PerChannel(1), PerChannel(-1), PerGroup(-1, 4)]
-NO_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-
-
-@pytest.fixture(params=[pytest.param("cpu", marks=NO_TRITON), pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 @pytest.fixture
-def kernels(device: str, request: pytest.FixtureRequest) -> ModuleType:
-    if device == "cpu":
-        return request.getfixturevalue("interpreted_kernels")["fake_quant"]  # type: ignore[no-any-return]
-    return importlib.import_module("sparsebit.kernels.fake_quant")
+def kernels(load_kernels: Callable[[str], ModuleType]) -> ModuleType:
+    return load_kernels("fake_quant")
 
 
 def case(

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Callable
 from contextlib import nullcontext
-from importlib.util import find_spec
 from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
-NO_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+MISFITS = ((2, 1, 1, 199), (3, 1, 1, 200), (2, 8, 1, 200), (200,))
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
-@pytest.fixture(params=[pytest.param("cpu", marks=NO_TRITON), pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture
-def kernels(device: str, request: pytest.FixtureRequest) -> ModuleType:
-    if device == "cpu":
-        return request.getfixturevalue("interpreted_kernels")["token_attention"]  # type: ignore[no-any-return]
-    return importlib.import_module("sparsebit.kernels.token_attention")
+def kernels(load_kernels: Callable[[str], ModuleType]) -> ModuleType:
+    return load_kernels("token_attention")
 
 
 def tensors(
@@ -148,6 +140,27 @@ def test_the_operator_compiles_into_a_graph() -> None:
 
     wanted = definition(query * 2, key, value, mask, 0.125) + 1
     torch.testing.assert_close(step(query, key, value), wanted, rtol=1.6e-2, atol=1.6e-2)
+
+
+@pytest.mark.gpu
+def test_masks_that_do_not_fit_are_left_to_torch() -> None:
+    from sparsebit.kernels.token_attention import takes
+
+    query, key, value = tensors("cuda")
+    for shape in MISFITS:
+        assert not takes(query, key, value, torch.ones(shape, dtype=torch.bool, device="cuda")), shape
+    assert takes(query, key, value, torch.ones(1, 1, 1, 200, dtype=torch.bool, device="cuda"))
+
+
+def test_which_masks_fit() -> None:
+    from sparsebit.kernels.token_attention import _fits
+
+    _, key, _ = tensors("cpu")
+    fitting = {shape: _fits(torch.ones(shape), key) for shape in ((2, 1, 1, 200), (1, 1, 1, 200))}
+    others = {
+        shape: _fits(torch.ones(shape), key) for shape in ((2, 1, 1, 199), (3, 1, 1, 200), (2, 8, 1, 200), (200,))
+    }
+    assert all(fitting.values()) and not any(others.values())
 
 
 def test_the_operator_on_a_cpu_is_the_definition() -> None:
