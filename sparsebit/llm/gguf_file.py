@@ -27,7 +27,8 @@ class _Row:
 
     `has_factors`: llama.cpp reads factors for each rotary frequency. `norm_offset`: what it has added to the weights
     of norms. `whole_every`: of so many layers the last attends to the whole text, the others to a window. `activation`:
-    the one that it computes.
+    the one that it computes. `has_biases`: it reads those of all layers. `unread`: settings of the config that
+    transformers does not read from the file.
     """
 
     name: str
@@ -36,16 +37,25 @@ class _Row:
     norm_offset: float = 0.0
     whole_every: int = 1
     activation: str = "silu"
+    has_biases: bool = False
+    unread: tuple[str, ...] = ()
 
 
+_BIASES = ("attention_bias", "mlp_bias")
 # By `model_type` of config.json.
 ARCHITECTURES = {
-    "llama": _Row("llama", rotates_pairs=True, has_factors=True),
-    "mistral": _Row("llama", rotates_pairs=True, has_factors=True),
+    "llama": _Row("llama", rotates_pairs=True, has_factors=True, has_biases=True),
+    "mistral": _Row("llama", rotates_pairs=True, has_factors=True, has_biases=True),
     "qwen2": _Row("qwen2"),
-    "qwen3": _Row("qwen3"),
-    "qwen3_moe": _Row("qwen3moe"),
-    "gemma3_text": _Row("gemma3", norm_offset=1.0, whole_every=6, activation="gelu_pytorch_tanh"),
+    "qwen3": _Row("qwen3", unread=("head_dim",)),
+    "qwen3_moe": _Row("qwen3moe", unread=("head_dim", "norm_topk_prob")),
+    "gemma3_text": _Row(
+        "gemma3",
+        norm_offset=1.0,
+        whole_every=6,
+        activation="gelu_pytorch_tanh",
+        unread=("query_pre_attn_scalar", "rope_parameters"),
+    ),
 }
 
 
@@ -109,17 +119,12 @@ def write_gguf(path: Path, source: PackedSource, mix: Mix | None = None) -> list
 
 
 def unnamed_settings(config: Any) -> dict[str, Any]:
-    """What transformers does not find in the file: it has no key for biases, and it leaves these keys out."""
-    found: dict[str, Any] = {name: True for name in ("attention_bias", "mlp_bias") if getattr(config, name, False)}
-    if config.model_type.startswith("qwen3") and config.head_dim != getattr(type(config)(), "head_dim", None):
-        found["head_dim"] = config.head_dim
-    if config.model_type == "qwen3_moe":
-        found["norm_topk_prob"] = True
-    if config.model_type == "gemma3_text":
-        found |= {
-            "query_pre_attn_scalar": config.query_pre_attn_scalar,
-            "rope_parameters": dict(config.rope_parameters),
-        }
+    """What transformers does not find in the file: it has no key for biases, and it leaves some keys out."""
+    found: dict[str, Any] = {name: True for name in _BIASES if getattr(config, name, False)}
+    usual = type(config)()
+    for name in ARCHITECTURES[config.model_type].unread:
+        if getattr(config, name) != getattr(usual, name, None):
+            found[name] = getattr(config, name)
     if rotary_kind(config) != "default":
         found["rope_parameters"] = dict(config.rope_parameters)
     return found
@@ -149,6 +154,8 @@ def _check_fixed(config: Any, row: _Row) -> None:
     """Refuse what llama.cpp does not read from the file, where it is not as llama.cpp has it."""
     activation = getattr(config, "hidden_activation", None) or config.hidden_act
     fixed: dict[str, tuple[Any, Any]] = {"activation": (activation, row.activation)}
+    if not row.has_biases:
+        fixed |= {name: (bool(getattr(config, name, False)), False) for name in _BIASES}
     if row.name == "gemma3":
         width = config.hidden_size // config.num_attention_heads if config.num_hidden_layers == 62 else config.head_dim
         fixed["query_pre_attn_scalar"] = (config.query_pre_attn_scalar, width)

@@ -134,7 +134,7 @@ def gguf_tensors(
 
 
 def constant_tensor(name: str, value: Tensor) -> GgufTensor:
-    """A tensor of float32 that is no parameter of the model."""
+    """A float32 tensor that is not a parameter of the model."""
     return GgufTensor(name, "F32", tuple(value.shape), (), None, False, value.clone)
 
 

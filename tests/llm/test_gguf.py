@@ -195,11 +195,12 @@ def test_experts_whose_weights_are_not_normalized_are_refused(tmp_path: Path) ->
     ("model_type", "changes", "message"),
     [
         ("llama", {"hidden_act": "relu"}, "activation 'relu': llama.cpp computes models of llama with 'silu' alone"),
+        ("qwen3", {"attention_bias": True}, "attention_bias True: llama.cpp computes models of qwen3 with False alone"),
         ("gemma3_text", {"query_pre_attn_scalar": 32}, "query_pre_attn_scalar 32: .* with 16 alone"),
         ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0: .* with None alone"),
         ("gemma3_text", {"sliding_window_pattern": 2}, "each 6th layer attends to the whole text"),
     ],
-    ids=["activation", "scale", "softcap", "window"],
+    ids=["activation", "biases", "scale", "softcap", "window"],
 )
 def test_what_llama_cpp_computes_in_one_way_alone(
     model_type: str, changes: dict[str, Any], message: str, tmp_path: Path

@@ -30,6 +30,12 @@ LLAMA3 = {  # as Llama 3.1 has it, for a shorter text
 }
 LETTER = 65
 
+GEMMA3 = {"sliding_window_pattern": 6, "num_hidden_layers": 7, "query_pre_attn_scalar": 16}
+GEMMA3_SCALED = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 20000.0},
+}
+
 
 def server_of(file: Path) -> Any:
     parameters = llama_cpp.CommonParams()
@@ -76,7 +82,8 @@ def assert_probable(file: Path, model: Any, *, limit: float) -> None:
         ("qwen3", {"bits": 8}, {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
         ("llama", {"bits": 8}, {"rope_parameters": LLAMA3}),
         ("qwen3_moe", {}, {"mlp_only_layers": []}),
-        ("gemma3_text", {}, {"sliding_window_pattern": 6, "num_hidden_layers": 7, "query_pre_attn_scalar": 16}),
+        ("gemma3_text", {"bits": 8}, {**GEMMA3, "rope_parameters": GEMMA3_SCALED}),
+        ("gemma3_text", {}, GEMMA3),
     ],
     ids=[
         "Q4_0",
@@ -89,6 +96,7 @@ def assert_probable(file: Path, model: Any, *, limit: float) -> None:
         "linear",
         "llama3",
         "experts",
+        "gemma3-linear",
         "gemma3",
     ],
 )
