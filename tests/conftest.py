@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib
 import logging
 import os
 import random
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -69,6 +72,23 @@ def _known_names() -> Iterator[None]:
     for table, entries in zip(tables, before, strict=True):
         table.clear()
         table.update(entries)
+
+
+@pytest.fixture(autouse=True)
+def _onnx_translations_are_read_once() -> None:
+    """Every export of torch parses the source of all its ONNX translations: nearly half of a small model's time."""
+    module = sys.modules.get("torch.onnx._internal.exporter._registration")  # loaded by the first export
+    if module is None or hasattr(module.ONNXRegistry.from_torchlib, "is_read_once"):
+        return
+    read = functools.cache(module.ONNXRegistry.from_torchlib)
+
+    def copied(opset_version: int = module.ONNXRegistry().opset_version) -> Any:
+        registry = copy.copy(read(opset_version))
+        registry.functions = {target: list(found) for target, found in registry.functions.items()}
+        return registry  # the export adds translations of its own
+
+    copied.is_read_once = True  # type: ignore[attr-defined]
+    module.ONNXRegistry.from_torchlib = staticmethod(copied)
 
 
 @pytest.fixture(scope="session")
