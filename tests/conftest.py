@@ -43,7 +43,10 @@ hypothesis.settings.load_profile("sparsebit")
 def seed() -> int:
     """Seeds every generator before each test."""
     random.seed(0)
-    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:
+        torch.default_generator.manual_seed(0)  # torch.manual_seed formats the stack for each device that is not there
     return 0
 
 
@@ -138,4 +141,5 @@ def _enabled_loggers() -> None:
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("sparsebit") and isinstance(logger, logging.Logger):
             logger.disabled, logger.propagate = False, True
-            logger.setLevel(logging.NOTSET)
+            if logger.level != logging.NOTSET:  # setting it clears what every logger has cached
+                logger.setLevel(logging.NOTSET)
