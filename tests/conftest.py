@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from sparsebit.deploy import audit as audit_module
+from sparsebit.deploy import timing
 from sparsebit.deploy.cpu import saturates
 from sparsebit.graph.failures import RAISE_VARIABLE
 from sparsebit.quantization import QMODULE_MAP
@@ -62,6 +63,14 @@ def _onednn() -> Iterator[None]:
 def _no_words_about_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Audits speak of the file, not of the processor that the tests run on."""
     monkeypatch.setattr(audit_module, "saturates", lambda: False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _short_timings() -> Iterator[None]:
+    """Files are timed for as long as it takes to see that they are: no test looks at how fast they run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "_MAX_ROUNDS", 5)
+        yield
 
 
 @pytest.fixture(autouse=True)
