@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -46,31 +47,30 @@ def project_table(name: str) -> str:
 
 
 class TestImport:
-    @pytest.mark.parametrize("module", ["sparsebit", "sparsebit.quantization", "sparsebit.sparse"])
-    def test_loads_nothing_heavy(self, module: str) -> None:
+    def test_loads_nothing_heavy_and_leaves_the_state_of_torch_alone(self) -> None:
+        """One process for all: what is loaded for a module is what those before it have not loaded."""
         heavy = (
             "torch.onnx",
             "triton",
             "typer",
             *(name for name in OPTIONAL if name != "numpy"),
         )  # numpy: torch loads it
-        loaded = in_fresh_python(
-            "import sys, torch; before = set(sys.modules)\n"
-            f"import {module}; print(*sorted(set(sys.modules) - before), sep='\\n')\n"
-            "assert not torch.cuda.is_initialized()"
+        told = in_fresh_python(
+            "import importlib, json, sys, torch; torch.manual_seed(7); loaded, states = {}, []\n"
+            "for module in ('torch', 'sparsebit', 'sparsebit.quantization', 'sparsebit.sparse'):\n"
+            "    before = set(sys.modules); importlib.import_module(module)\n"
+            "    loaded[module] = sorted(set(sys.modules) - before)\n"
+            "    states.append((torch.get_num_threads(), str(torch.get_default_dtype()), torch.is_grad_enabled(),\n"
+            "                   torch.initial_seed(), torch.cuda.is_initialized()))\n"
+            "print(json.dumps([loaded, states]))"
         )
-        found = [name for name in loaded.split() if any(name == root or name.startswith(f"{root}.") for root in heavy)]
-        assert not found
-
-    def test_leaves_global_state_of_torch_alone(self) -> None:
-        state = "(torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(), torch.initial_seed())"
-        assert (
-            in_fresh_python(
-                f"import torch; torch.manual_seed(7); before = {state}\n"
-                f"import sparsebit.quantization; print(before == {state})"
-            )
-            == "True\n"
-        )
+        loaded, states = json.loads(told)
+        found = {
+            module: [name for name in names if any(name == root or name.startswith(f"{root}.") for root in heavy)]
+            for module, names in loaded.items()
+        }
+        assert found == {module: [] for module in loaded} and len(loaded["sparsebit.quantization"]) > 1
+        assert states == [states[0]] * 4 and states[0][-2:] == [7, False]
 
     def test_whole_flow_needs_no_optional_package(self, tmp_path: Path) -> None:
         assert (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from pathlib import Path
@@ -42,6 +43,7 @@ class ResNet20:
         with torch.no_grad():
             return torch.cat([model(batch) for batch in self.images.split(250)])
 
+    @functools.cache  # noqa: B019 (one instance, for this file)
     def quantized(self, backend: str, observer: str, weight_bits: int = 8) -> torch.Tensor:
         scheme = "per-tensor-symmetric" if backend == "tensorrt" else "per-tensor-affine"
         config: dict[str, Any] = {

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -362,21 +363,25 @@ torch.save({"state": graph_module.state_dict(), "random": torch.rand(3), "visits
 """
 
 
-def run_script(tmp_path: Path, root: Path, folder: str, killed_at: int, result: str) -> int:
-    script = tmp_path / "resumed.py"
+def test_a_killed_run_goes_on_and_ends_with_equal_bits(
+    tmp_path: Path, project_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that is killed has a process of its own."""
+    script, kept = tmp_path / "resumed.py", tmp_path / "kept"
     script.write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, str(script), folder, str(killed_at), str(tmp_path / result)]
-    return subprocess.run(command, env=environment, timeout=240).returncode
 
+    def result(folder: str, name: str) -> Any:
+        monkeypatch.setattr(sys, "argv", [str(script), folder, "-1", str(tmp_path / name)])
+        runpy.run_path(str(script))
+        return torch.load(tmp_path / name)
 
-def test_a_killed_run_goes_on_and_ends_with_equal_bits(tmp_path: Path, project_root: Path) -> None:
-    folder = str(tmp_path / "kept")
-    assert run_script(tmp_path, project_root, "", -1, "whole.pt") == 0
-    assert run_script(tmp_path, project_root, folder, 2, "none.pt") == -signal.SIGKILL
-    assert sorted(path.name for path in Path(folder).glob("0*")) == ["00000.safetensors", "00001.safetensors"]
-    assert run_script(tmp_path, project_root, folder, -1, "resumed.pt") == 0
-    whole, resumed = (torch.load(tmp_path / name) for name in ("whole.pt", "resumed.pt"))
+    whole = result("", "whole.pt")
+    paths = os.pathsep.join([str(project_root), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), str(kept), "2", str(tmp_path / "none.pt")]
+    assert subprocess.run(command, env=environment, timeout=240).returncode == -signal.SIGKILL
+    assert sorted(path.name for path in kept.glob("0*")) == ["00000.safetensors", "00001.safetensors"]
+    resumed = result(str(kept), "resumed.pt")
     assert len(whole["visits"]) == 5 and resumed["visits"] == whole["visits"][2:]
     assert all(torch.equal(resumed["state"][name], tensor) for name, tensor in whole["state"].items())
     assert torch.equal(resumed["random"], whole["random"])
