@@ -6,6 +6,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh dev
 PATH="$PWD/.venv/bin:$PATH"
+unset PYTHONDONTWRITEBYTECODE # tests start dozens of processes: each would compile the package again
 export NO_MKDOCS_2_WARNING=1 # a notice of mkdocs-material's makers, not about this project
 
 failed=()
