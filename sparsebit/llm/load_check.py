@@ -27,6 +27,7 @@ from sparsebit.llm.model_folder import ModelFolder
 from sparsebit.llm.process_group import alone
 from sparsebit.llm.quant_linear import QuantLinear
 from sparsebit.llm.separate_experts import experts_in
+from sparsebit.numerics.full_float32 import full_float32
 
 TOLERANCE = 1e-3
 # What transformers needs to load a format.
@@ -76,6 +77,7 @@ def vllm_reasons(
 
 
 @torch.no_grad()
+@full_float32()
 def check_loading(folder: Path, tokens: Tensor, vllm: tuple[str, ...], *, trust_remote_code: bool = False) -> LoadCheck:
     """Load the folder with transformers and with `load`, run both on `tokens (1, n)` in float32, and compare.
 
@@ -98,6 +100,7 @@ def check_loading(folder: Path, tokens: Tensor, vllm: tuple[str, ...], *, trust_
 
 
 @torch.no_grad()
+@full_float32()
 def check_conversion(
     folder: Path, source: Path, vllm: tuple[str, ...], *, trust_remote_code: bool = False
 ) -> LoadCheck:
@@ -120,6 +123,7 @@ def check_conversion(
 
 
 @torch.no_grad()
+@full_float32()
 def check_gguf(
     path: Path, source: Path, rounded: Mapping[str, Tensor] | None = None, *, trust_remote_code: bool = False
 ) -> LoadCheck:
@@ -150,6 +154,7 @@ def check_gguf(
 
 
 @torch.no_grad()
+@full_float32()
 def check_genai(folder: Path, source: Path, *, trust_remote_code: bool = False) -> LoadCheck:
     """Run the folder with ONNX Runtime GenAI, and compare its logits with those of the folder it was made from."""
     tokens, expected = _arbitrary(source, trust_remote_code)

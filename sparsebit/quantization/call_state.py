@@ -11,6 +11,7 @@ from sparsebit.execution.batches import Call
 from sparsebit.graph.comparison import difference
 from sparsebit.graph.outcome import Notes, Randomness, buffers_of, cloned, state_kept, undisturbed_randomness
 from sparsebit.graph.outer_state import OuterState
+from sparsebit.numerics.full_float32 import full_float32
 from sparsebit.quantization.carried_state import BuiltState
 from sparsebit.quantization.export_constants import evaluating
 from sparsebit.quantization.simulation import SimulatedModel
@@ -28,7 +29,7 @@ def state_between_calls(qmodel: SimulatedModel, call: Call) -> list[str]:
     outside = OuterState(source.modules(), {})
     with contextlib.ExitStack() as stack:
         stack.callback(outside.restore)
-        for context in (torch.no_grad(), undisturbed_randomness(), state_kept(qmodel.model, source)):
+        for context in (torch.no_grad(), full_float32(), undisturbed_randomness(), state_kept(qmodel.model, source)):
             stack.enter_context(context)
         stack.enter_context(evaluating(qmodel))
         state, notes = BuiltState(qmodel.original, source), Notes(call, buffers_of(source, qmodel.original))

@@ -27,6 +27,7 @@ from sparsebit.deploy.to_onnx import flat_inputs, flat_outputs, in_order
 from sparsebit.errors import DeploymentError
 from sparsebit.execution.batches import Call, calls, num_samples_run
 from sparsebit.graph.nested import map_nested
+from sparsebit.numerics.full_float32 import full_float32
 from sparsebit.quantization.export_constants import evaluating
 from sparsebit.quantization.simulated_codes import simulated_codes
 from sparsebit.quantization.simulation import SimulatedModel
@@ -40,6 +41,7 @@ _NUM_SHOWN = 5
 
 
 @phase("check")
+@full_float32()
 def check_parity(
     qmodel: SimulatedModel,
     file: Path,
@@ -152,6 +154,7 @@ def _check(case: _Case, session: Session, setting: _Setting) -> Parity:
 
 
 @phase("check")
+@full_float32()
 def compare_model(
     model: nn.Module,
     file: Path,

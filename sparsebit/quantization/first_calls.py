@@ -20,6 +20,7 @@ from sparsebit.graph.outer_state import undisturbed_outer_state
 from sparsebit.graph.region import Region
 from sparsebit.graph.stand_in import without_stand_ins
 from sparsebit.graph.verification import Reference
+from sparsebit.numerics.full_float32 import full_float32
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.verified import VerifiedModel
 
@@ -103,6 +104,7 @@ class CheckedModel(VerifiedModel):
         modes = {name: module.training for name, module in plain.named_modules()}
         return Reference(plain, self.device, training=plain.training, modes=modes)
 
+    @full_float32()
     def _source_difference(self, path: str, source: nn.Module, call: Call) -> str:
         """What the copy's own code at `path`, with quantization off, does differently from the original's.
 

@@ -22,6 +22,7 @@ from sparsebit.graph.outcome import (
     with_gradients,
 )
 from sparsebit.graph.verification import Reference
+from sparsebit.numerics.full_float32 import full_float32
 from sparsebit.quantization.recaptured import ATTEMPTS, RecapturedModel
 from sparsebit.quantization.simulation import SimulatedModel
 from sparsebit.records import GradientCheck
@@ -30,6 +31,7 @@ from sparsebit.records import GradientCheck
 class GradientCheckedModel(RecapturedModel):
     """Has `verify_training`."""
 
+    @full_float32()
     def verify_training(self, batch: Any, loss: Callable[[Any], Tensor]) -> GradientCheck:
         """Compare the gradients of one step, with quantization off, with those of the model's own code.
 

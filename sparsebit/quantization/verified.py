@@ -30,6 +30,7 @@ from sparsebit.graph.outcome import (
 )
 from sparsebit.graph.outer_state import OuterState, undisturbed_outer_state
 from sparsebit.graph.verification import Reference, is_within
+from sparsebit.numerics.full_float32 import full_float32
 from sparsebit.quantization.carried_state import twin_at
 from sparsebit.quantization.gradient_check import GradientCheckedModel
 from sparsebit.quantization.harmless_differences import ForgivingModel
@@ -95,6 +96,7 @@ class VerifiedModel(GradientCheckedModel, ForgivingModel):
         outcome = self._proved(call, occasion, run)
         return run(*call[0], **call[1]) if outcome is None else outcome.output
 
+    @full_float32()
     def _proved(
         self, call: Call, occasion: str, run: Callable[..., Any], *, keep_state: bool = False
     ) -> Outcome | None:

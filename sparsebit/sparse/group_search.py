@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from sparsebit.errors import CaptureError
 from sparsebit.execution.batches import Call, as_call, num_samples, rows_of
 from sparsebit.graph.copying import copy_model
+from sparsebit.numerics.full_float32 import full_float32
 from sparsebit.sparse.channel_groups import Group, Spared, Unit, all_spared
 from sparsebit.sparse.channel_proof import Bench, Failure, SizeRule, drawn
 from sparsebit.sparse.channel_trace import watch
@@ -101,6 +102,7 @@ class ChannelGroups:
         return "\n".join([*lines, *(f"  note    {note}" for note in self.notes)])
 
 
+@full_float32()
 def find_groups(model: nn.Module, example_inputs: Any) -> ChannelGroups:
     """The channel groups of a model, each proved on the example. The model is not changed.
 

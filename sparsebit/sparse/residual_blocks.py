@@ -21,6 +21,7 @@ from sparsebit.errors import CaptureError
 from sparsebit.execution.batches import Call, as_call, to_device
 from sparsebit.graph.copying import copy_model
 from sparsebit.graph.nested import map_nested, tensors_of
+from sparsebit.numerics.full_float32 import full_float32
 from sparsebit.sparse.probe_model import double_precision, probe_copy
 from sparsebit.sparse.skipped_block import first_tensor, skip_blocks
 
@@ -64,6 +65,7 @@ class ResidualBlocks:
 
 
 @torch.no_grad()
+@full_float32()
 def find_residual_blocks(model: nn.Module, example_inputs: Any) -> ResidualBlocks:
     """The residual blocks of a model, each proved on the example. The model is not changed.
 

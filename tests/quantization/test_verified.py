@@ -5,6 +5,7 @@ import functools
 import itertools
 import random
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from torch import Tensor, fx, nn
 import sparsebit
 from sparsebit.errors import CaptureError
 from sparsebit.graph.outcome import tensor_at
-from sparsebit.quantization import QuantModel
+from sparsebit.graph.verification import Reference
+from sparsebit.quantization import QuantModel, gradient_check, verified
 from tests.quantization.tiny import calibrated, qconfig
 
 
@@ -89,6 +91,29 @@ def test_what_was_found_is_saved(tmp_path: Path) -> None:
     torch.testing.assert_close(loaded(x), qmodel(x), rtol=0, atol=0)
     assert loaded.coverage.opaque == qmodel.coverage.opaque
     assert copy.deepcopy(qmodel).coverage == qmodel.coverage
+
+
+def test_values_and_gradients_are_compared_in_full_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, bool]] = []
+
+    def noting(run: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            seen.append((run.__name__, torch.backends.cudnn.allow_tf32))
+            return run(*args, **kwargs)
+
+        return noted
+
+    for place, name in (
+        (verified, "outcome_of"),
+        (gradient_check, "with_gradients"),
+        (Reference, "outcome"),
+        (Reference, "gradients"),
+    ):
+        monkeypatch.setattr(place, name, noting(getattr(place, name)))
+    x = torch.randn(4, 8)
+    QuantModel(nn.Linear(8, 8), qconfig(), example_inputs=x).verify_training(x, lambda output: output.square().mean())
+    assert set(seen) == {(name, False) for name in ("outcome_of", "with_gradients", "outcome", "gradients")}
+    assert torch.backends.cudnn.allow_tf32  # torch's default
 
 
 def test_verification_can_be_left_out_and_is_told() -> None:

@@ -20,6 +20,7 @@ from sparsebit.execution.distributed import gather
 from sparsebit.execution.value_store import MIB, SharedData
 from sparsebit.graph.comparison import difference
 from sparsebit.graph.nested import map_nested
+from sparsebit.numerics.full_float32 import full_float32
 from sparsebit.progress import track
 from sparsebit.quantization.algorithms.channel_pairs import ChannelPair, find_pairs
 from sparsebit.quantization.algorithms.channel_pairs_rules import Value
@@ -140,7 +141,7 @@ class FloatRuns:
 
     def observe(self, watch: Watch) -> None:
         """Run all batches through the float model: `watch` sees every node and its value; outputs are kept."""
-        with torch.no_grad(), interpreted(self.root, watch):
+        with torch.no_grad(), full_float32(), interpreted(self.root, watch):
             for index in track(range(len(self.batches)), self.verb):
                 args, kwargs = self.batches.get(index)
                 self.outputs.put(index, self.qmodel(*args, **kwargs))
@@ -148,7 +149,7 @@ class FloatRuns:
     def changed(self) -> str | None:
         """What differs from the outputs that were kept, on any process; None where nothing does."""
         found = None
-        with torch.no_grad():
+        with torch.no_grad(), full_float32():
             for index, (args, kwargs) in self.calls():
                 found = found or difference(self.qmodel(*args, **kwargs), self.outputs.get(index))
                 if found:

@@ -11,6 +11,7 @@ from torch import nn
 
 from sparsebit.quantization import QuantModel, correct_biases, equalize, gptq, reconstruct, smooth
 from sparsebit.quantization.algorithms import channel_pairs_scaling
+from sparsebit.quantization.algorithms.channel_pairs_scaling import FloatRuns
 from tests.quantization import tiny
 
 DATA = list(torch.randn(3, 16, 6, generator=torch.Generator().manual_seed(0)))
@@ -88,3 +89,46 @@ def test_an_error_leaves_what_other_algorithms_did(scaling: str, monkeypatch: py
         SCALING[scaling](qmodel, DATA)
     assert all(torch.equal(tensor, before[name]) for name, tensor in qmodel.state_dict().items())
     assert len(qmodel.float_parameters) > 0
+
+
+@pytest.mark.parametrize("scaling", SCALING)
+def test_float_outputs_are_compared_in_full_float32(scaling: str) -> None:
+    seen: set[tuple[bool, bool]] = set()
+    qmodel = calibrated()
+    assert torch.backends.cudnn.allow_tf32  # torch's default
+
+    def note(*_: Any) -> None:
+        seen.add((qmodel.is_quantized("weight"), torch.backends.cudnn.allow_tf32))
+
+    class Comparing(FloatRuns):
+        def changed(self) -> str | None:
+            seen.clear()
+            with qmodel.model.register_forward_hook(note):
+                return super().changed()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(channel_pairs_scaling, "FloatRuns", Comparing)
+        SCALING[scaling](qmodel, DATA)
+    assert seen == {(False, False)}
+    assert torch.backends.cudnn.allow_tf32
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("scaling", SCALING)
+def test_pairs_of_convolutions_are_kept(scaling: str, device: str, caplog: pytest.LogCaptureFixture) -> None:
+    """On a GPU cuDNN rounds the inputs of convolutions to 11 bits, unless it is told not to."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Conv2d(3, 32, 3, padding=1), nn.ReLU()]
+    for _ in range(6):
+        layers += [nn.Conv2d(32, 32, 3, padding=1), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 5)).eval()
+    with torch.no_grad():
+        for layer in layers[:-2:2]:
+            layer.get_parameter("weight")[::3] *= 20
+    batches = list(torch.randn(2, 16, 3, 16, 16, device=device))
+    config = tiny.qconfig({"DEVICE": device}, bits=4)
+    qmodel = tiny.calibrated(model.to(device), batches, config, example_inputs=batches[0])
+    assert torch.backends.cudnn.allow_tf32  # torch's default
+    found = SCALING[scaling](qmodel, batches)
+    assert "is undone" not in caplog.text
+    assert any(result.num_scaled for result in found.values())
