@@ -4,8 +4,10 @@
         [--output results/packed_linear.jsonl]
 
 Shapes are outputs x inputs; group size 128. Each product is captured 12 times in a CUDA graph, with three copies of
-the weight in turn, so that none is read from the cache; the graphs are replayed in turns. `ratio`: time of cuBLAS by
-ours; `limit_us`: the bytes of the packed weight at the speed of a copy.
+the weight in turn, so that none is read from the cache. `ratio`: time of cuBLAS by ours, with the graphs replayed in
+turns; `alone_ratio`: each graph replayed until the clock has settled, then measured. They differ where a GPU is at the
+limit of its power: its clock then depends on what ran just before. `limit_us`: the bytes of the packed weight at the
+speed of a copy.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from benchmarks.common import emit
 from sparsebit.kernels.packed_linear import FragmentWeight, fragment_weight, packed_linear
 
 GROUP, COPIES, CALLS, TURNS = 128, 3, 12, 9
+SETTLING_MS = 200
 
 
 def main() -> None:
@@ -53,7 +56,7 @@ def measure(outputs: int, inputs: int, bits: int, num_rows: int, speed: float) -
     }
     if num_rows <= 64 and bits == 4:  # above, it is slower still
         calls["torch_int4"] = tinygemm(codes, scales, x)
-    times = microseconds(calls)
+    times, settled = microseconds(calls), microseconds(calls, settling_ms=SETTLING_MS)
     num_bytes = _num_bytes(weights[0])
     exact = x.double() @ dense[0].double().t()
     found = packed_linear(x, weights[0]).double()
@@ -65,6 +68,10 @@ def measure(outputs: int, inputs: int, bits: int, num_rows: int, speed: float) -
         "rows": num_rows,
         "us": {name: round(value, 1) for name, value in times.items()},
         "ratio": {name: round(times["cublas"] / value, 2) for name, value in times.items() if name != "cublas"},
+        "alone_us": {name: round(value, 1) for name, value in settled.items()},
+        "alone_ratio": {
+            name: round(settled["cublas"] / value, 2) for name, value in settled.items() if name != "cublas"
+        },
         "limit_us": round(num_bytes / speed * 1e6, 1),
         "error": float(f"{float((found - exact).norm() / exact.norm()):.1e}"),
     }
@@ -78,14 +85,22 @@ def tinygemm(codes: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> Call
     return lambda turn: torch.ops.aten._weight_int4pack_mm(x, words[turn], GROUP, numbers)
 
 
-def microseconds(calls: Mapping[str, Callable[[int], object]]) -> dict[str, float]:
-    """Of each call, measured in turns: a GPU that works hard becomes slower, for all of them then."""
+def microseconds(calls: Mapping[str, Callable[[int], object]], settling_ms: float = 0) -> dict[str, float]:
+    """Of each call: in turns, since a GPU that works hard becomes slower for all of them then; or each after itself."""
     graphs = {name: captured(call) for name, call in calls.items()}
-    found: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(TURNS):
-        for name, graph in graphs.items():
-            found[name].append(replayed(graph) / CALLS * 1000)
-    return {name: statistics.median(values) for name, values in found.items()}
+    if settling_ms:
+        found = {name: alone(graph, settling_ms) for name, graph in graphs.items()}
+    else:
+        turns = [{name: replayed(graph) for name, graph in graphs.items()} for _ in range(TURNS)]
+        found = {name: [turn[name] for turn in turns] for name in graphs}
+    return {name: statistics.median(values) / CALLS * 1000 for name, values in found.items()}
+
+
+def alone(graph: torch.cuda.CUDAGraph, settling_ms: float) -> list[float]:
+    passed = 0.0
+    while passed < settling_ms:
+        passed += replayed(graph)
+    return [replayed(graph) for _ in range(TURNS)]
 
 
 def captured(function: Callable[[int], object]) -> torch.cuda.CUDAGraph:

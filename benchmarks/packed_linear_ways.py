@@ -22,7 +22,8 @@ from torch import Tensor
 
 from benchmarks.common import emit
 from benchmarks.packed_linear import COPIES, GROUP, microseconds
-from sparsebit.kernels.packed_linear import FewRowsCut, FragmentWeight, Product, fragment_weight
+from sparsebit.kernels.packed_cuts import FewRowsCut, ManyRowsCut
+from sparsebit.kernels.packed_linear import FragmentWeight, Product, fragment_weight
 
 CUTS = [
     FewRowsCut(height, warps, resident, depth, ahead)
@@ -45,9 +46,12 @@ CUTS = [
     if depth == 1 or height < 4
 ]
 TILES = [
-    (height, groups, times, staged)
+    ManyRowsCut(height, groups, times, staged)
     for height, groups, times in (
         (256, 2, 1),
+        (224, 2, 1),
+        (192, 2, 1),
+        (160, 2, 1),
         (192, 3, 1),
         (128, 4, 1),
         (128, 2, 2),
@@ -125,8 +129,8 @@ def ways(x: Tensor, weights: list[FragmentWeight]) -> Calls:
 def tiles(x: Tensor, weights: list[FragmentWeight]) -> Calls:
     calls: Calls = {"dequantized": lambda turn: Product(x, weights[turn]).dequantized()}
     for tile in TILES:
-        if weights[0].scales.shape[1] % (64 * tile[1] * tile[2]) == 0:
-            calls[str(tile)] = lambda turn, tile=tile: Product(x, weights[turn]).many_rows(tile)
+        if weights[0].scales.shape[1] % tile.width == 0:
+            calls[str(astuple(tile))] = lambda turn, tile=tile: Product(x, weights[turn]).many_rows(tile)
     return calls
 
 

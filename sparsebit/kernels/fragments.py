@@ -6,7 +6,10 @@ such a pair. In a word, the first of a pair has its bits in the lower 16, the se
 so `(word >> place) & mask` is a register of the product but for its exponent. `_places` tells where each code is.
 
 Which k a lane has is free, as long as x follows. Of 32 neighbours, lane `t` has the 8 from `8 t` on, 4 in each of two
-tiles: it reads them of x with one load of 16 bytes.
+tiles: it reads them of x with one load of 16 bytes. Of these 8, its word `p` holds neighbours `2 p` and `2 p + 1`, but
+with 3 bits: so the word `t` of all four lanes of a row is what lane `t` has where x is not read in that order.
+
+Lane `4 g + t` has the place `4 g + (t ^ (g // 2 % 4))` in memory: those with the same `t` come from different banks.
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ def arrange(codes: Tensor, bits: int = 4) -> Tensor:
         for second in range(2):
             code = held[:, :, tile, :, register, second] >> place.bit & (1 << place.width) - 1
             words[:, :, place.word] |= code << place.at + 16 * second
-    loaded = [part.transpose(2, 3).flatten(2) for part in words.split(4, 2)]  # what a lane loads at once is together
+    placed = words[..., _places_of_lanes()]
+    loaded = [part.transpose(2, 3).flatten(2) for part in placed.split(4, 2)]  # what a lane loads at once is together
     found = torch.cat(loaded, -1)
     return torch.where(found >= 1 << 31, found - (1 << 32), found).to(torch.int32)
 
@@ -57,7 +61,7 @@ def restore(words: Tensor) -> Tensor:
     sizes = [min(4, 2 * bits - first) for first in range(0, 2 * bits, 4)]
     loaded = (words.to(torch.int64) & 0xFFFFFFFF).split([32 * size for size in sizes], -1)
     by_word = [part.unflatten(2, (32, size)).transpose(2, 3) for part, size in zip(loaded, sizes, strict=True)]
-    of_lane = torch.cat(by_word, 2)
+    of_lane = torch.cat(by_word, 2)[..., _places_of_lanes()]
     held = of_lane.new_zeros(tiles, blocks, _TILES, 32, 4, 2)
     for tile, register, place in _places(bits):
         for second in range(2):
@@ -65,6 +69,11 @@ def restore(words: Tensor) -> Tensor:
             held[:, :, tile, :, register, second] |= code << place.bit
     parts = held.reshape(tiles, blocks, 4, 2, 8, 4, 2, 2, 2).permute(0, 7, 4, 1, 2, 5, 3, 6, 8)
     return parts.reshape(tiles * 16, blocks * BLOCK)
+
+
+def _places_of_lanes() -> list[int]:
+    """By lane; and by place the lane, since it is the same."""
+    return [lane ^ (lane // 8 % 4) for lane in range(32)]
 
 
 def bits_of(words: Tensor) -> int:
@@ -85,19 +94,22 @@ class _Place:
 def _places(bits: int) -> Iterator[tuple[int, int, _Place]]:
     """Tile, register and place of every code that a lane has of a block.
 
-    A word of 4-bit codes is one tile, one of 2-bit codes two. Eight bits are words of the lower four, then of the upper
-    four. Of 3-bit codes three words are four tiles: each has five registers, and the last bit of the three is another.
+    A word of 4-bit codes has the same two neighbours of two times 32, one of 2-bit codes of four times 32; both for
+    two rows. Eight bits are words of the lower four, then of the upper four. Of 3-bit codes three words are four tiles:
+    each has five registers, and the last bit of the three is another.
     """
     for tile in range(_TILES):
         for register in range(4):
+            word = 2 * (tile % 2) + register // 2
             if bits == 2:
-                yield tile, register, _Place(tile // 2, 8 * (tile % 2) + 2 * register, 0, 2)
+                yield tile, register, _Place(word, 4 * (tile // 2) + 2 * (register % 2), 0, 2)
             elif bits == 3:
                 for place in _places_of_three(tile, register):
                     yield tile, register, place
             else:
                 for part in range(bits // 4):
-                    yield tile, register, _Place(_TILES * part + tile, 4 * register, 4 * part, 4)
+                    at = 8 * (tile // 2 % 2) + 4 * (register % 2)
+                    yield tile, register, _Place(_TILES * part + 4 * (tile // 4) + word, at, 4 * part, 4)
 
 
 def _places_of_three(tile: int, register: int) -> Iterator[_Place]:

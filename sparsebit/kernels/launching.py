@@ -38,6 +38,9 @@ class _Config(ctypes.Structure):
     )
 
 
+Argument = Tensor | int | ctypes.Structure
+
+
 class Program:
     """A kernel of `torch.cuda._compile_kernel` with `shared` bytes of shared memory that the launch adds."""
 
@@ -47,25 +50,28 @@ class Program:
         self.kernel, self.shared = kernel, shared
 
     def launch(
-        self, grid: tuple[int, int, int], threads: int, values: Sequence[Tensor | int], *, overlapped: bool = False
+        self, grid: tuple[int, int, int], threads: int, values: Sequence[Argument], *, overlapped: bool = False
     ) -> None:
-        """Run it on the current stream. `values`: tensors on the GPU, as pointers, and numbers of 32 bits.
+        """Run it on the current stream. `values`: tensors on the GPU, as pointers; numbers of 32 bits; structures.
 
         `overlapped`: the program may start before the one in front of it on the stream has ended. It has to wait for
         that by itself (`griddepcontrol.wait`) before it reads or writes anything that others write.
         """
         numbers = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
-        slots = (ctypes.c_int64 * len(numbers))(*numbers)
+        slots = (ctypes.c_int64 * len(numbers))(*(number if isinstance(number, int) else 0 for number in numbers))
         start = ctypes.addressof(slots)
         places = (ctypes.c_void_p * len(numbers))(*range(start, start + 8 * len(numbers), 8))
+        for index, number in enumerate(numbers):
+            if not isinstance(number, int):
+                places[index] = ctypes.addressof(number)
         stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
         if overlapped:
             attribute = _Attribute(_ALLOWS_OVERLAP, 0, (ctypes.c_int * 16)(1))
             config = _Config(grid, (threads, 1, 1), self.shared, stream, ctypes.pointer(attribute), 1)
-            _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self.kernel.func, places, None))
+            check(driver().cuLaunchKernelEx(ctypes.byref(config), self.kernel.func, places, None))
         else:
-            _check(
-                _driver().cuLaunchKernel(
+            check(
+                driver().cuLaunchKernel(
                     self.kernel.func, *grid, threads, 1, 1, self.shared, ctypes.c_void_p(stream), places, None
                 )
             )
@@ -79,12 +85,12 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 @cache
-def _driver() -> ctypes.CDLL:
+def driver() -> ctypes.CDLL:
     return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
 
 
-def _check(status: int) -> None:
+def check(status: int) -> None:
     if status:
         told = ctypes.c_char_p()
-        _driver().cuGetErrorString(status, ctypes.byref(told))
+        driver().cuGetErrorString(status, ctypes.byref(told))
         raise RuntimeError(f"CUDA error {status}: {(told.value or b'unknown').decode()}")

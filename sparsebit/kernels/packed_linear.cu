@@ -1,6 +1,6 @@
 // y = x W^T with a weight of 2, 3, 4 or 8 bits that stays packed. `fragments.py` tells how its codes are ordered.
 //
-// Words hold the 8 codes that one lane has of a 16 x 16 tile of W in a tensor-core product (mma.m16n8k16, A operand:
+// Words hold the codes that one lane has of 16 x 16 tiles of W in a tensor-core product (mma.m16n8k16, A operand:
 // registers 0 to 3). A code of up to 4 bits becomes a 16-bit float without a conversion: put under an exponent (MAGIC) it
 // is BASE + code, exactly. Of 8 bits the lower and the upper four are such codes.
 //
@@ -60,16 +60,18 @@ __device__ __forceinline__ unsigned short from_float(float f) {
 __device__ __forceinline__ uint4 stream(const uint4* p) {
   uint4 v; asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p)); return v;
 }
-// What a lane has of 16 outputs and 128 k.
+// What a lane has of 16 outputs and 128 k; and where that is among the lanes' (`fragments.py`).
 #define MIDDLE (1 << (BITS - 1))
 #define BLOCK_VECTORS (16 * BITS)
 #define VECTORS (BITS < 4 ? 1 : BITS / 2)
 struct Words { u32 at[2 * BITS]; };
+__device__ __forceinline__ int place_of(int lane) { return lane ^ ((lane >> 3) & 3); }
 __device__ __forceinline__ void put(Words& w, int first, uint4 v) {
   w.at[first] = v.x; w.at[first + 1] = v.y; w.at[first + 2] = v.z; w.at[first + 3] = v.w;
 }
 __device__ __forceinline__ Words words_at(const uint4* block, int lane) {
   Words w;
+  lane = place_of(lane);
   #pragma unroll
   for (int i = 0; i < VECTORS; i++) put(w, 4 * i, stream(block + 32 * i + lane));
 #if BITS == 3
@@ -81,11 +83,13 @@ __device__ __forceinline__ Words words_at(const uint4* block, int lane) {
 // Register i of tile j: BASE + FACTOR(i & 1) * code; of 8 bits the lower four, and the upper ones. Codes of 2 and 3 bits for
 // the lower rows of a tile stay where they are in the mantissa, which saves a shift.
 #define FACTOR(half) ((half) && BITS < 4 ? 1 << BITS : 1)
+__device__ __forceinline__ int word_of(int j, int i) { return 4 * (j >> 2) + 2 * (j & 1) + (i >> 1); }
+__device__ __forceinline__ int shift_of(int j, int i) { return 8 * ((j >> 1) & 1) + 4 * (i & 1); }
 __device__ __forceinline__ u32 lower(const Words& w, int j, int i) {
 #if BITS >= 4
-  return nibbles(w.at[j] >> (4 * i), 0x000F000Fu);
+  return nibbles(w.at[word_of(j, i)] >> shift_of(j, i), 0x000F000Fu);
 #elif BITS == 2
-  return nibbles(w.at[j >> 1] >> (8 * (j & 1) + 4 * (i >> 1)), i & 1 ? 0x000C000Cu : 0x00030003u);
+  return nibbles(w.at[word_of(j & 1, i)] >> (4 * (j >> 1)), i & 1 ? 0x000C000Cu : 0x00030003u);
 #else
   const int first = 3 * (j >> 2), n = 2 * (j & 3) + (i >> 1);
   if (i & 1) return nibbles(w.at[first + (n < 6 ? n / 2 : n - 6)] >> (n < 6 ? 6 * (n & 1) : 9), 0x00380038u);
@@ -96,7 +100,7 @@ __device__ __forceinline__ u32 lower(const Words& w, int j, int i) {
 #endif
 }
 #if BITS == 8
-__device__ __forceinline__ u32 upper(const Words& w, int j, int i) { return nibbles(w.at[8 + j] >> (4 * i), 0x000F000Fu); }
+__device__ __forceinline__ u32 upper(const Words& w, int j, int i) { return nibbles(w.at[8 + word_of(j, i)] >> shift_of(j, i), 0x000F000Fu); }
 #endif
 __device__ __forceinline__ u32 zero_pair(u32 z, int half) {
 #if BITS == 8
@@ -124,6 +128,7 @@ __device__ __forceinline__ u32 value(const Words& w, int j, int i, u32 zero, u32
 #define REORDER 4
 #define SUM_PARTS 5
 #define MANY_ROWS 6
+#define SUM_SPANS 7
 
 #if KERNEL == FEW_ROWS
 // A load that stays behind the waiting in front of it: one of memory that is taken for constant could be moved.
@@ -376,18 +381,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) dequantize(
   }
 }
 #elif KERNEL == REORDER
-// x in blocks of (BM rows, 64 k), each as `many_rows` wants it in shared memory: swizzled, rows behind the last are zero.
-extern "C" __global__ void reorder(const u32* __restrict__ x, uint4* __restrict__ out, int M, int K, int count) {
-  int e = blockIdx.x * blockDim.x + threadIdx.x;
+// x with every 32 k in the order in which a lane has them: lane t the 8 from 8 t on.
+extern "C" __global__ void reorder(const u32* __restrict__ x, uint4* __restrict__ out, int count) {
+  const int e = blockIdx.x * blockDim.x + threadIdx.x;
   if (e >= count) return;
-  int place = e & 7, row = (e >> 3) % BM, rest = (e >> 3) / BM, chunk = rest % (K / 64), m = rest / (K / 64) * BM + row;
-  int c = place ^ (row & 7);
-  uint4 v = make_uint4(0, 0, 0, 0);
-  if (m < M) {
-    const u32* from = x + ((size_t)m * K + chunk * 64 + (c >> 2) * 32) / 2 + (c & 3);  // 4 e + 2 h of k, in pairs
-    v = make_uint4(from[0], from[4], from[8], from[12]);
-  }
-  out[e] = v;
+  const u32* from = x + (size_t)(e >> 2) * 16 + (e & 3);
+  out[e] = make_uint4(from[0], from[4], from[8], from[12]);
 }
 #elif KERNEL == SUM_PARTS
 // The parts of a product whose K was split, (parts, count), added up in their order.
@@ -398,15 +397,57 @@ extern "C" __global__ void sum_parts(const float* __restrict__ from, unsigned sh
   for (int p = 0; p < parts; p++) s += from[(size_t)p * count + e];
   y[e] = from_float(s);
 }
-#elif KERNEL == MANY_ROWS
+#elif KERNEL == MANY_ROWS || KERNEL == SUM_SPANS
 // Many rows: warpgroup products with the weight unpacked in registers and x in shared memory.
-// BM: rows of x a block. WG: warpgroups, each with R times 64 outputs. STG: stages. blockIdx.z splits K into parts.
-// One warp copies x, as `reorder` left it, into shared memory, 64 k at a time; the others unpack the next words while
-// products run. STAGED: the warp copies words, scales and zero points too, many chunks ahead; else each of the others loads
-// its own, one chunk ahead, which is faster as long as the memory of the GPU limits the time and not the products.
+// BM: rows of x in a tile of y. WG: warpgroups, each with R times 64 outputs of it. STG: stages.
+// One warp copies x into shared memory, 64 k at a time; the others unpack the next words while products run. STAGED: the
+// warp copies words, scales and zero points too, many chunks ahead; else each of the others loads its own, one chunk ahead,
+// which is faster as long as the memory of the GPU limits the time and not the products.
+// NATURAL: x is as it is; words come from shared memory by `ldmatrix`, which gives lane t of each of the four lanes of an
+// output its word t: two neighbours of every 8 k. Else x is as `reorder` left it, and lanes take their own words.
+//
+// A block has one whole tile of y in each of `waves`. Of the `rest`, fewer tiles than blocks, K is laid end to end and cut
+// into spans, one for each block at most. A span reaches into two tiles at most. Its sums of each go to `parts` as lanes
+// hold them, and `sum_spans` adds those of a tile.
+#define BN (WG * R * 64)
+struct Work {
+  int blocks, waves, rest, spans, groups;  // groups: of 128 k, in a tile
+  __device__ __forceinline__ int begin(int span) const { return (long long)rest * groups * min(span, spans) / max(spans, 1); }
+};
+// 8 rows of y and 16 outputs, from m and n on, whose sums lanes hold as a product leaves them.
+__device__ __forceinline__ void store(unsigned short* y, const float* sums, int m, int n, int M, int N, int lane) {
+  #pragma unroll
+  for (int h = 0; h < 2; h++) {
+    u32 pair = from_float(sums[2 * h]) | ((u32)from_float(sums[2 * h + 1]) << 16), turned;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
+    const int row = m + (lane >> 2);
+    if (row < M) *(u32*)(y + (size_t)row * N + n + 8 * h + 2 * (lane & 3)) = turned;
+  }
+}
+// Of a thread that computes, and of its sums 4 q to 4 q + 3 of the r-th 64 outputs: where they are in a tile.
+__device__ __forceinline__ int output_of(int thread, int r) { return (thread >> 7) * R * 64 + r * 64 + ((thread >> 5) & 3) * 16; }
+__device__ __forceinline__ size_t part_at(int part, int r, int i, int thread) {
+  return (((size_t)part * R + r) * (BM / 2) + i) * (WG * 128) + thread;
+}
+#if KERNEL == SUM_SPANS
+// blockIdx.x: which 8 rows and of which R; blockIdx.y: which tile of the rest.
+extern "C" __global__ void __launch_bounds__(WG * 128) sum_spans(
+    const float* __restrict__ parts, unsigned short* __restrict__ y, int M, int N, int down, Work work) {
+  const int q = blockIdx.x % (BM / 8), r = blockIdx.x / (BM / 8), begin = blockIdx.y * work.groups, end = begin + work.groups;
+  int span = (long long)begin * work.spans / (work.rest * work.groups);
+  while (work.begin(span + 1) <= begin) span++;
+  float sums[4] = {0.f, 0.f, 0.f, 0.f};
+  for (; span < work.spans && work.begin(span) < end; span++) {
+    const int part = 2 * span + (work.begin(span) < begin);
+    #pragma unroll
+    for (int i = 0; i < 4; i++) sums[i] += parts[part_at(part, r, 4 * q + i, threadIdx.x)];
+  }
+  const int tile = work.waves * work.blocks + blockIdx.y;
+  store(y, sums, tile % down * BM + 8 * q, tile / down * BN + output_of(threadIdx.x, r), M, N, threadIdx.x & 31);
+}
+#else
 #define QS (GT >= 4 ? 1 : 4 / GT)
 #define UNROLL (R == 1 || BITS < 4 ? 2 : 1)
-#define BN (WG * R * 64)
 #define X_BYTES (BM * 128)
 #define TILE_BYTES (BITS == 8 ? 1024 : BITS == 3 ? 768 : 512)  // of 16 outputs: 64 k, but 128 k of 2 and 3 bits
 #define SCALES_AT (X_BYTES + BN / 16 * TILE_BYTES)
@@ -417,12 +458,28 @@ extern "C" __global__ void sum_parts(const float* __restrict__ from, unsigned sh
 __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
   asm volatile("{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done; bra again; done: }" :: "r"(barrier), "r"(parity) : "memory");
 }
+__device__ __forceinline__ void arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
 __device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
       :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
-__device__ __forceinline__ uint4 shared_vector(u32 at) {
-  uint4 v; asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at)); return v;
+struct __align__(64) Map { unsigned long long opaque[16]; };  // of x, for the unit that copies tiles of it
+__device__ __forceinline__ void copy_tile(u32 to, const Map& map, int k, int row, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+      :: "r"(to), "l"(&map), "r"(k), "r"(row), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ uint4 shared_vector(u32 at, int lane) {
+  uint4 v;
+#if NATURAL
+  at += 16 * place_of(4 * (lane & 7) + (lane >> 3));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+#else
+  at += 16 * place_of(lane);
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+#endif
+  return v;
 }
 __device__ __forceinline__ u32 shared_half(u32 at) { unsigned short v; asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at)); return v; }
 __device__ __forceinline__ u32 shared_byte(u32 at) { u32 v; asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(at)); return v; }
@@ -431,29 +488,46 @@ __device__ __forceinline__ u32 shared_byte(u32 at) { u32 v; asm volatile("ld.sha
 __device__ __forceinline__ Words half_of_words(const uint4* block, u32 at, int lane, int half) {
   Words w;
 #if STAGED
-  put(w, 0, shared_vector(at + 16 * lane));
-  if (BITS == 8) put(w, BITS, shared_vector(at + 512 + 16 * lane));
+  put(w, 0, shared_vector(at, lane));
+  if (BITS == 8) put(w, BITS, shared_vector(at + 512, lane));
 #if BITS == 3
-  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(w.at[4]), "=r"(w.at[5]) : "r"(at + 512 + 8 * lane));
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(w.at[4]), "=r"(w.at[5]) : "r"(at + 512 + 8 * place_of(lane)));
 #endif
 #elif BITS == 3
   w = words_at(block, lane);
 #else
-  put(w, 0, stream(block + (BITS >= 4 ? 32 * half : 0) + lane));
-  if (BITS == 8) put(w, BITS, stream(block + 64 + 32 * half + lane));
+  put(w, 0, stream(block + (BITS >= 4 ? 32 * half : 0) + place_of(lane)));
+  if (BITS == 8) put(w, BITS, stream(block + 64 + 32 * half + place_of(lane)));
 #endif
   return w;
 }
 __device__ __forceinline__ size_t scale_of(int chunk, int q, int N) { return (size_t)(GT == 8 ? chunk >> 1 : chunk * QS + q) * N; }
+struct Place { int slot; u32 turn; __device__ __forceinline__ void next() { if (++slot == STG) { slot = 0; turn ^= 1; } } };
+// Calls `each` with every tile of this block: its number, from and to which chunk of 64 k, and the part of its sums, or -1
+// where the tile is whole.
+template <class F> __device__ __forceinline__ void for_each_tile(const Work& work, F each) {
+  const int block = blockIdx.x, end = work.begin(block + 1);
+  int at = work.begin(block), next = 2 * block;
+  for (int wave = 0; wave < work.waves || at < end; wave++) {
+    int tile = wave * work.blocks + block, first = 0, last = work.groups, part = -1;
+    if (wave >= work.waves) {
+      tile = work.waves * work.blocks + at / work.groups;
+      first = at % work.groups;
+      last = min(work.groups, first + end - at);
+      at += last - first;
+      part = next++;
+    }
+    each(tile, 2 * first, 2 * last, part);
+  }
+}
 extern "C" __global__ void __launch_bounds__(WG * 128 + (WG > 1 ? 128 : 32), 1) many_rows(
     const uint4* __restrict__ w, const unsigned short* __restrict__ scales, const unsigned char* __restrict__ zeros,
-    const unsigned char* __restrict__ x, unsigned short* __restrict__ y, float* __restrict__ parts, int M, int N, int K) {
+    const __grid_constant__ Map x, unsigned short* __restrict__ y, float* __restrict__ parts, int M, int N, int down,
+    const Work work) {
   extern __shared__ unsigned char raw[];
   __shared__ __align__(8) unsigned long long barriers[2 * STG];
   const u32 base = ((u32)__cvta_generic_to_shared(raw) + 1023u) & ~1023u, full = (u32)__cvta_generic_to_shared(barriers), empty = full + 8 * STG;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int chunks = K / 64, per = (K / 128 + gridDim.z - 1) / gridDim.z * 2;
-  const int first = blockIdx.z * per, last = min(chunks, first + per), m0 = blockIdx.x * BM;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, tiles = (M + BM - 1) / BM * (N / BN);
   if (threadIdx.x == 0) {
     for (int s = 0; s < STG; s++) {
       asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(full + 8 * s), "r"(1));
@@ -466,30 +540,34 @@ extern "C" __global__ void __launch_bounds__(WG * 128 + (WG > 1 ? 128 : 32), 1) 
 #if WG > 1
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
 #endif
-    if (warp == WG * 4)
-      for (int it = 0; first + it < last; it++) {
-        const int slot = it % STG, chunk = first + it;
-        const u32 at = base + slot * STAGE, done = full + 8 * slot;
-        if (it >= STG) wait(empty + 8 * slot, (it / STG - 1) & 1);
+    if (warp > WG * 4) return;
+    Place place{0, 1};  // the first wait for every slot passes
+    for_each_tile(work, [&](int tile, int first, int last, int) {
+      if (tile >= tiles) return;
+      const int row = tile % down * BM, across = tile / down;
+      for (int chunk = first; chunk < last; chunk++, place.next()) {
+        const u32 at = base + place.slot * STAGE, done = full + 8 * place.slot;
+        wait(empty + 8 * place.slot, place.turn);
         if (lane == 0) {
           asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(done), "r"(STAGE_BYTES) : "memory");
-          copy(at, x + ((size_t)blockIdx.x * chunks + chunk) * X_BYTES, X_BYTES, done);
+          copy_tile(at, x, chunk * 64, row, done);
         }
 #if STAGED
         __syncwarp();
         for (int i = lane; i < BN / 16; i += 32) {
-          const uint4* block = w + ((size_t)(blockIdx.y * (BN / 16) + i) * (chunks / 2) + chunk / 2) * BLOCK_VECTORS;
+          const uint4* block = w + ((size_t)(across * (BN / 16) + i) * work.groups + chunk / 2) * BLOCK_VECTORS;
           const u32 to = at + X_BYTES + TILE_BYTES * i;
           copy(to, block + (BITS >= 4 ? 32 * (chunk & 1) : 0), BITS == 8 ? 512 : TILE_BYTES, done);
           if (BITS == 8) copy(to + 512, block + 64 + 32 * (chunk & 1), 512, done);
         }
         if (lane < QS) {
-          const size_t from = scale_of(chunk, lane, N) + blockIdx.y * BN;
+          const size_t from = scale_of(chunk, lane, N) + across * BN;
           copy(at + SCALES_AT + lane * BN * 2, scales + from, BN * 2, done);
           if (HAS_ZERO) copy(at + ZEROS_AT + lane * BN, zeros + from, BN, done);
         }
 #endif
       }
+    });
     return;
   }
 #if WG == 2
@@ -499,35 +577,41 @@ extern "C" __global__ void __launch_bounds__(WG * 128 + (WG > 1 ? 128 : 32), 1) 
 #elif WG == 4
   asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
 #endif
-  const int local = (warp >> 2) * 4 * R + (warp & 3), tile0 = blockIdx.y * WG * 4 * R + local;  // and + 4 r
+  const int local = (warp >> 2) * 4 * R + (warp & 3);  // of 16 outputs in a tile; and + 4 r
+  Place place{0, 0};
+  for_each_tile(work, [&](int tile, int first, int last, int part) {
+  if (tile >= tiles) return;
+  const int across = tile / down;
   float acc[R][BM / 2];
   #pragma unroll
   for (int r = 0; r < R; r++) for (int i = 0; i < BM / 2; i++) acc[r][i] = 0.f;
+  u32 before = 0;  // the barrier of the chunk before, whose products may still run
 #if !STAGED
   Words nw[R]; unsigned short ns[R][2][QS]; unsigned char nz[R][2][QS];
   auto fetch = [&](int chunk, int half) {
     #pragma unroll
     for (int r = 0; r < R; r++) {
-      nw[r] = half_of_words(w + ((size_t)(tile0 + 4 * r) * (chunks / 2) + chunk / 2) * BLOCK_VECTORS, 0, lane, half);
+      const int strip = across * (BN / 16) + local + 4 * r;
+      nw[r] = half_of_words(w + ((size_t)strip * work.groups + chunk / 2) * BLOCK_VECTORS, 0, lane, half);
       #pragma unroll
       for (int h = 0; h < 2; h++)
         for (int q = 0; q < QS; q++) {
-          const size_t from = scale_of(chunk, q, N) + (tile0 + 4 * r) * 16 + 8 * h + g;
+          const size_t from = scale_of(chunk, q, N) + strip * 16 + 8 * h + g;
           ns[r][h][q] = scales[from];
           if (HAS_ZERO) nz[r][h][q] = zeros[from];
         }
     }
   };
-  if (first < last) fetch(first, 0);
+  fetch(first, 0);
 #endif
-  for (int it0 = 0; first + it0 < last; it0 += UNROLL) {
+  for (int chunk0 = first; chunk0 < last; chunk0 += UNROLL) {
     #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
-      const int it = it0 + u, slot = it % STG, half = UNROLL == 2 ? u : it & 1;
-      const u32 at = base + slot * STAGE;
+      const int chunk = chunk0 + u, half = UNROLL == 2 ? u : chunk & 1;
+      const u32 at = base + place.slot * STAGE;
       const unsigned long long desc = ((unsigned long long)(at >> 4) & 0x3FFFull) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 #if STAGED
-      wait(full + 8 * slot, (it / STG) & 1);
+      wait(full + 8 * place.slot, place.turn);
 #else
       Words ow[R]; unsigned short os[R][2][QS]; unsigned char oz[R][2][QS];
       #pragma unroll
@@ -535,7 +619,7 @@ extern "C" __global__ void __launch_bounds__(WG * 128 + (WG > 1 ? 128 : 32), 1) 
         ow[r] = nw[r];
         for (int h = 0; h < 2; h++) for (int q = 0; q < QS; q++) { os[r][h][q] = ns[r][h][q]; oz[r][h][q] = nz[r][h][q]; }
       }
-      if (first + it + 1 < last) fetch(first + it + 1, 1 - half);
+      if (chunk + 1 < last) fetch(chunk + 1, 1 - half);
 #endif
       #pragma unroll
       for (int r = 0; r < R; r++) {
@@ -561,40 +645,28 @@ extern "C" __global__ void __launch_bounds__(WG * 128 + (WG > 1 ? 128 : 32), 1) 
         for (int k = 0; k < 4; k++)
           #pragma unroll
           for (int i = 0; i < 4; i++) a[k][i] = value(cw, (BITS < 4 ? 4 * half : 0) + k, i, cz[i & 1][k * QS / 4], cs[i & 1][k * QS / 4]);
-        if (!STAGED && r == 0) wait(full + 8 * slot, (it / STG) & 1);
+        if (!STAGED && r == 0) wait(full + 8 * place.slot, place.turn);
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
         #pragma unroll
         for (int k = 0; k < 4; k++) wgmma(acc[r], a[k], desc + 2 * k);
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-        if (r == 0 && it > 0 && lane == 0)  // the products of the chunk before are done
-          asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(empty + 8 * ((it - 1) % STG)) : "memory");
+        if (r == 0 && before && lane == 0) arrive(before);  // the products of the chunk before are done
       }
+      before = empty + 8 * place.slot;
+      place.next();
     }
   }
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-  if (gridDim.z > 1) {
-    #pragma unroll
-    for (int r = 0; r < R; r++)
-      #pragma unroll
-      for (int i = 0; i < BM / 2; i++) {
-        int m = m0 + 8 * (i >> 2) + 2 * t + (i & 1), n = (tile0 + 4 * r) * 16 + g + 8 * ((i >> 1) & 1);
-        if (m < M) parts[((size_t)blockIdx.z * M + m) * N + n] = acc[r][i];
-      }
-    return;
-  }
-  asm volatile("bar.sync 1, %0;" :: "n"(WG * 128) : "memory");
-  unsigned short* out = (unsigned short*)(raw + (base - (u32)__cvta_generic_to_shared(raw)));
-  const int stride = WG * R * 64 + 8;
+  if (lane == 0) arrive(before);
   #pragma unroll
   for (int r = 0; r < R; r++)
     #pragma unroll
-    for (int i = 0; i < BM / 2; i++)
-      out[(8 * (i >> 2) + 2 * t + (i & 1)) * stride + (local + 4 * r) * 16 + g + 8 * ((i >> 1) & 1)] = from_float(acc[r][i]);
-  asm volatile("bar.sync 1, %0;" :: "n"(WG * 128) : "memory");
-  for (int e = threadIdx.x; e < BM * WG * R * 8; e += WG * 128) {
-    int m = e / (WG * R * 8), c = e % (WG * R * 8);
-    if (m0 + m < M) *(uint4*)(y + (size_t)(m0 + m) * N + blockIdx.y * WG * R * 64 + 8 * c) = *(const uint4*)(out + m * stride + 8 * c);
-  }
+    for (int q = 0; q < BM / 8; q++) {
+      if (part < 0) store(y, acc[r] + 4 * q, tile % down * BM + 8 * q, across * BN + output_of(threadIdx.x, r), M, N, lane);
+      else for (int i = 4 * q; i < 4 * q + 4; i++) parts[part_at(part, r, i, threadIdx.x)] = acc[r][i];
+    }
+  });
 }
+#endif
 #endif

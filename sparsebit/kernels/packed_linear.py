@@ -20,42 +20,15 @@ from torch.nn.functional import linear, pad
 from sparsebit.errors import SpecError
 from sparsebit.kernels.fragments import BITS, BLOCK, ROWS, arrange, bits_of, restore
 from sparsebit.kernels.launching import Program, on_device
+from sparsebit.kernels.packed_cuts import FewRowsCut, ManyRowsCut, few_rows_cut, many_rows_cut
+from sparsebit.kernels.tensor_map import rows_map
 
 DTYPES = (torch.bfloat16, torch.float16)
 GROUP_SIZES = (32, 64, 128)
-_KERNELS = {"few_rows": 1, "some_rows": 2, "dequantize": 3, "reorder": 4, "sum_parts": 5, "many_rows": 6}
+_KERNELS = ("few_rows", "some_rows", "dequantize", "reorder", "sum_parts", "many_rows", "sum_spans")
 # Rows of x up to which each way is taken; those of 8 bits.
-_MOST_FEW, _MOST_SOME, _MOST_FUSED = 16, 48, 1280
+_MOST_FEW, _MOST_SOME, _MOST_FUSED = 16, 48, 1792
 _MOST_SOME_OF_EIGHT_BITS, _MOST_FUSED_OF_EIGHT_BITS = 64, 640
-
-
-@dataclass(frozen=True)
-class FewRowsCut:
-    """How `few_rows` is cut: tiles of 16 outputs a block, its warps, blocks that a multiprocessor has at once.
-
-    `depth`: how many groups ahead words are loaded; `scales_ahead`: scales with them.
-    """
-
-    height: int
-    warps: int
-    resident: int
-    depth: int = 1
-    scales_ahead: bool = False
-
-
-# By: tiles of outputs a block, whether there are more blocks than multiprocessors, rows of x in eights.
-_FEW = {
-    (1, False, 1): FewRowsCut(1, 8, 1),
-    (1, False, 2): FewRowsCut(1, 8, 1),
-    (2, False, 1): FewRowsCut(2, 6, 2),
-    (2, False, 2): FewRowsCut(2, 4, 2),
-    (2, True, 1): FewRowsCut(2, 6, 2),
-    (2, True, 2): FewRowsCut(2, 4, 2),
-    (4, False, 1): FewRowsCut(4, 12, 1),
-    (4, False, 2): FewRowsCut(4, 8, 1),
-    (4, True, 1): FewRowsCut(4, 6, 2),
-    (4, True, 2): FewRowsCut(4, 4, 2),
-}
 # Of `many_rows`: shared memory that a block may have on Hopper, less what its barriers take; stages in it.
 _SHARED, _SPARE_SHARED, _MOST_STAGES = 226 * 1024, 1024, 8  # spare: to start at a multiple of 1024
 
@@ -171,7 +144,13 @@ def _packed_linear(x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | Non
 
 def _product(x: Tensor, weight: FragmentWeight) -> Tensor:
     with on_device(x.device):
-        return Product(x.contiguous(), weight).compute()
+        return Product(aligned(x), weight).compute()
+
+
+def aligned(x: Tensor) -> Tensor:
+    """The same in one piece that begins at a multiple of 16 bytes, as programs load it; a view may begin anywhere."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
 
 
 @_packed_linear.register_fake
@@ -203,7 +182,7 @@ class Product:
         return self.dequantized()
 
     def few_rows(self, cut: FewRowsCut | None = None) -> Tensor:
-        cut = cut or self.few_rows_cut()
+        cut = cut or few_rows_cut(self.num_rows, self.outputs, self.weight.bits, self.num_processors)
         y = self.output()
         sizes = {
             "RT": cut.height,
@@ -221,13 +200,6 @@ class Product:
         self.run("few_rows", sizes, grid, 32 * cut.warps, values, overlapped=overlapped)
         return y
 
-    def few_rows_cut(self) -> FewRowsCut:
-        tiles = self.outputs // 16
-        most_low = 2.8 if self.weight.bits == 4 else 3.6
-        height = 1 if tiles < most_low * self.num_processors else 4 if self.weight.bits <= 4 else 2
-        is_crowded = tiles / height >= 1.5 * self.num_processors
-        return _FEW[height, is_crowded and height > 1, self.columns(8)]
-
     def some_rows(self) -> Tensor:
         warps, height, columns = 4, 2, min(8, self.columns(8))
         across, down = self.outputs // (16 * height * warps), -(-self.num_rows // (8 * columns))
@@ -237,39 +209,38 @@ class Product:
         self.run("some_rows", sizes, (across, parts, down), 32 * warps, [*self.operands, self.x, sums, *self.shape])
         return self.added(sums)
 
-    def many_rows(self, tile: tuple[int, int, int, bool] | None = None) -> Tensor:
-        height, groups, times, staged = tile or self.tile()
-        across, down = self.outputs // (64 * groups * times), -(-self.num_rows // height)
-        parts = self.num_parts(self.num_processors // (across * down), self.inputs // BLOCK // 2)
-        x = self.x.new_empty(down * height, self.inputs)
-        count = x.numel() // 8
-        moved = [self.x, x, self.num_rows, self.inputs, count]
-        self.run("reorder", {"BM": height}, (-(-count // 256), 1, 1), 256, moved)
-        y = self.output()
-        sums = self.x.new_empty(parts, self.num_rows, self.outputs, dtype=torch.float32) if parts > 1 else y
-        width = 64 * groups * times
-        stage = self.stage_bytes(height, width) if staged else height * 128
+    def many_rows(self, cut: ManyRowsCut | None = None) -> Tensor:
+        if cut is None:
+            cut = many_rows_cut(self.num_rows, self.outputs, self.inputs, self.weight.bits, self.num_processors)
+        work = cut.work(self.num_rows, self.outputs, self.inputs, self.num_processors)
+        tile = {"BM": cut.height, "WG": cut.groups, "R": cut.times}
+        stage = self.stage_bytes(cut.height, cut.width) if cut.staged else cut.height * 128
         stages = min(_MOST_STAGES, (_SHARED - _SPARE_SHARED) // stage)
-        shared = max(stages * stage, height * (width + 8) * 2) + _SPARE_SHARED
-        sizes = {"BM": height, "WG": groups, "R": times, "STG": stages, "STAGED": int(staged)}
-        threads = 128 * groups + (128 if groups > 1 else 32)
-        values = [*self.operands, x, y, sums, *self.shape]
-        self.run("many_rows", sizes, (down, across, parts), threads, values, shared)
-        return self.added(sums) if parts > 1 else y
+        is_natural = cut.staged and self.weight.bits != 3
+        x = self.x if is_natural else self.reordered()
+        sizes = {**tile, "STG": stages, "STAGED": int(cut.staged), "NATURAL": int(is_natural)}
+        y = self.output()
+        parts = self.x.new_empty(2 * work.spans, cut.height * cut.width, dtype=torch.float32)
+        shape = [self.num_rows, self.outputs, -(-self.num_rows // cut.height), work]
+        values = [*self.operands, rows_map(x, cut.height), y, parts, *shape]
+        threads = 128 * cut.groups + (128 if cut.groups > 1 else 32)
+        self.run("many_rows", sizes, (work.blocks, 1, 1), threads, values, stages * stage + _SPARE_SHARED)
+        if work.spans:
+            grid = (cut.height // 8 * cut.times, work.rest, 1)
+            self.run("sum_spans", tile, grid, 128 * cut.groups, [parts, y, *shape])
+        return y
+
+    def reordered(self) -> Tensor:
+        x = torch.empty_like(self.x)
+        count = x.numel() // 8
+        self.run("reorder", {}, (-(-count // 256), 1, 1), 256, [self.x, x, count])
+        return x
 
     def stage_bytes(self, height: int, width: int) -> int:
         """Bytes of 64 k of x, words, scales and zero points in the shared memory of `many_rows`."""
         words = {2: 32, 3: 48, 4: 32, 8: 64}[self.weight.bits] * width
         scales = max(1, 64 // self.weight.group_size) * width * (2 if self.weight.zeros is None else 3)
         return -(-(height * 128 + words + scales) // 1024) * 1024
-
-    def tile(self) -> tuple[int, int, int, bool]:
-        """Rows of x, warpgroups, times 64 outputs of each, STAGED: what is fast and divides the outputs."""
-        if self.num_rows <= 64 and self.outputs % 512 == 0:
-            return 64, 2, 4, self.weight.bits != 4  # others would need more registers than there are
-        if self.num_rows > 128:
-            return 256, 2, 1, True
-        return (128, 4, 1, False) if self.outputs % 256 == 0 else (128, 2, 1, False)
 
     def dequantized(self) -> Tensor:
         return self.x @ self.dense().t()
@@ -296,7 +267,7 @@ class Product:
         has_zero = self.weight.zeros is not None
         defines = {
             **sizes,
-            "KERNEL": _KERNELS[name],
+            "KERNEL": 1 + _KERNELS.index(name),
             "BITS": self.weight.bits,
             "HALF": int(self.x.dtype == torch.float16),
             "HAS_ZERO": int(has_zero),

@@ -30,15 +30,33 @@ def test_a_lane_holds_what_the_product_wants(bits: int) -> None:
                 assert _held(words, bits, tile, lane, register) == expected
 
 
+@pytest.mark.parametrize("bits", [2, 4])
+def test_word_t_of_the_lanes_of_a_row_is_what_lane_t_wants_of_x_as_it_is(bits: int) -> None:
+    """`ldmatrix` gives lane t the word t of each: two neighbours of every 8 along k."""
+    codes = torch.randint(0, 1 << bits, (16, 128))
+    words = arrange(codes, bits)[0, 0].to(torch.int64) & 0xFFFFFFFF
+    for lane in range(32):
+        g, t = divmod(lane, 4)
+        for other in range(4):
+            place = (4 * g + other) ^ (g // 2 % 4)
+            for part in range(len(words) // 128):
+                word = int(words[128 * part + 4 * place + t])
+                for field in range(16 // bits):
+                    k = 64 * part + 32 * (field // 2) + 8 * other + 2 * t
+                    found = [word >> bits * field + half & (1 << bits) - 1 for half in (0, 16)]
+                    assert found == codes[g + 8 * (field % 2), k : k + 2].tolist()
+
+
 def _held(words: torch.Tensor, bits: int, tile: int, lane: int, register: int) -> list[int]:
     """The two codes of a register, read as the programs read them."""
+    lane ^= lane // 8 % 4
+    word = 2 * (tile % 2) + register // 2
     if bits in (4, 8):
-        pairs = [
-            int(words[256 * p + 128 * (tile // 4) + 4 * lane + tile % 4]) >> 4 * register for p in range(bits // 4)
-        ]
+        shift = 8 * (tile // 2 % 2) + 4 * (register % 2)
+        pairs = [int(words[256 * p + 128 * (tile // 4) + 4 * lane + word]) >> shift for p in range(bits // 4)]
         return [sum((pair >> place & 15) << 4 * p for p, pair in enumerate(pairs)) for place in (0, 16)]
     if bits == 2:
-        pair = int(words[4 * lane + tile // 2]) >> 8 * (tile % 2) + 2 * register
+        pair = int(words[4 * lane + word]) >> 4 * (tile // 2) + 2 * (register % 2)
         return [pair & 3, pair >> 16 & 3]
     six = [*words[4 * lane : 4 * lane + 4].tolist(), *words[128 + 2 * lane : 130 + 2 * lane].tolist()]
     a, b, c = six[:3] if tile < 4 else six[3:]

@@ -135,6 +135,45 @@ def test_programs_compute_the_definition(gpu: torch.device, num_rows: int, outpu
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [150, 190, 384, 700, 768, 1100, 1280])
+@pytest.mark.parametrize(("outputs", "inputs"), [(128, 128), (384, 6016), (8192, 1024), (17024, 2048)])
+def test_tiles_that_do_not_fill_the_gpu(gpu: torch.device, num_rows: int, outputs: int, inputs: int) -> None:
+    """Whole tiles for each block, then spans of the rest that blocks share."""
+    with gpu:
+        weight = fragment_weight(*parts(outputs, inputs, 128))
+        x = torch.randn(num_rows, inputs, dtype=torch.bfloat16)
+    exact = x.double() @ dequantized(weight).double().t()
+    product = packed_linear_file.Product(x, weight)
+    for y in (packed_linear(x, weight), product.many_rows()):
+        wrong = (y.double() - exact).norm(dim=1) / exact.norm(dim=1)
+        assert float(wrong.max()) < 4e-3
+    assert torch.equal(product.many_rows(), product.many_rows())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 40, 100, 300, 2000])
+def test_x_that_begins_anywhere(gpu: torch.device, num_rows: int) -> None:
+    weight = on("cuda", fragment_weight(*parts(256, 512, 128)))
+    x = torch.randn(num_rows * 512 + 1, dtype=torch.bfloat16, device=gpu)[1:].view(num_rows, 512)
+    assert torch.equal(packed_linear(x, weight), packed_linear(x.clone(), weight))
+
+
+@pytest.mark.gpu
+def test_many_rows_in_a_cuda_graph(gpu: torch.device) -> None:
+    """What tells the copying unit about x is part of the graph: x may have another content, in the same place."""
+    weight = on("cuda", fragment_weight(*parts(512, 1024, 128)))
+    x = torch.randn(300, 1024, dtype=torch.bfloat16, device=gpu)
+    packed_linear(x, weight)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = packed_linear(x, weight)
+    for seed in range(3):
+        x.copy_(torch.randn(300, 1024, generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        assert torch.equal(y, packed_linear(x, weight))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 12, 40, 64, 100, 300, 2000])
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("affine", [False, True])
