@@ -74,13 +74,10 @@ class Work(ctypes.Structure):
         if not rest:
             return whole
         parts = min(most_blocks // rest, max(1, groups // 2))
-        blocks = most_blocks if waves else min(most_blocks, rest * groups)
-        return min(
-            whole,
-            cls(blocks if waves else rest * parts, waves, rest, rest * parts, groups),
-            cls(blocks, waves, rest, blocks, groups),
-            key=lambda work: work.time,
-        )
+        most_spans = min(most_blocks, rest * groups)  # every span has something to add to a tile
+        cut = [cls(most_blocks if waves else spans, waves, rest, spans, groups) for spans in (rest * parts, most_spans)]
+        found: Work = min(whole, *cut, key=lambda work: work.time)
+        return found
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -112,6 +109,7 @@ _FEW = {
 # Of `many_rows`: heights of a tile that it is compiled for; rows that could be multiplied in the time in which a weight
 # is unpacked; groups in that in which parts of tiles are written and added, and in that of spans that reach into two.
 _HEIGHTS, _UNPACKING, _ADDING_PARTS, _ADDING_SPANS = (160, 192, 224, 256), 180, 6, 16
+_LONG = 24  # groups of a block from which on wide tiles, whose words are not staged, are faster
 
 
 def few_rows_cut(num_rows: int, outputs: int, bits: int, num_processors: int) -> FewRowsCut:
@@ -127,7 +125,9 @@ def many_rows_cut(num_rows: int, outputs: int, inputs: int, bits: int, num_proce
     if num_rows <= 64 and outputs % 512 == 0:
         return ManyRowsCut(64, 2, 4, bits != 4)  # others would need more registers than there are
     if num_rows <= 128:
-        return ManyRowsCut(128, 4 if outputs % 256 == 0 else 2, 1, False)
+        wide = ManyRowsCut(128, 4, 1, False)
+        is_long = outputs % wide.width == 0 and wide.work(num_rows, outputs, inputs, num_processors).time >= _LONG
+        return wide if is_long else ManyRowsCut(128, 2, 1, True)
     cuts = [ManyRowsCut(height, 2, 1, True) for height in _HEIGHTS]
 
     def time(cut: ManyRowsCut) -> float:

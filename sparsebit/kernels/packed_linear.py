@@ -29,6 +29,7 @@ _KERNELS = ("few_rows", "some_rows", "dequantize", "reorder", "sum_parts", "many
 # Rows of x up to which each way is taken; those of 8 bits.
 _MOST_FEW, _MOST_SOME, _MOST_FUSED = 16, 48, 1792
 _MOST_SOME_OF_EIGHT_BITS, _MOST_FUSED_OF_EIGHT_BITS = 64, 640
+_MOST_SOME_OF_SMALL, _SMALL = 64, 1 << 25  # weights of 4 bits with that many numbers
 # Of `many_rows`: shared memory that a block may have on Hopper, less what its barriers take; stages in it.
 _SHARED, _SPARE_SHARED, _MOST_STAGES = 226 * 1024, 1024, 8  # spare: to start at a multiple of 1024
 
@@ -174,7 +175,8 @@ class Product:
         if self.num_rows <= _MOST_FEW:
             return self.few_rows()
         is_eight = self.weight.bits == 8
-        most_some = _MOST_SOME_OF_EIGHT_BITS if is_eight else _MOST_SOME
+        is_small = self.weight.bits == 4 and self.inputs * self.outputs <= _SMALL
+        most_some = _MOST_SOME_OF_EIGHT_BITS if is_eight else _MOST_SOME_OF_SMALL if is_small else _MOST_SOME
         if self.num_rows <= most_some or (self.capability != "90" and self.num_rows <= 4 * _MOST_SOME):
             return self.some_rows()
         if self.capability == "90" and self.num_rows <= (_MOST_FUSED_OF_EIGHT_BITS if is_eight else _MOST_FUSED):

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sparsebit.kernels.packed_cuts import Work, many_rows_cut
 
 
-@given(st.integers(1, 600), st.integers(1, 300), st.integers(1, 150))
+@given(st.integers(1, 600), st.integers(1, 20) | st.integers(1, 300), st.sampled_from([1, 7, 66, 132]))
+@example(133, 16, 132)
 def test_every_tile_is_computed_once(tiles: int, groups: int, most_blocks: int) -> None:
     """Whole tiles by waves, the others by spans: a span has something to do, and reaches into two tiles at most."""
     work = Work.of(tiles, groups, most_blocks)
