@@ -29,11 +29,11 @@ class InputMoments:
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        self.dtype, self.num_rows = dtype, 0
+        self.dtype, self.num_rows, self.total = dtype, 0, 0.0
         self._sums: dict[str, Tensor] = {}
 
-    def add(self, inputs: Tensor, originals: Tensor | None = None) -> None:
-        """Count rows: `(groups, rows, columns)`, or `(rows, columns)` for one group."""
+    def add(self, inputs: Tensor, originals: Tensor | None = None, weight: float = 1.0) -> None:
+        """Count rows: `(groups, rows, columns)`, or `(rows, columns)` for one group. `weight`: how much each counts."""
         x = self._rows(inputs)
         if originals is not None and originals.shape != inputs.shape:
             raise CalibrationError(
@@ -42,27 +42,30 @@ class InputMoments:
             )
         if self._sums and self.has_originals != (originals is not None):
             raise CalibrationError("originals were given for some rows and not for others; give them for all or none")
-        self._count(x.shape[1], {"hessian": self._product(x, x), "mean": x.sum(1, dtype=torch.float64)})
+        rows, total = x.shape[1], weight * x.shape[1]
+        self._count(rows, total, {"hessian": self._product(x, x), "mean": x.sum(1, dtype=torch.float64)}, weight)
         if originals is not None:  # one large product at a time
             other = self._rows(originals)
-            self._count(0, {"cross": self._product(other, x), "original_mean": other.sum(1, dtype=torch.float64)})
+            sums = {"cross": self._product(other, x), "original_mean": other.sum(1, dtype=torch.float64)}
+            self._count(0, 0.0, sums, weight)
 
     def merge(self, other: InputMoments) -> None:
         """Count what another one counted, as of another process."""
         if self._sums and other._sums and self.has_originals != other.has_originals:
             raise CalibrationError("originals were given for some rows and not for others; give them for all or none")
         if other._sums:
-            self._count(other.num_rows, other._sums)
+            self._count(other.num_rows, other.total, other._sums)
 
     def state(self) -> dict[str, Any]:
         """What `from_state` makes it again from, on the CPU."""
         sums = {name: value.cpu() for name, value in self._sums.items()}
-        return {"dtype": self.dtype, "num_rows": self.num_rows, "sums": sums}
+        return {"dtype": self.dtype, "num_rows": self.num_rows, "total": self.total, "sums": sums}
 
     @classmethod
     def from_state(cls, state: dict[str, Any], device: torch.device | str = "cpu") -> InputMoments:
         moments = cls(state["dtype"])
-        moments._count(state["num_rows"], {name: value.to(device) for name, value in state["sums"].items()})
+        sums = {name: value.to(device) for name, value in state["sums"].items()}
+        moments._count(state["num_rows"], state.get("total", state["num_rows"]), sums)
         return moments
 
     @property
@@ -77,21 +80,21 @@ class InputMoments:
     @property
     def mean(self) -> Tensor:
         """`(groups, columns)`."""
-        return self._sum("mean") / self.num_rows
+        return self._sum("mean") / self.total
 
     @property
     def original_mean(self) -> Tensor:
         """The float input's, `(groups, columns)`."""
-        return self._sum("original_mean") / self.num_rows
+        return self._sum("original_mean") / self.total
 
     def hessian(self, *, centered: bool = False) -> Tensor:
         """`X^T X / n`; centered: the covariance, for a layer whose bias absorbs the mean error."""
-        found = _symmetric_(self._sum("hessian") / self.num_rows)
+        found = _symmetric_(self._sum("hessian") / self.total)
         return found - _outer(self.mean, self.mean) if centered else found
 
     def cross(self, *, centered: bool = False) -> Tensor:
         """`X_original^T X / n`, or the covariance of the two."""
-        found = self._sum("cross") / self.num_rows
+        found = self._sum("cross") / self.total
         return found - _outer(self.original_mean, self.mean) if centered else found
 
     def take(self) -> tuple[Tensor, Tensor | None]:
@@ -99,9 +102,9 @@ class InputMoments:
 
         A layer of 14336 columns has 1.6 GB of each.
         """
-        found = _symmetric_(self._sum("hessian").div_(self.num_rows))
-        cross = self._sums["cross"].div_(self.num_rows) if self.has_originals else None
-        self.num_rows, self._sums = 0, {}
+        found = _symmetric_(self._sum("hessian").div_(self.total))
+        cross = self._sums["cross"].div_(self.total) if self.has_originals else None
+        self.num_rows, self.total, self._sums = 0, 0.0, {}
         return found, cross
 
     def _rows(self, x: Tensor) -> Tensor:
@@ -128,13 +131,16 @@ class InputMoments:
             raise CalibrationError("no originals were counted; give them to add()")
         return self._sums[name]
 
-    def _count(self, num_rows: int, parts: dict[str, Tensor]) -> None:
+    def _count(self, num_rows: int, total: float, parts: dict[str, Tensor], weight: float = 1.0) -> None:
         self.num_rows += num_rows
+        self.total += total
         for name, part in parts.items():
             if name in self._sums:
-                self._sums[name] += part
+                self._sums[name].add_(part, alpha=weight)
             else:
                 self._sums[name] = part.to(torch.float64, copy=True)
+                if weight != 1:
+                    self._sums[name] *= weight
 
 
 def damped(hessian: Tensor, damping: float) -> Tensor:

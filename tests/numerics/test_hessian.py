@@ -43,6 +43,22 @@ def test_merged_moments_are_those_of_both() -> None:
     assert first.num_rows == 15
 
 
+def test_rows_that_count_less() -> None:
+    x, original = rows(2, 40, 5) + 1, rows(2, 40, 5, seed=1) - 2
+    weighted, repeated = InputMoments(torch.float64), InputMoments(torch.float64)
+    weighted.add(x[:, :10], original[:, :10], 0.25)
+    weighted.add(x[:, 10:], original[:, 10:])
+    repeated.add(x[:, :10], original[:, :10])
+    for _ in range(4):
+        repeated.add(x[:, 10:], original[:, 10:])
+    again = InputMoments.from_state(weighted.state())
+    for centered in (False, True):
+        torch.testing.assert_close(again.hessian(centered=centered), repeated.hessian(centered=centered))
+        torch.testing.assert_close(again.cross(centered=centered), repeated.cross(centered=centered))
+    torch.testing.assert_close(again.original_mean, repeated.original_mean)
+    assert again.num_rows == 40
+
+
 def test_wrong_inputs() -> None:
     moments = InputMoments()
     with pytest.raises(CalibrationError, match="no input"):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,6 +30,7 @@ from sparsebit.numerics.gptq_target_math import chosen_damping, chosen_rounding,
 from sparsebit.numerics.hessian import InputMoments
 from sparsebit.numerics.layer_matrix import LayerMatrix, layer_matrix
 from sparsebit.numerics.qparams import SMALLEST_SCALE, broadcast_to
+from sparsebit.numerics.sample_levels import level_weight, sample_levels, usual_level
 from sparsebit.numerics.scale_search_math import Rounding, ScaleSearch
 from sparsebit.numerics.spec import PerGroup
 from sparsebit.numerics.weight_grid import Grid
@@ -261,21 +264,21 @@ class _OutputPower:
     """Sums of a layer's float outputs and of their squares, `(groups, rows of the weight)`, in float64."""
 
     def __init__(self) -> None:
-        self.num_rows, self.sums = 0, torch.zeros(2)
+        self.total, self.sums = 0.0, torch.zeros(2)
 
-    def add(self, outputs: Tensor) -> None:
-        """`(groups, rows of data, rows of the weight)`."""
+    def add(self, outputs: Tensor, weight: float) -> None:
+        """`(groups, rows of data, rows of the weight)`; `weight`: how much each row of data counts."""
         sums = torch.stack([outputs.sum(1, dtype=torch.float64), outputs.square().sum(1, dtype=torch.float64)])
-        self.merge(sums, outputs.shape[1])
+        self.merge(weight * sums, weight * outputs.shape[1])
 
-    def merge(self, sums: Tensor, num_rows: int) -> None:
-        if num_rows:
-            self.sums, self.num_rows = (self.sums + sums if self.num_rows else sums), self.num_rows + num_rows
+    def merge(self, sums: Tensor, total: float) -> None:
+        if total:
+            self.sums, self.total = (self.sums + sums if self.total else sums), self.total + total
 
     def variance(self, *, centered: bool) -> Tensor:
         mean: Tensor
         square: Tensor
-        mean, square = self.sums / max(self.num_rows, 1)
+        mean, square = self.sums / (self.total or 1)
         return (square - mean.square()).clamp_min(0) if centered else square
 
 
@@ -291,12 +294,14 @@ def _moments(
     """Of the layer's quantized input and of its float input, over all processes, for each half of the batches.
 
     Of a single batch, for each half of its rows. And, with `float_weight`, of the float output for the same rows.
+    Samples that are far larger than nearly all others hardly count.
     """
     device = layer.op.get_parameter("weight").device
     dtype = torch.float64 if layer.op.get_parameter("weight").dtype == torch.float64 else torch.float32
     halves, power = (InputMoments(dtype), InputMoments(dtype)), _OutputPower()
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
     step = 1
+    usual = _usual_level(form, data)
     for index in range(data.num_batches):
         (x,) = layer.quantize_input((input_of(data, data.inputs, index),), {})
         if index == 0 and max_rows is not None:
@@ -307,20 +312,43 @@ def _moments(
         for place, (part, other) in enumerate(_parts(form, x, original, whole=data.num_batches * num_ranks > 1)):
             # Ranks have every so-many-th batch, as samplers deal them out: the halves are those of one process.
             half = halves[(index * num_ranks + rank + place) % 2]
-            if not with_originals:
-                for patches in form.patches(part, step):
-                    half.add(patches)
-                continue
-            for patches, others in zip(form.patches(part, step), form.patches(other, step), strict=True):
-                half.add(patches, others)
-                if float_weight is not None:
-                    power.add(others.to(dtype) @ float_weight.mT.to(dtype))
+            for own, float_own, weight in _by_weight(part, other, usual):
+                if not with_originals:
+                    for patches in form.patches(own, step):
+                        half.add(patches, weight=weight)
+                    continue
+                for patches, others in zip(form.patches(own, step), form.patches(float_own, step), strict=True):
+                    half.add(patches, others, weight)
+                    if float_weight is not None:
+                        power.add(others.to(dtype) @ float_weight.mT.to(dtype), weight)
     merged, total_power = (InputMoments(dtype), InputMoments(dtype)), _OutputPower()
-    for states, sums, num_rows in gather(([half.state() for half in halves], power.sums.cpu(), power.num_rows)):
+    for states, sums, amount in gather(([half.state() for half in halves], power.sums.cpu(), power.total)):
         for total, state in zip(merged, states, strict=True):
             total.merge(InputMoments.from_state(state, device))
-        total_power.merge(sums.to(device), num_rows)
+        total_power.merge(sums.to(device), amount)
     return merged, total_power
+
+
+def _usual_level(form: LayerMatrix, data: BlockData) -> int | None:
+    """The usual level of the float inputs' samples, of all processes; None where no sample is far above it."""
+    counts: Counter[int] = Counter()
+    for index in range(data.num_batches):
+        x = input_of(data, data.float_inputs, index)
+        if x.ndim > max(form.num_dims + 1, 1):  # else it is a single sample
+            counts.update(sample_levels(x).tolist())
+    counts = sum(gather(counts), Counter())
+    usual = usual_level(counts) if counts else None
+    return None if usual is None or level_weight(max(counts), usual) == 1 else usual
+
+
+def _by_weight(x: Tensor, original: Tensor, usual: int | None) -> Iterator[tuple[Tensor, Tensor, float]]:
+    """The samples that count alike, quantized and float, and how much they count."""
+    if usual is None:
+        yield x, original, 1.0
+        return
+    weights = torch.tensor([level_weight(level, usual) for level in sample_levels(original).tolist()], device=x.device)
+    for weight in weights.unique().tolist():
+        yield x[weights == weight], original[weights == weight], weight
 
 
 def _second_moments(moments: InputMoments, *, centered: bool) -> tuple[Tensor, Tensor]:

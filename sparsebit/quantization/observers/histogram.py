@@ -8,6 +8,8 @@ over batches or processes before a merge.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from typing_extensions import Self
@@ -86,7 +88,8 @@ class Histogram:
         width zero. (It may be an outlier, and the middle of its bin far from it.)
         """
         counts = torch.nn.functional.pad(self.counts, (0, 1)).double()
-        place, number = self.bin_of(self.ends)[..., None], (self.ends > 0).double()[..., None]
+        place = self.bin_of(self.ends)[..., None]
+        number = counts.gather(2, place).clamp(max=1)  # less than one where the extreme counts less
         counts.scatter_add_(2, place, -number).scatter_add_(2, place + 1, number)
         edges = torch.nn.functional.pad(self.edges, (0, 1), value=torch.inf)[:, None].minimum(self.ends[..., None])
         return counts, edges[..., :-1], edges[..., 1:]
@@ -97,6 +100,22 @@ class Histogram:
         for name, value in self.state().items():
             setattr(part, name, value[rows])
         return part
+
+    @classmethod
+    def weighted(cls, parts: Sequence[tuple[Histogram, float]]) -> Histogram:
+        """The values of all parts; those of a part with a weight below 1 count as fractions, in `raw` as float64."""
+        whole = cls()
+        for part, _ in parts:
+            whole.merge(part)
+        if whole.raw is None or all(weight == 1 for _, weight in parts):
+            return whole
+        raw = torch.zeros_like(whole.raw, dtype=torch.float64)
+        for part, weight in parts:
+            if part.raw is not None:
+                moved, _ = _moved(part.raw, whole.exponent - part.exponent, whole._first_key)
+                raw.add_(moved, alpha=weight)
+        whole.raw = raw
+        return whole
 
     def bin_of(self, magnitude: Tensor, rows: slice = slice(None)) -> Tensor:
         """The bin of magnitudes `(R, ...)` float64, int64; the last one for what is larger. `rows`: whose they are."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparsebit.numerics.qparams import dequantized_range, qparams_from_range
-from sparsebit.numerics.spec import TensorSpec
+from sparsebit.numerics.spec import PerTensor, TensorSpec
 from sparsebit.quantization.observers.distortion import (
     LONGEST_SAMPLES,
     Distortion,
@@ -14,6 +14,7 @@ from sparsebit.quantization.observers.distortion import (
     distortion_of_weights,
 )
 from sparsebit.quantization.observers.histogram import Histogram
+from sparsebit.quantization.observers.leveled_histogram import LeveledHistogram
 from sparsebit.quantization.observers.observer import EVEN_STEPS, Observer, Range, over_histograms, register_observer
 from sparsebit.quantization.observers.statistics import Samples, extremes
 
@@ -57,16 +58,27 @@ def _best(powers: Tensor, low: Tensor, high: Tensor, distortion: Distortion) -> 
 
 
 @register_observer("mse")
-class MseObserver(Observer[Samples | Histogram]):
-    """Least squared error between the values and their quantized selves; for weights, of the output that they make."""
+class MseObserver(Observer[Samples | Histogram | LeveledHistogram]):
+    """Least squared error between the values and their quantized selves; for weights, of the output that they make.
+
+    Of activations with one scale, samples that are far larger than nearly all others hardly count: see
+    `sparsebit.numerics.sample_levels`.
+    """
 
     FORMATS = EVEN_STEPS
 
-    def new_statistic(self) -> Samples | Histogram:
-        return Samples() if self.target == "weight" else Histogram()
+    def new_statistic(self) -> Samples | Histogram | LeveledHistogram:
+        if self.target == "weight":
+            return Samples()
+        return LeveledHistogram() if isinstance(self.spec.granularity, PerTensor) else Histogram()
 
-    def range_of(self, statistic: Samples | Histogram) -> Range:
+    def _rows(self, x: Tensor) -> Tensor:
+        return x if isinstance(self.statistic, LeveledHistogram) else super()._rows(x)
+
+    def range_of(self, statistic: Samples | Histogram | LeveledHistogram) -> Range:
         spec = self.spec
+        if isinstance(statistic, LeveledHistogram):
+            return mse_range(*statistic.extremes(), spec, HistogramDistortion(statistic.combined(), spec))
         if isinstance(statistic, Samples) and statistic.rows is not None and statistic.rows.shape[1] <= LONGEST_SAMPLES:
             return mse_range(*extremes(statistic.rows), spec, distortion_of_weights(statistic.rows, spec))
         return over_histograms(statistic, lambda h, _: mse_range(h.low, h.high, spec, HistogramDistortion(h, spec)))

@@ -56,6 +56,10 @@ class Observer(Generic[S]):
         """Lowest and highest value to be represented, `(R,)` each."""
         raise NotImplementedError(f"{type(self).__name__} must define range_of(statistic)")
 
+    def _rows(self, x: Tensor) -> Tensor:
+        """What the statistic is given of a tensor: one row for each scale, `(R, n)`."""
+        return to_rows(x, self.spec.granularity)
+
     @property
     def is_empty(self) -> bool:
         return self.statistic.is_empty
@@ -66,7 +70,7 @@ class Observer(Generic[S]):
         if x.numel() == 0:
             return
         x = x.detach()
-        self.statistic.update(to_rows(x if x.is_floating_point() else x.float(), self.spec.granularity))
+        self.statistic.update(self._rows(x if x.is_floating_point() else x.float()))
 
     @torch.no_grad()
     def calc_range(self, *, check: bool = True) -> Range:

@@ -182,6 +182,19 @@ def test_one_batch_is_halved_to_choose_the_correction() -> None:
     assert all(torch.allclose(states[0][name], tensor, atol=1e-4) for name, tensor in states[1].items())
 
 
+def test_a_few_far_larger_samples_do_not_decide_the_rounding() -> None:
+    """Weights only: what the usual samples lose, beside rounding for these alone."""
+    model = float_model()
+    usual = batches(8)
+    mixed = [*usual[:-1], torch.cat([usual[-1][:-1], 300 * torch.randn(1, 3, 12, 12)])]
+    lost = {}
+    for name, data in (("usual", usual), ("mixed", mixed)):
+        qmodel = calibrated(model, data, "{DEVICE: cpu, W: {QUANTIZER: {BIT: 3}}, A: {QUANTIZER: {DISABLE: True}}}")
+        gptq(qmodel, data)
+        lost[name] = error(qmodel, model, usual)
+    assert lost["mixed"] < 2 * lost["usual"]
+
+
 def test_two_runs_have_equal_bits_and_survive_saving(tmp_path: Path) -> None:
     data = batches()
     states = []

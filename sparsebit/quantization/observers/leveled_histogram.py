@@ -1,0 +1,89 @@
+"""`LeveledHistogram`: a histogram in which samples that are far larger than the others count less."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from sparsebit.numerics.sample_levels import level_weight, sample_levels, usual_level
+from sparsebit.numerics.spec import PerTensor, to_rows
+from sparsebit.quantization.observers.histogram import Histogram
+from sparsebit.quantization.observers.statistics import State
+
+# Histograms that are kept, of the highest levels: lower samples are counted at the lowest of these.
+MOST_LEVELS = 6
+# Samples that count less than this do not widen the ranges that are tried.
+SMALLEST_WEIGHT = 0.05
+
+
+class LeveledHistogram:
+    """A histogram of one row for each octave of the samples' magnitude, and how many samples each has.
+
+    Like a histogram it depends on the samples alone: not on their order, nor on batches and processes.
+    """
+
+    def __init__(self) -> None:
+        self.histograms: dict[int, Histogram] = {}
+        self.num_samples: Counter[int] = Counter()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.histograms
+
+    def update(self, rows: Tensor) -> None:
+        """Takes in `x (samples, ...)`; one dimension is one sample."""
+        samples = rows[None] if rows.ndim < 2 else rows
+        levels = sample_levels(samples)
+        for level in levels.unique().tolist():
+            is_here = levels == level
+            part = samples if bool(is_here.all()) else samples[is_here]
+            histogram = Histogram()
+            histogram.update(to_rows(part, PerTensor()))
+            self._add(level, histogram, len(part))
+
+    def merge(self, other: Self) -> None:
+        for level, histogram in other.histograms.items():
+            self._add(level, histogram, other.num_samples[level])
+
+    def _add(self, level: int, histogram: Histogram, num_samples: int) -> None:
+        self.histograms.setdefault(level, Histogram()).merge(histogram)
+        self.num_samples[level] += num_samples
+        if len(self.histograms) > MOST_LEVELS:
+            lowest, above = sorted(self.histograms)[:2]
+            self.histograms[above].merge(self.histograms.pop(lowest))
+            self.num_samples[above] += self.num_samples.pop(lowest)
+
+    def state(self) -> State:
+        found = {
+            f"{level}.{name}": value for level, part in self.histograms.items() for name, value in part.state().items()
+        }
+        return found | {f"{level}.samples": torch.tensor(count) for level, count in self.num_samples.items()}
+
+    def load_state(self, state: State) -> None:
+        self.__init__()  # type: ignore[misc]
+        parts: dict[int, State] = {}
+        for key, value in state.items():
+            level, name = key.split(".")
+            if name == "samples":
+                self.num_samples[int(level)] = int(value)
+            else:
+                parts.setdefault(int(level), {})[name] = value
+        for number, part in parts.items():
+            self.histograms[number] = Histogram()
+            self.histograms[number].load_state(part)
+
+    def combined(self) -> Histogram:
+        """One histogram of all samples; what far larger ones have counts for less than 1."""
+        return Histogram.weighted(self._parts())
+
+    def extremes(self) -> tuple[Tensor, Tensor]:
+        """The lowest and the highest value, `(1,)` each, of the samples that a range has to suit."""
+        parts = [part for part, weight in self._parts() if weight >= SMALLEST_WEIGHT]
+        return torch.stack([part.low for part in parts]).amin(0), torch.stack([part.high for part in parts]).amax(0)
+
+    def _parts(self) -> list[tuple[Histogram, float]]:
+        usual = usual_level(self.num_samples)
+        return [(part, level_weight(level, usual)) for level, part in self.histograms.items()]
