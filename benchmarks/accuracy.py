@@ -3,16 +3,19 @@
     python benchmarks/accuracy.py [--tasks resnet20,minilm] [--observers minmax,mse] [--json FILE] [--device cuda]
     python benchmarks/accuracy.py --tasks mobilenetv2 --rows per-tensor     # only rows whose label has this word
     python benchmarks/accuracy.py --tasks resnet20 --rows mixed             # bits chosen at the bytes of uniform 4 bits
+    python benchmarks/accuracy.py --tasks yolov5n --rows yolo_w8a8 --draws 12   # how much of the result is chance
     python benchmarks/accuracy.py --peers [...]     # beside other tools, see accuracy_peers.py and its options
 
 One JSON line per task, backend and observer: the metric in float and quantized, the loss, and, where they make sense,
-the agreement with float and the output SQNR on the first 2,000 samples.
+the agreement with float and the output SQNR on the first 2,000 samples. `--draws`: the metric again with every scale
+changed in its last bits at random, as another number of threads changes them; the mean and the standard deviation.
 """
 
 from __future__ import annotations
 
 import argparse
 import resource
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -69,6 +72,7 @@ LOW_BITS = {
 # Where bits are also chosen per layer, at the bytes that the uniform config takes, and among which.
 MIXED = {"resnet20": (4, 8), "mobilenetv2": (4, 8)}
 CANDIDATES = (2, 3, 4, 5, 6, 8)
+LAST_BITS = 2e-7
 # Models that the plain configs do not suit, and the config that their example recommends.
 RECOMMENDED = {"minilm": "examples/configs/encoder_w8a8.yaml", "yolov5n": "examples/configs/yolo_w8a8.yaml"}
 
@@ -96,6 +100,7 @@ def measure(
     settings: dict[str, Any] | QuantConfig,
     label: dict[str, Any],
     reference: tuple[float, torch.Tensor | None],
+    num_draws: int = 0,
 ) -> dict[str, Any]:
     wall, cpu = time.perf_counter(), time.process_time()
     algorithm = ALGORITHMS.get(label.get("algorithm", ""))
@@ -124,7 +129,27 @@ def measure(
         if task.labels is not None:
             record["agreement"] = round(100 * float((own.argmax(1) == outputs.argmax(1)).float().mean()), 2)
             record["top1_first_2000"] = round(top1(own, task.labels[:2000]), 2)
+    if num_draws > 1:
+        found = draws(task, qmodel, num_draws)
+        mean, deviation = statistics.mean(found), statistics.stdev(found)
+        record |= {"draws": num_draws, "mean": round(mean, 4), "deviation": round(deviation, 4)}
     return record
+
+
+def draws(task: Task, qmodel: QuantModel, count: int) -> list[float]:
+    """The metric with scales that differ in their last bits."""
+    state = {name: value.clone() for name, value in qmodel.state_dict().items()}
+    scales = {name: value for name, value in state.items() if name.endswith("scale") and value.is_floating_point()}
+    found = []
+    for seed in range(count):
+        generator = torch.Generator().manual_seed(seed)
+        changed = {
+            name: value * (1 + LAST_BITS * torch.randn(value.shape, generator=generator).to(value))
+            for name, value in scales.items()
+        }
+        qmodel.load_state_dict(state | changed)
+        found.append(float(task.evaluate(qmodel)[0]))
+    return found
 
 
 Variant = tuple[dict[str, Any], dict[str, Any] | QuantConfig]
@@ -163,6 +188,7 @@ def main() -> None:
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--observers", default=",".join(OBSERVERS))
     parser.add_argument("--rows", default="", help="only rows with this word in their label")
+    parser.add_argument("--draws", type=int, default=0, help="how often the metric is measured with other last bits")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--peers", action="store_true", help="beside other tools: the options of accuracy_peers.py")
@@ -179,7 +205,8 @@ def main() -> None:
         for label, settings in variants(name, options.observers.split(","), options.device):
             if not any(options.rows in str(value) for value in label.values()):
                 continue
-            emit({"benchmark": "accuracy", **measure(task, settings, label, reference)}, options.json)
+            record = measure(task, settings, label, reference, options.draws)
+            emit({"benchmark": "accuracy", **record}, options.json)
 
 
 if __name__ == "__main__":
