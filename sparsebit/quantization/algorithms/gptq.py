@@ -330,11 +330,14 @@ def _moments(
 
 
 def _usual_level(form: LayerMatrix, data: BlockData) -> int | None:
-    """The usual level of the float inputs' samples, of all processes; None where no sample is far above it."""
+    """The usual level of the float inputs' samples, of all processes; None where no sample is far above it.
+
+    Only of images, whose first dimension is their samples for certain.
+    """
     counts: Counter[int] = Counter()
-    for index in range(data.num_batches):
+    for index in range(data.num_batches if form.num_dims >= 2 else 0):
         x = input_of(data, data.float_inputs, index)
-        if x.ndim > max(form.num_dims + 1, 1):  # else it is a single sample
+        if x.ndim == form.num_dims + 2:  # else it is a single sample
             counts.update(sample_levels(x).tolist())
     counts = sum(gather(counts), Counter())
     usual = usual_level(counts) if counts else None

@@ -15,6 +15,8 @@ from sparsebit.quantization.observers.statistics import State
 
 # Histograms that are kept, of the highest levels: lower samples are counted at the lowest of these.
 MOST_LEVELS = 6
+# Of tensors whose first dimension is their samples for certain.
+FEWEST_DIMENSIONS = 4
 # Samples that count less than this do not widen the ranges that are tried.
 SMALLEST_WEIGHT = 0.05
 
@@ -34,9 +36,14 @@ class LeveledHistogram:
         return not self.histograms
 
     def update(self, rows: Tensor) -> None:
-        """Takes in `x (samples, ...)`; one dimension is one sample."""
-        samples = rows[None] if rows.ndim < 2 else rows
-        levels = sample_levels(samples)
+        """Takes in a tensor. Of images, `(samples, channels, height, width)`, each has its level; others have one.
+
+        The first dimension of a sequence may be its tokens, of which the first is often far larger than the others
+        and what they all look at.
+        """
+        has_samples = rows.ndim >= FEWEST_DIMENSIONS
+        samples = rows if has_samples else rows[None]
+        levels = sample_levels(samples) if has_samples else torch.zeros(1, dtype=torch.long)
         for level in levels.unique().tolist():
             is_here = levels == level
             part = samples if bool(is_here.all()) else samples[is_here]

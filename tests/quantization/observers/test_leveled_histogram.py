@@ -78,5 +78,13 @@ def test_knows_neither_order_nor_batches_and_merges() -> None:
             assert torch.equal(other.combined().state()[name], value), name
 
 
+def test_a_token_that_is_far_larger_than_the_others_counts_in_full() -> None:
+    """The first dimension may be tokens (`nn.TransformerEncoder`), and the first of them what is read in the end."""
+    x = torch.randn(64, 8, 16, generator=torch.Generator().manual_seed(0))
+    x[0] *= 100
+    assert float(observed(x)[1]) > 100
+    assert len(leveled(x, x[1:]).histograms) == 1
+
+
 def test_one_dimension_is_one_sample() -> None:
     assert sum(leveled(torch.randn(30)).num_samples.values()) == 1
