@@ -6,6 +6,7 @@
     python benchmarks/effort.py --efforts good --gptq '{"keep_variance": true}'    # with other options of GPTQ
     python benchmarks/effort.py --efforts best --reconstruct '{"held_out": 0}'     # or of the reconstruction
     python benchmarks/effort.py --efforts good --distill '{"views": 8}'            # then the whole network is trained
+    python benchmarks/effort.py --other CIFAR WEIGHTS --tasks regnet,mixer         # of other_networks_train.py
 
 `ratio`: CPU seconds (on a GPU: seconds) by those of "fast" in the same run. Each row is a process of its own, so that
 its peak memory is its own; it includes the model's and the data's.
@@ -42,6 +43,7 @@ def main() -> None:
         )
     parser.add_argument("--distill", type=json.loads, help='JSON: after the effort, reconstruct(method="distill", ...)')
     parser.add_argument("--first", type=int, default=0, help="the first image for calibration, of CIFAR-10")
+    parser.add_argument("--other", nargs=2, type=Path, metavar=("CIFAR", "WEIGHTS"), help="networks trained for this")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--row", nargs=3, metavar=("TASK", "BITS", "EFFORT"), help="one row, in this process")
@@ -66,6 +68,8 @@ def in_own_process(task: str, bits: str, effort: str, options: argparse.Namespac
         command += [f"--{name}", json.dumps(getattr(options, name))]
     if options.distill is not None:
         command += ["--distill", json.dumps(options.distill)]
+    if options.other is not None:
+        command += ["--other", *map(str, options.other)]
     for name in ("images", "views", "first", "device"):
         command += [f"--{name}", str(getattr(options, name))]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -75,7 +79,7 @@ def in_own_process(task: str, bits: str, effort: str, options: argparse.Namespac
 def row(name: str, bits: str, effort: Any, options: argparse.Namespace) -> dict[str, Any]:
     import torch
     from accuracy import config
-    from models import cifar, efficientnet_lite0
+    from models import cifar, efficientnet_lite0, other_network
 
     import sparsebit
     from sparsebit.quantization import parse_qconfig
@@ -83,8 +87,12 @@ def row(name: str, bits: str, effort: Any, options: argparse.Namespace) -> dict[
 
     torch.set_num_threads(1)
     device = options.device
-    is_large = name == "efficientnet_lite0"
-    task = efficientnet_lite0(options.views) if is_large else cifar(name, 5000, options.images, options.first)
+    if options.other is not None:
+        task = other_network(name, *options.other, options.images)
+    elif name == "efficientnet_lite0":
+        task = efficientnet_lite0(options.views)
+    else:
+        task = cifar(name, 5000, options.images, options.first)
     task.model.to(device)
     score, outputs = task.evaluate(task.model)
     weight, activation = map(int, re.findall(r"\d+", bits))

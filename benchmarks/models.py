@@ -16,10 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 from common import ROOT, data_folder
+from safetensors.torch import load_file
 from torch import nn
 
 sys.path.insert(0, str(ROOT / "tests"))
 import torchvision_shim
+
+CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
 @dataclass
@@ -81,6 +84,24 @@ def cifar(name: str, num_images: int = 5000, num_calibration: int = 256, first: 
 
     calibration, _ = load("train_10k.npz", first + num_calibration)
     return _classifier(name, models.load(name), calibration[first:], *load("test_5k.npz", num_images), 250)
+
+
+def cifar_images(file: Path, count: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalised images and labels of an archive with all of a split of CIFAR-10."""
+    archive = np.load(file)
+    mean, std = (torch.tensor(numbers).view(1, 3, 1, 1) for numbers in (CIFAR_MEAN, CIFAR_STD))
+    images = torch.from_numpy(archive["images"][:count]).permute(0, 3, 1, 2).float() / 255
+    return ((images - mean) / std).contiguous(), torch.from_numpy(archive["labels"][:count].astype(np.int64))
+
+
+def other_network(name: str, cifar: Path, weights: Path, num_calibration: int) -> Task:
+    """A network of `other_networks.py` with the weights of `other_networks_train.py`, on all test images."""
+    from other_networks import NETS
+
+    model = NETS[name]().eval()
+    model.load_state_dict(load_file(weights / f"{name}.safetensors"))
+    calibration, _ = cifar_images(cifar / "train.npz", num_calibration)
+    return _classifier(name, model, calibration, *cifar_images(cifar / "test.npz"), 250)
 
 
 def efficientnet_lite0(num_views: int = 1) -> Task:
