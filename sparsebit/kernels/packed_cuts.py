@@ -66,7 +66,8 @@ class Work(ctypes.Structure):
     def of(cls, tiles: int, groups: int, most_blocks: int) -> Work:
         """Whichever takes the shorter time: spans that are parts of one tile each, spans as many as blocks, or none.
 
-        >>> [Work.of(tiles, 224, 132).counts for tiles in (16, 90, 192, 256)]
+        >>> found = [Work.of(tiles, 224, 132) for tiles in (16, 90, 192, 256)]
+        >>> [(work.waves, work.rest, work.spans) for work in found]
         [(0, 16, 128), (0, 90, 132), (1, 60, 120), (2, 0, 0)]
         """
         waves, rest = divmod(tiles, most_blocks)
@@ -78,10 +79,6 @@ class Work(ctypes.Structure):
         cut = [cls(most_blocks if waves else spans, waves, rest, spans, groups) for spans in (rest * parts, most_spans)]
         found: Work = min(whole, *cut, key=lambda work: work.time)
         return found
-
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        return self.waves, self.rest, self.spans
 
     @property
     def time(self) -> float:

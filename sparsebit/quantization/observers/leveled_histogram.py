@@ -15,7 +15,7 @@ from sparsebit.quantization.observers.statistics import State
 
 # Histograms that are kept, of the highest levels: lower samples are counted at the lowest of these.
 MOST_LEVELS = 6
-# Of tensors whose first dimension is their samples for certain.
+# Of tensors whose first dimension is their samples: images, and what is computed of them.
 FEWEST_DIMENSIONS = 4
 # Samples that count less than this do not widen the ranges that are tried.
 SMALLEST_WEIGHT = 0.05
