@@ -7,6 +7,7 @@ kept (a little in memory, the rest on disk), and the values between layers only 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -22,11 +23,14 @@ from sparsebit.execution.distributed import gather, is_distributed, to_cpu
 from sparsebit.execution.value_store import MIB, SharedData
 from sparsebit.progress import track
 from sparsebit.quantization.given_weights import GivenWeights
+from sparsebit.quantization.observers.leveled_histogram import LeveledHistogram
 from sparsebit.quantization.ops.layer_call import current_weight
 from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.sites import split_site
+
+log = logging.getLogger(__name__)
 
 # Inputs of past batches that stay in memory; the rest waits on disk in case `asym` asks for them.
 _INPUT_BYTES = 32 * MIB
@@ -157,6 +161,7 @@ class CalibrationRunner:
         hidden = set().union(*gather({q.name for q in quantizers if q.saw_infinity}))
         self._refuse_infinite_inputs(hidden)
         seen = [q for q in quantizers if not q.observer.is_empty and q.name not in hidden]
+        _tell_of_far_samples(seen)
         for quantizer in track(seen, "ranges"):
             quantizer.calc_qparams()
         return {id(quantizer) for quantizer in seen}
@@ -223,6 +228,18 @@ class CalibrationRunner:
             # A copy: the model may write into its inputs, which are needed once more.
             args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, self.inputs.get(index))
             yield self.model(*args, **kwargs)
+
+
+def _tell_of_far_samples(quantizers: list[Quantizer]) -> None:
+    statistics = {q.name: q.observer.statistic for q in quantizers}
+    far = {name: s for name, s in statistics.items() if isinstance(s, LeveledHistogram) and s.num_far}
+    if far:
+        name, first = next(iter(far.items()))
+        log.warning(
+            "%s, and %d sites more: %d of %d samples are far larger than nearly all others, and hardly count in ranges "
+            "by mse; if they are what matters, take another observer there (minmax)",
+            *(name, len(far) - 1, first.num_far, first.num_samples.total()),
+        )
 
 
 def calibrate_weight(layer: WeightedQuantOpr | QuantizedParameter, *, with_observed: bool = False) -> None:

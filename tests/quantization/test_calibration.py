@@ -504,3 +504,15 @@ class TestWeightsInThePlaceOfALayersOwn:
             CalibrationError, match=r"layers.0.input: torch.func calls this layer with the state of several"
         ):
             qmodel(x)
+
+
+def test_samples_that_hardly_count_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    config = qconfig({"A.OBSERVER.TYPE": "mse"})
+    images = torch.randn(100, 3, 6, 6)
+    images[7] *= 100
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).eval()
+    calibrated(model, [images], config)
+    assert "sites more: 1 of 100 samples are far larger" in caplog.text
+    caplog.clear()
+    calibrated(model, [images[8:]], config)
+    assert "far larger" not in caplog.text

@@ -91,6 +91,12 @@ class LeveledHistogram:
         parts = [part for part, weight in self._parts() if weight >= SMALLEST_WEIGHT]
         return torch.stack([part.low for part in parts]).amin(0), torch.stack([part.high for part in parts]).amax(0)
 
+    @property
+    def num_far(self) -> int:
+        """How many samples are so far above the others that they hardly count."""
+        usual = usual_level(self.num_samples)
+        return sum(count for level, count in self.num_samples.items() if level_weight(level, usual) < 1)
+
     def _parts(self) -> list[tuple[Histogram, float]]:
         usual = usual_level(self.num_samples)
         return [(part, level_weight(level, usual)) for level, part in self.histograms.items()]

@@ -46,6 +46,7 @@ def test_samples_of_usual_sizes_give_the_range_of_all_values_bit_by_bit() -> Non
 
 def test_a_few_far_larger_samples_leave_the_others_their_codes() -> None:
     x = samples(num_large=2)
+    assert leveled(x).num_far == 2 and leveled(samples()).num_far == 0
 
     def error(ends: tuple[Tensor, Tensor]) -> float:
         return float((fake_quantize(x[2:], *qparams_from_range(*ends, SPEC), SPEC) - x[2:]).square().mean())
