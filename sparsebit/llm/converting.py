@@ -24,7 +24,6 @@ from sparsebit.llm.float_weight import Weight, integers
 from sparsebit.llm.genai_folder import builder_tensors, genai_package, run_builder, why_not
 from sparsebit.llm.gguf_file import gguf_package, write_gguf
 from sparsebit.llm.gguf_mixes import EXACT, MIXES, mix_of
-from sparsebit.llm.gguf_tensors import values_in_file
 from sparsebit.llm.load_check import (
     LoadCheck,
     check_conversion,
@@ -95,7 +94,8 @@ def convert(
     `format`: "compressed-tensors", "gptq" (version 2), "gptq-v1", "onnx-genai" (a folder for ONNX Runtime GenAI) or
     "gguf"; the last is one file, and `output` ends in .gguf. `output` appears whole, after its logits were compared
     with those of `model` (`check`): by us, and where the package for it is installed by transformers; those of a GGUF
-    file by transformers alone, those of ONNX by onnxruntime-genai.
+    file by transformers alone (by us from the weights that the package gguf reads, where transformers cannot), those of
+    ONNX by onnxruntime-genai.
 
     `gguf_type`: "exact" keeps the codes of a packed model. "Q4_K", "Q6_K" and the mix "Q4_K_M" round weights to these
     types, of a packed model or of a float one; `check` tells how far that moves the logits.
@@ -179,8 +179,7 @@ def _convert(
         flush(made)
         types = {tensor.name: tensor.kind for tensor in tensors}
         if check:
-            rounded = values_in_file(made, tensors)
-            found = check_gguf(made, skeleton.folder.path, rounded, trust_remote_code=trust_remote_code)
+            found = check_gguf(made, skeleton.folder.path, tensors, trust_remote_code=trust_remote_code)
     elif format == GENAI:
         files = staging / "gptq" / target.name
         _write(files, source, _FOR_BUILDER)

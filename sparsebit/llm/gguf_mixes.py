@@ -1,7 +1,7 @@
 """`Mix`: which type the matrices of a GGUF file are rounded to, by what they are.
 
-`Q4_K_M` is llama.cpp's: more bits for the output layer, and for v and down, whose errors cost most, in half of the
-blocks.
+`Q4_K_M` is llama.cpp's: more bits for the output layer, and for v (q, k and v, where they are one matrix) and down,
+whose errors cost most, in half of the blocks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sparsebit.llm.checkpoint.k_quant_blocks import SUPER_BLOCK
 
 KType = Literal["Q4_K", "Q6_K"]
 EXACT = "exact"
-_SENSITIVE = ("attn_v", "ffn_down", "ffn_down_exps")
+_SENSITIVE = ("attn_v", "attn_qkv", "ffn_down", "ffn_down_exps")
 _ROUTER = "ffn_gate_inp"  # chooses the experts: a rounding error chooses others
 # For rows that no number of blocks fills, llama.cpp's choice: types with blocks of 32.
 _SMALL_BLOCKS: dict[KType, Literal["Q5_0", "Q8_0"]] = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
@@ -25,7 +25,8 @@ _SMALL_BLOCKS: dict[KType, Literal["Q5_0", "Q8_0"]] = {"Q4_K": "Q5_0", "Q6_K": "
 class Mix:
     """`file_type`: llama.cpp's name. `usual`: of the blocks' layers. None of the others: as in the model's files.
 
-    `sensitive`: of v and down in the first and last eighth of the blocks, and in every third between them.
+    `sensitive`: of v, of q, k and v in one matrix, and of down, in the first and last eighth of the blocks, and in
+    every third between them.
     """
 
     file_type: str

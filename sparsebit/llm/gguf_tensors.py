@@ -85,7 +85,9 @@ def gguf_tensors(
     key_heads = int(config.num_key_value_heads or heads)
 
     def known_name(module: str, key: str) -> str:
-        found = name_of(_EXPERT.sub(r"\1.\2", module))
+        """`key`: what the files call it, if they do it in another way."""
+        stem = key.removesuffix(".weight").removesuffix(".bias")
+        found = next(filter(None, (name_of(_EXPERT.sub(r"\1.\2", name)) for name in (module, stem))), None)
         if found is None:
             raise DeploymentError(f"tensor {key} has no name in GGUF files of {architecture}")
         return found
@@ -120,7 +122,7 @@ def gguf_tensors(
             found.append(_rounded_tensor(read, wanted, name, shapes[key], model_names[key], rows))
     for layer, number_format in source.formats.items():
         shape = tuple(skeleton.model.get_submodule(layer).weight.shape)
-        name, rows = f"{known_name(layer, layer)}.weight", order(layer, shape[0])
+        name, rows = f"{known_name(layer, source.file_name(layer))}.weight", order(layer, shape[0])
         wanted = None if mix is None else mix.type_of(name, num_blocks, is_tied=is_tied)
         if wanted is None or (fitting(wanted, shape[1]) != wanted and _holds_codes(number_format, shape[1])):
             kind = block_type(number_format.bits, number_format.symmetric)
@@ -167,21 +169,40 @@ def _stacked(experts: list[GgufTensor]) -> GgufTensor:
 
 
 @torch.no_grad()
-def values_in_file(path: Path, tensors: list[GgufTensor]) -> dict[str, Tensor]:
+def rounded_values(path: Path, tensors: list[GgufTensor]) -> dict[str, Tensor]:
     """The values of rounded tensors as the file holds them, decoded here, by their names in the model."""
+    wanted = [tensor for tensor in tensors if tensor.is_rounded]
+    return _values(path, wanted, lambda kind, data: values_of(kind.name, torch.from_numpy(data.copy())))
+
+
+@torch.no_grad()
+def all_values(path: Path, tensors: list[GgufTensor]) -> dict[str, Tensor]:
+    """The values of all parameters as the package gguf decodes the file, by their names in the model."""
     import gguf
 
-    wanted = {tensor.name: tensor for tensor in tensors if tensor.is_rounded}
+    def decode(kind: Any, data: Any) -> Tensor:
+        return torch.from_numpy(gguf.quants.dequantize(data, kind).copy())
+
+    return _values(path, [tensor for tensor in tensors if tensor.parameters], decode)
+
+
+def _values(path: Path, tensors: list[GgufTensor], decode: Callable[[Any, Any], Tensor]) -> dict[str, Tensor]:
+    """`decode(type, data)`: gives the values of a matrix or a vector."""
+    import gguf
+
+    wanted = {tensor.name: tensor for tensor in tensors}
     found: dict[str, Tensor] = {}
     for stored in gguf.GGUFReader(path).tensors:
         tensor = wanted.get(stored.name)
-        if tensor is not None:
-            data = torch.from_numpy(stored.data.copy())
-            for parameter, blocks in zip(tensor.parameters, data if data.ndim == 3 else [data], strict=True):
-                values = values_of(tensor.kind, blocks)
-                if tensor.order is not None:
-                    values = torch.empty_like(values).index_copy_(0, tensor.order, values)
-                found[parameter] = values
+        if tensor is None:
+            continue
+        for parameter, data in zip(
+            tensor.parameters, stored.data if stored.data.ndim == 3 else [stored.data], strict=True
+        ):
+            values = decode(stored.tensor_type, data)
+            if tensor.order is not None:
+                values = torch.empty_like(values).index_copy_(0, tensor.order, values)
+            found[parameter] = values
     return found
 
 

@@ -19,7 +19,8 @@ from sparsebit.llm.checkpoint.float_formats import FORMATS
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.float_linear import FloatLinear
 from sparsebit.llm.genai_folder import genai_logits
-from sparsebit.llm.gguf_file import unnamed_settings
+from sparsebit.llm.gguf_architectures import ARCHITECTURES, text_length, unnamed_settings
+from sparsebit.llm.gguf_tensors import GgufTensor, all_values, rounded_values
 from sparsebit.llm.half_weights import HALVES
 from sparsebit.llm.hub_classes import transformers_module
 from sparsebit.llm.loading import load
@@ -124,32 +125,38 @@ def check_conversion(
 
 @torch.no_grad()
 @full_float32()
-def check_gguf(
-    path: Path, source: Path, rounded: Mapping[str, Tensor] | None = None, *, trust_remote_code: bool = False
-) -> LoadCheck:
+def check_gguf(path: Path, source: Path, tensors: list[GgufTensor], *, trust_remote_code: bool = False) -> LoadCheck:
     """Load the GGUF file with transformers, and compare its logits with those of the folder it was made from.
 
-    `rounded`: the values of weights that were rounded again, by their names in the model: the folder's model gets them
-    before it is compared.
+    `tensors`: what was written. Where weights were rounded again, the folder's model gets their values before it is
+    compared. Of architectures that transformers does not read from GGUF files, the weights that the package gguf reads
+    are put into the model.
     """
     model = load(source, dtype=torch.float32, trust_remote_code=trust_remote_code)
-    tokens = _arbitrary_tokens(model)
+    tokens = _arbitrary_tokens(model)[:, : text_length(model.config)]
     expected = model(tokens, use_cache=False).logits
     from_source = weight_error = None
+    rounded = rounded_values(path, tensors)
     if rounded:
         original = expected
         weight_error = _put_weights(model, rounded)
         expected = model(tokens, use_cache=False).logits
         from_source = relative_difference(expected, original)
-    told = unnamed_settings(model.config)
-    theirs = _logits_of_transformers(path.parent, tokens, trust_remote_code, gguf_file=path.name, **told)
+    if ARCHITECTURES[model.config.model_type].has_reader:
+        told = unnamed_settings(model.config)
+        theirs = _logits_of_transformers(path.parent, tokens, trust_remote_code, gguf_file=path.name, **told)
+        more = f" (with {', '.join(f'{name}={value}' for name, value in told.items())})" if told else ""
+        reader = f"transformers{more}"
+    else:
+        found = all_values(path, tensors)
+        _put_weights(model, found)
+        missing = [name for name, _ in model.named_parameters() if name not in found]
+        if missing:
+            raise DeploymentError(f"{path.name} has no weights for {', '.join(missing)}; it is not kept")
+        theirs = model(tokens, use_cache=False).logits
+        reader = f"gguf (transformers does not read {model.config.model_type} models from GGUF files)"
     difference = relative_difference(theirs, expected)
-    _compare({"transformers": difference}, source)
-    reader = (
-        f"transformers (with {', '.join(f'{name}={value}' for name, value in told.items())})"
-        if told
-        else "transformers"
-    )
+    _compare({reader.partition(" ")[0]: difference}, source)
     return LoadCheck(difference, (), reader, from_source, weight_error)
 
 
@@ -167,17 +174,17 @@ def _put_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> float:
     """Put float layers with these weights in place of the packed ones; gives the relative change over all weights."""
     changed, total = 0.0, 1e-30
     for name, value in weights.items():
-        path = name.removesuffix(".weight")
+        path, _, own = name.rpartition(".")
         module: Any = model.get_submodule(path)
-        if isinstance(module, QuantLinear | FloatLinear):
+        if isinstance(module, QuantLinear | FloatLinear) and own == "weight":
             before = module.packed.dequantize(torch.float32)
             plain = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
             plain.weight = nn.Parameter(value, requires_grad=False)
             plain.register_parameter("bias", None if module.bias is None else nn.Parameter(module.bias, False))
             model.set_submodule(path, plain)
         else:
-            before = module.weight.detach().clone()
-            module.weight.data.copy_(value)
+            before = getattr(module, own).detach().clone()
+            getattr(module, own).data.copy_(value)
         changed += float((value - before).square().sum())
         total += float(before.square().sum())
     return float((changed / total) ** 0.5)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from sparsebit.errors import ConfigError, DeploymentError, MissingExtraError
-from sparsebit.llm import Recipe, convert, gguf_file, quantize
+from sparsebit.llm import Recipe, convert, gguf_architectures, load_check, quantize
 from sparsebit.llm.checkpoint.gguf_blocks import block_type, blocks_of, why_not
 from sparsebit.llm.gguf_tensors import GgufTensor, with_stacked_experts
 from sparsebit.llm.gguf_tokenizer import _pre
@@ -66,7 +66,7 @@ def with_bpe(folder: Path) -> Path:
 
 
 def packed_folder(tmp_path: Path, model_type: str = "llama", *, window: int | None = None, **options: Any) -> Path:
-    more = {"sliding_window": window} if model_type == "mistral" else {}
+    more = {"sliding_window": window} if model_type in ("mistral", "mixtral", "phi3") else {}
     model = tiny_model(model_type, vocab_size=264, bos_token_id=257, eos_token_id=258, **more)
     folder = with_bpe(saved(model, tmp_path / "model", dtype=options.pop("dtype", torch.float16)))
     recipe = Recipe(method="rtn", scale_search="none", **{"group_size": 32, "symmetric": True, **options})
@@ -82,8 +82,9 @@ def packed_folder(tmp_path: Path, model_type: str = "llama", *, window: int | No
         ("qwen2", {"bits": 3, "group_size": 0}),
         ("mistral", {}),
         ("qwen3", {}),
+        ("phi3", {}),
     ],
-    ids=["Q4_0", "Q5_0", "Q8_0-bfloat16", "qwen2", "mistral", "qwen3"],
+    ids=["Q4_0", "Q5_0", "Q8_0-bfloat16", "qwen2", "mistral", "qwen3", "phi3"],
 )
 def test_transformers_loads_it(model_type: str, options: dict[str, Any], tmp_path: Path) -> None:
     source = packed_folder(tmp_path, model_type, **options)
@@ -153,6 +154,7 @@ def test_a_packed_model_as_q4_k(recipe: Recipe, expected: float, tmp_path: Path)
     assert made.gguf_types["blk.0.attn_q.weight"] == "Q4_K" and made.gguf_types["token_embd.weight"] == "F16"
 
 
+HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 MOE = {"mlp_only_layers": [], "moe_intermediate_size": 384, "hidden_size": 256, "head_dim": 64}
 
 
@@ -172,6 +174,52 @@ def test_experts_become_one_tensor_and_their_router_stays(tmp_path: Path) -> Non
     assert shapes["blk.0.ffn_gate_exps.weight"] == [256, 384, 4]
 
 
+def float_folder(tmp_path: Path, model_type: str, **changes: Any) -> Path:
+    """A float model with rows of 256 and 384 weights."""
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
+    model = tiny_model(model_type, vocab_size=264, bos_token_id=257, eos_token_id=258, **{**sizes, **changes})
+    return with_bpe(saved(model, tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "types"),
+    [
+        ("mixtral", {"0.ffn_gate_exps": "Q4_K", "2.ffn_down_exps": "Q8_0", "0.ffn_gate_inp": "F16"}),
+        ("phi", {"0.ffn_up": "Q4_K", "2.attn_v": "Q6_K", "2.ffn_down": "Q8_0"}),
+    ],
+    ids=["mixtral", "phi"],
+)
+def test_what_transformers_does_not_read_is_read_by_the_package(
+    model_type: str, types: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = convert(float_folder(tmp_path, model_type), tmp_path / "m.gguf", "gguf", gguf_type="Q4_K_M")
+    assert made.check is not None and made.check.difference <= 1e-6
+    assert made.check.reader.startswith(f"gguf (transformers does not read {model_type} models")
+    assert f"m.gguf: llama.cpp reads {model_type}, transformers does not" in caplog.text
+    assert made.check.weight_error is not None and 0.02 < made.check.weight_error < 0.09
+    assert {name: made.gguf_types[f"blk.{name}.weight"] for name in types} == types
+
+
+def test_a_file_without_a_tensor_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = load_check.all_values
+
+    def without_a_bias(path: Path, tensors: list[GgufTensor]) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in found(path, tensors).items() if name != "lm_head.bias"}
+
+    monkeypatch.setattr(load_check, "all_values", without_a_bias)
+    with pytest.raises(DeploymentError, match=r"m\.gguf has no weights for lm_head\.bias; it is not kept"):
+        convert(float_folder(tmp_path, "phi"), tmp_path / "m.gguf", "gguf", gguf_type="Q4_K")
+    assert not (tmp_path / "m.gguf").exists()
+
+
+def test_a_matrix_of_q_k_and_v_has_more_bits_where_v_has(tmp_path: Path) -> None:
+    made = convert(float_folder(tmp_path, "phi3"), tmp_path / "m.gguf", "gguf", gguf_type="Q4_K_M")
+    assert made.check is not None and made.check.difference <= 1e-3
+    types = made.gguf_types
+    assert types["blk.0.attn_qkv.weight"] == "Q4_K" and types["blk.2.attn_qkv.weight"] == "Q6_K"
+    assert types["blk.0.ffn_up.weight"] == "Q4_K"
+
+
 def test_experts_that_one_tensor_cannot_hold() -> None:
     """Mixed bits may give experts of a block different ones."""
     experts = [
@@ -186,11 +234,6 @@ def test_experts_that_one_tensor_cannot_hold() -> None:
     assert stacked.read()[:, 0, 0].tolist() == [1, 0]
 
 
-def test_experts_whose_weights_are_not_normalized_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DeploymentError, match="norm_topk_prob"):
-        convert(expert_folder(tmp_path, norm_topk_prob=False), tmp_path / "m.gguf", "gguf", gguf_type="Q4_K")
-
-
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
@@ -199,14 +242,42 @@ def test_experts_whose_weights_are_not_normalized_are_refused(tmp_path: Path) ->
         ("gemma3_text", {"query_pre_attn_scalar": 32}, "query_pre_attn_scalar 32: .* with 16 alone"),
         ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0: .* with None alone"),
         ("gemma3_text", {"sliding_window_pattern": 2}, "each 6th layer attends to the whole text"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention True: .* with False alone"),
+        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob False: .* with True alone"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers \[1\]: .* with \[\] alone"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step 2: .* with 1 alone"),
+        ("qwen2", {"head_dim": 32}, "head_dim 32: llama.cpp computes models of qwen2 with 16 alone"),
+        ("phi3", {"head_dim": 32}, "head_dim 32: llama.cpp computes models of phi3 with 16 alone"),
+        ("phi", {"qk_layernorm": True}, "qk_layernorm True: .* with False alone"),
+        ("phi", {"tie_word_embeddings": True}, "tie_word_embeddings True: .* with False alone"),
+        ("mixtral", {"rope_parameters": HALF}, "partial_rotary_factor.* only types default, linear, llama3, of whole"),
     ],
-    ids=["activation", "biases", "scale", "softcap", "window"],
+    ids=[
+        "activation",
+        "biases",
+        "scale",
+        "softcap",
+        "window",
+        "both-ways",
+        "experts-sum",
+        "some-experts",
+        "experts-in-turn",
+        "qwen2-heads",
+        "phi3-heads",
+        "phi-norms",
+        "phi-tied",
+        "half-heads",
+    ],
 )
 def test_what_llama_cpp_computes_in_one_way_alone(
     model_type: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    settings = {"query_pre_attn_scalar": 16, "sliding_window_pattern": 6} if model_type == "gemma3_text" else {}
-    model = tiny_model(model_type, vocab_size=264, bos_token_id=257, eos_token_id=258, **{**settings, **changes})
+    usual: dict[str, dict[str, Any]] = {
+        "gemma3_text": {"query_pre_attn_scalar": 16, "sliding_window_pattern": 6},
+        "qwen3_moe": {"mlp_only_layers": []},
+    }
+    settings = {**usual.get(model_type, {}), **changes}
+    model = tiny_model(model_type, vocab_size=264, bos_token_id=257, eos_token_id=258, **settings)
     with pytest.raises(DeploymentError, match=message):
         convert(with_bpe(saved(model, tmp_path / "model")), tmp_path / "m.gguf", "gguf", gguf_type="Q4_K")
 
@@ -216,9 +287,16 @@ def test_types_are_for_gguf_files(tmp_path: Path) -> None:
         convert(tmp_path, tmp_path / "x", "gptq", gguf_type="Q4_K")
 
 
-def test_a_window_of_attention_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DeploymentError, match="the last 8 tokens alone"):
-        convert(packed_folder(tmp_path, "mistral", window=8), tmp_path / "a.gguf", "gguf")
+@pytest.mark.parametrize("model_type", ["mistral", "mixtral", "phi3"])
+def test_a_window_of_attention_is_the_length_of_texts(
+    model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = convert(packed_folder(tmp_path, model_type, window=8), tmp_path / "a.gguf", "gguf")
+    assert made.check is not None and made.check.difference <= 1e-3
+    fields = gguf.GGUFReader(made.output).fields
+    (length,) = [field.contents() for name, field in fields.items() if name.endswith(".context_length")]
+    assert length == 8 and not any("sliding_window" in name for name in fields)
+    assert "(sliding_window: 8)" in caplog.text and "the file is for texts of up to 8 tokens" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "yarn"])
@@ -310,7 +388,7 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(DeploymentError, match="written for byte-level BPE"):
         convert(source, tmp_path / "a.gguf", "gguf")
     with monkeypatch.context() as patch:
-        patch.setattr(gguf_file, "ARCHITECTURES", {})
+        patch.setattr(gguf_architectures, "ARCHITECTURES", {})
         with pytest.raises(DeploymentError, match="model type 'llama'"):
             convert(source, tmp_path / "a.gguf", "gguf")
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)

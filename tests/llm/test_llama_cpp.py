@@ -29,11 +29,21 @@ LLAMA3 = {  # as Llama 3.1 has it, for a shorter text
     "original_max_position_embeddings": 32,
 }
 LETTER = 65
+TOKENS = {"vocab_size": 264, "bos_token_id": 257, "eos_token_id": 258}
 
 GEMMA3 = {"sliding_window_pattern": 6, "num_hidden_layers": 7, "query_pre_attn_scalar": 16}
 GEMMA3_SCALED = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 20000.0},
+}
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+# As Phi-3 has it for long texts, and Phi-4-mini, which turns a part of each head.
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.7],
+    "long_factor": [1.0, 1.5, 2.0, 4.0, 6.0, 9.0],
 }
 
 
@@ -58,9 +68,9 @@ def log_probabilities(file: Path, prompts: list[list[int]]) -> list[dict[int, fl
     return found
 
 
-def assert_probable(file: Path, model: Any, *, limit: float) -> None:
+def assert_probable(file: Path, model: Any, *, limit: float, prompts: list[list[int]] = PROMPTS) -> None:
     """llama.cpp rounds inputs of products to 8 bits: log probabilities differ by a few hundredths."""
-    for prompt, found in zip(PROMPTS, log_probabilities(file, PROMPTS), strict=True):
+    for prompt, found in zip(prompts, log_probabilities(file, prompts), strict=True):
         with torch.no_grad():
             expected = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
         assert len(found) == NUM_SHOWN
@@ -75,7 +85,7 @@ def assert_probable(file: Path, model: Any, *, limit: float) -> None:
         ("llama", {}, {}),
         ("llama", {"symmetric": False}, {"attention_bias": True, "mlp_bias": True}),
         ("llama", {"bits": 8}, {"tie_word_embeddings": True}),
-        ("llama", {"bits": 8}, {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+        ("llama", {"bits": 8}, {"rope_parameters": {**PLAIN, "rope_theta": 500.0}}),
         ("qwen2", {"bits": 3}, {}),
         ("mistral", {}, {"sliding_window": None, "head_dim": 32}),
         ("qwen3", {}, {}),
@@ -84,6 +94,13 @@ def assert_probable(file: Path, model: Any, *, limit: float) -> None:
         ("qwen3_moe", {}, {"mlp_only_layers": []}),
         ("gemma3_text", {"bits": 8}, {**GEMMA3, "rope_parameters": GEMMA3_SCALED}),
         ("gemma3_text", {}, GEMMA3),
+        ("gemma3_text", {}, {**GEMMA3, "sliding_window": 128}),
+        ("mixtral", {}, {"sliding_window": None}),
+        ("mixtral", {"bits": 8}, {"sliding_window": 64, "head_dim": 32}),
+        ("phi3", {}, {}),
+        ("phi3", {"bits": 8}, {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}, "num_key_value_heads": 4}),
+        ("phi", {}, {}),
+        ("phi", {"bits": 8}, {"num_key_value_heads": 2}),
     ],
     ids=[
         "Q4_0",
@@ -98,18 +115,40 @@ def assert_probable(file: Path, model: Any, *, limit: float) -> None:
         "experts",
         "gemma3-linear",
         "gemma3",
+        "gemma3-wide-window",
+        "mixtral",
+        "mixtral-window",
+        "phi3",
+        "phi3-part-of-heads",
+        "phi",
+        "phi-shared-keys",
     ],
 )
 def test_llama_cpp_computes_the_packed_model(
     model_type: str, options: dict[str, Any], changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    model = tiny_model(model_type, vocab_size=264, bos_token_id=257, eos_token_id=258, **changes)
+    model = tiny_model(model_type, **TOKENS, **changes)
     folder = with_bpe(saved(model, tmp_path / "model"))
     recipe = Recipe(method="rtn", scale_search="none", **{"group_size": 32, "symmetric": True, **options})
     packed = quantize(folder, tmp_path / "packed", recipe, check=False).folder
     made = convert(packed, tmp_path / "model.gguf", "gguf")
     assert made.check is not None and made.check.difference <= 1e-3
     assert_probable(made.output, load(packed), limit=0.1)
+
+
+@pytest.mark.parametrize(
+    ("original", "prompts"), [(256, PROMPTS), (16, PROMPTS[2:])], ids=["short-texts", "long-texts"]
+)
+def test_llama_cpp_has_the_frequencies_of_phi3(original: int, prompts: list[list[int]], tmp_path: Path) -> None:
+    """Those of long texts where the context of llama.cpp is longer than `original`, where transformers' text is."""
+    lengths = {"max_position_embeddings": 512, "original_max_position_embeddings": original}
+    model = tiny_model("phi3", **TOKENS, **lengths, rope_parameters=LONG)
+    folder = with_bpe(saved(model, tmp_path / "model"))
+    recipe = Recipe(method="rtn", scale_search="none", bits=8, group_size=32, symmetric=True)
+    packed = quantize(folder, tmp_path / "packed", recipe, check=False).folder
+    made = convert(packed, tmp_path / "model.gguf", "gguf")
+    assert made.check is not None and made.check.difference <= 1e-3
+    assert_probable(made.output, load(packed), limit=0.1, prompts=prompts)
 
 
 def test_llama_cpp_computes_a_mix_of_types(tmp_path: Path) -> None:
