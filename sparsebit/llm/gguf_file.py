@@ -49,7 +49,7 @@ def write_gguf(path: Path, source: PackedSource, mix: Mix | None = None) -> list
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[row.name.upper()], config.num_hidden_layers)
     tensors = gguf_tensors(source, names.get_name, row.name, row.rotates_pairs, mix, row.norm_offset)
     writer = gguf.GGUFWriter(path, row.name)
-    _add_sizes(writer, config, source)
+    _add_sizes(writer, config)
     _add_experts(writer, config)
     _add_window(writer, config, row)
     add_rotary(writer, config, head_width(config), row.rotary, is_partial=row.is_partly_rotated)
@@ -95,10 +95,9 @@ def _tell(name: str, config: Any, row: GgufArchitecture) -> None:
         )  # fmt: skip
 
 
-def _add_sizes(writer: Any, config: Any, source: PackedSource) -> None:
+def _add_sizes(writer: Any, config: Any) -> None:
     """`config`: as transformers has read it, in which older ways to say the same have become one."""
     heads, size = int(config.num_attention_heads), head_width(config)
-    writer.add_name(source.skeleton.folder.path.name)
     writer.add_vocab_size(int(config.vocab_size))
     writer.add_context_length(text_length(config))
     writer.add_embedding_length(int(config.hidden_size))

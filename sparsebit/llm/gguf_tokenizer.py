@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,21 @@ from sparsebit.llm.sentencepiece_file import (
     read_sentencepiece,
 )
 
-# llama.cpp's names for the patterns by which text is split before bytes are merged: of Llama 3, and of Qwen.
+log = logging.getLogger(__name__)
+# llama.cpp's names for the patterns by which text is split before bytes are merged, of Llama 3, Phi-4 and Qwen, and
+# whether a word that is a token is one without merging: Llama 3 alone does so (`ignore_merges`).
 _START = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _END = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _NO_SCORE = -1000.0  # of tokens that are not merged
-_PATTERNS = {_START + r"\p{N}{1,3}" + _END: "llama-bpe", _START + r"\p{N}" + _END: "qwen2"}
+_THREE_DIGITS, _ONE_DIGIT = _START + r"\p{N}{1,3}" + _END, _START + r"\p{N}" + _END
+_PATTERNS = {(_THREE_DIGITS, True): "llama-bpe", (_THREE_DIGITS, False): "dbrx", (_ONE_DIGIT, False): "qwen2"}
+# Ways to split by a pattern that keep the parts: matches are parts of their own, or what is between them is removed.
+_KEEPS_PARTS = (("Isolated", False), ("Removed", True))
+_UNKNOWN_OPTIONS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
+# Where the name of the model has this in it, llama.cpp removes spaces behind all special tokens but three, and does not
+# load a vocabulary that lacks one of the three, or </s>.
+_REMOVES_SPACE = re.compile(r"(phi)-?(3)", re.IGNORECASE)
+_KEEPS_SPACE, _END_TOKEN = {"<unk>", "<s>", "<|endoftext|>"}, {"</s>"}
 
 
 def add_tokenizer(writer: Any, folder: Path, config: Any) -> None:
@@ -33,18 +45,41 @@ def add_tokenizer(writer: Any, folder: Path, config: Any) -> None:
     """
     path, pieces = folder / "tokenizer.json", folder / "tokenizer.model"
     found = None if not path.is_file() and is_sentencepiece(pieces) else _read(path)
-    if found is not None and _is_byte_level(found):
-        _add_bytes(writer, path, found, config)
-        _add_use(writer, load_tokenizer(folder), config)
-        return
-    if found is not None and not is_sentencepiece(pieces):
+    is_bytes = found is not None and _is_byte_level(found)
+    if found is not None and not is_bytes and not is_sentencepiece(pieces):
         raise DeploymentError(
             f"{path} is of type {found['model'].get('type')!r}; GGUF files are written for byte-level BPE, and for "
             f"sentencepiece where its {pieces.name} is in the folder: copy that file from the download of the model"
         )
-    tokenizer = load_tokenizer(folder)
-    _add_pieces(writer, pieces, tokenizer, config)
+    if found is not None and is_bytes:
+        tokens, types = _add_bytes(writer, path, found, config)
+        tokenizer = load_tokenizer(folder)
+    else:
+        tokenizer = load_tokenizer(folder)
+        tokens, types = _add_pieces(writer, pieces, tokenizer, config)
+    special = {token for token, kind in zip(tokens, types, strict=True) if kind in (CONTROL, USER_DEFINED, UNKNOWN)}
+    writer.add_name(name_in_file(folder.name, tokenizer, special))
     _add_use(writer, tokenizer, config)
+
+
+def name_in_file(name: str, tokenizer: Any, special: set[str]) -> str:
+    """The name of the model in the file: llama.cpp takes it for a Phi-3 by its name, and treats spaces accordingly.
+
+    `special`: the tokens that are not parts of texts.
+    """
+    added = tokenizer.added_tokens_decoder.values()
+    behind = {entry.content for entry in added if entry.rstrip}
+    removes = behind == special - _KEEPS_SPACE and special >= _END_TOKEN | _KEEPS_SPACE
+    left = {entry.content for entry in added if entry.lstrip or entry.single_word} | (set() if removes else behind)
+    if left:
+        log.warning(
+            "the tokenizer of %s removes spaces beside some tokens, or finds them as whole words alone (%s), which "
+            "llama.cpp does not: write no spaces there",
+            *(name, ", ".join(sorted(left)[:8])),
+        )
+    if removes:
+        return name if _REMOVES_SPACE.search(name) else f"phi-3 {name}"
+    return _REMOVES_SPACE.sub(r"\1 \2", name)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -61,9 +96,12 @@ def _is_byte_level(found: dict[str, Any]) -> bool:
     return found["model"].get("type") == "BPE" and any(step.get("type") == "ByteLevel" for step in steps)
 
 
-def _add_bytes(writer: Any, path: Path, found: dict[str, Any], config: Any) -> None:
-    """Byte-level BPE."""
+def _add_bytes(writer: Any, path: Path, found: dict[str, Any], config: Any) -> tuple[list[str], list[int]]:
+    """Byte-level BPE; gives the tokens and their types."""
     model, added = found["model"], found["added_tokens"]
+    options = [name for name in _UNKNOWN_OPTIONS if model.get(name)]
+    if options:
+        raise DeploymentError(f"{path} merges with {', '.join(options)}, which llama.cpp does not have")
     normalizer = (found.get("normalizer") or {}).get("type")
     if normalizer not in (None, "NFC"):  # llama.cpp has none; NFC changes hardly any text
         raise DeploymentError(f"{path} changes text before it is split ({normalizer}), which llama.cpp does not")
@@ -75,14 +113,19 @@ def _add_bytes(writer: Any, path: Path, found: dict[str, Any], config: Any) -> N
     for entry in added:
         tokens[entry["id"]], types[entry["id"]] = entry["content"], CONTROL if entry.get("special") else USER_DEFINED
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(_pre(_steps(found.get("pre_tokenizer")), path))
+    ignores_merges = bool(model.get("ignore_merges"))
+    writer.add_tokenizer_pre(_pre(_steps(found.get("pre_tokenizer")), path, ignores_merges=ignores_merges))
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
+    return tokens, types
 
 
-def _add_pieces(writer: Any, path: Path, tokenizer: Any, config: Any) -> None:
-    """BPE of sentencepiece: llama.cpp merges the neighbours whose token has the highest score."""
+def _add_pieces(writer: Any, path: Path, tokenizer: Any, config: Any) -> tuple[list[str], list[int]]:
+    """BPE of sentencepiece: llama.cpp merges the neighbours whose token has the highest score.
+
+    Gives the tokens and their types.
+    """
     found = read_sentencepiece(path)
     if found.kind != "bpe" or found.changes_text:
         reason = "changes text before it is split" if found.kind == "bpe" else f"is of kind {found.kind}"
@@ -114,6 +157,7 @@ def _add_pieces(writer: Any, path: Path, tokenizer: Any, config: Any) -> None:
     unknown = [number for number, piece in enumerate(found.pieces) if piece.type == UNKNOWN]
     if unknown:
         writer.add_unk_token_id(unknown[0])
+    return tokens, types
 
 
 def _unused(config: Any) -> tuple[list[str], list[int]]:
@@ -136,19 +180,31 @@ def _steps(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:
     return steps
 
 
-def _pre(steps: list[dict[str, Any]], path: Path) -> str:
-    """llama.cpp's name for how text is split before bytes are merged."""
+def _pre(steps: list[dict[str, Any]], path: Path, *, ignores_merges: bool = False) -> str:
+    """llama.cpp's name for how text is split before bytes are merged.
+
+    `ignores_merges`: a word that is a token is one, also where no merges lead to it.
+    """
     *front, last = steps
     if last.get("type") == "ByteLevel" and not last.get("add_prefix_space"):
-        splits_words = last.get("use_regex", True)
+        splits_words = last.get("use_regex", True) and not ignores_merges
         if not front and splits_words:
             return "gpt-2"
         if len(front) == 1 and splits_words and front[0].get("type") == "Digits" and front[0].get("individual_digits"):
             return "smollm"
-        pattern = front[0].get("pattern", {}).get("Regex") if len(front) == 1 else None
-        if pattern in _PATTERNS and not splits_words:
-            return _PATTERNS[pattern]
-    raise DeploymentError(f"{path} splits text by {steps}, which llama.cpp has no name for that is known here")
+        found = _PATTERNS.get((_pattern(front[0]), ignores_merges)) if len(front) == 1 else None
+        if found is not None and not last.get("use_regex", True):
+            return found
+    raise DeploymentError(
+        f"{path} splits text by {steps}{' and ignores merges' if ignores_merges else ''}, which llama.cpp has no name "
+        "for that is known here"
+    )
+
+
+def _pattern(step: dict[str, Any]) -> str:
+    """The pattern whose matches are the parts; empty, if parts are made in another way."""
+    how = step.get("behavior", "Isolated"), step.get("invert", False)
+    return str(step.get("pattern", {}).get("Regex", "")) if how in _KEEPS_PARTS else ""
 
 
 def _add_use(writer: Any, tokenizer: Any, config: Any) -> None:

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from sparsebit.errors import ConfigError, DeploymentError, MissingExtraError
 from sparsebit.llm import Recipe, convert, gguf_architectures, load_check, quantize
 from sparsebit.llm.checkpoint.gguf_blocks import block_type, blocks_of, why_not
 from sparsebit.llm.gguf_tensors import GgufTensor, with_stacked_experts
-from sparsebit.llm.gguf_tokenizer import _pre
+from sparsebit.llm.gguf_tokenizer import _pre, name_in_file
 from sparsebit.llm.packed_weight import PackedWeight
 from tests.llm.test_packed_weight import packed_weight
 from tests.llm.tiny_models import saved, tiny_model
@@ -348,26 +349,81 @@ LLAMA_3 = (
 WORDS, BYTES = {"type": "ByteLevel", "use_regex": True}, {"type": "ByteLevel", "use_regex": False}
 
 
+def by_pattern(pattern: str, **more: Any) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False, **more}
+
+
+QWEN = LLAMA_3.replace("{1,3}", "")
+DIGITS = {"type": "Digits", "individual_digits": True}
+
+
 @pytest.mark.parametrize(
-    ("steps", "expected"),
+    ("steps", "ignores_merges", "expected"),
     [
-        ([WORDS], "gpt-2"),
-        ([{"type": "Digits", "individual_digits": True}, WORDS], "smollm"),
-        ([{"type": "Split", "pattern": {"Regex": LLAMA_3}}, BYTES], "llama-bpe"),
-        ([{"type": "Split", "pattern": {"Regex": LLAMA_3.replace("{1,3}", "")}}, BYTES], "qwen2"),
-        ([{"type": "Split", "pattern": {"Regex": r"\p{Lu}+|\p{N}{1,3}"}}, BYTES], None),
-        ([{"type": "Split", "pattern": {"Regex": LLAMA_3}}, WORDS], None),
-        ([{"type": "Punctuation"}, WORDS], None),
-        ([{**WORDS, "add_prefix_space": True}], None),
-        ([BYTES], None),
+        ([WORDS], False, "gpt-2"),
+        ([DIGITS, WORDS], False, "smollm"),
+        ([by_pattern(LLAMA_3), BYTES], True, "llama-bpe"),
+        ([by_pattern(LLAMA_3), BYTES], False, "dbrx"),
+        ([by_pattern(LLAMA_3, behavior="Removed", invert=True), BYTES], False, "dbrx"),
+        ([by_pattern(QWEN), BYTES], False, "qwen2"),
+        ([by_pattern(r"\p{Lu}+|\p{N}{1,3}"), BYTES], False, None),
+        ([by_pattern(LLAMA_3), WORDS], False, None),
+        ([by_pattern(LLAMA_3, behavior="Removed"), BYTES], False, None),
+        ([by_pattern(LLAMA_3, behavior="MergedWithNext"), BYTES], False, None),
+        ([by_pattern(QWEN), BYTES], True, None),
+        ([WORDS], True, None),
+        ([DIGITS, WORDS], True, None),
+        ([{"type": "Punctuation"}, WORDS], False, None),
+        ([{**WORDS, "add_prefix_space": True}], False, None),
+        ([BYTES], False, None),
     ],
 )
-def test_how_text_is_split(steps: list[dict[str, Any]], expected: str | None) -> None:
+def test_how_text_is_split(steps: list[dict[str, Any]], ignores_merges: bool, expected: str | None) -> None:
     if expected is not None:
-        assert _pre(steps, Path("tokenizer.json")) == expected
+        assert _pre(steps, Path("tokenizer.json"), ignores_merges=ignores_merges) == expected
         return
     with pytest.raises(DeploymentError, match="no name for"):
-        _pre(steps, Path("tokenizer.json"))
+        _pre(steps, Path("tokenizer.json"), ignores_merges=ignores_merges)
+
+
+def test_merges_that_llama_cpp_does_not_do_are_refused(tmp_path: Path) -> None:
+    folder = packed_folder(tmp_path)
+    found = json.loads((folder / "tokenizer.json").read_text())
+    found["model"]["end_of_word_suffix"] = "</w>"
+    (folder / "tokenizer.json").write_text(json.dumps(found))
+    with pytest.raises(DeploymentError, match="merges with end_of_word_suffix"):
+        convert(folder, tmp_path / "a.gguf", "gguf", check=False)
+
+
+PHI3_TOKENS = ("<unk>", "<s>", "</s>", "<|endoftext|>", "<|user|>")
+BEHIND = {"</s>": {"rstrip": True}, "<|user|>": {"rstrip": True}}
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "flags", "expected", "is_told"),
+    [
+        ("w4", PHI3_TOKENS, BEHIND, "phi-3 w4", False),
+        ("my-Phi-3-w4", PHI3_TOKENS, BEHIND, "my-Phi-3-w4", False),
+        ("my-Phi-3-w4", PHI3_TOKENS, {}, "my-Phi 3-w4", False),
+        ("phi3", PHI3_TOKENS[:3], {"</s>": {"rstrip": True}}, "phi 3", True),
+        ("w4", PHI3_TOKENS, {"<|user|>": {"rstrip": True}}, "w4", True),
+        ("w4", PHI3_TOKENS, {**BEHIND, "<s>": {"lstrip": True}}, "phi-3 w4", True),
+        ("phi-4", PHI3_TOKENS, {"<|user|>": {"single_word": True}}, "phi-4", True),
+    ],
+    ids=["named", "kept", "no-spaces-removed", "tokens-missing", "some", "in-front", "words"],
+)
+def test_the_name_tells_llama_cpp_of_spaces_behind_tokens(
+    name: str,
+    tokens: tuple[str, ...],
+    flags: dict[str, dict[str, bool]],
+    expected: str,
+    is_told: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    added = {number: tokenizers.AddedToken(text, **flags.get(text, {})) for number, text in enumerate(tokens)}
+    assert name_in_file(name, SimpleNamespace(added_tokens_decoder=added), {*tokens}) == expected
+    assert ("write no spaces there" in caplog.text) == is_told
 
 
 def test_a_tokenizer_that_changes_text_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 from sparsebit.llm import Recipe, convert, load, quantize
-from tests.llm.test_gguf import wide_folder, with_bpe
+from tests.llm.test_gguf import LLAMA_3, QWEN, wide_folder, with_bpe
+from tests.llm.test_sentencepiece_file import write_json, write_pieces
 from tests.llm.tiny_models import saved, tiny_model
 
 pytest.importorskip("gguf")
@@ -158,13 +160,48 @@ def test_llama_cpp_computes_a_mix_of_types(tmp_path: Path) -> None:
     assert_probable(made.output, model.eval(), limit=0.1)
 
 
-def test_llama_cpp_splits_text_as_the_tokenizer(tmp_path: Path) -> None:
+TEXTS = ("ab cab  abba\n\n x", "ünïcödé — 12.5%", " \t", "日本 🙂", "a\u00a0b", "It's 12345'LL", "ÉCole हिन्दी", "hello")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "ignores_merges"),
+    [("", False), (LLAMA_3, True), (LLAMA_3, False), (QWEN, False)],
+    ids=["gpt-2", "llama-bpe", "dbrx", "qwen2"],
+)
+def test_llama_cpp_splits_text_as_the_tokenizer(pattern: str, ignores_merges: bool, tmp_path: Path) -> None:
+    """All neighbours are merged that are not split; "hello" is a token that no merges lead to."""
     tokenizers = pytest.importorskip("tokenizers")
-    folder = wide_folder(tmp_path)
-    server = server_of(convert(folder, tmp_path / "mix.gguf", "gguf", gguf_type="Q4_K_M", check=False).output)
-    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    for text in ("ab cab  abba\n\n x", "ünïcödé — 12.5%", " \t", "日本 🙂", "a\u00a0b"):
-        assert split(server, text) == tokenizer.encode(text, add_special_tokens=False).ids
+    pre = tokenizers.pre_tokenizers
+    steps = [pre.Split(tokenizers.Regex(pattern), "isolated")] if pattern else []
+    joined = [
+        "".join(part for part, _ in pre.ByteLevel(False, use_regex=False).pre_tokenize_str(text)) for text in TEXTS
+    ]
+    merges = sorted({(a, b) for text in joined for a, b in itertools.pairwise(text)})
+    parts = [*sorted(pre.ByteLevel.alphabet()), *(a + b for a, b in merges), "hello"]
+    vocab = {text: number for number, text in enumerate(parts)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges, ignore_merges=ignores_merges))
+    tokenizer.pre_tokenizer = pre.Sequence([*steps, pre.ByteLevel(False, use_regex=not pattern)])
+    folder = saved(
+        tiny_model(**{**TOKENS, "vocab_size": len(vocab)}), tmp_path / "phi3"
+    )  # not one in spite of its name
+    tokenizer.save(str(folder / "tokenizer.json"))
+    server = server_of(convert(folder, tmp_path / "m.gguf", "gguf", gguf_type="Q4_K", check=False).output)
+    for text in TEXTS:
+        assert split(server, text) == tokenizer.encode(text).ids
+
+
+def test_llama_cpp_removes_spaces_behind_tokens_of_phi3(tmp_path: Path) -> None:
+    folder = write_json(write_pieces(saved(tiny_model(vocab_size=288), tmp_path / "model")))
+    file = folder / "tokenizer.json"
+    found = json.loads(file.read_text())
+    for entry in found["added_tokens"]:
+        entry["rstrip"] = entry["content"] in ("</s>", "<|user|>")
+    found["added_tokens"].append({**found["added_tokens"][1], "content": "<|endoftext|>", "id": 287})
+    file.write_text(json.dumps(found))
+    server = server_of(convert(folder, tmp_path / "m.gguf", "gguf", gguf_type="Q4_K", check=False).output)
+    assert split(server, "<|user|>\nhello</s>\n") == split(server, "<|user|>hello</s>")
+    newline = 3 + 10
+    assert newline in split(server, "<|endoftext|>\n") and newline not in split(server, "<|user|>\n")
 
 
 def split(server: Any, text: str) -> list[int]:
