@@ -48,8 +48,14 @@ CUTS = [
 TILES = [
     ManyRowsCut(height, groups, times, staged)
     for height, groups, times in (
+        (400, 2, 1),
+        (384, 2, 1),
+        (352, 2, 1),
+        (320, 2, 1),
+        (288, 2, 1),
         (256, 2, 1),
         (224, 2, 1),
+        (208, 2, 1),
         (192, 2, 1),
         (160, 2, 1),
         (192, 3, 1),
@@ -60,6 +66,7 @@ TILES = [
         (64, 2, 2),
     )
     for staged in (False, True)
+    if staged or height <= 256
 ]
 
 

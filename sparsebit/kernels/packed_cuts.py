@@ -38,6 +38,11 @@ class ManyRowsCut:
     staged: bool
 
     @property
+    def pieces(self) -> int:
+        """Products of a tile by the same unpacked weight: one has at most 256 rows."""
+        return -(-self.height // _MOST_PRODUCT_ROWS)
+
+    @property
     def width(self) -> int:
         """Outputs of a tile."""
         return 64 * self.groups * self.times
@@ -103,9 +108,11 @@ _FEW = {
     (4, True, 1): FewRowsCut(4, 6, 2),
     (4, True, 2): FewRowsCut(4, 4, 2),
 }
-# Of `many_rows`: heights of a tile that it is compiled for; rows that could be multiplied in the time in which a weight
-# is unpacked; groups in that in which parts of tiles are written and added, and in that of spans that reach into two.
-_HEIGHTS, _UNPACKING, _ADDING_PARTS, _ADDING_SPANS = (160, 192, 224, 256), 180, 6, 16
+# Of `many_rows`: rows that one instruction multiplies at most; heights of a tile that it is compiled for (registers
+# hold the sums of 400 rows). Rows that could be multiplied in the time in which a weight is unpacked; groups in that in
+# which parts of tiles are written and added, and in that of spans that reach into two.
+_MOST_PRODUCT_ROWS, _HEIGHTS = 256, (160, 192, 208, 256, 288, 320, 352, 384, 400)
+_UNPACKING, _ADDING_PARTS, _ADDING_SPANS = 100, 6, 16
 _LONG = 24  # groups of a block from which on wide tiles, whose words are not staged, are faster
 
 

@@ -399,7 +399,8 @@ extern "C" __global__ void sum_parts(const float* __restrict__ from, unsigned sh
 }
 #elif KERNEL == MANY_ROWS || KERNEL == SUM_SPANS
 // Many rows: warpgroup products with the weight unpacked in registers and x in shared memory.
-// BM: rows of x in a tile of y. WG: warpgroups, each with R times 64 outputs of it. STG: stages.
+// BM: rows of x in a tile of y, in PIECES: an instruction takes 256 rows at most, and the same unpacked weight can be used
+// for two. WG: warpgroups, each with R times 64 outputs of it. STG: stages.
 // One warp copies x into shared memory, 64 k at a time; the others unpack the next words while products run. STAGED: the
 // warp copies words, scales and zero points too, many chunks ahead; else each of the others loads its own, one chunk ahead,
 // which is faster as long as the memory of the GPU limits the time and not the products.
@@ -446,8 +447,10 @@ extern "C" __global__ void __launch_bounds__(WG * 128) sum_spans(
   store(y, sums, tile % down * BM + 8 * q, tile / down * BN + output_of(threadIdx.x, r), M, N, threadIdx.x & 31);
 }
 #else
+#define PIECE (BM / PIECES)
+#define STEP (BM <= 352 ? 4 : 1)  // times 16 k that are unpacked at once: the sums of more rows leave few registers
 #define QS (GT >= 4 ? 1 : 4 / GT)
-#define UNROLL (R == 1 || BITS < 4 ? 2 : 1)
+#define UNROLL (R == 1 && STEP == 4 || BITS < 4 ? 2 : 1)
 #define X_BYTES (BM * 128)
 #define TILE_BYTES (BITS == 8 ? 1024 : BITS == 3 ? 768 : 512)  // of 16 outputs: 64 k, but 128 k of 2 and 3 bits
 #define SCALES_AT (X_BYTES + BN / 16 * TILE_BYTES)
@@ -550,7 +553,7 @@ extern "C" __global__ void __launch_bounds__(WG * 128 + (WG > 1 ? 128 : 32), 1) 
         wait(empty + 8 * place.slot, place.turn);
         if (lane == 0) {
           asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(done), "r"(STAGE_BYTES) : "memory");
-          copy_tile(at, x, chunk * 64, row, done);
+          for (int p = 0; p < PIECES; p++) copy_tile(at + p * PIECE * 128, x, chunk * 64, row + p * PIECE, done);
         }
 #if STAGED
         __syncwarp();
@@ -640,18 +643,26 @@ extern "C" __global__ void __launch_bounds__(WG * 128 + (WG > 1 ? 128 : 32), 1) 
           cs[h][q] = s | (s << 16);
           cz[h][q] = zero_pair(z, h);
         }
-        u32 a[4][4];
         #pragma unroll
-        for (int k = 0; k < 4; k++)
+        for (int k = 0; k < 4; k += STEP) {
+          u32 a[STEP][4];
           #pragma unroll
-          for (int i = 0; i < 4; i++) a[k][i] = value(cw, (BITS < 4 ? 4 * half : 0) + k, i, cz[i & 1][k * QS / 4], cs[i & 1][k * QS / 4]);
-        if (!STAGED && r == 0) wait(full + 8 * place.slot, place.turn);
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-        #pragma unroll
-        for (int k = 0; k < 4; k++) wgmma(acc[r], a[k], desc + 2 * k);
-        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-        if (r == 0 && before && lane == 0) arrive(before);  // the products of the chunk before are done
+          for (int j = 0; j < STEP; j++)
+            #pragma unroll
+            for (int i = 0; i < 4; i++) {
+              const int q = (k + j) * QS / 4;
+              a[j][i] = value(cw, (BITS < 4 ? 4 * half : 0) + k + j, i, cz[i & 1][q], cs[i & 1][q]);
+            }
+          if (!STAGED && r == 0 && k == 0) wait(full + 8 * place.slot, place.turn);
+          asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+          #pragma unroll
+          for (int j = 0; j < STEP; j++)
+            #pragma unroll
+            for (int p = 0; p < PIECES; p++) wgmma(acc[r] + p * PIECE / 2, a[j], desc + 2 * (k + j) + p * PIECE * 8);
+          asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+          asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+          if (r == 0 && k == 0 && before && lane == 0) arrive(before);  // the products of the chunk before are done
+        }
       }
       before = empty + 8 * place.slot;
       place.next();

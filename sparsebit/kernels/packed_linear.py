@@ -26,9 +26,9 @@ from sparsebit.kernels.tensor_map import rows_map
 DTYPES = (torch.bfloat16, torch.float16)
 GROUP_SIZES = (32, 64, 128)
 _KERNELS = ("few_rows", "some_rows", "dequantize", "reorder", "sum_parts", "many_rows", "sum_spans")
-# Rows of x up to which each way is taken; those of 8 bits.
-_MOST_FEW, _MOST_SOME, _MOST_FUSED = 16, 48, 1792
-_MOST_SOME_OF_EIGHT_BITS, _MOST_FUSED_OF_EIGHT_BITS = 64, 640
+# Rows of x up to which each way is taken; `many_rows` by bits.
+_MOST_FEW, _MOST_SOME, _MOST_MANY = 16, 48, {2: 4096, 3: 2048, 4: 4096, 8: 1024}
+_MOST_SOME_OF_EIGHT_BITS = 64
 _MOST_SOME_OF_SMALL, _SMALL = 64, 1 << 25  # weights of 4 bits with that many numbers
 # Of `many_rows`: shared memory that a block may have on Hopper, less what its barriers take; stages in it.
 _SHARED, _SPARE_SHARED, _MOST_STAGES = 226 * 1024, 1024, 8  # spare: to start at a multiple of 1024
@@ -179,7 +179,7 @@ class Product:
         most_some = _MOST_SOME_OF_EIGHT_BITS if is_eight else _MOST_SOME_OF_SMALL if is_small else _MOST_SOME
         if self.num_rows <= most_some or (self.capability != "90" and self.num_rows <= 4 * _MOST_SOME):
             return self.some_rows()
-        if self.capability == "90" and self.num_rows <= (_MOST_FUSED_OF_EIGHT_BITS if is_eight else _MOST_FUSED):
+        if self.capability == "90" and self.num_rows <= _MOST_MANY[self.weight.bits]:
             return self.many_rows()
         return self.dequantized()
 
@@ -215,7 +215,7 @@ class Product:
         if cut is None:
             cut = many_rows_cut(self.num_rows, self.outputs, self.inputs, self.weight.bits, self.num_processors)
         work = cut.work(self.num_rows, self.outputs, self.inputs, self.num_processors)
-        tile = {"BM": cut.height, "WG": cut.groups, "R": cut.times}
+        tile = {"BM": cut.height, "PIECES": cut.pieces, "WG": cut.groups, "R": cut.times}
         stage = self.stage_bytes(cut.height, cut.width) if cut.staged else cut.height * 128
         stages = min(_MOST_STAGES, (_SHARED - _SPARE_SHARED) // stage)
         is_natural = cut.staged and self.weight.bits != 3
@@ -224,7 +224,7 @@ class Product:
         y = self.output()
         parts = self.x.new_empty(2 * work.spans, cut.height * cut.width, dtype=torch.float32)
         shape = [self.num_rows, self.outputs, -(-self.num_rows // cut.height), work]
-        values = [*self.operands, rows_map(x, cut.height), y, parts, *shape]
+        values = [*self.operands, rows_map(x, cut.height // cut.pieces), y, parts, *shape]
         threads = 128 * cut.groups + (128 if cut.groups > 1 else 32)
         self.run("many_rows", sizes, (work.blocks, 1, 1), threads, values, stages * stage + _SPARE_SHARED)
         if work.spans:
@@ -315,7 +315,7 @@ def _compiled(
     sizes = dict(defines)
     product = ""
     if name == "many_rows":
-        product = _warpgroup_product(sizes["BM"], "f16" if sizes["HALF"] else "bf16")
+        product = _warpgroup_product(sizes["BM"] // sizes["PIECES"], "f16" if sizes["HALF"] else "bf16")
         capability += "a"  # instructions of this architecture alone
     source = source.replace("@WGMMA@", product)
     lines = "".join(f"#define {key} {value}\n" for key, value in defines)

@@ -135,7 +135,7 @@ def test_programs_compute_the_definition(gpu: torch.device, num_rows: int, outpu
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [150, 190, 384, 700, 768, 1100, 1280])
+@pytest.mark.parametrize("num_rows", [150, 190, 280, 310, 350, 384, 400, 410, 768, 1100, 3500])
 @pytest.mark.parametrize(("outputs", "inputs"), [(128, 128), (384, 6016), (8192, 1024), (17024, 2048)])
 def test_tiles_that_do_not_fill_the_gpu(gpu: torch.device, num_rows: int, outputs: int, inputs: int) -> None:
     """Whole tiles for each block, then spans of the rest that blocks share."""
@@ -174,7 +174,7 @@ def test_many_rows_in_a_cuda_graph(gpu: torch.device) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [1, 12, 40, 64, 100, 300, 2000])
+@pytest.mark.parametrize("num_rows", [1, 12, 40, 64, 100, 200, 390, 2000])
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("affine", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -190,7 +190,7 @@ def test_groups_zero_points_and_types(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bits", [2, 3, 8])
-@pytest.mark.parametrize("num_rows", [1, 12, 40, 64, 100, 300])
+@pytest.mark.parametrize("num_rows", [1, 12, 40, 64, 100, 200, 390])
 @pytest.mark.parametrize(("outputs", "inputs", "group"), [(512, 1024, 32), (1000, 512, 64), (9216, 4096, 128)])
 @pytest.mark.parametrize(
     ("affine", "dtype"), [(False, torch.bfloat16), (True, torch.bfloat16), (True, torch.float16)], ids=str
