@@ -86,3 +86,14 @@ def test_configs() -> None:
     assert "dynamic" not in one and read_config(one, ["a.b"]) == ({"a.b": formats["a.b"]}, 1)
     with pytest.raises(CheckpointError, match="'marlin'"):
         read_config({**one, "checkpoint_format": "marlin"}, ["a.b"])
+
+
+def test_the_newer_key_of_the_version() -> None:
+    """Files that say `format` alone were read as version 1: every zero point was one too high."""
+    config = make_config({"a.b": LayerFormat(4, 64, False)}, 2)
+    del config["checkpoint_format"]
+    assert read_config({**config, "format": "GPTQ_V2"}, ["a.b"])[1] == 2
+    assert read_config({**config, "format": "gptq_v2", "checkpoint_format": "gptq"}, ["a.b"])[1] == 1
+    assert read_config(config, ["a.b"])[1] == 1
+    with pytest.raises(CheckpointError, match="pack_dtype 'int8'"):
+        read_config({**config, "pack_dtype": "int8"}, ["a.b"])

@@ -101,10 +101,14 @@ def make_config(layers: Mapping[str, LayerFormat], version: Version) -> dict[str
 
 def read_config(config: Mapping[str, Any], packed_names: list[str]) -> tuple[dict[str, LayerFormat], Version]:
     """The format of each packed layer by its name, and the version."""
-    name = config.get("checkpoint_format", "gptq")
+    # `format` is the newer key; where both are given, transformers takes the older one.
+    name = str(config.get("checkpoint_format") or config.get("format") or _NAMES[1]).lower()
     versions: dict[str, Version] = {text: number for number, text in _NAMES.items()}
     if name not in versions:
         raise CheckpointError(f"GPTQ files of format {name!r}: allowed: {', '.join(versions)}")
+    words = str(config.get("pack_dtype") or "int32")
+    if words != "int32":
+        raise CheckpointError(f"GPTQ files with pack_dtype {words!r}: allowed: int32")
     found: dict[str, LayerFormat] = {}
     for layer in packed_names:
         entry = dict(config)

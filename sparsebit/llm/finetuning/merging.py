@@ -126,6 +126,12 @@ def _updates(adapted: Any, adapter: Path, skeleton: Skeleton) -> dict[str, Any]:
         raise ConfigError(
             f"the adapter has {other[0]}, which does not update a weight; only updates of weights are merged"
         )
+    other = [name for name, part in found.items() if getattr(part, "lora_variant", None)]
+    if other:
+        raise ConfigError(
+            f"the adapter of {other[0]} does more than add an update to its weight (DoRA, aLoRA and others); only "
+            "plain LoRA is merged"
+        )
     other = [name for name in found if f"{name}.weight" not in skeleton.names and name not in _packed_names(skeleton)]
     if other:
         raise ConfigError(f"the adapter has a layer {other[0]}, which the files of the model do not have")
@@ -133,6 +139,13 @@ def _updates(adapted: Any, adapter: Path, skeleton: Skeleton) -> dict[str, Any]:
     other = [name for name in found if shared[skeleton.names.get(f"{name}.weight", "")] > 1]
     if other:
         raise ConfigError(f"the adapter changes {other[0]}, whose weight is that of another layer too (tied)")
+    other = [name for name, part in found.items() if not _is_on_files(name, part, skeleton)]
+    if other:
+        raise ConfigError(
+            f"the adapter changed the weight below it at {other[0]} (init_lora_weights: PiSSA, OLoRA and others): its "
+            "update does not belong to the weight of the files. Convert it to plain LoRA: peft's save_pretrained with "
+            "path_initial_model_for_weight_conversion"
+        )
     return found
 
 
@@ -141,6 +154,12 @@ def _is_in_files(name: str, value: Tensor, skeleton: Skeleton) -> bool:
     own = skeleton.names.get(name.removeprefix("base_model.model.").replace(".base_layer.", "."))
     stored = None if own is None else skeleton.folder.tensor(own)
     return stored is not None and stored.shape == value.shape and torch.equal(stored.float(), value.float())
+
+
+def _is_on_files(name: str, part: Any, skeleton: Skeleton) -> bool:
+    """Whether the weight below an adapter is that of the files; packed ones are, since `load_adapter` refuses others."""
+    weight = getattr(part.get_base_layer(), "weight", None)
+    return weight is None or torch.equal(weight, skeleton.read(f"{name}.weight", weight))
 
 
 def _packed_names(skeleton: Skeleton) -> Collection[str]:

@@ -109,6 +109,33 @@ def test_what_would_be_lost_is_refused(changes: dict[str, Any], message: str, tm
         merge(tmp_path / "adapter", tmp_path / "out", model=model)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"init_lora_weights": "pissa"}, "changed the weight below it at model.layers.0.self_attn.q_proj"),
+        ({"init_lora_weights": "olora"}, "changed the weight below it"),
+        ({"alora_invocation_tokens": [10, 11]}, "does more than add an update"),
+        ({"init_lora_weights": "orthogonal"}, None),
+    ],
+    ids=["pissa", "olora", "alora", "orthogonal"],
+)
+def test_updates_of_other_weights_than_those_of_a_float_model(
+    changes: dict[str, Any], message: str | None, tmp_path: Path
+) -> None:
+    """They were added to the weights of the files, and a model with an error of 100 % was kept."""
+    model = with_tokenizer(saved(tiny_model(num_hidden_layers=1), tmp_path / "model", dtype=torch.float32))
+    config = peft.LoraConfig(**{"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **changes})
+    wrapped = peft.get_peft_model(loaded(model), config)
+    for parameter in wrapped.parameters():
+        parameter.data += 0.1 * parameter.requires_grad
+    wrapped.save_pretrained(tmp_path / "adapter")
+    if message is None:
+        assert merge(tmp_path / "adapter", tmp_path / "out", model=model, kind="bfloat16").logit_error < 0.05
+        return
+    with pytest.raises(ConfigError, match=message):
+        merge(tmp_path / "adapter", tmp_path / "out", model=model, kind="bfloat16")
+
+
 def change_config(**entries: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         file = folder / "adapter_config.json"
