@@ -81,8 +81,10 @@ def windows(tokens: Tensor, length: int, num_windows: int | None = None) -> Tens
     """The stream cut into windows one after another, `(num_windows, length)`; what is left at its end is dropped."""
     if length < 2:
         raise ConfigError(f"windows of {length} tokens: allowed: 2 or more")
+    if num_windows is not None and num_windows < 1:
+        raise ConfigError(f"num_windows={num_windows}: allowed: 1 or more; None for all")
     available = len(tokens) // length
-    if available < max(num_windows or 1, 1):
+    if available < (num_windows or 1):
         raise ConfigError(
             f"the text has {len(tokens)} tokens: {available} windows of {length}, and {num_windows or 1} are wanted; "
             "give more text, fewer or shorter windows"
@@ -98,6 +100,8 @@ def need_embeddings(tokens: Tensor, model: Any) -> None:
         return
     count = int(layer.weight.shape[0])
     highest = int(tokens.max()) if tokens.numel() else 0
+    if tokens.numel() and int(tokens.min()) < 0:
+        raise ConfigError(f"the token {int(tokens.min())}: tokens count from 0")
     if highest >= count:
         raise ConfigError(
             f"the text has the token {highest}, and the model has embeddings for {count} tokens: its tokenizer is of "

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsebit.errors import CalibrationError
+from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.llm.calibration_text import need_embeddings, need_positions
 from sparsebit.progress import track
 
@@ -31,6 +31,10 @@ def perplexity(model: Any, windows: Tensor, *, batch_size: int = 4) -> Perplexit
     Each token but the first of a window is predicted from those in front of it in the window. Logits become
     log-likelihoods in float32, sums are float64.
     """
+    if windows.ndim != 2 or not len(windows) or windows.shape[1] < 2:
+        raise ConfigError(f"windows of shape {tuple(windows.shape)}: give (n, length) tokens, of length 2 or more")
+    if batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size}: allowed: 1 or more")
     need_embeddings(windows, model)
     need_positions(windows.shape[1], model)
     was_training = model.training

@@ -48,6 +48,11 @@ class Calibration:
     seed: int = 0
     chat_template: bool = False
 
+    def __post_init__(self) -> None:
+        for name, least in (("num_samples", 1), ("length", 2), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)}: allowed: {least} or more")
+
 
 @dataclass(frozen=True)
 class QuantizedModel:
@@ -113,6 +118,8 @@ def quantize(
     if recipe.is_mixed:
         need_solver()
     check_dtype(dtype, recipe)
+    if batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size}: allowed: 1 or more")
     memory_budget = default_memory_budget() if memory_budget is None else memory_budget
     with joined(device) as rank, contextlib.ExitStack() as held:
         result = _quantize(

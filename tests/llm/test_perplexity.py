@@ -74,3 +74,19 @@ def test_windows_beyond_the_positions_of_a_model(caplog: pytest.LogCaptureFixtur
     assert "24 tokens in a row, and the model was made for 16" in caplog.text
     with pytest.raises(ConfigError, match="has 16 positions"):
         perplexity(tiny_model("opt", num_hidden_layers=1, max_position_embeddings=16), tokens)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (2, 1), (8,)], ids=["no windows", "one token", "one dimension"])
+def test_windows_without_a_prediction(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="of length 2 or more"):
+        perplexity(Bigrams(torch.zeros(2, 2)), torch.zeros(shape, dtype=torch.int64))
+
+
+def test_numbers_that_do_not_exist() -> None:
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    with pytest.raises(ConfigError, match="batch_size=0"):
+        perplexity(Bigrams(torch.zeros(2, 2)), tokens, batch_size=0)
+    with pytest.raises(ConfigError, match="the token -1"):
+        perplexity(tiny_model(), tokens - 1)
+    with pytest.raises(ConfigError, match="num_windows=-1"):
+        windows(tokens.flatten(), 4, -1)

@@ -213,6 +213,21 @@ class TestInterruption:
         assert contents(again.folder) == contents(whole.folder)
 
 
+@pytest.mark.parametrize("change", [{"num_samples": 0}, {"num_samples": -1}, {"length": 1}, {"seed": -1}], ids=str)
+def test_numbers_of_a_calibration(change: dict[str, int]) -> None:
+    """A negative number of samples took all windows but some."""
+    name, value = next(iter(change.items()))
+    with pytest.raises(ConfigError, match=f"{name}={value}: allowed: "):
+        Calibration(Path("text"), **change)
+
+
+def test_batches_without_samples(tmp_path: Path) -> None:
+    folder = saved(tiny_model(num_hidden_layers=1), tmp_path / "model")
+    with pytest.raises(ConfigError, match="batch_size=0: allowed: 1 or more"):
+        quantize(folder, tmp_path / "out", Recipe("rtn", scale_search="none"), batch_size=0)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 class TestRefusals:
     def test_an_output_that_exists(self, source: Path) -> None:
         with pytest.raises(ConfigError, match="exists"):
