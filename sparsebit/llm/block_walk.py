@@ -7,6 +7,7 @@ Both are kept in a store with a budget. Only the block that is worked on has wei
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from sparsebit.errors import ConfigError
+from sparsebit.errors import ConfigError, SparsebitError
 from sparsebit.execution.distributed import gather
 from sparsebit.execution.value_store import MIB, SharedData
 from sparsebit.graph.nested import map_nested, tensors_of
@@ -27,6 +28,7 @@ from sparsebit.numerics.hessian import InputMoments
 Stream = Literal["float", "changed"]
 # Bytes of hidden states, or of second moments, that a GPU holds: the rest of its memory is for the work on a layer.
 _ON_DEVICE = 1024 * MIB
+_NOT_WALKED = "this architecture cannot be quantized block by block"
 
 
 class _Reached(Exception):
@@ -90,8 +92,7 @@ class BlockWalk:
             known = self._calls.setdefault(shape, calls)
             if not _same(known, calls):
                 raise ConfigError(
-                    f"{type(self.skeleton.model).__name__} gives its blocks arguments that depend on the tokens: this "
-                    "architecture cannot be quantized block by block yet"
+                    f"{self._kind()} gives its blocks arguments that depend on the tokens: {_NOT_WALKED}"
                 )
             for stream in self._streams():
                 self.store.put((stream, 0, index), hidden)
@@ -276,33 +277,49 @@ class BlockWalk:
         return value
 
     def _front(self, tokens: Tensor) -> tuple[Tensor, list[_Call]]:
-        """What block 0 reads, and the other arguments of every block: each one gives its hidden states unchanged."""
+        """What block 0 reads, and the other arguments of every block: each one gives its hidden states unchanged.
+
+        So all of them have to read the same; a model that computes something between its blocks is refused.
+        """
         calls: list[_Call] = []
-        states: list[Tensor] = []
+        first = torch.empty(0)
 
-        def record(*args: Any, **kwargs: Any) -> Tensor:
-            hidden = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
+        def record(number: int, *args: Any, **kwargs: Any) -> Tensor:
+            nonlocal first
+            hidden: Tensor = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
+            if number != len(calls):
+                raise ConfigError(f"{self._kind()} does not run its blocks one after another, each once: {_NOT_WALKED}")
+            if not calls:
+                first = hidden.clone()  # what follows might write to the tensor itself
+            elif number + 1 == self.num_blocks and not torch.equal(hidden, first):
+                raise ConfigError(f"{self._kind()} computes something between its blocks: {_NOT_WALKED}")
             calls.append(_Call(args[1:], kwargs))
-            states.append(hidden)
-            if len(calls) == self.num_blocks:
-                raise _Reached
-            found: Tensor = hidden
-            return found
+            return hidden
 
-        with self._blocks_are(record), contextlib.suppress(_Reached):
-            self.skeleton.model.base_model(input_ids=tokens, use_cache=False)
-        return states[0], calls
+        try:
+            with self._blocks_are(record):
+                self.skeleton.model.base_model(input_ids=tokens, use_cache=False)
+        except SparsebitError:
+            raise
+        except (ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
+            raise ConfigError(f"{self._kind()} does not take what its blocks give ({error}): {_NOT_WALKED}") from error
+        if len(calls) != self.num_blocks:
+            raise ConfigError(f"{self._kind()} runs {len(calls)} of its {self.num_blocks} blocks: {_NOT_WALKED}")
+        return first, calls
+
+    def _kind(self) -> str:
+        return type(self.skeleton.model).__name__
 
     def behind_blocks(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """The logits, if the last block gives `hidden`; the weights outside of the blocks have to be there."""
-        with self._blocks_are(lambda *_, **__: hidden):
+        with self._blocks_are(lambda number, *_, **__: hidden):
             logits: Tensor = self.skeleton.model(input_ids=tokens, use_cache=False).logits
         return logits
 
     @contextlib.contextmanager
     def _blocks_are(self, function: Callable[..., Tensor]) -> Iterator[None]:
-        for block in self.blocks:
-            block.forward = function
+        for number, block in enumerate(self.blocks):
+            block.forward = functools.partial(function, number)
         try:
             yield
         finally:

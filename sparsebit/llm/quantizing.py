@@ -18,6 +18,7 @@ from sparsebit.execution.value_store import default_memory_budget
 from sparsebit.folders import need_new, put_in_place, staging_folder, write_text
 from sparsebit.llm.architectures import architecture_of, blocks_of, linears
 from sparsebit.llm.bit_allocation import BitAllocation, need_solver
+from sparsebit.llm.block_rounding import tell_few_tokens
 from sparsebit.llm.calibration_text import calibration_tokens, need_embeddings, need_positions
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.file_checksums import write_checksums
@@ -171,6 +172,7 @@ def _quantize(
     tokens = _tokens(source, recipe, calibration, trust_remote_code)
     need_embeddings(tokens, skeleton.model)
     need_positions(tokens.shape[1], skeleton.model)
+    tell_few_tokens(blocks_of(skeleton.model, architecture), tokens.numel(), recipe)
     run = QuantizationRun(skeleton, architecture, recipe, tokens, batch_size, memory_budget, rank)
     settings = run.settings()
     folder = rank.from_first(lambda: RunFolder(partial, settings))

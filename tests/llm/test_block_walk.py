@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparsebit.errors import ConfigError
 from sparsebit.llm.architectures import ARCHITECTURES, Architecture, architecture_of
 from sparsebit.llm.block_walk import BlockWalk
 from sparsebit.llm.model_folder import ModelFolder
@@ -76,3 +77,57 @@ def test_without_memory_for_inputs_each_batch_has_one_float_state_at_a_time(tmp_
         found.append([one.cross() for one in moments])
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
     assert len(walk.store) == 0
+
+
+def _scaled(forward: Any) -> Any:
+    """Blocks whose outputs are changed in place by the model around them."""
+
+    def run(self: Any, **kwargs: Any) -> Any:
+        for block in self.layers[:2]:
+            block.register_forward_hook(lambda _, __, output: output.mul_(0.5))
+        return forward(self, **kwargs)
+
+    return run
+
+
+def _twice(forward: Any) -> Any:
+    return lambda self, **kwargs: (forward(self, **kwargs), forward(self, **kwargs))[1]
+
+
+def _fewer(forward: Any) -> Any:
+    def run(self: Any, **kwargs: Any) -> Any:
+        self.config.num_hidden_layers = 2
+        return forward(self, **kwargs)
+
+    return run
+
+
+def _of_tuples(forward: Any) -> Any:
+    def run(self: Any, **kwargs: Any) -> Any:
+        for block in self.layers:
+            block.register_forward_hook(lambda _, __, output: output[0][1])
+        return forward(self, **kwargs)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_scaled, "computes something between its blocks"),
+        (_twice, "does not run its blocks one after another, each once"),
+        (_fewer, "runs 2 of its 3 blocks"),
+        (_of_tuples, "LlamaForCausalLM"),
+    ],
+    ids=["scaled between", "run twice", "not all run", "other outputs"],
+)
+def test_models_that_are_no_chain_of_blocks_are_refused(
+    change: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their layers would be calibrated on what they never read."""
+    skeleton = Skeleton(ModelFolder(saved(tiny_model(), tmp_path)))
+    kind = type(skeleton.model.base_model)
+    monkeypatch.setattr(kind, "forward", change(kind.forward))
+    walk = BlockWalk(skeleton, architecture_of(skeleton.model), TOKENS, with_float=False)
+    with pytest.raises(ConfigError, match=f"{message}.*cannot be quantized block by block"):
+        walk.start()

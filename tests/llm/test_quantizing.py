@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from dataclasses import replace
@@ -219,6 +220,19 @@ def test_numbers_of_a_calibration(change: dict[str, int]) -> None:
     name, value = next(iter(change.items()))
     with pytest.raises(ConfigError, match=f"{name}={value}: allowed: "):
         Calibration(Path("text"), **change)
+
+
+def test_too_little_text_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """GPTQ on 512 tokens lost more than twice as much of book-llama's perplexity as rounding to nearest, without a word."""
+    folder = with_tokenizer(saved(tiny_model(num_hidden_layers=1), tmp_path / "model"))
+    text = write_text(tmp_path / "text.txt")
+    with caplog.at_level(logging.WARNING):
+        quantize(folder, tmp_path / "a", Recipe(group_size=32), Calibration(text, 12, 32), check=False)
+        assert not caplog.records
+        quantize(folder, tmp_path / "b", Recipe("rtn", group_size=32), Calibration(text, 1, 32), check=False)
+        assert not caplog.records
+        quantize(folder, tmp_path / "c", Recipe(group_size=32), Calibration(text, 11, 32), check=False)
+    assert "352 tokens of text, and layers with 128 columns" in caplog.text and "give 384 tokens" in caplog.text
 
 
 def test_batches_without_samples(tmp_path: Path) -> None:
