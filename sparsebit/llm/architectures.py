@@ -132,8 +132,15 @@ def blocks_of(model: nn.Module, architecture: Architecture) -> nn.ModuleList:
 
 
 def linears(block: nn.Module) -> dict[str, nn.Linear]:
-    """The plain linear layers of a block by name. Stacked weights are refused: they would stay float unnoticed."""
-    experts = [name for name, parameter in block.named_parameters() if parameter.ndim > 2]
+    """The plain linear layers of a block by name. Stacked weights are refused: they would stay float unnoticed.
+
+    Convolutions over neighbouring tokens, as linear attention has them, are small and stay float.
+    """
+    experts = [
+        name
+        for name, parameter in block.named_parameters()
+        if parameter.ndim > 2 and not isinstance(block.get_submodule(name.rpartition(".")[0]), nn.Conv1d)
+    ]
     if experts:
         raise ConfigError(
             f"{type(block).__name__} has stacked weights ({', '.join(experts)}): only fused experts whose files hold a "

@@ -22,8 +22,9 @@ from sparsebit.numerics.hessian import InputMoments
 
 log = logging.getLogger(__name__)
 # An expert's layer that reads fewer tokens than this for each of its columns is rounded without its Hessian: the method
-# would fit the weight to the few tokens, and err more on others. Of other layers that is told. Measured on a layer of book-llama with 512 columns:
-# GPTQ's error on other tokens is 1.8 times that of rounding to nearest with 1 token a column, 1.08 with 2, 0.78 with 8.
+# would fit the weight to the few tokens, and err more on others. Of other layers it is told. Measured on a layer of
+# book-llama with 512 columns: GPTQ's error on other tokens is 1.8 times that of rounding to nearest with 1 token a
+# column, 1.08 with 2, 0.78 with 8.
 TOKENS_PER_COLUMN = {"rtn": 0.25, "gptq": 3.0, "awq": 0.25, "autoround": 0.25}
 
 
@@ -129,17 +130,14 @@ def tell_few_tokens(blocks: Iterable[nn.Module], num_tokens: int, recipe: Recipe
     if not recipe.needs_text:
         return
     columns = [
-        layer.in_features
-        for block in blocks
-        for name, layer in linears(block).items()
-        if not _is_expert(block, name)
+        layer.in_features for block in blocks for name, layer in linears(block).items() if not _is_expert(block, name)
     ]
     widest = max(columns, default=0)
     needed = math.ceil(TOKENS_PER_COLUMN[recipe.method] * widest)
     if num_tokens < needed:
         log.warning(
-            "%d tokens of text, and layers with %d columns: %s fits weights to so few, and may err more on other text "
-            "than rounding to nearest; give %d tokens or more (--num-samples, --length)%s",
+            "%d tokens of text, and layers with %d columns: %s fits weights to these tokens, and errs more on other "
+            "text; give %d tokens or more (--num-samples, --length)%s",
             *(num_tokens, widest, recipe.method, needed, ", or --method rtn" if recipe.method == "gptq" else ""),
         )
 

@@ -29,6 +29,9 @@ Stream = Literal["float", "changed"]
 # Bytes of hidden states, or of second moments, that a GPU holds: the rest of its memory is for the work on a layer.
 _ON_DEVICE = 1024 * MIB
 _NOT_WALKED = "this architecture cannot be quantized block by block"
+# What classes of blocks give: the hidden states, or a tuple that begins with them.
+_Form = Callable[[Tensor], Any]
+_FORMS: tuple[_Form, ...] = (lambda hidden: hidden, lambda hidden: (hidden,), lambda hidden: (hidden, None))
 
 
 class _Reached(Exception):
@@ -77,6 +80,7 @@ class BlockWalk:
         self.store = SharedData(device_bytes=min(memory_budget, _ON_DEVICE), host_bytes=memory_budget)
         self._calls: dict[tuple[int, int], list[_Call]] = {}
         self._number = 0
+        self._form: _Form | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -91,9 +95,7 @@ class BlockWalk:
             shape = (batch.shape[0], batch.shape[1])
             known = self._calls.setdefault(shape, calls)
             if not _same(known, calls):
-                raise ConfigError(
-                    f"{self._kind()} gives its blocks arguments that depend on the tokens: {_NOT_WALKED}"
-                )
+                raise ConfigError(f"{self._kind()} gives its blocks arguments that depend on the tokens: {_NOT_WALKED}")
             for stream in self._streams():
                 self.store.put((stream, 0, index), hidden)
         self.skeleton.empty("")
@@ -277,14 +279,27 @@ class BlockWalk:
         return value
 
     def _front(self, tokens: Tensor) -> tuple[Tensor, list[_Call]]:
-        """What block 0 reads, and the other arguments of every block: each one gives its hidden states unchanged.
+        """What block 0 reads, and the other arguments of every block.
 
-        So all of them have to read the same; a model that computes something between its blocks is refused.
+        Blocks of some classes give tuples: the first form of output with which the model runs is kept.
         """
+        refusals: list[ConfigError] = []
+        for form in _FORMS if self._form is None else (self._form,):
+            try:
+                found = self._passed_through(tokens, form)
+            except ConfigError as error:
+                refusals.append(error)
+                continue
+            self._form = form
+            return found
+        raise refusals[0]
+
+    def _passed_through(self, tokens: Tensor, form: _Form) -> tuple[Tensor, list[_Call]]:
+        """The model with blocks that give their hidden states unchanged: each has to be run once, and read the same."""
         calls: list[_Call] = []
         first = torch.empty(0)
 
-        def record(number: int, *args: Any, **kwargs: Any) -> Tensor:
+        def record(number: int, *args: Any, **kwargs: Any) -> Any:
             nonlocal first
             hidden: Tensor = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
             if number != len(calls):
@@ -294,7 +309,7 @@ class BlockWalk:
             elif number + 1 == self.num_blocks and not torch.equal(hidden, first):
                 raise ConfigError(f"{self._kind()} computes something between its blocks: {_NOT_WALKED}")
             calls.append(_Call(args[1:], kwargs))
-            return hidden
+            return form(hidden)
 
         try:
             with self._blocks_are(record):
@@ -312,12 +327,14 @@ class BlockWalk:
 
     def behind_blocks(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """The logits, if the last block gives `hidden`; the weights outside of the blocks have to be there."""
-        with self._blocks_are(lambda number, *_, **__: hidden):
+        assert self._form is not None, "start was not called"
+        given = self._form(hidden)
+        with self._blocks_are(lambda number, *_, **__: given):
             logits: Tensor = self.skeleton.model(input_ids=tokens, use_cache=False).logits
         return logits
 
     @contextlib.contextmanager
-    def _blocks_are(self, function: Callable[..., Tensor]) -> Iterator[None]:
+    def _blocks_are(self, function: Callable[..., Any]) -> Iterator[None]:
         for number, block in enumerate(self.blocks):
             block.forward = functools.partial(function, number)
         try:

@@ -57,6 +57,38 @@ def test_every_layer_reads_what_it_reads_in_the_model(model_type: str, has_row: 
     assert all(parameter.is_meta for parameter in skeleton.model.parameters())
 
 
+LINEAR_ATTENTION = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [("bloom", {"n_layer": 5}), ("qwen3_5_text", LINEAR_ATTENTION)],
+    ids=["blocks that give tuples", "convolutions"],
+)
+def test_architectures_without_a_row(model_type: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """With more blocks of tuples than dimensions, the model took its hidden states apart."""
+    folder = saved(tiny_model(model_type, **changes), tmp_path)
+    model, skeleton = loaded(folder), Skeleton(ModelFolder(folder))
+    row = architecture_of(skeleton.model)
+    assert row.stages is None
+    walk = BlockWalk(skeleton, row, TOKENS, with_float=False, batch_size=2)
+    walk.start()
+    for number in range(walk.num_blocks):
+        block = skeleton.fill(f"{row.blocks}.{number}")
+        stages = walk.stages(block)
+        for stage in stages:
+            x = inputs_of(model, f"{row.blocks}.{number}.{stage[0]}").double()
+            found = walk.moments(block, block, stage).hessian()
+            torch.testing.assert_close(found, (x.T @ x / len(x))[None], rtol=1e-4, atol=1e-4)
+        walk.advance(block, stages)
+
+
 def test_without_memory_for_inputs_each_batch_has_one_float_state_at_a_time(tmp_path: Path) -> None:
     """Outputs that nothing reads yet are computed when the block is done; the moments are the same."""
     folder = saved(tiny_model(), tmp_path)

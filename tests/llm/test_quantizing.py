@@ -223,7 +223,7 @@ def test_numbers_of_a_calibration(change: dict[str, int]) -> None:
 
 
 def test_too_little_text_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """GPTQ on 512 tokens lost more than twice as much of book-llama's perplexity as rounding to nearest, without a word."""
+    """GPTQ on 512 tokens lost more than twice as much of book-llama's perplexity as rounding to nearest."""
     folder = with_tokenizer(saved(tiny_model(num_hidden_layers=1), tmp_path / "model"))
     text = write_text(tmp_path / "text.txt")
     with caplog.at_level(logging.WARNING):

@@ -157,7 +157,7 @@ def _is_in_files(name: str, value: Tensor, skeleton: Skeleton) -> bool:
 
 
 def _is_on_files(name: str, part: Any, skeleton: Skeleton) -> bool:
-    """Whether the weight below an adapter is that of the files; packed ones are, since `load_adapter` refuses others."""
+    """Whether the weight below an adapter is that of the files; a packed one is, else `load_adapter` refuses it."""
     weight = getattr(part.get_base_layer(), "weight", None)
     return weight is None or torch.equal(weight, skeleton.read(f"{name}.weight", weight))
 
