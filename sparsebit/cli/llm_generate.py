@@ -42,7 +42,7 @@ def generate(
 
         from sparsebit.errors import ConfigError
         from sparsebit.llm import compiled_generation, kernel_paths
-        from sparsebit.llm.calibration_text import need_embeddings
+        from sparsebit.llm.calibration_text import need_embeddings, need_positions
         from sparsebit.llm.hub_classes import load_tokenizer
 
         if compile_step and single_device:
@@ -66,6 +66,7 @@ def generate(
             trust_remote_code=trust_remote_code,
         )
         need_embeddings(tokens, loaded)
+        need_positions(tokens.shape[1] + max_new_tokens - 1, loaded, "--prompt, --max-new-tokens")
         tokens = tokens.to(device)
         how: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
         how["num_beams"] = 1  # a beam search, which a model's settings may ask for, is not shown while it goes on

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparsebit.cli import llm_options, options
+from sparsebit.cli import llm_heldout, llm_options, options
 from sparsebit.cli.output import facts_table, kilobytes, speaking
 from sparsebit.cli.verb import Verb
 
@@ -59,6 +59,18 @@ def quantize(
     chat_template: Annotated[
         bool, typer.Option("--chat-template", help="The text is JSON lines with `messages`; use the model's template.")
     ] = False,
+    heldout: Annotated[
+        Path | None,
+        typer.Option(
+            "--heldout",
+            metavar="FILE|DIR",
+            help="Other text: the perplexity of the float and of the packed model on it is measured at the end.",
+        ),
+    ] = None,
+    num_windows: Annotated[
+        int | None,
+        typer.Option("--num-windows", min=1, help="Windows of --heldout, from its beginning, of --length; all."),
+    ] = None,
     scale_search: Annotated[
         str,
         typer.Option(
@@ -146,11 +158,19 @@ def quantize(
             formats["candidate_bits"] = tuple(dict.fromkeys(options.read_bits(candidate_bits)))
         recipe = Recipe(**formats, group_size=group_size, symmetric=symmetric, **_given(tuned))
         drawn = _given({"num_samples": num_samples, "length": length, "seed": seed})
-        if text is None and (drawn or chat_template):
+        of_text = {name for name in drawn if name != "length" or heldout is None}
+        if text is None and (of_text or chat_template):
             raise typer.BadParameter("without calibration text nothing is drawn of it", param_hint="--text")
+        if heldout is None and num_windows is not None:
+            raise typer.BadParameter("only together with --heldout", param_hint="--num-windows")
         if dtype not in _DTYPES:
             raise typer.BadParameter(f"{dtype!r}; allowed: {', '.join(_DTYPES)}", param_hint="--dtype")
         calibration = None if text is None else Calibration(text, chat_template=chat_template, **drawn)
+        is_first, kept_back = llm_options.is_first_process(), None
+        if heldout is not None and is_first:
+            kept_back = llm_heldout.heldout_windows(
+                model, heldout, length or 512, num_windows, trust_remote_code=trust_remote_code
+            )
         out.remark(f"quantizing {model} to {_format(recipe)} with {method}")
         made = run(
             model,
@@ -165,8 +185,17 @@ def quantize(
             trust_remote_code=trust_remote_code,
         )
         tables = [*_allocation_table(made.allocation), *_experts_table(made.experts)]
-        if llm_options.is_first_process():
-            out.result(_record(made), *tables, facts_table(_facts(made)))
+        measured = None
+        if kept_back is not None:
+            measured = llm_heldout.heldout_perplexities(
+                *(model, made.folder, kept_back),
+                batch_size=batch_size,
+                device=device,
+                trust_remote_code=trust_remote_code,
+            )
+        if is_first:
+            facts = {**_facts(made), "perplexity": llm_heldout.told(measured)}
+            out.result({**_record(made), "perplexity": measured}, *tables, facts_table(facts))
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:

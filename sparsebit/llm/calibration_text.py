@@ -109,19 +109,22 @@ def need_embeddings(tokens: Tensor, model: Any) -> None:
         )
 
 
-def need_positions(length: int, model: Any) -> None:
-    """Tell of rows that are longer than the model was made for; refuse them where it has no position for them."""
+def need_positions(length: int, model: Any, option: str = "--length") -> None:
+    """Tell of rows that are longer than the model was made for; refuse them where it has no position for them.
+
+    `option`: what makes them shorter.
+    """
     config = getattr(model, "config", None)
     most = None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(most, int) or length <= most:
         return
     tables = [part for name, part in model.named_modules() if isinstance(part, nn.Embedding) and "pos" in name]
     if tables:
-        raise ConfigError(f"{length} tokens in a row, and the model has {most} positions; give fewer (--length)")
+        raise ConfigError(f"{length} tokens in a row, and the model has {most} positions; give fewer ({option})")
     log.warning(
         "%d tokens in a row, and the model was made for %d at most (max_position_embeddings): beyond these its "
-        "predictions may be far worse; give fewer (--length)",
-        *(length, most),
+        "predictions may be far worse; give fewer (%s)",
+        *(length, most, option),
     )
 
 

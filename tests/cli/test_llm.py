@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,31 @@ def test_the_table(source: Path) -> None:
         "quantize", source, "-o", output, "--method", "rtn", "--scale-search", "none", "--bits", 3, "--group-size", 0
     )
     assert "21 linear layers" in shown and "loads it" in shown and "would refuse: 3 bits" in shown
+
+
+def test_the_perplexity_of_both_models(source: Path) -> None:
+    text, packed = source.parent / "text.txt", source.parent / "packed"
+    common = ("quantize", source, "-o", packed, "--method", "rtn", "--scale-search", "none", "--group-size", 32)
+    measured = ("--heldout", text, "--num-windows", 3, "--length", 24)
+    assert "3 are wanted" in run(*common, "--heldout", text, "--num-windows", 3, "--length", 3000, code=1)
+    assert "only together with --heldout" in run(*common, "--num-windows", 3, code=2)
+    assert not packed.exists()
+    found = json.loads(run(*common, *measured, "--no-check", "--json"))["perplexity"]
+    assert (found["windows"], found["length"]) == (3, 24)
+    for name, folder in (("float", source), ("packed", packed)):
+        told = json.loads(run("eval", folder, "--text", text, "--num-windows", 3, "--length", 24, "--json"))
+        assert found[name] == pytest.approx(told["perplexity"], rel=1e-5)
+    assert found["float"] != found["packed"]
+    shutil.rmtree(packed)
+    line = next(line for line in run(*common, *measured, "--no-check").splitlines() if line.startswith("perplexity"))
+    assert f"{found['float']:.2f} float, {found['packed']:.2f} packed" in line
+
+
+def test_more_tokens_than_a_model_has_positions_for(tmp_path: Path) -> None:
+    source = with_tokenizer(saved(tiny_model("opt", num_hidden_layers=1), tmp_path / "opt"))
+    assert run("generate", source, "-p", "abc", "--max-new-tokens", 126, "-q")
+    told = " ".join(run("generate", source, "-p", "abc", "--max-new-tokens", 127, code=1).split())
+    assert "129 tokens in a row, and the model has 128 positions" in told and "--max-new-tokens" in told
 
 
 def test_experts_and_inputs_that_are_not_scaled_are_shown(tmp_path: Path) -> None:
