@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import os
 import sys
 import sysconfig
@@ -33,6 +34,7 @@ _FOLDERS = tuple(
     )
 )
 _SITE = sysconfig.get_paths()["purelib"] + os.sep
+_NEEDED_BY_TORCH = frozenset({"sympy", "mpmath", "networkx", "jinja2", "fsspec"})  # code of no model, 800 modules of it
 _MISSING = object()
 _OF_TUPLES = (nn.RNNBase, nn.MultiheadAttention)
 
@@ -41,19 +43,37 @@ _OF_TUPLES = (nn.RNNBase, nn.MultiheadAttention)
 def traced_builtins(tracer: Any, root: nn.Module) -> Iterator[None]:
     """Inside, these builtins answer for traced values in modules that are neither torch's, Python's nor Sparsebit's."""
     replacements = _replacements(tracer)
-    modules = [vars(module) for module in list(sys.modules.values()) if _is_users(module)]
+    _, modules = _users_modules(tuple(map(id, list(sys.modules.values()))))
     spaces = {id(space): space for space in (*modules, *_namespaces(root))}.values()
-    given = [(space, name) for space in spaces for name in replacements if name not in space]
+    given = [(space, _missing(replacements, space)) for space in spaces]
     is_tensor = torch.is_tensor
     try:
-        for space, name in given:
-            space[name] = replacements[name]
+        for space, names in given:
+            space.update(names)
         torch.is_tensor = lambda obj: replacements["isinstance"](obj, torch.Tensor)  # type: ignore[assignment]
         yield
     finally:
         torch.is_tensor = is_tensor
-        for space, name in given:
-            space.pop(name, None)
+        for space, names in given:
+            for name in names:
+                space.pop(name, None)
+
+
+def _missing(replacements: dict[str, Any], space: dict[str, Any]) -> dict[str, Any]:
+    """Those that the module has not defined itself."""
+    if space.keys().isdisjoint(replacements):  # nearly always, and there are thousands of modules
+        return replacements
+    return {name: value for name, value in replacements.items() if name not in space}
+
+
+@functools.lru_cache(maxsize=1)
+def _users_modules(ids: tuple[int, ...]) -> tuple[list[Any], list[dict[str, Any]]]:
+    """All that `sys.modules` holds, and the namespaces of the user's modules among them.
+
+    `ids`: of what `sys.modules` holds. They stay those of the same modules, which the result keeps alive.
+    """
+    loaded = list(sys.modules.values())
+    return loaded, [vars(module) for module in loaded if _is_users(module)]
 
 
 def _namespaces(root: nn.Module) -> Iterator[dict[str, Any]]:
@@ -67,6 +87,8 @@ def _namespaces(root: nn.Module) -> Iterator[dict[str, Any]]:
 def _is_users(module: Any) -> bool:
     space = getattr(module, "__dict__", None)
     if type(space) is not dict:
+        return False
+    if str(space.get("__name__")).partition(".")[0] in _NEEDED_BY_TORCH:
         return False
     file = space.get("__file__")
     return _is_users_file(file) if isinstance(file, str) else space.get("__name__") == "__main__"

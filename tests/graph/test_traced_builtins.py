@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Mapping
-from functools import singledispatch
+from functools import partial, singledispatch
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -194,3 +196,31 @@ class Net(nn.Module):
     captured = capture(model)
     torch.testing.assert_close(captured.model(x), model(x), rtol=0, atol=0)
     assert not captured.untraced and not {"isinstance", "type"} & scope.keys()
+
+
+def test_a_module_that_is_loaded_after_a_trace_gets_the_right_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(4, 8)
+    capture(Asks(QUESTIONS["isinstance"]))
+    for name in ("first_helper", "second_helper"):  # the second takes the place of the first in sys.modules
+        helper: Any = ModuleType(name)
+        helper.__file__ = f"/{name}.py"
+        exec("def is_of(kind, x):\n    return isinstance(x, kind)", vars(helper))
+        with monkeypatch.context() as loaded:
+            loaded.setitem(sys.modules, name, helper)
+            model = Asks(partial(helper.is_of, Tensor))
+            copy = capture(model)
+        torch.testing.assert_close(copy.model(x), model(x))
+        assert not copy.untraced and "isinstance" not in vars(helper)
+
+
+def test_a_module_keeps_builtins_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    helper: Any = ModuleType("own_builtins")
+    x = torch.randn(4, 8)
+    helper.__file__ = "/own_builtins.py"
+    own = vars(helper).setdefault("isinstance", lambda x, kind: True)
+    exec("def answers(x):\n    return isinstance(x, str) and type(x).__name__ == 'Tensor'", vars(helper))
+    monkeypatch.setitem(sys.modules, "own_builtins", helper)
+    model = Asks(lambda x: helper.answers(x))
+    copy = capture(model)
+    torch.testing.assert_close(copy.model(x), model(x))
+    assert not copy.untraced and vars(helper)["isinstance"] is own and "type" not in vars(helper)
