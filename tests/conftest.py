@@ -10,6 +10,7 @@ import logging
 import os
 import random
 import sys
+import typing
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+from torch._export import utils as export_utils
 
 from sparsebit.deploy import audit as audit_module
 from sparsebit.deploy import timing
@@ -102,6 +104,26 @@ def _onnx_translations_are_read_once() -> None:
 
     copied.is_read_once = True  # type: ignore[attr-defined]
     module.ONNXRegistry.from_torchlib = staticmethod(copied)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ops_are_listed_once() -> Iterator[None]:
+    """Every export of torch looks each composite op of the dispatcher up, once for each of 30 namespaces: a sixth of
+    its time. It is needed again only where ops were added since.
+    """
+    listed: list[Any] = []
+
+    def list_new() -> None:
+        found = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
+        if listed != [found]:
+            list_all()
+            listed[:] = [found]
+
+    list_all = export_utils._materialize_cpp_cia_ops
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export_utils, "_materialize_cpp_cia_ops", list_new)
+        patch.setattr(torch._ops, "Callable", typing.Callable)  # evaluated for each op: those of typing are cached
+        yield
 
 
 @pytest.fixture(scope="session")
