@@ -172,11 +172,11 @@ class QuantLinear(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
         """Another device or type may need another kernel."""
         self._restore()
-        before = self.scales.dtype
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self._wish is not None and not self.qweight.is_meta:
             dtype, activations = self._wish
-            self.prepare(dtype if self.scales.dtype == before else self.scales.dtype, activations)
+            # What becomes of inputs, whose type need not be that of the scales.
+            self.prepare(fn(torch.empty(0, dtype=dtype)).dtype, activations)
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -96,6 +97,19 @@ def test_a_prepared_layer(layout: KernelLayout, take: object) -> None:
     assert layer.path == layout.name and difference(layer(x), expected) > 0.1
     assert layer.to(torch.float64).scales.dtype == torch.float64
     assert layer.path == layout.name
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16], ids=str)
+def test_another_type_of_inputs_than_that_of_the_scales(stored: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that was prepared for one type stayed, where the scales had the new one already."""
+    monkeypatch.setattr(QuantLinear, "_choice", lambda *_: (FRAGMENTS, ""))
+    other = torch.bfloat16 if stored == torch.float16 else torch.float16
+    packed, x = weight(), torch.randn(3, 256)
+    layer = QuantLinear(replace(packed, scales=packed.scales.to(stored)))
+    expected = layer(x)
+    layer.prepare(other)
+    assert difference(layer(x.to(other)), expected) < 0.02
+    assert difference(layer.to(stored)(x.to(stored)), expected) < 0.02
 
 
 def test_gradients_take_the_exact_way(take: object) -> None:
