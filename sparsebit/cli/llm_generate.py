@@ -50,10 +50,7 @@ def generate(
         tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
         if chat and not getattr(tokenizer, "chat_template", None):
             raise ConfigError(f"--chat: the tokenizer of {model} has no chat template; leave --chat out")
-        text = prompt
-        if chat:
-            messages = [{"role": "user", "content": prompt}]
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = _asked(tokenizer, prompt) if chat else prompt
         tokens = tokenizer(text, return_tensors="pt", add_special_tokens=not chat)["input_ids"]
         if not tokens.numel():
             raise ConfigError("--prompt has no tokens; give some text to continue")
@@ -101,6 +98,17 @@ def generate(
         how_run = "blocks were streamed" if single_device else f"packed layers: {_words(paths)}"
         first = f"compiled in {compiling:.0f} s; " if compile_step else ""
         out.remark(f"{first}{len(made)} tokens, {len(made) / seconds:.1f} a second; {how_run}")
+
+
+def _asked(tokenizer: Any, prompt: str) -> str:
+    """The prompt in the model's chat template."""
+    from sparsebit.errors import ConfigError
+
+    messages = [{"role": "user", "content": prompt}]
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # templates raise what they like
+        raise ConfigError(f"--chat: the model's chat template refuses the prompt ({error})") from error
 
 
 def _words(paths: dict[str, int]) -> str:

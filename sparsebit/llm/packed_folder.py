@@ -19,6 +19,8 @@ from sparsebit.llm.skeleton import Skeleton
 
 _NOT_COPIED = (CHECKSUMS, ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
+_TEMPLATES = "additional_chat_templates"  # where transformers keeps all but the usual one
+
 
 def write_packed_folder(
     target: Path,
@@ -68,7 +70,9 @@ def _block_of_file(skeleton: Skeleton, block_paths: Sequence[str]) -> dict[str, 
 
 
 def copy_small_files(source: Path, target: Path) -> None:
-    """Tokenizer, generation config, chat template, licence: all that are no weights."""
+    """Tokenizer, generation config, chat templates, licence: all that are no weights."""
+    if (source / _TEMPLATES).is_dir():
+        shutil.copytree(source / _TEMPLATES, target / _TEMPLATES, dirs_exist_ok=True)
     for path in sorted(source.iterdir()):
         if path.is_file() and path.name != "config.json" and not path.name.endswith(_NOT_COPIED):
             shutil.copyfile(path, target / path.name)

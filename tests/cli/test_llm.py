@@ -79,6 +79,12 @@ def test_more_tokens_than_a_model_has_positions_for(tmp_path: Path) -> None:
     assert "129 tokens in a row, and the model has 128 positions" in told and "--max-new-tokens" in told
 
 
+def test_a_chat_template_that_refuses_the_prompt(source: Path) -> None:
+    (source / "chat_template.jinja").write_text("{{ raise_exception('a system message is needed') }}")
+    told = " ".join(run("generate", source, "-p", "abc", "--chat", code=1).split())
+    assert "refuses the prompt (a system message is needed)" in told
+
+
 def test_experts_and_inputs_that_are_not_scaled_are_shown(tmp_path: Path) -> None:
     write_text(tmp_path / "text.txt")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8, "num_hidden_layers": 1, "num_local_experts": 2}

@@ -15,6 +15,7 @@ import torch
 from sparsebit.errors import CheckpointError, ConfigError, DeploymentError
 from sparsebit.llm import Calibration, QuantLinear, Recipe, load, quantize, resident_bytes
 from sparsebit.llm import load_check as load_check_module
+from sparsebit.llm.hub_classes import load_tokenizer
 from sparsebit.llm.run_folder import RunFolder
 from tests.conftest import ROOT
 from tests.llm.tiny_models import loaded, saved, tiny_model, with_tokenizer, write_text
@@ -72,7 +73,10 @@ def test_gptq_end_to_end(source: Path) -> None:
 
 def test_files_beside_the_weights_are_kept(source: Path) -> None:
     (source / "LICENSE").write_text("words")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tools.jinja").write_text("tools")
     made = quantize(source, source.parent / "packed", FAST)
+    assert set(load_tokenizer(made.folder).chat_template) == {"default", "tools"}
     names = {path.name for path in made.folder.iterdir()}
     assert {"LICENSE", "tokenizer.json", "generation_config.json", "config.json"} <= names
 
