@@ -118,7 +118,7 @@ class _TwoPasses:
 
     def _cost(self, path: str, name: str, weight: Tensor, moments: InputMoments, squares: Tensor) -> None:
         full = f"{path}.{name}"
-        stored = self.skeleton.folder.tensor(self.skeleton.names[f"{full}.weight"]).dtype
+        stored = self.skeleton.stored_type(f"{full}.weight")
         # Without sweeps, to save time: the costs only have to rank layers and bits.
         quick = replace(self.recipe, sweeps=0) if self.recipe.method == "gptq" else self.recipe
         self.num_weights[full] = weight.numel()

@@ -119,8 +119,9 @@ class Skeleton:
             )
 
     def stored_type(self, name: str) -> torch.dtype:
-        """The type in the files of a tensor of the model."""
-        return self.folder.tensor(self.names[name]).dtype
+        """The type in which files keep a tensor of the model, and what is made of it; float32 in place of float64."""
+        found = self.folder.tensor(self.names[name]).dtype
+        return torch.float32 if found == torch.float64 else found
 
     def empty(self, path: str) -> None:
         """Free the weights of the module at `path`."""

@@ -239,6 +239,16 @@ def test_too_little_text_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert "352 tokens of text, and layers with 128 columns" in caplog.text and "give 384 tokens" in caplog.text
 
 
+def test_files_of_float64(tmp_path: Path) -> None:
+    source = with_tokenizer(saved(tiny_model(num_hidden_layers=1), tmp_path / "model", dtype=torch.float64))
+    text = Calibration(write_text(tmp_path / "text.txt"), 12, 32)
+    mixed = Recipe(group_size=32, sweeps=0, candidate_bits=(4, 8), average_bits=6.0)
+    made = quantize(source, tmp_path / "packed", mixed, text)
+    assert made.check is not None and made.check.difference < 1e-5
+    layers = [part for part in load(made.folder).modules() if isinstance(part, QuantLinear)]
+    assert {layer.scales.dtype for layer in layers} == {torch.float32}
+
+
 def test_batches_without_samples(tmp_path: Path) -> None:
     folder = saved(tiny_model(num_hidden_layers=1), tmp_path / "model")
     with pytest.raises(ConfigError, match="batch_size=0: allowed: 1 or more"):
