@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from onnx import numpy_helper
@@ -17,7 +18,7 @@ from sparsebit.deploy.divergence import site_differences
 from sparsebit.deploy.float_twin import float_twin
 from sparsebit.deploy.sessions import EXACT, open_session
 from sparsebit.errors import DeploymentError
-from sparsebit.quantization import QuantModel
+from sparsebit.quantization import QuantModel, export
 from sparsebit.quantization.export_checks import check_parity
 from sparsebit.quantization.simulated_codes import simulated_codes
 from tests.deploy.exporting import initializers, op_types
@@ -54,15 +55,37 @@ def shapes(file: Path) -> dict[str, tuple[int, ...]]:
     return {name.removesuffix(".weight/codes"): array.shape for name, array in stored if name.endswith("weight/codes")}
 
 
-def both(model: nn.Module, images: Tensor, folder: Path, **changes: Any) -> tuple[Path, Path, QuantModel]:
-    """The file with the layout, which passes the parity gate, and the one without."""
+def both(
+    model: nn.Module, images: Tensor, folder: Path, *, traces_twice: bool = False, **changes: Any
+) -> tuple[Path, Path, QuantModel]:
+    """The file with the layout, which passes the parity gate, and the one without.
+
+    Both are made of one trace, which comes before any layout, unless `traces_twice`.
+    """
     files = []
+    trace: Any = export.trace_onnx if traces_twice else shared(export.trace_onnx)
     for is_on in (True, False):
         settings = {f"SCHEDULE.{key}": True for key in ("FUSE_BN",)} | {"SCHEDULE.PAD_CHANNELS": is_on, **changes}
         qmodel = calibrated(model, [images], qconfig(settings, backend="onnxruntime"))
         files.append(folder / f"{is_on}.onnx")
-        qmodel.export_onnx(images, files[-1], check=[images] if is_on else None)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(export, "trace_onnx", trace)
+            qmodel.export_onnx(images, files[-1], check=[images] if is_on else None)
     return files[0], files[1], qmodel
+
+
+def shared(trace: Any) -> Any:
+    """Traces at the first call alone, and gives a copy at each."""
+    traced: list[tuple[onnx.ModelProto, int]] = []
+
+    def copied(*args: Any, **kwargs: Any) -> tuple[ir.Model, int]:
+        if not traced:
+            model, opset = trace(*args, **kwargs)
+            traced.append((ir.serde.serialize_model(model), opset))
+        stored, opset = traced[0]
+        return ir.serde.deserialize_model(stored), opset
+
+    return copied
 
 
 def same(first: Path, second: Path, images: Tensor, **settings: Any) -> bool:
@@ -273,5 +296,5 @@ def test_random_networks_compute_the_same(seed: int, tmp_path: Path) -> None:
     torch.manual_seed(seed)
     model = random_net(random.Random(seed))
     inside = next(module for module in model.modules() if isinstance(module, nn.Conv2d)).in_channels
-    first, second, _ = both(model, images(inside), tmp_path)
+    first, second, _ = both(model, images(inside), tmp_path, traces_twice=True)
     assert same(first, second, images(inside)) and same(first, second, images(inside), optimize=False)
