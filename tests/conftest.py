@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -162,14 +163,37 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session")
-def interpreted_kernels() -> dict[str, ModuleType]:
+def interpreted_kernels() -> Iterator[dict[str, ModuleType]]:
     """The GPU's kernels, by module, run by triton's interpreter."""
     if find_spec("triton") is None:
         pytest.skip("triton is not installed")
     if torch.cuda.is_available():
         pytest.skip("the kernels run on the GPU here")
     names = ("programs", "fake_quant", "stacked", "weight_rows", "token_attention")
-    return {name: importlib.import_module(f"sparsebit.kernels.{name}") for name in names}
+    with _language_patched_once_a_kernel():
+        yield {name: importlib.import_module(f"sparsebit.kernels.{name}") for name in names}
+
+
+@contextlib.contextmanager
+def _language_patched_once_a_kernel() -> Iterator[None]:
+    """Triton's interpreter patches its language when a kernel begins, and again at each function that the kernel calls:
+    half of the time of kernels with many small programs.
+    """
+    from triton import language
+    from triton.runtime import interpreter
+
+    def patch_new(function: Any) -> Any:
+        used = [
+            one for one in (language, language.core) if any(one is value for value in function.__globals__.values())
+        ]
+        if used and not any(language.core.is_builtin(one.load) for one in used):
+            return interpreter._LangPatchScope()
+        return patch_all(function)
+
+    patch_all = interpreter._patch_lang
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", patch_new)
+        yield
 
 
 @pytest.fixture(autouse=True)
