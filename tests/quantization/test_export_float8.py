@@ -38,15 +38,9 @@ def float8(model: nn.Module, x: Any, changes: dict[str, Any] | None = None, back
 
 
 BACKENDS = ("virtual", "onnxruntime", "openvino", "tensorrt")
-# Every kind of layer with a scale per channel on the runtimes that run their own files here; the files of the other two
-# are like those for ONNX Runtime, which runs them: one kind of layer. One scale for all on one kind.
+# Every kind of layer with a scale per channel on every backend; one scale for all on one kind.
 CASES = [
-    *(
-        pytest.param(name, "per-channel-symmetric", backend, marks=[pytest.mark.slow] * is_repeated)
-        for name in MODELS
-        for backend in BACKENDS
-        for is_repeated in [backend in ("virtual", "tensorrt") and name != "linears"]
-    ),
+    *((name, "per-channel-symmetric", backend) for name in MODELS for backend in BACKENDS),
     *(("linears", "per-tensor-symmetric", backend) for backend in BACKENDS if backend != "tensorrt"),
 ]
 
