@@ -30,7 +30,6 @@ from sparsebit.llm.load_check import (
     check_genai,
     check_gguf,
     need_reader,
-    vllm_reasons,
 )
 from sparsebit.llm.model_folder import ModelFolder
 from sparsebit.llm.packed_folder import copy_small_files
@@ -38,6 +37,7 @@ from sparsebit.llm.packed_source import PackedSource, packed_source, unpacked_so
 from sparsebit.llm.separate_experts import experts_in, routers
 from sparsebit.llm.shards import Shards
 from sparsebit.llm.skeleton import Skeleton
+from sparsebit.llm.vllm_rules import COMPRESSED_TENSORS, GPTQ, vllm_reasons
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def convert(
         what = "is one file: give an output that ends in .gguf" if format == GGUF else "is a folder, not a .gguf file"
         raise ConfigError(f"output {target}: {format} {what}")
     need_new(target)
-    if check and format == "compressed-tensors":
+    if check and format == COMPRESSED_TENSORS:
         need_reader()
     if format == GGUF:
         gguf_package()
@@ -151,6 +151,8 @@ def _convert(
             f"{skeleton.folder.path} is a float model: quantize it first (sparsebit llm quantize), or write a GGUF "
             f"file of type {' or '.join(MIXES)}"
         )
+    if check and format == COMPRESSED_TENSORS:
+        need_reader({layer.bits for layer in source.formats.values()})
     kinds = sorted({layer.kind for layer in source.formats.values()} - {"int"})
     if kinds and mix is None and format != "compressed-tensors":
         raise DeploymentError(
@@ -190,7 +192,8 @@ def _convert(
     else:
         _write(made, source, FORMATS[format])
     if check and format in FORMATS:
-        reasons = vllm_reasons(source.formats, _fused(skeleton), is_gptq=format != "compressed-tensors")
+        method = COMPRESSED_TENSORS if format == COMPRESSED_TENSORS else GPTQ
+        reasons = vllm_reasons(source.formats, _fused(skeleton), method)
         found = check_conversion(made, skeleton.folder.path, reasons, trust_remote_code=trust_remote_code)
     put_in_place(made, target)
     return ConvertedModel(target, format, source.formats, found, types)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 
 from sparsebit.errors import DeploymentError, MissingExtraError
 from sparsebit.llm.checkpoint.float_formats import FORMATS
-from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.float_linear import FloatLinear
 from sparsebit.llm.genai_folder import genai_logits
 from sparsebit.llm.gguf_architectures import ARCHITECTURES, text_length, unnamed_settings
@@ -33,7 +33,8 @@ from sparsebit.numerics.full_float32 import full_float32
 TOLERANCE = 1e-3
 # What transformers needs to load a format.
 _PACKAGES = {"compressed-tensors": ("compressed_tensors",), "gptq": ("gptqmodel", "optimum")}
-_VLLM_BITS, _VLLM_GROUPS = (4, 8), (0, 32, 64, 128)
+# From this version on codes of 3 bits are packed without gaps, as transformers and vLLM expect them.
+_DENSE_VERSION = (0, 18)
 
 
 @dataclass(frozen=True)
@@ -52,29 +53,18 @@ class LoadCheck:
     weight_error: float | None = None
 
 
-def need_reader() -> None:
-    """Refuses to begin where the package that reads the files is missing: the check at the end would fail."""
+def need_reader(bits: Collection[int] = ()) -> None:
+    """Refuses to begin where the package that reads files of these bits is missing: the check at the end would fail."""
     try:
         import compressed_tensors  # noqa: F401
     except ImportError:
         raise MissingExtraError("compressed-tensors", "llm", "loading packed models with transformers") from None
-
-
-def vllm_reasons(
-    formats: Mapping[str, LayerFormat], fused: Sequence[Sequence[str]], *, is_gptq: bool = False
-) -> tuple[str, ...]:
-    """Why vLLM would refuse the layers: number formats without a kernel, and fused layers of different formats."""
-    reasons: list[str] = []
-    formats = {name: layer for name, layer in formats.items() if layer.kind == "int"}
-    fused = [group for group in fused if any(name in formats for name in group)]
-    bits = [] if is_gptq else sorted({layer.bits for layer in formats.values()} - {*_VLLM_BITS})
-    if bits:
-        reasons.append(f"{', '.join(map(str, bits))} bits: its kernels for pack-quantized weights have 4 and 8")
-    sizes = sorted({layer.group_size for layer in formats.values()} - {*_VLLM_GROUPS})
-    if sizes:
-        reasons.append(f"groups of {', '.join(map(str, sizes))}: it has 32, 64, 128, or one scale per row")
-    mixed = [group for group in fused if len({formats.get(name) for name in group}) > 1]
-    return (*reasons, *(f"{', '.join(group)} are one matrix there and need one number format" for group in mixed))
+    version = metadata.version("compressed-tensors")
+    if 3 in bits and tuple(map(int, version.split(".")[:2])) < _DENSE_VERSION:
+        raise DeploymentError(
+            f"compressed-tensors {version} expects other files of 3 bits than newer versions, so that transformers "
+            "cannot check the result: pip install 'compressed-tensors>=0.18', or skip the check (--no-check)"
+        )
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.file_checksums import write_checksums
 from sparsebit.llm.hub_classes import load_tokenizer
 from sparsebit.llm.input_scaling import ScaledInput
-from sparsebit.llm.load_check import LoadCheck, check_loading, need_reader, vllm_reasons
+from sparsebit.llm.load_check import LoadCheck, check_loading, need_reader
 from sparsebit.llm.model_folder import ModelFolder
 from sparsebit.llm.packed_folder import write_packed_folder
 from sparsebit.llm.process_group import Rank, joined
@@ -34,6 +34,7 @@ from sparsebit.llm.rotating import remove_rotated, rotated_beside
 from sparsebit.llm.run_folder import FinishedBlock, RunFolder, hold_run
 from sparsebit.llm.separate_experts import experts_in
 from sparsebit.llm.skeleton import Skeleton
+from sparsebit.llm.vllm_rules import vllm_reasons
 from sparsebit.progress import track
 
 log = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ def quantize(
         raise ConfigError(f"{source.path} is quantized already; give the float model")
     source.check_files()
     if check:
-        need_reader()
+        need_reader(recipe.candidate_bits or (recipe.bits,))
     if recipe.is_mixed:
         need_solver()
     check_dtype(dtype, recipe)
@@ -263,7 +264,7 @@ def _check_experts(skeleton: Skeleton, recipe: Recipe) -> None:
         )
     if not recipe.symmetric and recipe.float_kind is None:
         raise ConfigError(
-            "symmetric=False with a model of experts: neither transformers nor vLLM reads zero points of experts; "
+            "symmetric=False with a model of experts: transformers does not read zero points of experts; "
             "quantize with symmetric=True (--symmetric)"
         )
 

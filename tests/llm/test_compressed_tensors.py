@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparsebit.errors import CheckpointError
+from sparsebit.errors import CheckpointError, DeploymentError
 from sparsebit.llm.checkpoint.compressed_tensors import layer_tensors, make_config, read_config, read_layer
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
-from sparsebit.llm.load_check import vllm_reasons
+from sparsebit.llm.load_check import need_reader
+from sparsebit.llm.vllm_rules import GPTQ, vllm_reasons
 from tests.llm.test_packed_weight import packed_weight
 
 NAMES = ["model.layers.0.q", "model.layers.0.k", "lm_head"]
@@ -69,3 +70,37 @@ def test_rules_of_vllm() -> None:
     assert "q, k are one matrix" in vllm_reasons({"q": good, "k": other}, [("q", "k")])[0]
     reasons = vllm_reasons({"q": LayerFormat(3, 48, True)}, [])
     assert "3 bits" in reasons[0] and "groups of 48" in reasons[1]
+    affine = LayerFormat(4, 128, False)
+    assert vllm_reasons({"q": affine}, []) == ()
+    assert vllm_reasons({"q": affine}, [], GPTQ) == (
+        "4 bits with zero points: of gptq files its own kernels have 4 bits, 8 bits",
+    )
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_files_with_gaps_between_codes(symmetric: bool) -> None:
+    """compressed-tensors before 0.18 put ten codes of 3 bits into a word and left two bits."""
+    layer = LayerFormat(3, 32, symmetric)
+    packed = packed_weight(3, symmetric, rows=40)
+    dense = layer_tensors("fc", packed)
+    sparse = {**dense, "fc.weight_packed": with_gaps(packed.codes(), 3)}
+    if packed.zeros is not None:
+        sparse["fc.weight_zero_point"] = with_gaps(packed.zeros.mT, 3).mT.contiguous()
+    assert sparse["fc.weight_packed"].shape != dense["fc.weight_packed"].shape
+    found = read_layer(sparse, "fc", layer)
+    assert torch.equal(found.dequantize(torch.float32), packed.dequantize(torch.float32))
+
+
+def with_gaps(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    per_word = 32 // bits
+    rows = torch.nn.functional.pad(codes.to(torch.int32), (0, -codes.shape[-1] % per_word)).unflatten(
+        -1, (-1, per_word)
+    )
+    return (rows << bits * torch.arange(per_word, dtype=torch.int32)).sum(-1, dtype=torch.int32)
+
+
+def test_three_bits_need_a_reader_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "0.17.1")
+    need_reader({2, 4, 8})
+    with pytest.raises(DeploymentError, match=r"compressed-tensors 0\.17\.1 .* 3 bits .*>=0\.18"):
+        need_reader({3, 4})

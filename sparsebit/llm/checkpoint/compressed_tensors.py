@@ -20,7 +20,7 @@ from sparsebit.llm.checkpoint import float_formats
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.float_weight import GROUPS, FloatWeight, Weight
 from sparsebit.llm.packed_weight import PackedWeight
-from sparsebit.numerics.packing import pack, unpack
+from sparsebit.numerics.packing import WORD, num_words, pack, unpack
 
 log = logging.getLogger(__name__)
 _SUFFIXES = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
@@ -57,10 +57,15 @@ def read_layer(tensors: Mapping[str, Tensor], name: str, layer: LayerFormat) -> 
     if missing:
         raise CheckpointError(f"layer {name} has no {', '.join(missing)}: the files and their config do not fit")
     out_features, in_features = tensors[f"{name}.weight_shape"].tolist()
+    words = tensors[f"{name}.weight_packed"]
+    has_gaps = _has_gaps(words, layer.bits, in_features)
+    words = _without_gaps(words, layer.bits, in_features) if has_gaps else words
     zeros = None
     stored = tensors.get(f"{name}.weight_zero_point")
     if stored is not None and stored.dtype == torch.int32:
-        zeros = unpack(stored.mT.contiguous(), layer.bits, out_features).mT.contiguous()
+        stored = stored.mT.contiguous()
+        stored = _without_gaps(stored, layer.bits, out_features) if has_gaps else stored
+        zeros = unpack(stored, layer.bits, out_features).mT.contiguous()
     if layer.symmetric and stored is not None:
         if bool(stored.any() if zeros is None else (zeros != 1 << layer.bits - 1).any()):
             raise CheckpointError(f"layer {name} has zero points, and its config says that it is symmetric")
@@ -74,7 +79,19 @@ def read_layer(tensors: Mapping[str, Tensor], name: str, layer: LayerFormat) -> 
             f"layer {name}: its columns are in groups by activation (weight_g_idx), not side by side: only files with "
             "static groups are read"
         )
-    return PackedWeight(tensors[f"{name}.weight_packed"], scales, zeros, layer.bits, size, in_features)
+    return PackedWeight(words, scales, zeros, layer.bits, size, in_features)
+
+
+def _has_gaps(words: Tensor, bits: int, num_codes: int) -> bool:
+    """Whether no code reaches into the next word: compressed-tensors before 0.18 packed 3 bits so."""
+    return num_words(num_codes, bits) != words.shape[-1] == -(-num_codes // (WORD // bits))
+
+
+def _without_gaps(words: Tensor, bits: int, num_codes: int) -> Tensor:
+    """The words as `pack` makes them."""
+    places = bits * torch.arange(WORD // bits, dtype=torch.int32)
+    codes = words[..., None] >> places & (1 << bits) - 1
+    return pack(codes.flatten(-2)[..., :num_codes], bits)
 
 
 def make_config(layers: Mapping[str, LayerFormat], ignored: Sequence[str]) -> dict[str, Any]:
