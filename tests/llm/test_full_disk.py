@@ -11,8 +11,7 @@ import pytest
 
 from sparsebit.errors import CheckpointError, ConfigError
 from sparsebit.llm import Recipe, convert, quantize
-from tests.llm.test_gguf import with_bpe
-from tests.llm.tiny_models import saved, tiny_model
+from tests.llm.tiny_models import saved, tiny_model, with_bpe
 
 resource = pytest.importorskip("resource")
 pytest.importorskip("compressed_tensors")

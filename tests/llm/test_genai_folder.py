@@ -16,8 +16,7 @@ from sparsebit.llm.checkpoint.layer_format import LayerFormat
 from sparsebit.llm.genai_folder import builder_tensors, why_not
 from sparsebit.llm.packed_weight import PackedWeight
 from sparsebit.numerics.packing import unpack
-from tests.llm.test_gguf import with_bpe
-from tests.llm.tiny_models import saved, tiny_model
+from tests.llm.tiny_models import saved, tiny_model, with_bpe
 
 # The builder runs in a process of its own, where torchvision has to be importable too.
 SITE = "from tests import torchvision_shim\ntorchvision_shim.install()\n"

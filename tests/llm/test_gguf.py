@@ -20,7 +20,7 @@ from sparsebit.llm.gguf_tensors import GgufTensor, with_stacked_experts
 from sparsebit.llm.gguf_tokenizer import _pre, name_in_file
 from sparsebit.llm.packed_weight import PackedWeight
 from tests.llm.test_packed_weight import packed_weight
-from tests.llm.tiny_models import saved, tiny_model
+from tests.llm.tiny_models import LLAMA_3, QWEN, saved, tiny_model, wide_folder, with_bpe
 
 gguf = pytest.importorskip("gguf")
 
@@ -51,19 +51,6 @@ def test_what_blocks_cannot_hold() -> None:
     assert "groups of 16" in str(why_not(PackedWeight.from_codes(codes, torch.ones(4, 3), None, 4)))
     assert "8 bits with zero points" in str(why_not(packed_weight(8)))
     assert "float16" in str(why_not(PackedWeight.from_codes(codes[:, :32], torch.full((4, 1), 1e-9), None, 4)))
-
-
-def with_bpe(folder: Path) -> Path:
-    """A byte-level tokenizer of 259 tokens beside the model."""
-    tokenizers = pytest.importorskip("tokenizers")
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocab = {letter: number for number, letter in enumerate(letters)} | {"ab": 256}
-    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("a", "b")]))
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = tokenizers.decoders.ByteLevel()
-    inner.add_special_tokens(["<s>", "</s>"])
-    inner.save(str(folder / "tokenizer.json"))
-    return folder
 
 
 def packed_folder(tmp_path: Path, model_type: str = "llama", *, window: int | None = None, **options: Any) -> Path:
@@ -111,14 +98,6 @@ def test_biases_of_a_llama(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     halves = model.model.layers[1].self_attn.q_proj.bias.half().float().view(4, 2, 8)
     assert torch.equal(found["blk.1.attn_q.bias"].view(4, 8, 2), halves.transpose(1, 2))  # pairs, as its weight has
     assert {f"blk.0.{name}.bias" for name in ("attn_output", "ffn_gate", "ffn_up", "ffn_down")} <= found.keys()
-
-
-def wide_folder(tmp_path: Path, **more: Any) -> Path:
-    """A float model with rows of 256 and 384 weights: 384 is not a whole number of blocks."""
-    model = tiny_model(
-        vocab_size=264, bos_token_id=257, eos_token_id=258, hidden_size=256, intermediate_size=384, head_dim=64, **more
-    )
-    return with_bpe(saved(model, tmp_path / "model", dtype=torch.float16))
 
 
 @pytest.mark.parametrize("is_tied", [False, True], ids=["own-output", "tied"])
@@ -342,10 +321,6 @@ def test_a_server_gets_what_a_text_begins_and_ends_with_and_the_chat_template(tm
     assert fields["tokenizer.ggml.add_eos_token"].contents() == adds
 
 
-LLAMA_3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 WORDS, BYTES = {"type": "ByteLevel", "use_regex": True}, {"type": "ByteLevel", "use_regex": False}
 
 
@@ -353,7 +328,6 @@ def by_pattern(pattern: str, **more: Any) -> dict[str, Any]:
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False, **more}
 
 
-QWEN = LLAMA_3.replace("{1,3}", "")
 DIGITS = {"type": "Digits", "individual_digits": True}
 
 

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from sparsebit.llm import Recipe, convert, load, quantize
-from tests.llm.test_gguf import LLAMA_3, QWEN, wide_folder, with_bpe
 from tests.llm.test_sentencepiece_file import write_json, write_pieces
-from tests.llm.tiny_models import saved, tiny_model
+from tests.llm.tiny_models import LLAMA_3, QWEN, saved, tiny_model, wide_folder, with_bpe
 
 pytest.importorskip("gguf")
 llama_cpp = pytest.importorskip("xllamacpp")

@@ -15,8 +15,7 @@ from sparsebit.llm import Calibration, Recipe, convert, load, load_streamed, per
 from sparsebit.llm.devices import as_device
 from sparsebit.llm.hub_classes import load_config, load_tokenizer
 from sparsebit.llm.model_folder import ModelFolder
-from tests.llm.test_gguf import with_bpe
-from tests.llm.tiny_models import saved, tiny_model, with_tokenizer, write_text
+from tests.llm.tiny_models import saved, tiny_model, with_bpe, with_tokenizer, write_text
 
 pytest.importorskip("compressed_tensors")
 FAST = Recipe(method="rtn", scale_search="none", group_size=32, symmetric=True)

@@ -41,6 +41,13 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
 }
 
+# Patterns by which tokenizers split text.
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN = LLAMA_3.replace("{1,3}", "")
+
 
 def tiny_model(model_type: str = "llama", **changes: Any) -> Any:
     """A random model of the type, with weights of one size, in float32."""
@@ -83,6 +90,27 @@ def with_tokenizer(folder: Path) -> Path:
     tokenizer.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def with_bpe(folder: Path) -> Path:
+    """A byte-level tokenizer of 259 tokens beside the model."""
+    tokenizers = pytest.importorskip("tokenizers")
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {letter: number for number, letter in enumerate(letters)} | {"ab": 256}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("a", "b")]))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    inner.add_special_tokens(["<s>", "</s>"])
+    inner.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def wide_folder(tmp_path: Path, **more: Any) -> Path:
+    """A float model with rows of 256 and 384 weights: 384 is not a whole number of blocks."""
+    model = tiny_model(
+        vocab_size=264, bos_token_id=257, eos_token_id=258, hidden_size=256, intermediate_size=384, head_dim=64, **more
+    )
+    return with_bpe(saved(model, tmp_path / "model", dtype=torch.float16))
 
 
 def write_text(path: Path, num_letters: int = 4000) -> Path:
