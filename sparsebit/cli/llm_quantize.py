@@ -169,7 +169,7 @@ def quantize(
         is_first, kept_back = llm_options.is_first_process(), None
         if heldout is not None and is_first:
             kept_back = llm_heldout.heldout_windows(
-                model, heldout, length or 512, num_windows, trust_remote_code=trust_remote_code
+                model, heldout, length or Calibration.length, num_windows, trust_remote_code=trust_remote_code
             )
         out.remark(f"quantizing {model} to {_format(recipe)} with {method}")
         made = run(

@@ -49,7 +49,7 @@ class _Format:
 
 
 FORMATS: dict[str, _Format] = {
-    "compressed-tensors": _Format(compressed_tensors.make_config, compressed_tensors.layer_tensors),
+    COMPRESSED_TENSORS: _Format(compressed_tensors.make_config, compressed_tensors.layer_tensors),
     "gptq": _Format(
         lambda formats, _: gptq.make_config(formats, 2),
         lambda name, packed: gptq.layer_tensors(name, integers(packed), 2),
@@ -154,7 +154,7 @@ def _convert(
     if check and format == COMPRESSED_TENSORS:
         need_reader({layer.bits for layer in source.formats.values()})
     kinds = sorted({layer.kind for layer in source.formats.values()} - {"int"})
-    if kinds and mix is None and format != "compressed-tensors":
+    if kinds and mix is None and format != COMPRESSED_TENSORS:
         raise DeploymentError(
             f"{skeleton.folder.path} has {', '.join(kinds)} weights: {format} holds whole numbers only"
         )

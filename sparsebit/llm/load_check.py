@@ -59,8 +59,10 @@ def need_reader(bits: Collection[int] = ()) -> None:
         import compressed_tensors  # noqa: F401
     except ImportError:
         raise MissingExtraError("compressed-tensors", "llm", "loading packed models with transformers") from None
+    if 3 not in bits:
+        return
     version = metadata.version("compressed-tensors")
-    if 3 in bits and tuple(map(int, version.split(".")[:2])) < _DENSE_VERSION:
+    if tuple(map(int, version.split(".")[:2])) < _DENSE_VERSION:
         raise DeploymentError(
             f"compressed-tensors {version} expects other files of 3 bits than newer versions, so that transformers "
             "cannot check the result: pip install 'compressed-tensors>=0.18', or skip the check (--no-check)"

@@ -70,7 +70,7 @@ def _block_of_file(skeleton: Skeleton, block_paths: Sequence[str]) -> dict[str, 
 
 
 def copy_small_files(source: Path, target: Path) -> None:
-    """Tokenizer, generation config, chat templates, licence: all that are no weights."""
+    """Copy every file without weights: tokenizer, generation config, chat templates, licence."""
     if (source / _TEMPLATES).is_dir():
         shutil.copytree(source / _TEMPLATES, target / _TEMPLATES, dirs_exist_ok=True)
     for path in sorted(source.iterdir()):
