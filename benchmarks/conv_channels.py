@@ -5,7 +5,7 @@
 
 Chains of equal `QLinearConv` (uint8 activations, int8 weights per channel), batch 1, one thread; the best of several
 rounds. `ns`: per element of an output, `float_ns`: of the same layers in float32. What is widened by
-`sparsebit/deploy/channel_layout.py`, and from where on, comes from these figures.
+`sparsebit/deploy/layouts/channel_layout.py`, and from where on, comes from these figures.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def whole_model(name: str, size: int, folder: Path, budget_s: float) -> dict[str
     import torch
 
     import sparsebit
-    from sparsebit.deploy.timing import interleaved
+    from sparsebit.deploy.sessions.timing import interleaved
     from sparsebit.quantization import parse_qconfig
 
     torch.set_num_threads(1)

@@ -134,7 +134,7 @@ def measure(folder: Path, runtime: str, threads: list[int], budget: float, resul
 
     `difference`: of the outputs here to those expected when the file was made, over their range.
     """
-    from sparsebit.deploy.timing import interleaved  # needs nothing but Python
+    from sparsebit.deploy.sessions.timing import interleaved  # needs nothing but Python
 
     records = json.loads((folder / "manifest.json").read_text())
     inputs = dict(np.load(folder / "inputs.npz"))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import emit
-from sparsebit.numerics import decomposed
+from sparsebit.numerics.fake_quant import decomposed
 from sparsebit.quantization import Granularity, PerChannel, PerTensor, TensorSpec, fake_quantize
 
 GPU_SHAPE = (256, 256, 64, 64)

@@ -25,12 +25,12 @@ import torch
 from common import ROOT, emit
 from torch import nn
 
-from sparsebit.llm.finetuning.packed_lora import add_adapter
-from sparsebit.llm.finetuning.recorded_blocks import record_blocks
-from sparsebit.llm.finetuning.sample_packing import Batch
-from sparsebit.llm.finetuning.token_loss import summed_loss_in_blocks
-from sparsebit.llm.packed_weight import PackedWeight
-from sparsebit.llm.quant_linear import QuantLinear, kernel_paths, resident_bytes
+from sparsebit.llm.finetuning.data.sample_packing import Batch
+from sparsebit.llm.finetuning.data.token_loss import summed_loss_in_blocks
+from sparsebit.llm.finetuning.layers.packed_lora import add_adapter
+from sparsebit.llm.finetuning.layers.recorded_blocks import record_blocks
+from sparsebit.llm.layers.packed_weight import PackedWeight
+from sparsebit.llm.layers.quant_linear import QuantLinear, kernel_paths, resident_bytes
 from sparsebit.numerics.packing import num_words
 
 sys.path.insert(0, str(ROOT / "tests"))
@@ -185,7 +185,7 @@ def make_model(way: str, options: argparse.Namespace, device: torch.device, dtyp
 
 def fill(model: Any, device: torch.device) -> None:
     """Random values for what is on the meta device, and the rotary frequencies as the model computes them."""
-    from sparsebit.llm.skeleton import restore_buffers, set_tensor
+    from sparsebit.llm.models.skeleton import restore_buffers, set_tensor
 
     for part in model.modules():
         restore_buffers(model, part, device)

@@ -23,16 +23,17 @@ from unittest.mock import patch
 import torch
 from common import ROOT, emit
 
-from sparsebit.execution.value_store import MIB
-from sparsebit.llm import Recipe, block_rounding, quantization_run
-from sparsebit.llm.architectures import architecture_of
-from sparsebit.llm.block_walk import BlockWalk
-from sparsebit.llm.model_folder import ModelFolder
+from sparsebit.execution.blocks.value_store import MIB
+from sparsebit.execution.run_folder import RunFolder
+from sparsebit.llm import Recipe
+from sparsebit.llm.models.architectures import architecture_of
+from sparsebit.llm.models.model_folder import ModelFolder
+from sparsebit.llm.models.skeleton import Skeleton
 from sparsebit.llm.process_group import joined
-from sparsebit.llm.quantization_run import QuantizationRun
-from sparsebit.llm.run_folder import RunFolder
-from sparsebit.llm.skeleton import Skeleton
-from sparsebit.numerics import gptq_math
+from sparsebit.llm.quantizing import block_rounding, quantization_run
+from sparsebit.llm.quantizing.block_walk import BlockWalk
+from sparsebit.llm.quantizing.quantization_run import QuantizationRun
+from sparsebit.numerics.rounding import gptq_math
 
 sys.path.insert(0, str(ROOT / "tests"))
 import torchvision_shim
@@ -109,12 +110,12 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         run = QuantizationRun(
             skeleton, row, Recipe(bits=options.bits), tokens, options.batch_size, options.memory_mib * MIB, rank
         )
-        kept = RunFolder(folder / "partial", run.settings())
+        kept = RunFolder(folder / "partial", run.settings()).open()
         for number in range(options.blocks):
             started = time.perf_counter()
             is_last = number == options.blocks - 1
             with timed_phases(options.device, options.phases and is_last) as phases:
-                run.block(number, kept)
+                run.block(number, kept, is_run=True)
             wait(options.device)
             seconds.append(time.perf_counter() - started)
             print(f"block {number}: {seconds[-1]:.1f} s", file=sys.stderr, flush=True)

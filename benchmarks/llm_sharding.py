@@ -19,7 +19,8 @@ import torch
 from common import ROOT
 
 from sparsebit.llm import Tuning, finetune
-from sparsebit.llm.finetuning import sharded_training, training_loop
+from sparsebit.llm.finetuning import training_loop
+from sparsebit.llm.finetuning.distributed import sharded_training
 from sparsebit.llm.process_group import joined
 
 sys.path.insert(0, str(ROOT / "tests"))

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from benchmarks.common import emit
 from benchmarks.packed_linear import COPIES, GROUP, microseconds
-from sparsebit.kernels.packed_cuts import FewRowsCut, ManyRowsCut
 from sparsebit.kernels.packed_linear import FragmentWeight, Product, fragment_weight
+from sparsebit.kernels.packed_linear_tiles import FewRowsCut, ManyRowsCut
 
 CUTS = [
     FewRowsCut(height, warps, resident, depth, ahead)

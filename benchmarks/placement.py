@@ -91,7 +91,7 @@ def build(name: str, size: int) -> tuple[nn.Module, list[torch.Tensor], str, Sco
 def measure(name: str, size: int, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """The record of one model at one size."""
     import sparsebit
-    from sparsebit.deploy.timing import interleaved
+    from sparsebit.deploy.sessions.timing import interleaved
     from sparsebit.quantization import measure_placement
 
     model, batches, config, score = build(name, size)

@@ -1,9 +1,9 @@
 """What keeps a placement from being faster: the shares of its file's time, and bounds on what one could reach.
 
 `python benchmarks/placement.py --limits --json benchmarks/results/placement_limits.jsonl` measures it, and
-`python scripts/benchmark_tables.py` writes the table of docs/guides/placement.md. Each file is profiled in turns with
-the float one, kernel by kernel. The times of a profile are scaled to the ratio of CPU time that the files have without
-one, since the profiler slows short kernels more than long ones.
+`python scripts/benchmark_tables.py` writes the table of docs/benchmarks/placement.md. Each file is profiled in turns
+with the float one, kernel by kernel. The times of a profile are scaled to the ratio of CPU time that the files have
+without one, since the profiler slows short kernels more than long ones.
 
 Bounds, as parts of float's time:
 
@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sparsebit.deploy.region_times import RegionTime, RegionTimes
+from sparsebit.deploy.audit.region_times import RegionTime, RegionTimes
 
 # What a kernel's time is spent on, in the order of the table.
 PARTS = ("dense int", "dense float", "depthwise int", "depthwise float", "other int", "other float", "conversions")

@@ -32,10 +32,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.common import ROOT, emit
-from sparsebit.numerics import decomposed
+from sparsebit.numerics.fake_quant import decomposed
 from sparsebit.quantization import QuantModel, parse_qconfig
 from sparsebit.quantization.speed import Savings
-from sparsebit.quantization.speed.inductor_options import compiler_options
+from sparsebit.quantization.speed.compiler.inductor_options import compiler_options
 
 
 def recipe(name: str) -> Path:

@@ -64,8 +64,8 @@ def speed(options: argparse.Namespace) -> None:
     from deploy_models import CASES, batch
     from deploy_peers import export_float
 
-    from sparsebit.deploy.sessions import open_session, runtime_version
-    from sparsebit.deploy.timing import interleaved
+    from sparsebit.deploy.sessions.runtime_sessions import open_session, runtime_version
+    from sparsebit.deploy.sessions.timing import interleaved
 
     for name in options.models.split(","):
         case = CASES[name]()

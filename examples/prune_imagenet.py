@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from common import arguments, export, finish
-from images import LabelledImages, add_arguments, compare, load_classifier, split
+from images import LabelledImages, add_arguments, compare, default_images, load_classifier, split
 
 import sparsebit
 from sparsebit.quantization import parse_qconfig
@@ -33,7 +33,7 @@ def main() -> None:
     budget, _, share = options.budget.partition("=")
 
     model, transform = load_classifier(options.model, pretrained=options.pretrained, weights=options.weights)
-    folder = options.images or options.data / "imagenet_samples" / "images"
+    folder = options.images or default_images(options.data)
     calibration, test = split(LabelledImages(folder, transform), options.limit, options.batch_size)
     batches = [images for images, _ in calibration]
 

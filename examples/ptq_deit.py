@@ -11,7 +11,7 @@ top-1.
 from __future__ import annotations
 
 from common import CONFIGS, arguments, export, finish
-from images import LabelledImages, add_arguments, compare, load_classifier, split
+from images import LabelledImages, add_arguments, compare, default_images, load_classifier, split
 
 import sparsebit
 
@@ -22,7 +22,7 @@ def main() -> None:
     options = parser.parse_args()
 
     model, transform = load_classifier("deit_tiny_patch16_224", pretrained=options.pretrained, weights=options.weights)
-    folder = options.images or options.data / "imagenet_samples" / "images"
+    folder = options.images or default_images(options.data)
     calibration, test = split(LabelledImages(folder, transform), options.limit, options.batch_size)
     batch, _ = next(iter(calibration))
 

@@ -12,7 +12,7 @@ random: top-1 then means nothing, and the SQNR of the outputs still does.
 from __future__ import annotations
 
 from common import arguments, export, finish
-from images import LabelledImages, add_arguments, compare, load_classifier, split
+from images import LabelledImages, add_arguments, compare, default_images, load_classifier, split
 
 import sparsebit
 
@@ -24,7 +24,7 @@ def main() -> None:
     options = parser.parse_args()
 
     model, transform = load_classifier(options.model, pretrained=options.pretrained, weights=options.weights)
-    folder = options.images or options.data / "imagenet_samples" / "images"
+    folder = options.images or default_images(options.data)
     calibration, test = split(LabelledImages(folder, transform), options.limit, options.batch_size)
 
     # The loader gives (images, labels); the model takes one argument, so the labels are left aside.

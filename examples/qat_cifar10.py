@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from common import CONFIGS, arguments, existing, export, finish
 from ptq_cifar10 import accuracy, load_images, load_model
+from public_data import cifar10
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
@@ -127,11 +128,12 @@ def main() -> None:
     torch.backends.cudnn.allow_tf32 = True
     folder = options.data / "cifar10"
     model, normalisation = load_model(folder, options.model)
+    train_file, test_file = cifar10(folder)
     whole = folder / "train.npz"
-    training = TrainingImages(whole if whole.exists() else folder / "train_10k.npz", normalisation, options.device)
+    training = TrainingImages(whole if whole.exists() else train_file, normalisation, options.device)
     if options.limit:
         training.images, training.labels = training.images[: options.limit], training.labels[: options.limit]
-    images, labels = load_images(folder / "test_5k.npz", normalisation, options.limit)
+    images, labels = load_images(test_file, normalisation, options.limit)
 
     config = parse_qconfig(parse_qconfig(options.config).to_dict() | {"DEVICE": options.device})
     qmodel = QuantModel(model, config)

@@ -28,6 +28,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from common import CONFIGS, arguments, existing, export, finish
 from images import LabelledImages, Transform, add_arguments, augmented, load_classifier
+from public_data import labelled_images
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
@@ -288,7 +289,7 @@ def main() -> None:
     saved = read_checkpoint(file, recipe) if options.resume else None
 
     model, transform = load_classifier(options.model, pretrained=options.pretrained, weights=options.weights)
-    folder = options.images or options.data / "imagenet_samples" / "images"
+    folder = options.images or labelled_images(options.data)
     data = Data.load(folder, transform, options.limit)
     batches, test = TrainingBatches(data, job, options), part(data.test, job, options)
     calibration = part(Subset(data.plain, spread(range(len(data.plain)), 256)), job, options)

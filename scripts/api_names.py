@@ -43,7 +43,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "blocks": "Block BlockData find_blocks run_blocks mix gather",
     },
     "sparsebit.sparse": {
-        "sparse models": "SparseModel SparseConfig parse_sconfig LayerFit RatioChoice ModelSize model_size "
+        "sparse models": "SparseModel SparseConfig parse_sconfig LayerFit RatioChoice ModelSize model_size Zeros "
         "reestimate_norms save load",
         "channel groups": "find_groups ChannelGroups Group Unit Spared ChannelPlan",
         "residual blocks": "find_residual_blocks ResidualBlocks ResidualBlock SparedBlock SkippedBlock",
@@ -55,8 +55,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "channels and bits": "choose_channels_and_bits JointChoice",
     },
     "sparsebit.llm": {
-        "quantizing language models": "quantize Recipe Calibration QuantizedModel convert ConvertedModel BitAllocation "
-        "LayerBits LoadCheck ExpertCalibration ScaledInput ARCHITECTURES Architecture",
+        "quantizing language models": "quantize Recipe recipe_for Calibration QuantizedModel convert ConvertedModel "
+        "BitAllocation LayerBits LoadCheck ExpertCalibration ScaledInput ARCHITECTURES Architecture",
         "packed language models": "load load_streamed stream_usage StreamUsage QuantLinear PackedWeight FloatLinear "
         "FloatWeight kernel_paths probe_cpu CpuProbe resident_bytes compiled_settings",
         "adapters of language models": "finetune Tuning FinetunedModel merge MergedModel add_adapter load_adapter",

@@ -1,8 +1,8 @@
-"""Writes the tables of the guides on backends, runtimes and export out of the code: what is documented is what is done.
+"""Writes the tables of the pages on backends, runtimes and ONNX files out of the code.
 
-The profiles of `deploy/runtimes.py`, the number types of `deploy/number_types.py`, the rules of
-`deploy/tensorrt_rules.py`. `python scripts/backend_tables.py` writes the pages; with `--check` it writes nothing and
-fails where one is out of step.
+The profiles of `deploy/runtimes.py`, the number types of `deploy/onnx_graph/number_types.py`, the rules of
+`deploy/audit/tensorrt_rules.py`. `python scripts/backend_tables.py` writes the pages; with `--check` it writes
+nothing and fails where one is out of step.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 
 from marked_sections import table, update
 
-from sparsebit.deploy.number_types import ACTIVATION_WIDTHS, FLOAT8, Storage, storage_for
+from sparsebit.deploy.audit.tensorrt_rules import RULES
+from sparsebit.deploy.onnx_graph.number_types import ACTIVATION_WIDTHS, FLOAT8, Storage, storage_for
 from sparsebit.deploy.runtimes import PROFILES, RuntimeProfile
-from sparsebit.deploy.tensorrt_rules import RULES
 
-GUIDES = Path(__file__).resolve().parent.parent / "docs" / "guides"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
 RUNTIMES = ("onnxruntime", "openvino", "tensorrt")
 
 # What a rule asks for, in words; the rule itself knows only where it is broken.
@@ -172,12 +172,12 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
     pages = {
-        "backends": {"placement": placement(), "recommended": recommended(), "costs": costs(), "files": files()},
-        "export": {"types": types()},
-        **{name: {"profile": one_profile(name)} for name in RUNTIMES},
+        "guides/backends": {"placement": placement(), "recommended": recommended(), "costs": costs(), "files": files()},
+        "reference/onnx-files": {"types": types()},
+        **{f"guides/{name}": {"profile": one_profile(name)} for name in RUNTIMES},
     }
-    pages["tensorrt"]["rules"] = rules()
-    return max(update(GUIDES / f"{name}.md", sections, check=check) for name, sections in pages.items())
+    pages["guides/tensorrt"]["rules"] = rules()
+    return max(update(DOCS / f"{name}.md", sections, check=check) for name, sections in pages.items())
 
 
 if __name__ == "__main__":

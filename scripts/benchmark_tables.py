@@ -1,7 +1,6 @@
-"""Writes the tables of docs/benchmarks.md and of guides out of benchmarks/results/*.jsonl: no figure is typed by hand.
+"""Writes the tables of docs/benchmarks/*.md out of benchmarks/results/*.jsonl: these figures are never typed by hand.
 
-`python scripts/benchmark_tables.py` writes the pages; with `--check` it writes nothing and fails where one is out of
-step.
+`python scripts/benchmark_tables.py` writes the pages; `--check` writes nothing and fails if a page is out of step.
 """
 
 from __future__ import annotations
@@ -356,6 +355,7 @@ SECTIONS: Sections = {
     "calibration search": (calibration_search, {"benchmark": "calibration", "what": "search"}),
     "deploy onnxruntime": (deploy, {"benchmark": "deploy", "runtime": "onnxruntime"}),
     "deploy openvino": (deploy, {"benchmark": "deploy", "runtime": "openvino"}),
+    "qat summary": (qat_summary, {"benchmark": "qat_step"}),
     "qat step": (qat_step, {"benchmark": "qat_step"}),
     "qat ablation": (qat_ablation, {"benchmark": "qat_ablation"}),
     "qat accuracy": (qat_accuracy, {"benchmark": "qat_accuracy"}),
@@ -364,22 +364,26 @@ SECTIONS: Sections = {
     "zoo": (zoo, {"benchmark": "zoo"}),
     "zoo export": (zoo_export, {"benchmark": "zoo_export"}),
     "sparse zoo": (sparse_zoo, {"benchmark": "sparse"}),
+    "placement limits": (placement_limits, {"benchmark": "placement_limits"}),
 }
 
 
-GUIDE: Sections = {
-    "qat summary": (qat_summary, {"benchmark": "qat_step"}),
-    "qat accuracy": SECTIONS["qat accuracy"],
+# The sections of each page, `docs/benchmarks/NAME.md`.
+PAGES: dict[str, tuple[str, ...]] = {
+    "accuracy": ("accuracy", "accuracy peers"),
+    "architectures": ("zoo", "zoo export", "sparse zoo"),
+    "calibration": ("calibration time", "calibration memory", "calibration search"),
+    "files": ("deploy onnxruntime", "deploy openvino"),
+    "placement": ("placement limits",),
+    "training": ("qat summary", "qat accuracy", "qat step", "qat ablation", "fake quant gpu", "fake quant cpu"),
 }
 
 
-PLACEMENT_GUIDE: Sections = {"placement limits": (placement_limits, {"benchmark": "placement_limits"})}
-
-
-def render(records: list[Record], wanted_sections: Sections = SECTIONS) -> dict[str, str]:
-    """Every section of a page: a table and where it was measured, or that nothing was."""
+def render(records: list[Record], names: Iterable[str]) -> dict[str, str]:
+    """The named sections: each a table and where it was measured, or that nothing was."""
     sections = {}
-    for name, (write, wanted) in wanted_sections.items():
+    for name in names:
+        write, wanted = SECTIONS[name]
         chosen = [record for record in records if wanted.items() <= record.items()]
         sections[name] = f"{write(chosen)}\n\n{_provenance(chosen)}" if chosen else "*Not measured yet.*"
     return sections
@@ -497,13 +501,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "benchmarks.md")
-    parser.add_argument("--guide", type=Path, default=ROOT / "docs" / "guides" / "qat.md")
-    parser.add_argument("--placement-guide", type=Path, default=ROOT / "docs" / "guides" / "placement.md")
+    parser.add_argument("--pages", type=Path, default=ROOT / "docs" / "benchmarks", help="the folder of the pages")
     options = parser.parse_args()
     records = read(options.results)
-    pages = ((options.page, SECTIONS), (options.guide, GUIDE), (options.placement_guide, PLACEMENT_GUIDE))
-    return max(update(page, render(records, sections), check=options.check) for page, sections in pages)
+    codes = [
+        update(options.pages / f"{page}.md", render(records, names), check=options.check)
+        for page, names in PAGES.items()
+    ]
+    return max(codes)
 
 
 if __name__ == "__main__":

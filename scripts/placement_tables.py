@@ -1,4 +1,4 @@
-"""The table of docs/guides/placement.md: what keeps a measured placement from being faster."""
+"""The table of docs/benchmarks/placement.md: what keeps a measured placement from being faster."""
 
 from __future__ import annotations
 

@@ -22,13 +22,14 @@ from sparsebit.errors import (
     SparsebitError,
     SpecError,
 )
-from sparsebit.version import __version__
+from sparsebit.first_sparsebit import add_former_modules
+from sparsebit.version import __version__, warn_of_the_index_package
 
 if TYPE_CHECKING:
-    from sparsebit.deploy.audit import audit
+    from sparsebit.deploy.audit.audit_file import audit
+    from sparsebit.deploy.audit.tensorrt_rules import tensorrt_violations
     from sparsebit.deploy.runtimes import PROFILES, RuntimeProfile
-    from sparsebit.deploy.sessions import open_session
-    from sparsebit.deploy.tensorrt_rules import tensorrt_violations
+    from sparsebit.deploy.sessions.runtime_sessions import open_session
     from sparsebit.quantization.post_training import quantize
     from sparsebit.quantization.recording import record
     from sparsebit.records import (
@@ -79,15 +80,18 @@ __all__ = [
     "write_record",
 ]
 
+warn_of_the_index_package()
+add_former_modules("sparsebit.utils")
+
 # Modules that are loaded at the first use of one of these names: `import sparsebit` alone stays fast.
 _LAZY = {
     "PROFILES": "sparsebit.deploy.runtimes",
     "RuntimeProfile": "sparsebit.deploy.runtimes",
-    "audit": "sparsebit.deploy.audit",
-    "open_session": "sparsebit.deploy.sessions",
+    "audit": "sparsebit.deploy.audit.audit_file",
+    "open_session": "sparsebit.deploy.sessions.runtime_sessions",
     "quantize": "sparsebit.quantization.post_training",
     "record": "sparsebit.quantization.recording",
-    "tensorrt_violations": "sparsebit.deploy.tensorrt_rules",
+    "tensorrt_violations": "sparsebit.deploy.audit.tensorrt_rules",
 }
 
 

@@ -51,7 +51,7 @@ def _rules(
     advice: str,
     *more: Format,
 ) -> NumberRules:
-    """`more`: the formats that run beside integers."""
+    """`more`: formats besides integers."""
     return NumberRules(
         frozenset(bits), frozenset(granularities), frozenset(symmetric), advice, frozenset({"integer", *more})
     )
@@ -78,18 +78,18 @@ BACKENDS: dict[str, Backend] = {
         Backend("virtual", weight=_ANY_WEIGHT, activation=_ANYTHING, weight_only=_ANY_WEIGHT),
         Backend(
             "onnxruntime",
-            weight=_rules({8}, {"tensor", "channel"}, _BOTH, "onnxruntime runs 8-bit weights beside 8-bit activations"),
+            weight=_rules({8}, {"tensor", "channel"}, _BOTH, "onnxruntime runs 8-bit weights with 8-bit activations"),
             activation=_rules({8}, {"tensor"}, _BOTH, "onnxruntime runs 8-bit per-tensor activations"),
             weight_only=_rules(
-                {4, 8}, _ALL, _BOTH, "onnxruntime runs 4- or 8-bit weights beside float activations", "float8"
+                {4, 8}, _ALL, _BOTH, "onnxruntime runs 4- or 8-bit weights with float activations", "float8"
             ),
         ),
         Backend(
             "openvino",
-            weight=_rules({8}, {"tensor", "channel"}, _BOTH, "openvino runs 8-bit weights beside 8-bit activations"),
+            weight=_rules({8}, {"tensor", "channel"}, _BOTH, "openvino runs 8-bit weights with 8-bit activations"),
             activation=_rules({8}, {"tensor"}, _BOTH, "openvino runs 8-bit per-tensor activations"),
             weight_only=_rules(
-                {4, 8}, _ALL, _BOTH, "openvino runs 4- or 8-bit weights beside float activations", "float8"
+                {4, 8}, _ALL, _BOTH, "openvino runs 4- or 8-bit weights with float activations", "float8"
             ),
             whole_groups=True,
         ),
@@ -101,7 +101,7 @@ BACKENDS: dict[str, Backend] = {
                 {4, 8},
                 {"channel", "group"},
                 {True},
-                "tensorrt runs 4- or 8-bit symmetric weights beside float activations",
+                "tensorrt runs 4- or 8-bit symmetric weights with float activations",
                 "float8",
             ),
             group_bits=frozenset({4}),

@@ -5,7 +5,10 @@ Every message says what was given, where, what is allowed and what to do.
 
 from __future__ import annotations
 
+import re
 import sys
+from importlib import metadata
+from types import FrameType
 
 
 def printable(text: str, keep: str = "\n\t") -> str:
@@ -41,7 +44,7 @@ class CaptureError(SparsebitError):
 
 
 class CalibrationError(SparsebitError):
-    """A method that was called before calibration, or calibration data that gives no range."""
+    """A method that was called before calibration, or calibration data without a finite range."""
 
 
 class CheckpointError(SparsebitError):
@@ -60,12 +63,73 @@ class RecordError(SparsebitError):
     """A record file that cannot be read, or that belongs to another model."""
 
 
+_MODULES = {"pillow": "PIL", "scikit-learn": "sklearn"}  # packages whose modules are called differently
+
+
 class MissingExtraError(SparsebitError, ImportError):
     """An optional package is not installed; the message names the command that installs it."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
-        cause, problem = sys.exc_info()[1], "is not installed"
-        # A package that is there and fails while it is imported has another problem than one that is not.
-        if isinstance(cause, ImportError) and not (isinstance(cause, ModuleNotFoundError) and cause.name):
-            problem = f"cannot be imported ({str(cause).splitlines()[0] if str(cause) else type(cause).__name__})"
-        super().__init__(f"{purpose} needs the package {package!r}, which {problem}: pip install 'sparsebit[{extra}]'")
+        problem = import_problem(_MODULES.get(package, package.replace("-", "_")))
+        super().__init__(f"{purpose} needs the package {package!r}, which {problem} {install_command(extra, package)}")
+
+
+def import_problem(module: str) -> str:
+    """`is not installed:`, or why a module that is there cannot be imported, of the exception that is being handled.
+
+    A package imports others, and one of those may be missing or broken: the innermost exception, and the package that
+    was imported when it was raised, are the cause.
+    """
+    error = sys.exc_info()[1]
+    if error is None or (isinstance(error, ModuleNotFoundError) and error.name and not _frames(error)[1:]):
+        return "is not installed:"  # no code of the package has run
+    imported = _imported(error)
+    while (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+        imported += _imported(error)
+    text = (str(error).splitlines() or [""])[0]
+    shown = text if text and isinstance(error, ImportError) else f"{type(error).__name__}: {text}".removesuffix(": ")
+    broken = next((name for name in reversed(imported) if name != "sparsebit"), module)
+    return f"cannot be imported ({shown}):" + (f" repair the package {broken!r}, or" if broken != module else "")
+
+
+def _frames(error: BaseException) -> list[FrameType]:
+    """The frames of the traceback, the innermost last."""
+    found, trace = [], error.__traceback__
+    while trace is not None:
+        found.append(trace.tb_frame)
+        trace = trace.tb_next
+    return found
+
+
+def _imported(error: BaseException) -> list[str]:
+    """The packages that were being imported, the innermost last; one of them may have called a function of another."""
+    modules = [frame for frame in _frames(error) if frame.f_code.co_name == "<module>"]
+    return [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame in modules]
+
+
+def install_command(extra: str, package: str) -> str:
+    """The command that installs the packages of an extra by their own names.
+
+    Another project owns the name of this one on the package index, so pip would install that project instead.
+    """
+    listed = sorted(_packages_of(extra)) or [package]
+    return "pip install " + " ".join(f"'{one}'" if set(one) & set("<>=[] ") else one for one in listed)
+
+
+def _packages_of(extra: str) -> set[str]:
+    """The requirements of an extra in this installation's metadata; of a copy that is not installed: none."""
+    try:
+        listed = metadata.requires("sparsebit") or []
+    except metadata.PackageNotFoundError:
+        return set()
+    found: set[str] = set()
+    for line in listed:
+        requirement, _, condition = (part.strip() for part in line.partition(";"))
+        if not re.search(rf"""extra == ["']{re.escape(extra)}["']""", condition):
+            continue
+        if own := re.fullmatch(r"sparsebit\[(.*)\]", requirement):  # an extra that holds other extras
+            found.update(*(_packages_of(other.strip()) for other in own[1].split(",")))
+        else:
+            found.add(requirement)
+    return found

@@ -1,4 +1,4 @@
-"""Hidden folders beside a target, in which a result is completed before it takes the target's place.
+"""Staging folders next to a target, in which a result is completed before it replaces the target; file locks.
 
 A folder in use is locked (`flock`). The system releases the lock when its process ends, even by SIGKILL, so the next
 run recognises the folders of killed runs and removes them.
@@ -28,18 +28,18 @@ _AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2  # linux/fcntl.h, li
 
 @contextlib.contextmanager
 def staging_folder(target: Path, *, inside: bool = False, alone: bool = False) -> Iterator[Path]:
-    """An empty hidden folder beside `target` (or `inside` it), which is removed when the block ends.
+    """An empty hidden folder next to `target` (or `inside` it), which is removed when the block ends.
 
-    Beside: on the same file system as a rule, so that a rename is one step. Those of killed runs are removed first.
+    Next to it is usually the same file system, so that a rename is one step. Folders of killed runs are removed first.
     Folders above that did not exist are made, and removed again where nothing was put into them. `alone`: a target
-    that another process makes now is an error.
+    that another process is writing now is an error.
     """
     parent = target if inside else target.parent
     above = [folder for folder in (parent, *parent.parents) if not folder.exists()]
     parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(target, parent)
     if alone:
-        _need_nobody(target, parent)
+        _need_unused(target, parent)
     folder, lock = _made(parent, f".{target.name}{_MARK}")
     try:
         yield folder
@@ -64,7 +64,7 @@ def remove_abandoned(target: Path, parent: Path) -> None:
 
 
 def is_staging_folder(name: str) -> bool:
-    """Whether a file name is one that `staging_folder` gives."""
+    """Whether a file name is that of a staging folder."""
     return re.fullmatch(rf"\..*{re.escape(_MARK)}[0-9a-f]{{16}}", name) is not None
 
 
@@ -89,15 +89,15 @@ def put_in_place(made: Path, target: Path) -> None:
         if os.path.lexists(target):
             raise ConfigError(
                 f"output {target} was made by something else while this run went on: it is kept, and the result of "
-                "this run is not; give another output"
+                "this run is not; choose another output"
             )
         os.rename(made, target)  # a file system that cannot do both in one step
 
 
 def need_new(target: Path) -> None:
-    """Refuse an output that exists, also as a link to nothing."""
+    """Raise for an output that exists, also as a link to nothing."""
     if os.path.lexists(target):
-        raise ConfigError(f"output {target} exists; remove it or give another folder")
+        raise ConfigError(f"output {target} exists; remove it or choose another folder")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -113,11 +113,19 @@ def replace_text(target: Path, text: str) -> None:
     if target.exists() and not target.is_file():  # a device or a pipe, such as /dev/stdout
         write_text(target, text)
         return
+    replace_file(target, lambda made: write_text(made, text))
+
+
+def replace_file(target: Path, write: Callable[[Path], object]) -> None:
+    """Have `write(path)` make a file, which takes the place of `target` in one step when it is on the disk."""
+    target = target.resolve()  # what a link points to is replaced, not the link
     with staging_folder(target) as folder:
-        write_text(folder / target.name, text)
-        flush(folder / target.name)
+        made = folder / target.name
+        write(made)
+        flush(made)
         with ignored_interrupts():
-            os.replace(folder / target.name, target)
+            os.replace(made, target)
+            flush(target.parent)
 
 
 @contextlib.contextmanager
@@ -132,9 +140,19 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def flush(path: Path) -> None:
-    """Have a file, or the names in a folder, written to the disk."""
-    if os.name != "posix" and path.is_dir():
-        return
+    """Have a file, or the names in a folder, written to the disk.
+
+    A file that cannot be written is an error. Names are not: some file systems cannot flush them, and a result that
+    has its name is there.
+    """
+    if path.is_dir():
+        with contextlib.suppress(OSError):
+            _flush(path)
+    else:
+        _flush(path)
+
+
+def _flush(path: Path) -> None:
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -172,10 +190,10 @@ def _staging_folders(target: Path, parent: Path) -> list[Path]:
     return [parent / name for name in os.listdir(parent) if pattern.fullmatch(name)]
 
 
-def _need_nobody(target: Path, parent: Path) -> None:
-    """Refuse a target with a staging folder that is locked; one that cannot be locked may be of a killed run."""
+def _need_unused(target: Path, parent: Path) -> None:
+    """Raise if a staging folder for the target is locked by another process."""
     for folder in filter(_is_in_use, _staging_folders(target, parent)):
-        raise ConfigError(f"another process makes {target} now (in {folder}); wait for it, or give another output")
+        raise ConfigError(f"another process is writing {target} now (in {folder}); wait, or choose another output")
 
 
 def _is_in_use(folder: Path) -> bool:
@@ -189,7 +207,7 @@ def _is_in_use(folder: Path) -> bool:
 
 
 def _made(parent: Path, prefix: str) -> tuple[Path, int | None]:
-    """A new folder and its lock; None where there are no locks."""
+    """A new folder and its lock; None on a file system without locks."""
     for _ in range(100):
         folder = parent / f"{prefix}{secrets.token_hex(8)}"
         folder.mkdir()
@@ -202,7 +220,7 @@ def _made(parent: Path, prefix: str) -> tuple[Path, int | None]:
 
 
 def _locked(folder: Path, *, wait: bool = False) -> int | None:
-    """An open descriptor that holds the folder's lock; None where another process has it or there are no locks."""
+    """An open descriptor that holds the folder's lock; None if another process has it or without locks."""
     try:
         import fcntl
     except ImportError:  # Windows

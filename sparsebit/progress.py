@@ -1,26 +1,142 @@
-"""A progress bar for long work; nothing is shown where the output is not a terminal."""
+"""Progress of long work: a bar on a terminal, plain lines where the output is a file or a pipe.
+
+Library code wraps loops in `track` and uncounted work in `phase`; `heartbeat`, which the CLI opens, prints a line at
+least once a minute. Bars are shown by rich; the lines are our own, since rich prints nothing useful into a log file.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import operator
+import os
 import sys
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 T = TypeVar("T")
 
+# Seconds. A finished item prints a line if the last line and its work are at least `LEAST` old; `heartbeat` prints one
+# if the last line is `MOST` old, so that short work prints nothing and long work is never silent.
+LEAST, MOST = 10.0, 60.0
+_RECENT = 16  # items whose mean time predicts the rest; finished blocks of a resumed run take no time
+
 _quiet = False
 _notes: list[Callable[[str], None]] = []  # of the bars that are shown, the innermost last
+_clock = time.monotonic
 
 
 def set_quiet(quiet: bool) -> None:
-    """Switch all progress bars off (`--quiet`) or back on."""
+    """Switch all progress off (`--quiet`) or back on."""
     global _quiet
     _quiet = quiet
 
 
-def track(items: Iterable[T], what: str, *, fewest: int = 10) -> Iterator[T]:
-    """The same items, with a bar while they are worked through (on a terminal, from `fewest` items on)."""
-    size = len(items) if isinstance(items, Sequence) else None
+@dataclass(eq=False)
+class _Work:
+    """Work that is under way. `total`: None, if the number of its items is unknown. `ends`: times of recent items."""
+
+    what: str
+    total: int | None
+    started: float
+    done: int = 0
+    note: str = ""
+    ends: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT + 1))
+
+    def text(self, now: float) -> str:
+        """`quantizing blocks: 3 of 32 done in 6 min, about 58 min left; loss 2.31`."""
+        if self.total is None and not self.done:
+            return f"{self.what}: {duration(now - self.started)}"
+        count = f"{self.done}" if self.total is None else f"{self.done} of {self.total}"
+        text = f"{self.what}: {count} done in {duration(now - self.started)}"
+        if self.total is not None and 0 < self.done < self.total:
+            each = (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
+            left = max((self.total - self.done) * each - (now - self.ends[-1]), 0.0)
+            text += f", about {duration(left)} left"
+        return f"{text}; {self.note}" if self.note else text
+
+
+class _Lines:
+    """The work that is under way, the innermost last, and when the last line about it was printed."""
+
+    def __init__(self) -> None:
+        self.works: list[_Work] = []
+        self.started: float | None = None  # of the heartbeat
+        self.printed = 0.0
+        # The heartbeat has a thread of its own. Reentrant: a garbage collection inside may end a generator of `track`.
+        self.lock = threading.RLock()
+
+    @contextlib.contextmanager
+    def work(self, what: str, total: int | None) -> Iterator[_Work]:
+        now = _clock()
+        made = _Work(what, total, now)
+        made.ends.append(now)
+        with self.lock:
+            if not self.works and self.started is None:
+                self.printed = now
+            self.works.append(made)
+        try:
+            yield made
+        finally:
+            with self.lock:
+                self.works.remove(made)
+
+    def finished(self, work: _Work) -> None:
+        """An item of the work is done."""
+        now = _clock()
+        with self.lock:
+            work.done += 1
+            work.ends.append(now)
+            if self.works[0] is work and now - max(self.printed, work.started) >= LEAST:
+                self._print(now)
+
+    def beat(self) -> None:
+        """Print a line if the last one is old."""
+        now = _clock()
+        with self.lock:
+            if now - self.printed >= MOST:
+                self._print(now)
+
+    def _print(self, now: float) -> None:
+        self.printed = now
+        works = dict.fromkeys(work.text(now) for work in (self.works[:1] + self.works[-1:]))
+        text = " (".join(works) + ")" * (len(works) - 1) or f"at work for {duration(now - (self.started or 0.0))}"
+        with contextlib.suppress(OSError, ValueError):  # a closed pipe does not end the work
+            print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+
+_lines = _Lines()
+
+
+def known_length(items: Iterable[object]) -> int | None:
+    """How many items there are, if that is known without reading them.
+
+    >>> known_length([1, 2]), known_length(number for number in [1, 2])
+    (2, None)
+    """
+    known = operator.length_hint(items, -1)
+    return None if known < 0 else known
+
+
+def track(items: Iterable[T], what: str, *, fewest: int = 10, total: int | None = None) -> Iterator[T]:
+    """The same items, with a bar (on a terminal, from `fewest` items on) or lines while they are worked through.
+
+    `total`: how many there are, where `items` does not know it; then a percentage and the time left are shown.
+    """
+    size = len(items) if isinstance(items, Sequence) else total
+    if _prints_lines():
+        with _lines.work(what, size) as work:
+            _notes.append(lambda text: setattr(work, "note", text))
+            try:
+                for item in items:
+                    yield item
+                    _lines.finished(work)
+            finally:
+                _notes.pop()
+        return
     if _quiet or not sys.stderr.isatty() or (size is not None and size < fewest):
         yield from items
         return
@@ -36,7 +152,51 @@ def track(items: Iterable[T], what: str, *, fewest: int = 10) -> Iterator[T]:
             _notes.pop()
 
 
+@contextlib.contextmanager
+def phase(what: str) -> Iterator[None]:
+    """Names work whose steps are not counted, for the lines of `heartbeat`; also a decorator of a function."""
+    with _lines.work(what, None):
+        yield
+
+
 def note(text: str) -> None:
-    """Show a few words (a loss, a name) beside the bar of the work that is under way, where there is one."""
+    """Show a few words (a loss, a name) with the progress of the work that is under way, where it is shown."""
     if _notes:
         _notes[-1](text)
+
+
+@contextlib.contextmanager
+def heartbeat() -> Iterator[None]:
+    """Inside, a line is printed at least once a minute, also during work whose steps are not counted."""
+    if not _prints_lines():
+        yield
+        return
+    _lines.started = _lines.printed = _clock()
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(1.0):
+            _lines.beat()
+
+    thread = threading.Thread(target=beat, name="sparsebit-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        _lines.started = None
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `12 min`, `2 h 5 min`."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    hours, rest = divmod(minutes, 60)
+    return " ".join([*([f"{hours} h"] if hours else []), *([f"{rest} min"] if rest or not hours else [])])
+
+
+def _prints_lines() -> bool:
+    """Under torchrun, the first process prints for all."""
+    return not _quiet and not sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"

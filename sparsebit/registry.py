@@ -32,7 +32,7 @@ class Registry(Generic[T]):
     ) -> Callable[[T], T]:
         """A decorator that registers its object under `name`; a second one under the same name needs `replace=True`.
 
-        `options`: the class of the options that configs may give it (`options_of`).
+        `options`: the class of its options in configs (`options_of`).
         """
 
         def file(entry: T) -> T:
@@ -99,11 +99,11 @@ def _extends(entry: object, other: object) -> bool:
 
 
 def own_type(kind: type) -> str:
-    """The name that a class gives itself as `TYPE`, for decorators without a name."""
+    """The `TYPE` of a class, for decorators without a name."""
     name = vars(kind).get("TYPE")
     if not isinstance(name, str) or not name:
         raise ConfigError(
-            f"{kind.__name__} is registered without a name: write @register_...(name), or give the class its own TYPE"
+            f"{kind.__name__} is registered without a name: write @register_...(name), or set TYPE in the class"
         )
     return name
 

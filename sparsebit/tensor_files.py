@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,7 +15,12 @@ from sparsebit.errors import CheckpointError
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """`safetensors.torch.save_file` without numpy, which the core does without; OSError if the disk is full."""
+    """`safetensors.torch.save_file` without numpy, which the core does without; OSError if the disk is full.
+
+    The file has the rights that the user's umask sets for new files: safetensors alone makes them private (0600).
+    """
+    path.touch()
+    mode = path.stat().st_mode
     held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}  # must outlive the call
     specs = {
         name: TensorSpec(
@@ -27,8 +33,9 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, 
     }
     try:
         serialize_file(specs, path, metadata=metadata)
-    except SafetensorError as error:  # what it makes of a full disk, which is no OSError
+    except SafetensorError as error:  # raised for a full disk, in place of an OSError
         raise OSError(f"{path} cannot be written ({error})") from None
+    path.chmod(stat.S_IMODE(mode))
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

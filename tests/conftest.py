@@ -23,9 +23,9 @@ import pytest
 import torch
 from torch._export import utils as export_utils
 
-from sparsebit.deploy import audit as audit_module
-from sparsebit.deploy import timing
-from sparsebit.deploy.cpu import saturates
+from sparsebit.deploy.audit import audit_file as audit_module
+from sparsebit.deploy.sessions import timing
+from sparsebit.deploy.sessions.cpu import saturates
 from sparsebit.graph.failures import RAISE_VARIABLE
 from sparsebit.quantization import QMODULE_MAP
 from sparsebit.registry import ALGORITHMS, OBSERVERS, QUANTIZERS
@@ -169,7 +169,7 @@ def interpreted_kernels() -> Iterator[dict[str, ModuleType]]:
         pytest.skip("triton is not installed")
     if torch.cuda.is_available():
         pytest.skip("the kernels run on the GPU here")
-    names = ("programs", "fake_quant", "stacked", "weight_rows", "token_attention")
+    names = ("fake_quant_programs", "fake_quant", "stacked", "foreach_fake_quant", "token_attention")
     with _language_patched_once_a_kernel():
         yield {name: importlib.import_module(f"sparsebit.kernels.{name}") for name in names}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -11,7 +12,16 @@ import pytest
 
 from sparsebit import folders
 from sparsebit.errors import ConfigError
-from sparsebit.folders import exchange, is_staging_folder, locked, need_new, put_in_place, staging_folder, write_text
+from sparsebit.folders import (
+    exchange,
+    is_staging_folder,
+    locked,
+    need_new,
+    put_in_place,
+    replace_file,
+    staging_folder,
+    write_text,
+)
 
 
 class TestStagingFolder:
@@ -76,6 +86,23 @@ class TestStagingFolder:
         with staging_folder(tmp_path / "saved", alone=True):
             pass
         assert os.listdir(tmp_path) == []
+
+
+class TestReplaceFile:
+    def test_the_target_of_a_link_is_replaced(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("old")
+        (tmp_path / "link").symlink_to("file")
+        replace_file(tmp_path / "link", lambda made: made.write_text("new"))
+        assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "new"
+
+    def test_a_file_system_that_cannot_flush_folders(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fsync(number: int) -> None:
+            if os.path.isdir(f"/proc/self/fd/{number}"):
+                raise OSError(errno.EINVAL, "not for folders")
+
+        monkeypatch.setattr(os, "fsync", fsync)
+        replace_file(tmp_path / "file", lambda made: made.write_text("new"))
+        assert (tmp_path / "file").read_text() == "new"
 
 
 @pytest.mark.parametrize("in_one_step", [True, False])

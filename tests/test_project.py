@@ -144,5 +144,35 @@ class TestPages:
 def test_the_site_loads_nothing_from_elsewhere() -> None:
     site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     own = re.findall(r"^extra_(?:css|javascript): \[(\S+)\]", site, flags=re.MULTILINE)
+    own += re.findall(r'^MERMAID = "(\S+)"', (ROOT / "scripts" / "docs_pages.py").read_text(), flags=re.MULTILINE)
     assert len(own) == 2 and all((ROOT / "docs" / file).is_file() for file in own)
     assert "font: false" in site and "http" not in re.sub(r"#.*", "", site)
+
+
+def test_no_page_or_message_installs_the_other_project_of_this_name() -> None:
+    """On the package index the name belongs to another project: install lines name the checkout, or the packages."""
+    bare = re.compile(r"pip3? install[^`\n]*?(?<![/\w-])sparsebit(?![-\w/])")
+    folders = ("sparsebit", "examples", "benchmarks", "scripts")
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    found = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in [*PAGES, *sources]
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if bare.search(line)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("version", ["0.0.1.dev0", "0.0.1", "2.0"])
+def test_the_other_project_of_this_name_is_noticed(version: str, tmp_path: Path) -> None:
+    folder = tmp_path / f"sparsebit-{version}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sparsebit\nVersion: {version}\n")
+    run = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.path.insert(0, sys.argv[1]); import sparsebit", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
+    assert "a package of another project" in run.stderr and "pip uninstall sparsebit" in run.stderr

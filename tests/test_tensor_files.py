@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -37,3 +39,14 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no tensors")
     with pytest.raises(CheckpointError, match="cannot be read"):
         load_tensors(tmp_path / "file")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="file modes are those of POSIX")
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_the_rights_are_those_of_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        save_tensors({"a": torch.ones(1)}, tmp_path / "file", {})
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == mode

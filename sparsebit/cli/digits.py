@@ -28,7 +28,7 @@ def load_digits() -> Digits:
     """1,200 images to learn from, and the last 597, which no model sees before it is judged."""
     try:
         from sklearn import datasets
-    except ImportError:
+    except Exception:  # a broken package raises anything
         raise MissingExtraError("scikit-learn", "demo", "the demo's data set") from None
     bunch = datasets.load_digits()
     images = torch.tensor(bunch.images, dtype=torch.float32)[:, None] / 16

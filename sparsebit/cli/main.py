@@ -1,6 +1,6 @@
 """`app`: the command `sparsebit` with its verbs, and how errors are shown.
 
-Exit codes: 0 done; 1 an error that the user can fix, told in one message; 2 a command line without sense; 130 Ctrl-C,
+Exit codes: 0 done; 1 an error that the user can fix, shown as one message; 2 a usage error; 130 Ctrl-C,
 143 SIGTERM.
 """
 
@@ -11,23 +11,35 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+import typing
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
 import sparsebit
-from sparsebit.cli import audit, check, config_check, demo, export, graph, llm, profile, prune, quantize, search
+from sparsebit.cli import verb_options
+from sparsebit.cli.llm import verbs as llm
+from sparsebit.cli.option_groups import grouped
+from sparsebit.cli.outputs.recording import working
 from sparsebit.cli.verb import Verb
 from sparsebit.errors import SparsebitError
 
 INTERRUPTED = 128 + signal.SIGINT  # as shells count
 TERMINATED = 128 + signal.SIGTERM
+JOBS = {  # the verbs as `sparsebit --help` lists them
+    "Try it": ["demo"],
+    "Quantize": ["quantize", "profile", "search", "config", "graph"],
+    "Prune": ["prune"],
+    "Ship an ONNX file": ["export", "check", "audit"],
+    "Language models": ["llm"],
+}
+_SHORT = 68  # columns of a verb's line in `sparsebit --help`
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, of a scheduler or of `docker stop`: cleans up as Ctrl-C does."""
+    """SIGTERM, from a scheduler or `docker stop`: cleans up as Ctrl-C does."""
 
 
 class Verbs(TyperGroup):
@@ -42,44 +54,139 @@ class Verbs(TyperGroup):
         except OSError as fault:
             if is_traced or isinstance(fault, BrokenPipeError):
                 raise
-            _tell("error", str(fault))
+            _print("error", str(fault))
             raise typer.Exit(1) from None
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """One screen: the verbs by job, a line each."""
+        lines = ["Usage: sparsebit VERB [OPTIONS]", "", str(self.help), ""]
+        for job, names in JOBS.items():
+            lines.append(typer.style(job, bold=True))
+            lines += [f"  {name:<9} {self.commands[name].get_short_help_str(_SHORT)}" for name in names]
+        options = ", ".join(max(one.opts, key=len) for one in self.get_params(ctx))
+        lines += ["", "`sparsebit VERB --help` shows the options of a verb, with an example.", f"Others: {options}"]
+        formatter.write("\n".join(lines) + "\n")
 
     def invoke(self, ctx: Any) -> Any:
         try:
             with _ending_cleanly(), _output_written():
                 return super().invoke(ctx)
+        except (typer.Exit, typer.Abort):  # `--help` of a verb: both are RuntimeErrors, and neither is a fault
+            raise
         except KeyboardInterrupt as stop:
-            _tell("interrupted", "nothing was left half-written")
+            _print("interrupted", "nothing was left half-written")
             raise typer.Exit(TERMINATED if isinstance(stop, Terminated) else INTERRUPTED) from None
         except (SparsebitError, OSError, MemoryError, RuntimeError, SystemExit) as fault:
             # A closed pipe (`| head`) is not an error; typer ends quietly on it, and so does rich, by SystemExit.
             is_closed_pipe = isinstance(fault, BrokenPipeError) or isinstance(fault.__context__, BrokenPipeError)
-            message = None if is_closed_pipe else _told(fault)
+            message = None if is_closed_pipe else _message(fault)
             if ctx.params.get("traceback") or message is None:
                 raise
-            _tell("error", message)
+            _print("error", message)
             raise typer.Exit(1) from None
 
 
 app = typer.Typer(
     cls=Verbs,
-    help="Small and fast PyTorch models: quantize any nn.Module, see what it costs, keep the result.",
+    help="Small and fast PyTorch models: quantize or prune any nn.Module, keep the result.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("quantize", cls=Verb)(quantize.quantize)
-app.command("profile", cls=Verb)(profile.profile)
-app.command("search", cls=Verb)(search.search)
-app.command("prune", cls=Verb)(prune.prune)
-app.command("graph", cls=Verb)(graph.graph)
-app.command("export", cls=Verb)(export.export)
-app.command("check", cls=Verb)(check.check)
-app.command("audit", cls=Verb)(audit.audit)
-app.add_typer(config_check.app, name="config")
+config_app = typer.Typer(help="Check a config and show what it does to a model.", no_args_is_help=True)
+config_app.callback()(lambda: None)  # so that `check` stays a verb of its own
+app.add_typer(config_app, name="config")
 app.add_typer(llm.app, name="llm")
-app.command("demo", cls=Verb)(demo.demo)
+
+
+def _verb(where: typer.Typer, name: str | None = None) -> Callable[[Callable[..., None]], None]:
+    """A verb of one dataclass; its docstring is the help. The work is imported when it runs."""
+
+    def register(verb: Callable[..., None]) -> None:
+        kind = typing.get_type_hints(verb)["asked"]
+        where.command(name or verb.__name__, cls=Verb, help=kind.__doc__)(grouped(verb))
+
+    return register
+
+
+@_verb(app)
+def demo(asked: verb_options.DemoOptions) -> None:
+    with working(asked.said, "demo") as to:
+        from sparsebit.cli.verbs.demo import demo as run
+
+        run(asked, *to)
+
+
+@_verb(app)
+def quantize(asked: verb_options.QuantizeOptions) -> None:
+    with working(asked.said, "quantize") as to:
+        from sparsebit.cli.verbs.quantize import quantize as run
+
+        run(asked, *to)
+
+
+@_verb(app)
+def profile(asked: verb_options.ProfileOptions) -> None:
+    with working(asked.said, "profile") as to:
+        from sparsebit.cli.verbs.profile import profile as run
+
+        run(asked, *to)
+
+
+@_verb(app)
+def search(asked: verb_options.SearchOptions) -> None:
+    with working(asked.said, "search") as to:
+        from sparsebit.cli.verbs.search import search as run
+
+        run(asked, *to)
+
+
+@_verb(app)
+def graph(asked: verb_options.GraphOptions) -> None:
+    with working(asked.said, "graph") as to:
+        from sparsebit.cli.verbs.graph import graph as run
+
+        run(asked, *to)
+
+
+@_verb(app)
+def prune(asked: verb_options.PruneOptions) -> None:
+    with working(asked.said, "prune") as to:
+        from sparsebit.cli.verbs.prune import prune as run
+
+        run(asked, *to)
+
+
+@_verb(app)
+def export(asked: verb_options.ExportOptions) -> None:
+    with working(asked.said, "export") as to:
+        from sparsebit.cli.verbs.export import export as run
+
+        run(asked, *to)
+
+
+@_verb(app)
+def check(asked: verb_options.CheckOptions) -> None:
+    with working(asked.said, "check") as to:
+        from sparsebit.cli.verbs.check import check as run
+
+        run(asked, *to)
+
+
+@_verb(app)
+def audit(asked: verb_options.AuditOptions) -> None:
+    with working(asked.said, "audit") as to:
+        from sparsebit.cli.verbs.audit import audit as run
+
+        run(asked, *to)
+
+
+@_verb(config_app, "check")
+def check_config(asked: verb_options.ConfigOptions) -> None:
+    with working(asked.said, "config check") as to:
+        from sparsebit.cli.verbs.config_check import check as run
+
+        run(asked, *to)
 
 
 def _version(wanted: bool) -> None:
@@ -91,10 +198,10 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and leave.", callback=_version, is_eager=True)
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
     ] = False,
     traceback: Annotated[
-        bool, typer.Option("--traceback", help="Show the whole traceback of a fault.", envvar="SPARSEBIT_TRACEBACK")
+        bool, typer.Option("--traceback", help="Show the whole traceback of an error.", envvar="SPARSEBIT_TRACEBACK")
     ] = False,
 ) -> None:
     # What the flags do is done by `_version` and by `Verbs.invoke`.
@@ -120,7 +227,7 @@ def _output_written() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ending_cleanly() -> Iterator[None]:
-    """Inside, SIGTERM is an exception, so that what is half-written is taken away."""
+    """Inside, SIGTERM is an exception, so that half-written results are removed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -135,11 +242,11 @@ def _ending_cleanly() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
-def _told(fault: BaseException) -> str | None:
-    """What is said of an error that the user can fix; None for bugs of our own."""
+def _message(fault: BaseException) -> str | None:
+    """The message for an error that the user can fix; None for bugs of Sparsebit."""
     if isinstance(fault, (SparsebitError, OSError)):
         return str(fault)
-    from sparsebit.cli.loading import cause
+    from sparsebit.cli.inputs.loading import cause
 
     if isinstance(fault, SystemExit):
         return f"the model or the data ended the run: {cause(fault)}"
@@ -148,5 +255,5 @@ def _told(fault: BaseException) -> str | None:
     return None
 
 
-def _tell(kind: str, message: str) -> None:
+def _print(kind: str, message: str) -> None:
     typer.echo(f"{typer.style(kind, fg='red', bold=True)}: {message}", err=True)

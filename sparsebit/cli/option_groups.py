@@ -1,4 +1,18 @@
-"""Options that go together, as one value each, and `grouped`: verbs whose parameters are such values."""
+"""Options as frozen dataclasses, one for each verb; `grouped` makes typer's options and their help from them.
+
+A verb is a function of one dataclass:
+
+    @dataclass(frozen=True, kw_only=True)
+    class Draw:
+        common: ClassVar = ("model", "output")  # shown first in `--help`; all others stand under their headings
+        model: ModelOptions  # a group: its fields are options too
+        output: Path | None = option(None, "The file to write (default: stdout).", "FILE", short="-o")
+
+    @grouped
+    def draw(asked: Draw) -> None: ...
+
+The option of a field has its name (`batch_size`: `--batch-size`). A dataclass may give the `heading` of its fields.
+"""
 
 from __future__ import annotations
 
@@ -8,46 +22,134 @@ import inspect
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 import typer
 
 from sparsebit.cli import options
+from sparsebit.option_fields import options_of
 from sparsebit.records.parity import Tolerance
 
+# Values of an options dataclass that were given on the command line, by the names of its fields; see `grouped`.
+Given: TypeAlias = dict[str, Any]
+NUM_TEST_SAMPLES = 1000
+_SOURCES = "an image folder, a .npz or .safetensors file, or MODULE:FACTORY that yields batches"
 
-@dataclass(frozen=True)
+
+def option(default: Any, text: str, metavar: str | None = None, *, short: str = "", name: str = "", **more: Any) -> Any:
+    """A field that is an option with the help `text`. `default`: `...` if it is required. `name`: `--other-name`.
+
+    `more` goes to `typer.Option`: `parser`, `min`, `max`, `callback`, `hidden`, ...
+    """
+    return _field(default, typer.Option, short=short, name=name, help=text, metavar=metavar, **more)
+
+
+def argument(default: Any, text: str, metavar: str, **more: Any) -> Any:
+    """A field that is an argument: a word without `--` in front."""
+    return _field(default, typer.Argument, help=text, metavar=metavar, **more)
+
+
+def _field(default: Any, kind: Callable[..., Any], **more: Any) -> Any:
+    given: dict[str, Any] = {} if default is ... else {"default": default}
+    return dataclasses.field(metadata={"kind": kind, **more}, **given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Which model, with which weights."""
+
+    heading: ClassVar = "Model"
+
+    model: str = option(..., "A function or class that makes the model, or an nn.Module.", "MODULE:FACTORY", short="-m")
+    weights: Path | None = option(
+        None, "Its weights: .safetensors, .pt, or the folder of a pruned model.", "FILE|DIR", short="-w"
+    )
+    model_args: options.Arguments | None = option(
+        None, "Arguments of the function: a JSON object or list.", "JSON", parser=options.read_arguments
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModel(ModelOptions):
+    """A model whose weights matter: random ones give a warning."""
+
+    random_weights: bool = option(False, "The weights are meant to be random: do not warn.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """How the data is to be read; None: not said. `arrays`: those of a file of arrays that the model is given."""
+    """How to read the data; None: not given."""
 
-    size: options.ImageSize = None
-    resize: options.Resize = None
-    mean: options.Mean = None
-    std: options.Std = None
-    gray: options.Gray = False
-    batch_size: options.BatchSize = None
-    num_samples: options.NumSamples = 256
-    arrays: options.Arrays = None
+    heading: ClassVar = "Data"
+
+    size: options.Size | None = option(
+        None, "Image folder: the size that the model takes.", "N|HxW", parser=options.read_size
+    )
+    resize: int | None = option(
+        None, "Image folder: scale the shorter side, then crop.", "N", min=1, max=options.LARGEST_SIDE
+    )
+    mean: options.Numbers | None = option(
+        None, "Images: subtracted from pixels in 0..1.", "X[,X,X]", parser=options.read_mean
+    )
+    std: options.Numbers | None = option(None, "Images: divides after that.", "X[,X,X]", parser=options.read_std)
+    gray: bool = option(False, "Image folder: one channel instead of three.")
+    batch_size: int | None = option(None, "Samples per batch (32).", min=1)
+    num_samples: int = option(256, "Samples to use, spread evenly over the data.", short="-n", min=1)
+    arrays: options.Names | None = option(
+        None, "File: the arrays to use (default: all but labels).", "NAME,...", name="--input",
+        parser=options.read_names,
+    )  # fmt: skip
 
     def refuse(self, names: Iterable[str], source: str) -> None:
         """A usage error for options that do not apply to this kind of data: no option is ignored silently."""
-        typed = {"arrays": "input"}
-        used = [typed.get(name, name) for name in names if getattr(self, name) not in (None, False)]
-        given = [f"--{name.replace('_', '-')}" for name in used]
+        given = typed(self, names)
         if given:
             raise typer.BadParameter(f"{', '.join(given)} cannot be used with {source}")
+
+    def refuse_without_data(self) -> None:
+        """A usage error for options that describe data where there is none."""
+        self.refuse(("size", "resize", "mean", "std", "gray", "batch_size", "arrays"), "no --data")
+
+
+def data_option(default: Any = ..., note: str = "") -> Any:
+    """`--data`."""
+    return option(default, f"{_SOURCES[0].upper()}{_SOURCES[1:]}.{note}", "SOURCE", short="-d")
+
+
+def example_option() -> Any:
+    """`--data` where it only shows how the model is called."""
+    return option(
+        None, "An example call, for models that cannot be traced without: as for quantize.", "SOURCE", short="-d"
+    )
+
+
+def config_option(default: Any, note: str = "") -> Any:
+    """`--config`."""
+    return option(default, f"A YAML config, or a backend for its 8-bit default{note}.", "FILE|BACKEND", short="-c")
+
+
+def device_option() -> Any:
+    """`--device`."""
+    return option(None, "cpu, cuda or cuda:N (default: the config's DEVICE).", "DEVICE")
 
 
 @dataclass(frozen=True)
 class PlacementOptions:
     """Which layers run in integers."""
 
-    placement: options.Placement = "default"
-    placement_seconds: options.PlacementSeconds = 60.0
-    save_placement: options.SavePlacement = None
+    heading: ClassVar = "Placement: which layers run in integers"
+
+    placement: str = option(
+        "default",
+        "default: by the backend's profile; measured: the fastest on this machine; or a saved placement.",
+        "default|measured|FILE",
+    )
+    placement_seconds: float = option(60.0, "How long to try placements.", "S", min=0)
+    save_placement: Path | None = option(None, "Save the measured placement.", "FILE.json")
 
     def check(self, *, has_data: bool) -> None:
-        """Refuse what cannot be done, before the work."""
+        """Raise before the work if the options cannot be used together."""
         if self.save_placement is not None and self.placement != "measured":
             raise typer.BadParameter("--save-placement keeps what --placement measured finds; give both")
         if self.placement != "default" and not has_data:
@@ -56,15 +158,17 @@ class PlacementOptions:
 
 @dataclass(frozen=True)
 class Limits:
-    """How far a file may be from what it is compared with, beyond the limits of the parity check."""
+    """How far a file may be from the reference, beyond the limits of the parity check."""
 
-    exact: options.Exact = False
-    min_sqnr: options.MinSqnr = None
-    allow_nan: options.AllowNan = False
+    heading: ClassVar = "Limits: fail (exit code 1) if the outputs differ more"
+
+    exact: bool = option(False, "Every bit of every output must be equal.")
+    min_sqnr: float | None = option(None, "Lowest SQNR of any output.", "DB", callback=options.finite_decibels)
+    allow_nan: bool = option(False, "Accept NaN that is on both sides.")
 
     def given(self) -> list[str]:
         """The options that were used, as they are typed."""
-        return _typed(vars(self))
+        return typed(self)
 
     def __bool__(self) -> bool:
         return bool(self.given())
@@ -75,49 +179,90 @@ class Limits:
 
 @dataclass(frozen=True)
 class FileOptions:
-    """How an ONNX file is to be written; None: not said."""
+    """How to write an ONNX file; None: not given."""
 
-    opset: options.Opset = None
-    dynamic_batch: options.DynamicBatch = False
-    input_names: options.InputNames = None
-    output_names: options.OutputNames = None
-    extra_info: options.ExtraInfo = False
-    no_check: options.NoCheck = False
+    heading: ClassVar = "ONNX file"
+
+    opset: int | None = option(None, "ONNX opset (default: the lowest that fits).", min=1)
+    dynamic_batch: bool = option(False, "Accept any batch size (axis 0 is named batch); otherwise 1.")
+    input_names: options.Names | None = option(
+        None, "Names of the inputs, in the order of forward's parameters.", "NAME,...", parser=options.read_names
+    )
+    output_names: options.Names | None = option(
+        None, "Names of the outputs, in order.", "NAME,...", parser=options.read_names
+    )
+    extra_info: bool = option(False, "Also write MODEL_extra.onnx: bits and format of each tensor.")
+    no_check: bool = option(False, "Keep the file without running and comparing it.")
+    overwrite: bool = option(False, "Also replace a file that sparsebit did not write.")
     limits: Limits = Limits()
 
     def given(self) -> list[str]:
         """The options that were used, as they are typed."""
-        own = {name: value for name, value in vars(self).items() if name != "limits"}
-        return [*_typed(own), *self.limits.given()]
+        return [*typed(self), *self.limits.given()]
 
 
 @dataclass(frozen=True)
-class OutputOptions:
-    """What is said, and where a record of it is kept."""
+class ScoreOptions:
+    """What to measure, and on which data; None: not given."""
 
-    json: options.Json = False
-    quiet: options.Quiet = False
-    record: options.Record = None
+    heading: ClassVar = "Accuracy"
+
+    test_data: str | None = option(
+        None, "Labelled data, read like --data, for the accuracy of each model (default: --data).", "SOURCE"
+    )
+    test_samples: int | None = option(None, f"Samples of it, spread evenly ({NUM_TEST_SAMPLES}).", min=1)
+    metric: str | None = option(
+        None,
+        "accuracy (default), agreement with the first model (no labels), or MODULE:FUNCTION (of the model: a score).",
+        "METRIC",
+    )
+
+    @property
+    def is_labelled(self) -> bool:
+        return (self.metric or "accuracy") == "accuracy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeakingOptions:
+    """How to print the result."""
+
+    heading: ClassVar = "Output"
+
+    json: bool = option(False, "Print one JSON object on stdout and nothing else.")
+    quiet: bool = option(False, "Print only the result, warnings and errors.", short="-q")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions(SpeakingOptions):
+    """How to print the result, and where to keep a record of it."""
+
+    record: Path | None = option(None, "Add the result to this record of the model.", "FILE.json")
 
 
 def grouped(verb: Callable[..., None]) -> Callable[..., None]:
-    """The verb as typer sees it: each parameter that is a group stands for the options in it.
+    """The verb as typer sees it: the fields of a parameter that is a dataclass are options.
 
-    A group's default (`data: DataOptions = DataOptions(num_samples=64)`) gives the defaults of its options.
+    A dataclass in a default (`data: DataOptions = DataOptions(num_samples=64)`) sets the defaults of its options.
+    A parameter `Annotated[Given, Recipe]` becomes the fields of the library's `Recipe` that are declared with
+    `sparsebit.option_fields.option`; the verb gets the values that were given, by the names of the fields.
     """
     hints = typing.get_type_hints(verb, include_extras=True)
     own = inspect.signature(verb).parameters
     shown: list[inspect.Parameter] = []
     for name, parameter in own.items():
-        if _is_group(hints[name]):
-            default = hints[name]() if parameter.default is inspect.Parameter.empty else parameter.default
-            shown += _expanded(default)
+        declared = _declared(hints[name])
+        if declared is not None:
+            shown += _made_of(declared)
+        elif _is_group(hints[name]):
+            common = getattr(hints[name], "common", ())
+            found = list(_expanded(hints[name], parameter.default, common))
+            shown += sorted(found, key=lambda one: common.index(one.name) if one.name in common else len(common))
         else:
             shown.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
 
     @functools.wraps(verb)
     def called(**values: Any) -> None:
-        verb(**{name: _gathered(hints[name], values) if _is_group(hints[name]) else values[name] for name in own})
+        verb(**{name: _value(name, hints[name], values) for name in own})
 
     signature = inspect.Signature(shown)
     vars(called).pop("__wrapped__")
@@ -126,26 +271,105 @@ def grouped(verb: Callable[..., None]) -> Callable[..., None]:
     return called
 
 
-def _expanded(default: Any) -> Iterator[inspect.Parameter]:
-    """An option for each field of a group; those of the groups in it, too."""
-    for name, hint in typing.get_type_hints(type(default), include_extras=True).items():
-        value = getattr(default, name)
-        if _is_group(hint):
-            yield from _expanded(value)
-        else:
-            yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=hint)
-
-
-def _gathered(kind: Any, values: dict[str, Any]) -> Any:
-    """The group, of the values of its options."""
+def _expanded(kind: Any, given: Any, common: tuple[str, ...]) -> Iterator[inspect.Parameter]:
+    """An option for each field of a group and of the groups in it. `given`: the group that holds the defaults."""
     hints = typing.get_type_hints(kind, include_extras=True)
-    return kind(**{name: _gathered(hint, values) if _is_group(hint) else values[name] for name, hint in hints.items()})
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        value = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+        if isinstance(given, kind):
+            value = getattr(given, field.name)
+        if _is_group(hint):
+            yield from _expanded(hint, value, common)
+        else:
+            heading = None if field.name in common else getattr(kind, "heading", None)
+            shown = Annotated[hint, _info(field, heading)] if field.metadata else hint
+            yield inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=shown)
+
+
+def _info(field: dataclasses.Field[Any], heading: str | None) -> Any:
+    """What typer knows of a field that `option` or `argument` made."""
+    given = dict(field.metadata)
+    if given.pop("kind") is typer.Argument:
+        return typer.Argument(**given)
+    names = [_spelled(field), given.pop("short")]
+    del given["name"]
+    return typer.Option(*filter(None, names), **{"rich_help_panel": heading, **given})
+
+
+def _spelled(field: dataclasses.Field[Any]) -> str:
+    """`--batch-size`."""
+    return field.metadata.get("name") or f"--{field.name.replace('_', '-')}"
+
+
+def _value(name: str, hint: Any, values: dict[str, Any]) -> Any:
+    """What the verb gets for a parameter, of the values of all options."""
+    declared = _declared(hint)
+    if declared is not None:
+        given = {field: values[field] for field in options_of(declared)}
+        return {
+            field: _parsed(declared, field, value)
+            for field, value in given.items()
+            if value is not None and value is not False  # 0 is a value
+        }
+    if _is_group(hint):
+        hints = typing.get_type_hints(hint, include_extras=True)
+        return hint(**{one.name: _value(one.name, hints[one.name], values) for one in dataclasses.fields(hint)})
+    return values[name]
+
+
+def _made_of(kind: type) -> Iterator[inspect.Parameter]:
+    """A typer option for each declared field of an options dataclass; None where it is not given."""
+    hints = typing.get_type_hints(kind)
+    for name, (option, default) in options_of(kind).items():
+        typed = option.name or f"--{'no-' if default is True else ''}{name.replace('_', '-')}"
+        is_shown = default is not None and default != () and not isinstance(default, bool)
+        choices = "|".join(map(str, option.choices)) or None
+        made: Any = typer.Option(
+            typed,
+            help=f"{option.help} Default: {default}." if is_shown else option.help,
+            metavar=option.metavar or choices,
+            min=option.least,
+            max=option.most,
+            rich_help_panel=option.panel,
+        )
+        annotation: Any = Annotated[_typed_as(hints[name]) | None, made]
+        yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _typed_as(hint: Any) -> Any:
+    """The type of an option on the command line: lists and choices are text."""
+    kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)] or [hint]
+    return kinds[0] if kinds[0] in (bool, int, float) and typing.get_origin(hint) is not tuple else str
+
+
+def _parsed(kind: type, name: str, value: Any) -> Any:
+    """The value of a field: a flag `--no-...` turns it off, and text of a tuple is cut at its commas."""
+    default = options_of(kind)[name][1]
+    if isinstance(default, bool):
+        return not default
+    hint = typing.get_type_hints(kind)[name]
+    if typing.get_origin(hint) is not tuple:
+        return value
+    if typing.get_args(hint)[0] is int:
+        return options.read_bits(value)
+    return tuple(part.strip() for part in value.split(",") if part.strip())
+
+
+def _declared(hint: Any) -> Any:
+    """The options dataclass of a parameter `Annotated[Given, Recipe]`; None for other parameters."""
+    arguments = typing.get_args(hint) if typing.get_origin(hint) is Annotated else ()
+    return arguments[1] if arguments[1:] and dataclasses.is_dataclass(arguments[1]) else None
 
 
 def _is_group(hint: Any) -> bool:
     return dataclasses.is_dataclass(hint)
 
 
-def _typed(values: dict[str, Any]) -> list[str]:
-    """`--dynamic-batch` and the like, of the values that were given."""
-    return [f"--{name.replace('_', '-')}" for name, value in values.items() if value is not None and value is not False]
+def typed(group: Any, names: Iterable[str] | None = None) -> list[str]:
+    """The options of a group that were used (of those in `names`), as they are typed: `--dynamic-batch`."""
+    values = {field: getattr(group, field.name) for field in dataclasses.fields(group) if field.metadata}
+    used = {
+        field.name: _spelled(field) for field, value in values.items() if value not in (None, "") and value is not False
+    }
+    return [spelled for name, spelled in used.items() if names is None or name in names]

@@ -1,8 +1,8 @@
 """`choose_channels_and_bits`: how many channels go and how many bits weights have, in one integer program.
 
 Each group of channels is an item, and its options are pairs: a ratio, and the bits of the weights that make these
-channels. So layers that write the same channels (a residual stream) have the same bits. A weight that makes no channels
-that can go (the last layer) is an item with its bits alone. What an option costs is the noise of the model's output,
+channels. So layers that write the same channels (a residual stream) have the same bits. A weight whose channels stay
+(the last layer) is an item with its bits alone. The cost of an option is the noise of the model's output,
 relative to its signal, when the group alone is pruned so far and its weights alone have these bits: both are measured.
 Bytes and bit operations of a weight are a product of its bits and of what is left of its two axes: a pair of items.
 """
@@ -21,17 +21,17 @@ from sparsebit.config.schema import QuantConfig
 from sparsebit.errors import ConfigError
 from sparsebit.execution.batches import batches_of
 from sparsebit.graph.copying import copy_model
-from sparsebit.numerics.choice_program import Budget, choose
+from sparsebit.numerics.choices.integer_program import Budget, choose
 from sparsebit.quantization.mixed_precision.bit_config import with_bits
 from sparsebit.quantization.mixed_precision.sensitivity import sensitivity
+from sparsebit.quantization.model.quant_model import QuantModel
+from sparsebit.quantization.planning.sites import split_site
 from sparsebit.quantization.post_training import quantize
-from sparsebit.quantization.quant_model import QuantModel
-from sparsebit.quantization.sites import split_site
-from sparsebit.sparse.layer_budgets import LayerWeight
-from sparsebit.sparse.ratio_search import CANDIDATES, RatioOptions
+from sparsebit.sparse.budgets.layer_budgets import LayerWeight
+from sparsebit.sparse.budgets.ratio_search import CANDIDATES, RatioOptions
+from sparsebit.sparse.shrinking.surgery import apply_plan
 from sparsebit.sparse.sparse_config import SparseConfig
 from sparsebit.sparse.sparse_model import SparseModel
-from sparsebit.sparse.surgery import apply_plan
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ _GAP = 1e-3
 
 @dataclass(frozen=True)
 class JointChoice:
-    """What was found. Both configs alone rebuild it: prune by `sconfig`, shrink, then quantize by `qconfig`.
+    """A ratio per group and bits per weight. To rebuild: prune by `sconfig`, shrink, then quantize by `qconfig`.
 
     `ratios`: of each group. `bits`: of each weight. `cost`: the sum of the noise of all choices. `spent`: the bytes or
     bit operations of the smaller, quantized model as shares of the dense float model's; `limits`: what was allowed.
@@ -165,7 +165,7 @@ class _Program:
         return self.options[item][places[item]][1] if item else _FLOAT_BITS
 
     def shares(self, places: Mapping[str, int]) -> dict[str, float]:
-        """What the choice takes, as shares of the dense float model's."""
+        """Bytes and bit operations of the choice, as shares of the dense float model's."""
         found = {}
         for name in BUDGETS:
             total = sum(self._amount(name, weight, 1.0, _FLOAT_BITS, dense=True) for weight in self.weights) or 1.0
@@ -212,12 +212,11 @@ class _Program:
         return Budget(name, limit * total - fixed, single, pairs)
 
     def _with(self, name: str, weight: LayerWeight, places: Mapping[str, int]) -> float:
-        """What a weight takes when its items have these options."""
+        """The amount that a weight uses when its items have these options."""
         counts = {group: self.counts[group][self.options[group][places[group]][0]] for group, _ in weight.axes}
         item = self._item(weight)
-        return self._amount(
-            name, weight, weight.share(counts), self.options[item][places[item]][1] if item else _FLOAT_BITS
-        )
+        bits = self.options[item][places[item]][1] if item else _FLOAT_BITS
+        return self._amount(name, weight, weight.share(counts), bits)
 
 
 def _own(weight: str) -> str:
@@ -229,7 +228,7 @@ def _each(weight: LayerWeight, group: str) -> float:
 
 
 def _activation_bits(qmodel: QuantModel) -> dict[str, int]:
-    """The bits of what each layer reads, by the name of its weight; a float input is not in it."""
+    """The bits of each layer's input, by the name of its weight; float inputs are left out."""
     found: dict[str, int] = {}
     for site, entry in qmodel.plan.items():
         layer = split_site(site)[0]
@@ -239,12 +238,9 @@ def _activation_bits(qmodel: QuantModel) -> dict[str, int]:
 
 
 def _num_bytes(model: nn.Module, bits: Mapping[str, int]) -> float:
-    """Of parameters and buffers; a weight with bits is packed, with a float scale per row."""
-    buffers = sum(
-        buffer.numel() * buffer.element_size() for buffer in model.buffers() if buffer.dtype.is_floating_point
-    )
-    total = float(buffers)
+    """Bytes of parameters and buffers; a weight with bits is packed, with a float scale per row."""
+    total = float(sum(buffer.nbytes for buffer in model.buffers() if buffer.dtype.is_floating_point))
     for name, parameter in model.named_parameters():
         size = parameter.numel()
-        total += size * bits[name] / 8 + 4 * parameter.shape[0] if name in bits else size * parameter.element_size()
+        total += size * bits[name] / 8 + 4 * parameter.shape[0] if name in bits else parameter.nbytes
     return total

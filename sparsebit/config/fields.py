@@ -1,4 +1,8 @@
-"""Descriptions of config keys: what a key takes, which keys there are, and which one a wrong key is nearest to."""
+"""Descriptions of config keys: allowed values, all keys of a model, and the key nearest to a misspelt one.
+
+Everything is read from pydantic's fields and their `Annotated` marks, so that errors, the generated reference and the
+CLI describe a key alike. `OneOf` marks a text that is one of some names, `Allowed` a key whose type says too little.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,6 @@ from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen, MultipleOf
 from pydantic import BaseModel, GetCoreSchemaHandler
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
@@ -22,7 +25,7 @@ Names = tuple[str, ...]
 
 @dataclass(frozen=True)
 class OneOf:
-    """Marks a text that must be one of some names; `canonical` gives a name its one spelling, and may refuse it."""
+    """Marks a text that must be one of some names; `canonical` normalizes a name or raises."""
 
     names: Callable[[], Iterable[str]]
     canonical: Callable[[str], str]
@@ -66,7 +69,7 @@ class Allowed:
 
 
 def describe(field: FieldInfo) -> str:
-    """What a key takes, in words; read by error messages and by the generated reference alike."""
+    """The allowed values of a key, as error messages and the generated reference write them."""
     for mark in field.metadata:
         if isinstance(mark, Allowed):
             return mark.text
@@ -92,26 +95,26 @@ def _words(kind: Any) -> str:
     return plain.get(kind) or str(getattr(kind, "__name__", kind))
 
 
+# By the attributes of annotated_types' marks (`Ge.ge`) and of pydantic's `pattern`.
+_BOUNDS = {
+    "ge": "at least {}",
+    "gt": "above {}",
+    "le": "at most {}",
+    "lt": "below {}",
+    "multiple_of": "a multiple of {}",
+    "min_length": "of length {} or more",
+    "max_length": "of length {} or less",
+    "pattern": "that matches {}",
+}
+
+
 def _bounds(marks: Iterable[Any]) -> Iterator[str]:
     for mark in marks:
         if isinstance(mark, FieldInfo):
             yield from _bounds(mark.metadata)
-        elif isinstance(mark, Ge):
-            yield f"at least {mark.ge}"
-        elif isinstance(mark, Gt):
-            yield f"above {mark.gt}"
-        elif isinstance(mark, Le):
-            yield f"at most {mark.le}"
-        elif isinstance(mark, Lt):
-            yield f"below {mark.lt}"
-        elif isinstance(mark, MultipleOf):
-            yield f"a multiple of {mark.multiple_of}"
-        elif isinstance(mark, MinLen):
-            yield f"of length {mark.min_length} or more"
-        elif isinstance(mark, MaxLen):
-            yield f"of length {mark.max_length} or less"
-        elif pattern := getattr(mark, "pattern", None):
-            yield f"that matches {pattern}"
+        for name, text in _BOUNDS.items():
+            if (bound := getattr(mark, name, None)) is not None:
+                yield text.format(bound)
 
 
 def choices(field: FieldInfo) -> list[str]:
@@ -159,7 +162,7 @@ def meant(model: Model, path: Names) -> Names | None:
         return (*path[:-1], close)
     paths = [found for found, _ in walk(model)]
     same_leaf = [found for found in paths if found[-1] == leaf.split(".")[-1]]
-    # Of several (W.QUANTIZER.BIT, A.QUANTIZER.BIT) the one in the section where the user wrote it.
+    # If several match (W.QUANTIZER.BIT, A.QUANTIZER.BIT), the one in the section where the user wrote it.
     return max(same_leaf, key=lambda found: _common(found, path), default=None)
 
 

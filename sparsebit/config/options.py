@@ -1,4 +1,4 @@
-"""Sections of options: each class that was registered with options has a section of them beside `TYPE`."""
+"""Sections of options: each class that was registered with options adds a section next to `TYPE`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import Field, GetCoreSchemaHandler, create_model
 from pydantic_core import CoreSchema, core_schema
 from typing_extensions import Self
 
-from sparsebit.config.faults import all_faults
+from sparsebit.config.config_errors import all_faults
 from sparsebit.config.section import Section
 from sparsebit.config.targets import is_for
 from sparsebit.errors import ConfigError
@@ -59,7 +59,7 @@ class WithOptions(Section):
 
 
 def selected_options(section: WithOptions) -> Section:
-    """The options of the class that `TYPE` names, as the config gives them; an empty section if it takes none."""
+    """The config's options for the class that `TYPE` names; an empty section if it takes none."""
     name, options = section.registry.options_of(section.TYPE)
     if options is None:
         return Section()

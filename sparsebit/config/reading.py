@@ -1,4 +1,8 @@
-"""Path, mapping or YAML text -> the plain values of a config, with the line on which each key stands."""
+"""Path, mapping or YAML text -> the plain values of a config, with the line of each key.
+
+Files may be hostile or damaged: sizes are bounded before and after aliases are followed, tags are not executed, and
+every failure is a ConfigError with its line. Values are not checked here; `section.from_dict` does that.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +58,7 @@ def read(source: Source) -> Document:
         path = Path(source)
         return _parse(_text_of(path), origin=str(path))
     raise ConfigError(
-        f"a config cannot be read from {type(source).__name__}: give the path of a YAML file, a dict, or YAML text"
+        f"a config cannot be read from {type(source).__name__}; allowed: the path of a YAML file, a dict, YAML text"
     )
 
 
@@ -69,7 +73,7 @@ def _text_of(path: Path) -> str:
     except FileNotFoundError:
         raise ConfigError(
             f"no config file at {str(path)!r} (looked from {os.getcwd()}); "
-            "give an existing path, a dict, or YAML text such as 'BACKEND: virtual'"
+            "allowed: an existing path, a dict, or YAML text such as 'BACKEND: virtual'"
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"the config file {str(path)!r} cannot be read: {error}") from None
@@ -165,7 +169,7 @@ def _yaml_fault(error: yaml.YAMLError) -> str:
     place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
     hint = ""
     if "alias" in problem or "alias" in (getattr(error, "context", None) or ""):
-        hint = '; a glob that starts with * must stand in quotes: "*.fc": [...]'
+        hint = '; a glob that starts with * must be quoted: "*.fc": [...]'
     elif "'\\t'" in problem:
         hint = "; indent with spaces, not tabs"
     elif "could not determine a constructor" in problem:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from sparsebit.backends import BACKENDS, FORMATS, Format, NumberRules
-from sparsebit.config.faults import MISSING, Fault
+from sparsebit.config.config_errors import MISSING, Fault
 from sparsebit.config.fields import registered_for
 from sparsebit.config.tensor_config import Kind, TensorConfig
 from sparsebit.registry import OBSERVERS, QUANTIZERS
@@ -17,9 +17,9 @@ _ESCAPE = "BACKEND: virtual"
 def broken_rules(
     kind: Kind, tensor: TensorConfig, *, backend: str, weight_only: bool, bn_tuning: str | None
 ) -> Iterator[Fault]:
-    """What forbids one tensor's config; nothing does where it stays float.
+    """The rules that one tensor's config breaks; none where it stays float.
 
-    `weight_only`: the activations beside these weights stay float, which lets some backends run fewer bits.
+    `weight_only`: the activations of these layers stay float, which lets some backends run fewer bits.
     `bn_tuning`: how the config would be written without it; None where it has none.
     """
     if tensor.QUANTIZER.DISABLE:
@@ -70,13 +70,13 @@ def _quantizer(kind: Kind, tensor: TensorConfig) -> Iterator[Fault]:
 
 
 def format_of(tensor: TensorConfig) -> Format:
-    """What the quantizer's numbers are: a class says so in FORMAT, one that does not makes integers."""
+    """The number format of the quantizer: the class's FORMAT, by default integers."""
     found: Format = getattr(QUANTIZERS.get(tensor.QUANTIZER.TYPE), "FORMAT", "integer")
     return found
 
 
 def _format(kind: Kind, tensor: TensorConfig) -> Iterator[Fault]:
-    """What the number format itself forbids, whatever the backend."""
+    """The rules of the number format itself, whatever the backend."""
     number = format_of(tensor)
     if number == "integer" or tensor.QUANTIZER.TYPE not in quantizers_for(kind):
         return
@@ -98,7 +98,7 @@ def _backend(kind: Kind, tensor: TensorConfig, backend: str, weight_only: bool) 
     if number not in rules.formats and kind == "W":
         name = tensor.QUANTIZER.TYPE
         is_alone = number in runs.weight_only.formats
-        does = f"runs {name} weights beside float activations only" if is_alone else f"runs no {name} weights"
+        does = f"runs {name} weights with float activations only" if is_alone else f"runs no {name} weights"
         remedy = "A.QUANTIZER.DISABLE: true, or another TYPE" if is_alone else "another TYPE"
         yield _fault(kind, "QUANTIZER.TYPE", name, f"{backend} {does}; set {remedy}, or {_ESCAPE}")
     if bit and bit not in rules.bits:

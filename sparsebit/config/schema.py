@@ -1,4 +1,9 @@
-"""`QuantConfig`: every key of a quantization config, typed, frozen, strict, with its meaning and its default."""
+"""`QuantConfig`: every key of a quantization config, typed, frozen, strict, with its meaning and its default.
+
+A new key is a field with a description here or in `tensor_config`; the reference page and error messages follow from
+it. Rules between keys are in `rules`. `SPECIFIC` overrides single layers by glob, so each rule is checked for the
+general config and for every combination of overrides that a layer can get (`_all_broken`).
+"""
 
 from __future__ import annotations
 
@@ -10,12 +15,12 @@ import pydantic
 from pydantic import BeforeValidator, Field, PlainSerializer
 
 from sparsebit.backends import BACKENDS
-from sparsebit.config.faults import Fault, Faults, error, faults_of, given, unknown_key
+from sparsebit.config.algorithm_steps import BATCHNORM_TUNING, Step, read_steps, wrong_order
+from sparsebit.config.config_errors import Fault, Faults, error, faults_of, given, unknown_key
 from sparsebit.config.fields import Allowed, OneOf, field_at, section_of
 from sparsebit.config.rules import broken_rules
 from sparsebit.config.section import Section, put
 from sparsebit.config.selectors import Override, Selector, near_names, read_overrides
-from sparsebit.config.steps import BATCHNORM_TUNING, Step, read_steps, wrong_order
 from sparsebit.config.tensor_config import ActivationConfig, Kind, TensorConfig, WeightConfig
 
 __all__ = ["ActivationConfig", "Kind", "QuantConfig", "Schedule", "TensorConfig", "UnmatchedGlob", "WeightConfig"]
@@ -53,7 +58,7 @@ Steps = Annotated[
 
 
 class Schedule(Section):
-    """What is done to the graph."""
+    """Changes to the graph before quantization."""
 
     FUSE_BN: bool = Field(False, description="Fold batch norms into the convolutions and linears before them.")
     MERGE_BRANCHES: bool = Field(
@@ -77,8 +82,7 @@ class Schedule(Section):
         "Needs per-channel weights.",
     )
     DISABLE_UNNECESSARY_QUANT: bool = Field(
-        True,
-        description="In fused chains (conv + activation, add + relu) only the first op quantizes its input.",
+        True, description="In fused chains (conv + activation, add + relu) only the first op quantizes its input."
     )
 
     @property
@@ -94,13 +98,13 @@ _SPECIFIC = (
 
 
 class WeightSection(WeightConfig):
-    """`W`: the config of all weights, and what is special about some."""
+    """`W`: the config of all weights, with overrides for single layers."""
 
     SPECIFIC: Overrides = Field((), description=_SPECIFIC)
 
 
 class ActivationSection(ActivationConfig):
-    """`A`: the config of all activations, and what is special about some."""
+    """`A`: the config of all activations, with overrides for single layers."""
 
     SPECIFIC: Overrides = Field((), description=_SPECIFIC)
 
@@ -119,14 +123,14 @@ class UnmatchedGlob(NamedTuple):
     def __str__(self) -> str:
         if self.behind:
             return (
-                f"{self.key}: the glob {self.glob!r} has no effect: {self.behind!r} stands before it and matches the "
+                f"{self.key}: the glob {self.glob!r} has no effect: {self.behind!r} is before it and matches the "
                 f"same layers, and the first match wins; put {self.glob!r} before {self.behind!r}"
             )
         near = f"; near names: {', '.join(self.near)}" if self.near else ""
         return f"{self.key}: the glob {self.glob!r} matches no layer, so its settings have no effect{near}"
 
 
-# For how many globs without a match near names are searched, which takes time.
+# Near names, which take time to find, are searched for so many unmatched globs at most.
 MOST_NEAR_NAMES = 5
 
 
@@ -140,10 +144,10 @@ class QuantConfig(Section):
     SKIP_TRACE_MODULES: Globs = Field(
         (), description="Modules (globs on their paths) that are not entered and stay float."
     )
-    SCHEDULE: Schedule = Field(default_factory=Schedule, description="What is done to the graph.")
+    SCHEDULE: Schedule = Field(default_factory=Schedule, description="Changes to the graph before quantization.")
     ALGORITHMS: Steps = Field(
         (),
-        description="What is done to the calibrated model, in this order, on the calibration data. `quantize` does it; "
+        description="Algorithms to run on the calibrated model, in this order, with its data. `quantize` does it; "
         "with a `QuantModel` of your own call `apply_algorithms`.",
     )
     W: WeightSection = Field(default_factory=WeightSection, description="Weights.")
@@ -151,7 +155,7 @@ class QuantConfig(Section):
 
     @property
     def without_batchnorm_tuning(self) -> str | None:
-        """What to write in the config so that no statistics of batch norms are tuned; None: none are, as it is.
+        """The change of the config that switches batch-norm tuning off; None where it is off.
 
         While they are to be tuned, batch norms are not folded, and weights have a scale per channel.
         """
@@ -175,7 +179,7 @@ class QuantConfig(Section):
         return self._tensor(kind, overrides[kind])
 
     def winner(self, kind: Kind, layer: str) -> Override | None:
-        """The `SPECIFIC` entry that a layer's weights or activations go by; None where no glob matches."""
+        """The `SPECIFIC` entry for a layer's weights or activations; None where no glob matches."""
         return self._selectors[kind].first(layer)
 
     def unmatched_globs(self, layers: Iterable[str], kind: Kind | None = None) -> list[UnmatchedGlob]:
@@ -184,7 +188,7 @@ class QuantConfig(Section):
         return [
             found
             for section in ((kind,) if kind else _KINDS)
-            for found in _without_effect(f"{section}.SPECIFIC", self._selectors[section], names)
+            for found in without_effect(f"{section}.SPECIFIC", self._selectors[section], names)
         ]
 
     @cached_property
@@ -293,7 +297,8 @@ _MODELS: dict[Kind, type[TensorConfig]] = {"W": WeightConfig, "A": ActivationCon
 C = TypeVar("C", bound=ActivationConfig)
 
 
-def _without_effect(key: str, selector: Selector, names: list[str]) -> Iterator[UnmatchedGlob]:
+def without_effect(key: str, selector: Selector, names: list[str]) -> Iterator[UnmatchedGlob]:
+    """The globs that win for none of the layers, and why."""
     matched: dict[int, int] = {}  # place in the list -> of the one that wins for a layer of it, itself where it can
     for name in names:
         places = selector.matching(name)
@@ -320,7 +325,7 @@ def _with_default_scheme(config: C, backend: str) -> C:
 
 
 def _wrong(kind: Kind, override: Override) -> Iterator[Fault]:
-    """What is wrong with the keys and values of one override, each by itself."""
+    """The faults of the keys and values of one override, each by itself."""
     model = _MODELS[kind]
     for key, value in override.settings:
         path = tuple(key.split("."))

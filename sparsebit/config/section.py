@@ -8,7 +8,7 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
-from sparsebit.config.faults import all_faults, error, given, unknown_key
+from sparsebit.config.config_errors import all_faults, error, given, unknown_key
 from sparsebit.config.fields import Names, field_at
 from sparsebit.config.reading import read
 from sparsebit.errors import ConfigError
@@ -17,7 +17,7 @@ S = TypeVar("S", bound="Section")
 
 
 class Section(BaseModel):
-    """A group of upper-case keys of a config, frozen: `replace` gives a changed, checked copy."""
+    """A group of upper-case keys of a config, frozen: `replace` returns a changed, checked copy."""
 
     # defer_build: the validators are made when a config is read, not when the package is imported.
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
@@ -40,7 +40,7 @@ class Section(BaseModel):
         return _as_tuple(value) if _holds_tuple(cls.model_fields[info.field_name or ""].annotation) else value
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise ConfigError(f"{name}{given(value)}: a config is frozen; `replace` gives a changed and checked copy")
+        raise ConfigError(f"{name}{given(value)}: a config is frozen; `replace` returns a changed and checked copy")
 
     def is_set(self, key: str) -> bool:
         """Whether the user wrote this key (`"A.QADD.ENABLE_QUANT"`), as opposed to a key that has its default."""

@@ -1,4 +1,9 @@
-"""The one glob matcher: which layers a per-layer override (`SPECIFIC`) is for, and which override wins."""
+"""Globs on layer names: which layers a per-layer override (`SPECIFIC`) matches, and which override wins.
+
+A layer matches by its module path and by the name of its torch.fx node, which the first Sparsebit's configs use. The
+first matching override wins with all of its settings. Mixed-precision configs have thousands of overrides, hence the
+index by literal part in `Selector` and the cache of spellings.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
 
-from sparsebit.config.faults import Reasons
+from sparsebit.config.config_errors import Reasons
 from sparsebit.errors import ConfigError
 
 _SHORT = reprlib.Repr()
@@ -77,7 +82,7 @@ def _read_entry(entry: object) -> Iterator[Override | str]:
             continue
         keys, values = settings[::2], settings[1::2]
         if odd := [key for key in keys if not isinstance(key, str)]:
-            yield f"{turns}, but {_SHORT.repr(odd[0])} stands in the place of a key"
+            yield f"{turns}, but {_SHORT.repr(odd[0])} is not a key"
         elif len({key.upper() for key in keys}) < len(keys):
             yield f"{glob!r} sets a key twice: {', '.join(keys)}; keep one of them"
         else:
@@ -123,7 +128,7 @@ class Selector:
     def matching(self, name: str) -> list[int]:
         """The places of all overrides that match a layer, in the order written.
 
-        `name` may also be a glob out of the same list. It then stands for "the layers it means" and is matched by every
+        `name` may also be a glob out of the same list. It then means "all layers it matches" and is matched by every
         glob that covers them, itself included (`[ab]` does not match its own text, hence the comparison).
         """
         literals = {
@@ -160,7 +165,7 @@ def _spellings(name: str) -> tuple[str, str]:
 
 
 def node_name(path: str) -> str:
-    """The name that torch.fx gives to the node of a module.
+    """The torch.fx node name of a module.
 
     >>> node_name("layer1.0.conv1"), node_name("0.fc")
     ('layer1_0_conv1', '_0_fc')

@@ -41,13 +41,13 @@ def as_target(word: str) -> Target:
 
 
 def targets_of(kind: object) -> tuple[str, ...]:
-    """What a registered class, or a class of options, is made for: its `TARGETS`; both without them."""
+    """The targets of a registered class, or a class of options: its `TARGETS`; both without them."""
     given = getattr(kind, "TARGETS", ("weight", ACTIVATION))
     return tuple(ACTIVATION if word in _WORDS else word for word in ((given,) if isinstance(given, str) else given))
 
 
 def is_for(kind: object, target: str) -> bool:
-    """Whether a class, or a class of options, is made for a target; every one is for "", which stands for all."""
+    """Whether a class, or a class of options, is made for a target; "" means any target."""
     return not target or as_target(target) in targets_of(kind)
 
 

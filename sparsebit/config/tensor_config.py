@@ -75,7 +75,7 @@ class QAdd(Section):
 
 
 class TensorConfig(Section):
-    """How one tensor is quantized; what `QuantConfig.resolve` gives."""
+    """How one tensor is quantized; returned by `QuantConfig.resolve`."""
 
     QSCHEME: str
     QUANTIZER: QuantizerConfig
@@ -92,7 +92,8 @@ class TensorConfig(Section):
 
 class WeightConfig(TensorConfig):
     QSCHEME: Annotated[str, OneOf.fixed(*_SCHEMES, *_GROUP_SCHEMES)] = Field(
-        "per-channel-symmetric", description="What shares a scale, and whether zero lies in the middle of the range."
+        "per-channel-symmetric",
+        description="Which numbers share a scale, and whether zero is in the middle of the range.",
     )
     QUANTIZER: WeightQuantizer = Field(default_factory=WeightQuantizer, description="The number format.")
     OBSERVER: WeightObserver = Field(default_factory=WeightObserver, description="The choice of the range.")
@@ -101,7 +102,7 @@ class WeightConfig(TensorConfig):
 class ActivationConfig(TensorConfig):
     QSCHEME: Annotated[str, OneOf.fixed(*_SCHEMES)] = Field(
         "per-tensor-affine",
-        description="What shares a scale, and whether zero lies in the middle of the range. "
+        description="Which numbers share a scale, and whether zero is in the middle of the range. "
         "Where the backend has no affine activations (tensorrt) the default is per-tensor-symmetric.",
     )
     QUANTIZER: ActivationQuantizer = Field(default_factory=ActivationQuantizer, description="The number format.")

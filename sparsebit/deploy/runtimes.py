@@ -1,4 +1,4 @@
-"""What each runtime executes in integers, as data; read when quantizers are placed, so that simulation and file agree.
+"""The ops that each runtime executes in integers, as data for the placement of quantizers: simulation and file agree.
 
 Op names are those of the op table. A profile is a default: a key that the user wrote wins, and `costs` says what that
 costs. The figures are int8 against float32 time on one x86 core with VNNI.
@@ -16,7 +16,7 @@ from sparsebit.backends import Format
 
 @dataclass(frozen=True)
 class RuntimeProfile:
-    """What a runtime executes in integers, and how its files are written.
+    """The ops that a runtime executes in integers, and how its files are written.
 
     `inputs`: ops whose tensor inputs are quantized (None: every known op). `conv_fed`: those of them that are worth it
     only where a convolution feeds one of their inputs (residual adds of CNNs, not of transformers). `outputs`: ops

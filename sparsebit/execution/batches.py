@@ -11,6 +11,7 @@ from torch import nn
 
 from sparsebit.errors import CalibrationError
 from sparsebit.graph.inference_mode import as_ordinary
+from sparsebit.graph.input_hints import input_hint
 from sparsebit.graph.nested import map_nested, tensors_of
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -19,8 +20,8 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 def as_call(batch: Any, model: nn.Module) -> Call:
     """One batch as (args, kwargs).
 
-    A tensor is the one argument. A tuple or list gives positional arguments, cut to those that forward requires, so
-    that `(images, labels)` feeds a model of images. A mapping (a tokenizer's output too) gives keywords, cut to those
+    A tensor is the one argument. A tuple or list holds positional arguments, cut to those that forward requires, so
+    that `(images, labels)` feeds a model of images. A mapping (a tokenizer's output too) holds keywords, cut to those
     that forward takes; where it names none of them and forward requires one argument, it is that argument.
     """
     if isinstance(batch, torch.Tensor):
@@ -31,7 +32,7 @@ def as_call(batch: Any, model: nn.Module) -> Call:
         return tuple(batch)[: _num_required(model, len(batch))], {}
     raise CalibrationError(
         f"a batch of type {type(batch).__name__} cannot be fed to the model; yield a tensor, a tuple of positional "
-        "arguments, or a mapping of keyword arguments"
+        f"arguments, or a mapping of keyword arguments{input_hint(batch)}"
     )
 
 
@@ -59,10 +60,19 @@ def to_device(value: Any, device: torch.device | str | None) -> Any:
     return value if device is None else map_nested(torch.Tensor, lambda tensor: tensor.to(device), value)
 
 
+def require_repeatable(data: object, reader: str) -> None:
+    """An error for data that can be read only once."""
+    if isinstance(data, Iterator):
+        raise CalibrationError(
+            f"{reader} read the calibration data more than once, and an iterator ({type(data).__name__}) gives it "
+            "once; pass a list of batches or a DataLoader"
+        )
+
+
 def num_samples(inputs: Any, outputs: Any) -> int:
     """How many samples a batch has: the first dimension that its tensors share; 1 if no tensor has a dimension.
 
-    Where the inputs differ in it (a mask or a table beside the samples), the samples are the rows of the first output
+    Where the inputs differ in it (one is a mask or a table), the samples are the rows of the first output
     that has as many rows as one of the inputs; where no output has, the whole batch is one sample.
 
     >>> mask, x = torch.zeros(10, 10), torch.zeros(4, 10, 8)
@@ -77,7 +87,7 @@ def num_samples(inputs: Any, outputs: Any) -> int:
 
 @torch.no_grad()
 def num_samples_run(call: Call, run: Callable[..., Any]) -> int:
-    """`num_samples` of a call; where its tensors differ in their first dimension, `run` gives the outputs."""
+    """`num_samples` of a call; where its tensors differ in their first dimension, `run` returns the outputs."""
     outputs = None
     if len(input_rows(call)) > 1:
         args, kwargs = map_nested(torch.Tensor, torch.clone, call)  # a model may write into its inputs

@@ -61,9 +61,9 @@ def once(name: str, act: Callable[[], object]) -> None:
         store.set(key, "done")
         return
     store.wait([key], _PATIENCE)
-    told = store.get(key).decode()
-    if told != "done":
-        raise SparsebitError(f"{name}: rank 0 failed, {told}")
+    answer = store.get(key).decode()
+    if answer != "done":
+        raise SparsebitError(f"{name}: rank 0 failed, {answer}")
 
 
 def is_sharded(module: nn.Module) -> bool:

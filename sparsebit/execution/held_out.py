@@ -39,10 +39,9 @@ class Piece:
     has_rows: tuple[bool, ...] = ()
     view: int = 0
 
-    def of(self, inputs: Inputs) -> Inputs:
-        """What the piece is of the inputs of its batch."""
-        cut: Inputs = inputs if self.rows is None else rows_at(inputs, self.rows, self.has_rows)
-        return cut
+    def of(self, inputs: Any) -> Any:
+        """The part of the inputs of its batch that the piece is."""
+        return inputs if self.rows is None else rows_at(inputs, self.rows, self.has_rows)
 
 
 @dataclass(frozen=True)
@@ -82,27 +81,56 @@ def split_samples(
     """
     if hold_out is None or not hold_out.share:
         return Split(tuple(Piece(index) for index in range(num_batches)))
+    return find_samples(num_batches, inputs_of, run).split(hold_out)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples of some batches. `counts`: of each batch, 0 where it is one sample; `has_rows`: as in a `Piece`."""
+
+    counts: tuple[int, ...]
+    has_rows: tuple[bool, ...]
+
+    def __len__(self) -> int:
+        return sum(max(count, 1) for count in self.counts)
+
+    def split(self, hold_out: HoldOut) -> Split:
+        """About a share of them is held out."""
+        return self._without(self._shuffled(hold_out.seed)[: num_held(len(self), hold_out.share)])
+
+    def folds(self, count: int, seed: int = 0) -> tuple[Split, ...]:
+        """So many splits; each sample is held out in one of them."""
+        order = self._shuffled(seed)
+        return tuple(self._without(order[first::count]) for first in range(count))
+
+    def _shuffled(self, seed: int) -> list[tuple[int, int]]:
+        samples = [(index, row) for index, count in enumerate(self.counts) for row in range(max(count, 1))]
+        order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed)).tolist()
+        return [samples[number] for number in order]
+
+    def _without(self, samples: Sequence[tuple[int, int]]) -> Split:
+        held = set(samples)
+
+        def pieces(is_held: bool) -> tuple[Piece, ...]:
+            found = []
+            for index, count in enumerate(self.counts):
+                rows = tuple(row for row in range(max(count, 1)) if ((index, row) in held) == is_held)
+                if rows:
+                    found.append(Piece(index) if len(rows) == max(count, 1) else Piece(index, rows, self.has_rows))
+            return tuple(found)
+
+        return Split(pieces(is_held=False), pieces(is_held=True))
+
+
+def find_samples(num_batches: int, inputs_of: Callable[[int], Any], run: Callable[[Any], Any]) -> Samples:
+    """The samples of the batches, by what `split_samples` says of rows."""
     has_rows = _which_have_rows(inputs_of(0), run)
-    counts = [_num_rows(inputs_of(index), has_rows) for index in range(num_batches)]
-    samples = [(index, row) for index, count in enumerate(counts) for row in range(max(count, 1))]
-    generator = torch.Generator().manual_seed(hold_out.seed)
-    order = torch.randperm(len(samples), generator=generator).tolist()
-    held = {samples[number] for number in order[: num_held(len(samples), hold_out.share)]}
-
-    def pieces(is_held: bool) -> tuple[Piece, ...]:
-        found = []
-        for index, count in enumerate(counts):
-            rows = tuple(row for row in range(max(count, 1)) if ((index, row) in held) == is_held)
-            if rows:
-                found.append(Piece(index) if len(rows) == max(count, 1) else Piece(index, rows, has_rows))
-        return tuple(found)
-
-    return Split(pieces(is_held=False), pieces(is_held=True))
+    return Samples(tuple(_num_rows(inputs_of(index), has_rows) for index in range(num_batches)), has_rows)
 
 
 @torch.no_grad()
-def _which_have_rows(inputs: Inputs, run: Callable[[Inputs], Any]) -> tuple[bool, ...]:
-    """Of each tensor of the inputs whether its rows are samples; of none where rows are not independent."""
+def _which_have_rows(inputs: Any, run: Callable[[Any], Any]) -> tuple[bool, ...]:
+    """For each tensor of the inputs whether its rows are samples; False for all where rows are not independent."""
     whole = tensors_of(run(inputs))
     count = next((len(tensor) for tensor in whole if tensor.ndim), 0)
     if not all(is_row_tensor(tensor, count) for tensor in whole):
@@ -110,7 +138,7 @@ def _which_have_rows(inputs: Inputs, run: Callable[[Inputs], Any]) -> tuple[bool
     return independent_rows(inputs, count, whole, run)
 
 
-def _num_rows(inputs: Inputs, has_rows: Sequence[bool]) -> int:
+def _num_rows(inputs: Any, has_rows: Sequence[bool]) -> int:
     """How many samples a batch has; 0 where it is one."""
     tensors = tensors_of(inputs)
     if not has_rows or len(tensors) != len(has_rows):

@@ -28,8 +28,8 @@ def with_views(split: Split, count: int) -> Split:
 
 
 def view_of(piece: Piece, inputs: Inputs, seed: int) -> Inputs:
-    """What the piece is of the inputs of its batch, in its view."""
-    own = piece.of(inputs)
+    """The part of the inputs of its batch that the piece is, in its view."""
+    own: Inputs = piece.of(inputs)
     if not piece.view:
         return own
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{piece.batch}/{piece.view}".encode()))

@@ -1,7 +1,7 @@
 """`find_sample_rows`: which tensors of a batch have a row for each sample.
 
-A mask or a table beside the samples may have as many rows as there are samples. The model itself tells them apart: for
-some samples alone it computes what it computes for them among the others.
+A mask or a table among the inputs may have as many rows as there are samples. The model itself shows which is which:
+for some samples alone it computes what it computes for them among the others.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def find_sample_rows(call: Call, run: Callable[..., Any], outputs: Any = None) -
     """The samples of a call.
 
     Where more than one tensor has a row for each sample, or no output has, `run` is called with some of the samples.
-    Where no choice of tensors gives the same outputs (rows that depend on each other), all of them count; where the
+    Where no choice of tensors reproduces the outputs (rows that depend on each other), all of them count; where the
     model does not run (no batch dimension, a fixed batch size), the call is one sample. `outputs`: of the whole call,
     where they are known.
     """
@@ -69,7 +69,7 @@ def find_sample_rows(call: Call, run: Callable[..., Any], outputs: Any = None) -
 
 @torch.no_grad()
 def independent_rows(batch: Any, count: int, outputs: Any, run: Callable[[Any], Any]) -> tuple[bool, ...]:
-    """Of each tensor of the batch whether its rows are samples that `run` computes one by one; `()` where none are.
+    """For each tensor of the batch whether its rows are samples that `run` computes one by one; `()` where none are.
 
     All tensors with `count` rows are tried first, then fewer of them. `outputs`: of the whole batch.
     """

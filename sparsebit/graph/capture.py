@@ -20,7 +20,7 @@ from sparsebit.graph.call_form import VARYING, CallForm, has_forward, signature_
 from sparsebit.graph.copying import copy_model, uncompiled
 from sparsebit.graph.example import UNKNOWN
 from sparsebit.graph.failures import FAILURES, Untraced, describe_failure, forward_line, report_own_fault
-from sparsebit.graph.graph_module import CapturedGraph
+from sparsebit.graph.graph_module import CapturedGraph, source_path
 from sparsebit.graph.leaf_policy import LeafPolicy
 from sparsebit.graph.observed_calls import ObservedCalls
 from sparsebit.graph.outcome import undisturbed_randomness
@@ -50,6 +50,7 @@ class Captured:
 
     `model` runs like the original; `regions` and `loose`, by path in the original model, are what passes work on.
 
+    `uncalled`: those of `loose` that the captured path of a region does not call;
     `untraced`: modules that run their own code; `untouched`: those that stay as they are, with the reason;
     `hidden_writes`: regions that write through `.data`.
     """
@@ -57,6 +58,7 @@ class Captured:
     model: nn.Module
     regions: dict[str, Region] = field(default_factory=dict)
     loose: dict[str, Loose] = field(default_factory=dict)
+    uncalled: list[str] = field(default_factory=list)
     untraced: dict[str, Untraced] = field(default_factory=dict)
     eval_branches: dict[str, str] = field(default_factory=dict)
     hidden_writes: list[str] = field(default_factory=list)
@@ -125,8 +127,10 @@ class _Explorer:
             self._enter(module, path)
             return module
         self.captured.regions[path] = region
+        self._note_uncalled(module, path, _modules_read(region))
         self.captured.eval_branches.update({tracer.full_path(p): line for p, line in tracer.eval_branches.items()})
         region.graph_module.meta["eval_branches"] = frozenset(tracer.eval_branches)
+        region.graph_module.meta["traced_through"] = sorted(tracer.traced_through)
         if writes_through_data(region.graph_module):  # asked now: passes take away what nothing reads
             self.captured.hidden_writes.append(path)
         for local, failure in tracer.untraced.items():
@@ -147,6 +151,18 @@ class _Explorer:
                 self.captured.loose[child_path] = Loose(child_path, module, name)
             else:
                 module._modules[name] = self.explore(child, child_path)
+
+    def _note_uncalled(self, module: nn.Module, path: str, read: set[int]) -> None:
+        """Layers that the captured path does not call are loose: the module's own code calls them on other paths."""
+        for name, child in module._modules.items():
+            child_path = f"{path}.{name}" if path else name
+            if child is None or id(child) in read or child_path in self.policy.untouched:
+                continue
+            if not (self.policy.is_leaf(child, child_path) or _is_weighted_leaf(child)):
+                self._note_uncalled(child, child_path, read)
+            elif any(True for _ in child.parameters()):
+                self.captured.loose[child_path] = Loose(child_path, module, name)
+                self.captured.uncalled.append(child_path)
 
     def _constants(self, module: nn.Module, is_root: bool) -> CallForm | None:
         """The parameters of `forward` to hold fixed, or None where it is not known how the module is called."""
@@ -181,6 +197,14 @@ def _is_weighted_leaf(module: nn.Module) -> bool:
     """A subclass of a torch.nn layer with its own forward and no children (`Conv2dSame`): quantized as one piece."""
     bases = [base for base in type(module).__mro__ if base.__module__.startswith("torch.nn.modules")]
     return bases[:1] != [nn.Module] and not any(True for _ in module.children()) and "weight" in module._parameters
+
+
+def _modules_read(region: Region) -> set[int]:
+    """The ids of the source's modules that the graph calls, or whose tensors it reads."""
+    graph = region.graph_module.graph
+    called = [source_path(str(node.target)) for node in graph.find_nodes(op="call_module")]
+    owners = [source_path(str(node.target)).rpartition(".")[0] for node in graph.find_nodes(op="get_attr")]
+    return {id(region.source.get_submodule(path)) for path in (*called, *owners)}
 
 
 def _mark_shared(captured: Captured) -> None:

@@ -4,12 +4,58 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from torch import nn
+from torch import Tensor, fx, nn
 
 from sparsebit.errors import CaptureError
 
 
-class CapturedBlock(nn.Module):
+class OfSource(nn.Module):
+    """A module of a graph whose plain attributes are those of the module that was traced (`_traced`)."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What the traced module's code reads is set there; a graph holds plain values as constants."""
+        traced: tuple[nn.Module, list[str]] | None = self.__dict__.get(_TRACED)
+        is_own = (
+            name in GRAPH_MODULE_NAMES
+            or isinstance(value, nn.Module)
+            or (name in self.__dict__ and not _shows(traced, name))
+        )
+        if traced is None or is_own or name in (*self._parameters, *self._buffers, *self._modules):
+            super().__setattr__(name, value)
+            return
+        module, new_names = traced
+        is_method = name not in vars(module) and callable(getattr(module, name, None))
+        is_new = is_method or not hasattr(module, name)
+        if is_new and isinstance(value, Tensor):
+            super().__setattr__(name, value)
+            return
+        new_names += [name] if is_new else []
+        setattr(module, name, value)
+        if not isinstance(value, Tensor):
+            self.__dict__[name] = value
+
+
+def _shows(traced: tuple[nn.Module, list[str]] | None, name: str) -> bool:
+    return traced is not None and hasattr(traced[0], name)
+
+
+def show_attributes_of(module: nn.Module, traced: nn.Module, new_names: list[str]) -> None:
+    """From now on `module` has the plain attributes of `traced` too; `new_names` gets those that it did not have when
+    they are set.
+    """
+    # As values: a `__getattr__` would cost a compiled model a guard for each attribute that it reads.
+    for name, value in vars(traced).items():
+        if not (hasattr(module, name) or isinstance(value, (nn.Module, Tensor)) or callable(value)):
+            module.__dict__[name] = value
+    module.__dict__[_TRACED] = (traced, new_names)  # in a tuple: it is not a child
+
+
+_TRACED = "_traced"
+# What a GraphModule has itself: its class, and torch.fx on each instance (`_graph`, `meta`).
+GRAPH_MODULE_NAMES = frozenset(dir(fx.GraphModule({}, fx.Graph())))
+
+
+class CapturedBlock(OfSource):
     """Holds a block's layers, parameters and buffers under the block's name. The graph calls the layers directly.
 
     A hook on it would never fire, and it has no code that a call could run: both are refused.

@@ -28,6 +28,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def copy_model(model: nn.Module, *, share_parameters: bool = False, share: Iterable[object] = ()) -> nn.Module:
     """A deep copy. Functions on instances (a patched `forward`, hooks) call the copy's layers, not the original's.
 
+    Hooks with an attribute `stays_behind` that is true (masks of pruned weights) are not in the copy.
+
     `share_parameters`: the copy reads the very same parameters, and has buffers and other state of its own: cheap, and
     enough to run a forward without a trace in the original. `share`: other objects that both are to have.
     """
@@ -50,6 +52,10 @@ def copy_model(model: nn.Module, *, share_parameters: bool = False, share: Itera
         if twin.is_leaf and twin.requires_grad != original.requires_grad:
             twin.requires_grad_(original.requires_grad)
     rebind_functions(model.modules(), copied.modules(), memo)
+    for module in copied.modules():
+        for hooks in (module._forward_pre_hooks, module._state_dict_pre_hooks):
+            for key in [key for key, hook in hooks.items() if getattr(hook, "stays_behind", False)]:
+                del hooks[key]
     if not share_parameters:
         for original, twin in zip(model.parameters(), copied.parameters(), strict=True):
             if twin is not original:
@@ -65,9 +71,10 @@ def _copy_gradient_hooks(original: torch.Tensor, twin: torch.Tensor) -> None:
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """`model` without the wrappers of `torch.compile`, whose code cannot be traced and whose names are in every path.
+    """`model` without the wrappers of `torch.compile` and of data-parallel training, whose names are in every path.
 
-    Where modules inside are compiled, it is a copy that shares the parameters.
+    The code of a compiled module cannot be traced. Where modules inside are wrapped, it is a copy that shares the
+    parameters.
     """
     model = _unwrapped(model)
     if all(_unwrapped(module) is module for module in model.modules()):
@@ -81,8 +88,9 @@ def uncompiled(model: nn.Module) -> nn.Module:
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    original = getattr(module, "_orig_mod", module)
-    return original if isinstance(original, nn.Module) else module
+    is_parallel = isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel))
+    original = module.module if is_parallel else getattr(module, "_orig_mod", module)
+    return _unwrapped(original) if isinstance(original, nn.Module) and original is not module else module
 
 
 def without_history(model: nn.Module) -> dict[int, torch.Tensor]:

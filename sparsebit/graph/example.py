@@ -28,7 +28,14 @@ from sparsebit.graph.nested import map_nested
 
 
 class GuardError(Exception):
-    """A call that the captured graph does not cover. Users do not see it: the module's own code runs instead."""
+    """A call that the captured graph does not cover. Users do not see it: the module's own code runs instead.
+
+    `advice`: what the user can do to have a graph for such calls.
+    """
+
+    def __init__(self, reason: str, advice: str = "build the QuantModel with example_inputs like this call's") -> None:
+        super().__init__(reason)
+        self.advice = advice
 
 
 class _Unknown:
@@ -55,7 +62,7 @@ def guard(value: Any, expected: Any, line: str) -> None:
     except (TypeError, ValueError, RuntimeError):  # of another kind
         holds = False
     if not holds:
-        raise GuardError(f"{line}: {expected!r} was captured")
+        raise GuardError(f"{line}: {expected!r} was captured, and this call differs")
 
 
 def kind_of(value: Any) -> str:

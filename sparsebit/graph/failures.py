@@ -6,6 +6,7 @@ import inspect
 import linecache
 import logging
 import os
+import re
 import traceback
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ FAILURES: tuple[type[BaseException], ...] = (Exception, SystemExit)
 # For tests: an error in Sparsebit's own code is raised instead of logged.
 RAISE_VARIABLE = "SPARSEBIT_RAISE_OWN_FAULTS"
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_CACHE = re.compile(r"transformers\.cache_utils\.\w+")
 _HERE = os.path.dirname(__file__) + os.sep
 
 
@@ -34,6 +36,8 @@ class Untraced:
 
 def describe_failure(error: BaseException, path: str, module: nn.Module) -> Untraced:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if _CACHE.search(reason):  # a class of transformers, which a call keeps between the tokens that it generates
+        reason += "; call the model with use_cache=False (model.config.use_cache = False), and it can be traced"
     line = _failing_line(error) or forward_line(module)
     return Untraced(path, type(module).__name__, f"{type(error).__name__}: {reason}", line)
 

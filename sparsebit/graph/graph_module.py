@@ -15,13 +15,14 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
-from sparsebit.graph.captured_block import CapturedBlock, mark_block
+from sparsebit.graph.absorbed import Absorbed
+from sparsebit.graph.captured_block import GRAPH_MODULE_NAMES, CapturedBlock, OfSource, mark_block, show_attributes_of
 
 _REGISTRIES = ("_parameters", "_buffers", "_non_persistent_buffers_set")
 NAME_KEY = "sparsebit_name"  # where `node.meta` holds the name that `node_names` gives
 
 
-class CapturedGraph(fx.GraphModule):
+class CapturedGraph(OfSource, fx.GraphModule):
     """`source`'s forward as a graph.
 
     Leaves are the source's own modules, and parameters and buffers that the graph reads by themselves live in the same
@@ -72,6 +73,19 @@ class CapturedGraph(fx.GraphModule):
         for path, module in self._namespaces():
             if path not in read:
                 module.__dict__.update(_parameters={}, _buffers={}, _non_persistent_buffers_set=set())
+        if self.__dict__.get("_keeps_uncalled", False):
+            self.keep_uncalled()
+
+    def keep_uncalled(self) -> None:
+        """Hold the source's modules and tensors that the graph does not read, from now on: the source's own code, which
+        runs where the graph does not cover a call, may read them.
+        """
+        self.__dict__["_keeps_uncalled"] = True
+        _hold(self, self.source, {id(tensor) for tensor in _tensors_of(self)})
+        new_names = self.meta.setdefault("new_attributes", [])
+        for path, block in self._namespaces():
+            with contextlib.suppress(AttributeError):  # made by a pass
+                show_attributes_of(block, self.source.get_submodule(source_path(path)), new_names)
 
     def note_leaves(self) -> None:
         """Remember which modules the graph and the source both call: from now on a replaced one is replaced in both."""
@@ -142,9 +156,10 @@ class CapturedGraph(fx.GraphModule):
         return {name: value for name, value in self.__dict__.items() if name not in ("_graph", "forward")}
 
 
-_RESERVED = frozenset(
-    {*dir(fx.GraphModule), "meta", "source", "release_unread", "note_leaves", "update_source", "self"}
-)
+_RESERVED = GRAPH_MODULE_NAMES | {
+    *("source", "release_unread", "keep_uncalled", "note_leaves", "update_source", "self"),
+    *("_source", "_leaves", "_keeps_uncalled"),
+}
 _PREFIX = "user_"
 
 
@@ -191,6 +206,33 @@ def share_registries(module: nn.Module, owner: nn.Module) -> None:
         owner.register_buffer(name, module._buffers[name], persistent=False)
     for registry in _REGISTRIES:
         module.__dict__[registry] = owner.__dict__[registry]
+
+
+def _hold(block: nn.Module, source: nn.Module, held: set[int]) -> None:
+    """Register in `block` the parts of `source` with tensors that are not among those `held` (by id)."""
+    if any(id(tensor) not in held for tensor in _own_tensors_of(source)):
+        share_registries(block, source)
+    for name, child in source._modules.items():
+        filed = _filed_path(name, is_module=True) if isinstance(block, CapturedGraph) else name
+        own = block._modules.get(filed)
+        if child is None or own is child:
+            continue
+        if isinstance(own, CapturedBlock):
+            _hold(own, child, held)
+        elif own is None and any(id(tensor) not in held for tensor in _tensors_of(child)):
+            block._modules[filed] = child
+
+
+def _tensors_of(module: nn.Module) -> list[Tensor]:
+    """The parameters and buffers of the module and of all inside, but for modules that compute nothing any more."""
+    if isinstance(module, Absorbed):
+        return []
+    inside = [tensor for child in module._modules.values() if child is not None for tensor in _tensors_of(child)]
+    return [*_own_tensors_of(module), *inside]
+
+
+def _own_tensors_of(module: nn.Module) -> list[Tensor]:
+    return [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
 
 
 @dataclass(frozen=True)

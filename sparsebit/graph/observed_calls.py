@@ -12,6 +12,7 @@ from sparsebit.graph.call_form import VARYING, CallForm, call_form, flattened, h
 from sparsebit.graph.example import Example
 from sparsebit.graph.failures import FAILURES
 from sparsebit.graph.hidden_writes import may_write_parameters
+from sparsebit.graph.input_hints import input_hint
 from sparsebit.graph.outcome import cloned
 from sparsebit.graph.outer_state import undisturbed_outer_state
 from sparsebit.graph.state import undisturbed_state
@@ -38,7 +39,8 @@ class ObservedCalls:
                 model(*args, **kwargs)
         except FAILURES as error:
             told = f"it calls sys.exit({error})" if isinstance(error, SystemExit) else error
-            raise CaptureError(f"{type(model).__name__} does not run on its example_inputs: {told}") from error
+            hint = input_hint((args, kwargs))
+            raise CaptureError(f"{type(model).__name__} does not run on its example_inputs: {told}{hint}") from error
         finally:
             for module, training in modes.items():
                 module.training = training

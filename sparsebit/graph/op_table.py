@@ -9,10 +9,22 @@ from torch import fx, nn
 from torch.nn.modules.padding import _ConstantPadNd
 from torch.nn.utils.parametrize import is_parametrized
 
+from sparsebit.errors import ConfigError
 from sparsebit.graph.op_rows import ROWS, OpRow
 
-# Source (module class, function, method's name) -> row. `quantization.register_qmodule` adds to it.
-QMODULE_MAP: dict[Any, OpRow] = {source: row for row in ROWS for source in (*row.modules, *row.functions, *row.methods)}
+
+class OpTable(dict[Any, OpRow]):
+    """Source (module class, function, method's name) -> row. `quantization.register_qmodule` adds to it."""
+
+    def __setitem__(self, source: Any, row: OpRow) -> None:
+        if not isinstance(row, OpRow):
+            raise ConfigError(
+                f"QMODULE_MAP[{source!r}] holds rows, not {row!r}: @register_qmodule(sources=[...]) on a class"
+            )
+        super().__setitem__(source, row)
+
+
+QMODULE_MAP = OpTable({source: row for row in ROWS for source in (*row.modules, *row.functions, *row.methods)})
 _BY_NAME: dict[str, OpRow] = {name: row for row in ROWS for name in row.names}
 
 

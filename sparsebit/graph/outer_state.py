@@ -29,7 +29,7 @@ from sparsebit.graph.state import (
 
 _MAX_FUNCTIONS = 300
 _MAX_ITEMS = 256
-_FOREIGN = {"torch", "sparsebit", "numpy", *sys.stdlib_module_names} - {"__main__"}
+FOREIGN = {"torch", "sparsebit", "numpy", *sys.stdlib_module_names} - {"__main__"}
 _MISSING = object()
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -118,7 +118,7 @@ def _is_fixed(value: Any) -> bool:
 def _places_of(module: nn.Module, known: dict[type, list[Place]]) -> list[Place]:
     kind = type(module)
     if kind not in known:
-        bases = [base for base in kind.__mro__ if not _is_foreign(base)]
+        bases = [base for base in kind.__mro__ if not is_foreign(base)]
         own = [member for base in bases for member in vars(base).values()]
         known[kind] = [*_reached_by(own), *(place for base in bases for place in _attributes(base))]
     patched = [value for value in vars(module).values() if isinstance(value, (types.FunctionType, types.MethodType))]
@@ -131,7 +131,7 @@ def _places_of(module: nn.Module, known: dict[type, list[Place]]) -> list[Place]
 def _code_of(hook: Any) -> Any:
     """The function that a hook runs: of a callable object that of its class."""
     hook = hook.func if isinstance(hook, functools.partial) else hook
-    return hook if _function(hook) is not None else type(hook).__call__
+    return hook if function_of(hook) is not None else type(hook).__call__
 
 
 def _owner(hook: Any) -> Place | None:
@@ -139,21 +139,22 @@ def _owner(hook: Any) -> Place | None:
     hook = hook.func if isinstance(hook, functools.partial) else hook
     owner = getattr(hook, "__self__", None if isinstance(hook, types.FunctionType) else hook)
     held = getattr(owner, "__dict__", None)
-    if type(held) is not dict or isinstance(owner, nn.Module) or _is_foreign(type(owner)):
+    if type(held) is not dict or isinstance(owner, nn.Module) or is_foreign(type(owner)):
         return None
     return Place(f"the {type(owner).__name__} of a hook", _constant(held), _ignore)
 
 
-def _is_foreign(thing: Any) -> bool:
-    return str(getattr(thing, "__module__", None)).partition(".")[0] in _FOREIGN
+def is_foreign(thing: Any) -> bool:
+    """Whether it belongs to torch, NumPy, Sparsebit or Python itself."""
+    return str(getattr(thing, "__module__", None)).partition(".")[0] in FOREIGN
 
 
 def _reached_by(members: list[Any]) -> Iterator[Place]:
     """The globals, closures and default arguments of functions, and of those that they call by name."""
     waiting, seen, places = list(members), set[int](), set[tuple[int, str]]()
     while waiting and len(seen) < _MAX_FUNCTIONS:
-        function = _function(waiting.pop())
-        if function is None or id(function) in seen or _is_foreign(function):
+        function = function_of(waiting.pop())
+        if function is None or id(function) in seen or is_foreign(function):
             continue
         seen.add(id(function))
         for cell in function.__closure__ or ():
@@ -177,7 +178,8 @@ def _reached_by(members: list[Any]) -> Iterator[Place]:
                 yield _global(namespace, name)
 
 
-def _function(member: Any) -> types.FunctionType | None:
+def function_of(member: Any) -> types.FunctionType | None:
+    """The function of a property, a method or a function; None for anything else."""
     if isinstance(member, property):
         member = member.fget
     member = getattr(member, "__func__", member)  # a method, a class method, a static method

@@ -15,6 +15,7 @@ from sparsebit.graph.aliasing import written_later
 from sparsebit.graph.call_form import CallForm, flattened, is_constant, same_constant, signature_of
 from sparsebit.graph.captured_block import refuse_hook
 from sparsebit.graph.example import GuardError, guard
+from sparsebit.graph.frozen_values import FrozenValues
 from sparsebit.graph.graph_module import CapturedGraph
 from sparsebit.graph.hidden_writes import module_may_write
 from sparsebit.graph.nested import is_symbolic
@@ -46,6 +47,7 @@ class Region(StandIn):
         self.has_guards = any(node.target is guard for node in graph_module.graph.nodes)
         # Per form of the inputs: why a guard fails, or "" where all of them hold.
         self.known_forms: dict[Any, str] = {}
+        self.frozen_values: FrozenValues | None = None
         self.inputs = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
 
     @property
@@ -105,10 +107,25 @@ class Region(StandIn):
         """
         return with_own_tensors(self._attempt(inputs), inputs)
 
+    def note_frozen_values(self) -> None:
+        """From now on a change of a plain value that the graph holds as a constant fails like a guard."""
+        paths = self.graph_module.meta.get("traced_through", ("",))
+        modules = [(path, self.source.get_submodule(path)) for path in paths]
+        self.frozen_values = FrozenValues(modules, self.graph_module.meta.get("new_attributes"))
+
+    def follow_frozen_values(self, original: Region) -> None:
+        """For a copy: what changed in the original since `note_frozen_values` has changed here, and nothing else."""
+        if self.frozen_values is not None and original.frozen_values is not None:
+            self.frozen_values.follow(original.frozen_values)
+
     def _attempt(self, inputs: dict[str, Any]) -> Any:
-        if not self.has_guards or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return self.graph_module(**inputs)
-        form = _form_of(inputs)
+        if self.frozen_values is not None and (changed := self.frozen_values.changed()):
+            raise GuardError(changed, "build the QuantModel again, from a float model with this value")
+        if not self.has_guards:
+            return self.graph_module(**inputs)
+        form = form_of(inputs)
         reason = self.known_forms.get(form)
         if reason == "":
             return self.graph_module(**inputs)
@@ -148,6 +165,8 @@ class Region(StandIn):
     def __setattr__(self, name: str, value: Any) -> None:
         """An attribute that code around the region sets is the source's, which runs its own code from then on."""
         if "inputs" in self.__dict__ and name not in self.__dict__ and name not in self._modules:
+            if not hasattr(self.source, name):
+                self.graph_module.meta.setdefault("new_attributes", []).append(name)
             setattr(self.source, name, value)
             self.__dict__["is_overruled"] = True
         else:
@@ -202,11 +221,12 @@ class ContainerRegion(Region):
 # What a region has itself: a source with such an attribute is not captured below an opaque module.
 NAMES_OF_A_REGION = (
     "graph_module", "constants", "inputs", "bind", "source", "attempt", "run_source", "before_source", "has_guards",
-    "known_forms", "is_overruled",
+    "known_forms", "is_overruled", "frozen_values", "note_frozen_values",
+    "follow_frozen_values",
 )  # fmt: skip
 
 
-def _form_of(inputs: dict[str, Any]) -> Any:
+def form_of(inputs: dict[str, Any]) -> Any:
     """What guards can read of the inputs, hashable; None where something in them cannot be described."""
     leaves, structure = pytree.tree_flatten(inputs)
     parts: list[Any] = [torch.is_grad_enabled()]  # decides what requires a gradient

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from torch import fx, nn
 
+from sparsebit.first_sparsebit import refuse_former_methods
 from sparsebit.graph.aliasing import is_users_function, written_by
 from sparsebit.graph.example import guard
 from sparsebit.graph.graph_module import CapturedGraph
@@ -37,6 +38,9 @@ class ReplacePatternBase:
 
     def __init__(self, *, until_stable: bool = False) -> None:
         self.until_stable = until_stable
+
+    def __init_subclass__(cls) -> None:
+        refuse_former_methods(cls, "make_nodes", "make_joint_checkers", "make_matching_strategy", "get_new_graph")
 
     def replace(self, match: Match, graph_module: fx.GraphModule) -> dict[str, fx.Node]:
         """Which node takes the place of which matched one; new nodes are made here, and may read the matched ones.

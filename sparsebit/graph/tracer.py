@@ -17,7 +17,8 @@ import dataclasses
 import inspect
 import operator
 import threading
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -49,7 +50,7 @@ from sparsebit.graph.node_queries import (
 )
 from sparsebit.graph.outer_state import undisturbed_outer_state
 from sparsebit.graph.patched_torch import TRACING, traced_factories, unfused_attention
-from sparsebit.graph.state import PythonRandomness, undisturbed_state
+from sparsebit.graph.state import PythonRandomness, is_iterator, undisturbed_state
 from sparsebit.graph.traced_builtins import class_of, traced_builtins
 from sparsebit.graph.traced_calls import TracedCalls
 from sparsebit.graph.training_flag import TrainingFlag, tests_identity
@@ -78,6 +79,7 @@ class LeafTracer(fx.Tracer):
         self.example = example
         self.untraced: dict[str, Untraced] = {}
         self.eval_branches: dict[str, str] = {}
+        self.traced_through: set[str] = {""}  # paths of the modules whose code is in the graph
         self._names = NodeNames()
         self.tensors: dict[str, torch.Tensor] = {}
         self._tensor_names: dict[int, str] = {}
@@ -122,11 +124,10 @@ class LeafTracer(fx.Tracer):
                 builtins = traced_builtins(self, root)
                 for patch in (traced_factories(self), unfused_attention(), builtins, watched(self, root)):
                     patches.enter_context(patch)
-                for path, module in root.named_modules():
-                    if not self.is_leaf_module(module, path) or module is root:
-                        kind: Any = type(module)
-                        flag = False if tests_identity(kind) else TrainingFlag(self, path, module)
-                        module.__dict__["training"] = flag
+                for path, module in self._read_modules(root):
+                    kind: Any = type(module)
+                    flag = False if tests_identity(kind) else TrainingFlag(self, path, module)
+                    module.__dict__["training"] = flag
                 graph = super().trace(root, concrete_args)
         except FAILURES:
             self._uninstall(set(root._modules) - registered)
@@ -136,6 +137,16 @@ class LeafTracer(fx.Tracer):
                 tensor.requires_grad_(not tensor.requires_grad)
         forget_values(graph)
         return graph
+
+    def _read_modules(self, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """The modules whose attributes traced code may read: all but those inside of leaves."""
+        inside: tuple[str, ...] = ()
+        for path, module in root.named_modules():
+            if path.startswith(inside) or isinstance(module, torch.jit.ScriptModule):
+                continue
+            if module is not root and self.is_leaf_module(module, path):
+                inside += (f"{path}.",)
+            yield path, module
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
@@ -296,7 +307,7 @@ class LeafTracer(fx.Tracer):
         registered = set(self.root._modules)
         try:
             with self._calls.kept_faithful(m, path):
-                return super().call_module(m, forward, args, kwargs)
+                output = super().call_module(m, forward, args, kwargs)
         except FAILURES as error:
             report_own_fault(error)
             self._roll_back(last)
@@ -305,6 +316,8 @@ class LeafTracer(fx.Tracer):
             self.module_stack.update(stack)
             self.untraced[path] = describe_failure(error, self.full_path(path), m)
             return self.create_proxy("call_module", path, args, kwargs)
+        self.traced_through.add(path)
+        return output
 
     def _installed_path(self, module: nn.Module) -> str:
         """The module's path; one that forward creates (`nn.ReLU()(x)`) is installed first."""
@@ -343,6 +356,11 @@ class LeafTracer(fx.Tracer):
             return node
         if isinstance(a, FakeTensor):  # the result of a call without data, kept by a hook and read here
             self.refuse("reads a value that was kept outside of the graph, by a hook for example")
+        if isinstance(a, types.GeneratorType) or is_iterator(a):
+            kind = "generator" if isinstance(a, types.GeneratorType) else f"{type(a).__name__} iterator"
+            self.refuse(
+                f"returns or passes on a {kind}, whose values are made after that; a graph needs a list or tuple"
+            )
         if isinstance(a, dict) and type(a) is not dict:
             return self._typed_dict(a)
         argument = super().create_arg(a)

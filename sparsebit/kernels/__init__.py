@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sparsebit.numerics.dispatch import PLAIN, Kernels, register_kernels
+from sparsebit.numerics.fake_quant.dispatch import PLAIN, Kernels, register_kernels
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsebit.numerics.operator import Found
+from sparsebit.numerics.fake_quant.operator import Found
 
 _gelu_backward = torch.ops.aten.gelu_backward.default
 _silu_backward = torch.ops.aten.silu_backward.default
@@ -33,11 +33,7 @@ ACTIVATIONS: dict[str, Activation] = {
     ),
     "silu": Activation(3, F.silu, _silu_backward),
 }
-_NAMES: dict[Any, str] = {
-    (F.gelu, "none"): "gelu",
-    (F.gelu, "tanh"): "gelu_tanh",
-    (F.silu, None): "silu",
-}
+_NAMES: dict[Any, str] = {(F.gelu, "none"): "gelu", (F.gelu, "tanh"): "gelu_tanh", (F.silu, None): "silu"}
 
 
 def with_activation(

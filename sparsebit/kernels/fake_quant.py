@@ -8,8 +8,8 @@ A dense tensor is seen in the order of its memory, as one of two matrices of til
 
 Gradients of scale and zero point are summed in two stages, by programs that walk over many tiles and then over the
 programs, in a fixed order: runs repeat bit by bit. Rows with equal gaps between them (the heads of an attention) are
-read where they are, other tensors with gaps are copied first. What a tile cannot be (float64, groups along a slow axis,
-32-bit codes) is `PLAIN`'s.
+read where they are, other tensors with gaps are copied first. `PLAIN` computes all other cases (float64, groups along
+a slow axis, 32-bit codes).
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from torch import Tensor
 
 from sparsebit.kernels.activations import ACTIVATIONS, with_activation
 from sparsebit.kernels.compilation import KERNEL_DTYPES
-from sparsebit.kernels.memory_layout import is_dense
-from sparsebit.kernels.programs import (
+from sparsebit.kernels.fake_quant_programs import (
     IS_INTERPRETED,
     LARGEST_CODE,
     backward_columns,
@@ -35,8 +34,9 @@ from sparsebit.kernels.programs import (
     forward_columns,
     forward_rows,
 )
-from sparsebit.numerics.gradients import lsq_factor
-from sparsebit.numerics.operator import PLAIN, Kernels
+from sparsebit.kernels.memory_layout import is_dense
+from sparsebit.numerics.fake_quant.gradients import lsq_factor
+from sparsebit.numerics.fake_quant.operator import PLAIN, Kernels
 from sparsebit.numerics.qparams import check_num_params
 from sparsebit.numerics.spec import PerChannel, PerGroup
 
@@ -219,9 +219,7 @@ def _tiles(
 def _runs(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[tuple[int, int]]:
     """The tensor in the order of its memory, as few (stride, size) as can be: one for a dense tensor."""
     runs: list[tuple[int, int]] = []
-    for step, size in sorted(
-        ((step, size) for step, size in zip(stride, shape, strict=True) if size != 1), reverse=True
-    ):
+    for step, size in sorted((pair for pair in zip(stride, shape, strict=True) if pair[1] != 1), reverse=True):
         if runs and runs[-1][0] == step * size:
             runs[-1] = (step, runs[-1][1] * size)
         else:
@@ -261,24 +259,19 @@ def _plan(
     return x, tiles
 
 
-def fake_quantize(
-    x: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    axis: int | None,
-    group_size: int,
-    qmin: int,
-    qmax: int,
-    dtype: torch.dtype | None = None,
-    activation: str = "",
-) -> Tensor:
-    """As `plain.fake_quantize`, in `dtype` where one is given, of an activation function of `x`."""
+def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> Tensor:
+    """As `plain.fake_quantize`: `rest` is axis, group_size, qmin, qmax.
+
+    Two more arguments may follow: the type of the result, and the name of an activation function in front.
+    """
+    axis, group_size, qmin, qmax, *more = rest
+    dtype, activation = (*more, "")[:2] if more else (None, "")
     scale, zero_point = scale.contiguous(), zero_point.contiguous()
     x, tiles = _plan(x, scale, zero_point, axis, group_size, qmin, qmax, activation)
     if activation and (tiles is None or tiles.by_columns):
         x, activation = ACTIVATIONS[activation].value(x), ""
     if tiles is None:
-        return PLAIN.forward(x, scale, zero_point, axis, group_size, qmin, qmax).to(dtype or x.dtype)
+        return PLAIN.forward(x, scale, zero_point, *rest[:4]).to(dtype or x.dtype)
     y = torch.empty_like(x, dtype=dtype)
     flags = () if tiles.by_columns else (_number(activation),)
     tiles.forward((x, scale, zero_point, y), (float(qmin), float(qmax)), flags)
@@ -290,28 +283,16 @@ def _number(activation: str) -> int:
 
 
 def backward(
-    grad: Tensor,
-    x: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    axis: int | None,
-    group_size: int,
-    qmin: int,
-    qmax: int,
-    gradient: str,
-    needs_x: bool,
-    needs_scale: bool,
-    needs_zero_point: bool,
-    activation: str = "",
+    grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """As `gradients.backward`, of an activation function of `x`."""
+    """As `gradients.backward`; the name of an activation function in front may follow."""
+    rest, activation = rest[:8], rest[8] if len(rest) > 8 else ""
+    axis, group_size, qmin, qmax, gradient, needs_x, needs_scale, needs_zero_point = rest
     scale, zero_point = scale.contiguous(), zero_point.contiguous()
     x, tiles = _plan(x, scale, zero_point, axis, group_size, qmin, qmax, activation)
     if tiles is None or (activation and tiles.by_columns):
-        rest = (axis, group_size, qmin, qmax, gradient, needs_x, needs_scale, needs_zero_point)
-        return with_activation(
-            PLAIN.backward if tiles is None else backward, grad, x, scale, zero_point, rest, activation
-        )
+        function = PLAIN.backward if tiles is None else backward
+        return with_activation(function, grad, x, scale, zero_point, rest, activation)
     grad_x = torch.empty_like(x) if needs_x else None
     strides = x.stride() if grad_x is None else grad_x.stride()
     if grad.stride() != strides or (grad_x is None and tiles.has_gaps):
@@ -336,20 +317,20 @@ def backward(
 
 
 def _total(sums: Tensor | None, param: Tensor, tiles: Tiles) -> Tensor | None:
-    """What the programs found, one parameter at a time, as a gradient of `param`."""
+    """The programs' sums as a gradient of `param`."""
     if sums is None:
         return None
     return sums.sum(0 if tiles.by_columns else 1).reshape(param.shape).to(param.dtype)
 
 
 def factors(size: int, qmax: int) -> tuple[float, float | None]:
-    """LSQ's factor as a kernel takes it, and what its sums are still to be multiplied with: it takes no symbols."""
+    """LSQ's factor as a number for the kernel, and the factor to apply to its sums: kernels do not take symbols."""
     factor = lsq_factor(size, 1, qmax)
     return (factor, None) if isinstance(factor, float) else (1.0, factor)
 
 
 def ceil_div(size: int, by: int) -> int:
-    """Of symbols too."""
+    """`size / by` rounded up; for a compiler's symbols too."""
     return -(-size // by)
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def is_dense(x: Tensor) -> bool:
-    """Whether there are no gaps in it, whatever the order of its dimensions.
+    """Whether the tensor has no gaps in memory, whatever the order of its dimensions.
 
     Sizes may be a compiler's symbols, which are compared but not sorted.
     """

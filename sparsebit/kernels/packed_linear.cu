@@ -1,4 +1,4 @@
-// y = x W^T with a weight of 2, 3, 4 or 8 bits that stays packed. `fragments.py` tells how its codes are ordered.
+// y = x W^T with a weight of 2, 3, 4 or 8 bits that stays packed. `tensor_core_layout.py` defines the order of its codes.
 //
 // Words hold the codes that one lane has of 16 x 16 tiles of W in a tensor-core product (mma.m16n8k16, A operand:
 // registers 0 to 3). A code of up to 4 bits becomes a 16-bit float without a conversion: put under an exponent (MAGIC) it
@@ -60,7 +60,7 @@ __device__ __forceinline__ unsigned short from_float(float f) {
 __device__ __forceinline__ uint4 stream(const uint4* p) {
   uint4 v; asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p)); return v;
 }
-// What a lane has of 16 outputs and 128 k; and where that is among the lanes' (`fragments.py`).
+// What a lane has of 16 outputs and 128 k; and where that is among the lanes' (`tensor_core_layout.py`).
 #define MIDDLE (1 << (BITS - 1))
 #define BLOCK_VECTORS (16 * BITS)
 #define VECTORS (BITS < 4 ? 1 : BITS / 2)

@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from sparsebit.errors import SpecError
-from sparsebit.kernels.fragments import BITS, BLOCK, ROWS, arrange, bits_of, restore
-from sparsebit.kernels.launching import Program, on_device
-from sparsebit.kernels.packed_cuts import FewRowsCut, ManyRowsCut, few_rows_cut, many_rows_cut
-from sparsebit.kernels.tensor_map import rows_map
+from sparsebit.kernels.cuda_driver import Program, on_device, rows_map
+from sparsebit.kernels.packed_linear_tiles import FewRowsCut, ManyRowsCut, few_rows_cut, many_rows_cut
+from sparsebit.kernels.tensor_core_layout import BITS, BLOCK, ROWS, arrange, bits_of, restore
 
 DTYPES = (torch.bfloat16, torch.float16)
 GROUP_SIZES = (32, 64, 128)
@@ -36,7 +35,7 @@ _SHARED, _SPARE_SHARED, _MOST_STAGES = 226 * 1024, 1024, 8  # spare: to start at
 
 @dataclass(frozen=True)
 class FragmentWeight:
-    """A packed weight on a GPU: words of `fragments.arrange`, scales and zero points as `(inputs / group, outputs)`.
+    """A packed GPU weight: words of `tensor_core_layout.arrange`, scales and zero points `(inputs / group, outputs)`.
 
     Outputs are padded to a multiple of 128, with scales of 0. `zeros` is None where every zero point is the middle,
     `2**(bits - 1)`.
@@ -88,7 +87,7 @@ def fragment_weight(codes: Tensor, scales: Tensor, zeros: Tensor | None = None, 
 
 
 def definition(x: Tensor, weight: FragmentWeight) -> Tensor:
-    """What `packed_linear` computes, in plain torch: the weight is rounded to the scales' type, then multiplied."""
+    """`packed_linear` in plain torch: the weight is rounded to the scales' type, then multiplied."""
     return linear(x, dequantized(weight))
 
 
@@ -186,14 +185,8 @@ class Product:
     def few_rows(self, cut: FewRowsCut | None = None) -> Tensor:
         cut = cut or few_rows_cut(self.num_rows, self.outputs, self.weight.bits, self.num_processors)
         y = self.output()
-        sizes = {
-            "RT": cut.height,
-            "MB": self.columns(8),
-            "WARPS": cut.warps,
-            "MINB": cut.resident,
-            "DEPTH": cut.depth,
-            "AHEAD": int(cut.scales_ahead),
-        }
+        sizes = {"RT": cut.height, "MB": self.columns(8), "WARPS": cut.warps, "MINB": cut.resident}
+        sizes |= {"DEPTH": cut.depth, "AHEAD": int(cut.scales_ahead)}
         grid = (self.outputs // 16 // cut.height, 1, 1)
         # It loads words and scales before it waits for the program that computes x. In a CUDA graph no program writes
         # to them, unless they are copied there.

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from sparsebit.kernels.fake_quant import Cut, Launch, ceil_div, factors, num_splits
-from sparsebit.kernels.programs import backward_stacked, forward_stacked
+from sparsebit.kernels.fake_quant_programs import backward_stacked, forward_stacked
 
 MOST_PARTS = 3
 FORWARD = Cut(2048, 4)
@@ -35,13 +35,13 @@ def backward_launch(num_parts: int, num_rows: int, inner: int) -> tuple[Launch, 
     return Launch(backward_stacked, splits * num_parts, sizes, constants, BACKWARD.warps), splits
 
 
-# A compiler's sizes may be symbols, which are no keys.
+# Not for a compiler, whose sizes may be symbols, which cannot be hashed.
 _known_forward = lru_cache(maxsize=1024)(forward_launch)
 _known_backward = lru_cache(maxsize=1024)(backward_launch)
 
 
 def _tiled(cut: Cut, inner: int) -> tuple[int, int, int]:
-    """Rows and columns of a tile, and how many lie beside each other."""
+    """Rows and columns of a tile, and the number of tiles across."""
     width = min(triton.next_power_of_2(inner), cut.tile)
     return cut.tile // width, width, ceil_div(inner, width)
 
@@ -72,13 +72,14 @@ def backward(
     form: tuple[int, int],
     scales: Sequence[Tensor],
     zero_points: Sequence[Tensor],
-    qmin: int,
-    qmax: int,
-    needs: tuple[bool, bool, bool],
-    *,
+    *rest: Any,
     in_graph: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradient of x, and the sums of those of all scales and of all zero points: a row for each part."""
+    """The gradient of x, and the sums of those of all scales and of all zero points: a row for each part.
+
+    `rest`: qmin, qmax, and whether x, scales and zero points need gradients.
+    """
+    qmin, qmax, needs = rest
     dense = [_like(grad, piece) for grad, piece in zip(grads, pieces, strict=True)]
     launch, splits = (backward_launch if in_graph else _known_backward)(len(dense), *form)
     grad_x = torch.empty_like(x) if needs[0] else None

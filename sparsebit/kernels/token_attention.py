@@ -1,6 +1,6 @@
 """`token_attention`: the attention of one token to a cache of keys and values, on a GPU.
 
-torch's kernels give one program to each head. A token has few heads and many places in its cache, so most of a GPU
+torch's kernels run one program per head. A token has few heads and many places in its cache, so most of a GPU
 waits; and heads that share keys read copies of them where there is a mask. Here each program computes the heads that
 share a key for a part of the places, and a second kernel adds up the parts. Excluded places at the ends of a part, as
 the free ones of a cache of fixed size, are not read.
@@ -41,7 +41,7 @@ def token_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 
 
 def definition(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """What `token_attention` computes, in plain torch."""
+    """`token_attention` in plain torch."""
     times = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(times, 1) for tensor in (key, value))
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)

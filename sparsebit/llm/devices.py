@@ -8,7 +8,7 @@ from sparsebit.errors import ConfigError
 
 
 def as_device(device: torch.device | str) -> torch.device:
-    """The device; one that does not exist here is an error in words.
+    """The device; one that does not exist here is a ConfigError.
 
     >>> as_device("cpu")
     device(type='cpu')

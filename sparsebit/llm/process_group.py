@@ -30,7 +30,7 @@ class Rank:
         return self.number == 0
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """What `make` gives on rank 0, on every rank; its error is an error on every rank."""
+        """The result of `make` on rank 0, on every rank; its error is an error on every rank."""
         if self.count == 1:
             return make()
         box: list[Any] = [None, None]

@@ -1,74 +1,107 @@
-"""`Recipe`: how the linear layers of a language model are quantized; a frozen value."""
+"""`Recipe` and `Calibration`: how the linear layers of a language model are quantized, and on which text.
+
+The command line makes its options of these fields, without torch: what is imported here must not import it.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Literal, get_args
 
 from sparsebit.errors import ConfigError
-from sparsebit.llm.float_weight import FLOAT_KINDS, GROUPS, FloatKind
-from sparsebit.numerics.scale_search_math import ScaleSearch
+from sparsebit.llm.layers.float_kinds import FLOAT_KINDS, GROUPS, FloatKind
+from sparsebit.option_fields import check_options, option
 
 Method = Literal["rtn", "gptq", "awq", "autoround", "fp8", "mxfp4", "nvfp4"]
+ScaleSearch = Literal["none", "nearest", "gptq"]
 METHODS: tuple[Method, ...] = get_args(Method)
 BITS = (2, 3, 4, 8)
 _OF_GPTQ = ("act_order", "damping", "refit", "sweeps", "input_correction")
+_TUNE = "Method"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Which text a model is quantized on: `num_samples` windows of `length` tokens of `text`, drawn with `seed`.
+
+    `text`: one or several; as many windows are drawn from each, so that several kinds of text are mixed on purpose.
+    Files of a folder (2 to 16) count as several. `num_samples`: None, for 8 tokens for each column of the widest layer,
+    from 32,768 to 131,072 tokens in all: 64 to 256 windows of 512.
+    """
+
+    text: Path | Sequence[Path]
+    num_samples: int | None = option(None, "Windows of calibration text (64 to 256 by width).", least=1)
+    length: int = option(512, "Tokens of a window.", least=2)
+    seed: int = option(0, "Which windows are drawn.", least=0)
+    chat_template: bool = option(False, "The text is JSON lines with `messages`; use the model's template.")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    @property
+    def texts(self) -> list[Path]:
+        return [Path(self.text)] if isinstance(self.text, str | os.PathLike) else [Path(one) for one in self.text]
 
 
 @dataclass(frozen=True)
 class Recipe:
     """The options of `sparsebit.llm.quantize` that decide the numbers.
 
-    `group_size`: columns that share a scale; 0: one scale per row. `symmetric`: without zero points. `scale_search`:
-    scales are multiplied by the factor with the smallest error of the layer's output, judged by round-to-nearest
-    ("nearest"), by GPTQ itself ("gptq", slower), or not searched ("none"). `method="awq"`: rounding to nearest, after
-    channels with large inputs were scaled up, where that can be folded exactly. `"autoround"`: rounding
-    and ranges are learned from there in `steps` steps for each block. "fp8", "mxfp4", "nvfp4": weights become
-    floats of 8 or 4 bits, whose bits and groups the format gives, and whose scales are searched for the smallest error
-    of the weights, without text; fp8 layers round their inputs too, with a scale for each token. The rest is of
-    `gptq`: `act_order`, columns with the largest inputs first (scales stay those of neighbouring columns, so that files
-    need no order);
-    `damping`, of the Hessian, as a share of its mean diagonal; `refit`, scales fitted to the codes in closed form;
-    `sweeps`, how often codes are improved one by one afterwards; `input_correction`, from 0 to 1, how much of the
-    difference between quantized and float inputs the weight takes up.
+    `scale_search`: scales are multiplied by the factor with the smallest error of the layer's output, judged by
+    round-to-nearest ("nearest"), by GPTQ itself ("gptq", slower), or not searched ("none"). `method="awq"`: rounding to
+    nearest, after channels with large inputs were scaled up, where that can be folded exactly. `"autoround"`: rounding
+    and ranges are learned from there. "fp8", "mxfp4", "nvfp4": weights become floats of 8 or 4 bits; the format decides
+    bits and groups, and scales are searched for the smallest error of the weights, without text; fp8 layers round their
+    inputs too, with a scale for each token.
+
+    For `gptq`: `act_order`, columns with the largest inputs first (scales stay those of neighbouring columns, so that
+    files need no order); `damping`, of the Hessian, as a share of its mean diagonal; `refit`, scales fitted to the
+    codes in closed form; `sweeps`, how often codes are improved one by one afterwards; `input_correction`, how much of
+    the difference between quantized and float inputs the weight takes up.
 
     `rotate`: hidden states are multiplied by Hadamard matrices on blocks as large as a group, folded into the weights;
-    a model whose blocks do not compute the same then is refused.
+    a model whose blocks do not compute the same then is an error.
 
     Mixed bits: with `candidate_bits` (instead of `bits`) and `average_bits`, each layer gets one of the candidates:
     the estimated rise of the loss is smallest, and the mean over all weights is at most `average_bits`.
     """
 
-    method: Method = "gptq"
-    bits: int = 4
-    group_size: int = 128
-    symmetric: bool = False
-    scale_search: ScaleSearch = "nearest"
-    act_order: bool = True
-    damping: float = 0.01
-    refit: bool = True
-    sweeps: int = 2
-    input_correction: float = 1.0
-    steps: int = 200
-    rotate: bool = False
-    candidate_bits: tuple[int, ...] = ()
-    average_bits: float | None = None
+    method: Method = option(
+        "gptq", "rtn, gptq, awq, autoround, fp8, mxfp4 or nvfp4.", choices=METHODS, metavar="METHOD"
+    )
+    bits: int = option(4, "Bits of a weight.", choices=BITS)
+    group_size: int = option(
+        128,
+        "Columns that share a scale; 0: one scale per row.",
+        least=0,
+        usual="128 and 64 are usual, 0: a row",
+    )
+    symmetric: bool = option(False, "Without zero points.")
+    scale_search: ScaleSearch = option(
+        "nearest",
+        "How each scale is judged: not, by rounding to nearest, by GPTQ.",
+        choices=get_args(ScaleSearch),
+        panel=_TUNE,
+    )
+    act_order: bool = option(True, "gptq: columns in their own order.", panel=_TUNE)
+    damping: float = option(0.01, "gptq: of the Hessian.", least=0.0, usual="0.01 is usual", panel=_TUNE)
+    refit: bool = option(True, "gptq: scales are not fitted to the codes.", panel=_TUNE)
+    sweeps: int = option(2, "gptq: how often codes are improved.", least=0, panel=_TUNE)
+    input_correction: float = option(
+        1.0, "gptq: how much of the error of earlier layers the weight takes up.", least=0.0, most=1.0, panel=_TUNE
+    )
+    steps: int = option(200, "autoround: of learning, for each block.", least=1, usual="200 is usual", panel=_TUNE)
+    rotate: bool = option(False, "Rotate hidden states by Hadamard blocks of a group, folded into weights.")
+    candidate_bits: tuple[int, ...] = option((), "Mixed bits: each layer gets one of these.", metavar="N,N,...")
+    average_bits: float | None = option(None, "Mixed bits: at most so many in the mean, scales not counted.")
 
     def __post_init__(self) -> None:
-        allowed = {
-            "method": (self.method in METHODS, ", ".join(METHODS)),
-            "bits": (self.bits in BITS, ", ".join(map(str, BITS))),
-            "group_size": (self.group_size >= 0, "0 (one scale per row) or more; 128 and 64 are usual"),
-            "scale_search": (self.scale_search in ("none", "nearest", "gptq"), "none, nearest, gptq"),
-            "damping": (self.damping >= 0, "0 or more; 0.01 is usual"),
-            "sweeps": (self.sweeps >= 0, "0 or more"),
-            "rotate": (not self.rotate or self.columns_in_group > 0, "with groups; give a group_size such as 128"),
-            "steps": (self.steps >= 1, "1 or more; 200 is usual"),
-            "input_correction": (0 <= self.input_correction <= 1, "0 to 1"),
-        }
-        for name, (is_good, words) in allowed.items():
-            if not is_good:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: allowed: {words}")
+        check_options(self)
+        if self.rotate and not self.columns_in_group:
+            raise ConfigError("rotate=True: allowed: with groups; give a group_size such as 128")
         self._check_mixed()
         self._check_floats()
         changed = [item.name for item in fields(self) if getattr(self, item.name) != item.default]

@@ -1,1 +1,1 @@
-"""What a low-bit number is: formats, scales, the one fake-quant operator and its gradients. Needs only torch."""
+"""Low-bit numbers: formats, scales, the one fake-quant operator and its gradients. Needs only torch."""

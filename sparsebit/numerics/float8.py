@@ -26,7 +26,7 @@ _OUTSIDE = LARGEST_FLOAT8 + 16
 
 
 def fake_quantize(x: Tensor, scale: Tensor, axis: int | None, tag: str = "") -> Tensor:
-    """The nearest value to each of `x` that a float8 times its scale gives, in the form and type of `x`.
+    """The nearest product of a float8 and its scale to each value of `x`, in the form and type of `x`.
 
     `scale`: one, or one per index along `axis`. `tag`: the name of the site, which export and errors show.
     """

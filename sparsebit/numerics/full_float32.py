@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-# (backend, op) of torch's settings; each has "ieee", "tf32", "bf16" or "none", which gives what the backend has.
+# (backend, op) of torch's settings; each has "ieee", "tf32", "bf16" or "none": the backend's own setting.
 _OPS = tuple((backend, op) for backend in ("cuda", "mkldnn") for op in ("conv", "rnn", "matmul"))
 _LOCK = threading.Lock()
 _num_open = 0
@@ -26,7 +26,7 @@ def full_float32() -> Iterator[None]:
     user's settings are back. A decorator too: `@full_float32()`.
 
     The settings are those of the whole process. Blocks may be nested and may overlap in several threads: the first one
-    notes the settings, the last one puts them back. What other threads compute meanwhile is in full float32 too, and a
+    notes the settings, the last one restores them. Other threads compute in full float32 too meanwhile, and a
     setting that they change is lost.
 
     >>> with full_float32():
@@ -48,7 +48,7 @@ def full_float32() -> Iterator[None]:
 
 
 def _switch_off() -> Callable[[], None]:
-    """Ask for full float32; gives what puts the settings back.
+    """Switch to full float32; returns a function that restores the settings.
 
     Torch has old switches (`allow_tf32`, `set_float32_matmul_precision`) and a setting for each op, and refuses to read
     an old one that disagrees with those of its ops. So the old ones are set where they can be read, which sets their
@@ -81,7 +81,7 @@ def _switch_off() -> Callable[[], None]:
 
 
 def _readable(read: Callable[[], Any]) -> Any:
-    """What an old switch says; None where its ops have settings that it cannot express."""
+    """The value of an old switch; None where its ops have settings that it cannot express."""
     try:
         with _no_words_about_old_switches():
             return read()

@@ -1,4 +1,4 @@
-"""What ONNX Runtime's integer kernels compute, in torch, to the last bit.
+"""ONNX Runtime's integer kernels in torch, equal to the last bit.
 
 Fake-quant in float32 and the same layer in integers differ by some 1e-6 of a step. Where that decides a rounding, one
 code changes, the next layer's sums change with it, and after a few layers the two are as far apart as 0.5 % of the

@@ -55,7 +55,7 @@ def align(param: Tensor, x: Tensor, axis: int | None, group_size: int) -> Tensor
 
 
 def magnitude(scale: Tensor) -> Tensor:
-    """The step that a scale stands for: a learned one may wander below zero, and comes back."""
+    """The step of a scale, its absolute value: a learned scale may become negative for a while."""
     return scale.abs().clamp_min_(SMALLEST_SCALE)
 
 
@@ -93,7 +93,7 @@ def aligned_shape(shape: tuple[int, ...], axis: int | None, group_size: int, num
         return _aligned_shape(shape, axis, group_size, num_params)
     try:
         return _known_aligned_shape(shape, axis, group_size, num_params)
-    except TypeError:  # a compiler's sizes may be symbols, which are no keys
+    except TypeError:  # a compiler's sizes may be symbols, which cannot be hashed
         return _aligned_shape(shape, axis, group_size, num_params)
 
 

@@ -1,4 +1,8 @@
-"""Ranges -> scales and zero points, the shape law by which they meet a tensor, and what a backend takes of them."""
+"""Ranges -> scales and zero points, the shapes in which they broadcast against a tensor, and the checks on them.
+
+Scales and zero points are flat float32 tensors with one number per row of `spec.to_rows`, or one number for all;
+`broadcast_to` adds the tensor's dimensions. Rows are defined by the granularity in `spec`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from sparsebit.backends import BACKENDS
 from sparsebit.errors import BackendError, CalibrationError, SpecError
 from sparsebit.numerics.spec import Granularity, TensorSpec, axis_in, num_rows, scale_shape
 
-# The smallest scale: subnormal numbers are flushed to zero by many devices, and x / 0 is no code.
+# The smallest scale: subnormal numbers are flushed to zero by many devices, and x / 0 has no code.
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 Role = Literal["weight", "activation", "weight_only"]
@@ -26,8 +30,8 @@ def qparams_from_range(
     symmetric: `scale = max(min/qmin, max/qmax)`, the smallest that clips neither end; zero point 0.
     affine:    `scale = (max - min) / (qmax - qmin)`, `zero_point = clamp(round(qmin - min/scale), qmin, qmax)`.
 
-    Zero is always a point of the grid. The empty range [0, 0] gives scale 1 and zero point 0. One symmetric bit has no
-    positive code: its scale is the lower end. Without `check` nobody looks at the values, which would stall a device.
+    Zero is always a point of the grid. The empty range [0, 0] has scale 1 and zero point 0. One symmetric bit has no
+    positive code: its scale is the lower end. `check=False` skips the test of the values, which waits for a GPU.
     """
     if min_val.shape != max_val.shape:
         raise SpecError(

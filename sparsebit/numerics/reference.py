@@ -2,8 +2,7 @@
 
 `zp = round(zero_point)`, `q = clamp(round(x / scale) + zp, qmin, qmax)`, `y = (q - zp) * scale`: a true division and
 round-half-to-even, as ONNX defines QuantizeLinear. Half precision computes in float32 and returns in its own type.
-NaN stays NaN; infinity takes the last code. Of 8-bit floats,
-`q = float8(clamp(x / scale, -448, 448))`, `y = q * scale`.
+NaN stays NaN; infinity takes the last code. 8-bit floats: `q = float8(clamp(x / scale, -448, 448))`, `y = q * scale`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, spec: TensorSpec) -> 
 def dequantize(
     codes: Tensor, scale: Tensor, zero_point: Tensor, spec: TensorSpec, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The values that the codes stand for: `(codes - zp) * scale`."""
+    """The values of the codes: `(codes - zp) * scale`."""
     scale, zero_point = (
         broadcast_to(param.to(compute_dtype(dtype)), codes.shape, spec.granularity) for param in (scale, zero_point)
     )
@@ -41,7 +40,7 @@ def dequantize(
 
 def nearest_float8(values: Tensor) -> Tensor:
     """Each value rounded to a number of float8_e4m3fn, in its own type; beyond the largest number, to that one."""
-    # torch's own cast gives NaN beyond it.
+    # torch's own cast returns NaN beyond it.
     return values.clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(torch.float8_e4m3fn).to(values.dtype)
 
 

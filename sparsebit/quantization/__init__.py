@@ -4,33 +4,34 @@ from __future__ import annotations
 
 from sparsebit.config.schema import QuantConfig
 from sparsebit.config.section import Section
-from sparsebit.execution.block_engine import BlockData, mix, run_blocks
-from sparsebit.execution.block_search import find_blocks
-from sparsebit.execution.blocks import Block
+from sparsebit.execution.blocks.engine import BlockData, mix, run_blocks
+from sparsebit.execution.blocks.find_blocks import Block
+from sparsebit.execution.blocks.search import find_blocks
 from sparsebit.execution.distillation import DistillationLoss
 from sparsebit.execution.distributed import gather
+from sparsebit.first_sparsebit import add_former_modules
 from sparsebit.graph.capture import Captured, capture
 from sparsebit.graph.op_table import QMODULE_MAP
 from sparsebit.graph.patterns import MatchingNode, SubgraphMatcher
 from sparsebit.graph.rewrite import ReplacePatternBase
-from sparsebit.numerics.dispatch import fake_quantize
+from sparsebit.numerics.fake_quant.dispatch import fake_quantize
 from sparsebit.numerics.qparams import broadcast_to, qparams_from_range
 from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec
 from sparsebit.quantization.algorithms.applying import apply_algorithms
-from sparsebit.quantization.algorithms.batchnorm_step import tune_batchnorms
-from sparsebit.quantization.algorithms.bias_correction import correct_biases
-from sparsebit.quantization.algorithms.equalization import Equalized, equalize
-from sparsebit.quantization.algorithms.gptq import LayerRounding, gptq
-from sparsebit.quantization.algorithms.reconstruction import BlockReconstruction, reconstruct
 from sparsebit.quantization.algorithms.registration import register_algorithm
-from sparsebit.quantization.algorithms.smoothing import Smoothed, smooth
-from sparsebit.quantization.cuda_graph_step import CapturedStep as CapturedStep  # the former name of CudaGraphStep
-from sparsebit.quantization.cuda_graph_step import CudaGraphStep
+from sparsebit.quantization.algorithms.rescaling.equalization import Equalized, equalize
+from sparsebit.quantization.algorithms.rescaling.smoothing import Smoothed, smooth
+from sparsebit.quantization.algorithms.rounding.batchnorm_step import tune_batchnorms
+from sparsebit.quantization.algorithms.rounding.bias_correction import correct_biases
+from sparsebit.quantization.algorithms.rounding.gptq import LayerRounding, gptq
+from sparsebit.quantization.algorithms.rounding.reconstruction import BlockReconstruction, reconstruct
+from sparsebit.quantization.building.stages import Transform, attach, make_plan, prepare, transform
 from sparsebit.quantization.first_sparsebit import weights_of_first_sparsebit
-from sparsebit.quantization.held_parts import FreezeSchedule
 from sparsebit.quantization.mixed_precision.latency import LatencySearch, search_latency
 from sparsebit.quantization.mixed_precision.search import BitSearch, SiteBudget, pareto_curve, search_bits
 from sparsebit.quantization.mixed_precision.sensitivity import Sensitivity, sensitivity
+from sparsebit.quantization.model.freeze_schedule import FreezeSchedule
+from sparsebit.quantization.model.quant_model import QuantModel
 from sparsebit.quantization.observers import Observer, register_observer
 from sparsebit.quantization.observers.histogram import Histogram
 from sparsebit.quantization.observers.statistics import MinMax, MovingMinMax, Samples
@@ -42,11 +43,11 @@ from sparsebit.quantization.placement_search import (
     apply_placement,
     measure_placement,
 )
+from sparsebit.quantization.planning.sites import Plan, Site
+from sparsebit.quantization.qat.cuda_graph_step import CapturedStep as CapturedStep  # the former name of CudaGraphStep
+from sparsebit.quantization.qat.cuda_graph_step import CudaGraphStep
 from sparsebit.quantization.quant_config import parse_qconfig
-from sparsebit.quantization.quant_model import QuantModel
 from sparsebit.quantization.quantizers import Quantizer, register_quantizer
-from sparsebit.quantization.sites import Plan, Site
-from sparsebit.quantization.stages import Transform, attach, make_plan, prepare, transform
 
 __all__ = [
     "QMODULE_MAP",
@@ -121,3 +122,5 @@ __all__ = [
     "tune_batchnorms",
     "weights_of_first_sparsebit",
 ]
+
+add_former_modules(__name__)

@@ -14,14 +14,14 @@ from torch import nn
 from sparsebit.config.reading import Source
 from sparsebit.config.schema import QuantConfig
 from sparsebit.errors import CalibrationError, ConfigError
-from sparsebit.execution.batches import Call, batches_of, calls, num_samples
+from sparsebit.execution.batches import Call, batches_of, calls, num_samples, require_repeatable
 from sparsebit.graph.inference_mode import ordinary_tensors
-from sparsebit.progress import track
-from sparsebit.quantization.algorithms.applying import apply_algorithms, require_repeatable
+from sparsebit.progress import known_length, track
+from sparsebit.quantization.algorithms.applying import apply_algorithms
 from sparsebit.quantization.effort import Effort, with_effort
+from sparsebit.quantization.model.quant_model import QuantModel
 from sparsebit.quantization.placement_search import PlacementProfile, apply_placement, measure_placement
 from sparsebit.quantization.quant_config import as_qconfig
-from sparsebit.quantization.quant_model import QuantModel
 from sparsebit.records.phases import note_calibration, phase
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,8 @@ def quantize(
         qmodel = QuantModel(model, qconfig, example_inputs=first)
     qmodel.prepare_calibration(keep_inputs=asym)
     with phase("calibration"):
-        count = _observe(qmodel, calls(itertools.chain([first], stream), model, qconfig.DEVICE))
+        every = calls(itertools.chain([first], stream), model, qconfig.DEVICE)
+        count = _observe(qmodel, every, total=known_length(batches))
         if not qconfig.A.QUANTIZER.DISABLE:
             _warn_of_few(count)
         qmodel.calc_qparams(asym=asym)
@@ -139,11 +140,11 @@ def _without_data(model: nn.Module, qconfig: QuantConfig) -> QuantModel:
     return qmodel
 
 
-def _observe(qmodel: QuantModel, stream: Iterable[Call]) -> int:
+def _observe(qmodel: QuantModel, stream: Iterable[Call], *, total: int | None) -> int:
     """Runs the calls, which the observers see; how many samples they were."""
     count = 0
     with torch.no_grad():
-        for call in track(stream, "calibration"):
+        for call in track(stream, "calibration", total=total):
             count += num_samples(call, qmodel(*call[0], **call[1]))
     return count
 

@@ -1,19 +1,14 @@
-"""`parse_qconfig`: a quantization config out of a backend's name, a YAML file, a dict or YAML text."""
+"""`parse_qconfig`: a quantization config out of a backend's name, a YAML file, a dict or YAML text.
+
+`sparsebit/quantization/__init__.py` imports all built-in observers, quantizers and algorithms, which registers the
+names that a config may use.
+"""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-# The names of the built-in algorithms, observers and quantizers are filed when these are imported.
-import sparsebit.quantization.algorithms.batchnorm_step
-import sparsebit.quantization.algorithms.bias_correction
-import sparsebit.quantization.algorithms.equalization
-import sparsebit.quantization.algorithms.gptq
-import sparsebit.quantization.algorithms.reconstruction
-import sparsebit.quantization.algorithms.smoothing
-import sparsebit.quantization.observers
-import sparsebit.quantization.quantizers  # noqa: F401
 from sparsebit.backends import BACKENDS
 from sparsebit.config.fields import nearest
 from sparsebit.config.reading import Source, read

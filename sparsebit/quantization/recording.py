@@ -12,11 +12,11 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from sparsebit.deploy.environment import environment
-from sparsebit.deploy.model_file import file_facts
+from sparsebit.deploy.onnx_graph.model_file import file_facts
+from sparsebit.deploy.sessions.environment import environment
 from sparsebit.errors import RecordError
 from sparsebit.execution.distributed import gather_shards
-from sparsebit.quantization.quant_model import QuantModel
+from sparsebit.quantization.model.quant_model import QuantModel
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.records import (
     Audit,

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from sparsebit.records.accuracy_gains import AccuracyGains, LayerGain
 from sparsebit.records.audit import Audit
 from sparsebit.records.coverage import Coverage, FloatLayer, OpaqueModule, ParameterRecord, QuantizedLayer
-from sparsebit.records.error_profile import ErrorProfile, LayerError, SiteError, ValueHistogram
+from sparsebit.records.error_profile import (
+    AccuracyGains,
+    ErrorProfile,
+    LayerError,
+    LayerGain,
+    SiteError,
+    ValueHistogram,
+)
 from sparsebit.records.files import extend_record, read_record, write_record
 from sparsebit.records.gradients import GradientCheck
 from sparsebit.records.parity import OutputParity, Parity, ParityCheck, Tolerance

@@ -1,4 +1,4 @@
-"""`Audit`: what of a file runs in which arithmetic, how large and how fast it is."""
+"""`Audit`: the arithmetic in which each layer of a file runs, its size and its speed."""
 
 from __future__ import annotations
 

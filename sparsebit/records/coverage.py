@@ -1,4 +1,7 @@
-"""`Coverage`: what of a model is quantized, what is float and why, layer by layer and parameter by parameter."""
+"""`Coverage`: which layers and parameters of a model are quantized, which are float, and why.
+
+Plain data that goes to JSON (`run_record`): a field that is added or renamed changes the version there.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ class ParameterRecord:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What is quantized, what is float and why. `notes`: things true of the capture that a user may not expect.
+    """The quantized and the float layers, with reasons. `notes`: properties of the capture that a user may not expect.
 
     `parameters`: every one that the model has, biases and norms too; what a fold removed is not there any more.
     """
@@ -90,7 +93,7 @@ class Coverage:
         return f"{share:.1f} % of {self.num_parameters:,} parameters quantized, {100 - share:.1f} % float; {sizes}"
 
     def sizeable_floats(self, above: float = 0.01) -> list[str]:
-        """What holds more than `above` of all parameters in float, by reason: the share, the names, the reason.
+        """Float parameters that are more than `above` of all, by reason: the share, the names, the reason.
 
         Names that differ in numbers alone are one: `layers.*.experts.down_proj`.
         """

@@ -1,4 +1,4 @@
-"""`GradientCheck`: what `verify_training` found."""
+"""`GradientCheck`: the result of `verify_training`."""
 
 from __future__ import annotations
 

@@ -128,16 +128,16 @@ def _float_text(value: float) -> float | str:
 
 
 def _checked_plain(value: Any, path: str) -> Any:
-    """Values without a type of their own (a config): refused where JSON would not give them back."""
+    """Values without type hints (a config); raises where JSON would not restore them."""
     if isinstance(value, Mapping):
         return {str(key): _checked_plain(item, f"{path}.{key}") for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_checked_plain(item, path) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
-        raise RecordError(f"{path}: {value} cannot be written to JSON; give a finite number")
+        raise RecordError(f"{path}: {value} cannot be written to JSON; allowed: finite numbers")
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
-    raise RecordError(f"{path}: a {type(value).__name__} cannot be written to JSON; give a text or a number")
+    raise RecordError(f"{path}: a {type(value).__name__} cannot be written to JSON; allowed: texts and numbers")
 
 
 def _wrong(path: str, value: Any, allowed: str) -> RecordError:

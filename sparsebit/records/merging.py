@@ -1,8 +1,8 @@
 """Two records of one model -> one: what the newer filled replaces the older, the rest stays.
 
-A record is about one model and one file of it. What the newer record says of another model or file would stand beside
-figures that it has nothing to do with: that is an error, unless the newer run made that model or file itself. Then the
-older sections that describe what was there before are left out.
+A record is about one model and one file of it. A newer record of another model or file is an error, since its figures
+do not belong to the older ones, unless the newer run made that model or file itself. Then the older sections that
+describe the former model or file are left out.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ def merged(old: RunRecord, new: RunRecord, source: str = "the record") -> Merged
         if "model" not in made:
             raise RecordError(
                 f"{source} is of another quantized {old.model.module_type} ({old.model.name}): its config, weights or "
-                "scales differ from those given; give the model that it was made for, or another record file"
+                "scales differ from those of this model; use the model that it was made for, or another record file"
             )
         return Merged(new, old.sections)
     kept = old
     if new.file is not None and (old.file is None or old.file.sha256 != new.file.sha256):
         if old.file is not None and "file" not in made:
             raise RecordError(
-                f"{source} is of another file ({old.file.path}), or {new.file.path} has changed since; give the file "
+                f"{source} is of another file ({old.file.path}), or {new.file.path} has changed since; use the file "
                 "that it was made for, or another record file"
             )
         if old.file is None and old.model is not None and new.model is None:
             raise RecordError(
-                f"{source} is of a model without a file, and nothing shows that {new.file.path} is a file of it; give "
+                f"{source} is of a model without a file, and nothing shows that {new.file.path} is a file of it; pass "
                 "--record when the file is exported, or another record file"
             )
         kept = old.replace(**_emptied(_OF_FILE))
     if old.model is None and new.model is not None and old.file is not None and (new.file is None or kept is not old):
         raise RecordError(
             f"{source} is of the file {old.file.path} alone, and nothing shows that it is a file of {new.model.name}; "
-            "give another record file"
+            "use another record file"
         )
     dropped = tuple(name for name in old.sections if name not in kept.sections and name not in new.sections)
     lists = {
@@ -76,8 +76,8 @@ def check_same_architecture(old: RunRecord, new: RunRecord, source: str) -> None
     if old.model is not None and new.model is not None and old.model.architecture != new.model.architecture:
         raise RecordError(
             f"{source} is of another model ({old.model.name}, a {old.model.module_type} of "
-            f"{old.model.num_parameters:,} parameters; given is {new.model.name}, a {new.model.module_type} of "
-            f"{new.model.num_parameters:,}); give another record file"
+            f"{old.model.num_parameters:,} parameters; this one is {new.model.name}, a {new.model.module_type} of "
+            f"{new.model.num_parameters:,}); use another record file"
         )
 
 

@@ -34,7 +34,7 @@ class Tolerance:
 class OutputParity:
     """One output over all samples. Differences are shares of the expected output's range. `top1`: None without classes.
 
-    `noise_db`: SQNR of the expected values against the float model; None where that is not known. Of whole numbers and
+    `noise_db`: SQNR of the expected values against the float model; None where that is not known. For whole numbers and
     masks, `top1` is the share that is equal. `num_nan`: values that are NaN on both sides; `num_apart`: values that are
     NaN or infinite on one side only.
     """
@@ -60,7 +60,7 @@ class OutputParity:
         return self.max_difference == 0 and self.mean_difference == 0 and not self.num_apart
 
     def fault(self, tolerance: Tolerance, against: str = "the simulation") -> str:
-        """What is beyond the tolerance; empty where nothing is."""
+        """The limit that was exceeded; empty if none was."""
         if self.num_apart or not math.isfinite(self.mean_difference):
             return (
                 f"output {self.name}: {self.num_apart} values are NaN or infinite in the file or in {against}, "
@@ -98,7 +98,7 @@ class OutputParity:
 
 @dataclass(frozen=True)
 class Parity:
-    """How the outputs of a file, run in `runtime`, differ from what was expected (`against`: in words)."""
+    """How the outputs of a file, run in `runtime`, differ from the expected ones (`against`: a description)."""
 
     file: str
     runtime: str
@@ -127,12 +127,12 @@ class Parity:
             return f"bit-exact in {self.runtime} against {self.against}, on {worst.num_samples} samples"
         nan = sum(output.num_nan for output in self.outputs)
         apart = sum(output.num_apart for output in self.outputs)
-        told = f", {nan} values NaN in both" if nan else ""
-        told += f", {apart} values NaN or infinite in one of the two" if apart else ""
+        nans = f", {nan} values NaN in both" if nan else ""
+        nans += f", {apart} values NaN or infinite in one of the two" if apart else ""
         top1 = "" if worst.top1 is None else f", top-1 agrees on {worst.top1:.1%}"
         return (
             f"{self.runtime} against {self.against}: at most {worst.max_difference:.2g} of the output range, "
-            f"mean {worst.mean_difference:.2g}, SQNR {worst.sqnr_db:.1f} dB{top1}{told}, on {worst.num_samples} samples"
+            f"mean {worst.mean_difference:.2g}, SQNR {worst.sqnr_db:.1f} dB{top1}{nans}, on {worst.num_samples} samples"
         )
 
 
@@ -140,7 +140,7 @@ class Parity:
 class ParityCheck:
     """A comparison with its verdict. `fault`: what is beyond the limits that applied; None where nothing is.
 
-    `data`: the inputs in words. `first_divergence`: the first site whose integers differ, where that was looked for.
+    `data`: a description of the inputs. `first_divergence`: the first site whose integers differ, if searched for.
     """
 
     parity: Parity

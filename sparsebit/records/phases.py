@@ -38,7 +38,7 @@ class Measured:
 
     @property
     def made(self) -> tuple[Literal["model", "file"], ...]:
-        """What came about in the block: a calibrated model, an exported file."""
+        """Results of the block: a calibrated model, an exported file."""
         return (*(("model",) if self.calibration else ()), *(("file",) if EXPORT in self.phases else ()))
 
     def finish(self) -> None:
@@ -55,13 +55,8 @@ class Measured:
             self.phases[name] = self.phases.get(name, 0.0) + spent - self._inner
             self._inner = outer + spent
 
-    def run(
-        self,
-        environment: Environment,
-        sections: tuple[str, ...],
-        warnings: tuple[str, ...] = (),
-    ) -> Run:
-        """What a record keeps of it."""
+    def run(self, environment: Environment, sections: tuple[str, ...], warnings: tuple[str, ...] = ()) -> Run:
+        """The entry in a record."""
         phases = dict(self.phases)
         return Run(self.verb, self.started, self.seconds, phases, sections, environment, self.made, warnings)
 

@@ -45,7 +45,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the ranges were found on. `data`: in words; None where weights alone were quantized, without data."""
+    """The calibration data. `data`: a description; None where weights alone were quantized, without data."""
 
     num_samples: int
     asym: bool = False
@@ -62,7 +62,7 @@ class OutputError:
 
 @dataclass(frozen=True)
 class FileFacts:
-    """An ONNX file. `sha256`: of the file and of the data files beside it. `num_bytes`: of all of them together.
+    """An ONNX file. `sha256`, `num_bytes`: of the file and its data files together.
 
     `float_bytes`: the model's weights in float, where the model is known. `advice`: TensorRT's rules that the file
     breaks and that cost speed only; None where they were not looked at.
@@ -155,16 +155,16 @@ class RunRecord:
 
     @classmethod
     def from_dict(cls, values: Any, source: str = "record") -> RunRecord:
-        """What `to_dict` gave; a RecordError for anything else. `source`: what messages call it."""
+        """The inverse of `to_dict`; a RecordError for anything else. `source`: its name in messages."""
         if not isinstance(values, dict) or values.get("format") != FORMAT:
-            raise RecordError(f"{source} is not a Sparsebit record; give a file that --record or write_record() wrote")
+            raise RecordError(f"{source} is not a Sparsebit record; use a file that --record or write_record() wrote")
         version = values.get("version")
         if not isinstance(version, int) or isinstance(version, bool) or version < 1:
             raise RecordError(f"{source} is damaged: version {version!r}; it is a whole number from 1 to {VERSION}")
         if version > VERSION:
             raise RecordError(
                 f"{source} has version {version}, of a newer Sparsebit; this one reads versions up to {VERSION}: "
-                "update Sparsebit, or give another file"
+                "update Sparsebit, or use another file"
             )
         given = {key: value for key, value in values.items() if key not in ("format", "version")}
         try:
@@ -174,7 +174,7 @@ class RunRecord:
 
     @classmethod
     def from_json(cls, text: str, source: str = "record") -> RunRecord:
-        """What `to_json` gave; a RecordError for anything else."""
+        """The inverse of `to_json`; a RecordError for anything else."""
         try:
             values = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_distinct)
         except (ValueError, RecursionError) as error:
@@ -189,5 +189,5 @@ def _refuse_constant(name: str) -> float:
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        raise ValueError(f"a key stands twice in one object ({', '.join(sorted(key for key, _ in pairs))[:80]})")
+        raise ValueError(f"duplicate key in one object ({', '.join(sorted(key for key, _ in pairs))[:80]})")
     return values

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from sparsebit.sparse.channels.labels import FIXED
 from sparsebit.sparse.group_search import ChannelGroups
-from sparsebit.sparse.labels import FIXED
 
 
 def weights_before_add(groups: ChannelGroups) -> frozenset[str]:

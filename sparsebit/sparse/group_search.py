@@ -16,17 +16,21 @@ from sparsebit.errors import CaptureError
 from sparsebit.execution.batches import Call, as_call, num_samples, rows_of
 from sparsebit.graph.copying import copy_model
 from sparsebit.numerics.full_float32 import full_float32
-from sparsebit.sparse.channel_groups import Group, Spared, Unit, all_spared
-from sparsebit.sparse.channel_proof import Bench, Failure, SizeRule, drawn
-from sparsebit.sparse.channel_trace import watch
-from sparsebit.sparse.computed_weights import computed_layers, make_plain
-from sparsebit.sparse.culprits import failing_alike, failing_groups, guilty_units
-from sparsebit.sparse.group_analysis import Analysis
-from sparsebit.sparse.labels import FIXED
-from sparsebit.sparse.probe_model import double_precision, probe_copy
-from sparsebit.sparse.size_repairs import find_repairs
-from sparsebit.sparse.surgery import ChannelPlan
-from sparsebit.sparse.wide_groups import WideGroups, find_wide_groups
+from sparsebit.sparse.channels.computed_weights import computed_layers, make_plain
+from sparsebit.sparse.channels.groups import Group, Spared, Unit, all_spared
+from sparsebit.sparse.channels.labels import FIXED
+from sparsebit.sparse.channels.parametrized_weights import without_channels
+from sparsebit.sparse.channels.trace import watch
+from sparsebit.sparse.channels.wide_groups import WideGroups, find_wide_groups
+from sparsebit.sparse.proof.channel_proof import Bench, Failure, SizeRule, drawn
+from sparsebit.sparse.proof.culprits import failing_alike, failing_groups, guilty_units
+from sparsebit.sparse.proof.group_analysis import Analysis
+from sparsebit.sparse.proof.other_paths import find_paths
+from sparsebit.sparse.proof.probe_model import double_precision, probe_copy
+from sparsebit.sparse.proof.scenes import natural_scenes
+from sparsebit.sparse.proof.size_repairs import find_repairs
+from sparsebit.sparse.proof.uncalled_layers import scenes_of_uncalled
+from sparsebit.sparse.shrinking.surgery import ChannelPlan
 
 _log = logging.getLogger(__name__)
 _SHARE = 0.5  # of the units that a proof removes, in the mean
@@ -111,8 +115,11 @@ def find_groups(model: nn.Module, example_inputs: Any) -> ChannelGroups:
     start = time.perf_counter()
     call = as_call(example_inputs, model)
     probe, call = _probe(model, call)
-    search = _Search(probe, call)
+    folded = without_channels(probe)
+    make_plain(probe, folded)
+    search = _Search(probe, call, folded)
     search.choose()
+    search.read()
     num_found, found_at = len(search.analysis.groups), time.perf_counter()
     search.prove()
     search.widen()
@@ -128,9 +135,9 @@ def _probe(model: nn.Module, call: Call) -> tuple[nn.Module, Call]:
     call = _few_samples(probe, call, run.outputs)
     precise, inputs = double_precision(probe, call)
     again = watch(copy_model(precise), inputs)
-    if again.error is None and all(bool(torch.isfinite(x).all()) for x in again.outputs if x.is_floating_point()):
-        return precise, inputs
-    return probe, call
+    with torch.no_grad():  # outputs may be views that the model has written into
+        is_finite = all(bool(torch.isfinite(x).all()) for x in again.outputs if x.is_floating_point())
+    return (precise, inputs) if again.error is None and is_finite else (probe, call)
 
 
 def _few_samples(model: nn.Module, call: Call, outputs: list[Tensor]) -> Call:
@@ -146,23 +153,27 @@ def _few_samples(model: nn.Module, call: Call, outputs: list[Tensor]) -> Call:
 
 
 class _Search:
-    def __init__(self, model: nn.Module, call: Call) -> None:
+    def __init__(self, model: nn.Module, call: Call, folded: Mapping[str, str]) -> None:
         self.model, self.call = model, call
-        self.computed = computed_layers(model, call)
+        self.computed = {**folded, **computed_layers(model, call)}
         self.traced = model if not self.computed else copy_model(model)  # its weights are all plain
         make_plain(self.traced, self.computed)
         self.options: dict[str, int] = {}
         self.pins: dict[tuple[str, int, int], str] = {}
         self.rules: list[SizeRule] = []
+        self.scenes = natural_scenes(model, call)
+        self.of_uncalled = scenes_of_uncalled(model, call, self.scenes)
+        self.scenes += self.of_uncalled
         self.analysis = self._analyse(self.options)
         self.hopeless: set[tuple[type, str, str]] = set()
         self.tried: set[tuple[str, int]] = set()
         self.spared_at: set[tuple[int, int]] = set()
         self.unproved: list[tuple[Unit, str]] = []
         self.wide = WideGroups()
+        self.paths = find_paths(model, call, self.scenes)
 
     def _analyse(self, options: Mapping[str, int]) -> Analysis:
-        return Analysis(self.traced, self.call, options, self.pins)
+        return Analysis(self.traced, self.call, options, self.pins, self.of_uncalled)
 
     def choose(self) -> None:
         """Try other options where the channels that pass a choice cannot be removed."""
@@ -189,14 +200,35 @@ class _Search:
             (key, number) for key, (number, is_free) in found.items() if not is_free and not key.startswith("split")
         ]
 
+    def _spared_unselected(self, bench: Bench, dead: list[Unit]) -> bool:
+        """Pin the channels of a value that differs though the outputs agree: the example does not select it."""
+        failure = bench.first_wrong_value(dead, self.rules)
+        met = set() if failure is None else failure.labels & {unit.label for unit in self.analysis.units}
+        if failure is not None and met:
+            self._pin_units(dict.fromkeys(met, failure.reason))
+        return bool(met)
+
+    def read(self) -> None:
+        """Pin the channels whose number is used in branches that cannot be run."""
+        self.pins = {**self.paths.counted, **self.pins}
+        self.analysis.pin(self.paths.counted)
+
     def prove(self) -> None:
-        """Compare shrunk with masked until all that is left agrees."""
+        """Compare shrunk with masked until all that is left agrees, in ordinary runs and on forced branches."""
+        self._prove_runs()
+        for scene in self.paths.scenes:
+            bench, dead = self._bench(), self._drawn(0)
+            if dead and (failure := bench.compare_in(scene, dead, self.rules)):
+                self._spare(failure, dead)
+                self._prove_runs()
+
+    def _prove_runs(self) -> None:
         draw = 0
         while draw < _NUM_DRAWS and self.analysis.groups:
             bench, dead = self._bench(), self._drawn(draw)
             failure = bench.compare(dead, self.rules)
             if failure is None:
-                draw += 1
+                draw += 0 if draw == 0 and self._spared_unselected(bench, dead) else 1
             elif not self._repaired(bench, dead, failure) and not self._rechosen(failure, draw):
                 self._spare(failure, dead)
 
@@ -220,13 +252,15 @@ class _Search:
     def _holds(self, wide: Sequence[Group]) -> bool:
         """Whether these groups can leave layers, together with all that leave activations too."""
         bench = self._bench()
-        return all(
-            bench.compare(self._drawn(draw, [*self.analysis.groups, *wide]), self.rules) is None
-            for draw in range(_NUM_DRAWS)
+        drawn = [self._drawn(draw, [*self.analysis.groups, *wide]) for draw in range(_NUM_DRAWS)]
+        return all(bench.compare(dead, self.rules) is None for dead in drawn) and all(
+            bench.compare_in(scene, drawn[0], self.rules) is None for scene in self.paths.scenes
         )
 
     def _bench(self) -> Bench:
-        return Bench(self.model, self.call, self.analysis.trace, self.analysis.sets, self.computed, self.wide)
+        return Bench(
+            self.model, self.call, self.analysis.trace, self.analysis.sets, self.computed, self.wide, self.scenes
+        )
 
     def _drawn(self, seed: int, groups: Sequence[Group] | None = None) -> list[Unit]:
         wanted = self.analysis.groups if groups is None else groups
@@ -300,12 +334,16 @@ class _Search:
         alive = {unit.label for unit in self.analysis.units}
         bench, groups = self._bench(), self.analysis.groups
         guilty = guilty_units(bench, self.rules, groups, set(failure.labels & alive), dead)
-        if gone.isdisjoint(guilty) or failure.position in self.spared_at:
-            blamed, self.rules = failing_groups(bench, self.rules, groups, dead)
+        if failure.scene is not None or gone.isdisjoint(guilty) or failure.position in self.spared_at:
+            blamed, self.rules = failing_groups(bench, self.rules, groups, dead, failure.scene)
         else:
             alike = failing_alike(bench, self.rules, self.analysis.units, failure, guilty, dead)
             blamed = dict.fromkeys(guilty, failure.reason) | alike
         self.spared_at.add(failure.position)
+        self._pin_units(blamed)
+
+    def _pin_units(self, blamed: Mapping[int, str]) -> None:
+        """Pin units, by their labels, with the reasons."""
         self.unproved += [
             (unit, f"not proved: {blamed[unit.label]}") for unit in self.analysis.units if unit.label in blamed
         ]
@@ -331,7 +369,7 @@ class _Search:
         return ChannelGroups(
             (*analysis.groups, *self.wide.groups),
             tuple(spared),
-            tuple(analysis.notes),
+            (*analysis.notes, *self.paths.notes()),
             self._bench(),
             tuple(self.rules),
             cost,

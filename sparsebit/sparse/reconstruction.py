@@ -2,7 +2,7 @@
 
 Layers are visited in the order of the forward, each with the input that the pruned layers in front of it give now and
 with the one of the dense model. Its remaining weights are the solution of a least squares problem in closed form
-(`sparsebit.numerics.pruning_math`): the input channels that are left take up what the removed ones gave. The
+(`sparsebit.numerics.rounding.pruning_math`): the input channels that are left take up what the removed ones gave. The
 mean error goes into the bias, or into the running mean of the batch norm behind the layer. No labels, no gradients.
 Padded positions (by an attention mask) do not count.
 """
@@ -25,20 +25,20 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from sparsebit.errors import CalibrationError, CaptureError
 from sparsebit.execution.batches import Call, calls
-from sparsebit.execution.block_engine import BatchValues, BlockData, run_blocks
-from sparsebit.execution.blocks import Block, single_layers
+from sparsebit.execution.blocks.engine import BatchValues, BlockData, run_blocks
+from sparsebit.execution.blocks.find_blocks import Block, single_layers
+from sparsebit.execution.blocks.value_store import MIB, SharedData
 from sparsebit.execution.distributed import gather
-from sparsebit.execution.value_store import MIB, SharedData
 from sparsebit.graph.capture import capture
 from sparsebit.graph.copying import copy_model
 from sparsebit.graph.example import GuardError
 from sparsebit.graph.graph_module import source_path
 from sparsebit.graph.region import Region
-from sparsebit.numerics.hessian import InputMoments
-from sparsebit.numerics.layer_matrix import LayerMatrix, layer_matrix
-from sparsebit.numerics.pruning_math import fit_masked, held_out_damping, output_error
+from sparsebit.numerics.rounding.hessian import InputMoments
+from sparsebit.numerics.rounding.layer_matrix import LayerMatrix, layer_matrix
+from sparsebit.numerics.rounding.pruning_math import fit_masked, held_out_damping, output_error
 from sparsebit.progress import track
-from sparsebit.sparse.padding import real_positions, real_rows
+from sparsebit.sparse.scoring.padding import real_positions, real_rows
 
 log = logging.getLogger(__name__)
 

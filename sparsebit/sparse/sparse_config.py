@@ -9,14 +9,14 @@ from typing import Annotated, Any
 import pydantic
 from pydantic import Field
 
-from sparsebit.config.faults import Fault, Faults, faults_of, given, unknown_key
+from sparsebit.config.config_errors import Fault, Faults, faults_of, given, unknown_key
 from sparsebit.config.fields import OneOf, field_at
 from sparsebit.config.reading import Source, read
 from sparsebit.config.schema import Device, Globs, Overrides, default_device
 from sparsebit.config.section import Section, put
 from sparsebit.config.selectors import Selector, matches_any
-from sparsebit.sparse.criteria import CRITERIA
-from sparsebit.sparse.element_masks import block_shape, n_of_m
+from sparsebit.sparse.scoring.criteria import CRITERIA
+from sparsebit.sparse.scoring.element_masks import block_shape, n_of_m
 from sparsebit.sparse.sparsers import SPARSERS
 
 _SCOPES = {"layer": "layer", "layerwise": "layer", "global": "global"}

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from sparsebit.config.reading import Source
-from sparsebit.deploy.ports import DynamicAxes
-from sparsebit.deploy.stopwatch import Stopwatch
-from sparsebit.errors import CaptureError, ConfigError
+from sparsebit.deploy.audit.file_latency import Stopwatch
+from sparsebit.deploy.onnx_graph.io_names import DynamicAxes
+from sparsebit.errors import BudgetError, CaptureError, ConfigError
 from sparsebit.execution.batches import batches_of, calls
 from sparsebit.graph.copying import copy_model, uncompiled
 from sparsebit.graph.inference_mode import ordinary_tensors
 from sparsebit.sparse.added_layers import weights_before_add
-from sparsebit.sparse.block_selection import mask_blocks, plan_without, select_blocks
-from sparsebit.sparse.channel_groups import Group, Unit, layers_of
-from sparsebit.sparse.criteria import criterion
-from sparsebit.sparse.element_selection import select_elements, with_ratio
-from sparsebit.sparse.evidence import Loss, gather_evidence
-from sparsebit.sparse.example_guess import guessed_example
-from sparsebit.sparse.group_ratios import group_ratios, is_made_by, wanted_groups
-from sparsebit.sparse.group_search import ChannelGroups, find_groups
-from sparsebit.sparse.latency_table import Clock
-from sparsebit.sparse.plain_export import ExportOptions, export_plain
-from sparsebit.sparse.ratio_config import config_of_ratios
-from sparsebit.sparse.ratio_search import (
+from sparsebit.sparse.budgets.group_ratios import group_ratios, is_made_by, wanted_groups
+from sparsebit.sparse.budgets.latency_table import Clock
+from sparsebit.sparse.budgets.ratio_config import config_of_ratios
+from sparsebit.sparse.budgets.ratio_search import (
     CANDIDATES,
     RatioChoice,
     RatioOptions,
@@ -39,25 +33,45 @@ from sparsebit.sparse.ratio_search import (
     ratio_options,
     search_ratios,
 )
+from sparsebit.sparse.channels.computed_weights import folded_copy
+from sparsebit.sparse.channels.groups import Group, Unit, layers_of
+from sparsebit.sparse.channels.parametrized_weights import folded_layers
+from sparsebit.sparse.channels.run_state import forget_run_state
+from sparsebit.sparse.config_checks import maskable_weights
+from sparsebit.sparse.example_guess import guessed_example
+from sparsebit.sparse.group_search import ChannelGroups, find_groups
 from sparsebit.sparse.reconstruction import LayerFit, fit_layers
-from sparsebit.sparse.residual_blocks import ResidualBlocks, find_residual_blocks
-from sparsebit.sparse.run_state import forget_run_state
+from sparsebit.sparse.scoring.criteria import criterion
+from sparsebit.sparse.scoring.evidence import Loss, gather_evidence
+from sparsebit.sparse.selecting.block_selection import mask_blocks, plan_without, select_blocks
+from sparsebit.sparse.selecting.element_selection import left_alone, select_elements, with_ratios
+from sparsebit.sparse.selecting.element_weights import Zeros, count_zeros, find_element_weights
+from sparsebit.sparse.selecting.residual_blocks import ResidualBlocks, find_residual_blocks
+from sparsebit.sparse.selecting.unit_selection import dead_units, mask_units, rounded, select_units, unit_scores
+from sparsebit.sparse.selecting.weight_masks import WeightMasks
+from sparsebit.sparse.shrinking.plain_export import ExportOptions, export_plain
+from sparsebit.sparse.shrinking.surgery import ChannelPlan, apply_plan
 from sparsebit.sparse.sparse_config import BLOCKS, SparseConfig, parse_sconfig
-from sparsebit.sparse.sparsers import SPARSERS, Sparser, element_weights, sparser_mask
-from sparsebit.sparse.surgery import apply_plan
-from sparsebit.sparse.unit_selection import dead_units, mask_units, rounded, select_units, unit_scores
-from sparsebit.sparse.weight_masks import WeightMasks
+from sparsebit.sparse.sparsers import SPARSERS, Sparser, sparser_mask
 
 log = logging.getLogger(__name__)
+
+
+class _Given(tuple[nn.Module]):
+    """The user's model, which is never changed: copies of a SparseModel share it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Given:
+        return self
 
 
 class SparseModel(nn.Module):
     """A copy of a model whose pruned weights are zero and stay zero.
 
     `config`: what `parse_sconfig` takes. `example_inputs`: a batch, by which channels are found; without one it is
-    guessed from the first layer. The copy is `model`: an instance of the user's own class with a mask (a buffer) beside
-    every weight that may be pruned. Masks are in force before every forward in training, in `state_dict()` and in
-    `eval()`; gradients of pruned weights are zero.
+    guessed from the first layer. The copy is `model`: an instance of the user's own class with a mask (a buffer) for
+    every weight that may be pruned. Masks are in force in every forward of `model` and of its layers, in `state_dict()`
+    and in copies; gradients of pruned weights are zero. Weights that a layer computes (weight norm, spectral norm) are
+    plain weights in the copy, with the values of now.
     """
 
     @ordinary_tensors()
@@ -65,15 +79,22 @@ class SparseModel(nn.Module):
         super().__init__()
         self.config = parse_sconfig(config)
         self.model = copy_model(uncompiled(model)).to(self.config.DEVICE)
+        self._folded = folded_layers(self.model, self.config)
+        if self._folded:  # part of the plan, so that `load` repeats it on the original class
+            apply_plan(self.model, ChannelPlan(computed=self._folded))
+        self._elements = find_element_weights(self.model)
+        self._left_alone: dict[str, str] = {}
         # In a tuple: the user's model is not a part of this one.
-        self._given = (model,)
+        self._given = _Given((model,))
         self.example_inputs = example_inputs
         self._groups: ChannelGroups | None = None
         self._blocks: ResidualBlocks | None = None
         self._before_add: frozenset[str] = frozenset()
         self._ratios: dict[str, float] = {}
+        self._round_to = 1  # as `choose_ratios` counted
         self.register_buffer("steps_done", torch.zeros((), dtype=torch.long))
-        self._weights = WeightMasks(self.model, self._maskable())
+        names = maskable_weights(self.model, self.config, self._elements, lambda: self.groups, lambda: self.blocks)
+        self._weights = WeightMasks(self.model, names)
 
     # What is found
 
@@ -99,14 +120,29 @@ class SparseModel(nn.Module):
         return self.example_inputs
 
     @property
+    def device(self) -> torch.device:
+        """The device of the model's parameters; of the config, where it has none."""
+        first = next(self.model.parameters(), None)
+        return torch.device(self.config.DEVICE) if first is None else first.device
+
+    @property
     def masks(self) -> dict[str, Tensor]:
-        """The mask of every weight that may be pruned, by the weight's name in `model`."""
+        """Copies of the masks of all weights that may be pruned, by the weight's name in `model`; False is pruned."""
         return self._weights.by_name()
 
     @property
+    def zeros(self) -> Zeros:
+        """How many of all weights masks put to zero, and which weights are left alone and why. Its text is the report.
+
+        A weight is a parameter with rows and columns that is not of a norm; biases do not count.
+        """
+        return count_zeros(self._elements, self.masks, {**self._elements.left_alone, **self._left_alone})
+
+    @property
     def sparsity(self) -> dict[str, float]:
-        """The share of zeros that masks put into each weight."""
-        return {name: 1 - float(mask.float().mean()) for name, mask in self.masks.items()}
+        """The share of zeros that masks put into each weight; 0 for weights that are left alone."""
+        masked = {name: 1 - float(mask.float().mean()) for name, mask in self.masks.items()}
+        return {**self.zeros.by_weight, **masked}
 
     def disable_sparse_before_add(self) -> None:
         """Leave the layers alone whose outputs are added to others: the channels of residual streams."""
@@ -116,6 +152,9 @@ class SparseModel(nn.Module):
                 "name the blocks that are to stay in SPARE"
             )
         self._before_add = weights_before_add(self.groups)
+
+    def prepare_calibration(self) -> None:
+        """Do nothing: scripts of the first Sparsebit call it. Criteria that need batches get them in `calc_params`."""
 
     # Masks
 
@@ -132,25 +171,30 @@ class SparseModel(nn.Module):
             rule = criterion(sparser.STRATEGY)
             evidence = gather_evidence(self.model, rule.needs, batches, loss, sparser.STRATEGY)
             if not sparser.is_structured:
-                evidence = {name: with_ratio(entry, self.config, share) for name, entry in evidence.items()}
+                evidence = with_ratios(evidence, self.config, self._elements.layers, share)
             scores = rule.scores(evidence)
+            masks = self.masks
             if sparser.is_of_blocks:
                 gone = frozenset(self.removed_blocks())
-                mask_blocks(self.masks, select_blocks(self.blocks.blocks, scores, self.config, share, gone))
+                mask_blocks(masks, select_blocks(self.blocks.blocks, scores, self.config, share, gone))
             elif sparser.is_structured:
-                mask_units(self.masks, self._chosen_units(scores, share))
+                mask_units(masks, self._chosen_units(scores, share))
             else:
-                self._mask_elements(scores, share)
+                masks |= self._element_masks(scores, share)
+            self._weights.write(masks)
             if rule.update is not None:
-                for name, mask in self.masks.items():
+                for name, mask in masks.items():
                     self._write(name, rule.update(evidence[name], mask))
         else:
             kind = cast("type[Sparser]", SPARSERS.get(sparser.TYPE))
-            for name, mask in self.masks.items():
-                ratio = 0.0 if name in self._before_add else share * self.config.ratio_of(name.rpartition(".")[0])
-                mask.copy_(sparser_mask(kind, self.config, name, self.model.get_parameter(name).detach(), ratio))
+            for name, ratio in self._element_ratios().items():
+                weight = self.model.get_parameter(name).detach()
+                self._weights.write({name: sparser_mask(kind, self.config, name, weight, share * ratio)})
         cast("Tensor", self.steps_done).add_(1)
         self.apply_masks()
+        if not sparser.is_structured:
+            zeros = self.zeros
+            log.log(logging.WARNING if zeros.left_alone else logging.INFO, "%s", zeros)
         if self._groups is not None:
             forget_run_state(self.model, self._groups.bench.model)
 
@@ -164,6 +208,10 @@ class SparseModel(nn.Module):
 
     def rewind(self, state: Mapping[str, Tensor]) -> None:
         """Take weights of an earlier time (a state_dict of the model that was given) and keep the masks."""
+        if self._folded:  # a state of the model that was given has what its weights are computed from
+            given = copy_model(uncompiled(self._given[0]))
+            given.load_state_dict(dict(state))
+            state = folded_copy(given, self._folded).state_dict()
         own = self.model.state_dict()
         if missing := sorted(set(state) - set(own)):
             raise ConfigError(f"rewind: the state has {missing[0]}, which the model does not have")
@@ -174,7 +222,8 @@ class SparseModel(nn.Module):
         groups = self._wanted_groups()
         ratios = group_ratios(groups, self.config, self._ratios, self._before_add)
         gone = frozenset(unit.label for unit in self.dead_units())
-        return select_units(groups, ratios, scores, self.config, share, gone)
+        units = select_units(groups, ratios, scores, self.config, share, gone)
+        return rounded(groups, units, self.groups.bench.sizes, self._round_to)
 
     def _wanted_groups(self) -> list[Group]:
         return wanted_groups(self.groups, self.config)
@@ -186,7 +235,7 @@ class SparseModel(nn.Module):
         *,
         candidates: Sequence[float] = CANDIDATES,
         loss: Loss | None = None,
-        round_to: int = 1,
+        round_to: int | Sequence[int] = 1,
         num_threads: int = 1,
         stopwatch: Stopwatch | None = None,
     ) -> RatioChoice:
@@ -195,7 +244,10 @@ class SparseModel(nn.Module):
         `budgets`: `{"macs": 0.7}`, of `macs`, `bytes`, `latency`; up to 1 it is a share of the dense model, above 1 a
         number (of MACs for one sample). `batches`: what an option costs is the change of the model's output on them; a
         few dozen inputs are enough. Groups that `SPARE` or `SPECIFIC` name keep what the config says. The sizes are
-        those of the model that `shrink(round_to)` gives, counted.
+        those of the smaller model, counted.
+
+        `round_to`: widths stay multiples of this where they were. Of several, as `(16, 8, 1)`, it is the first with
+        which the budgets can be kept: the choice names it. `calc_params` and `shrink` then round to it too.
 
         `latency`: the time of one sample in ONNX Runtime on this machine, with `num_threads`, as a share of the dense
         float file's. Layers are timed at several widths; the smaller model is exported and timed, and chosen anew until
@@ -203,17 +255,29 @@ class SparseModel(nn.Module):
         """
         check_budgets(budgets)
         listed = list(batches_of(batches))
-        options = self.ratio_options(listed, candidates=candidates, loss=loss, round_to=round_to)
+        options = self.ratio_options(listed, candidates=candidates, loss=loss)
         model, device = self.masked_model().eval(), next(self.model.parameters()).device
-        choice = search_ratios(
-            *(model, options, budgets),
-            plan=self.groups.plan,
-            example=self.example_batch,
-            clock=lambda: Clock(
-                model, next(iter(calls(listed, model, device))), self.groups.plan, num_threads, stopwatch
-            ),
-        )
-        self._ratios = dict(choice.ratios)
+        *coarser, finest = (round_to,) if isinstance(round_to, int) else round_to
+
+        def choice_of(width: int) -> RatioChoice:
+            return search_ratios(
+                *(model, replace(options, round_to=width), budgets),
+                plan=self.groups.plan,
+                example=self.example_batch,
+                clock=lambda: Clock(
+                    model, next(iter(calls(listed, model, device))), self.groups.plan, num_threads, stopwatch
+                ),
+            )
+
+        choice = None
+        for width in coarser:
+            with contextlib.suppress(BudgetError):
+                choice = choice_of(width)
+                if choice.is_in_time:
+                    break
+            choice = None
+        choice = choice or choice_of(finest)
+        self._ratios, self._round_to = dict(choice.ratios), choice.round_to
         return choice
 
     def ratio_options(
@@ -254,19 +318,18 @@ class SparseModel(nn.Module):
         layers = {group_name(group): layers_of(group) for group in self._wanted_groups()}
         return config_of_ratios(self.config, {name: layers[name] for name in ratios}, ratios)
 
-    def _mask_elements(self, scores: Mapping[str, Tensor], share: float) -> None:
-        masks = self.masks
-        found = select_elements(scores, masks, self.config, share, frozenset(self._before_add))
-        for name, mask in masks.items():
-            mask.copy_(found[name] if name in found else torch.ones_like(mask))
+    def _element_ratios(self) -> dict[str, float]:
+        """What the config asks for in each weight that single elements are pruned from."""
+        return {
+            name: 0.0 if name in self._before_add else self.config.ratio_of(self._elements.layers[name])
+            for name in self._elements.pruned
+        }
 
-    def _maskable(self) -> list[str]:
-        if self.config.SPARSER.is_of_blocks:
-            return [name for block in self.blocks.blocks for name in block.parameters]
-        if self.config.SPARSER.is_structured:
-            parameters = dict(self.model.named_parameters())
-            return sorted({t for unit in self.groups.units for t, _, _ in unit.members if t in parameters})
-        return element_weights(self.model)
+    def _element_masks(self, scores: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
+        masks, ratios = self.masks, self._element_ratios()
+        self._left_alone = left_alone(scores, masks, ratios, self.config)
+        ratios |= dict.fromkeys(self._left_alone, 0.0)
+        return select_elements(scores, masks, self._elements.layers, ratios, self.config, share)
 
     # After pruning
 
@@ -279,7 +342,7 @@ class SparseModel(nn.Module):
         at first. Call it after `calc_params` and before training: the weights are fitted anew from the dense ones, in
         closed form. `max_rows`: about so many positions of a layer's input are read; fewer are faster.
         """
-        dense = uncompiled(self._given[0] if teacher is None else teacher)
+        dense = folded_copy(uncompiled(self._given[0] if teacher is None else teacher), self._folded)
         self.apply_masks()
         found = fit_layers(self.model, dense, self.masks, batches, max_rows=max_rows)
         self.apply_masks()
@@ -293,14 +356,15 @@ class SparseModel(nn.Module):
     # Life
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.training:
-            self.apply_masks()
         return self.model(*args, **kwargs)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As every module's, with the zeros in place."""
-        self.apply_masks()
-        return super().state_dict(*args, **kwargs)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.apply_masks()  # copies and pickles of parameters have no gradient hooks
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        self._weights.read_earlier_names(state_dict, f"{prefix}model.")
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def train(self, mode: bool = True) -> SparseModel:
         """As every module's; leaving training puts the zeros in once more."""
@@ -318,12 +382,12 @@ class SparseModel(nn.Module):
         blocks = self.blocks.blocks if self.config.SPARSER.is_of_blocks else ()
         return [block.name for block in blocks if not any(bool(masks[name].any()) for name in block.parameters)]
 
-    def shrink(self, round_to: int = 1) -> nn.Module:
+    def shrink(self, round_to: int | None = None) -> nn.Module:
         """A plain, smaller model of the user's own class, equal to this one.
 
         Channels that are masked as a whole are removed; a residual block becomes a module that gives its input.
         `round_to`: as many channels stay (as zeros) as make every width that was a multiple of it a multiple again,
-        which kernels like.
+        which kernels like; by default what `choose_ratios` took, which leaves no zeros, and 1 without it.
         """
         if not self.config.SPARSER.is_structured:
             raise ConfigError(
@@ -334,9 +398,8 @@ class SparseModel(nn.Module):
             small = self.masked_model()
             apply_plan(small, plan_without(self.blocks, self.removed_blocks()))
             return small
-        dead = self.dead_units()
-        if round_to > 1:
-            dead = rounded(self.groups.groups, dead, self.groups.bench.sizes, round_to)
+        sizes = self.groups.bench.sizes
+        dead = rounded(self.groups.groups, self.dead_units(), sizes, round_to or self._round_to)
         if failure := self.groups.bench.compare(dead, self.groups.rules):
             raise CaptureError(f"shrink: the smaller model is not the masked one: {failure.reason}; SPARE these layers")
         small = self.masked_model()
@@ -357,7 +420,12 @@ class SparseModel(nn.Module):
         dynamic_axes: DynamicAxes | None = None,
         opset_version: int = 21,
         verbose: bool = False,
+        extra_info: bool = False,
     ) -> None:
         """Write the masked model, in float, as an ONNX file; of a smaller model use `shrink` and its own export."""
+        if extra_info:
+            raise ConfigError(
+                "extra_info=True: a masked model is float, so there are no bit widths to write; leave it out"
+            )
         options = ExportOptions(input_names, output_names, dynamic_axes, opset_version, verbose)
         export_plain(self.masked_model().eval(), dummy_data, name, options)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from inspect import signature
 from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from sparsebit.config.section import Section
@@ -35,15 +37,27 @@ S = TypeVar("S", bound=type[Sparser])
 def register_sparser(name: str | S | None = None, *, replace: bool = False) -> Any:
     """A class decorator: `@register_sparser("mine")`, or `@register_sparser` on a class with a TYPE of its own."""
     if isinstance(name, type):
+        _refuse_former_sparser(name)
         return SPARSERS.register(own_type(name), replace=replace)(name)
 
     def file(kind: S) -> S:
         if not (isinstance(kind, type) and issubclass(kind, Sparser)):
             raise ConfigError(f"register_sparser takes a subclass of Sparser, not {kind!r}")
+        _refuse_former_sparser(kind)
         SPARSERS.register(name if isinstance(name, str) else own_type(kind), replace=replace)(kind)
         return kind
 
     return file
+
+
+def _refuse_former_sparser(kind: type) -> None:
+    """Raise for a class of the first Sparsebit, which was filed by its STRATEGY and made with `(config, opr)`."""
+    arguments = signature(kind).parameters
+    if "opr" in arguments or ("STRATEGY" in vars(kind) and "TYPE" not in vars(kind)):
+        raise ConfigError(
+            f"{kind.__name__} is of the first Sparsebit; today: TYPE = {vars(kind).get('STRATEGY', 'mine')!r} "
+            "in the class, __init__(self, config, name, ratio) or none, and SPARSER.TYPE in the config"
+        )
 
 
 def sparser_mask(kind: type[Sparser], config: Section, name: str, weight: Tensor, ratio: float) -> Tensor:
@@ -61,7 +75,7 @@ SPARSERS.register("unstructured", aliases=("unstructed",))("unstructured")
 
 
 class SparseOpr:
-    """Which parameters of a class of modules unstructured sparsity prunes."""
+    """Which parameters of a class of modules unstructured sparsity prunes: names or globs."""
 
     weights: ClassVar[tuple[str, ...]] = ("weight",)
 
@@ -91,26 +105,43 @@ def register_smodule(sources: Iterable[type[nn.Module]]) -> Callable[[K], K]:
 
 
 @register_smodule(
-    sources=[nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear]
+    sources=[nn.modules.conv._ConvNd, nn.Linear, nn.Bilinear, nn.Module]  # nn.Module: all classes that have no row here
 )
 class SWeighted(SparseOpr):
-    """Convolutions and linear layers: their weights, not their biases."""
+    """Convolutions, linear layers and classes of your own: their weights, not their biases."""
 
 
-def element_weights(model: nn.Module) -> list[str]:
-    """The names of all parameters that unstructured sparsity prunes; tied ones once."""
-    found: dict[int, str] = {}
-    for path, module in model.named_modules():
-        for name in pruned_weights(module):
-            weight = getattr(module, name, None)
-            if isinstance(weight, nn.Parameter):
-                found.setdefault(id(weight), f"{path}.{name}" if path else name)
-    return list(found.values())
+@register_smodule(sources=[nn.RNNBase, nn.RNNCellBase])
+class SRecurrent(SparseOpr):
+    """LSTM, GRU and RNN: the weights of all layers, directions and projections."""
+
+    weights = ("weight_*",)
 
 
-def pruned_weights(module: nn.Module) -> tuple[str, ...]:
-    """The names of the parameters of a module that unstructured sparsity prunes."""
-    for kind in type(module).__mro__:
-        if kind in SMODULE_MAP:
-            return SMODULE_MAP[kind].weights
-    return ()
+@register_smodule(sources=[nn.MultiheadAttention])
+class SAttention(SparseOpr):
+    """The projections of queries, keys and values; the output's is a linear layer of its own."""
+
+    weights = ("*_proj_weight",)
+
+
+@register_smodule(sources=[nn.Embedding, nn.EmbeddingBag])
+class SEmbedding(SparseOpr):
+    """Tables whose rows are looked up: nothing is multiplied with them, so zeros save nothing."""
+
+    weights = ()
+
+
+@register_smodule(
+    sources=[nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.PReLU, torch.jit.ScriptModule]
+)
+class SVectors(SparseOpr):
+    """Scales of channels, which are not weights of a product; and TorchScript, whose modules take no masks."""
+
+    weights = ()
+
+
+def pruned_weights(module: nn.Module) -> tuple[type[nn.Module], tuple[str, ...]]:
+    """The class by which unstructured sparsity knows a module, and the globs of the parameters that it prunes."""
+    kind = next(kind for kind in type(module).__mro__ if kind in SMODULE_MAP)
+    return kind, SMODULE_MAP[kind].weights

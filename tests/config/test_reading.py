@@ -92,7 +92,7 @@ class TestFaults:
 
     @pytest.mark.parametrize("source", [None, 3, b"W: 1", ["W"]], ids=["nothing", "number", "bytes", "list"])
     def test_no_source(self, source: object) -> None:
-        assert "give the path of a YAML file, a dict, or YAML text" in told(source)
+        assert "allowed: the path of a YAML file, a dict, YAML text" in told(source)
 
     @pytest.mark.parametrize(
         ("text", "expected"),
@@ -119,7 +119,7 @@ class TestFaults:
             ),
             (
                 "A:\n  SPECIFIC: [{*norm: [QUANTIZER.BIT, 8]}]\n",
-                'a glob that starts with * must stand in quotes: "*.fc"',
+                'a glob that starts with * must be quoted: "*.fc"',
             ),
             ("W: {A: 1}\n1: 2\n", "line 2: a key must be text; put 1 in quotes"),
             ("no: 2\nW: 1\n", "line 1: a key must be text; put no in quotes"),

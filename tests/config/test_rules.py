@@ -105,7 +105,7 @@ class TestWeightOnly:
                 "A.SPECIFIC": [{"fc": ["QUANTIZER.DISABLE", False]}],
             }
         )
-        assert told.startswith("W.QUANTIZER.BIT=4 at fc: onnxruntime runs 8-bit weights beside 8-bit activations")
+        assert told.startswith("W.QUANTIZER.BIT=4 at fc: onnxruntime runs 8-bit weights with 8-bit activations")
 
 
 class TestBits:

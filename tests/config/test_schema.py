@@ -192,7 +192,7 @@ class TestUnmatchedGlobs:
         entries = [{glob: ["QUANTIZER.BIT", 4]} for glob in ("layer1*", "layer1.0.conv1", "*")]
         (behind,) = QuantConfig.from_dict(config({"W.SPECIFIC": entries})).unmatched_globs(self.LAYERS)
         assert str(behind) == (
-            "W.SPECIFIC: the glob 'layer1.0.conv1' has no effect: 'layer1*' stands before it and matches the same "
+            "W.SPECIFIC: the glob 'layer1.0.conv1' has no effect: 'layer1*' is before it and matches the same "
             "layers, and the first match wins; put 'layer1.0.conv1' before 'layer1*'"
         )
 

@@ -79,7 +79,9 @@ class TestReplace:
 
     def test_nothing_can_be_edited(self) -> None:
         frozen = QuantConfig.from_dict(config())
-        with pytest.raises(ConfigError, match=r"BIT=4: a config is frozen; `replace` gives a changed and checked copy"):
+        with pytest.raises(
+            ConfigError, match=r"BIT=4: a config is frozen; `replace` returns a changed and checked copy"
+        ):
             frozen.W.QUANTIZER.BIT = 4
         assert frozen.W.QUANTIZER.BIT == 8
 

@@ -117,7 +117,7 @@ class TestReadOverrides:
             ([{"a": []}], "'a' must have a list of keys and values in turn"),
             ([{"a": 8}], "but has 8"),
             ([{"a": ["K"]}], "but has ['K']"),
-            ([{"a": [8, "K"]}], "but 8 stands in the place of a key"),
+            ([{"a": [8, "K"]}], "but 8 is not a key"),
             ([{"": ["K", 1]}], "a glob must be text"),
             ([{7: ["K", 1]}], "put 7 in quotes"),
             ([{"a": ["K", 1, "k", 2]}], "'a' sets a key twice"),

@@ -82,7 +82,7 @@ def test_spellings(key: str, given: object, kept: object) -> None:
         ("W.QUANTIZER.TYPE", "unifrom", "allowed: dorefa, lsq, lsq+, uniform; did you mean uniform?"),
         ("W.QUANTIZER.TYPE", 8, "W.QUANTIZER.TYPE=8: allowed: dorefa, lsq"),
         ("W.QUANTIZER", 8, "W.QUANTIZER=8: allowed: a mapping of TYPE, BIT, DISABLE, GROUP_SIZE"),
-        ("A.OBSERVER", None, "nothing stands after the colon: write a value, or take the key out"),
+        ("A.OBSERVER", None, "no value after the colon: write a value, or take the key out"),
         ("A.OBSERVER.TYPE", "min_max", "A.OBSERVER.TYPE='min_max': allowed: aciq, kl_histogram, minmax"),
         ("A.OBSERVER.TYPE", "min_max", "did you mean minmax?"),
         ("A.OBSERVER.LAYOUT", "NHWC", "A.OBSERVER.LAYOUT='NHWC': allowed: NCHW, NLC; did you mean NCHW?"),

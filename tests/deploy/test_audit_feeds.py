@@ -11,7 +11,7 @@ pytest.importorskip("onnx")
 
 from onnx import TensorProto, helper  # noqa: E402
 
-from sparsebit.deploy.feeds import made_up_feeds  # noqa: E402
+from sparsebit.deploy.sessions.random_inputs import made_up_feeds  # noqa: E402
 from sparsebit.errors import DeploymentError  # noqa: E402
 
 
@@ -68,7 +68,7 @@ def test_unknown_name(option: str) -> None:
 
 
 def test_type_that_cannot_be_made_up() -> None:
-    with pytest.raises(DeploymentError, match="input 'text' is of type string: give it yourself"):
+    with pytest.raises(DeploymentError, match="input 'text' is of type string: pass your own array"):
         made_up_feeds(model(text=(TensorProto.STRING, (1,))))
 
 

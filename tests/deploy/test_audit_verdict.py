@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from sparsebit.deploy import audit as audit_module
-from sparsebit.deploy.cpu import cpu_name, saturates
-from sparsebit.deploy.verdict import verdict
+from sparsebit.deploy.audit import audit_file as audit_module
+from sparsebit.deploy.comparing.verdict import verdict
+from sparsebit.deploy.sessions.cpu import cpu_name, saturates
 from sparsebit.records.audit import Audit, Latency, LayerRun
 
 ADD = "its output is read by a float add"
@@ -62,7 +62,7 @@ def test_most_frequent_reason_first() -> None:
     ("cause", "told"),
     [
         ("it is not quantized", "they are not quantized"),
-        ("a batch norm stands behind it", "a batch norm stands behind them"),
+        ("a batch norm follows it", "a batch norm follows them"),
         ("its bias is in float", "their bias is in float"),
     ],
 )
@@ -142,7 +142,7 @@ class TestProcessor:
 
     def test_warning(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("onnx")
-        from sparsebit.deploy.qdq_graph import Graph
+        from sparsebit.deploy.onnx_graph.qdq_graph import Graph
         from tests.deploy.tiny_files import Tiny
 
         t = Tiny()

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsebit.deploy.audit import audit
+from sparsebit.deploy.audit.audit_file import audit
 from sparsebit.quantization import QuantModel
 from tests.quantization.tiny import calibrated, qconfig
 

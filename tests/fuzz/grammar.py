@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from tests.fuzz import behaviour, layers, structure, views, writes
+from tests.fuzz import behaviour, guards, layers, structure, views, writes
 from tests.fuzz.choices import Choices
 from tests.fuzz.program import BATCH, Argument, ModuleClass, Program, Variable
 from tests.fuzz.scope import Names, Scope, Shape
@@ -51,6 +51,9 @@ FEATURES: dict[str, tuple[int, Feature]] = {
     "state": (4, behaviour.state),
     "branch": (4, behaviour.branch),
     "layer_branch": (2, behaviour.layer_branch),
+    "guarded_layer": (3, guards.guarded_layer),
+    "sentinel": (2, guards.sentinel),
+    "knob": (2, guards.knob),
     "loop": (3, behaviour.loop),
     "hook": (4, behaviour.hook),
     "patched_forward": (1, behaviour.patched_forward),

@@ -29,6 +29,7 @@ from tests.fuzz.calls import (
     sensitivity,
     without_hooks,
 )
+from tests.fuzz.lives import attributes, forgotten, modes, pruned
 from tests.fuzz.program import Compiled, Program
 from tests.fuzz.shrink import shrink
 from tests.fuzz.training import gradients
@@ -141,7 +142,7 @@ def copies(program: Program, compiled: Compiled) -> None:
     again.set_quant(w_quant=True, a_quant=True)
     with tempfile.TemporaryDirectory() as folder:
         kept.save(f"{folder}/saved")
-        loaded = QuantModel.load(f"{folder}/saved", compiled.make(), example_inputs=example)
+        loaded = QuantModel.load(f"{folder}/saved", forgotten(compiled), example_inputs=example)
     for call in (2, 3):
         right = run_call(compiled, kept, call)
         compare(call, right, run_call(compiled, again, call), 1e-6, "a state_dict in a new model")
@@ -153,6 +154,9 @@ PROPERTIES: dict[str, Callable[[Program, Compiled], None]] = {
     "example": example_values,
     "gradients": gradients,
     "copies": copies,
+    "modes": modes,
+    "attributes": attributes,
+    "pruned": pruned,
 }
 
 

@@ -10,7 +10,7 @@ from tests.fuzz.choices import Choices
 from tests.fuzz.grammar import generate
 from tests.fuzz.properties import judge, smallest_like
 
-NAMES = ["values", "example", "gradients", "copies"]
+NAMES = ["values", "example", "gradients", "copies", "modes", "attributes", "pruned"]
 
 
 def check(choices: Choices, name: str) -> None:

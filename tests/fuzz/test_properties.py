@@ -143,4 +143,7 @@ def test_a_write_that_hides_from_the_backward_is_no_fault() -> None:
 
 def test_a_last_place_that_half_precision_rounds_apart_is_no_fault() -> None:
     """The batch norm is folded: sums differ in their last place, and `.half()` makes steps of that."""
-    assert judge(generate(Choices.from_seed(621312)), "values").outcome == "same"
+    assert (
+        judge(generate(Choices.from_seed(621312), without=("guarded_layer", "sentinel", "knob")), "values").outcome
+        == "same"
+    )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sparsebit.errors import CaptureError
 from sparsebit.graph.captured_block import CapturedBlock
-from sparsebit.quantization.quant_model import QuantModel
+from sparsebit.quantization.model.quant_model import QuantModel
 
 
 class Block(nn.Module):

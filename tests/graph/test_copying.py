@@ -4,12 +4,14 @@ import functools
 import types
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from sparsebit.graph.copying import copy_model
+from sparsebit.graph.copying import copy_model, uncompiled
+from sparsebit.sparse import SparseModel
 
 
 class Net(nn.Module):
@@ -187,3 +189,35 @@ def test_a_scripted_child_of_the_copy_trains_alone() -> None:
     assert [p.requires_grad for p in copied.parameters()] == [p.requires_grad for p in net.parameters()]
     assert all(p.is_leaf and (p.grad is not None) == p.requires_grad for p in copied.parameters())
     assert all(p.grad is None for p in net.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
+def test_wrappers_are_taken_off(tmp_path: Path) -> None:
+    net = Net()
+    assert uncompiled(nn.DataParallel(net)) is net
+    assert uncompiled(torch.compile(nn.DataParallel(torch.compile(net)))) is net  # type: ignore[arg-type]
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(net)
+        assert uncompiled(wrapped) is net
+        config = {"DEVICE": "cpu", "SPARSER": {"TYPE": "unstructured", "RATIO": 0.5}}
+        assert type(SparseModel(wrapped, config).model) is Net
+        plain = nn.Sequential(wrapped, nn.Linear(4, 4))
+        assert type(uncompiled(plain)[0]) is Net
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_hooks_that_stay_behind_are_not_copied() -> None:
+    class Hook:
+        stays_behind = True
+
+        def __call__(self, module: nn.Module, *_: object) -> None:
+            raise AssertionError
+
+    net = Net()
+    net.fc.register_forward_pre_hook(Hook())
+    net.fc.register_state_dict_pre_hook(Hook())
+    copied = copy_model(net)
+    copied(torch.randn(1, 4))
+    assert copied.state_dict().keys() and len(net.fc._forward_pre_hooks) == 1

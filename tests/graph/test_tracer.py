@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from sparsebit.graph.capture import capture
 from sparsebit.graph.leaf_policy import LeafPolicy
 from sparsebit.graph.tracer import LeafTracer
 
@@ -118,3 +119,17 @@ def test_one_read_per_parameter() -> None:
 
     graph = LeafTracer(LeafPolicy()).trace(Reads())
     assert [node.target for node in graph.nodes if node.op == "get_attr"] == ["weight"]
+
+
+@pytest.mark.parametrize("given", ["generator", "map iterator"])
+def test_a_forward_that_gives_values_later_is_named(given: str) -> None:
+    class Later(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            return (self.fc(y) for y in (x, x)) if given == "generator" else map(self.fc, (x, x))
+
+    captured = capture(Later(), example=((torch.randn(2, 4),), {}))
+    assert f"returns or passes on a {given}" in captured.untraced[""].reason

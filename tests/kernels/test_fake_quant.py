@@ -16,8 +16,9 @@ from torch import Tensor
 
 from sparsebit.kernels.activations import ACTIVATIONS, with_activation
 from sparsebit.kernels.memory_layout import stack_form
-from sparsebit.numerics import gradients, plain
-from sparsebit.numerics.dispatch import fake_quantize
+from sparsebit.numerics import plain
+from sparsebit.numerics.fake_quant import gradients
+from sparsebit.numerics.fake_quant.dispatch import fake_quantize
 from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec, num_rows
 
 GRANULARITIES = [PerTensor(), PerChannel(0), PerChannel(1), PerChannel(-1), PerGroup(-1, 4)]
@@ -190,9 +191,9 @@ def test_strange_values(kernels: ModuleType, device: str) -> None:
 
 def test_rows_of_many_weights_at_once(device: str, request: pytest.FixtureRequest) -> None:
     rows = (
-        request.getfixturevalue("interpreted_kernels")["weight_rows"]
+        request.getfixturevalue("interpreted_kernels")["foreach_fake_quant"]
         if device == "cpu"
-        else importlib.import_module("sparsebit.kernels.weight_rows")
+        else importlib.import_module("sparsebit.kernels.foreach_fake_quant")
     )
     shapes, bits = [(8, 4, 3, 3), (5, 70), (6, 1, 3, 3), (3, 1100)], [4, 8, 2, 4]
     weights = [torch.randn(shape, device=device) for shape in shapes]

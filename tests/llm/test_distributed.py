@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from sparsebit.execution.distributed import is_distributed
 from sparsebit.llm import Calibration, Recipe, finetune, quantize
-from sparsebit.llm.finetuning.pipeline_training import PipelineTraining
+from sparsebit.llm.finetuning.distributed.pipeline_training import PipelineTraining
 from sparsebit.llm.process_group import joined
 from tests.llm.finetuning.tasks import TUNING, instructions, packed_model
 from tests.llm.tiny_models import write_text
@@ -105,11 +105,11 @@ def test_a_model_calibrated_by_two_processes(folder: Path, name: str) -> None:
 
 def test_fewer_batches_than_processes(tmp_path: Path) -> None:
     from sparsebit.errors import ConfigError
-    from sparsebit.llm.architectures import architecture_of
-    from sparsebit.llm.block_walk import BlockWalk
-    from sparsebit.llm.model_folder import ModelFolder
+    from sparsebit.llm.models.architectures import architecture_of
+    from sparsebit.llm.models.model_folder import ModelFolder
+    from sparsebit.llm.models.skeleton import Skeleton
     from sparsebit.llm.process_group import Rank
-    from sparsebit.llm.skeleton import Skeleton
+    from sparsebit.llm.quantizing.block_walk import BlockWalk
     from tests.llm.tiny_models import saved, tiny_model
 
     skeleton = Skeleton(ModelFolder(saved(tiny_model(num_hidden_layers=1), tmp_path / "model")))

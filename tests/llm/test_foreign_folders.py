@@ -15,13 +15,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sparsebit.errors import CheckpointError, ConfigError
+from sparsebit.errors import CheckpointError, ConfigError, MissingExtraError
 from sparsebit.llm import Recipe, load, load_streamed, quantize
-from sparsebit.llm.model_folder import ModelFolder
+from sparsebit.llm.converting.load_check import relative_difference
+from sparsebit.llm.models.hub_classes import load_config, load_tokenizer
+from sparsebit.llm.models.model_folder import ModelFolder
 from tests.llm.tiny_models import loaded, saved, tiny_model
 
 pytest.importorskip("compressed_tensors")
 FAST = Recipe(method="rtn", scale_search="none", group_size=32)
+ROUNDED = 3e-3  # transformers 5.23 rounds unpacked weights to float16
 TOKENS = torch.randint(3, 96, (1, 20), generator=torch.Generator().manual_seed(1))
 
 
@@ -104,6 +107,7 @@ def test_rounded_outputs_and_caches(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 def test_the_name_of_a_layer_goes_before_its_class(tmp_path: Path) -> None:
     folder = packed(tmp_path)
+    expected = logits(load(folder))
 
     def add(config: dict[str, Any]) -> None:
         second = copy.deepcopy(first_group(config))
@@ -112,7 +116,7 @@ def test_the_name_of_a_layer_goes_before_its_class(tmp_path: Path) -> None:
         config["quantization_config"]["config_groups"]["group_1"] = second
 
     edit(folder, add)
-    assert torch.equal(logits(load(folder)), logits(loaded(folder)))
+    assert torch.equal(logits(load(folder)), expected)
 
 
 def test_zero_points_of_a_layer_that_is_said_to_be_symmetric(tmp_path: Path) -> None:
@@ -150,7 +154,7 @@ class TestOutputLayer:
     def test_is_quantized_so(self, source: Path, tmp_path: Path) -> None:
         made = quantize(source, tmp_path / "packed", FAST)
         assert ModelFolder(made.folder).config["tie_word_embeddings"] is False
-        assert torch.equal(logits(load(made.folder)), logits(loaded(made.folder)))
+        assert relative_difference(logits(loaded(made.folder)), logits(load(made.folder))) < ROUNDED
 
     def test_alone_is_the_embedding_too(self, tmp_path: Path) -> None:
         folder = tiny(tmp_path / "model", tie_word_embeddings=True)
@@ -184,7 +188,7 @@ def test_tensors_without_a_place_are_told(tmp_path: Path, caplog: pytest.LogCapt
     with caplog.at_level(logging.WARNING):
         found = load(folder)
     assert "4 tensors have no place in LlamaForCausalLM" in caplog.text
-    assert torch.equal(logits(found), logits(loaded(folder)))
+    assert relative_difference(logits(loaded(folder)), logits(found)) < ROUNDED
 
 
 def test_a_packed_layer_of_another_shape(tmp_path: Path) -> None:
@@ -232,3 +236,25 @@ def test_a_config_that_no_model_can_be_built_from(tmp_path: Path, change: dict[s
     edit(folder, lambda config: config.update(change))
     with pytest.raises(CheckpointError, match=message):
         load(folder)
+
+
+@pytest.mark.parametrize("auto", ["AutoConfig", "AutoTokenizer"])
+def test_a_broken_package_is_told_from_a_damaged_folder(
+    auto: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers tells of a torchvision that does not fit the installed torch."""
+    transformers = pytest.importorskip("transformers")
+    folder = saved(tiny_model(), tmp_path / "model")
+    (folder / "tokenizer.json").touch()
+    (tmp_path / "broken_vision.py").write_text("raise RuntimeError('operator v::nms does not exist')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def read(*args: Any, **kwargs: Any) -> None:
+        try:
+            __import__("broken_vision")
+        except RuntimeError as error:
+            raise ModuleNotFoundError("Could not import module 'LlamaConfig'.") from error
+
+    monkeypatch.setattr(getattr(transformers, auto), "from_pretrained", read)
+    with pytest.raises(MissingExtraError, match=r"v::nms does not exist\): repair the package 'broken_vision'"):
+        load_config(folder) if auto == "AutoConfig" else load_tokenizer(folder)

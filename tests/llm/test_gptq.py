@@ -8,8 +8,8 @@ import torch
 from sparsebit.errors import CheckpointError, DeploymentError
 from sparsebit.llm.checkpoint.gptq import Version, layer_tensors, make_config, read_config, read_layer
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
-from sparsebit.llm.packed_weight import PackedWeight
-from tests.llm.test_packed_weight import packed_weight
+from sparsebit.llm.layers.packed_weight import PackedWeight
+from tests.llm.layers.test_packed_weight import packed_weight
 
 
 def weight(bits: int, symmetric: bool = False) -> PackedWeight:

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from sparsebit.errors import CheckpointError, ConfigError, DeploymentError
 from sparsebit.llm import Calibration, Recipe, convert, load, load_streamed, perplexity, quantize, token_stream
 from sparsebit.llm.devices import as_device
-from sparsebit.llm.hub_classes import load_config, load_tokenizer
-from sparsebit.llm.model_folder import ModelFolder
+from sparsebit.llm.models.hub_classes import load_config, load_tokenizer
+from sparsebit.llm.models.model_folder import ModelFolder
 from tests.llm.tiny_models import saved, tiny_model, with_bpe, with_tokenizer, write_text
 
 pytest.importorskip("compressed_tensors")
@@ -79,8 +79,6 @@ def test_tokens_that_a_gguf_file_has_no_row_for(tmp_path: Path) -> None:
 
 
 def test_architectures_that_cannot_be_quantized(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"Conv1D layers .*cannot be quantized"):
-        quantize(tiny(tmp_path / "gpt2", "gpt2"), tmp_path / "packed", FAST)
     transformers = pytest.importorskip("transformers")
     config = transformers.T5Config(d_model=32, num_layers=1, num_heads=2, d_ff=64, d_kv=16, vocab_size=96)
     transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
@@ -116,15 +114,6 @@ def test_norms_that_are_not_finite_are_named(tmp_path: Path) -> None:
         model.model.layers[0].input_layernorm.weight[3] = torch.nan
     with pytest.raises(CheckpointError, match=r"input_layernorm\.weight has NaN"):
         quantize(saved(model, tmp_path / "model"), tmp_path / "packed", FAST)
-
-
-def test_an_output_layer_that_is_not_finite(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = tiny_model(num_hidden_layers=1, tie_word_embeddings=False)
-    with torch.no_grad():
-        model.lm_head.weight[3, 5] = torch.nan
-    with pytest.raises(DeploymentError, match="are not finite"):
-        quantize(saved(model, tmp_path / "model"), tmp_path / "packed", FAST)
-    assert "lm_head.weight has NaN" in caplog.text
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq", "autoround"])

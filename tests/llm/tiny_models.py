@@ -39,7 +39,11 @@ EXTRAS: dict[str, dict[str, Any]] = {
     },
     "phi": {"num_key_value_heads": 4},
     "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "mamba": {"state_size": 8},
+    "mamba2": {"state_size": 8, "num_heads": 8, "n_groups": 1, "chunk_size": 16},
 }
+_COMPUTED = {"falcon": ("head_dim",)}  # sizes that a config of the type computes itself
 
 # Patterns by which tokenizers split text.
 LLAMA_3 = (
@@ -53,7 +57,9 @@ def tiny_model(model_type: str = "llama", **changes: Any) -> Any:
     """A random model of the type, with weights of one size, in float32."""
     transformers = pytest.importorskip("transformers", minversion="5.0")
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **EXTRAS.get(model_type, {}), **changes})
+    wanted = {**SIZES, **EXTRAS.get(model_type, {}), **changes}
+    wanted = {name: value for name, value in wanted.items() if name not in _COMPUTED.get(model_type, ())}
+    config = transformers.AutoConfig.for_model(model_type, **wanted)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

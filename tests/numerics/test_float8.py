@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from sparsebit.errors import SpecError
 from sparsebit.numerics import float8, reference
-from sparsebit.numerics.dispatch import fake_quantize
+from sparsebit.numerics.fake_quant.dispatch import fake_quantize
 from sparsebit.numerics.qparams import qparams_from_range
 from sparsebit.numerics.spec import PerChannel, PerGroup, PerTensor, TensorSpec
 

@@ -135,3 +135,12 @@ def test_requantized_rounds_once() -> None:
     accumulator = torch.tensor([10.0, 11.0, -10.0, 7.0])
     found = integer_kernels.requantized(accumulator, torch.tensor(0.25), torch.tensor(2.0))
     assert found.tolist() == [4.0, 6.0, -4.0, 4.0]  # halves to the even code
+
+
+@pytest.mark.parametrize(
+    ("zero_point", "steps_above_one", "expected"), [(0, 0.4, True), (0, 0.6, False), (1, 0.4, False), (0, -20, True)]
+)
+def test_saturates_as_hard_sigmoid(zero_point: int, steps_above_one: float, expected: bool) -> None:
+    """The largest code may be up to half a step above 1."""
+    scale = 1 / (255 - steps_above_one)
+    assert integer_kernels.saturates_as_hard_sigmoid(scale, zero_point, 0, 255) is expected

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from sparsebit import tensor_files
-from sparsebit.quantization import checkpoint
+from sparsebit.quantization.saving import checkpoint
 
 DESCRIPTION = {
     "config": {},

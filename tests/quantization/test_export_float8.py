@@ -12,15 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsebit.deploy.audit import audit
-from sparsebit.deploy.float_twin import float_twin
-from sparsebit.deploy.sessions import open_session
+from sparsebit.deploy.audit.audit_file import audit
+from sparsebit.deploy.comparing.float_twin import float_twin
+from sparsebit.deploy.sessions.runtime_sessions import open_session
 from sparsebit.errors import DeploymentError
 from sparsebit.numerics.float8 import codes_of
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
-from tests.deploy.exporting import EXACT, initializers, metadata, op_types, types, worst
-from tests.quantization.test_export import IDS, IMAGES, Computed, Convolutions, Linears, X
+from tests.deploy.exported_files import EXACT, initializers, metadata, op_types, types, worst
+from tests.quantization.exporting.test_export import IDS, IMAGES, Computed, Convolutions, Linears, X
 from tests.quantization.tiny import Residual, calibrated, qconfig, site
 
 MODELS: dict[str, tuple[type[nn.Module], Tensor]] = {

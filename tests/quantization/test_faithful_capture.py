@@ -62,6 +62,11 @@ class Opaque(Chain):
         return super().forward(x) if x.sum() < 1e9 else x
 
 
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
 class OwnWeight(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -75,15 +80,29 @@ both = pytest.mark.parametrize("with_example", [True, False], ids=["example", "n
 
 
 @both
-@pytest.mark.parametrize("name", ["source", "graph", "code", "self", "user_graph", "inputs"])
+@pytest.mark.parametrize("name", ["source", "graph", "code", "self", "user_graph", "inputs", "_graph", "_source"])
 def test_children_of_any_name(name: str, with_example: bool) -> None:
     x = torch.randn(4, 8)
     for outer in (Chain, Opaque):
-        for child in (nn.Linear(8, 8), OwnWeight(), Chain(OwnWeight(), name)):
+        for child in (nn.Linear(8, 8), OwnWeight(), Doubled(), Chain(OwnWeight(), name)):
             qmodel = assert_faithful(outer(child, name), x, with_example=with_example)
+            assert torch.equal(copy.deepcopy(qmodel)(x), qmodel(x))
             layers = {layer.name for layer in qmodel.coverage.quantized}
             assert not isinstance(child, nn.Linear) or name in layers
             assert not isinstance(child, Chain) or f"{name}.first" in layers
+
+
+class AsksLayer(Chain):
+    """Asks one of its layers for the mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.last(y) if self.first.training else y - self.last(y)
+
+
+def test_the_mode_of_a_layer_is_asked_at_run_time_or_reported() -> None:
+    qmodel = assert_faithful(AsksLayer(nn.Identity()), torch.randn(4, 8))
+    assert any("first branches on self.training" in note for note in qmodel.coverage.notes)
 
 
 def test_parameters_of_any_name() -> None:

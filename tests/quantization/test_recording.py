@@ -9,8 +9,8 @@ from torch import nn
 import sparsebit
 from sparsebit.errors import RecordError
 from sparsebit.quantization import QuantModel
+from sparsebit.quantization.planning.sites import Plan
 from sparsebit.quantization.recording import file_record, float_facts, model_facts
-from sparsebit.quantization.sites import Plan
 from sparsebit.records import RunRecord, extend_record, measured, read_record
 from tests.quantization.tiny import TwoLayers
 
@@ -71,7 +71,7 @@ def test_other_numbers_are_another_model() -> None:
 def test_an_exported_and_audited_file(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    from sparsebit.deploy.audit import audit
+    from sparsebit.deploy.audit.audit_file import audit
 
     file, target = tmp_path / "net.onnx", tmp_path / "record.json"
     with measured("export") as run:

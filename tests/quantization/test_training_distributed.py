@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsebit.errors import CalibrationError, CaptureError, SparsebitError
-from sparsebit.quantization import QuantModel, checkpoint
+from sparsebit.quantization import QuantModel
+from sparsebit.quantization.saving import checkpoint
 from tests.quantization.tiny import Block, Residual, qconfig
 
 pytestmark = pytest.mark.slow

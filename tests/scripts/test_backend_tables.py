@@ -10,8 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from sparsebit.deploy.audit.tensorrt_rules import RULES
 from sparsebit.deploy.runtimes import PROFILES
-from sparsebit.deploy.tensorrt_rules import RULES
 from tests.conftest import ROOT
 
 

@@ -1,4 +1,4 @@
-"""JSON lines of the benchmarks become the tables of a page, and the project's own page is in step with its results."""
+"""JSON lines of the benchmarks become the tables of pages, and the project's own pages are in step with them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any
 from tests.conftest import ROOT
 
 HARDWARE = {"cpu": "some CPU", "machine": "x86_64", "cores": 2, "gpu": None, "torch": "2.13.0"}
-NAMES = (
-    *("accuracy", "accuracy peers", "calibration time", "calibration memory", "calibration search"),
-    *("deploy onnxruntime", "deploy openvino", "zoo", "zoo export", "sparse zoo"),
-    *("qat step", "qat ablation", "qat accuracy", "fake quant gpu", "fake quant cpu"),
-)
-GUIDE_NAMES = ("qat summary", "qat accuracy")
-PLACEMENT_NAMES = ("placement limits",)
+PAGES = {
+    "accuracy": ("accuracy", "accuracy peers"),
+    "architectures": ("zoo", "zoo export", "sparse zoo"),
+    "calibration": ("calibration time", "calibration memory", "calibration search"),
+    "files": ("deploy onnxruntime", "deploy openvino"),
+    "placement": ("placement limits",),
+    "training": ("qat summary", "qat accuracy", "qat step", "qat ablation", "fake quant gpu", "fake quant cpu"),
+}
 ACCURACY = {
     "benchmark": "accuracy",
     "task": "resnet20",
@@ -64,19 +65,23 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
+def write_pages(folder: Path) -> None:
+    for page, names in PAGES.items():
+        sections = (f"# {name}\n<!-- begin: {name} -->\nold\n<!-- end: {name} -->" for name in names)
+        (folder / f"{page}.md").write_text("\n".join(sections))
+
+
 def render(folder: Path, *records: dict[str, Any]) -> str:
-    """The pages that the script makes of `records`."""
-    page, guide, placement = folder / "page.md", folder / "guide.md", folder / "placement.md"
-    for file, names in ((page, NAMES), (guide, GUIDE_NAMES), (placement, PLACEMENT_NAMES)):
-        file.write_text("\n".join(f"# {name}\n<!-- begin: {name} -->\nold\n<!-- end: {name} -->" for name in names))
+    """The pages that the script makes of `records`, one after the other."""
+    write_pages(folder)
     lines = [json.dumps({"date": "2030-01-02", "hardware": HARDWARE, **record}) for record in records]
     (folder / "some.jsonl").write_text("\n".join(lines) + "\n")
-    done = run("--results", folder, "--page", page, "--guide", guide, "--placement-guide", placement)
+    done = run("--results", folder, "--pages", folder)
     assert done.returncode == 0, done.stderr
-    return page.read_text() + guide.read_text() + placement.read_text()
+    return "\n".join((folder / f"{page}.md").read_text() for page in PAGES)
 
 
-def test_page_of_the_project_is_in_step() -> None:
+def test_pages_of_the_project_are_in_step() -> None:
     done = run("--check")
     assert done.returncode == 0, done.stderr
 
@@ -248,7 +253,7 @@ class TestTraining:
         scores = {"float": 91.7, "before training": 80.0, "quantized": 91.5, "in float32": 91.44, "file": 91.46}
         record = {"benchmark": "qat_accuracy", "recipe": "w4a4", "epochs": 40, "seconds": 61.4, "file_bytes": 203003}
         page = render(tmp_path, {**record, "scores": scores, "trained_on": HARDWARE | {"gpu": "some GPU"}})
-        assert page.count("| w4a4 | 40 | 91.70 % | 80.00 % | 91.50 % | 91.44 % | 91.46 % | 0.20 MB | 61 s |") == 2
+        assert page.count("| w4a4 | 40 | 91.70 % | 80.00 % | 91.50 % | 91.44 % | 91.46 % | 0.20 MB | 61 s |") == 1
         assert "*Trained 2030-01-02 on some GPU, torch 2.13.0.*" in page
 
     def test_operator(self, tmp_path: Path) -> None:
@@ -298,30 +303,29 @@ def test_last_line_about_the_same_counts(tmp_path: Path) -> None:
 
 
 def test_nothing_measured(tmp_path: Path) -> None:
-    assert render(tmp_path).count("*Not measured yet.*") == len(NAMES) + len(GUIDE_NAMES) + len(PLACEMENT_NAMES)
+    assert render(tmp_path).count("*Not measured yet.*") == sum(map(len, PAGES.values()))
 
 
 def test_check_tells_and_writes_nothing(tmp_path: Path) -> None:
     render(tmp_path, ACCURACY)
-    page = tmp_path / "page.md"
-    pages = ("--page", page, "--guide", tmp_path / "guide.md", "--placement-guide", tmp_path / "placement.md")
-    assert run("--check", "--results", tmp_path, *pages).returncode == 0
+    page = tmp_path / "accuracy.md"
+    assert run("--check", "--results", tmp_path, "--pages", tmp_path).returncode == 0
     page.write_text(page.read_text().replace("90.75", "99.99"))
-    done = run("--check", "--results", tmp_path, *pages)
+    done = run("--check", "--results", tmp_path, "--pages", tmp_path)
     assert done.returncode == 1 and "out of step: run python scripts/benchmark_tables.py" in done.stderr
     assert "99.99" in page.read_text()
 
 
 def test_damaged_line_is_named(tmp_path: Path) -> None:
     (tmp_path / "some.jsonl").write_text('{"benchmark": "zoo"\n')
-    done = run("--results", tmp_path, "--page", ROOT / "docs" / "benchmarks.md", "--check")
+    done = run("--results", tmp_path, "--check")
     assert done.returncode != 0 and "some.jsonl:1 is not a JSON object" in done.stderr
 
 
 def test_page_without_a_section_is_named(tmp_path: Path) -> None:
-    (tmp_path / "page.md").write_text("<!-- begin: zoo -->\n<!-- end: zoo -->\n")
-    pages = ("--page", tmp_path / "page.md", "--guide", tmp_path / "guide.md")
-    done = run("--results", tmp_path, *pages, "--placement-guide", tmp_path / "placement.md")
+    write_pages(tmp_path)
+    (tmp_path / "architectures.md").write_text("<!-- begin: zoo -->\n<!-- end: zoo -->\n")
+    done = run("--results", tmp_path, "--pages", tmp_path)
     assert done.returncode != 0 and "the page marks ['zoo']" in done.stderr
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from sparsebit.deploy.region_times import RegionTime, RegionTimes
-from sparsebit.deploy.stopwatch import Stopwatch, Timed
+from sparsebit.deploy.audit.file_latency import Stopwatch, Timed
+from sparsebit.deploy.audit.region_times import RegionTime, RegionTimes
 
 
 class ByMultiplications(Stopwatch):

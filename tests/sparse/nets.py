@@ -485,15 +485,25 @@ class StartsFromZeros(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """The width of what a GRU reads is also the width of its state: only the first changes."""
+    """The width of what a GRU reads is also the width of its state, and each changes alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[nn.RNNBase] = nn.GRU, is_bidirectional: bool = False) -> None:
         super().__init__()
-        self.a, self.gru, self.b = nn.Linear(6, 10), nn.GRU(10, 10, batch_first=True), nn.Linear(10, 3)
+        self.a, self.gru = nn.Linear(6, 10), kind(10, 10, batch_first=True, bidirectional=is_bidirectional)
+        self.b = nn.Linear(20 if is_bidirectional else 10, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         states, _ = self.gru(torch.relu(self.a(x)))
         return self.b(states[:, -1])
+
+
+class Bilinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = nn.Linear(6, 8), nn.Linear(6, 5), nn.Bilinear(8, 5, 7), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(F.relu(self.c(F.relu(self.a(x)), F.relu(self.b(x)))))
 
 
 class ListsWeights(nn.Module):
@@ -720,7 +730,11 @@ PRUNABLE: dict[str, tuple[Build, int]] = {
     "auxiliary": (lambda: (Auxiliary(), images()), 8),
     "discarded mean": (lambda: (DiscardedMean(), rows()), 12),
     "starts from zeros": (lambda: (StartsFromZeros(), rows()), 10),
-    "recurrent": (lambda: (Recurrent(), torch.randn(2, 3, 6)), 10),
+    "recurrent": (lambda: (Recurrent(), torch.randn(2, 3, 6)), 10 + 10),
+    "recurrent, both directions": (lambda: (Recurrent(nn.GRU, True), torch.randn(2, 3, 6)), 10 + 10),
+    "recurrent, without gates": (lambda: (Recurrent(nn.RNN), torch.randn(2, 3, 6)), 10 + 10),
+    "recurrent, with cells": (lambda: (Recurrent(nn.LSTM), torch.randn(2, 3, 6)), 10 + 10),
+    "bilinear": (lambda: (Bilinear(), rows()), 8 + 5 + 7),
     "lists weights": (lambda: (ListsWeights(), rows()), 10),
     "caching": (lambda: (Caching(), images()), 8),
     "gated": (lambda: (Gated(), images()), 8),

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from sparsebit.errors import CaptureError
-from sparsebit.sparse.channel_proof import drawn, mask_units
-from sparsebit.sparse.group_analysis import Analysis
 from sparsebit.sparse.group_search import find_groups
-from sparsebit.sparse.surgery import apply_plan
+from sparsebit.sparse.proof.channel_proof import drawn, mask_units
+from sparsebit.sparse.proof.group_analysis import Analysis
+from sparsebit.sparse.shrinking.surgery import apply_plan
 from tests.sparse.nets import PRUNABLE, SPARED, WIDE, Auxiliary, Caching, PaddedShortcut, images
 
 

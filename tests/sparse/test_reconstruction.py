@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import CalibrationError
-from sparsebit.numerics import layer_matrix
+from sparsebit.numerics.rounding import layer_matrix
 from sparsebit.sparse import SparseModel, reestimate_norms
 from tests.sparse.nets import Chain, Concat, Depthwise, Residual, Transformer, images
 

@@ -22,7 +22,7 @@ from sparsebit.sparse import (
     save,
     scale_penalty,
 )
-from sparsebit.sparse.criteria import CRITERIA
+from sparsebit.sparse.scoring.criteria import CRITERIA
 from tests.sparse.nets import Attention, Caching, Chain, Concat, Depthwise, Residual, Transformer, images, rows
 
 

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from sparsebit.errors import CaptureError
+from sparsebit.graph.absorbed import Absorbed
 from sparsebit.graph.example import value_of
 from sparsebit.graph.graph_module import CapturedGraph
 from sparsebit.graph.patterns import Match, MatchingNode, module_of
@@ -70,10 +71,6 @@ def neutralize(norm: _BatchNorm) -> None:
             if getattr(norm, name) is not None:
                 getattr(norm, name).fill_(value)
     norm.__class__ = _FOLDED[type(norm)]
-
-
-class Absorbed:
-    """A module whose part another layer computes; the model's own code may still call it."""
 
 
 class Folded(Absorbed):

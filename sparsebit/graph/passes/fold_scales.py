@@ -56,6 +56,7 @@ def _fold(product: fx.Node, root: fx.GraphModule) -> bool:
             _multiply(layer, scale)
             with torch.no_grad():
                 parameter.fill_(1.0)
+            parameter.requires_grad_(False)  # the layer's weight is trained in its place
             product.replace_all_uses_with(value)
             return True
     return False

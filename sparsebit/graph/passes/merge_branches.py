@@ -15,7 +15,8 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from sparsebit.graph.passes.fold_batchnorm import Absorbed, fold_factor, is_intercepted, is_shared
+from sparsebit.graph.absorbed import Absorbed
+from sparsebit.graph.passes.fold_batchnorm import fold_factor, is_intercepted, is_shared
 from sparsebit.graph.patterns import module_of
 from sparsebit.graph.rewrite import sweep
 

@@ -1,6 +1,6 @@
-"""The formats of compressed-tensors, which transformers and vLLM read; `pack-quantized` here, floats beside it.
+"""The formats of compressed-tensors, which transformers and vLLM read: `pack-quantized`; floats: `float_formats.py`.
 
-Of a layer `NAME`: `NAME.weight_packed (out, words)`, `NAME.weight_scale (out, groups)`, `NAME.weight_shape`, and if it
+A layer `NAME` has `NAME.weight_packed (out, words)`, `NAME.weight_scale (out, groups)`, `NAME.weight_shape`, and if it
 is not symmetric `NAME.weight_zero_point`, packed along the outputs, `(words, groups)`. The config's
 `quantization_config` says which layers have which number format.
 """
@@ -18,8 +18,9 @@ from torch import Tensor
 from sparsebit.errors import CheckpointError, DeploymentError
 from sparsebit.llm.checkpoint import float_formats
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
-from sparsebit.llm.float_weight import GROUPS, FloatWeight, Weight
-from sparsebit.llm.packed_weight import PackedWeight
+from sparsebit.llm.layers.float_kinds import GROUPS
+from sparsebit.llm.layers.float_weight import FloatWeight, Weight
+from sparsebit.llm.layers.packed_weight import PackedWeight
 from sparsebit.numerics.packing import WORD, num_words, pack, unpack
 
 log = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ _EXPERTS_TARGET = r"re:.*\.experts\.\d+\..*"
 
 
 def suffixes(layer: LayerFormat) -> tuple[str, ...]:
-    """What follows a layer's name in the files; the first is always there."""
+    """The suffixes of a layer's tensors in the files; the first is always there."""
     return _SUFFIXES if layer.kind == "int" else float_formats.SUFFIXES[layer.kind]
 
 
@@ -124,6 +125,10 @@ def make_config(layers: Mapping[str, LayerFormat], ignored: Sequence[str]) -> di
         "config_groups": groups,
         "ignore": list(ignored),
         "kv_cache_scheme": None,
+        # transformers 5.23 reads packed zero points only where it unpacks weights while loading, and then takes all of
+        # them for one format: with several it would compute wrong logits. Earlier versions unpack at the first
+        # forward in any case; vLLM ignores the key.
+        **({"dequantize": True} if len(formats) == 1 and not formats[0].symmetric else {}),
     }
 
 

@@ -1,6 +1,6 @@
 """Checkpoints of the first Sparsebit's LLaMA quantization: pack32, and pack8 of its QLoRA.
 
-A pickle with `model`, the tensors by name. Of a layer `NAME`, all of it along the inputs and with the lowest bits
+A pickle with `model`, the tensors by name. A layer `NAME` has, along the inputs and with the lowest bits
 first:
 
 | | pack32 | pack8 |
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from sparsebit.errors import CheckpointError
-from sparsebit.llm.packed_weight import PackedWeight
+from sparsebit.llm.layers.packed_weight import PackedWeight
 from sparsebit.numerics.packing import WORD
 
 _RENAMED = (

@@ -1,7 +1,7 @@
 """The formats of compressed-tensors for float weights: float-quantized, mxfp4-pack-quantized and nvfp4-pack-quantized.
 
-Of a layer `NAME`: `NAME.weight` (fp8) or `NAME.weight_packed` (two 4-bit numbers in a byte), `NAME.weight_scale`, and
-of nvfp4 `NAME.weight_global_scale`, by which the scales are divided.
+A layer `NAME` has `NAME.weight` (fp8) or `NAME.weight_packed` (two 4-bit numbers in a byte), `NAME.weight_scale`, and
+for nvfp4 `NAME.weight_global_scale`, by which the scales are divided.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from sparsebit.errors import CheckpointError
-from sparsebit.llm.float_weight import GROUPS, FloatKind, FloatWeight
+from sparsebit.llm.layers.float_kinds import GROUPS, FloatKind
+from sparsebit.llm.layers.float_weight import FloatWeight
 
 FORMATS: dict[FloatKind, str] = {
     "fp8": "float-quantized",
@@ -41,7 +42,7 @@ _TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": Tru
 
 
 def scheme(kind: FloatKind) -> dict[str, Any]:
-    """What a group of the config says, besides its targets."""
+    """The settings of a group of the config, besides its targets."""
     types = {} if kind == "fp8" else {"zp_dtype": _WEIGHTS[kind]["scale_dtype"]}
     return {
         "weights": {**_WEIGHTS[kind], **types},

@@ -1,6 +1,6 @@
 """The format of GPTQ checkpoints, versions 1 and 2, which gptqmodel, transformers and vLLM read.
 
-Of a layer `NAME`: `NAME.qweight (words, out)`, packed along the inputs; `NAME.scales (groups, out)` in float16;
+A layer `NAME` has `NAME.qweight (words, out)`, packed along the inputs; `NAME.scales (groups, out)` in float16;
 `NAME.qzeros (groups, words)`, packed along the outputs; `NAME.g_idx (in,)`, the group of each input. Version 1 stores
 zero points less one, so that a zero point of 0 cannot be stored: its readers would borrow from the neighbouring one.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparsebit.errors import CheckpointError, DeploymentError
 from sparsebit.llm.checkpoint.layer_format import LayerFormat
-from sparsebit.llm.packed_weight import PackedWeight
+from sparsebit.llm.layers.packed_weight import PackedWeight
 from sparsebit.numerics.packing import WORD, pack, unpack
 from sparsebit.version import __version__
 

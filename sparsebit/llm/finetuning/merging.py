@@ -1,8 +1,14 @@
-"""`merge`: an adapter and its model as one model, packed again or in 16 bits, with what the merging loses."""
+"""`merge`: an adapter and its model as one model, packed again or in 16 bits; an error if the update is lost.
+
+Rounding may drop an update that is smaller than a step of the number format, without any sign in the weights. So the
+merged model is compared with model and adapter on the distributions of the next token (`update_loss.py`). `_updates`
+accepts plain LoRA on linear layers alone: other adapters do more than add to a weight.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections import Counter
@@ -12,38 +18,43 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from sparsebit.errors import CheckpointError, ConfigError
-from sparsebit.folders import need_new, put_in_place, staging_folder, write_text
+from sparsebit.errors import CheckpointError, ConfigError, DeploymentError
+from sparsebit.folders import need_new, put_in_place, staging_folder
 from sparsebit.llm.checkpoint import compressed_tensors
-from sparsebit.llm.file_checksums import write_checksums
-from sparsebit.llm.finetuning.packed_lora import load_adapter
-from sparsebit.llm.loading import load
-from sparsebit.llm.model_folder import ModelFolder
-from sparsebit.llm.packed_folder import copy_small_files
-from sparsebit.llm.packed_source import PackedSource, packed_source
-from sparsebit.llm.packed_weight import PackedWeight
-from sparsebit.llm.perplexity import perplexity
-from sparsebit.llm.recipe import Recipe
-from sparsebit.llm.rounding import round_weight
-from sparsebit.llm.separate_experts import routers
-from sparsebit.llm.shards import Shards
-from sparsebit.llm.skeleton import Skeleton
-from sparsebit.progress import track
+from sparsebit.llm.checkpoint.packed_source import PackedSource, packed_source, unpacked_source
+from sparsebit.llm.converting.load_check import arbitrary_tokens
+from sparsebit.llm.finetuning.layers.packed_lora import load_adapter
+from sparsebit.llm.finetuning.update_loss import UpdateLoss, measure_loss
+from sparsebit.llm.layers.packed_weight import PackedWeight
+from sparsebit.llm.models.model_folder import ModelFolder
+from sparsebit.llm.models.skeleton import Skeleton
+from sparsebit.llm.quantizing.quantize_folder import quantize
+from sparsebit.llm.quantizing.rounding import round_weight
+from sparsebit.llm.recipe import Calibration, Recipe
+from sparsebit.llm.running.loading import load
+from sparsebit.llm.running.perplexity import perplexity
 from sparsebit.tensor_files import load_tensors
 
-PACKED, _BASE = "packed", "base_model_name_or_path"
+PACKED, REQUANTIZED, _BASE = "packed", "requantized", "base_model_name_or_path"
 _MATRIX = re.compile(r"\.lora_(embedding_)?[AB](\.weight)?$")
-KINDS: dict[str, torch.dtype | None] = {PACKED: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KINDS: dict[str, torch.dtype | None] = {
+    PACKED: None,
+    REQUANTIZED: None,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+MAX_LOSS = 0.1
 
 
 @dataclass(frozen=True)
 class MergedModel:
-    """What `merge` made. `logit_error`: of the merged model against model and adapter, root mean square, relative.
+    """The result of `merge`. `logit_error`: of the merged model against model and adapter, root mean square, relative.
 
-    `kl_divergence`: of the distributions of the next token, mean, in nats. Perplexities are None without text: of the
-    model with its adapter, and merged.
+    `kl_divergence`: of the distributions of the next token, mean, in nats. `update_lost`: this divergence relative to
+    that of the model without its adapter: 0, nothing is lost; 1, all of it; None, if the adapter has no effect.
+    Perplexities are None without text: of the model with its adapter, and merged.
     """
 
     folder: Path
@@ -51,6 +62,7 @@ class MergedModel:
     num_layers: int
     logit_error: float
     kl_divergence: float
+    update_lost: float | None
     perplexity_with_adapter: float | None
     perplexity_merged: float | None
 
@@ -63,37 +75,97 @@ def merge(
     model: str | os.PathLike[str] | None = None,
     kind: str = PACKED,
     windows: Tensor | None = None,
+    calibration: Calibration | None = None,
+    max_loss: float = MAX_LOSS,
     trust_remote_code: bool = False,
 ) -> MergedModel:
     """Add the adapter's updates to the weights of its model and write the result as a model folder.
 
     `model`: the folder of the model; the one that the adapter names, if None. `kind`: "packed", in the number format
-    that each layer has (layers with an adapter are rounded again, others keep their codes), "bfloat16" or "float16".
-    Rounding loses a part of what was learned: `windows (n, length)` of tokens measure how much; without them arbitrary
-    tokens do, and only of the logits. For fewer losses merge to 16 bits and quantize that with text.
+    that each layer has (layers with an adapter are rounded again, others keep their codes); "requantized", in the same
+    number format, all layers quantized by GPTQ with the text of `calibration`; "bfloat16" or "float16".
+
+    Rounding to nearest drops updates that are smaller than a step of the number format. The loss is measured on
+    `windows (n, length)` of tokens, on arbitrary tokens if None: a result that loses more than `max_loss` of what the
+    adapter changes (`MergedModel.update_lost`) is an error and not kept.
     """
     target = Path(output)
     if kind not in KINDS:
         raise ConfigError(f"kind={kind!r}: allowed: {', '.join(KINDS)}")
+    if not max_loss >= 0:
+        raise ConfigError(f"max_loss={max_loss}: allowed: 0 or more; {MAX_LOSS} is a tenth of the update")
     need_new(target)
     base = Path(model) if model is not None else named_base(Path(adapter))
     skeleton = Skeleton(ModelFolder(base), trust_remote_code=trust_remote_code)
+    if skeleton.transposed:
+        raise ConfigError(f"{base} has Conv1D layers: merging writes linear layers, which nothing reads in their place")
     source = packed_source(skeleton)
-    if source is None and kind == PACKED:
+    if source is None and kind in (PACKED, REQUANTIZED):
         raise ConfigError(f"{base} is a float model: merge to bfloat16 or float16, then quantize it")
+    recipe = _recipe_of(source, calibration) if source is not None and kind == REQUANTIZED else None
+    if calibration is not None and kind != REQUANTIZED:
+        raise ConfigError(f"calibration with kind={kind!r}: it is for kind {REQUANTIZED!r}")
     adapted = load_adapter(load(base, dtype=torch.float32, trust_remote_code=trust_remote_code), adapter)
     updates = _updates(adapted, Path(adapter), skeleton)
     with staging_folder(target, alone=True) as staging:
         made = staging / target.name
-        _write(made, skeleton, source, updates, KINDS[kind])
+        if recipe is None:
+            _write(made, skeleton, source, updates, KINDS[kind])
+        else:
+            floats = staging / "float" / target.name
+            _write(floats, skeleton, source, updates, _type_of_files(skeleton, source))
+            quantize(floats, made, recipe, calibration, trust_remote_code=trust_remote_code)
         merged = load(made, dtype=torch.float32, trust_remote_code=trust_remote_code)
-        tokens = _arbitrary(merged) if windows is None else windows
-        found = _compare(adapted, merged, tokens)
+        loss = measure_loss(adapted, merged, arbitrary_tokens(merged) if windows is None else windows)
+        _need_update(loss, max_loss, kind, is_text=windows is not None)
         before = after = None
         if windows is not None:
             before, after = (perplexity(one, windows).value for one in (adapted, merged))
         put_in_place(made, target)
+    found = (loss.logit_error, loss.divergence, loss.share)
     return MergedModel(target, kind, len(updates), *found, before, after)
+
+
+def _recipe_of(source: PackedSource, calibration: Calibration | None) -> Recipe:
+    """GPTQ with the number format that all packed layers have."""
+    formats = set(source.formats.values())
+    if len(formats) > 1:
+        raise ConfigError(
+            f"kind={REQUANTIZED!r}: the layers have {len(formats)} different number formats; merge to bfloat16 or "
+            "float16, then quantize that with candidate bits"
+        )
+    (layer,) = formats
+    if layer.kind != "int":
+        if calibration is not None:
+            raise ConfigError(f"calibration with {layer.kind} weights: these are rounded without text; leave it out")
+        return Recipe(method=layer.kind)
+    if calibration is None:
+        raise ConfigError(f"kind={REQUANTIZED!r} needs calibration text (--calibration): GPTQ rounds with it")
+    return Recipe(bits=layer.bits, group_size=layer.group_size, symmetric=layer.symmetric)
+
+
+def _type_of_files(skeleton: Skeleton, source: PackedSource | None) -> torch.dtype:
+    """The type of the weights that are not packed."""
+    packed = () if source is None else (key for layer in source.formats for key in source.keys(layer))
+    left = (skeleton.folder.tensor(key).dtype for key in skeleton.folder if key not in set(packed))
+    return next((dtype for dtype in left if dtype in (torch.float16, torch.bfloat16)), torch.float32)
+
+
+def _need_update(loss: UpdateLoss, max_loss: float, kind: str, *, is_text: bool) -> None:
+    """Refuse a merged model that has lost the update: it would be taken for the fine-tuned one."""
+    if loss.share is None or loss.share <= max_loss:
+        return
+    tokens = "the text" if is_text else "arbitrary tokens; --text measures on a text, best one like the training data"
+    ways = {
+        "float16": "merge to 16 bits (--to float16 or bfloat16)",
+        REQUANTIZED: "quantize the merged weights with text (--to requantized --calibration FILE)",
+        "": f"accept the loss (--max-loss {math.ceil(loss.share * 100) / 100:g})",
+    }
+    raise DeploymentError(
+        f"merging to {kind} loses {loss.share:.0%} of what the adapter changes in the predictions of the next token "
+        f"({loss.divergence:.2g} of {loss.effect:.2g} nats, measured on {tokens}); allowed: {max_loss:.0%}; nothing is "
+        f"kept. Either {', or '.join(way for name, way in ways.items() if name != kind)}"
+    )
 
 
 def named_base(adapter: Path) -> Path:
@@ -108,10 +180,8 @@ def named_base(adapter: Path) -> Path:
 
 
 def _updates(adapted: Any, adapter: Path, skeleton: Skeleton) -> dict[str, Any]:
-    """By the name of its layer in the model, the module that gives the update of its weight."""
-    names = set(adapted.active_adapters)
-    if len(names) != 1:
-        raise ConfigError(f"the model has {len(names)} active adapters; merge one at a time")
+    """By the name of its layer in the model, the module that computes the update of its weight."""
+    assert len(adapted.active_adapters) == 1, "load_adapter has loaded one"
     found = {
         name: part
         for name, part in adapted.get_base_model().named_modules()
@@ -150,7 +220,7 @@ def _updates(adapted: Any, adapter: Path, skeleton: Skeleton) -> dict[str, Any]:
 
 
 def _is_in_files(name: str, value: Tensor, skeleton: Skeleton) -> bool:
-    """Whether a tensor of an adapter is a copy of one of the model, which peft keeps beside updates of embeddings."""
+    """Whether a tensor of an adapter is a copy of one of the model, which peft saves with updates of embeddings."""
     own = skeleton.names.get(name.removeprefix("base_model.model.").replace(".base_layer.", "."))
     stored = None if own is None else skeleton.folder.tensor(own)
     return stored is not None and stored.shape == value.shape and torch.equal(stored.float(), value.float())
@@ -180,57 +250,39 @@ def _write(
     dtype: torch.dtype | None,
 ) -> None:
     """Shards as those of the source. `dtype`: None, if packed layers are packed again."""
-    folder = skeleton.folder
-    target.mkdir(parents=True)
-    copy_small_files(folder.path, target)
-    config = {key: value for key, value in folder.config.items() if key != "quantization_config"}
-    formats = {} if source is None else source.formats
+    files = unpacked_source(skeleton) if source is None else source
+    config = {key: value for key, value in skeleton.folder.config.items() if key != "quantization_config"}
     if dtype is None:
-        linear_names = [name for name, part in skeleton.model.named_modules() if type(part) is nn.Linear]
-        floats = [*(name for name in linear_names if name not in formats), *routers(skeleton)]
-        config["quantization_config"] = compressed_tensors.make_config(formats, floats)
+        config["quantization_config"] = compressed_tensors.make_config(files.formats, files.float_layers())
     else:
         config.pop("torch_dtype", None)
         config["dtype"] = str(dtype).removeprefix("torch.")
-    write_text(target / "config.json", json.dumps(config, indent=2) + "\n")
-    layers_of: dict[Path, list[str]] = {}
-    packed_keys: set[str] = set()
-    for layer in formats:
-        assert source is not None
-        packed_keys |= set(source.keys(layer))
-        layers_of.setdefault(folder.files[source.keys(layer)[0]], []).append(layer)
-    dense = {skeleton.names[f"{name}.weight"]: name for name in updates if name not in formats}
-    files = list(dict.fromkeys(folder.files.values()))
-    shards = Shards(target, len(files))
-    for file in track(files, "merging"):
-        tensors: dict[str, Tensor] = {}
-        for key in (key for key, path in folder.files.items() if path == file and key not in packed_keys):
-            value = folder.tensor(key)
-            if key in dense:
-                value = _rounded(value.float() + _update(updates[dense[key]]), value.dtype, key)
-            tensors[key] = _rounded(value, dtype, key) if dtype is not None and value.is_floating_point() else value
-        for layer in layers_of.get(file, ()):
-            assert source is not None
-            packed = source.read(layer)
-            update = _update(updates[layer]) if layer in updates else None
-            if dtype is None:
-                if update is not None:
-                    if not isinstance(packed, PackedWeight):
-                        raise ConfigError(f"{layer} has {formats[layer]} weights; merge to bfloat16 or float16 instead")
-                    packed = add_to_packed(packed, update, layer)
-                tensors |= compressed_tensors.layer_tensors(source.file_name(layer), packed)
-            else:
-                weight = packed.dequantize(torch.float32)
-                key = f"{source.file_name(layer)}.weight"
-                tensors[key] = _rounded(weight if update is None else weight + update, dtype, key)
-        shards.write(tensors)
-        folder.close()
-    shards.finish()
-    write_checksums(target)
+    dense = {skeleton.names[f"{name}.weight"]: name for name in updates if name not in files.formats}
+
+    def merged_layer(layer: str) -> Mapping[str, Tensor]:
+        packed = files.read(layer)
+        update = _update(updates[layer]) if layer in updates else None
+        if dtype is not None:
+            weight = packed.dequantize(torch.float32)
+            key = f"{files.file_name(layer)}.weight"
+            return {key: _rounded(weight if update is None else weight + update, dtype, key)}
+        if update is not None:
+            if not isinstance(packed, PackedWeight):
+                kind = files.formats[layer].kind
+                raise ConfigError(f"{layer} has {kind} weights: merge to requantized, bfloat16 or float16")
+            packed = add_to_packed(packed, update, layer)
+        return compressed_tensors.layer_tensors(files.file_name(layer), packed)
+
+    def merged_tensor(key: str, value: Tensor) -> Tensor:
+        if key in dense:
+            value = _rounded(value.float() + _update(updates[dense[key]]), value.dtype, key)
+        return _rounded(value, dtype, key) if dtype is not None and value.is_floating_point() else value
+
+    files.rewrite(target, config, merged_layer, merged_tensor, what="merging")
 
 
 def _rounded(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """The value in the type; refused is one that the type has no number for."""
+    """The value in the type; a value beyond the largest number of the type is an error."""
     found = value.to(dtype)
     if value.isfinite().all() and not found.isfinite().all():
         raise ConfigError(f"{name} has values up to {value.abs().max():.3g}, too large for {dtype}; merge to bfloat16")
@@ -270,22 +322,3 @@ def _on_grid(wanted: Tensor, packed: PackedWeight) -> PackedWeight:
     scales = packed.scales.float()[..., None]
     codes = (grouped / torch.where(scales == 0, 1.0, scales) + middle).round().clamp(0, (1 << packed.bits) - 1)
     return PackedWeight.from_codes(codes.flatten(1).to(torch.uint8), packed.scales, packed.zeros, packed.bits)
-
-
-def _arbitrary(model: Any) -> Tensor:
-    size = int(model.config.get_text_config().vocab_size)
-    return torch.randint(0, size, (1, 64), generator=torch.Generator().manual_seed(0))
-
-
-def _compare(adapted: Any, merged: Any, tokens: Tensor) -> tuple[float, float]:
-    """The relative error of the logits, and the mean divergence of the next token's distributions."""
-    error = size = divergence = 0.0
-    count = 0
-    for row in tokens.split(1):
-        wanted, found = (model(input_ids=row, use_cache=False).logits.float() for model in (adapted, merged))
-        error += float((found - wanted).double().square().sum())
-        size += float(wanted.double().square().sum())
-        ours, theirs = (one.log_softmax(-1) for one in (found, wanted))
-        divergence += float((theirs.exp() * (theirs - ours)).sum(-1).double().sum())
-        count += row.numel()
-    return (error / max(size, 1e-30)) ** 0.5, divergence / count

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparsebit.errors import ConfigError
+from sparsebit.errors import ConfigError, import_problem
 
 # By name, the classes of bitsandbytes; AdamW of torch has none.
 OPTIMIZERS: dict[str, str | None] = {
@@ -37,10 +37,10 @@ def make_optimizer(
         return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay)
     try:
         import bitsandbytes
-    except ImportError:
+    except Exception:  # a broken package raises anything
         raise ConfigError(
-            f"optimizer={name!r} needs the package 'bitsandbytes', which is not installed: pip install bitsandbytes, "
-            "or use 'adamw'"
+            f"optimizer={name!r} needs the package 'bitsandbytes', which {import_problem('bitsandbytes')} pip install "
+            "bitsandbytes, or use 'adamw'"
         ) from None
     made: Any = getattr(bitsandbytes.optim, of_bitsandbytes)
     found: torch.optim.Optimizer = made(parameters, lr=learning_rate, weight_decay=weight_decay)

@@ -1,4 +1,9 @@
-"""`finetune`: adapters of a packed model, trained on instructions; resumable, in one process or several."""
+"""`finetune`: adapters of a packed model, trained on instructions; resumable, in one process or several.
+
+The training itself is `Training` (`training_loop.py`) or one of its two subclasses, for shards and for a pipeline.
+States are kept in `OUTPUT.partial`, a `RunFolder` whose settings decide whether a run may continue; anything that
+changes the result belongs into `_settings`.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +24,21 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from sparsebit.errors import ConfigError
+from sparsebit.execution.run_folder import RunFolder, hold_run
 from sparsebit.folders import need_new, put_in_place, staging_folder, write_text
-from sparsebit.llm.calibration_text import need_embeddings, need_positions
-from sparsebit.llm.file_checksums import fingerprint, write_checksums
-from sparsebit.llm.finetuning.instructions import Sample, read_instructions
-from sparsebit.llm.finetuning.packed_lora import peft_module
-from sparsebit.llm.finetuning.pipeline_stage import load_stage
-from sparsebit.llm.finetuning.pipeline_training import PipelineTraining
-from sparsebit.llm.finetuning.sharded_training import ShardedTraining
+from sparsebit.llm.finetuning.data.instructions import Sample, read_instructions
+from sparsebit.llm.finetuning.distributed.pipeline_stage import load_stage
+from sparsebit.llm.finetuning.distributed.pipeline_training import PipelineTraining
+from sparsebit.llm.finetuning.distributed.sharded_training import ShardedTraining
+from sparsebit.llm.finetuning.layers.packed_lora import peft_module
 from sparsebit.llm.finetuning.training_loop import Training
 from sparsebit.llm.finetuning.tuning import Tuning
-from sparsebit.llm.hub_classes import load_tokenizer
-from sparsebit.llm.loading import load
-from sparsebit.llm.model_folder import ModelFolder
+from sparsebit.llm.models.calibration_text import need_embeddings, need_positions
+from sparsebit.llm.models.file_checksums import fingerprint, write_checksums
+from sparsebit.llm.models.hub_classes import load_tokenizer
+from sparsebit.llm.models.model_folder import ModelFolder
 from sparsebit.llm.process_group import joined
-from sparsebit.llm.run_folder import RunFolder, hold_run
+from sparsebit.llm.running.loading import load
 from sparsebit.progress import track
 from sparsebit.tensor_files import save_tensors
 
@@ -46,7 +51,7 @@ PARALLEL: tuple[Parallel, ...] = get_args(Parallel)
 
 @dataclass(frozen=True)
 class FinetunedModel:
-    """What `finetune` made. `losses`: of each step, the mean negative log-likelihood of a learned token.
+    """The result of `finetune`. `losses`: of each step, the mean negative log-likelihood of a learned token.
 
     `num_learned`: tokens that were learned, over all steps. `num_resumed`: steps that an interrupted run had done.
     """
@@ -124,7 +129,7 @@ def finetune(
             run = (ShardedTraining if parallel == "fsdp" else Training)(backbone, *rest)
         stages = rank.count if parallel == "pipeline" else 1
         more = {"optimizer": run.optimizer_name, "stages": stages}
-        rank.from_first(lambda: RunFolder(partial, _settings(tuning, samples, Path(model), dtype) | more).path)
+        rank.from_first(lambda: RunFolder(partial, _settings(tuning, samples, Path(model), dtype) | more).open())
         num_resumed = run.resume(partial)
         with torch.random.fork_rng(devices=[rank.device] if rank.device.type == "cuda" else []):
             for step in track(range(num_resumed, run.num_steps), "fine-tuning"):
@@ -152,7 +157,7 @@ def finetune(
 
 
 def _settings(tuning: Tuning, samples: Sequence[Sample], model: Path, dtype: torch.dtype) -> dict[str, Any]:
-    """What decides the result: of the model all bytes of its weights and code, and its config."""
+    """Everything that decides the result: of the model all bytes of its weights and code, and its config."""
     tokens = json.dumps([[sample.tokens, sample.is_learned] for sample in samples])
     folder = ModelFolder(model)
     config = {key: value for key, value in folder.config.items() if key not in _NOT_COMPARED}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import CheckpointError
-from sparsebit.folders import flush, staging_folder
-from sparsebit.tensor_files import digest, load_tensors, save_tensors
+from sparsebit.execution.run_folder import read_part, write_part
 
 _NUM_KEPT = 2
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What a training is after `step` steps. `losses`: of each of them."""
+    """The state of a training after `step` steps. `losses`: of each of them."""
 
     step: int
     losses: tuple[float, ...]
@@ -43,17 +41,8 @@ def save_state(folder: Path, state: TrainingState) -> None:
         "step": str(state.step),
         "losses": json.dumps(state.losses),
         "optimizer": json.dumps(numbers),
-        "sha256": digest(tensors),
     }
-    path = _file(folder, state.step)
-    try:
-        with staging_folder(path) as staging:
-            save_tensors(tensors, staging / path.name, metadata)
-            flush(staging / path.name)
-            os.replace(staging / path.name, path)
-            flush(folder)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be written ({error}); earlier states are kept") from error
+    write_part(_file(folder, state.step), tensors, metadata)
     for old in _files(folder)[:-_NUM_KEPT]:
         old.unlink(missing_ok=True)
 
@@ -71,10 +60,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 def state_at(folder: Path, step: int, optimizer: torch.optim.Optimizer) -> TrainingState:
     """The state that was kept after so many steps."""
-    path = _file(folder, step)
-    tensors, metadata = load_tensors(path)
-    if metadata.get("sha256") != digest(tensors):
-        raise CheckpointError(f"{path} is damaged (its checksum differs); remove it to go on from an earlier one")
+    tensors, metadata = read_part(_file(folder, step))
     entries: dict[int, dict[str, Any]] = {
         int(index): dict(values) for index, values in json.loads(metadata["optimizer"]).items()
     }

@@ -1,4 +1,9 @@
-"""`Training`: adapters, their optimizer and the losses so far; one step at a time, in one process or several."""
+"""`Training`: adapters, their optimizer and the losses so far; one step at a time, in one process or several.
+
+A step has the same result in any number of processes and after any interruption: rows are planned for all steps in
+advance, and the seed of dropout depends on the step and the place of the rows alone. Subclasses override where the
+model is (`place`), which rows a process computes (`parts_of`) and how gradients are added (`add_up`, `clip`).
+"""
 
 from __future__ import annotations
 
@@ -13,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError
-from sparsebit.llm.finetuning.instructions import Sample
+from sparsebit.llm.finetuning.data.instructions import Sample
+from sparsebit.llm.finetuning.data.packing_check import check_packing
+from sparsebit.llm.finetuning.data.sample_packing import Batch, make_batch, plan_epochs
+from sparsebit.llm.finetuning.data.token_loss import LossOfBatch, choose_loss, forward
+from sparsebit.llm.finetuning.layers.packed_lora import add_adapter
+from sparsebit.llm.finetuning.layers.recorded_blocks import BlockRecorder, may_draw, record_blocks
 from sparsebit.llm.finetuning.optimizers import make_optimizer, resolve_optimizer
-from sparsebit.llm.finetuning.packed_lora import add_adapter
-from sparsebit.llm.finetuning.packing_check import check_packing
-from sparsebit.llm.finetuning.recorded_blocks import BlockRecorder, may_draw, record_blocks
-from sparsebit.llm.finetuning.sample_packing import Batch, make_batch, plan_epochs
-from sparsebit.llm.finetuning.token_loss import LossOfBatch, choose_loss, forward
 from sparsebit.llm.finetuning.training_files import TrainingState, newest_state, restore_parameters, save_state
 from sparsebit.llm.finetuning.tuning import Tuning
 from sparsebit.llm.process_group import Rank
@@ -71,7 +76,9 @@ class Training:
     def checkpoint_blocks(self) -> None:
         """Compute blocks again in the backward; on a GPU, where rows are filled, as recorded graphs."""
         settings = {"use_reentrant": False, "preserve_rng_state": may_draw(self.model)}
-        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+        # The newer name is of transformers 5.23.
+        newer = getattr(self.model, "activation_checkpointing_enable", None)
+        (newer or self.model.gradient_checkpointing_enable)(settings)
         if self.can_record and self.rank.device.type == "cuda" and self.tuning.packing:
             shape = self.tuning.micro_batch_size, self.tuning.length
             self.recorder = record_blocks(self.model, shape, self.rank.device)
@@ -85,7 +92,10 @@ class Training:
 
     def resume(self, folder: Path) -> int:
         """Take up the newest state that rank 0 finds; how many steps are done."""
-        state = self.rank.from_first(lambda: newest_state(folder, self.optimizer))
+        return self.continue_from(self.rank.from_first(lambda: newest_state(folder, self.optimizer)))
+
+    def continue_from(self, state: TrainingState | None) -> int:
+        """Take up a state; how many steps are done."""
         if state is None:
             return 0
         restore_parameters(self.parameters, state.parameters)

@@ -1,15 +1,20 @@
-"""`Tuning`: how adapters are trained; a frozen value."""
+"""`Tuning`: how adapters are trained; a frozen value.
+
+The command line makes its options of these fields, without torch: what is imported here must not import it.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal, get_args
 
-from sparsebit.errors import ConfigError
-from sparsebit.llm.finetuning.instructions import TOO_LONG, TooLong
-from sparsebit.llm.finetuning.optimizers import OPTIMIZERS
+from sparsebit.option_fields import check_options, option
 
-SCHEDULES = ("cosine", "linear", "constant")
+TooLong = Literal["error", "cut", "drop"]
+Schedule = Literal["cosine", "linear", "constant"]
+Optimizer = Literal["auto", "adamw", "adamw8bit", "paged_adamw8bit"]
+_ADAPTER, _STEPS = "Adapter", "Steps"
 
 
 @dataclass(frozen=True)
@@ -29,49 +34,46 @@ class Tuning:
     `gradient_checkpointing`: blocks are computed again in the backward instead of keeping what is inside of them.
     """
 
-    rank: int = 16
-    alpha: int = 32
-    dropout: float = 0.0
-    targets: tuple[str, ...] = ()
-    length: int = 512
-    packing: bool = True
-    chat_template: bool = False
-    too_long: TooLong = "error"
-    num_epochs: int = 1
-    max_steps: int | None = None
-    batch_size: int = 16
-    micro_batch_size: int = 1
-    learning_rate: float = 2e-4
-    warmup: float = 0.03
-    schedule: str = "cosine"
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    optimizer: str = "auto"
-    gradient_checkpointing: bool = True
-    seed: int = 0
+    rank: int = option(16, "Of the updates.", least=1, usual="8 to 64 are usual", panel=_ADAPTER)
+    alpha: int = option(
+        32, "Updates are alpha / rank * B @ A.", least=1, usual="twice the rank is usual", panel=_ADAPTER
+    )
+    dropout: float = option(0.0, "Of their inputs.", least=0, below=1, panel=_ADAPTER)
+    targets: tuple[str, ...] = option(
+        (), "Layers by the ends of their names, such as q_proj,v_proj; all.", metavar="NAME,NAME", panel=_ADAPTER
+    )
+    length: int = option(512, "Tokens of a row at most.", least=2)
+    packing: bool = option(True, "One sample a row.")
+    chat_template: bool = option(False, "Prompts and responses become messages of the model's template.")
+    too_long: TooLong = option("error", "What happens to samples that fit no row.", choices=get_args(TooLong))
+    num_epochs: int = option(1, "Times that each sample is learned.", least=1, name="--epochs")
+    max_steps: int | None = option(None, "Steps at most.", least=1)
+    batch_size: int = option(16, "Rows of a step, over all processes.", least=1, panel=_STEPS)
+    micro_batch_size: int = option(1, "Rows at once.", least=1, panel=_STEPS)
+    learning_rate: float = option(
+        2e-4, "The highest one.", above=0, below=math.inf, usual="1e-4 to 3e-4 are usual", panel=_STEPS
+    )
+    warmup: float = option(
+        0.03, "Share of the steps in which it rises.", least=0, below=1, usual="a share of the steps", panel=_STEPS
+    )
+    schedule: Schedule = option("cosine", "Then.", choices=get_args(Schedule), panel=_STEPS)
+    weight_decay: float = option(0.0, "Of AdamW.", least=0, panel=_STEPS)
+    max_grad_norm: float = option(
+        1.0, "Gradients are clipped to it; 0: not.", least=0, usual="0: no clipping", panel=_STEPS
+    )
+    optimizer: Optimizer = option(
+        "auto",
+        "auto: the paged one on a GPU where bitsandbytes is installed.",
+        choices=get_args(Optimizer),
+        panel=_STEPS,
+    )
+    gradient_checkpointing: bool = option(
+        True, "Keep activations instead of computing blocks again.", name="--no-checkpointing", panel=_STEPS
+    )
+    seed: int = option(0, "Of adapters, order and dropout.", least=0)
 
     def __post_init__(self) -> None:
-        allowed = {
-            "rank": (self.rank >= 1, "1 or more; 8 to 64 are usual"),
-            "alpha": (self.alpha > 0, "more than 0; twice the rank is usual"),
-            "dropout": (0 <= self.dropout < 1, "0 to below 1"),
-            "length": (self.length >= 2, "2 or more"),
-            "too_long": (self.too_long in TOO_LONG, ", ".join(TOO_LONG)),
-            "num_epochs": (self.num_epochs >= 1, "1 or more"),
-            "max_steps": (self.max_steps is None or self.max_steps >= 1, "1 or more"),
-            "batch_size": (self.batch_size >= 1, "1 or more"),
-            "micro_batch_size": (self.micro_batch_size >= 1, "1 or more"),
-            "learning_rate": (0 < self.learning_rate < math.inf, "more than 0; 1e-4 to 3e-4 are usual"),
-            "warmup": (0 <= self.warmup < 1, "0 to below 1, a share of the steps"),
-            "schedule": (self.schedule in SCHEDULES, ", ".join(SCHEDULES)),
-            "weight_decay": (self.weight_decay >= 0, "0 or more"),
-            "max_grad_norm": (self.max_grad_norm >= 0, "0 (no clipping) or more"),
-            "optimizer": (self.optimizer in ("auto", *OPTIMIZERS), ", ".join(("auto", *OPTIMIZERS))),
-            "seed": (self.seed >= 0, "0 or more"),
-        }
-        for name, (is_good, words) in allowed.items():
-            if not is_good:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: allowed: {words}")
+        check_options(self)
 
     def learning_rate_at(self, step: int, num_steps: int) -> float:
         """The learning rate of a step, counted from 0.

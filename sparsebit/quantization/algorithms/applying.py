@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from sparsebit.config.schema import QuantConfig
-from sparsebit.errors import CalibrationError
-from sparsebit.execution.value_store import MIB
+from sparsebit.execution.batches import require_repeatable
+from sparsebit.execution.blocks.value_store import MIB
 from sparsebit.quantization.algorithms.registration import run_step
+from sparsebit.quantization.model.quant_model import QuantModel
 
 log = logging.getLogger(__name__)
 
 
-class ConfiguredModel(Protocol):
-    """What is needed of a `QuantModel`, which is built on top of the algorithms."""
-
-    config: QuantConfig
-    applied_algorithms: tuple[str, ...]
-
-
 def apply_algorithms(
-    qmodel: ConfiguredModel,
+    qmodel: QuantModel,
     data: Iterable[Any],
     *,
     memory_budget: int = 1024 * MIB,
@@ -47,17 +40,3 @@ def apply_algorithms(
         log.info("%s", step.name)
         results.append((step.name, run_step(step, qmodel, data, memory_budget=memory_budget, resume=folder)))
     return results
-
-
-def require_repeatable(data: object, reader: str) -> None:
-    """An error for data that can be read only once."""
-    if isinstance(data, Iterator):
-        raise CalibrationError(
-            f"{reader} read the calibration data more than once, and an iterator ({type(data).__name__}) gives it "
-            "once; pass a list of batches or a DataLoader"
-        )
-
-
-def not_applied(qmodel: ConfiguredModel) -> list[str]:
-    """The algorithms of the config that were not run on the model."""
-    return [step.name for step in qmodel.config.ALGORITHMS if step.name not in qmodel.applied_algorithms]

@@ -4,48 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import operator
-import os
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from sparsebit.errors import CalibrationError
-from sparsebit.execution.block_engine import BatchValues, BlockData, Visit
-from sparsebit.execution.held_out import HoldOut
+from sparsebit.execution.blocks.engine import BatchValues, BlockData
 from sparsebit.graph.patterns import is_itself
 from sparsebit.numerics.reference import dequantize
 from sparsebit.numerics.reference import quantize as codes_of
-from sparsebit.quantization.block_visits import FloatRun
-from sparsebit.quantization.float_parameters import FloatParameters
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 from sparsebit.quantization.quantizers.base import Quantizer
-
-
-class LayeredModel(Protocol):
-    """What these algorithms need of a `QuantModel`, which is built on top of them."""
-
-    model: nn.Module
-
-    @property
-    def float_parameters(self) -> FloatParameters:
-        """As `QuantModel.float_parameters`."""
-
-    def visit_blocks(
-        self,
-        data: Any,
-        visit: Visit,
-        *,
-        blocks: Sequence[str] | Literal["layers", "network"] | None,
-        memory_budget: int,
-        resume: str | os.PathLike[str] | None,
-        prepare: Callable[[FloatRun], None] | None = None,
-        hold_out: HoldOut | None = None,
-        views: int = 1,
-    ) -> None:
-        """As `QuantModel.visit_blocks`."""
 
 
 def is_first_call(node: fx.Node) -> bool:

@@ -7,16 +7,17 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from pydantic import Field, create_model
 
-from sparsebit.config.faults import all_faults
+from sparsebit.config.algorithm_steps import Step
+from sparsebit.config.config_errors import all_faults
 from sparsebit.config.options import check_options
 from sparsebit.config.section import Section
-from sparsebit.config.steps import Step
 from sparsebit.errors import ConfigError
 from sparsebit.graph.inference_mode import ordinary_tensors
+from sparsebit.quantization.model.quant_model import QuantModel
 from sparsebit.records.phases import phase
 from sparsebit.registry import ALGORITHMS
 
@@ -24,12 +25,6 @@ AlgorithmFunction = TypeVar("AlgorithmFunction", bound=Callable[..., Any])
 
 # Keywords about how an algorithm runs, not about what it computes: a call gives them, not a config.
 _OF_THE_RUN = ("memory_budget", "resume")
-
-
-class Applied(Protocol):
-    """What keeps the names of the algorithms that changed a model: a `QuantModel`."""
-
-    applied_algorithms: tuple[str, ...]
 
 
 def register_algorithm(
@@ -54,11 +49,11 @@ def register_algorithm(
         check_options(section, "algorithm", name)
 
         @functools.wraps(function)
-        def noted(qmodel: Applied, *args: Any, **kwargs: Any) -> Any:
+        def noted(qmodel: QuantModel, *args: Any, **kwargs: Any) -> Any:
             _check_call(function, section, kwargs)
             with phase(name.lower()), ordinary_tensors():
                 result = function(qmodel, *args, **kwargs)
-            qmodel.applied_algorithms = (*getattr(qmodel, "applied_algorithms", ()), name.lower())
+            qmodel.applied_algorithms = (*qmodel.applied_algorithms, name.lower())
             return result
 
         ALGORITHMS.register(name, aliases=aliases, replace=replace, options=section)(noted)

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from sparsebit.errors import BackendError, ConfigError, SparsebitError
 from sparsebit.execution.batches import Call
 from sparsebit.progress import track
+from sparsebit.quantization.building.attach_quantizers import quantizer_of
 from sparsebit.quantization.ops.layer_call import current_weight
 from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
-from sparsebit.quantization.passes.attach_quantizers import quantizer_of
+from sparsebit.quantization.planning.sites import Plan
 from sparsebit.quantization.quantizers.base import Quantizer
-from sparsebit.quantization.sites import Plan
 
 Candidates = dict[str, dict[int, Quantizer]]
 

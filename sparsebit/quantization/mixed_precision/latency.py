@@ -16,22 +16,22 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sparsebit.deploy.cpu import cpu_name
+from sparsebit.deploy.audit.file_latency import Stopwatch
 from sparsebit.deploy.runtimes import PROFILES
-from sparsebit.deploy.sessions import runtime_version
-from sparsebit.deploy.stopwatch import Stopwatch
+from sparsebit.deploy.sessions.cpu import cpu_name
+from sparsebit.deploy.sessions.runtime_sessions import runtime_version
 from sparsebit.errors import BudgetError, ConfigError
 from sparsebit.execution.batches import batches_of
-from sparsebit.numerics.choice_program import Budget, choose
+from sparsebit.numerics.choices.integer_program import Budget, choose
 from sparsebit.progress import track
 from sparsebit.quantization.mixed_precision.candidates import stored_weights
 from sparsebit.quantization.mixed_precision.sensitivity import Sensitivity, sensitivity
+from sparsebit.quantization.model.quant_model import QuantModel
 from sparsebit.quantization.placement_search import PlacementProfile, apply_placement
 from sparsebit.quantization.placement_search.candidates import Costs, Floats, cheapest, costs_of, edges, fixed_floats
 from sparsebit.quantization.placement_search.profile import Choice
 from sparsebit.quantization.placement_search.traced_graph import TracedGraph
 from sparsebit.quantization.placement_search.tracing import Traced, traced
-from sparsebit.quantization.quant_model import QuantModel
 from sparsebit.quantization.recording import architecture_facts
 from sparsebit.records.phases import phase
 

@@ -14,15 +14,14 @@ from torch import Tensor
 from sparsebit.config.schema import QuantConfig
 from sparsebit.config.selectors import near_names
 from sparsebit.errors import CalibrationError, ConfigError
-from sparsebit.execution.batches import as_call, to_device
-from sparsebit.numerics.choice_program import Budget, choose
-from sparsebit.quantization.algorithms.applying import require_repeatable
+from sparsebit.execution.batches import as_call, require_repeatable, to_device
+from sparsebit.numerics.choices.integer_program import Budget, choose
+from sparsebit.quantization.faithful.simulation import users_level
 from sparsebit.quantization.mixed_precision.bit_config import with_bits
 from sparsebit.quantization.mixed_precision.sensitivity import WEIGHT_BITS, Loss, Method, Sensitivity, require_sites
 from sparsebit.quantization.mixed_precision.sensitivity import sensitivity as measure
 from sparsebit.quantization.mixed_precision.site_facts import ModelFacts, facts_of
-from sparsebit.quantization.quant_model import QuantModel
-from sparsebit.quantization.simulation import users_level
+from sparsebit.quantization.model.quant_model import QuantModel
 
 BUDGETS = ("bytes", "weight_bits", "activation_bits", "bops")
 _FLOAT_BITS = 32

@@ -10,18 +10,18 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from numbers import Integral
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from sparsebit.config.selectors import near_names
 from sparsebit.errors import CalibrationError, ConfigError, RecordError
-from sparsebit.execution.batches import as_call, num_samples, to_device
+from sparsebit.execution.batches import as_call, num_samples, require_repeatable, to_device
 from sparsebit.graph.inference_mode import ordinary_tensors
 from sparsebit.progress import track
-from sparsebit.quantization.algorithms.applying import require_repeatable
+from sparsebit.quantization.calibrating.float_values import in_float
 from sparsebit.quantization.mixed_precision.candidates import Candidates, candidates_of, quantized
 from sparsebit.quantization.mixed_precision.sensitivity_math import (
     divergence,
@@ -29,35 +29,21 @@ from sparsebit.quantization.mixed_precision.sensitivity_math import (
     products,
     value_direction,
 )
+from sparsebit.quantization.model.quant_model import QuantModel
 from sparsebit.quantization.ops.layer_call import current_weight, forward_with
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
+from sparsebit.quantization.planning.sites import Plan
 from sparsebit.quantization.quantizers.base import Quantizer
-from sparsebit.quantization.sites import Plan
 
 Method = Literal["gradient", "sqnr", "kl"]
 Outputs = Literal["auto", "scores", "values"]
 # Gives the mean loss of a batch, from the model's output and the batch as the data yields it, labels included.
 Loss = Callable[[Any, Any], Tensor]
 WEIGHT_BITS = (2, 3, 4, 6, 8)
-# Chosen on training images of CIFAR-10 that calibration did not use: docs/guides/mixed-precision.md.
+# Chosen on training images of CIFAR-10 that calibration did not use: docs/benchmarks/mixed-precision.md.
 TEMPERATURE = 4.0
 
 log = logging.getLogger(__name__)
-
-
-class CalibratedModel(Protocol):
-    """What is needed of a `QuantModel`."""
-
-    model: nn.Module
-    plan: Plan
-    float_values_are_lost: bool
-
-    @property
-    def original(self) -> nn.Module: ...
-    @property
-    def device(self) -> torch.device: ...
-    def in_float(self) -> contextlib.AbstractContextManager[None]: ...
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -111,7 +97,7 @@ class Sensitivity:
 
 @ordinary_tensors()
 def sensitivity(
-    qmodel: CalibratedModel,
+    qmodel: QuantModel,
     data: Any,
     *,
     method: Method = "gradient",
@@ -172,7 +158,7 @@ def sensitivity(
             "values are not in what was saved, and the scores are of rounding the changed weights again. Start from "
             "the float model"
         )
-    with qmodel.in_float(), _in_float(qmodel):
+    with in_float(qmodel), _in_float(qmodel):
         found = candidates_of(qmodel.model, qmodel.plan, wanted, calls())
         run = _Run(qmodel, found, outputs, temperature)
         for batch in track(data, f"sensitivity ({method})"):
@@ -203,9 +189,7 @@ def _need_finite(scores: Mapping[str, Mapping[int, float]]) -> None:
 class _Run:
     """Gathers the sums of all sites, batch after batch."""
 
-    def __init__(
-        self, qmodel: CalibratedModel, candidates: Candidates, outputs: Outputs, temperature: float = 1.0
-    ) -> None:
+    def __init__(self, qmodel: QuantModel, candidates: Candidates, outputs: Outputs, temperature: float = 1.0) -> None:
         self.qmodel, self.candidates, self.outputs, self.temperature = qmodel, candidates, outputs, temperature
         self.num_samples = self.num_batches = 0
         self.sums = {site: dict.fromkeys(group, 0.0) for site, group in candidates.items()}
@@ -368,7 +352,7 @@ class _Run:
 
 
 @contextlib.contextmanager
-def _in_float(qmodel: CalibratedModel) -> Iterator[None]:
+def _in_float(qmodel: QuantModel) -> Iterator[None]:
     """Inside, quantization is off, the model in eval mode and its parameters without gradients."""
     model = qmodel.model
     switches = {q: q.use_quant for q in model.modules() if isinstance(q, Quantizer)}

@@ -14,8 +14,8 @@ from sparsebit.graph.values import copied
 from sparsebit.quantization.ops.layer_call import current_weight
 from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
 from sparsebit.quantization.ops.quant_opr import QIdentity, QShared, QuantOpr, WeightedQuantOpr
+from sparsebit.quantization.planning.sites import Plan, layer_name, split_site
 from sparsebit.quantization.quantizers.base import Quantizer
-from sparsebit.quantization.sites import Plan, layer_name, split_site
 
 _Calls = dict[int, list[tuple[Tensor, Tensor]]]
 

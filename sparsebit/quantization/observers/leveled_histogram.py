@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from sparsebit.numerics.sample_levels import level_weight, sample_levels, usual_level
+from sparsebit.numerics.rounding.outlier_samples import level_weight, sample_levels, usual_level
 from sparsebit.numerics.spec import PerTensor, to_rows
 from sparsebit.quantization.observers.histogram import Histogram
 from sparsebit.quantization.observers.statistics import State

@@ -62,7 +62,7 @@ class MseObserver(Observer[Samples | Histogram | LeveledHistogram]):
     """Least squared error between the values and their quantized selves; for weights, of the output that they make.
 
     Of activations with one scale, samples that are far larger than nearly all others hardly count: see
-    `sparsebit.numerics.sample_levels`.
+    `sparsebit.numerics.rounding.outlier_samples`.
     """
 
     FORMATS = EVEN_STEPS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from sparsebit.numerics import operator
+from sparsebit.numerics.fake_quant import operator
 from sparsebit.quantization.quantizers.base import Quantizer
 
 INT32 = (-(1 << 31), (1 << 31) - 1)

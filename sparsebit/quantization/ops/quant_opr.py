@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from sparsebit.first_sparsebit import former_method
 from sparsebit.graph.op_rows import OpKind, OpRow
 from sparsebit.graph.op_table import bias_argument, input_argument, weight_argument
 from sparsebit.graph.own_tensors import with_own_tensors
@@ -121,6 +122,9 @@ class QuantOpr(StandIn):
             setattr(op, name, value)
         else:
             super().__setattr__(name, value)
+
+    build_quantizer = former_method("build_quantizer")
+    prepare_input_quantizer = former_method("prepare_input_quantizer")
 
     def _get_name(self) -> str:
         if isinstance(self.op, nn.Module):

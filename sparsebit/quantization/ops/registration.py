@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError
+from sparsebit.first_sparsebit import refuse_former_methods
 from sparsebit.graph.op_rows import OpKind, OpRow
 from sparsebit.graph.op_table import QMODULE_MAP
 
@@ -47,6 +48,7 @@ def register_qmodule(
     methods = [source.__name__ for source in sources if _is_method(source)]
 
     def file(implementation: Implementation) -> Implementation:
+        refuse_former_methods(implementation, "build_quantizer", "prepare_input_quantizer")
         if "_forward" in vars(implementation) and not {"compute", "forward"} & vars(implementation).keys():
             implementation.compute = vars(implementation)["_forward"]  # type: ignore[attr-defined]
         guess = OpKind.WEIGHTED if weight else getattr(implementation, "KIND", None)

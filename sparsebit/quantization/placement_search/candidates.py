@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sparsebit.deploy.region_times import RegionTimes
+from sparsebit.deploy.audit.region_times import RegionTimes
 from sparsebit.quantization.placement_search.minimum_cut import cheapest_split
 from sparsebit.quantization.placement_search.traced_graph import TracedGraph
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from sparsebit.deploy.region_times import RegionTimes
+from sparsebit.deploy.audit.region_times import RegionTimes
 from sparsebit.quantization.placement_search.candidates import Floats, fixed_floats
 from sparsebit.quantization.placement_search.minimum_cut import cheapest_split
 from sparsebit.quantization.placement_search.traced_graph import TracedGraph

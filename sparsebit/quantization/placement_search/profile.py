@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparsebit.deploy.cpu import cpu_name
-from sparsebit.deploy.sessions import runtime_version
+from sparsebit.deploy.sessions.cpu import cpu_name
+from sparsebit.deploy.sessions.runtime_sessions import runtime_version
 from sparsebit.errors import ConfigError
-from sparsebit.quantization.quant_model import QuantModel
+from sparsebit.folders import replace_text
+from sparsebit.quantization.model.quant_model import QuantModel
+from sparsebit.quantization.planning.sites import Plan
 from sparsebit.quantization.recording import architecture_facts
-from sparsebit.quantization.sites import Plan
 from sparsebit.records.json_form import from_plain, to_plain
 
 FORMAT, VERSION = "sparsebit-placement", 1
@@ -105,7 +106,7 @@ class PlacementProfile:
     def save(self, file: str | os.PathLike[str]) -> Path:
         """Write it as JSON, for `placement="file.json"`."""
         path = Path(file)
-        path.write_text(self.to_json(), encoding="utf-8")
+        replace_text(path, self.to_json())
         return path
 
     @classmethod

@@ -13,26 +13,28 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sparsebit.deploy.cpu import cpu_name
-from sparsebit.deploy.region_times import RegionTimes
+from sparsebit.deploy.audit.file_latency import Stopwatch
+from sparsebit.deploy.audit.region_times import RegionTimes
 from sparsebit.deploy.runtimes import PROFILES
-from sparsebit.deploy.sessions import runtime_version
-from sparsebit.deploy.stopwatch import Stopwatch
+from sparsebit.deploy.sessions.cpu import cpu_name
+from sparsebit.deploy.sessions.runtime_sessions import runtime_version
 from sparsebit.errors import DeploymentError
+from sparsebit.folders import replace_file
 from sparsebit.progress import track
-from sparsebit.quantization.accuracy_gains import score_of
+from sparsebit.quantization.faithful.simulation import users_level
+from sparsebit.quantization.inspecting.accuracy_gains import score_of
+from sparsebit.quantization.model.quant_model import QuantModel
 from sparsebit.quantization.placement_search import candidates
 from sparsebit.quantization.placement_search.candidates import Costs, Floats
 from sparsebit.quantization.placement_search.learned_costs import LearnedCosts
 from sparsebit.quantization.placement_search.profile import Choice, PlacementProfile
 from sparsebit.quantization.placement_search.traced_graph import TracedGraph
 from sparsebit.quantization.placement_search.tracing import traced
-from sparsebit.quantization.quant_model import QuantModel
 from sparsebit.quantization.recording import architecture_facts
-from sparsebit.quantization.simulation import users_level
 from sparsebit.records.phases import phase
 
 log = logging.getLogger(__name__)
@@ -91,7 +93,7 @@ def measure_placement(
     if keep is not None:
         Path(keep).mkdir(parents=True, exist_ok=True)
         for name, file in ((_FLOAT, _FLOAT), (_DEFAULT, _DEFAULT), ("measured", chosen)):
-            (Path(keep) / f"{name}.onnx").write_bytes(search.files[file])
+            replace_file(Path(keep) / f"{name}.onnx", partial(Path.write_bytes, data=search.files[file]))
     profile = PlacementProfile(
         backend=qmodel.config.BACKEND,
         runtime=runtime,

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sparsebit.deploy.qdq_graph import MOVES
+from sparsebit.deploy.exporting.to_onnx import DOMAIN
+from sparsebit.deploy.onnx_graph.qdq_graph import MOVES
 from sparsebit.deploy.runtimes import RuntimeProfile
-from sparsebit.deploy.to_onnx import DOMAIN
-from sparsebit.quantization.export import lower_onnx
-from sparsebit.quantization.sites import split_site
+from sparsebit.quantization.exporting.export import lower_onnx
+from sparsebit.quantization.planning.sites import split_site
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -7,17 +7,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from sparsebit.deploy.audit.file_latency import Stopwatch
+from sparsebit.deploy.exporting.to_onnx import flat_inputs, in_order
 from sparsebit.deploy.runtimes import PROFILES
-from sparsebit.deploy.sessions import require_runtime
-from sparsebit.deploy.stopwatch import Stopwatch
-from sparsebit.deploy.to_onnx import flat_inputs, in_order
+from sparsebit.deploy.sessions.runtime_sessions import require_runtime
 from sparsebit.errors import ConfigError, DeploymentError
 from sparsebit.execution.batches import Call, calls
 from sparsebit.execution.sample_rows import find_sample_rows
-from sparsebit.quantization.export import check_ready, switched_on, trace_onnx
+from sparsebit.quantization.calibrating.model_state import check_ready, switched_on
+from sparsebit.quantization.exporting.export import trace_onnx
+from sparsebit.quantization.model.quant_model import QuantModel
 from sparsebit.quantization.ops.quant_opr import QShared
 from sparsebit.quantization.placement_search.traced_graph import TracedGraph
-from sparsebit.quantization.quant_model import QuantModel
 
 NUM_SAMPLES = 8
 _LARGEST = 1 << 30  # bytes: candidates are kept in memory

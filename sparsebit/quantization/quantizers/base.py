@@ -7,7 +7,7 @@ when it is switched on and not off for good (`fake_fused`).
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,9 +17,9 @@ from sparsebit.config.section import Section
 from sparsebit.config.targets import ACTIVATION, Target, as_target
 from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.graph.nested import unwrapped
-from sparsebit.numerics import dispatch
-from sparsebit.numerics.gradients import Gradient
-from sparsebit.numerics.operator import is_transformed
+from sparsebit.numerics.fake_quant import dispatch
+from sparsebit.numerics.fake_quant.gradients import Gradient
+from sparsebit.numerics.fake_quant.operator import is_transformed
 from sparsebit.numerics.qparams import (
     check_backend,
     checked_qparams,
@@ -28,6 +28,7 @@ from sparsebit.numerics.qparams import (
 )
 from sparsebit.numerics.spec import PerChannel, TensorSpec
 from sparsebit.quantization.observers import Observer, build_observer
+from sparsebit.quantization.observers.magnitudes import ANYWHERE, BEFORE_SOFTMAX, Apart, Magnitudes
 from sparsebit.quantization.quantizers.kept_numbers import KeptNumbers
 
 
@@ -79,7 +80,10 @@ class Quantizer(KeptNumbers):
         self.held_parameters: set[str] = set()  # that learn when they are let go of
         # Where others do the work of this one, which is off: they, by the names that a user is told.
         self.replaced_by: dict[str, Quantizer] = {}
-        self.saw_infinity = False  # in calibration: what a mask hides has no grid, and stays in float
+        # In calibration: what a mask hides has no grid, and stays in float.
+        self.saw_infinity, self.magnitudes = False, Magnitudes()
+        self.feeds_softmax = False  # a softmax reads the tensor, perhaps behind sums and moves
+        self.float_reason = ""  # why calibration has switched it off
         self.make_parameters(num_scales)
         # Both travel with the state_dict, so that a fresh model is as the saved one was. They are 0 or 1 in float:
         # averages of models (`torch.optim.swa_utils`) subtract and divide every buffer.
@@ -127,6 +131,8 @@ class Quantizer(KeptNumbers):
         if not _is_quantizable(x):
             return x
         if self.observing:
+            if self.target == "activation":
+                self.magnitudes.update(x)
             self.update_observer(x)
         if not self.is_enable:
             return x
@@ -144,6 +150,13 @@ class Quantizer(KeptNumbers):
             f"{self.name}: torch.func calls this layer with the state of several, and calibration saw only this one; "
             "give it their parameters alone (its own buffers stay), call the layers one after the other, or set "
             "QUANTIZER.DISABLE for them"
+        )
+
+    @property
+    def cfg(self) -> NoReturn:
+        raise ConfigError(
+            "Quantizer.cfg is of the first Sparsebit; today: quantizer.spec is the number format, quantizer.options "
+            "the config keys of this type of quantizer"
         )
 
     def read_copies(self) -> None:
@@ -198,7 +211,19 @@ class Quantizer(KeptNumbers):
             if self.target == "activation" and _hides_values(x.detach()):
                 self.saw_infinity = True
                 return
+            if self.masked_numbers() is not None and not bool(torch.isnan(x).any()):
+                return  # too large for the statistic
             raise CalibrationError(f"{self.name}: {error}") from None
+
+    def masked_numbers(self) -> Apart | None:
+        """Numbers among the observed values that are a mask's, by their size; None where there are none."""
+        return self.magnitudes.apart(BEFORE_SOFTMAX if self.feeds_softmax else ANYWHERE)
+
+    def start_observing(self) -> None:
+        """Forget what was observed, and observe from now on."""
+        self.observer.reset()
+        self.saw_infinity, self.magnitudes, self.float_reason = False, Magnitudes(), ""
+        self.observing = True
 
     def calc_qparams(self) -> tuple[Tensor, Tensor]:
         """Range of what was observed -> scale and zero point, which are kept and returned; the statistics are dropped.

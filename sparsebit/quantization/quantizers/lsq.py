@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsebit.numerics.compilation import is_exporting
-from sparsebit.numerics.gradients import Gradient
+from sparsebit.numerics.fake_quant.gradients import Gradient
+from sparsebit.numerics.fake_quant.operator import is_exporting
 from sparsebit.numerics.qparams import SMALLEST_SCALE
 from sparsebit.quantization.quantizers.base import Quantizer, as_number
 from sparsebit.quantization.quantizers.registration import register_quantizer

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sparsebit.config.section import Section
 from sparsebit.config.targets import ACTIVATION, Target
-from sparsebit.numerics.gradients import Gradient
+from sparsebit.numerics.fake_quant.gradients import Gradient
 from sparsebit.numerics.qparams import SMALLEST_SCALE, check_backend
 from sparsebit.quantization.quantizers.base import Quantizer, as_number
 from sparsebit.quantization.quantizers.registration import register_quantizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sparsebit.kernels  # noqa: F401  # the fused steps start its kernels
 from sparsebit.quantization.speed.acceleration import Acceleration, accelerate
-from sparsebit.quantization.speed.inductor_options import with_options
+from sparsebit.quantization.speed.compiler.inductor_options import with_options
 from sparsebit.quantization.speed.savings import Savings
 
 __all__ = ["Acceleration", "Savings", "accelerate", "with_options"]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparsebit.kernels.compilation import show_kernels
 from sparsebit.kernels.memory_layout import is_dense
-from sparsebit.numerics.gradients import LEARNING
+from sparsebit.numerics.fake_quant.gradients import LEARNING
 from sparsebit.quantization.speed.below_autograd import gradients_of, quantized
 
 _LIBRARY: Any = torch.library.Library("sparsebit", "FRAGMENT")

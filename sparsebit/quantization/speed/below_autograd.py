@@ -11,9 +11,10 @@ from torch import Tensor
 from sparsebit.errors import SpecError
 from sparsebit.kernels.activations import ACTIVATIONS, with_activation
 from sparsebit.kernels.compilation import KERNEL_DTYPES
-from sparsebit.numerics import operator, plain
-from sparsebit.numerics.gradients import LEARNING
-from sparsebit.numerics.operator import Found, Grid, is_intercepted, kernels_for
+from sparsebit.numerics import plain
+from sparsebit.numerics.fake_quant import operator
+from sparsebit.numerics.fake_quant.gradients import LEARNING
+from sparsebit.numerics.fake_quant.operator import Found, Grid, is_intercepted, kernels_for
 from sparsebit.numerics.reference import compute_dtype
 
 

@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsebit.numerics.compilation import is_exporting
-from sparsebit.numerics.gradients import LEARNING, Gradient, lsq_factor
-from sparsebit.numerics.operator import grid_of
+from sparsebit.numerics.fake_quant.gradients import LEARNING, Gradient, lsq_factor
+from sparsebit.numerics.fake_quant.operator import grid_of, is_exporting
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.speed.below_autograd import slopes
 from sparsebit.quantization.speed.recomputation import autocast_dtype

@@ -17,8 +17,8 @@ from torch import Tensor, fx, nn
 from sparsebit.graph.aliasing import written_later
 from sparsebit.graph.patterns import is_itself, module_of, only_reader
 from sparsebit.kernels.activations import name_of
-from sparsebit.numerics import dispatch
-from sparsebit.numerics.gradients import Gradient
+from sparsebit.numerics.fake_quant import dispatch
+from sparsebit.numerics.fake_quant.gradients import Gradient
 from sparsebit.quantization.ops.quant_opr import QIdentity, QuantOpr, WeightedQuantOpr
 from sparsebit.quantization.ops.repeated_calls import note_grid
 from sparsebit.quantization.quantizers.base import Quantizer

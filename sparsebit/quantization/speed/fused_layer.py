@@ -19,9 +19,9 @@ from torch.nn.modules.conv import _ConvNd
 
 from sparsebit.graph.own_tensors import with_own_tensors
 from sparsebit.kernels.activations import ACTIVATIONS
-from sparsebit.numerics import dispatch, operator
-from sparsebit.numerics.gradients import LEARNING, Gradient
-from sparsebit.numerics.operator import Grid, grid_of
+from sparsebit.numerics.fake_quant import dispatch, operator
+from sparsebit.numerics.fake_quant.gradients import LEARNING, Gradient
+from sparsebit.numerics.fake_quant.operator import Grid, grid_of
 from sparsebit.quantization.ops.layer_call import forward_with
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 from sparsebit.quantization.speed.below_autograd import gradients_of, quantized

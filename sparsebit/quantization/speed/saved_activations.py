@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparsebit.graph.patterns import is_itself
-from sparsebit.numerics import dispatch
+from sparsebit.numerics.fake_quant import dispatch
 from sparsebit.numerics.spec import TensorSpec
 from sparsebit.quantization.ops.layer_call import is_hooked
 from sparsebit.quantization.ops.quant_opr import QuantOpr

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from sparsebit.kernels.compilation import show_kernels
 from sparsebit.kernels.memory_layout import stack_form
-from sparsebit.numerics.gradients import LEARNING
+from sparsebit.numerics.fake_quant.gradients import LEARNING
 from sparsebit.quantization.speed.below_autograd import fuses, gradients_of, quantized
 
 Gradients: TypeAlias = list[Tensor | None]  # of x, of the scales, of the zero points

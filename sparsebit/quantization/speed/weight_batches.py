@@ -22,7 +22,7 @@ from sparsebit.quantization.speed.fusion_guards import may_fuse
 from sparsebit.quantization.speed.recomputation import autocast_dtype
 
 if TYPE_CHECKING:
-    from sparsebit.kernels.weight_rows import RowBatch
+    from sparsebit.kernels.foreach_fake_quant import RowBatch
 
 LARGEST_BATCH = 32 << 20  # elements: a batch lies in memory once more
 # Gradients of a batch are ready together: with other processes few layers, so that they can begin to be sent.
@@ -68,7 +68,7 @@ class WeightBatches:
         self._served = []
 
     def _quantize(self, fused_layers: list[FusedLayer], learns: bool) -> None:
-        from sparsebit.kernels.weight_rows import RowBatch, RowForm, fake_quantize_rows
+        from sparsebit.kernels.foreach_fake_quant import RowBatch, RowForm, fake_quantize_rows
 
         weights = [_weight(fused.layer) for fused in fused_layers]
         quantizers = [fused.layer.weight_quantizer for fused in fused_layers]

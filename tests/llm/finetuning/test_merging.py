@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sparsebit.errors import ConfigError, SparsebitError
-from sparsebit.llm import PackedWeight, QuantLinear, Recipe, finetune, load, load_adapter, merge, quantize
+from sparsebit.errors import ConfigError, DeploymentError, SparsebitError
+from sparsebit.llm import Calibration, PackedWeight, QuantLinear, Recipe, finetune, load, load_adapter, merge, quantize
 from sparsebit.llm.finetuning.merging import add_to_packed
 from tests.llm.finetuning.tasks import TUNING, instructions, packed_model
 from tests.llm.tiny_models import loaded, saved, tiny_model, with_tokenizer
@@ -34,7 +34,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_merged_models(adapter: Path, tmp_path: Path) -> None:
     base = adapter.parent / "packed-llama-4"
-    packed = merge(adapter, tmp_path / "merged", windows=TOKENS)
+    packed = merge(adapter, tmp_path / "merged", windows=TOKENS, max_loss=1)
     half = merge(adapter, tmp_path / "half", kind="bfloat16", model=base)
     assert (packed.num_layers, half.num_layers) == (2, 2)
     assert half.logit_error < 0.01 < packed.logit_error < 0.3 and half.perplexity_merged is None
@@ -44,6 +44,8 @@ def test_merged_models(adapter: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         wanted = load_adapter(load(base), adapter)(TOKENS).logits
         found, without, plain = merged(TOKENS).logits, before(TOKENS).logits, loaded(half.folder)(TOKENS).logits
+    assert half.update_lost is not None and half.update_lost < 0.001
+    assert packed.update_lost is not None and packed.update_lost < 0.5
     assert (plain - wanted).norm() < 0.01 * wanted.norm()
     assert (found - wanted).norm() < 0.5 * (without - wanted).norm()
     layers = {name: part for name, part in merged.named_modules() if isinstance(part, QuantLinear)}
@@ -51,6 +53,47 @@ def test_merged_models(adapter: Path, tmp_path: Path) -> None:
     for name, part in before.named_modules():
         if isinstance(part, QuantLinear) and not name.endswith(("q_proj", "down_proj")):
             assert torch.equal(part.qweight, layers[name].qweight)
+
+
+@pytest.fixture(scope="module")
+def weak_adapter(adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its updates are smaller than half of a step, so that rounding to nearest drops them."""
+    folder = shutil.copytree(adapter, tmp_path_factory.mktemp("weak") / "adapter")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors = {name: value * (0.05 if "lora_B" in name else 1) for name, value in tensors.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "checksums.json").unlink()
+    return folder
+
+
+@pytest.mark.parametrize("windows", [TOKENS, None], ids=["text", "arbitrary"])
+def test_a_lost_update_is_refused(weak_adapter: Path, tmp_path: Path, windows: torch.Tensor | None) -> None:
+    with pytest.raises(DeploymentError, match=r"loses \d+% of what the adapter changes") as raised:
+        merge(weak_adapter, tmp_path / "merged", windows=windows)
+    message = str(raised.value)
+    assert "--to float16" in message and "--to requantized --calibration" in message and "--max-loss" in message
+    assert not list(tmp_path.iterdir())
+    kept = merge(weak_adapter, tmp_path / "merged", windows=windows, max_loss=2)
+    assert kept.update_lost is not None and kept.update_lost > 0.5
+
+
+def test_requantized(weak_adapter: Path, adapter: Path, tmp_path: Path) -> None:
+    base, text = adapter.parent / "packed-llama-4", tmp_path / "text.txt"
+    text.write_text("say a: aaaa, say b: bbbb. " * 80)
+    calibration = Calibration(text, num_samples=16, length=24)
+    with pytest.raises(ConfigError, match="needs calibration text"):
+        merge(adapter, tmp_path / "merged", kind="requantized")
+    with pytest.raises(ConfigError, match="calibration with kind='packed'"):
+        merge(adapter, tmp_path / "merged", calibration=calibration)
+    made = merge(adapter, tmp_path / "merged", kind="requantized", windows=TOKENS, calibration=calibration, max_loss=9)
+    assert made.update_lost is not None
+    before, after = (load(folder) for folder in (base, made.folder))
+    formats = [
+        {name: (part.bits, part.group_size) for name, part in model.named_modules() if isinstance(part, QuantLinear)}
+        for model in (before, after)
+    ]
+    assert formats[0] == formats[1] and len(formats[0]) == 7
+    assert [path.name for path in tmp_path.iterdir() if path.name != "text.txt"] == ["merged"]
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -73,7 +116,7 @@ def test_an_update_of_a_packed_weight(bits: int, symmetric: bool) -> None:
 
 
 def test_what_cannot_be_merged(adapter: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="allowed: packed, bfloat16, float16"):
+    with pytest.raises(ConfigError, match="allowed: packed, requantized, bfloat16, float16"):
         merge(adapter, tmp_path / "out", kind="int4")
     with pytest.raises(ConfigError, match="is a float model"):
         merge(adapter, tmp_path / "out", model=adapter.parent / "float-llama")
@@ -195,6 +238,6 @@ def test_what_chooses_experts_stays_float_in_a_merged_model(tmp_path: Path) -> N
     made = finetune(model, instructions(tmp_path), tmp_path / "adapter", replace(TUNING, max_steps=1)).folder
     ignored = [
         json.loads((folder / "config.json").read_text())["quantization_config"]["ignore"]
-        for folder in (model, merge(made, tmp_path / "merged").folder)
+        for folder in (model, merge(made, tmp_path / "merged", max_loss=9).folder)
     ]
     assert ignored[0] == ignored[1] and "model.layers.0.block_sparse_moe.gate" in ignored[0]

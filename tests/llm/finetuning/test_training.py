@@ -21,8 +21,8 @@ from sparsebit.errors import CheckpointError, ConfigError
 from sparsebit.folders import alone_in
 from sparsebit.llm import QuantLinear, finetune, load, load_adapter
 from sparsebit.llm.finetuning import training, training_loop
-from sparsebit.llm.finetuning.packed_lora import add_adapter
-from sparsebit.llm.model_folder import ModelFolder
+from sparsebit.llm.finetuning.layers.packed_lora import add_adapter
+from sparsebit.llm.models.model_folder import ModelFolder
 from tests.llm.finetuning.tasks import TUNING, instructions, packed_model
 from tests.llm.tiny_models import loaded, saved, tiny_model, with_tokenizer
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.quantization import BlockReconstruction, QuantModel, gptq, reconstruct
-from sparsebit.quantization.algorithms import reconstruction
+from sparsebit.quantization.algorithms.rounding import reconstruction
 from tests.quantization import tiny
 
 CONFIG = "{DEVICE: cpu, W: {QUANTIZER: {BIT: 3}}, A: {QUANTIZER: {BIT: 8}}}"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import sparsebit
-from sparsebit.deploy.stopwatch import Timed
+from sparsebit.deploy.audit.file_latency import Timed
 from sparsebit.errors import BudgetError, ConfigError
 from sparsebit.quantization import PlacementProfile, QuantModel, search_latency, sensitivity
 from sparsebit.quantization.mixed_precision.latency import _weight_bytes

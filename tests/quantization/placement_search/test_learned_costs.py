@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sparsebit.deploy.region_times import RegionTime, RegionTimes
+from sparsebit.deploy.audit.region_times import RegionTime, RegionTimes
 from sparsebit.quantization.placement_search.learned_costs import LearnedCosts
 from sparsebit.quantization.placement_search.traced_graph import Link, Unit
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import sparsebit
-from sparsebit.deploy.region_times import RegionTime, RegionTimes
-from sparsebit.deploy.stopwatch import Stopwatch, Timed
+from sparsebit.deploy.audit.file_latency import Stopwatch, Timed
+from sparsebit.deploy.audit.region_times import RegionTime, RegionTimes
 from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.placement_search import PlacementProfile, apply_placement, measure_placement, tracing

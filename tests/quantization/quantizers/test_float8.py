@@ -83,7 +83,7 @@ class TestConfig:
     @pytest.mark.parametrize("backend", ["onnxruntime", "openvino", "tensorrt"])
     def test_runtimes_want_float_activations_beside_it(self, backend: str) -> None:
         told = (
-            f"W.QUANTIZER.TYPE=fp8 at fc: {backend} runs fp8 weights beside float activations only; "
+            f"W.QUANTIZER.TYPE=fp8 at fc: {backend} runs fp8 weights with float activations only; "
             "set A.QUANTIZER.DISABLE: true, or another TYPE, or BACKEND: virtual"
         )
         with pytest.raises(ConfigError, match=told):

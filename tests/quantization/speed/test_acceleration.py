@@ -173,7 +173,7 @@ def test_each_saving_can_be_left_out(left_out: str) -> None:
     found = step(qmodel, images())
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
-    kinds = {type(each).__name__ for each in qmodel._speed.steps}  # type: ignore[union-attr]
+    kinds = {type(each).__name__ for each in qmodel.qat.fused.steps}  # type: ignore[union-attr]
     assert ("FusedReLU" in kinds) == (left_out != "relus")
     assert ("FusedActivation" in kinds) == (left_out != "activations")
     assert ("StackedQuantizers" in kinds) == (left_out not in ("joined_selects", "stacked_quantizers"))

@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._inductor.utils import run_and_get_code
 
-from sparsebit.numerics import operator
+from sparsebit.numerics.fake_quant import operator
 from sparsebit.quantization import QuantModel, parse_qconfig
-from sparsebit.quantization.speed import fused_activations, inductor_fusions, stacked_selects
+from sparsebit.quantization.speed import fused_activations, stacked_selects
+from sparsebit.quantization.speed.compiler import inductor_fusions
 from sparsebit.quantization.speed.fused_activations import FusedActivation
 from sparsebit.quantization.speed.stacked_fake_quant import Stack, fake_quantize_stacked
 from sparsebit.quantization.speed.stacked_selects import StackedQuantizers
@@ -77,8 +78,8 @@ Step = TypeVar("Step", FusedActivation, StackedQuantizers)
 
 def step_of(qmodel: QuantModel, kind: type[Step]) -> Step:
     qmodel.train()
-    assert qmodel._speed is not None
-    (found,) = (step for step in qmodel._speed.steps if isinstance(step, kind))
+    assert qmodel.qat.fused is not None
+    (found,) = (step for step in qmodel.qat.fused.steps if isinstance(step, kind))
     return found
 
 

@@ -55,8 +55,8 @@ def test_values_and_gradients_stay() -> None:
     stacked = ready()
     output, found = gradients(stacked)
     assert targets(stacked).count("select") == 4  # the graph stays as it is
-    assert stacked._speed is not None
-    assert [type(step) for step in stacked._speed.steps].count(StackedQuantizers) == 1
+    assert stacked.qat.fused is not None
+    assert [type(step) for step in stacked.qat.fused.steps].count(StackedQuantizers) == 1
 
     plain = ready()
     plain.accelerate(False)

@@ -61,9 +61,9 @@ def test_a_step_is_that_of_the_layers_one_by_one(
     monkeypatch.setattr(weight_batches, "LARGEST_BATCH", largest)
     together = ready(kind)
     alone = copy.deepcopy(together).train()
-    alone._speed.weights = None  # type: ignore[union-attr]
+    alone.qat.fused.weights = None  # type: ignore[union-attr]
     outputs = [qmodel(images()) for qmodel in (together, alone)]
-    assert len(together._speed.weights.batches) == num_batches  # type: ignore[union-attr]
+    assert len(together.qat.fused.weights.batches) == num_batches  # type: ignore[union-attr]
     assert torch.equal(*outputs)
     for output in outputs:
         output.square().sum().backward()
@@ -133,7 +133,7 @@ def test_a_failing_forward_leaves_no_weight_behind() -> None:
 
 def test_on_a_cpu_layers_quantize_by_themselves() -> None:
     qmodel = ready("lsq")
-    with qmodel._speed.step():  # type: ignore[union-attr]
+    with qmodel.qat.fused.step():  # type: ignore[union-attr]
         assert not any(map(has_weight, qmodel.modules()))
 
 

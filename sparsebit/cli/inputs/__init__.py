@@ -1,0 +1,1 @@
+"""Models, weights, data and labels from the command line."""

@@ -1,0 +1,239 @@
+"""Accuracy of the float model, the simulation and the file on the same labelled samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.cli.inputs.data import Data
+from sparsebit.cli.inputs.loading import LoadingError
+from sparsebit.execution.batches import as_call, to_device
+from sparsebit.quantization.inspecting.class_scores import LABELS
+
+_Z = 1.96  # 95 % of a normal distribution
+
+Predictor = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """How many samples one model gets right, and how its answers differ from the first model's.
+
+    `lost`: right for the first model and wrong for this; `gained`: the other way around.
+    """
+
+    name: str
+    right: int
+    changed: int = 0
+    lost: int = 0
+    gained: int = 0
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Top-1 of several models on the same samples. `data` describes them, `note` is a remark on them."""
+
+    models: tuple[Answers, ...]
+    num_samples: int
+    data: str
+    note: str = ""
+    metric: str = "top-1 accuracy"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The values for `--json`: shares, with the ends of their 95 % intervals."""
+        facts = {"metric": self.metric, "num_samples": self.num_samples, "data": self.data, "note": self.note or None}
+        return {**facts, **{one.name: self._values(one) for one in self.models}}
+
+    def _values(self, one: Answers) -> dict[str, Any]:
+        values: dict[str, Any] = {
+            "score": one.right / self.num_samples,
+            "interval": list(share_interval(one.right, self.num_samples)),
+        }
+        if one is not self.models[0]:
+            difference = (one.gained - one.lost) / self.num_samples
+            margin = difference_margin(one.lost, one.gained, self.num_samples)
+            values |= {"difference": difference, "margin": margin}
+            values |= {"changed": one.changed, "lost": one.lost, "gained": one.gained}
+        return values
+
+    def __str__(self) -> str:
+        lines = [f"{self.metric} on {self.num_samples:,} samples ({self.data})"]
+        lines += [f"{one.name} {self._shown(one)}" for one in self.models]
+        return "\n".join([*lines, *([self.note] if self.note else [])])
+
+    def _shown(self, one: Answers) -> str:
+        low, high = share_interval(one.right, self.num_samples)
+        score = f"{one.right / self.num_samples:.2%}"
+        if one is self.models[0]:
+            return f"{score} (95 % interval {low:.1%} to {high:.1%})"
+        difference = 100 * (one.gained - one.lost) / self.num_samples
+        margin = 100 * difference_margin(one.lost, one.gained, self.num_samples)
+        if not one.changed:
+            return f"{score} (no answer changed)"
+        chance = ", within chance" if abs(difference) <= margin else ""
+        return (
+            f"{score} ({difference:+.2f} ± {margin:.2f} points{chance}; {one.changed:,} answers changed: "
+            f"{one.lost:,} became wrong, {one.gained:,} right)"
+        )
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The scores of a user's own metric for each model."""
+
+    models: dict[str, float]
+    metric: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"metric": self.metric, **{name: {"score": score} for name, score in self.models.items()}}
+
+    def __str__(self) -> str:
+        return "\n".join([self.metric, *(f"{name} {score:.6g}" for name, score in self.models.items())])
+
+
+class NoScores(LoadingError):
+    """Outputs and labels from which accuracy cannot be computed; `has_labels`: whether labels exist."""
+
+    def __init__(self, message: str, *, has_labels: bool = True) -> None:
+        super().__init__(message)
+        self.has_labels = has_labels
+
+
+@torch.no_grad()
+def measure(
+    models: Mapping[str, tuple[Predictor, str]],
+    batches: Iterable[Any],
+    source: nn.Module | int,
+    *,
+    data: Data,
+    note: str = "",
+    labelled: bool = True,
+) -> Accuracy:
+    """One pass over the data, in which every model answers every batch.
+
+    `models`: each with its device. `source`: the model that the batches are made for, or its number of inputs.
+    `labelled=False`: the answers of the first model are the labels (agreement).
+    """
+    counts = {name: [0, 0, 0, 0] for name in models}
+    total = 0
+    for batch in batches:
+        (args, kwargs), labels = _parted(batch, source)
+        if labels is None and labelled:
+            message = f"{data.description}: a batch has no labels; give (inputs, labels), or an array called labels"
+            raise NoScores(message, has_labels=False)
+        reference, known = None, torch.ones(0)
+        for name, (model, device) in models.items():
+            there = to_device((args, kwargs), device)
+            answers = _classes(model(*there[0], **there[1]), labels, data)
+            reference = answers if reference is None else reference
+            expected = reference if labels is None else labels
+            known, right = expected >= 0, answers == expected  # -100 and the like: to be left out
+            was_right = reference == expected
+            found = right, answers != reference, was_right & ~right, right & ~was_right
+            counts[name] = [count + int((one & known).sum()) for count, one in zip(counts[name], found, strict=True)]
+        total += int(known.sum())
+    if not total:
+        raise NoScores(f"{data.description}: it holds no labelled samples", has_labels=False)
+    metric = "top-1 accuracy" if labelled else f"same top-1 as {next(iter(models))} (no labels)"
+    models_answers = tuple(Answers(name, *count) for name, count in counts.items())
+    return Accuracy(models_answers, total, data.description, note, metric)
+
+
+def unknown_classes(where: str, num_folders: int | None, num_classes: int | None) -> str:
+    """The message for folders whose classes are not the model's."""
+    return (
+        f"{where}: {num_folders} folders, and the model has scores of {num_classes} classes: which is which is not "
+        "known; name the folders by the numbers of the classes, or give --metric agreement, which needs no labels"
+    )
+
+
+def share_interval(right: int, total: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share.
+
+    >>> [round(end, 3) for end in share_interval(90, 100)]
+    [0.826, 0.945]
+    """
+    share, square = right / total, _Z * _Z / total
+    middle = (share + square / 2) / (1 + square)
+    half = _Z * math.sqrt(share * (1 - share) / total + square / (4 * total)) / (1 + square)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def difference_margin(lost: int, gained: int, total: int) -> float:
+    """Half of the 95 % interval of the difference of two shares on the same samples (Agresti and Min, 2005).
+
+    >>> round(difference_margin(9, 4, 1000), 4)
+    0.0073
+    """
+    one, other, all_of_them = lost + 0.5, gained + 0.5, total + 2
+    return _Z * math.sqrt(one + other - (one - other) ** 2 / all_of_them) / all_of_them
+
+
+def _parted(batch: Any, source: nn.Module | int) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], Tensor | None]:
+    """The call and the labels of a batch, where it has any: whole numbers."""
+    if isinstance(batch, Mapping):
+        name = next((name for name in LABELS if _are_labels(batch.get(name))), None)
+        inputs: Any = {key: value for key, value in batch.items() if key != name}
+        labels = None if name is None else batch[name]
+    elif isinstance(batch, (tuple, list)):
+        count = source if isinstance(source, int) else len(as_call(batch, source)[0])
+        inputs, rest = tuple(batch[:count]), [_tensor(one) for one in batch[count : count + 1]]
+        labels = rest[0] if rest and _are_labels(rest[0]) else None
+    else:
+        inputs, labels = batch, None
+    labels = None if labels is None else labels.detach().cpu().long()
+    if isinstance(source, nn.Module):
+        return as_call(inputs, source), labels
+    if isinstance(inputs, Mapping):
+        return ((), dict(inputs)), labels
+    return (inputs if isinstance(inputs, tuple) else (inputs,), {}), labels
+
+
+def _tensor(value: Any) -> Any:
+    """Labels are often numpy arrays, next to tensors of images."""
+    is_array = type(value).__module__ == "numpy" and hasattr(value, "astype") and value.dtype.kind in "iu"
+    return torch.as_tensor(value.astype("int64")) if is_array else value
+
+
+def _are_labels(value: Any) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and not value.is_floating_point()
+        and not value.is_complex()
+        and value.dtype != torch.bool
+        and value.dim() > 0
+    )
+
+
+def _classes(output: Any, labels: Tensor | None, data: Data) -> Tensor:
+    """The class with the largest score, (samples, ...), on the CPU."""
+    where = data.description
+    if isinstance(output, Mapping):
+        output = output.get("logits", next(iter(output.values()), None))
+    elif isinstance(output, (tuple, list)) and output:
+        output = output[0]
+    if not isinstance(output, Tensor) or not output.is_floating_point() or output.dim() < 2 or output.shape[1] < 2:
+        shown = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"type {type(output).__name__}"
+        raise NoScores(
+            f"{where}: an output of {shown} is not scores of classes, (samples, classes); give --metric "
+            "MODULE:FUNCTION, which gets the model and returns a score"
+        )
+    classes, num_classes = output.argmax(1).cpu(), output.shape[1]
+    if labels is not None and classes.shape != labels.shape:
+        raise NoScores(
+            f"{where}: labels of shape {tuple(labels.shape)} and scores of shape {tuple(output.shape)}; give one label "
+            "for each sample, or --metric MODULE:FUNCTION"
+        )
+    if labels is not None and labels.numel() and int(labels.max()) >= num_classes:
+        raise NoScores(
+            f"{where}: label {int(labels.max())}, and the model has scores of {num_classes} classes (0 and up); give "
+            "labels in the order of its outputs"
+        )
+    if labels is not None and data.num_classes not in (None, num_classes):
+        raise NoScores(unknown_classes(where, data.num_classes, num_classes))
+    return classes

@@ -1,0 +1,311 @@
+"""Data by name: an image folder, a file of arrays, or a factory of batches."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from torch import Tensor, nn
+
+from sparsebit.cli.inputs.images import UnreadableImage, channels_first, image_files, normalized, read_image
+from sparsebit.cli.inputs.labels import array_labels, folder_classes, is_labels
+from sparsebit.cli.inputs.loading import LoadingError, resolve, users_code
+from sparsebit.cli.option_groups import DataOptions
+from sparsebit.errors import MissingExtraError
+from sparsebit.execution.batches import input_rows
+from sparsebit.progress import track
+
+BATCH_SIZE = 32
+_LARGEST_BATCH = 1 << 34  # bytes
+_UNREADABLE_SHARE = 0.1
+_FORMS = "an image folder, a .npz or .safetensors file, or MODULE:FACTORY that yields batches"
+
+
+@dataclass(frozen=True)
+class Data:
+    """Batches that can be iterated over any number of times.
+
+    `num_classes`: of a labelled image folder, where its folders are in the order of the model's classes.
+    `num_batches`: None where it is not known before they are read.
+    """
+
+    description: str
+    walk: Callable[[], Iterator[Any]]
+    num_classes: int | None = None
+    num_batches: int | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.walk()
+
+    def __length_hint__(self) -> int:
+        return NotImplemented if self.num_batches is None else self.num_batches
+
+    def tracked(self, what: str) -> Data:
+        """The same data; reading it shows a progress bar."""
+        return replace(self, walk=lambda: track(self.walk(), what, total=self.num_batches))
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What takes the data. `owner`: its description (`parameters of Net.forward`); `takes_any`: other names too.
+
+    `in_order`: arrays of which none has a name in `names` are taken in their order, if they are as many.
+    `takes_bytes`: uint8 arrays are given as they are, not as normalised images.
+    """
+
+    names: tuple[str, ...]
+    owner: str
+    takes_any: bool = False
+    in_order: bool = False
+    takes_bytes: bool = False
+    dtype: torch.dtype = torch.float32
+
+    @staticmethod
+    def of(model: nn.Module) -> Inputs:
+        """The parameters of the model's forward; float data takes the type of its weights."""
+        parameters = inspect.signature(model.forward).parameters
+        return Inputs(
+            tuple(parameters),
+            f"parameters of {type(model).__name__}.forward",
+            takes_any=any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()),
+            dtype=next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32),
+        )
+
+
+def load_data(source: str, options: DataOptions, inputs: Inputs, *, labelled: bool = False) -> Data:
+    """The batches that `source` names, as `inputs` wants them.
+
+    `labelled`: with the class of every sample, `(batch, labels)`, or in a mapping as `labels`.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return _image_folder(path, options, labelled=labelled)
+    if path.suffix in (".npz", ".safetensors"):
+        if not path.is_file():
+            raise LoadingError(f"--data {source}: there is no such file (looked from {os.getcwd()})")
+        return _arrays(path, options, inputs, labelled=labelled)
+    if ":" in source and not path.exists():
+        return _factory(source, options)
+    if path.exists():
+        raise LoadingError(f"--data {source}: unknown kind of file; give {_FORMS}")
+    raise LoadingError(f"--data {source}: there is no such folder or file (looked from {os.getcwd()}); give {_FORMS}")
+
+
+def fitting(options: DataOptions, source: str, other: str | None) -> DataOptions:
+    """The options for `source`: without those that only data of another kind takes, where `other` is of another."""
+    kinds = [None if one is None else _kind(one) for one in (source, other)]
+    if kinds[0] == kinds[1] or other is None:
+        return options
+    if kinds[0] == "images":
+        return replace(options, arrays=None)
+    if kinds[0] == "arrays":
+        return replace(options, size=None, resize=None, gray=False)
+    return DataOptions(num_samples=options.num_samples)
+
+
+def _kind(source: str) -> str:
+    path = Path(source).expanduser()
+    return "images" if path.is_dir() else "arrays" if path.suffix in (".npz", ".safetensors") else "factory"
+
+
+def _image_folder(folder: Path, options: DataOptions, *, labelled: bool) -> Data:
+    if options.size is None:
+        raise typer.BadParameter(
+            f"{folder} is an image folder: give the --size that the model takes, and --mean and --std if it needs them"
+        )
+    options.refuse(("arrays",), f"{folder}: it is an image folder")
+    size = options.size
+    found = image_files(folder)
+    files = [found[index] for index in spread(len(found), options.num_samples)]
+    classes, num_classes = folder_classes(folder, files) if labelled else ({}, None)
+
+    batch_size = min(options.batch_size or BATCH_SIZE, len(files))
+    num_bytes = batch_size * (1 if options.gray else 3) * size.height * size.width * 4
+    if num_bytes > _LARGEST_BATCH:
+        raise LoadingError(
+            f"--size {size}: a batch of {batch_size} such images takes {num_bytes / 1e9:.0f} GB; give a smaller "
+            "--size or --batch-size"
+        )
+
+    def walk() -> Iterator[Any]:
+        images: list[tuple[Path, Tensor]] = []
+        for image in _readable(files, lambda file: read_image(file, size, resize=options.resize, gray=options.gray)):
+            images.append(image)
+            if len(images) == batch_size:
+                yield batch_of(images)
+                images.clear()
+        if images:
+            yield batch_of(images)
+
+    def batch_of(images: list[tuple[Path, Tensor]]) -> Any:
+        batch = normalized(torch.stack([pixels for _, pixels in images]), options.mean, options.std)
+        return (batch, torch.tensor([classes[file] for file, _ in images])) if labelled else batch
+
+    num_batches = -(-len(files) // batch_size)
+    return Data(f"{len(files)} of {len(found)} images in {folder}, {size}", walk, num_classes, num_batches)
+
+
+def _arrays(file: Path, options: DataOptions, inputs: Inputs, *, labelled: bool) -> Data:
+    options.refuse(("size", "resize", "gray"), f"{file.name}: arrays are taken as they are")
+    stored = _read_npz(file) if file.suffix == ".npz" else _read_safetensors(file)
+    arrays = _chosen(stored, options.arrays, inputs, file)
+    if not arrays or not any(array.numel() for array in arrays.values()):
+        raise LoadingError(f"--data {file}: holds no samples")
+    lengths = {name: len(array) if array.dim() else 0 for name, array in arrays.items()}
+    if len(set(lengths.values())) != 1 or not all(lengths.values()):
+        shown = ", ".join(f"{name} {tuple(array.shape)}" for name, array in arrays.items()) or "nothing"
+        raise LoadingError(
+            f"--data {file}: arrays must have the same number of samples in their first dimension, but it holds {shown}"
+            + ("" if options.arrays else "; --input NAME chooses among them")
+        )
+    arguments = _as_arguments(list(arrays), inputs, file)
+    labels = array_labels(stored, list(arrays), file) if labelled else None
+    has_images = not inputs.takes_bytes and any(array.dtype == torch.uint8 for array in arrays.values())
+    if not has_images:
+        options.refuse(("mean", "std"), f"{file.name}: only images as bytes (uint8) are normalised")
+    (total,) = set(lengths.values())
+    chosen = torch.tensor(spread(total, options.num_samples))
+    parts = chosen.split(options.batch_size or BATCH_SIZE)
+
+    def prepared(name: str, part: Tensor) -> Tensor:
+        values = arrays[name][part]
+        if has_images and values.dtype == torch.uint8 and values.dim() in (3, 4):
+            values = normalized(channels_first(values, f"--data {file}, {name}"), options.mean, options.std)
+        return values.to(inputs.dtype) if values.is_floating_point() else values
+
+    def walk() -> Iterator[Any]:
+        for part in parts:
+            batch = {argument: prepared(name, part) for name, argument in arguments.items()}
+            if labels is None:
+                yield batch.get("", batch)
+            else:
+                yield (batch[""], labels[part]) if "" in batch else {**batch, "labels": labels[part]}
+
+    left_out = [name for name in stored if name not in arrays and not (labelled and is_labels(name, stored[name]))]
+    rest = f" (left out: {', '.join(left_out)})" if left_out else ""
+    return Data(f"{len(chosen)} of {total} samples in {file}{rest}", walk, num_batches=len(parts))
+
+
+def _factory(source: str, options: DataOptions) -> Data:
+    options.refuse(
+        ("size", "resize", "mean", "std", "gray", "batch_size", "arrays"),
+        f"{source}: its batches are taken as they are",
+    )
+    thing = resolve(source, "--data")
+    if not callable(thing) and (not isinstance(thing, Iterable) or isinstance(thing, Iterator)):
+        raise LoadingError(
+            f"--data {source} is a {type(thing).__name__}; name a function that returns batches, or a DataLoader"
+        )
+
+    def walk() -> Iterator[Any]:
+        seen = 0
+        with users_code(f"--data {source} failed after 0 samples"):
+            batches = iter(thing() if callable(thing) else thing)
+        while seen < options.num_samples:
+            with users_code(f"--data {source} failed after {seen} samples"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+            seen += min(input_rows(batch), default=1)  # where its tensors differ, rather too many samples
+
+    return Data(f"up to {options.num_samples} samples of {source}", walk)
+
+
+def spread(total: int, wanted: int) -> list[int]:
+    """At most `wanted` of `total` places at even distances, so that sorted data (classes) is drawn from all over.
+
+    >>> spread(10, 4)
+    [0, 2, 5, 7]
+    """
+    count = min(total, wanted)
+    return [index * total // count for index in range(count)]
+
+
+def _chosen(
+    arrays: Mapping[str, Tensor], wanted: Sequence[str] | None, inputs: Inputs, file: Path
+) -> Mapping[str, Tensor]:
+    """The arrays that are `wanted`; by default all but labels that no input is named after."""
+    if wanted is not None:
+        missing = [name for name in wanted if name not in arrays]
+        if missing:
+            raise LoadingError(f"--input {', '.join(missing)}: {file} holds {', '.join(arrays) or 'nothing'}")
+        return {name: arrays[name] for name in wanted}
+    if inputs.takes_any:
+        return arrays
+    others = {name: array for name, array in arrays.items() if name in inputs.names or not is_labels(name, array)}
+    return others or arrays
+
+
+def _as_arguments(names: list[str], inputs: Inputs, file: Path) -> dict[str, str]:
+    """Array -> the input that it is for: the one of the same name, or "" for the only array, which needs no name."""
+    if inputs.takes_any and len(names) > 1:
+        return {name: name for name in names}
+    others = [name for name in names if name not in inputs.names]
+    if others == names and len(names) == 1:
+        return {names[0]: ""}
+    if others == names and inputs.in_order and len(names) == len(inputs.names):
+        return dict(zip(names, inputs.names, strict=True))
+    if others:
+        raise LoadingError(
+            f"--data {file}: {', '.join(others)} is not one of the {inputs.owner} ({', '.join(inputs.names)}); "
+            "rename such arrays, leave them out, or choose with --input NAME"
+        )
+    return {name: name for name in names}
+
+
+def _read_npz(file: Path) -> Mapping[str, Tensor]:
+    try:
+        import numpy
+    except Exception:  # a broken package raises anything
+        raise MissingExtraError("numpy", "data", "reading a .npz file") from None
+    try:
+        with numpy.load(file, allow_pickle=False) as archive:
+            arrays = {name: numpy.ascontiguousarray(archive[name]) for name in archive.files}
+            # torch takes this machine's byte order alone.
+            native = {name: array.astype(array.dtype.newbyteorder("="), copy=False) for name, array in arrays.items()}
+            return {name: torch.from_numpy(array) for name, array in native.items()}
+    except (OSError, ValueError, EOFError, TypeError) as error:  # also zipfile.BadZipFile's base
+        raise LoadingError(f"--data {file}: cannot be read as arrays ({error})") from None
+
+
+def _read_safetensors(file: Path) -> Mapping[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise LoadingError(f"--data {file}: not a whole safetensors file ({error})") from None
+
+
+def _readable(files: list[Path], read: Callable[[Path], Tensor]) -> Iterator[tuple[Path, Tensor]]:
+    """The images that can be read; the others are reported, and are an error where they are more than a tenth."""
+    faults: list[str] = []
+    for file in files:
+        image = _read_or_none(file, read, faults)
+        if image is not None:
+            yield file, image
+        elif len(faults) > _UNREADABLE_SHARE * len(files):
+            raise LoadingError(
+                f"--data: {len(faults)} of {len(files)} images cannot be read, which is more than "
+                f"{_UNREADABLE_SHARE:.0%}: {'; '.join(faults[:3])}"
+            )
+    if faults:
+        shown = "; ".join(faults[:3])
+        warnings.warn(f"{len(faults)} of {len(files)} images cannot be read and are left out: {shown}", stacklevel=2)
+
+
+def _read_or_none(file: Path, read: Callable[[Path], Tensor], faults: list[str]) -> Tensor | None:
+    try:
+        return read(file)
+    except UnreadableImage as fault:
+        faults.append(str(fault))
+        return None

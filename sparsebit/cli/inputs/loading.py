@@ -1,0 +1,335 @@
+"""Models and weights by name."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import importlib
+import logging
+import os
+import pickle
+import sys
+import sysconfig
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import typer
+from torch import Tensor, nn
+
+from sparsebit.cli.inputs.made_weights import why_random
+from sparsebit.cli.option_groups import TrainedModel
+from sparsebit.cli.options import Arguments
+from sparsebit.errors import CheckpointError, SparsebitError
+
+log = logging.getLogger(__name__)
+
+_TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
+_SPARSEBIT = str(Path(__file__).parents[2])
+_NOT_THEIRS = ("<", *sysconfig.get_paths().values(), _SPARSEBIT)
+_TORCH_STARTS = (b"PK", b"\x80")  # a zip archive; a pickle, as torch.save wrote before 1.6
+_WRAPPERS = ("state_dict", "model_state_dict", "model")
+
+
+class LoadingError(SparsebitError):
+    """A model, weights or data that the command line names and that cannot be loaded."""
+
+
+def load_model(
+    name: str,
+    arguments: Arguments | None = None,
+    weights: Path | None = None,
+    *,
+    random_weights: bool = False,
+    saved: Path | None = None,
+) -> nn.Module:
+    """The model in eval mode: the result of `package.module:factory`, or the object itself, with the weights.
+
+    `weights`: a state_dict, or the folder of a pruned model. Without them, weights that seem to be random are a
+    warning, unless `random_weights` are wanted. `saved`: the folder of the quantized model whose weights replace them.
+    """
+    log.info("weights: %s", weights_source(name, weights, saved))
+    made = make_model(name, arguments)
+    if weights is not None:
+        return filled(made.model, weights).eval()
+    if saved is None and not random_weights and (reason := why_random(*made)):
+        log.warning(
+            "--model %s: its weights seem to be random, so every figure below is for an untrained model: %s. Give "
+            "the trained ones with --weights FILE, or --random-weights if these are the ones that you mean",
+            *(name, reason),
+        )
+    return made.model.eval()
+
+
+def load_net(source: TrainedModel, saved: Path | None = None) -> nn.Module:
+    """The model that the command line names, as `load_model` loads it."""
+    return load_model(
+        *(source.model, source.model_args, source.weights), random_weights=source.random_weights, saved=saved
+    )
+
+
+class Made(NamedTuple):
+    """A model, what makes another (None for one that is not made by a call), and the seconds that it took."""
+
+    model: nn.Module
+    factory: Callable[[], Any] | None = None
+    seconds: float = 0.0
+
+
+def make_model(name: str, arguments: Arguments | None = None) -> Made:
+    """The result of `package.module:factory`, or the object itself."""
+    thing = resolve(name, "--model")
+    if isinstance(thing, nn.Module):
+        if arguments:
+            raise LoadingError(f"--model-args: {name} is a model already, not a factory that takes arguments")
+        return Made(thing)
+    if not callable(thing):
+        raise LoadingError(
+            f"--model {name} is {_a(thing)}; name a function or class that returns an nn.Module, or an nn.Module"
+        )
+    positional, keywords = arguments or Arguments()
+    factory = functools.partial(thing, *positional, **keywords)
+    hint = "" if arguments else "; --model-args sets arguments"
+    start = time.monotonic()
+    with users_code(f"--model {name} failed", for_type_errors=hint):
+        model = factory()
+    if not isinstance(model, nn.Module):
+        raise LoadingError(f"--model {name} returns {_a(model)}, not an nn.Module")
+    return Made(model, factory, time.monotonic() - start)
+
+
+def weights_source(name: str, weights: Path | None, saved: Path | None = None) -> str:
+    """Where the weights come from: a file, a pruned folder, the folder of a quantized model, or the factory itself."""
+    if saved is not None:
+        return f"{saved}, a saved quantized model"
+    if weights is None:
+        return f"as {name} makes them (no --weights)"
+    return str(weights) if pruned_folder(weights) is None else f"{pruned_folder(weights)}, a pruned model"
+
+
+def pruned_folder(weights: Path) -> Path | None:
+    """The folder of a pruned model that `weights` is, or that it is a file of; None for others."""
+    from sparsebit.sparse.shrinking.pruned_folder import CHANNELS, TENSORS
+
+    folder = weights.expanduser()
+    if not folder.is_dir() and folder.name in (CHANNELS, TENSORS):
+        folder = folder.parent
+    return folder if (folder / CHANNELS).is_file() else None
+
+
+def refuse_weights(weights: Path | None, saved: Path) -> None:
+    """Refuse weights where a saved quantized model holds its own; a pruned folder is how its layers are made small."""
+    if weights is not None and pruned_folder(weights) is None:
+        raise typer.BadParameter(
+            f"--weights: {saved} holds the weights; leave {weights} out (of a pruned model, give the pruned folder)"
+        )
+
+
+def filled(model: nn.Module, weights: Path) -> nn.Module:
+    """The model with the weights of a file, or the smaller one of a folder that `sparsebit prune` wrote."""
+    folder = pruned_folder(weights)
+    if folder is None:
+        fill(model, read_weights(weights), weights)
+        return model
+    from sparsebit.sparse import load
+
+    try:
+        return load(folder, model)
+    except CheckpointError as error:
+        raise LoadingError(f"--weights {weights}: {error}") from None
+
+
+def resolve(name: str, option: str) -> Any:
+    """The object that `package.module:attribute` names; modules in the current folder are found too."""
+    module_name, _, attribute = name.partition(":")
+    if option == "--model":
+        _refuse_files(name)
+    if not module_name or not attribute:
+        raise LoadingError(f"{option} {name!r}: write MODULE:NAME, such as torchvision.models:resnet18 or my_model:Net")
+    if "/" in module_name or module_name.endswith(".py"):
+        dotted = module_name.removesuffix(".py").strip("./").replace("/", ".")
+        raise LoadingError(f"{option} {name!r}: write the module as Python imports it: {dotted}:{attribute}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does
+    with users_code(f"{option} {name}: importing {module_name} failed"):
+        try:
+            thing = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+                raise
+            raise LoadingError(
+                f"{option} {name}: there is no module {error.name!r} (looked in {os.getcwd()} and in what is installed)"
+            ) from None
+    for part in attribute.split("."):
+        with users_code(f"{option} {name}: reading {part} failed"):
+            found = hasattr(thing, part)
+        if not found:
+            near = difflib.get_close_matches(part, [known for known in dir(thing) if not known.startswith("_")])
+            raise LoadingError(
+                f"{option} {name}: {getattr(thing, '__name__', thing)} has no {part!r}"
+                + (f"; did you mean {' or '.join(near)}?" if near else "")
+            )
+        thing = getattr(thing, part)
+    return thing
+
+
+def read_weights(file: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint by name. Nothing is ever unpickled but tensors and plain containers."""
+    if file.is_dir():
+        raise LoadingError(f"--weights {file}: {_folder_hint(file)}")
+    if not file.is_file():
+        raise LoadingError(f"--weights {file}: there is no such file (looked from {os.getcwd()})")
+    if file.suffix == ".safetensors":
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            return load_file(file)
+        except SafetensorError as error:
+            raise LoadingError(f"--weights {file}: not a whole safetensors file ({error})") from None
+    if file.suffix not in _TORCH_FILES:
+        raise LoadingError(f"--weights {file}: unknown kind; allowed: .safetensors, {', '.join(_TORCH_FILES)}")
+    found = _unpickled(file)
+    for key in _WRAPPERS:
+        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
+            found = found[key]
+            break
+    if not isinstance(found, Mapping) or not found or not all(isinstance(value, Tensor) for value in found.values()):
+        shown = f"a mapping of {', '.join(map(str, list(found)[:5]))}" if isinstance(found, Mapping) else _a(found)
+        raise LoadingError(
+            f"--weights {file}: holds {shown}; give a state_dict, or a mapping with one as "
+            f"{' or '.join(map(repr, _WRAPPERS))}"
+        )
+    return dict(found)
+
+
+def _unpickled(file: Path) -> Any:
+    """The result of torch.load, without running code from the file."""
+    try:
+        with file.open("rb") as stream:
+            start = stream.read(2)
+    except OSError as error:
+        raise LoadingError(f"--weights {file}: cannot be read ({error.strerror})") from None
+    if not start.startswith(_TORCH_STARTS):
+        raise LoadingError(f"--weights {file}: not a file of torch.save (it starts with {start!r})")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pickles of other programs; errors are handled below
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise LoadingError(
+            f"--weights {file}: holds Python objects, which may run code when they are loaded, so it was not opened; "
+            "save tensors only: torch.save(model.state_dict(), ...), or a .safetensors file"
+        ) from None
+    except Exception as error:  # the reader of pickles raises whatever its bytes lead to
+        if "TorchScript" in str(error):
+            raise LoadingError(
+                f"--weights {file}: is a TorchScript archive; save its tensors: "
+                "torch.save(torch.jit.load(FILE).state_dict(), ...)"
+            ) from None
+        raise LoadingError(f"--weights {file}: not a whole file of torch.save ({_first_line(error)})") from None
+
+
+def fill(model: nn.Module, tensors: dict[str, Tensor], file: Path) -> None:
+    """Load a state_dict; one that does not fit is an error that lists what is missing and what is left over."""
+    if all(name.startswith("module.") for name in tensors):  # saved from DataParallel
+        tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+    own = model.state_dict()
+    storages = {tensor.data_ptr() for name, tensor in own.items() if name in tensors and tensor.numel()}
+    missing = [
+        name
+        for name, tensor in own.items()
+        if isinstance(tensor, Tensor)
+        and name not in tensors
+        and not name.endswith("num_batches_tracked")  # files from before torch 0.4.1 have none
+        and tensor.data_ptr() not in storages  # tied to a tensor that is there
+    ]
+    unexpected = [name for name in tensors if name not in own]
+    shapes = [
+        f"{name} {tuple(tensor.shape)} (model: {tuple(own[name].shape)})"
+        for name, tensor in tensors.items()
+        if name in own and own[name].shape != tensor.shape
+    ]
+    faults = {"missing": missing, "unexpected": unexpected, "of another shape": shapes}
+    if any(faults.values()):
+        lines = [f"\n  {len(names)} {kind}: {_listed(names)}" for kind, names in faults.items() if names]
+        if shapes and not missing and not unexpected:
+            lines.append("\n  If they are those of a pruned model, give the folder that sparsebit prune wrote")
+        raise LoadingError(f"--weights {file} does not fit {type(model).__name__}:{''.join(lines)}")
+    model.load_state_dict(tensors, strict=False)
+
+
+@contextlib.contextmanager
+def users_code(what: str, *, for_type_errors: str = "", hint: str = "", theirs_alone: bool = True) -> Iterator[None]:
+    """Around the user's own code: what it raises becomes a LoadingError that begins with `what`.
+
+    So does `sys.exit`, which would end the command as if all had gone well. Where sparsebit runs between (not
+    `theirs_alone`), what its own code raises stays as it is.
+    """
+    try:
+        yield
+    except (SparsebitError, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
+        if not theirs_alone and _is_ours(error):
+            raise
+        for_this_type = for_type_errors if isinstance(error, TypeError) else ""
+        raise LoadingError(f"{what}: {cause(error)}{for_this_type}{hint}") from error
+
+
+def cause(error: BaseException) -> str:
+    """`ValueError: text (net.py:12)`: an exception of the user's code in one line, with the last line of theirs."""
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_THEIRS)
+    ]
+    where = f" ({os.path.relpath(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    if isinstance(error, SystemExit):
+        return f"it called sys.exit({'' if error.code is None else repr(error.code)}){where}"
+    return f"{type(error).__name__}: {_first_line(error)}{where}"
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether sparsebit's own code raised it: a bug of Sparsebit, which should show its traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and frames[-1].filename.startswith(_SPARSEBIT) and not isinstance(error, SystemExit)
+
+
+def _refuse_files(name: str) -> None:
+    """A file where a model is named: what to do instead."""
+    suffix = Path(name).suffix.lower()
+    if suffix == ".onnx":
+        raise LoadingError(
+            f"--model {name}: is an ONNX file, and quantize and profile take the PyTorch model that it was exported "
+            "from, as MODULE:NAME. Without that model: sparsebit audit and sparsebit check look at ONNX files of any "
+            "tool, and onnxruntime.quantization quantizes them"
+        )
+    if suffix in (*_TORCH_FILES, ".safetensors"):
+        raise LoadingError(f"--model {name}: is a file of weights; give --weights {name}, and the model as MODULE:NAME")
+
+
+def _folder_hint(folder: Path) -> str:
+    """What to give in place of a folder that is not that of a pruned model."""
+    if (folder / "sparsebit.json").is_file():
+        return (
+            "is the folder of a quantized model; name it as DIR of sparsebit export, --against of sparsebit check or "
+            "--quantized of sparsebit profile"
+        )
+    return "is a folder; give a file in it (a state_dict), or a folder that sparsebit prune wrote (with channels.json)"
+
+
+def _listed(names: Iterable[str], most: int = 10) -> str:
+    names = list(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0]
+
+
+def _a(thing: object) -> str:
+    return f"a {type(thing).__name__}"

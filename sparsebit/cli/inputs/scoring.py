@@ -1,0 +1,101 @@
+"""`--test-data`, `--test-samples`, `--metric`: the data on which a verb scores its models, and how."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import typer
+from torch import nn
+
+from sparsebit.cli.inputs.accuracy import Accuracy, NoScores, Predictor, Scores, measure
+from sparsebit.cli.inputs.data import Data, Inputs, fitting, load_data
+from sparsebit.cli.inputs.loading import LoadingError, resolve, users_code
+from sparsebit.cli.option_groups import NUM_TEST_SAMPLES, DataOptions, ScoreOptions
+from sparsebit.quantization.inspecting.accuracy_gains import score_of
+
+CALIBRATION = "These are the calibration samples; --test-data SOURCE measures on others."
+
+log = logging.getLogger(__name__)
+
+
+def load_test(
+    scored: ScoreOptions,
+    model: nn.Module,
+    source: nn.Module | int,
+    inputs: Inputs,
+    data: str | None,
+    how: DataOptions,
+) -> Test | None:
+    """The test; None if there is nothing to measure. A test that was asked for runs on one batch before the work.
+
+    `source`: the model that batches are made for, or the number of inputs. `data`: measured on if no --test-data is
+    given, if it holds labels.
+    """
+    if scored.metric is not None and ":" in scored.metric:
+        return Test(scored, None, source)
+    if scored.metric not in (None, "accuracy", "agreement"):
+        allowed = "write accuracy, agreement or MODULE:FUNCTION"
+        raise typer.BadParameter(f"{scored.metric!r}: {allowed}", param_hint="--metric")
+    if scored.test_data is None and scored.test_samples is not None:
+        raise typer.BadParameter("needs --test-data", param_hint="--test-samples")
+    named = scored.test_data or data
+    if named is None:
+        if scored.metric is not None:
+            raise typer.BadParameter(f"{scored.metric} is measured on data; give --test-data", param_hint="--metric")
+        return None
+    is_implied = scored.test_data is None and scored.metric is None
+    wanted = how
+    if scored.test_data is not None:
+        wanted = replace(fitting(how, named, data), num_samples=scored.test_samples or NUM_TEST_SAMPLES)
+    try:
+        labelled = scored.is_labelled
+        found = load_data(named, wanted, inputs, labelled=labelled)
+    except LoadingError:
+        if is_implied:
+            return None
+        raise
+    if not is_implied:
+        measure({"model": (model, "cpu")}, itertools.islice(found, 1), source, data=found, labelled=labelled)
+    return Test(scored, found, source, is_implied)
+
+
+@dataclass(frozen=True)
+class Test:
+    """A metric with its data; None: the metric has data of its own. `is_implied`: not asked for by an option."""
+
+    options: ScoreOptions
+    data: Data | None
+    source: nn.Module | int
+    is_implied: bool = False
+
+    __test__ = False  # not one of pytest's
+
+    def run(self, models: Mapping[str, tuple[Predictor, str]], *, calibrated: bool = False) -> Accuracy | Scores | None:
+        """Every model, called with tensors on its device. `calibrated`: --data holds the calibration samples.
+
+        None where accuracy was not asked for and the data has no labels, or other ones.
+        """
+        if self.data is None:
+            name = str(self.options.metric)
+            function: Any = resolve(name, "--metric")
+            with users_code(f"--metric {name} failed", theirs_alone=False):
+                found = {key: score_of(function, model, f"--metric {name}") for key, (model, _) in models.items()}
+            return Scores(found, name)
+        note = CALIBRATION if calibrated and self.options.test_data is None else ""
+        try:
+            return measure(
+                *(models, self.data.tracked("accuracy"), self.source),
+                data=self.data,
+                note=note,
+                labelled=self.options.is_labelled,
+            )
+        except NoScores as error:
+            if not self.is_implied:
+                raise
+            if error.has_labels:
+                log.info("no accuracy: %s", error)
+            return None

@@ -1,0 +1,100 @@
+"""`sparsebit llm convert`: a packed language model in another file format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sparsebit.cli.llm import options as llm_options
+from sparsebit.cli.option_groups import SpeakingOptions, grouped
+from sparsebit.cli.outputs.output import facts_table, speaking
+
+
+@grouped
+def convert(
+    model: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR|FILE",
+            help="A model folder, or a pack32 or pack8 file of the first Sparsebit.",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", metavar="OUT", help="A folder or file that does not exist yet; it appears whole."
+        ),
+    ],
+    say: SpeakingOptions,
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to", metavar="FORMAT", help="compressed-tensors, gptq (version 2), gptq-v1, gguf or onnx-genai."
+        ),
+    ],
+    gguf_type: Annotated[
+        str,
+        typer.Option(
+            "--gguf-type",
+            metavar="exact|Q4_K|Q6_K|Q4_K_M",
+            help="GGUF: the codes of a packed model as they are, or a packed or float model rounded to it.",
+        ),
+    ] = "exact",
+    base: Annotated[
+        Path | None,
+        typer.Option("--base", metavar="DIR", help="config.json and tokenizer for a file of the first Sparsebit."),
+    ] = None,
+    no_check: Annotated[
+        bool, typer.Option("--no-check", help="Keep the result without loading it and comparing logits.")
+    ] = False,
+    trust_remote_code: llm_options.TrustRemoteCode = False,
+) -> None:
+    """Write a packed model in another file format; codes and scales stay as they are.
+
+    Before it is kept, the result is loaded, and its logits have to be those of the original. With --gguf-type, weights
+    are rounded to a type of llama.cpp; how far that moves the logits is reported.
+
+    sparsebit llm convert llama-w4/ -o llama-w4-gptq/ --to gptq
+
+    sparsebit llm convert llama-w4/ -o llama-w4.gguf --to gguf
+
+    sparsebit llm convert llama/ -o llama-q4-k-m.gguf --to gguf --gguf-type Q4_K_M
+
+    sparsebit llm convert llama-7b_234w.pth.tar -o llama-7b-234/ --to compressed-tensors --base llama-7b-hf/
+    """
+    with speaking(as_json=say.json, quiet=say.quiet) as out:
+        from collections import Counter
+        from dataclasses import asdict
+
+        from sparsebit.llm import convert as run
+
+        made = run(
+            model, output, to, gguf_type=gguf_type, base=base, check=not no_check, trust_remote_code=trust_remote_code
+        )
+        check = made.check
+        record = {
+            "output": str(made.output),
+            "format": made.format,
+            "layers": {name: asdict(layer) for name, layer in made.formats.items()},
+            "gguf_types": dict(made.gguf_types),
+            "check": None if check is None else asdict(check),
+        }
+        layers = f"{len(made.formats)} packed layers as {made.format}" if made.formats else f"float, as {made.format}"
+        facts = {"written": str(made.output), "layers": layers}
+        if made.gguf_types:
+            counts = Counter(made.gguf_types.values()).most_common()
+            facts["types"] = ", ".join(f"{count} {kind}" for kind, count in counts)
+        if check is None:
+            facts["checked"] = "not loaded (--no-check)"
+        else:
+            facts["checked"] = f"loaded by {check.reader}; logits differ by {check.difference:.1g} of the largest"
+            if check.from_source is not None:
+                facts["rounded"] = (
+                    f"weights changed by {check.weight_error:.2%} (root mean square), logits by "
+                    f"{check.from_source:.1%} of the largest"
+                )
+            facts["vLLM"] = f"would refuse: {'; '.join(check.vllm)}" if check.vllm else ""
+        out.result(record, facts_table(facts))

@@ -1,0 +1,297 @@
+"""`sparsebit llm quantize`: a language model to a folder of packed weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sparsebit.cli.llm import heldout as llm_heldout
+from sparsebit.cli.llm import options as llm_options
+from sparsebit.cli.option_groups import Given, SpeakingOptions, grouped
+from sparsebit.cli.outputs.output import facts_table, kilobytes, speaking
+from sparsebit.cli.outputs.output_names import check_folder_name
+from sparsebit.llm.recipe import Calibration, Recipe
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from sparsebit.llm import BitAllocation, ExpertCalibration, QuantizedModel, ScaledInput
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """The text that is read: for calibration, and to measure both models at the end."""
+
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--text",
+            metavar="FILE|DIR",
+            help="Calibration text: a text file, .jsonl, a folder of these, a dataset; repeat it to mix several kinds.",
+        ),
+    ] = None
+    heldout: Annotated[
+        Path | None,
+        typer.Option(
+            "--heldout",
+            metavar="FILE|DIR",
+            help="Other text: the perplexity of the float and of the packed model on it is measured at the end.",
+        ),
+    ] = None
+    num_windows: Annotated[
+        int | None,
+        typer.Option("--num-windows", min=1, help="Windows of --heldout, from its beginning, of --length; all."),
+    ] = None
+
+    def calibration(self, drawn: Mapping[str, Any]) -> Calibration | None:
+        """`drawn`: the options of the calibration that were given; `--length` is that of the held-out windows too."""
+        unused = drawn.keys() - ({"length"} if self.heldout is not None else set())
+        if not self.text and unused:
+            raise typer.BadParameter("without calibration text nothing is drawn of it", param_hint="--text")
+        if self.heldout is None and self.num_windows is not None:
+            raise typer.BadParameter("only together with --heldout", param_hint="--num-windows")
+        return Calibration(self.text, **drawn) if self.text else None
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How the run computes; the result is the same bits, but for `dtype`."""
+
+    batch_size: llm_options.BatchSize = 4
+    memory_budget: Annotated[
+        int | None,
+        typer.Option(
+            "--memory-budget",
+            min=1,
+            help="MiB of hidden states in memory; the rest is on disk (half of the free memory, 1024 to 8192).",
+        ),
+    ] = None
+    device: llm_options.Device = "cpu"
+    dtype: Annotated[
+        str,
+        typer.Option("--dtype", metavar="TYPE", help="In which blocks compute: float32; rtn, gptq: bfloat16, float16."),
+    ] = "float32"
+    no_check: Annotated[
+        bool, typer.Option("--no-check", help="Keep the folder without loading it with transformers.")
+    ] = False
+    revision: llm_options.Revision = None
+    trust_remote_code: llm_options.TrustRemoteCode = False
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of `sparsebit.llm.quantize`."""
+        import torch
+
+        return {
+            "batch_size": self.batch_size,
+            "memory_budget": None if self.memory_budget is None else self.memory_budget << 20,
+            "device": self.device,
+            "dtype": getattr(torch, self.dtype),
+            "check": not self.no_check,
+            "trust_remote_code": self.trust_remote_code,
+        }
+
+
+@grouped
+def quantize(
+    model: llm_options.Model,
+    output: llm_options.Output,
+    text: TextOptions,
+    recipe: Annotated[Given, Recipe],
+    drawn: Annotated[Given, Calibration],
+    how: RunOptions,
+    say: SpeakingOptions,
+    target: Annotated[
+        str,
+        typer.Option(
+            "--for",
+            metavar="llama.cpp|vllm|transformers|genai",
+            help="Choose groups and zero points so that this runtime stores the bits that are asked for.",
+        ),
+    ] = "transformers",
+) -> None:
+    """Quantize the linear layers of a causal language model to 2, 3, 4 or 8 bits.
+
+    Blocks are read, quantized and kept one at a time; a run that was killed continues after its last finished block
+    when the same command is given again. The result is a compressed-tensors folder. Before it is kept, plain
+    transformers loads it, and its logits have to be those of the packed model.
+
+    sparsebit llm quantize llama/ -o llama-w4/ --text books.txt --bits 4 --group-size 128
+
+    sparsebit llm quantize llama/ -o llama-q4/ --text books.txt --for llama.cpp
+
+    sparsebit llm quantize llama/ -o llama-mixed/ --text books.txt --candidate-bits 2,3,4 --average-bits 3.2
+    """
+    check_folder_name(output)
+    with speaking(as_json=say.json, quiet=say.quiet) as out:
+        from sparsebit.llm import quantize as run
+        from sparsebit.llm import recipe_for
+        from sparsebit.llm.converting.targets import need_model
+        from sparsebit.llm.models.hub_models import local_folder
+
+        chosen = recipe_for(target, **recipe)
+        calibration = text.calibration(drawn)
+        if how.dtype not in _DTYPES:
+            raise typer.BadParameter(f"{how.dtype!r}; allowed: {', '.join(_DTYPES)}", param_hint="--dtype")
+        folder = local_folder(model, how.revision)
+        need_model(target, folder, trust_remote_code=how.trust_remote_code)
+        is_first, kept_back = llm_options.is_first_process(), None
+        if text.heldout is not None and is_first:
+            length = drawn.get("length", Calibration.length)
+            kept_back = llm_heldout.heldout_windows(
+                folder, text.heldout, length, text.num_windows, trust_remote_code=how.trust_remote_code
+            )
+        out.remark(f"quantizing {model} to {_format(chosen)} with {chosen.method}")
+        made = run(folder, output, chosen, calibration, **how.arguments())
+        tables = [*_allocation_table(made.allocation), *_experts_table(made.experts)]
+        measured = None
+        if kept_back is not None:
+            measured = llm_heldout.heldout_perplexities(
+                *(folder, made.folder, kept_back),
+                batch_size=how.batch_size,
+                device=how.device,
+                trust_remote_code=how.trust_remote_code,
+            )
+        if is_first:
+            facts = {**_facts(made), "perplexity": llm_heldout.told(measured), "next": _next(target, made)}
+            out.result({**_record(made), "perplexity": measured}, *tables, facts_table(facts))
+
+
+def _format(recipe: Recipe) -> str:
+    if recipe.float_kind is not None:
+        return f"{recipe.float_kind} numbers"
+    kind = "symmetric" if recipe.symmetric else "asymmetric"
+    bits = str(recipe.bits)
+    if recipe.is_mixed:
+        bits = f"{', '.join(map(str, recipe.candidate_bits))} (at most {recipe.average_bits:g} in the mean)"
+    size = recipe.group_size
+    return f"{bits} bits, {f'groups of {size}' if size else 'one scale per row'}, {kind}"
+
+
+def _record(made: QuantizedModel) -> dict[str, Any]:
+    import json
+    from dataclasses import asdict
+
+    return {
+        "output": str(made.folder),
+        "source": None if made.source is None else asdict(made.source),
+        "recipe": asdict(made.recipe),
+        "layers": {name: asdict(layer) for name, layer in made.formats.items()},
+        "float_bytes": made.float_bytes,
+        "packed_bytes": made.packed_bytes,
+        "bits_per_weight": made.bits_per_weight,
+        "resumed_blocks": made.num_resumed,
+        "seconds": made.seconds,
+        "check": None if made.check is None else asdict(made.check),
+        "experts": {name: asdict(expert) for name, expert in made.experts.items()},
+        "calibration_windows": dict(made.calibration_windows),
+        "scaled_inputs": {name: asdict(scaled) for name, scaled in made.scaled_inputs.items()},
+        "allocation": None if made.allocation is None else json.loads(made.allocation.to_json()),
+    }
+
+
+def _facts(made: QuantizedModel) -> dict[str, str]:
+    check = made.check
+    facts = {
+        "mixed bits": _mixed(made.allocation),
+        "written": str(made.folder),
+        "source": "" if made.source is None else f"{made.source.name} at commit {made.source.revision}",
+        "layers": f"{len(made.formats)} linear layers, {made.bits_per_weight:.2f} bits a weight with its scales",
+        "experts": _experts(made.experts),
+        "scaled inputs": _scaled(made.scaled_inputs),
+        "calibration": _calibrated(made.calibration_windows),
+        "files": f"{kilobytes(made.packed_bytes)} of {kilobytes(made.float_bytes)}",
+        "time": f"{made.seconds:.0f} s",
+        "continued": f"after {made.num_resumed} finished blocks" if made.num_resumed else "",
+    }
+    if check is None:
+        return facts | {"transformers": "not tried (--no-check)"}
+    does_load = "loads it" if check.reader == "transformers" else f"cannot load it; checked by {check.reader}"
+    facts["transformers"] = f"{does_load}; logits differ by {check.difference:.1g} of the largest"
+    facts["vLLM"] = f"would refuse: {'; '.join(check.vllm)}" if check.vllm else "no rule against it is known; not run"
+    return facts
+
+
+def _calibrated(windows: Mapping[str, int]) -> str:
+    """How many windows of which text."""
+    if not windows:
+        return ""
+    each = ", ".join(f"{count} of {name}" for name, count in windows.items())
+    kinds = f"{len(windows)} kinds of text" if len(windows) > 1 else "one kind of text"
+    return f"{sum(windows.values())} windows, {kinds}: {each}"
+
+
+def _next(target: str, made: QuantizedModel) -> str:
+    """The command that writes the file of the target, where it does not read the folder."""
+    from sparsebit.llm.converting.targets import TARGETS
+
+    file_format = TARGETS[target].format
+    if file_format is None:
+        return ""
+    output = made.folder.with_name(f"{made.folder.name}{'.gguf' if file_format == 'gguf' else '-onnx'}")
+    return f"sparsebit llm convert {made.folder} -o {output} --to {file_format}"
+
+
+def _mixed(allocation: BitAllocation | None) -> str:
+    if allocation is None:
+        return ""
+    return f"{allocation.average_bits:.3f} in the mean; loss of a token about {allocation.cost:.3f} nats higher"
+
+
+def _experts(experts: Mapping[str, ExpertCalibration]) -> str:
+    if not experts:
+        return ""
+    few = sum(expert.fallback is not None for expert in experts.values())
+    least = min(expert.num_tokens for expert in experts.values())
+    words = f"{len(experts)} layers, each with its own Hessian; at least {least} tokens"
+    return words if not few else f"{few} of {len(experts)} layers got too few tokens (table above); the rest enough"
+
+
+def _scaled(inputs: Mapping[str, ScaledInput]) -> str:
+    """How many inputs were scaled, and why others were not."""
+    if not inputs:
+        return ""
+    reasons: dict[str, set[str]] = {}
+    for name, scaled in inputs.items():
+        if scaled.reason is not None:
+            reasons.setdefault(scaled.reason, set()).add(name.split(": ", 1)[1])
+    count = sum(scaled.reason is None for scaled in inputs.values())
+    others = "".join(f"; not {' or '.join(sorted(names)[:4])}: {reason}" for reason, names in reasons.items())
+    return f"{count} of {len(inputs)}{others}"
+
+
+def _experts_table(experts: Mapping[str, ExpertCalibration]) -> list[Table]:
+    """The layers of experts that too few calibration tokens reached."""
+    few = {name: expert for name, expert in experts.items() if expert.fallback is not None}
+    if not few:
+        return []
+    from rich.table import Table
+
+    table = Table("layer of an expert", "tokens", "rounded by")
+    for name, expert in few.items():
+        table.add_row(name, str(expert.num_tokens), str(expert.fallback))
+    return [table]
+
+
+def _allocation_table(allocation: BitAllocation | None) -> list[Table]:
+    """The bits of each layer: a line for each block."""
+    if allocation is None:
+        return []
+    import re
+
+    from rich.table import Table
+
+    bits: dict[str, dict[str, int]] = {}
+    for name, layer in allocation.layers.items():
+        block, inner = re.fullmatch(r"(.*?\.\d+)\.(.*)", name, re.DOTALL).groups()  # type: ignore[union-attr]
+        bits.setdefault(block, {})[inner] = layer.bits
+    columns = list(dict.fromkeys(inner for row in bits.values() for inner in row))
+    table = Table("bits", *(column.rsplit(".", 1)[-1] for column in columns))
+    for block, row in bits.items():
+        table.add_row(block.rsplit(".", 1)[-1], *(str(row.get(column, "")) for column in columns))
+    return [table]

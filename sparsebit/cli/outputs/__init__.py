@@ -1,0 +1,1 @@
+"""Tables, files and records that a verb leaves."""

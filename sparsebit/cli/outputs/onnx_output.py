@@ -1,0 +1,219 @@
+"""`--output model.onnx`: write an ONNX file, and compare it with the simulation before it is kept."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from sparsebit.cli.inputs.calibrated_model import Subject
+from sparsebit.cli.inputs.first_batch import FirstBatch
+from sparsebit.cli.inputs.onnx_inputs import FileModel
+from sparsebit.cli.option_groups import FileOptions
+from sparsebit.cli.options import Names
+from sparsebit.cli.outputs.output import kilobytes
+from sparsebit.deploy.audit.audit_file import audit
+from sparsebit.deploy.audit.tensorrt_rules import Violation, tensorrt_violations
+from sparsebit.deploy.comparing.parity import Parity
+from sparsebit.deploy.comparing.verdict import verdict
+from sparsebit.deploy.exporting.to_onnx import flat_inputs, in_order, input_names
+from sparsebit.deploy.onnx_graph.model_file import checked_path, data_files, file_facts, need_own
+from sparsebit.deploy.runtimes import PROFILES
+from sparsebit.errors import DeploymentError, MissingExtraError
+from sparsebit.execution.batches import Call
+from sparsebit.quantization.model.quant_model import QuantModel
+from sparsebit.records import FileFacts, ParityCheck
+from sparsebit.records.audit import Audit
+
+PACKAGES = ("onnx", "onnxscript", "onnx_ir")
+_BATCH = "batch"
+_LARGEST_TIMED = 1 << 30
+_TIMED_S = 1.5
+_EVEN = 0.03  # ratios this near 1 are the machine's noise
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The file, and the results of its checks; None or empty: not checked.
+
+    `advice`: TensorRT's rules that the file breaks and that cost speed only. A file that breaks others is not written.
+    `untimed`: why its time was not compared with float.
+    """
+
+    file: Path
+    num_bytes: int
+    float_bytes: int
+    parity: Parity | None = None
+    audit: Audit | None = None
+    advice: tuple[Violation, ...] | None = None
+    untimed: str = ""
+
+    @property
+    def time(self) -> str:
+        """The file's time against the float model's, as text."""
+        ratio = None if self.audit is None else self.audit.ratio
+        if ratio is None:
+            return f"not measured: {self.untimed or 'it could not be compared with float'}"
+        return f"{ratio:.2f} of float, measured on this machine (CPU time, 1 thread)"
+
+    @property
+    def runs(self) -> str:
+        """What runs in integers, as text."""
+        return "" if self.audit is None else verdict(replace(self.audit, latency={}))
+
+    def warnings(self, placement: str = "default") -> tuple[str, ...]:
+        """The warnings of the audit, and one if the file is slower than float."""
+        found = () if self.audit is None else self.audit.warnings
+        ratio = None if self.audit is None else self.audit.ratio
+        if ratio is None or ratio <= 1 + _EVEN:
+            return found
+        remedy = "--placement measured finds out which layers to keep in float"
+        if placement != "default":
+            remedy = "the placement was measured with other shapes, on another machine, or while this one was busy"
+        return (*found, f"the file is slower than float here ({ratio:.2f} of its time): {remedy}")
+
+    @property
+    def ratio(self) -> float | None:
+        """The file against the weights in float."""
+        return self.num_bytes / self.float_bytes if self.float_bytes else None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "file": str(self.file),
+            "bytes": self.num_bytes,
+            "ratio": self.ratio,
+            "time": {"ratio": None if self.audit is None else self.audit.ratio, "words": self.time},
+            "parity": None if self.parity is None else self.parity.to_dict(),
+            "audit": None if self.audit is None else {"verdict": self.runs, "counts": self.audit.counts()},
+            "tensorrt_advice": None if self.advice is None else [one.to_dict() for one in self.advice],
+        }
+
+    def file_facts(self) -> FileFacts:
+        """The facts of the file for a record."""
+        advice = None if self.advice is None else tuple(map(str, self.advice))
+        return file_facts(self.file, float_bytes=self.float_bytes, advice=advice)
+
+    def results(self, data: str | None) -> list[ParityCheck | Audit]:
+        """The results for a record. `data`: describes what the file was run on."""
+        found = [] if self.parity is None else [ParityCheck(self.parity, data=data)]
+        return [*found, *([] if self.audit is None else [self.audit])]
+
+    def facts(self) -> dict[str, str]:
+        """A line or two for each fact."""
+        share = "" if self.ratio is None else f", {self.ratio:.2f} of the float weights"
+        found = {"file": f"{self.file}, {kilobytes(self.num_bytes)}{share}"}
+        found["parity"] = "not checked" if self.parity is None else str(self.parity)
+        found["time"] = self.time
+        if self.audit is not None:
+            found["runs"] = self.runs
+        if self.advice is not None:
+            lines = [str(one) for one in self.advice]
+            found["tensorrt"] = "\n".join(lines) or "follows TensorRT's rules (TensorRT itself does not run here)"
+        return found
+
+
+def checked_file(path: Path, backend: str, options: FileOptions) -> Path:
+    """The path, if the file can be written there and the packages for it are installed: asked before the work."""
+    target = checked_path(path.expanduser())
+    runtime = PROFILES[backend].executes or "onnxruntime"
+    require(*PACKAGES, *([] if options.no_check else [runtime]))
+    if not options.overwrite:
+        extra = [target.with_name(f"{target.stem}_extra.onnx")] if options.extra_info else []
+        for file in (target, *extra):
+            need_own(file, "give another name, or --overwrite")
+    return target
+
+
+def check_names(subject: Subject, options: FileOptions) -> None:
+    """Raise, before the work, for names that the model's inputs cannot have."""
+    _named_inputs(subject, options.input_names)
+
+
+def require(*packages: str, extra: str | None = None) -> None:
+    """A MissingExtraError for the first package that is not installed; `extra`: the extra that installs all of them."""
+    for package in packages:
+        try:
+            missing = importlib.util.find_spec(package) is None
+        except ValueError:  # sys.modules holds None, as tests put it there
+            missing = True
+        if missing:
+            named = extra or ("openvino" if package == "openvino" else "onnx")
+            raise MissingExtraError(package.replace("_", "-"), named, "writing and checking an ONNX file")
+
+
+def export(subject: Subject, qmodel: QuantModel, target: Path, options: FileOptions, float_bytes: int) -> Exported:
+    """Write the file; by default compare it with the simulation and check how its runtime executes it."""
+    (args, kwargs), axes = example_of(subject, options)
+    parity = qmodel.export_onnx(
+        kwargs or args,
+        target,
+        input_names=options.input_names,
+        output_names=options.output_names,
+        dynamic_axes=axes,
+        opset_version=options.opset,
+        extra_info=options.extra_info,
+        check=None if options.no_check else subject.data,
+        tolerance=options.limits.tolerance(),
+    )
+    num_bytes = sum(path.stat().st_size for path in (target, *data_files(target)))
+    profile = PROFILES[qmodel.config.BACKEND]
+    if options.no_check:
+        return Exported(target, num_bytes, float_bytes, untimed="--no-check")
+    found, untimed = None, f"no runtime here runs files for {profile.name}"
+    if profile.executes is not None:
+        found, untimed = _audited(subject, target, profile.executes, options, num_bytes)
+    advice = tuple(tensorrt_violations(target)) if profile.name == "tensorrt" else None
+    return Exported(target, num_bytes, float_bytes, parity, found, advice, untimed)
+
+
+def scored_file(file: Path, model: nn.Module) -> dict[str, tuple[Callable[..., Any], str]]:
+    """The file, called like the model that it was exported from."""
+    return {"file": (FileModel(file, signature=inspect.signature(model.forward)), "cpu")}
+
+
+def _audited(subject: Subject, file: Path, runtime: str, options: FileOptions, num_bytes: int) -> tuple[Audit, str]:
+    """How the runtime executes the file, and its time against float; where it was not timed, the reason."""
+    if num_bytes > _LARGEST_TIMED:
+        return audit(file, runtime=runtime, repeats=0), f"the file is larger than {kilobytes(_LARGEST_TIMED)}"
+    (args, kwargs), _ = example_of(subject, options)
+    names = list(_named_inputs(subject, options.input_names))
+    signature = inspect.signature(subject.model.forward)
+    tensors = flat_inputs(args, in_order(kwargs, signature))
+    feeds = {name: tensor.detach().cpu().numpy() for name, tensor in zip(names, tensors, strict=True)}
+    try:
+        return audit(file, runtime=runtime, feeds=feeds, budget_s=_TIMED_S), ""
+    except DeploymentError as error:
+        return audit(file, runtime=runtime, repeats=0), str(error)
+
+
+def example_of(subject: Subject, options: FileOptions) -> tuple[Call, dict[str, dict[int, str]] | None]:
+    """The call that is exported, and its dynamic axes."""
+    # One sample would be taken for a fixed size by torch.export: two where the number is open.
+    call = _sized(subject.first_batch, 2 if options.dynamic_batch else 1)
+    return call, _batch_axes(subject, options.input_names) if options.dynamic_batch else None
+
+
+def _batch_axes(subject: Subject, given: Names | None) -> dict[str, dict[int, str]]:
+    """Axis 0 of every input whose rows are samples."""
+    batch = subject.first_batch
+    samples = {id(tensor) for tensor in batch.samples.tensors(batch.call)}
+    return {name: {0: _BATCH} for name, tensor in _named_inputs(subject, given).items() if id(tensor) in samples}
+
+
+def _named_inputs(subject: Subject, given: Names | None) -> dict[str, Tensor]:
+    """The file's input names, in the order of forward's parameters, whatever the order of the data."""
+    args, keywords = subject.first_batch.call
+    signature = inspect.signature(subject.model.forward)
+    kwargs = in_order(keywords, signature)
+    return dict(zip(input_names(args, kwargs, signature, given), flat_inputs(args, kwargs), strict=True))
+
+
+def _sized(batch: FirstBatch, size: int) -> Call:
+    """The call with `size` of its samples; one sample is repeated where two are wanted."""
+    call: Call = batch.samples.of(batch.call, [row % batch.num_samples for row in range(size)])
+    return call

@@ -1,0 +1,49 @@
+"""Where verbs write: a result is written completely or not at all, and an older one stays until then."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from sparsebit import folders
+from sparsebit.errors import CheckpointError
+from sparsebit.quantization.saving.checkpoint import foreign_files
+
+
+def checked_target(folder: Path) -> Path:
+    """The folder's true path if a result may stand there: asked before the work, so that no work is lost."""
+    target = folder.expanduser().resolve()
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"--output {folder} is a file; give the name of a folder")
+    if target.is_dir() and (foreign := foreign_files(target)):
+        raise CheckpointError(
+            f"--output {folder} holds other things than a saved model ({', '.join(foreign[:3])}); give another folder"
+        )
+    above = target if target.is_dir() else next(parent for parent in target.parents if parent.exists())
+    if not os.access(above, os.W_OK | os.X_OK) or not above.is_dir():
+        raise CheckpointError(f"--output {folder}: {above} cannot be written to; give another folder")
+    return target
+
+
+def need_own_text(file: Path, *starts: str) -> None:
+    """Refuse, before the work, a file that is not an older result: those begin with one of `starts`."""
+    target = file.expanduser()
+    if not target.is_file() or not target.stat().st_size:
+        return
+    with target.open(encoding="utf-8", errors="replace") as stream:
+        begin = stream.read(max(map(len, starts)))
+    if not begin.startswith(starts):
+        raise CheckpointError(
+            f"--output {file} exists and is not an older result of this verb; give another name, or remove it"
+        )
+
+
+def replace_text(file: Path, text: str) -> None:
+    """`text` as the whole of the file."""
+    target = file.expanduser().resolve()  # what a link points to is replaced, not the link
+    if target.is_dir():
+        raise CheckpointError(f"--output {file} is a folder; name a file in it")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file.parent))
+    folders.replace_text(target, text)

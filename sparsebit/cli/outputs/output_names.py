@@ -1,0 +1,32 @@
+"""What the name of an output says: a folder, or a file of some kind. A name that says something else is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+# Endings of files; other dots in the name of a folder (`resnet-v1.5`) are fine.
+_FILES = (
+    *(".bin", ".ckpt", ".engine", ".gguf", ".h5", ".json", ".mlmodel", ".npz", ".onnx", ".pb", ".pkl", ".plan", ".pt"),
+    *(".pt2", ".pth", ".safetensors", ".tar", ".tflite", ".trt", ".xml", ".yaml", ".yml", ".zip"),
+)
+
+
+def check_folder_name(path: Path, *, instead: str = "") -> None:
+    """Refuse a name that ends like a file where a folder is written. `instead`: what else may be named."""
+    suffix = path.suffix.lower()
+    if suffix in _FILES and not path.is_dir():
+        raise typer.BadParameter(
+            f"{path}: the result is a folder (with model.safetensors in it), and {suffix} is the ending of a file; "
+            f"write {path.with_suffix('')}{instead}",
+            param_hint="--output",
+        )
+
+
+def check_onnx_name(path: Path) -> None:
+    """Refuse a name that does not end in .onnx where such a file is written."""
+    if path.suffix.lower() != ".onnx" and not path.is_dir():  # a folder gets a message of its own
+        raise typer.BadParameter(
+            f"{path}: the result is an ONNX file; write {path.with_suffix('.onnx')}", param_hint="--output"
+        )

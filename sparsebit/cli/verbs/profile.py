@@ -1,0 +1,148 @@
+"""`sparsebit profile`: which layers lose most, as a table."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from sparsebit.cli.inputs.calibrated_model import Subject, calibrated, formats, load_saved, load_subject, read_config
+from sparsebit.cli.inputs.first_batch import FirstBatch
+from sparsebit.cli.outputs.output import Output, decibel, table
+from sparsebit.cli.outputs.recording import Recording
+from sparsebit.cli.verb_options import NUM_ROWS, ProfileOptions
+from sparsebit.cli.verbs.gains import gains_table, gains_title, load_gain_data, measure_gains
+from sparsebit.quantization import QuantModel
+from sparsebit.quantization.recording import record
+from sparsebit.records import Coverage, ErrorProfile, LayerError, OutputError, RunRecord
+
+_FLOAT = "the float model"
+
+
+def profile(asked: ProfileOptions, out: Output, recorded: Recording) -> None:
+    """Calibrate or load, measure the error of every layer, and report."""
+    net, quantized = asked.net, asked.quantized
+    if quantized is not None and (asked.config or asked.asym or asked.device):
+        raise typer.BadParameter(
+            "a saved model has its config: leave --config, --asym and --device out", param_hint="--quantized"
+        )
+    qconfig = None
+    if quantized is None:
+        qconfig = read_config(asked.config or "onnxruntime", asked.device, model=net.model)
+    subject = load_subject(net, asked.data, asked.how, saved=quantized)
+    recorded.expect(subject.model, net.model)
+    if qconfig is None:
+        assert quantized is not None
+        qmodel, first_batch, output_reference = _saved(quantized, subject, has_weights=net.weights is not None)
+        recorded.expect_numbers(qmodel, net.model)
+    else:
+        out.remark(f"calibrating {net.model} ({formats(qconfig)}) on {subject.data.description}")
+        qmodel, first_batch = calibrated(subject, qconfig, asym=asked.asym).qmodel, subject.first_batch
+        output_reference = _FLOAT
+    references = {"output": output_reference, "layers": _own_reference(qmodel)}
+    sqnr = first_batch.sqnr_db(qmodel, qmodel.config.DEVICE)
+    test = load_gain_data(asked, subject.model, first_batch)
+    errors = qmodel.profile(subject.data, sync=asked.sync, histograms=bool(recorded))
+    found_gains = None if test is None else measure_gains(asked, qmodel, test)
+    errors = replace(errors, gains=found_gains)
+    if recorded:
+        output = OutputError(sqnr, first_batch.num_samples)
+        recorded.write(_record(net.model, subject, qmodel, output, errors, recorded))
+    found = list(errors.layers)
+    wanted = asked.top if asked.top is not None else (0 if asked.said.json else NUM_ROWS)
+    shown = found[:wanted] if wanted else found
+    record = {
+        "model": net.model,
+        "backend": qmodel.config.BACKEND,
+        "sync": asked.sync,
+        "compared_with": references,
+        "output_sqnr_db": sqnr,
+        "num_layers": len(found),
+        "layers": [as_record(error) for error in shown],
+        **({} if found_gains is None else {"gains": asdict(found_gains)}),
+        **recorded.values(),
+    }
+    title = _title(formats(qmodel.config), asked.sync, sqnr, references)
+    rest = [f"... and {len(found) - len(shown)} better ones (--top 0 shows all)"] if len(shown) < len(found) else []
+    scores = () if found_gains is None or test is None else (gains_title(found_gains, test), gains_table(found_gains))
+    out.result(record, title, error_table(shown, qmodel.coverage), *rest, *scores)
+    if found_gains is None:
+        out.next_steps("repeat with --gains 5 --test-data SOURCE   # the accuracy that the worst layers cost")
+
+
+def _own_reference(qmodel: QuantModel) -> str:
+    """What the model computes with its quantizers off."""
+    if not qmodel.float_values_are_lost and not len(qmodel.float_parameters):
+        return _FLOAT
+    return f"the weights that {', '.join(qmodel.applied_algorithms) or 'algorithms'} left"
+
+
+def _saved(folder: Path, subject: Subject, *, has_weights: bool) -> tuple[QuantModel, FirstBatch, str]:
+    """A saved model, the first batch through the model that it is compared with, and that model's name.
+
+    It is the model with its own weights unquantized: those of the model given do not matter. Where algorithms changed
+    them, a float model whose weights were given by name (`has_weights`) is what the outputs are compared with.
+    """
+    qmodel = load_saved(folder, subject.model)
+    reference = _own_reference(qmodel)
+    if reference != _FLOAT and has_weights:
+        return qmodel, subject.first_batch, _FLOAT
+    switches = qmodel.is_quantized("weight"), qmodel.is_quantized("activation")
+    qmodel.set_quant(w_quant=False, a_quant=False)
+    first_batch = subject.first_batch.again(qmodel, qmodel.config.DEVICE)
+    qmodel.set_quant(*switches)
+    return qmodel, first_batch, reference
+
+
+def _record(
+    name: str, subject: Subject, qmodel: QuantModel, output: OutputError, errors: ErrorProfile, to: Recording
+) -> RunRecord:
+    """What is known of the model, and what it loses."""
+    words = subject.data.description
+    found = replace(errors, data=words)
+    made = record(qmodel, output, found, name=name, run=to.run, warnings=to.warnings)
+    return made.replace(calibration=made.calibration and replace(made.calibration, data=words))
+
+
+def as_record(error: LayerError) -> dict[str, object]:
+    """The values of one layer for `--json`."""
+    return {"layer": error.layer, "mse": error.error, "sqnr_db": error.sqnr_db}
+
+
+def error_table(errors: list[LayerError], coverage: Coverage) -> Table:
+    """A row per layer: its number formats, its errors, and a bar of its noise."""
+    dtypes = {f"{layer.name}.{role}": dtype for layer in coverage.quantized for role, dtype in layer.sites.items()}
+    most = max((_noise(error.sqnr_db) for error in errors), default=0.0)
+    rows: list[list[str | Text]] = []
+    for error in errors:
+        name = error.layer
+        # A layer quantizes its inputs; a site between layers (`conv.output`) has a row of its own.
+        own = [
+            dtype
+            for site, dtype in dtypes.items()
+            if site == name or site.startswith((f"{name}.input", f"{name}.shared"))
+        ]
+        bar = Text("█" * max(1, round(16 * _noise(error.sqnr_db) / most)) if most else "", style=_colour(error.sqnr_db))
+        activation = ", ".join(dict.fromkeys(own)) or "-"
+        cells = name, dtypes.get(f"{name}.weight", "-"), activation, f"{error.error:.3g}", decibel(error.sqnr_db)
+        rows.append([*cells, bar])
+    columns = ("layer", "weight", "activation", "MSE", "SQNR", "noise / signal")
+    return table(columns, rows, numbers=("MSE", "SQNR"), narrow="noise / signal")
+
+
+def _noise(sqnr_db: float) -> float:
+    """Amplitude of the noise relative to the signal; silence counts as all noise."""
+    return float(10 ** (-max(sqnr_db, 0.0) / 20))
+
+
+def _colour(sqnr_db: float) -> str:
+    return "red" if sqnr_db < 15 else "yellow" if sqnr_db < 25 else "green"
+
+
+def _title(formats: str, sync: bool, output_sqnr: float, references: dict[str, str]) -> str:
+    how = "all layers quantized together" if sync else "each layer quantized alone"
+    output, layers = (f" against {r}" if set(references.values()) != {_FLOAT} else "" for r in references.values())
+    return f"{formats}: output SQNR {decibel(output_sqnr)}{output}; below, {how}{layers and ','}{layers}"

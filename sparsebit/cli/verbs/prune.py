@@ -1,0 +1,179 @@
+"""`sparsebit prune`: remove channels, heads and neurons from a model, and save the smaller one as a folder."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import typer
+
+from sparsebit.cli.inputs.calibrated_model import load_subject
+from sparsebit.cli.inputs.data import Inputs, fitting
+from sparsebit.cli.inputs.loading import load_net, resolve, weights_source
+from sparsebit.cli.inputs.scoring import load_test
+from sparsebit.cli.outputs.output import Output, decibel, facts_table
+from sparsebit.cli.outputs.output_names import check_folder_name
+from sparsebit.cli.outputs.recording import Recording
+from sparsebit.cli.verb_options import PruneOptions
+from sparsebit.cli.verbs.search import read_budgets
+from sparsebit.errors import ConfigError
+from sparsebit.sparse import ModelSize, SparseConfig, SparseModel, model_size, parse_sconfig, save
+from sparsebit.sparse.budgets.measured_time import measured_time
+from sparsebit.sparse.budgets.ratio_search import KERNEL_WIDTHS
+from sparsebit.sparse.shrinking.pruned_folder import checked_folder
+
+
+def prune(asked: PruneOptions, out: Output, recorded: Recording) -> None:
+    """Choose, remove, fit, save, and report."""
+    name, data, output, round_to = asked.net.model, asked.data, asked.output, asked.round_to
+    check_folder_name(output)
+    limits = read_budgets(asked.budget or [])
+    _check(asked, limits)
+    sconfig = _read_config(asked)
+    checked_folder(output)
+    batches: list[Any] | None = None
+    first = None
+    if data is None:
+        net = load_net(asked.net)
+    else:
+        subject = load_subject(asked.net, data, fitting(asked.how, data, asked.scored.test_data))
+        net, batches, first = subject.model, list(subject.data), subject.first_batch
+    test = load_test(asked.scored, net, net, Inputs.of(net), data, asked.how)
+    smodel = SparseModel(net, sconfig, None if batches is None else batches[0]).eval()
+    if sconfig.SPARSER.is_of_blocks:
+        out.remark(f"found {len(smodel.blocks.blocks)} residual blocks that can be removed")
+    else:
+        found = smodel.groups
+        out.remark(f"found {len(found.groups)} groups, {len(found.units)} units that can be removed")
+    chosen = None
+    if limits:
+        assert batches is not None
+        chosen = smodel.choose_ratios(limits, batches, round_to=round_to or KERNEL_WIDTHS)
+        out.remark(_widths(chosen.round_to, was_given=round_to is not None))
+    smodel.calc_params(batches)
+    _check_removed(smodel)
+    pruned_sqnr = None if first is None else first.sqnr_db(smodel.model, sconfig.DEVICE)
+    if batches is not None and not asked.no_reconstruct:
+        out.remark(f"fitting the remaining weights on {len(batches)} batches")
+        smodel.reconstruct(batches)
+    small = smodel.shrink(round_to)
+    sizes = model_size(net, smodel.example_batch), model_size(small, smodel.example_batch)
+    sqnr = None if first is None else first.sqnr_db(small, sconfig.DEVICE)
+    save(small, output)
+    models = {"dense": (net, "cpu"), "pruned": (small, sconfig.DEVICE)}
+    accuracy = None if test is None else test.run(models, calibrated=True)
+    latency = None if chosen is None else chosen.latency
+    time = measured_time(net, small, smodel.example_batch)
+    notes = _notes(smodel)
+    record = {
+        "model": name,
+        "weights": weights_source(asked.net.model, asked.net.weights),
+        "output": str(output),
+        "before": sizes[0].to_dict(),
+        "after": sizes[1].to_dict(),
+        **_removed(smodel),
+        "ratios": None if chosen is None else dict(chosen.ratios),
+        "round_to": (round_to or 1) if chosen is None else chosen.round_to,
+        "latency": None if latency is None else asdict(latency),
+        "time": time.to_dict(),
+        "notes": notes,
+        "accuracy": None if accuracy is None else accuracy.to_dict(),
+        "output_sqnr_db": {"pruned": pruned_sqnr, "reconstructed": None if asked.no_reconstruct else sqnr},
+    }
+    facts = {
+        **_sizes(*sizes),
+        "latency": "" if latency is None else str(latency).partition(": ")[2],
+        "time": str(time),
+        "removed": _removed_words(smodel),
+        **{f"note {number}": note for number, note in enumerate(notes, 1)},
+        "output": "" if sqnr is None else f"SQNR {decibel(sqnr)} against the dense model (first batch)",
+        "accuracy": "" if accuracy is None else str(accuracy),
+        "saved": str(output),
+    }
+    out.result(record, details=[facts_table(facts)])
+    out.next_steps(f"sparsebit quantize -m {name} -w {output} -d {data or 'SOURCE'} -o FILE.onnx")
+
+
+def _check(asked: PruneOptions, limits: dict[str, float]) -> None:
+    """Raise before the work for options that cannot be used together, or without data."""
+    if asked.ratio is not None and limits:
+        raise typer.BadParameter("give --ratio, or --budget, which chooses the ratios")
+    if asked.ratio is None and not limits and asked.config is None:
+        raise typer.BadParameter("how much should be removed? give --ratio 0.3, --budget macs=0.7, or a --config")
+    if asked.data is None and limits:
+        raise typer.BadParameter("missing: the ratios under a budget are chosen on data", param_hint="--data")
+    if asked.data is None and asked.scored.test_data is None:
+        asked.how.refuse_without_data()
+
+
+def _widths(round_to: int, *, was_given: bool) -> str:
+    """Which widths the smaller model has, and why."""
+    if round_to == 1:
+        return "widths of any number" + ("" if was_given else ": the budget cannot be kept with multiples of 16 or 8")
+    why = "" if was_given else ", which kernels like" + ("" if round_to == 16 else "; 16 cannot keep the budget")
+    return f"widths stay multiples of {round_to} where they were{why}"
+
+
+def _notes(smodel: SparseModel) -> list[str]:
+    """What the proof of the channels does not cover."""
+    return [] if smodel.config.SPARSER.is_of_blocks else list(smodel.groups.notes)
+
+
+def _removed(smodel: SparseModel) -> dict[str, Any]:
+    """What could be removed, what was, and what must stay, for the record."""
+    if smodel.config.SPARSER.is_of_blocks:
+        names = smodel.removed_blocks()
+        return {
+            "blocks": {"removable": [block.name for block in smodel.blocks.blocks], "removed": names},
+            "spared": [f"{entry.name}: {entry.reason}" for entry in smodel.blocks.spared],
+        }
+    return {
+        "units": {"removable": len(smodel.groups.units), "removed": len(smodel.dead_units())},
+        "groups": len(smodel.groups.groups),
+        "spared": [str(entry) for entry in smodel.groups.spared],
+    }
+
+
+def _check_removed(smodel: SparseModel) -> None:
+    """Raise where the ratio removes nothing: the folder would hold the dense model."""
+    if smodel.config.SPARSER.is_of_blocks:
+        found, removed, what = [len(smodel.blocks.blocks)], len(smodel.removed_blocks()), "residual blocks"
+    else:
+        found, removed = [len(group.units) for group in smodel.groups.groups], len(smodel.dead_units())
+        what = "channels, heads or neurons"
+    if not found:
+        raise ConfigError(f"no {what} can be removed from the model:\n{smodel.groups}")
+    if not removed:
+        raise ConfigError(
+            f"nothing is removed: the largest group has {max(found)} {what}, of which the ratio rounds to none, or "
+            "SPARE and SPECIFIC leave all of them; give a larger ratio, or a smaller budget"
+        )
+
+
+def _removed_words(smodel: SparseModel) -> str:
+    if smodel.config.SPARSER.is_of_blocks:
+        names = smodel.removed_blocks()
+        return f"{len(names)} of {len(smodel.blocks.blocks)} residual blocks ({', '.join(names) or 'none'})"
+    return f"{len(smodel.dead_units()):,} of {len(smodel.groups.units):,} channels, heads and neurons"
+
+
+def _read_config(asked: PruneOptions) -> SparseConfig:
+    """The config with what the options say; the model's module is imported first, as it may register criteria."""
+    resolve(asked.net.model, "--model")
+    config = parse_sconfig({} if asked.config is None else asked.config)
+    given = {"SPARSER.RATIO": asked.ratio, "SPARSER.STRATEGY": asked.strategy, "DEVICE": asked.device}
+    for key, value in given.items():
+        if value is not None:
+            config = config.replace(key, value)
+    if not config.SPARSER.is_structured:
+        raise ConfigError(
+            f"SPARSER.TYPE={config.SPARSER.TYPE}: prune makes models smaller, and single weights leave the size as it "
+            "is; set TYPE: structured, or use SparseModel in Python"
+        )
+    return config
+
+
+def _sizes(before: ModelSize, after: ModelSize) -> dict[str, str]:
+    rows = (("MACs", before.macs, after.macs), ("parameters", before.parameters, after.parameters))
+    named = (*rows, ("bytes", before.bytes, after.bytes))
+    return {name: f"{one:,.0f} -> {other:,.0f} ({other / max(1, one):.3f})" for name, one, other in named}

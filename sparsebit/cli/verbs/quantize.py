@@ -1,0 +1,203 @@
+"""`sparsebit quantize`: calibrate a model on data and save it as a folder, an ONNX file, or both."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import typer
+
+from sparsebit.cli.inputs.calibrated_model import (
+    Calibrated,
+    Subject,
+    calibrated,
+    formats,
+    load_subject,
+    read_config,
+    without_data,
+)
+from sparsebit.cli.inputs.data import Inputs, fitting
+from sparsebit.cli.inputs.loading import load_net, weights_source
+from sparsebit.cli.inputs.scoring import load_test
+from sparsebit.cli.outputs.onnx_output import Exported, check_names, checked_file, export, scored_file
+from sparsebit.cli.outputs.output import Output, decibel, facts_table, kilobytes
+from sparsebit.cli.outputs.output_files import checked_target
+from sparsebit.cli.outputs.output_names import check_folder_name
+from sparsebit.cli.outputs.recording import Recording
+from sparsebit.cli.outputs.size import weight_size
+from sparsebit.cli.verb_options import QuantizeOptions
+from sparsebit.config.schema import QuantConfig
+from sparsebit.quantization.effort import with_effort
+from sparsebit.quantization.placement_search import PlacementProfile
+from sparsebit.quantization.recording import record
+from sparsebit.records import Coverage, OutputError, RunRecord
+from sparsebit.records.json_form import to_plain
+
+
+def quantize(asked: QuantizeOptions, out: Output, recorded: Recording) -> None:
+    """Calibrate, save the folder and the file, score them, and report."""
+    where = read_outputs(asked.output)
+    net, data, written = asked.net, asked.data, asked.written
+    qconfig = with_effort(read_config(asked.config, asked.device, model=net.model), asked.effort)
+    _check(asked, qconfig, where)
+    folder = None if where.folder is None else checked_target(where.folder)
+    file = None if where.file is None else checked_file(where.file, qconfig.BACKEND, written)
+    subject, sqnr = None, None
+    if data is None:
+        model = load_net(net)
+    else:
+        subject = load_subject(net, data, fitting(asked.how, data, asked.scored.test_data))
+        model = subject.model
+    recorded.expect(model, net.model)
+    test = load_test(asked.scored, model, model, Inputs.of(model), data, asked.how)
+    if subject is None:
+        done = without_data(model, qconfig)
+    else:
+        if file is not None:
+            check_names(subject, written)
+        out.remark(f"calibrating {net.model} ({formats(qconfig)}) on {subject.data.description}")
+        resume = asked.resume if qconfig.ALGORITHMS else None  # an effort may have left nothing to do
+        done = calibrated(subject, qconfig, asym=asked.asym, placed=asked.placed, resume=resume)
+        if asked.placed.save_placement is not None:
+            done.qmodel.placement.save(asked.placed.save_placement)
+        sqnr = subject.first_batch.sqnr_db(done.qmodel, qconfig.DEVICE)
+    coverage, weight, placement = done.qmodel.coverage, weight_size(done.qmodel), done.qmodel.placement
+    if folder is not None:  # first: it is of use even if the file then fails
+        done.qmodel.save(folder)
+    exported = None
+    if file is not None and subject is not None:
+        out.remark(f"writing {where.file}" + ("" if written.no_check else " and comparing it with the simulation"))
+        exported = export(subject, done.qmodel, file, written, weight.float_bytes)
+        for warning in exported.warnings(placement=asked.placed.placement):
+            out.warn(warning)
+    accuracy = None
+    if test is not None:
+        models = {"float": (model, "cpu"), "simulation": (done.qmodel, qconfig.DEVICE)}
+        in_file = {} if exported is None or written.no_check else scored_file(exported.file, model)
+        accuracy = test.run({**models, **in_file}, calibrated=True)
+    if recorded:
+        recorded.write(_record(net.model, subject, done, sqnr, exported, recorded))
+    record = {
+        "model": net.model,
+        "weights": weights_source(net.model, net.weights),
+        "output": None if where.folder is None else str(where.folder),
+        "onnx": None if exported is None else exported.to_dict(),
+        "backend": qconfig.BACKEND,
+        "num_samples": done.num_samples,
+        "seconds": done.seconds,
+        "output_sqnr_db": sqnr,
+        "accuracy": None if accuracy is None else accuracy.to_dict(),
+        "weight_bytes": {"float": weight.float_bytes, "quantized": weight.quantized_bytes},
+        "coverage": coverage.to_dict(),
+        "placement": None if placement is None else to_plain(placement, PlacementProfile),
+        **recorded.values(),
+    }
+    num_quantized = f"{coverage.num_weighted_quantized} of {coverage.num_weighted} weighted layers"
+    before, after = kilobytes(weight.float_bytes), kilobytes(weight.quantized_bytes)
+    facts = {
+        "quantized": f"{num_quantized}, {formats(qconfig)}",
+        **_measured(subject, done, sqnr),
+        "accuracy": "" if accuracy is None else str(accuracy),
+        "placement": "" if placement is None else str(placement),
+        "weights": f"{before} -> {after} packed, {weight.ratio:.1f}x smaller",
+        "parameters": f"{100 * coverage.parameter_fraction:.1f} % of {coverage.num_parameters:,} quantized",
+        "in float": "\n".join(coverage.sizeable_floats()),
+        **_left_out(coverage),
+        "saved": "" if where.folder is None else str(where.folder),
+        **({} if exported is None else exported.facts()),
+    }
+    out.result(record, details=[facts_table(facts)])
+    out.next_steps(*_next_steps(asked, where))
+
+
+def _next_steps(asked: QuantizeOptions, where: Outputs) -> list[str]:
+    """Where the accuracy went, and how the file runs."""
+    steps = [f"sparsebit audit {where.file}   # which layers run in integers, and why not"] if where.file else []
+    if where.folder is not None and asked.data is not None:
+        named = f"-m {asked.net.model} --quantized {where.folder} -d {asked.data}"
+        steps.append(f"sparsebit profile {named}   # which layers lose most; with the same data options")
+    return steps
+
+
+def _record(
+    name: str, subject: Subject | None, done: Calibrated, sqnr: float | None, exported: Exported | None, to: Recording
+) -> RunRecord:
+    """All that is known of the model at the end."""
+    words = None if subject is None else subject.data.description
+    found = [] if exported is None else exported.results(words)
+    output = None if subject is None or sqnr is None else OutputError(sqnr, subject.first_batch.num_samples)
+    file = None if exported is None else exported.file
+    made = record(done.qmodel, *found, output, name=name, file=file, run=to.run, warnings=to.warnings)
+    assert made.calibration is not None
+    facts = None if exported is None else exported.file_facts()
+    return made.replace(calibration=replace(made.calibration, data=words), file=facts)
+
+
+class Outputs(NamedTuple):
+    """Where the result goes."""
+
+    folder: Path | None
+    file: Path | None
+
+
+def read_outputs(paths: list[Path]) -> Outputs:
+    """At most one folder and one file, distinguished by the ending."""
+    files = [path for path in paths if path.name.lower().endswith(".onnx")]
+    folders = [path for path in paths if path not in files]
+    if len(files) > 1 or len(folders) > 1:
+        given = ", ".join(map(str, paths))
+        raise typer.BadParameter(
+            f"{given}: give one folder, one file that ends in .onnx, or both", param_hint="--output"
+        )
+    for folder in folders:
+        check_folder_name(folder, instead=", or a name that ends in .onnx for a file")
+    return Outputs(next(iter(folders), None), next(iter(files), None))
+
+
+def _check(asked: QuantizeOptions, config: QuantConfig, where: Outputs) -> None:
+    """Raise before the work for options that cannot be used together, or without data."""
+    written = asked.written
+    if written.no_check and written.limits:
+        raise typer.BadParameter(f"{', '.join(written.limits.given())}: --no-check compares nothing")
+    if where.file is None and written.given():
+        raise typer.BadParameter(f"{', '.join(written.given())} need an --output that ends in .onnx")
+    asked.placed.check(has_data=asked.data is not None)
+    if asked.resume is not None and asked.effort is None and not config.ALGORITHMS:
+        raise typer.BadParameter(
+            f"--resume {asked.resume}: it keeps what ALGORITHMS have finished, and the config names none; name some, "
+            "or give --effort good or best"
+        )
+    if asked.data is not None:
+        return
+    steps = ", ".join(step.name for step in config.ALGORITHMS or ())
+    # Data is needed for the ranges of activations, and for the example call that a file is written from.
+    needed = {
+        "the ranges of activations are found on data; give data, or -c weights-only": not config.A.QUANTIZER.DISABLE,
+        "an ONNX file is written from an example call; give data, or save a folder": where.file is not None,
+        "--asym calibrates on data": asked.asym,
+        f"{steps} work on data": steps,
+    }
+    for reason, is_needed in needed.items():
+        if is_needed:
+            raise typer.BadParameter(f"missing: {reason}", param_hint="--data")
+    if asked.scored.test_data is None:
+        asked.how.refuse_without_data()
+
+
+def _measured(subject: Subject | None, done: Calibrated, sqnr: float | None) -> dict[str, str]:
+    if subject is None or sqnr is None:
+        return {"calibrated": f"without data, in {done.seconds:.1f} s"}
+    return {
+        "calibrated": f"{done.num_samples} samples in {done.seconds:.1f} s",
+        "output": f"SQNR {decibel(sqnr)} against float, on the first {subject.first_batch.num_samples} samples",
+    }
+
+
+def _left_out(coverage: Coverage) -> dict[str, str]:
+    """What stays float and why, by reason; ops that another op absorbs cost nothing and are left out."""
+    reasons = Counter(layer.reason for layer in coverage.float_layers if not layer.reason.startswith("absorbed by"))
+    shown = [f"{count} x {reason}" if count > 1 else reason for reason, count in reasons.most_common()]
+    untraced = [f"{module.path or '(model)'} [{module.module_type}]: {module.reason}" for module in coverage.opaque]
+    return {"float": "\n".join(shown), "untraced": "\n".join(untraced)}

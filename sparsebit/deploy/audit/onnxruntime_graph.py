@@ -1,0 +1,155 @@
+"""The kernels that ONNX Runtime runs, read from the optimized graph that it writes when a session opens.
+
+Fusions rename and merge nodes, so a layer of the file is looked for by its name, by the names that fusions derive from
+it, and by the values that it or the ops fused behind it make (`Finder`).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from sparsebit.deploy.onnx_graph.fusion_site import Site, is_heavy, is_layer, label
+from sparsebit.deploy.onnx_graph.qdq_graph import DEQUANTIZE, MOVES, QUANTIZE, Graph
+from sparsebit.deploy.sessions.runtime_kernels import Execution, Kernel
+from sparsebit.deploy.sessions.runtime_sessions import Session, open_session
+from sparsebit.records.audit import Arithmetic
+
+_PRODUCTS = frozenset(
+    {"MatMul", "FusedMatMul", "Gemm", "FusedGemm", "QGemm", "QLinearMatMul", "MatMulInteger", "MatMulIntegerToFloat",
+     "DynamicQuantizeMatMul", "MatMulNBits", "FusedMatMulActivation", "GemmFloat8", "Attention", "MultiHeadAttention",
+     "QAttention"}
+)  # fmt: skip
+# The kernels that a heavy op of the file may have become.
+_FAMILIES = {
+    "Conv": frozenset({"Conv", "FusedConv", "NhwcFusedConv", "QLinearConv", "ConvInteger"}),
+    **dict.fromkeys(("Gemm", "MatMul"), _PRODUCTS),
+}
+_INTEGER = frozenset(
+    {"QGemm", "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "ConvInteger", "QAttention",
+     "DynamicQuantizeLSTM", "DynamicQuantizeLinear"}
+)  # fmt: skip
+_WEIGHT_ONLY = frozenset({"MatMulNBits", "GatherBlockQuantized", "MatMulBnb4"})
+# Ops that a fusion may merge into the layer before them.
+_JOINED = frozenset({QUANTIZE, "Relu", "Clip", "Add", *MOVES})
+_CONVERSIONS = (QUANTIZE, DEQUANTIZE, "DynamicQuantizeLinear")
+_BYTES = ("int8", "uint8")
+_ANY_TYPE = frozenset({"NhwcMaxPool", "MaxPool", "Concat", "Resize", *MOVES})
+
+
+def executed(
+    file: Path, graph: Graph, *, num_threads: int = 1, options: Mapping[str, str] | None = None
+) -> tuple[Execution, Session]:
+    """The kernels of `graph`'s layers (the graph of `file`) as ONNX Runtime runs them here, and the open session."""
+    import onnx
+
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "optimized.onnx"
+        session = open_session(file, "onnxruntime", num_threads=num_threads, optimized_file=target, options=options)
+        optimized = Graph(onnx.load(str(target), load_external_data=False))
+    finder = Finder(graph, optimized)
+    kernels: dict[str, Kernel] = {}
+    for node in filter(lambda node: is_layer(graph, node), graph.nodes):
+        found = finder.find(node)
+        if found is None:
+            kernels[label(node)] = Kernel("", "unknown")
+            continue
+        arithmetic = arithmetic_of(optimized, found)
+        rounds = Site(graph, node).has_float_weight and (arithmetic != "float" or _has_rounded_weight(optimized, found))
+        kernels[label(node)] = Kernel(found.op_type, arithmetic, rounds)
+    left = Counter(node.op_type for node in optimized.nodes if node.op_type in _CONVERSIONS)
+    return Execution(kernels, dict(left)), session
+
+
+def arithmetic_of(optimized: Graph, node: Any) -> Arithmetic:
+    """By the operator's name; ops that take any type (MaxPool, Concat, Resize) by what flows into them."""
+    if node.op_type in _WEIGHT_ONLY:
+        return "weight-only"
+    if node.op_type.startswith("QLinear") or node.op_type in _INTEGER:
+        return "integer"
+    return "integer" if node.input and _is_byte(optimized, node.input[0]) else "float"
+
+
+def _has_rounded_weight(optimized: Graph, node: Any) -> bool:
+    return len(node.input) > 1 and optimized.dequantized(node.input[1]) is not None
+
+
+def _is_byte(optimized: Graph, name: str) -> bool:
+    """Whether integers flow in this value; the values that a fusion added have no type in the file."""
+    if kind := optimized.type_of(name):
+        return kind in _BYTES
+    node = optimized.producer.get(name)
+    if node is None or node.op_type == QUANTIZE or node.op_type.startswith("QLinear"):
+        return node is not None
+    return node.op_type in _ANY_TYPE and _is_byte(optimized, node.input[0])
+
+
+class Finder:
+    """Finds a layer of the file in the optimized graph: by name, by the names that fusions make, by its outputs."""
+
+    def __init__(self, graph: Graph, optimized: Graph) -> None:
+        self._graph, self._optimized = graph, optimized
+        self._by_name = {node.name: node for node in optimized.nodes if node.name}
+        original = {node.name for node in graph.nodes}
+        # "conv_token_1", "fused fc", "mm/MatMulAddFusion", "conv_out_nchwc": names that only the runtime makes.
+        self._renamed = [node for node in optimized.nodes if node.name and node.name not in original]
+
+    def find(self, node: Any) -> Any:
+        for candidate in self._candidates(node):
+            if _may_be(node, candidate):
+                return candidate
+        return None
+
+    def _candidates(self, node: Any) -> Iterator[Any]:
+        if node.name and node.name in self._by_name:
+            yield self._by_name[node.name]
+        if node.name:
+            starts = (f"{node.name}_token_", f"{node.name}/")
+            for other in self._renamed:
+                if other.name == f"fused {node.name}" or other.name.startswith(starts):
+                    yield other
+        blocked = tuple(f"{value}_nchwc" for value in self._ends(node.output[0]))
+        for other in self._renamed:
+            if other.name.startswith(blocked):
+                yield other
+        for value in self._ends(node.output[0]):
+            yield from self._makers(value)
+        if is_heavy(node.op_type):
+            for name in node.input[1:4]:
+                yield from self._optimized.readers[self._stored(name)]
+
+    def _ends(self, value: str, depth: int = 4) -> Iterator[str]:
+        """The layer's output and the values that a fusion may end at: behind a Relu, an Add, a Q."""
+        yield value
+        for reader in self._graph.readers[value] if depth else ():
+            if reader.op_type in _JOINED:
+                yield from self._ends(reader.output[0], depth - 1)
+
+    def _stored(self, name: str) -> str:
+        """The initializer behind a weight; its name outlives the fusions."""
+        node = self._graph.producer.get(name)
+        while node is not None and node.op_type in {*MOVES, QUANTIZE, DEQUANTIZE}:
+            name = node.input[0]
+            node = self._graph.producer.get(name)
+        return name if name in self._graph.initializers else ""
+
+    def _makers(self, value: str) -> Iterator[Any]:
+        """The node that makes the value in the optimized graph, and those whose values were moved or cast into it."""
+        node = self._optimized.producer.get(value)
+        while node is not None:
+            yield node
+            moves = node.op_type in ("Transpose", "Reshape", "ReorderOutput", QUANTIZE, DEQUANTIZE)
+            node = self._optimized.producer.get(node.input[0]) if moves else None
+
+
+def _may_be(node: Any, candidate: Any) -> bool:
+    """Whether the optimized node can be the layer; a light layer may be fused into the node that makes its output."""
+    if candidate.op_type in (*_CONVERSIONS, "Transpose", "Reshape", "ReorderOutput"):
+        return False
+    if not is_heavy(node.op_type):
+        return True
+    family = _FAMILIES.get(node.op_type, frozenset())
+    return candidate.op_type in family or candidate.op_type == node.op_type or node.op_type in _INTEGER | _WEIGHT_ONLY

@@ -1,0 +1,139 @@
+"""Compares a file as its runtime executes it with the same file as it is written, or with a float file.
+
+A runtime rewrites the graph before it executes it. ONNX Runtime without its optimizations runs node by node what is
+written, which makes any QDQ file, of whatever tool, its own simulation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparsebit.deploy.comparing.divergence import (
+    SiteDifference,
+    first_divergence,
+    kernel_fault,
+    site_codes,
+    site_differences,
+)
+from sparsebit.deploy.comparing.float_twin import float_twin
+from sparsebit.deploy.comparing.parity import Comparison, Parity, Tolerance
+from sparsebit.deploy.onnx_graph.qdq_graph import load_model
+from sparsebit.deploy.runtimes import PROFILES
+from sparsebit.deploy.sessions.runtime_sessions import EXACT, Session, open_session
+from sparsebit.errors import DeploymentError
+from sparsebit.records.phases import phase
+
+AS_WRITTEN = "the file as it is written"
+
+Feeds = Mapping[str, Any]
+# Numpy arrays by the file's input names, batch by batch; or what makes them for the opened file and its batch size.
+Batches = Iterable[Feeds] | Callable[[Session, int | None], Iterable[Feeds]]
+
+
+@dataclass(frozen=True)
+class FileParity:
+    """The comparison. `divergence`: the first site whose codes differ, only in a comparison with the file itself.
+
+    `fault`: why the runtime does not compute what the file says; empty where it does, or where that was not asked.
+    """
+
+    parity: Parity
+    divergence: SiteDifference | None = None
+    fault: str = ""
+
+
+def runtime_of(file: Path) -> str:
+    """The runtime that a file was exported for, by its own word; ONNX Runtime for files of other tools."""
+    facts = {entry.key: entry.value for entry in load_model(file).metadata_props}
+    profile = PROFILES.get(facts.get("sparsebit.backend", ""))
+    return (profile.executes if profile is not None else None) or "onnxruntime"
+
+
+@phase("check")
+def check_as_written(
+    file: Path, batches: Batches, runtime: str | None = None, tolerance: Tolerance | None = None
+) -> FileParity:
+    """Does the runtime compute what the file says? Where not, which site is the first to differ?"""
+    tolerance = tolerance or Tolerance()
+    runtime = runtime or runtime_of(file)
+    session = open_session(file, runtime, options=EXACT.get(runtime))
+    written = open_session(file, "onnxruntime", optimize=False)
+    twin = _twin(file)
+    comparison, first = Comparison(session.outputs), None
+    for feeds in _made(batches, session, session.batch_size):
+        first = first or feeds
+        with _running(file, feeds):
+            expected, found = written.run(feeds), session.run(feeds)
+            reference = None if twin is None else twin.run(feeds)
+        comparison.add(expected, found, reference)
+    parity = comparison.result(str(file), runtime, AS_WRITTEN)
+    if first is None or all(output.is_equal for output in parity.outputs):
+        return FileParity(parity, fault=parity.fault(tolerance))
+    codes = site_codes(file, "onnxruntime", first, optimize=False)
+    differences = site_differences(file, runtime, first, codes)
+    # With codes as outputs OpenVINO fuses less, so only its outputs are compared.
+    broken = kernel_fault(differences) if runtime == "onnxruntime" else None
+    fault = parity.fault(tolerance) or ("one of its kernels is wrong" if broken else "")
+    return FileParity(parity, broken or first_divergence(differences), fault)
+
+
+@phase("check")
+def check_against(
+    file: Path, against: Path, batches: Batches, runtime: str | None = None, tolerance: Tolerance | None = None
+) -> FileParity:
+    """How far is a quantized file from the float one? Inputs and outputs are matched in order."""
+    runtime = runtime or runtime_of(file)
+    session, other = open_session(file, runtime), open_session(against, runtime)
+    if len(session.inputs) != len(other.inputs):
+        raise DeploymentError(
+            f"{file} takes {', '.join(session.inputs)}; {against} takes {', '.join(other.inputs)}: not the same model"
+        )
+    if None not in (session.batch_size, other.batch_size) and session.batch_size != other.batch_size:
+        raise DeploymentError(
+            f"{file} takes {session.batch_size} samples at once, {against} {other.batch_size}; export both alike"
+        )
+    names = dict(zip(session.inputs, other.inputs, strict=True))
+    comparison = Comparison(session.outputs, judge_all=True)
+    # The file with a fixed batch size decides how the data is split.
+    for feeds in _made(batches, session, session.batch_size or other.batch_size):
+        with _running(against, feeds):
+            renamed = {names[name]: array.astype(other.input_types[names[name]]) for name, array in feeds.items()}
+            expected = other.run(renamed)
+        with _running(file, feeds):
+            found = session.run(feeds)
+        comparison.add(expected, found)
+    parity = comparison.result(str(file), runtime, str(against))
+    return FileParity(parity, fault="" if tolerance is None else parity.fault(tolerance))
+
+
+def _made(batches: Batches, session: Session, batch_size: int | None) -> Iterable[Feeds]:
+    return batches(session, batch_size) if callable(batches) else batches
+
+
+def _twin(file: Path) -> Session | None:
+    """The file without its rounding, which shows how large the rounding noise is; None where it cannot be made."""
+    try:
+        return open_session(_serialized(float_twin(file)), "onnxruntime")
+    except DeploymentError:
+        return None
+
+
+def _serialized(model: Any) -> bytes:
+    try:
+        return bytes(model.SerializeToString())
+    except Exception as error:  # beyond 2 GB; protobuf's exception classes differ by version
+        raise DeploymentError(f"too large for memory: {error}") from error
+
+
+@contextlib.contextmanager
+def _running(file: Path, feeds: Feeds) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # the runtimes' own exception classes differ by version
+        line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        shown = ", ".join(f"{name} {array.shape} {array.dtype}" for name, array in feeds.items())
+        raise DeploymentError(f"{file} cannot run this data ({shown}): {line}") from error

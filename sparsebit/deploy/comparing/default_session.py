@@ -1,0 +1,84 @@
+"""Runs a file that is checked node by node also in ONNX Runtime's default session, which is the one that users open.
+
+The default session rewrites the graph first. For files that are written for no runtime in particular, or for one that
+does not run here, these rewrites may change the result: they round float biases and use integer kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sparsebit.deploy.comparing.parity import Comparison, Parity, Tolerance
+from sparsebit.deploy.sessions.cpu import saturates
+from sparsebit.deploy.sessions.runtime_sessions import UNCLIPPED, Session, open_session
+from sparsebit.errors import DeploymentError
+
+_ADVICE = "the session option session.disable_quant_qdq=1 switches these optimizations off"
+
+
+class DefaultSession:
+    """Gathers the outputs of a default session batch by batch. `name`: what messages call the file.
+
+    A file that a default session cannot load or run causes a warning: the user of such a session sees an error.
+    """
+
+    def __init__(self, file: Path, name: str) -> None:
+        self.file, self.name = file, name
+        self.session: Session | None = None
+        self.comparison: Comparison | None = None
+        try:
+            # Without VNNI 8-bit sums clip at 16 bits, whatever the file says.
+            self.session = open_session(file, options=UNCLIPPED if saturates() else None)
+            self.comparison = Comparison(self.session.outputs)
+        except DeploymentError as error:
+            self._warn_of(error)
+
+    def add(self, feeds: Mapping[str, Any], expected: Sequence[Any], reference: Sequence[Any]) -> None:
+        """One batch: its inputs, the outputs of the simulation and of the float model."""
+        if self.session is None or self.comparison is None:
+            return
+        try:
+            self.comparison.add(expected, self.session.run(feeds), reference)
+        except DeploymentError as error:
+            self.session = None
+            self._warn_of(error)
+
+    def judge(self, tolerance: Tolerance, *, is_target: bool) -> str:
+        """Compares with the limits; the answer is a remark for the verdict, empty where the outputs are bit-exact.
+
+        `is_target`: beyond the limits the file is refused. A file for a runtime that is not here causes a warning.
+        """
+        if self.session is None or self.comparison is None:
+            return ""
+        parity = self.comparison.result(self.name, "a default session of onnxruntime", "the simulation")
+        if fault := parity.fault(dataclasses.replace(tolerance, exact=None)):
+            text = (
+                f"{self.name} computes what was simulated node by node, but not in a default session of ONNX Runtime, "
+                f"whose optimizations change it: {fault}; {_ADVICE}"
+            )
+            if is_target:
+                raise DeploymentError(text)
+            warnings.warn(text, stacklevel=5)
+        elif lossy := _lossy(parity, tolerance):
+            warnings.warn(f"{self.name}: {lossy}; {_ADVICE}", stacklevel=5)
+        is_same = all(output.is_equal for output in parity.outputs)
+        return "" if is_same else f"in a default session SQNR {parity.worst.sqnr_db:.1f} dB"
+
+    def _warn_of(self, error: DeploymentError) -> None:
+        text = str(error).replace(str(self.file), self.name)
+        warnings.warn(f"{text}; node by node it computes what was simulated", stacklevel=6)
+
+
+def _lossy(parity: Parity, tolerance: Tolerance) -> str:
+    """An output that a default session changes more than quantization does; empty where there is none."""
+    for output in parity.outputs:
+        if output.noise_db is not None and output.sqnr_db < output.noise_db - tolerance.noise_margin_db:
+            return (
+                f"in a default session of ONNX Runtime output {output.name} has an SQNR of {output.sqnr_db:.1f} dB "
+                f"against the simulation, which has {output.noise_db:.1f} dB against the float model"
+            )
+    return ""

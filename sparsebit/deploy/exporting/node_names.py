@@ -1,0 +1,112 @@
+"""Nodes named after the layers that they come from; what the exporter noted for itself is dropped.
+
+The exporter attaches Python stack traces to every node: half of a small file, and the paths of the user's machine.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from sparsebit.deploy.exporting.qdq import ROLE_KEY, SITE_KEY, ExportedSite
+from sparsebit.deploy.onnx_graph.fusion_site import HEAVY
+from sparsebit.deploy.onnx_graph.model_file import OWN_PRODUCER
+from sparsebit.deploy.onnx_graph.qdq_graph import OFF_KEY
+from sparsebit.version import __version__
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+_OWN = "sparsebit."
+_SCOPES = "pkg.torch.onnx.name_scopes"
+_ROOT = "module.model."  # the quantized model inside the call that is exported
+
+
+def tidy(model: ir.Model, facts: Mapping[str, str], switched_off: Mapping[str, str] | None = None) -> None:
+    """Rename and strip, in place; `facts` become the model's own metadata (`sparsebit.backend`…).
+
+    `switched_off`: layers and modules that the config keeps in float, and the key that says so; it is noted at their
+    nodes.
+    """
+    import onnx_ir as ir
+
+    taken: set[str | None] = set()
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        layer = _layer_of(node) or _note_off(node, switched_off or {})
+        if layer is not None:
+            node.name = layer
+            _name_bias(node, layer)
+        elif node.name is not None and SITE_KEY not in node.metadata_props:
+            node.name = node.name.removeprefix("node_")
+        if node.name in taken:
+            node.name = _free(str(node.name), taken)
+        taken.add(node.name)
+        _strip(node)
+        for value in node.outputs:
+            _strip(value)
+    for value in (*model.graph.inputs, *model.graph.initializers.values()):
+        _strip(value)
+    for item in (model, model.graph):
+        _strip(item)
+    model.graph.name = "sparsebit"
+    model.producer_name, model.producer_version = OWN_PRODUCER, __version__
+    model.metadata_props.update({f"{_OWN}{key}": value for key, value in facts.items()})
+
+
+def note_switched_off(model: ir.Model, switched_off: Mapping[str, str]) -> None:
+    """Note at the nodes of these layers and modules the key that keeps them in float, in place."""
+    import onnx_ir as ir
+
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        _note_off(node, switched_off)
+
+
+def describe_sites(model: ir.Model, sites: Iterable[ExportedSite], more: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write every site's format, and what `more` knows of it, into the model's metadata as JSON."""
+    table = {site.site: {**site.to_dict(), **more.get(site.site, {})} for site in sites}
+    model.metadata_props[f"{_OWN}sites"] = json.dumps(table)
+
+
+def _layer_of(node: ir.Node) -> str | None:
+    """The layer whose quantized weight the node reads."""
+    for value in node.inputs[1:2] if node.op_type != "Gather" else node.inputs[:1]:
+        producer = value.producer() if value is not None else None
+        if producer is not None and producer.metadata_props.get(ROLE_KEY) == "weight":
+            return str(producer.metadata_props[SITE_KEY]).partition("#")[0].rpartition(".weight")[0]
+    return None
+
+
+def _note_off(node: ir.Node, switched_off: Mapping[str, str]) -> str | None:
+    """Note at the node that the config switched it off; returns the layer's name where the node is the layer's op.
+
+    The exporter notes the modules that a node was called in, from the outside to the inside, and last its own name.
+    """
+    scopes = node.metadata_props.get(_SCOPES)
+    paths = [path.removeprefix(_ROOT) for path in ast.literal_eval(scopes)[:-1]] if scopes else []
+    keys = [switched_off[path] for path in paths if path in switched_off]
+    if not keys or SITE_KEY in node.metadata_props:
+        return None
+    node.metadata_props[OFF_KEY] = keys[-1]
+    return paths[-1] if node.op_type in HEAVY else None
+
+
+def _name_bias(node: ir.Node, layer: str) -> None:
+    users = [user for user, _ in node.outputs[0].uses()]
+    if node.op_type == "MatMul" and len(users) == 1 and users[0].op_type == "Add":
+        users[0].name = f"{layer}/bias"
+
+
+def _free(name: str, taken: set[str | None]) -> str:
+    number = 2
+    while f"{name}#{number}" in taken:
+        number += 1
+    return f"{name}#{number}"
+
+
+def _strip(item: Any) -> None:
+    for key in [key for key in item.metadata_props if not key.startswith(_OWN)]:
+        del item.metadata_props[key]
+    if getattr(item, "doc_string", None):
+        item.doc_string = None

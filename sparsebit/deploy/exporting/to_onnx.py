@@ -1,0 +1,244 @@
+"""torch -> ONNX: a module, as it runs on one example, as an `onnx_ir.Model` in which each fake-quant is one node.
+
+The node is `sparsebit::FakeQuantize(x, scale, zero_point)`, or `FakeFloat8(x, scale)`, with the site's name in `tag`;
+`qdq` lowers it to standard ONNX. Inputs and outputs are flat and carry the user's names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from sparsebit.deploy.exporting.dynamic_size_branches import branches_on_sizes
+from sparsebit.deploy.exporting.export_errors import export_fault, quiet
+from sparsebit.deploy.onnx_graph.io_names import DynamicAxes, apart, dynamic_shapes, named, rename_ports
+from sparsebit.errors import DeploymentError, MissingExtraError
+from sparsebit.numerics import float8
+from sparsebit.numerics.fake_quant.operator import OPERATOR
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+DOMAIN, OP_TYPE, FLOAT8_TYPE = "sparsebit", "FakeQuantize", "FakeFloat8"
+NO_AXIS = -(1 << 20)  # ONNX attributes have no None
+
+
+def to_onnx(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    signature: inspect.Signature,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    dynamic_axes: DynamicAxes | None = None,
+    opset_version: int = 21,
+    verbose: bool = False,
+) -> ir.Model:
+    """`module(*args, **kwargs)` as an ONNX model in memory.
+
+    `signature`: names the inputs where the user does not. Tensors inside dicts, tuples and lists become inputs of
+    their own (`batch.ids`, `pair.0`); all else in the call is fixed in the file. `verbose`: let torch print its steps.
+    """
+    _require("onnx", "onnxscript", "onnx_ir")
+    call = _Call(module, args, dict(kwargs))
+    inputs = named(call.input_paths(signature), input_names, "input_names")
+    with torch.no_grad():
+        outputs = named(call.output_paths(), output_names, "output_names")
+    outputs = apart(inputs, outputs, len(output_names or ()))
+    shapes = dynamic_shapes(inputs, call.tensors, dynamic_axes or {}, outputs)
+    with contextlib.nullcontext() if verbose else quiet(), torch.no_grad(), branches_on_sizes() as branches:
+        try:
+            program: Any = torch.onnx.export(
+                call,
+                tuple(call.tensors),
+                dynamo=True,
+                optimize=True,
+                opset_version=opset_version,
+                dynamic_shapes=(shapes,) if any(shapes) else None,
+                custom_translation_table={OPERATOR: _translation(), float8.OPERATOR: _float8_translation()},
+                verbose=verbose,
+            )
+        except Exception as error:
+            raise DeploymentError(export_fault(error, module, inputs)) from error
+    for line in branches:
+        warnings.warn(
+            f"export_onnx: the model branches on a size that dynamic_axes leaves open, at {line}; the file takes "
+            "the branch of the example alone, and is wrong for sizes that would take another: leave that dimension "
+            "out of dynamic_axes, or feed only sizes that take the same branch",
+            stacklevel=4,
+        )
+    model: ir.Model = program.model
+    rename_ports(model, inputs, outputs)
+    return model
+
+
+def input_names(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], signature: inspect.Signature, given: Sequence[str] | None = None
+) -> list[str]:
+    """The names of the file's inputs, in the order of `flat_inputs`."""
+    return named(_Call(nn.Identity(), args, dict(kwargs)).input_paths(signature), given, "input_names")
+
+
+def in_order(kwargs: Mapping[str, Any], signature: inspect.Signature) -> dict[str, Any]:
+    """Keywords in the order of forward's parameters: that of the file's inputs, however a call is written."""
+    places = {name: place for place, name in enumerate(signature.parameters)}
+    return dict(sorted(kwargs.items(), key=lambda item: places.get(item[0], len(places))))
+
+
+def flat_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors of a call, in the order of the file's inputs."""
+    return [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
+
+
+def flat_outputs(output: Any) -> list[Tensor]:
+    """The tensors of a model's output, in the order of the file's outputs."""
+    return [leaf for _, leaf in _leaves(output, "") if isinstance(leaf, Tensor)]
+
+
+class _Call(nn.Module):
+    """The module with flat tensor inputs and outputs. Inputs that are the same tensor twice stay two."""
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.module = module
+        self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
+        self.places = [index for index, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+        given: list[Tensor] = [self.leaves[index] for index in self.places]
+        # torch.export takes one tensor object that is given twice for one input.
+        is_first = [all(tensor is not other for other in given[:index]) for index, tensor in enumerate(given)]
+        self.tensors = [t if first else t.clone() for t, first in zip(given, is_first, strict=True)]
+        self.paths = [path for path, _ in pytree.tree_flatten_with_path((args, kwargs))[0]]
+        for leaf in self.leaves:
+            if not isinstance(leaf, Tensor) and any(isinstance(part, Tensor) for _, part in _leaves(leaf, "")):
+                raise DeploymentError(
+                    f"export_onnx: an argument of type {type(leaf).__name__} holds tensors, which the file would "
+                    "fix; pass them in a dict, a tuple or a list, or register the class with torch.utils._pytree"
+                )
+        if not self.tensors:
+            raise DeploymentError("export_onnx: the example call holds no tensor; a file needs at least one input")
+        self.training = module.training
+
+    def forward(self, *tensors: Tensor) -> list[Tensor]:
+        return [leaf for _, leaf in self._outputs(tensors)]
+
+    def output_paths(self) -> list[str]:
+        """Names for the outputs; runs the model on the example."""
+        return [path or "output" for path, _ in self._outputs(self.tensors)]
+
+    def _outputs(self, tensors: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
+        leaves = list(self.leaves)
+        for index, tensor in zip(self.places, tensors, strict=True):
+            leaves[index] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        found = [(path, leaf) for path, leaf in _leaves(self.module(*args, **kwargs), "") if isinstance(leaf, Tensor)]
+        if not found:
+            raise DeploymentError("export_onnx: the model's output holds no tensor")
+        return found
+
+    def input_paths(self, signature: inspect.Signature) -> list[str]:
+        parameters = list(signature.parameters.values())
+        variadic = next((p for p in parameters if p.kind is p.VAR_POSITIONAL), None)
+        positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        names = []
+        for index in self.places:
+            (part, argument, *rest) = [_key(key) for key in self.paths[index]]
+            if part == "0":
+                number = int(argument)
+                is_named = number < len(positional)
+                argument = positional[number] if is_named else f"{variadic.name if variadic else 'input'}.{number}"
+            names.append(".".join([argument, *rest]))
+        return names
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Leaves with readable paths; mappings of any kind (a transformers output too) and dataclasses are entered."""
+    if isinstance(value, Mapping) or (hasattr(value, "keys") and hasattr(value, "__getitem__")):
+        for key in value.keys():  # noqa: SIM118 (not every mapping-like thing iterates over its keys)
+            yield from _leaves(value[key], f"{path}.{key}" if path else str(key))
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        for key in value._fields:
+            yield from _leaves(getattr(value, key), f"{path}.{key}" if path else key)
+    elif isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}.{index}" if path else f"output.{index}")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _leaves(getattr(value, field.name), f"{path}.{field.name}" if path else field.name)
+    else:
+        leaves = pytree.tree_leaves(value)
+        if len(leaves) == 1 and leaves[0] is value:
+            yield path, value
+        else:  # a registered class of the user's
+            yield from ((f"{path}.{index}" if path else f"output.{index}", leaf) for index, leaf in enumerate(leaves))
+
+
+def _key(entry: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(entry, attribute):
+            return str(getattr(entry, attribute))
+    return str(entry)
+
+
+def _node(op_type: str, parameters: Sequence[str], numbers: Sequence[str]) -> Any:
+    """The operator `op_type(x, *parameters)` of our own, with whole numbers and the site's tag as attributes."""
+    import onnx
+    import onnxscript
+
+    schema = onnx.defs.OpSchema
+    floats = [f"tensor({kind})" for kind in ("float", "double", "float16", "bfloat16")]
+    definition = schema(
+        op_type,
+        DOMAIN,
+        1,
+        inputs=[schema.FormalParameter("x", "T"), *(schema.FormalParameter(name, "S") for name in parameters)],
+        outputs=[schema.FormalParameter("y", "T")],
+        type_constraints=[("T", floats, ""), ("S", floats, "")],
+        attributes=[schema.Attribute(name, schema.AttrType.INT, "") for name in numbers]
+        + [schema.Attribute("tag", schema.AttrType.STRING, "")],
+    )
+    return onnxscript.values.Op(onnxscript.values.Opset(DOMAIN, 1), op_type, definition)
+
+
+def _float8_translation() -> Any:
+    node = _node(FLOAT8_TYPE, ["scale"], ["axis"])
+
+    def translate(x: Any, scale: Any, axis: int | None, tag: str) -> Any:
+        return node(x, scale, axis=NO_AXIS if axis is None else axis, tag=tag)
+
+    return translate
+
+
+def _translation() -> Any:
+    node = _node(OP_TYPE, ["scale", "zero_point"], ["axis", "group_size", "qmin", "qmax"])
+
+    def translate(
+        x: Any,
+        scale: Any,
+        zero_point: Any,
+        axis: int | None,
+        group_size: int,
+        qmin: int,
+        qmax: int,
+        gradient: str,
+        tag: str,
+    ) -> Any:
+        place = NO_AXIS if axis is None else axis
+        return node(x, scale, zero_point, axis=place, group_size=group_size, qmin=qmin, qmax=qmax, tag=tag)
+
+    return translate
+
+
+def _require(*packages: str) -> None:
+    missing = next((package for package in packages if importlib.util.find_spec(package) is None), None)
+    if missing is not None:
+        raise MissingExtraError(missing.replace("_", "-"), "onnx", "exporting to ONNX")

@@ -1,0 +1,156 @@
+"""Values of an ONNX graph that have the same channels: channels can be added to all values of a set, or to none.
+
+`channel_sets` joins values node by node (a disjoint-set union by `ChannelSet` objects). Any op that is not known to
+treat each channel alone fixes the sets that it touches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from sparsebit.deploy.layouts.stored_convolution import StoredConvolution
+from sparsebit.deploy.onnx_graph.qdq_graph import DEQUANTIZE, QUANTIZE
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+# Ops that compute each channel by itself, with settings that hold for all of them; what they make of 0 is finite.
+_BY_ITSELF = frozenset(
+    {QUANTIZE, DEQUANTIZE, "Relu", "Clip", "Sigmoid", "HardSigmoid", "HardSwish", "LeakyRelu", "Elu", "Gelu", "Tanh",
+     "Softplus", "Mish", "Cast", "Identity", "MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool"}
+)  # fmt: skip
+_OF_SEVERAL = frozenset({"Add", "Sub", "Mul", "Sum"})
+
+
+@dataclass
+class ChannelSet:
+    """Layers: `makers` write the channels, `readers` read them, `through` (depthwise or in groups) do both."""
+
+    values: list[ir.Value] = field(default_factory=list)
+    makers: list[StoredConvolution] = field(default_factory=list)
+    readers: list[StoredConvolution] = field(default_factory=list)
+    through: list[StoredConvolution] = field(default_factory=list)
+    is_fixed: bool = False
+
+    @property
+    def num_channels(self) -> int:
+        return _channels(self.values[0])
+
+    def widen(self, count: int) -> None:
+        """Add channels, behind the others, that are zero where they are made and count nothing where they are read."""
+        import onnx_ir as ir
+
+        channels = self.num_channels + count
+        for layer in self.makers:
+            layer.add_outputs(count)
+        for layer in self.readers:
+            layer.add_inputs(count)
+        for layer in self.through:
+            layer.add_groups(count // layer.group_outputs)
+        for value in self.values:
+            assert value.shape is not None
+            value.shape = ir.Shape([value.shape[0], channels, *list(value.shape)[2:]])
+
+
+def channel_sets(model: ir.Model, layers: list[StoredConvolution]) -> list[ChannelSet]:
+    """All sets of the graph; `layers`: its convolutions that can be changed. A set that cannot be widened is fixed."""
+    finder = _Finder({id(layer.node): layer for layer in layers})
+    for node in model.graph:
+        finder.add(node)
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        finder.fix(value)
+    return list(finder.sets())
+
+
+class _Finder:
+    """Joins values, node by node."""
+
+    def __init__(self, layers: dict[int, StoredConvolution]) -> None:
+        self._layers = layers
+        self._sets: dict[int, ChannelSet] = {}
+
+    def sets(self) -> Iterator[ChannelSet]:
+        seen: set[int] = set()
+        for found in self._sets.values():
+            if id(found) not in seen:
+                seen.add(id(found))
+                yield found
+
+    def fix(self, value: ir.Value | None) -> None:
+        if value is not None and _is_image(value):
+            self._of(value).is_fixed = True
+
+    def add(self, node: ir.Node) -> None:
+        layer = self._layers.get(id(node))
+        images = [value for value in (*node.inputs, *node.outputs) if value is not None and _is_image(value)]
+        if layer is not None and all(map(_is_image, layer.ends)):
+            self._add_layer(layer, *layer.ends)
+        elif node.op_type in _BY_ITSELF and len(images) == 2 and _are_single(node.inputs[1:]):
+            self._join(*images)
+        elif node.op_type in _OF_SEVERAL and _is_image(node.outputs[0]) and self._joins_several(node):
+            pass
+        else:
+            for value in images:
+                self._of(value).is_fixed = True
+
+    def _add_layer(self, layer: StoredConvolution, x: ir.Value, y: ir.Value) -> None:
+        if layer.is_dense:
+            self._of(x).readers.append(layer)
+            self._of(y).makers.append(layer)
+        elif layer.is_square:
+            self._join(x, y)
+            self._of(x).through.append(layer)
+        else:
+            self.fix(x)
+            self.fix(y)
+
+    def _joins_several(self, node: ir.Node) -> bool:
+        """Whether every operand has the channels of the result, or is one number; if so, they are joined."""
+        result = node.outputs[0]
+        others = [value for value in node.inputs if value is not None and not _is_single(value)]
+        if not all(_is_image(value) and _channels(value) == _channels(result) for value in others):
+            return False
+        for value in others:
+            self._join(value, result)
+        return True
+
+    def _of(self, value: ir.Value) -> ChannelSet:
+        if id(value) not in self._sets:
+            self._sets[id(value)] = ChannelSet([value])
+        return self._sets[id(value)]
+
+    def _join(self, a: ir.Value, b: ir.Value) -> None:
+        kept, gone = self._of(a), self._of(b)
+        if kept is gone:
+            return
+        kept.values += gone.values
+        kept.makers += gone.makers
+        kept.readers += gone.readers
+        kept.through += gone.through
+        kept.is_fixed |= gone.is_fixed or _channels(a) != _channels(b)
+        for value in gone.values:
+            self._sets[id(value)] = kept
+
+
+def _is_image(value: ir.Value) -> bool:
+    """Whether the value is computed and has channels: (batch, channels, height, width)."""
+    shape = value.shape
+    is_computed = value.const_value is None
+    return is_computed and shape is not None and len(shape) == 4 and isinstance(shape[1], int)
+
+
+def _channels(value: ir.Value) -> int:
+    assert value.shape is not None
+    return int(value.shape[1])  # type: ignore[arg-type]
+
+
+def _is_single(value: ir.Value) -> bool:
+    """Whether the value is one number, whatever it is computed with."""
+    shape = value.shape
+    return shape is not None and len(shape) < 2 and all(size == 1 for size in shape)
+
+
+def _are_single(values: Sequence[ir.Value | None]) -> bool:
+    return all(value is None or _is_single(value) for value in values)

@@ -1,0 +1,251 @@
+"""Layers and ops that stay float in ONNX Runtime too.
+
+ONNX Runtime's WeightBiasQuantization rounds the float weight of a Conv, ConvTranspose or Gemm to int8, with one scale
+for all channels, where the layer reads a DequantizeLinear and its output runs into a QuantizeLinear. Releases before
+1.22 do not even look at the output. A MatMul with a bias becomes a Gemm first. It leaves alone a layer whose input has
+a scale per channel. So such a layer gets a DequantizeLinear of its own, with the one scale repeated for every channel:
+the same numbers, at the same cost.
+
+An Add, Mul, average pool, Softmax or product of two computed values between the two becomes a QLinear kernel, with a
+rounding of its own. Where the simulation computes it in float, a Max with the lowest float, which changes no number,
+keeps the runtime away: these kernels do not look at the number of scales, and fail on several.
+
+The same transformer rounds the float bias of a quantized layer to int32, with the product of both scales. Files of
+backends that add biases in float (virtual, tensorrt) get such a Max behind a layer where that would change the result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Set
+from typing import TYPE_CHECKING, Any
+
+from sparsebit.deploy.exporting.qdq import ROLE_KEY
+from sparsebit.deploy.onnx_graph.initializers import stored_once
+from sparsebit.deploy.onnx_graph.qdq_graph import DEQUANTIZE, FLOAT_KEY, MOVES, OFF_KEY, QUANTIZE
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+_LAYERS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+# How many of an op's inputs are data.
+_OPS = {"Add": 2, "Mul": 2, "MatMul": 2, "AveragePool": 1, "GlobalAveragePool": 1, "Softmax": 1}
+# Ops that keep the values of their input: the runtime moves a DequantizeLinear through `_TRAVELS`, up to the layer.
+_TRAVELS, _CASTS = MOVES | {"MaxPool", "Slice"}, MOVES | {"Cast"}
+# An int32 bias shares its accumulator with the products.
+_LARGEST_BIAS = 1 << 30
+# An error of a sixteenth of a step, uniform, adds 0.07 dB to the noise of rounding to the step.
+_BIAS_ERROR = 1 / 16
+
+
+def keep_floats(model: ir.Model) -> None:
+    """Change the inputs of float layers and ops so that ONNX Runtime leaves them float, and note it, in place."""
+    _keep_layers(model)
+    _keep_ops(model)
+
+
+def keep_float_biases(model: ir.Model) -> None:
+    """Put a Max behind layers whose float bias or weight ONNX Runtime would round to other numbers, in place."""
+    for layer in list(model.graph):
+        x = _dequantize_of(layer.inputs[0]) if layer.op_type in _LAYERS else None
+        if x is None or (
+            layer.op_type == "MatMul" and not (_is_constant(layer.inputs[1]) or _is_stored(layer.inputs[1]))
+        ):
+            continue
+        output, bias = _biased(layer)
+        steps = [_numbers(node.inputs[1]) for node in _quantizes(output)]
+        if not steps:
+            continue
+        if _is_quantized(layer.inputs[1]):
+            step = min(float(one.min()) for one in steps)
+            if bias is None or _bias_error(bias, x, layer.inputs[1]) <= _BIAS_ERROR * step:
+                continue
+        uses = list(output.uses())
+        kept = _unfused(model, output)
+        for reader, index in uses:
+            reader.replace_input_with(index, kept)
+
+
+def _biased(layer: ir.Node) -> tuple[ir.Value, ir.Value | None]:
+    """The layer's output with its constant bias, and the bias; a MatMul has it in an Add of its own."""
+    output = layer.outputs[0]
+    if layer.op_type != "MatMul":
+        bias = layer.inputs[2] if len(layer.inputs) > 2 else None
+        return output, bias if bias is not None and bias.const_value is not None else None
+    readers = [reader for reader, _ in output.uses()]
+    if len(readers) == 1 and readers[0].op_type == "Add" and not output.is_graph_output():
+        other = next((value for value in readers[0].inputs if value is not output), None)
+        if other is not None and other.const_value is not None:
+            return readers[0].outputs[0], other
+    return output, None
+
+
+def _bias_error(bias: ir.Value, x: ir.Node, weight: ir.Value | None) -> float:
+    """How far the bias moves when it is rounded to int32 with the product of both scales."""
+    import numpy
+
+    _, dequantize = _origin(weight, _CASTS)
+    if dequantize is None or "block_size" in dequantize.attributes:
+        return math.inf
+    numbers = _numbers(bias).reshape(-1)
+    scale = numpy.resize(_numbers(x.inputs[1]) * _numbers(dequantize.inputs[1]).reshape(-1), numbers.shape)
+    rounded = numpy.clip(numpy.round(numbers / scale), -_LARGEST_BIAS, _LARGEST_BIAS) * scale
+    return float(numpy.abs(numbers - rounded).max(initial=0.0))
+
+
+def _numbers(value: ir.Value | None) -> Any:
+    assert value is not None and value.const_value is not None
+    return value.const_value.numpy().astype("float64")
+
+
+def _keep_layers(model: ir.Model) -> None:
+    dequantized: dict[tuple[ir.Value, ir.Value], ir.Value] = {}
+    for layer in list(model.graph):
+        if layer.op_type not in _LAYERS or _is_quantized(layer.inputs[1]):
+            continue
+        if layer.op_type == "MatMul" and not _is_constant(layer.inputs[1]):
+            continue
+        layer.metadata_props[FLOAT_KEY] = layer.op_type
+        x = layer.inputs[0]
+        source = _dequantize_of(x)
+        if source is None or x is None:
+            continue
+        scale = source.inputs[1]
+        assert scale is not None
+        if (x, scale) not in dequantized:
+            dequantized[x, scale] = _apart(model, x, source)
+        layer.replace_input_with(0, dequantized[x, scale])
+        if not source.outputs[0].uses() and not source.outputs[0].is_graph_output():
+            model.graph.remove(source, safe=True)
+
+
+def _keep_ops(model: ir.Model) -> None:
+    """Ops that round to a site of their own are in integers; one whose result only its reader rounds is in float."""
+    kept: dict[ir.Value, ir.Value] = {}
+    for op in list(model.graph):
+        data = op.inputs[: _OPS.get(op.op_type, 0)]
+        if not data or any(_dequantize_of(x) is None for x in data):
+            continue
+        if op.op_type == "MatMul" and any(_is_constant(x) or _is_stored(x) for x in data):
+            continue  # a layer with a weight: quantized, or kept above
+        roles = {node.metadata_props.get(ROLE_KEY) for node in _quantizes(op.outputs[0])}
+        # A mean over images (`x.mean((2, 3))`) has no site, and the integer kernel computes the same numbers.
+        is_mean = op.op_type == "GlobalAveragePool" and OFF_KEY not in op.metadata_props
+        # In front of a float value a product alone has an integer kernel (MatMulIntegerToFloat).
+        if (not roles and op.op_type != "MatMul") or "output" in roles or is_mean:
+            continue
+        op.metadata_props[FLOAT_KEY] = op.op_type
+        x = data[0]
+        assert x is not None
+        if x not in kept:
+            kept[x] = _unfused(model, x)
+        op.replace_input_with(0, kept[x])
+
+
+def _quantizes(value: ir.Value) -> Iterator[ir.Node]:
+    """Every QuantizeLinear that the runtime may join to what makes the value."""
+    for reader, _ in value.uses():
+        if reader.op_type == QUANTIZE:
+            yield reader
+        elif reader.op_type in _TRAVELS | {"Relu", "Clip"} and len(reader.outputs) == 1:
+            yield from _quantizes(reader.outputs[0])
+
+
+def _origin(value: ir.Value | None, ops: Set[str]) -> tuple[ir.Value | None, ir.Node | None]:
+    """The value in front of a chain of these ops, and its producer."""
+    node = value.producer() if value is not None else None
+    while node is not None and node.op_type in ops and len(node.outputs) == 1:
+        value = node.inputs[0]
+        node = value.producer() if value is not None else None
+    return value, node
+
+
+def _is_constant(weight: ir.Value | None) -> bool:
+    value, node = _origin(weight, _CASTS)
+    return value is not None and (value.const_value is not None or (node is not None and node.op_type == "Constant"))
+
+
+def _is_quantized(weight: ir.Value | None) -> bool:
+    _, node = _origin(weight, _CASTS)
+    return node is not None and node.op_type == DEQUANTIZE
+
+
+def _is_stored(x: ir.Value | None) -> bool:
+    """Whether `x` is dequantized from numbers that the file stores."""
+    source = _dequantize_of(x)
+    return source is not None and source.inputs[0] is not None and source.inputs[0].const_value is not None
+
+
+def _dequantize_of(x: ir.Value | None) -> ir.Node | None:
+    """The DequantizeLinear of one scale behind which `x` is still on its grid."""
+    _, node = _origin(x, _TRAVELS)
+    if node is None or node.op_type != DEQUANTIZE:
+        return None
+    scale = node.inputs[1].const_value if node.inputs[1] is not None else None
+    return node if scale is not None and scale.size == 1 else None
+
+
+def _apart(model: ir.Model, x: ir.Value, source: ir.Node) -> ir.Value:
+    """The numbers of `x`, dequantized apart; what was moved behind its DequantizeLinear is put into integers again."""
+    import onnx_ir as ir
+
+    axis = next((dim for dim in (1, *range(len(x.shape or ()))) if _size(x, dim) > 1), None)
+    if axis is None:  # nothing to repeat a scale along: an op that changes no number keeps the runtime away
+        return _unfused(model, x)
+    codes, *grid = (value for value in source.inputs if value is not None)
+    name, note = f"{source.name}/float", dict(source.metadata_props)
+    if x is not source.outputs[0]:
+        name, kind = f"{source.name}/{x.name}", codes.dtype
+        assert kind is not None
+        codes = _add(model, x, QUANTIZE, [x, *grid], f"{name}/q", x, note)
+        codes.type = ir.TensorType(kind)
+        name = f"{name}/dq"
+    grid = [_repeated(model, value, _size(x, axis)) for value in grid]
+    return _add(model, codes, DEQUANTIZE, [codes, *grid], name, x, note, {"axis": axis})
+
+
+def _add(
+    model: ir.Model,
+    behind: ir.Value,
+    op_type: str,
+    inputs: list[ir.Value],
+    name: str,
+    like: ir.Value,
+    metadata: dict[str, str],
+    attributes: dict[str, int] | None = None,
+) -> ir.Value:
+    import onnx_ir as ir
+
+    node = ir.node(op_type, inputs, attributes, name=name, metadata_props=metadata)
+    value = node.outputs[0]
+    value.name, value.shape, value.type = name, like.shape, like.type
+    producer = behind.producer()
+    if producer is None:
+        model.graph.insert_before(model.graph[0], node)
+    else:
+        model.graph.insert_after(producer, node)
+    return value
+
+
+def _repeated(model: ir.Model, value: ir.Value, size: int) -> ir.Value:
+    import numpy
+
+    assert value.const_value is not None
+    array = numpy.repeat(value.const_value.numpy().reshape(-1), size)
+    return stored_once(model, f"{value.name}/{size}", array, value.const_value.dtype)
+
+
+def _unfused(model: ir.Model, x: ir.Value) -> ir.Value:
+    """The same numbers behind a Max with the lowest float, which no integer kernel fuses."""
+    import numpy
+
+    lowest = stored_once(model, "sparsebit/lowest", numpy.array(numpy.finfo(numpy.float32).min))
+    return _add(model, x, "Max", [x, lowest], f"{x.name}/float", x, {})
+
+
+def _size(x: ir.Value, axis: int) -> int:
+    """0 where it is free or not known."""
+    if x.shape is None or axis >= len(x.shape):
+        return 0
+    size = x.shape[axis]
+    return size if isinstance(size, int) else 0

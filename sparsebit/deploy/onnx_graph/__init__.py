@@ -1,0 +1,1 @@
+"""An ONNX model as a graph: files, nodes, initializers, types, quantization sites."""

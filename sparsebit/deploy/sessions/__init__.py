@@ -1,0 +1,1 @@
+"""Runtimes that execute a file: sessions, inputs, timing."""

@@ -1,0 +1,225 @@
+"""A model file opened in ONNX Runtime or OpenVINO, with one interface for both: arrays by name in, arrays out.
+
+Both run on the CPU. Their own exceptions become DeploymentErrors with the first lines of the message. A new runtime is
+a subclass of `Session` and a row in `open_session`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from sparsebit.deploy.onnx_graph.model_file import need_file
+from sparsebit.errors import DeploymentError, MissingExtraError
+
+RUNTIMES = ("onnxruntime", "openvino")
+# By default both round the float activations in front of a weight-only linear to int8 (up to 1e-2 of the output off).
+# With these options such a layer computes what the file says: its integers times float activations.
+EXACT = {
+    "onnxruntime": {"session.qdq_matmulnbits_accuracy_level": "1"},
+    "openvino": {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"},
+}
+# On x86 without VNNI, ONNX Runtime's sums of two 8-bit products clip at 16 bits; so it multiplies uint8 by uint8, which
+# is slower and exact. A file with weights that are dequantized for a float layer may not run with it.
+UNCLIPPED = {"session.x64quantprecision": "1"}
+# ONNX Runtime's fusions do not look whether a scale is one number, which their kernels (QLinearAdd, QLinearSigmoid,
+# MatMulIntegerToFloat) want; these are the complaints of those kernels.
+_OF_ONE_SCALE = ("must be a scalar", "IsScalarOr1ElementVector", "QlinearBuildLookupTable")
+_PLAIN_ADVICE = (
+    "it has activations with a scale per channel, which ONNX Runtime fuses into kernels that take one scale; open it "
+    "with the session option session.disable_quant_qdq=1 (or with ORT_ENABLE_BASIC), or quantize activations per tensor"
+)
+
+
+class Session(ABC):
+    """`inputs` and `outputs` in the file's order; `input_types[name]` is a numpy type's name (`float32`, `int64`…).
+
+    `input_shapes[name]`, `output_shapes[name]`: None for a dimension that is free.
+    """
+
+    runtime: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    input_types: dict[str, str]
+    input_shapes: dict[str, tuple[int | None, ...]]
+    output_shapes: dict[str, tuple[int | None, ...]]
+
+    @property
+    def batch_size(self) -> int | None:
+        """How many samples a call takes: the first dimension that the inputs share; None where it is free.
+
+        Where they differ in it (a mask or a table next to the samples), the samples are the rows of the first output
+        that has as many rows as one of the inputs; where no output has, the number is not known, and None too.
+        """
+        sizes = [shape[0] for shape in self.input_shapes.values() if shape]
+        if len(set(sizes)) <= 1:
+            return next(iter(sizes), None)
+        return next((shape[0] for shape in self.output_shapes.values() if shape and shape[0] in sizes), None)
+
+    @abstractmethod
+    def run(self, feeds: Mapping[str, Any]) -> list[Any]:
+        """One call; the outputs as numpy arrays, in order."""
+
+
+def open_session(
+    file: str | os.PathLike[str] | bytes,
+    runtime: str = "onnxruntime",
+    *,
+    num_threads: int = 0,
+    optimize: bool = True,
+    optimized_file: Path | None = None,
+    options: Mapping[str, str] | None = None,
+    profile_prefix: str | None = None,
+) -> Session:
+    """Open an ONNX file (a path, or a serialized model) in a runtime, on the CPU.
+
+    `num_threads`: 0 is the runtime's own choice. `optimize=False`: every node runs as it is written, which makes a QDQ
+    file its own simulation (ONNX Runtime only). `optimized_file`: where ONNX Runtime writes the graph that it executes.
+    `options`: the runtime's own (session config entries; OpenVINO properties). `profile_prefix`: ONNX Runtime times its
+    kernels and writes them to a file of this name when `session.end_profiling()` is called.
+    """
+    if not isinstance(file, bytes):
+        need_file(file)
+    if runtime == "onnxruntime":
+        return _OnnxRuntime(file, num_threads, optimize, optimized_file, options or {}, profile_prefix)
+    if runtime == "openvino":
+        return _OpenVino(file, num_threads, options or {})
+    raise DeploymentError(f"runtime {runtime!r}: none that runs here; allowed: {', '.join(RUNTIMES)}")
+
+
+def require_runtime(runtime: str) -> None:
+    """Refuses, before any work, a runtime whose package is not installed."""
+    if importlib.util.find_spec(runtime) is None:
+        raise MissingExtraError(runtime, "onnx" if runtime == "onnxruntime" else runtime, "running an ONNX file")
+
+
+def runtime_version(runtime: str) -> str:
+    """The installed version of a runtime's package."""
+    return metadata.version(runtime)
+
+
+class _OnnxRuntime(Session):
+    runtime = "onnxruntime"
+
+    def __init__(
+        self,
+        file: str | os.PathLike[str] | bytes,
+        num_threads: int,
+        optimize: bool,
+        optimized_file: Path | None,
+        options: Mapping[str, str],
+        profile_prefix: str | None = None,
+    ) -> None:
+        try:
+            import onnxruntime
+        except Exception:  # a broken package raises anything
+            raise MissingExtraError("onnxruntime", "onnx", "running an ONNX file") from None
+        settings = onnxruntime.SessionOptions()
+        settings.log_severity_level = 3
+        settings.intra_op_num_threads = num_threads
+        level = onnxruntime.GraphOptimizationLevel
+        settings.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
+        if optimized_file is not None:
+            settings.optimized_model_filepath = str(optimized_file)
+        if profile_prefix is not None:
+            settings.enable_profiling = True
+            settings.profile_file_prefix = profile_prefix
+        # Threads of a session that waits would go on spinning, and slow down the one that is timed.
+        settings.add_session_config_entry("session.force_spinning_stop", "1")
+        for key, value in options.items():
+            settings.add_session_config_entry(key, value)
+        source = file if isinstance(file, bytes) else str(file)
+        with _errors_named("load in ONNX Runtime", file):
+            self.session = onnxruntime.InferenceSession(source, settings, providers=["CPUExecutionProvider"])
+        inputs, outputs = self.session.get_inputs(), self.session.get_outputs()
+        self.inputs, self.outputs = (tuple(value.name for value in values) for values in (inputs, outputs))
+        self.input_types = {value.name: _numpy_name(value.type) for value in inputs}
+        self.input_shapes, self.output_shapes = (
+            {v.name: tuple(size if isinstance(size, int) else None for size in v.shape or ()) for v in values}
+            for values in (inputs, outputs)
+        )
+
+    def run(self, feeds: Mapping[str, Any]) -> list[Any]:
+        with _errors_named("run in ONNX Runtime"):
+            return list(self.session.run(self.outputs, dict(feeds)))
+
+
+class _OpenVino(Session):
+    runtime = "openvino"
+
+    def __init__(self, file: str | os.PathLike[str] | bytes, num_threads: int, options: Mapping[str, str]) -> None:
+        try:
+            import openvino
+        except Exception:  # a broken package raises anything
+            raise MissingExtraError("openvino", "openvino", "running a file in OpenVINO") from None
+        core = openvino.Core()
+        settings: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
+        if num_threads:
+            settings["INFERENCE_NUM_THREADS"] = num_threads
+        with _errors_named("load in OpenVINO", file):
+            # b"" as the second argument marks a model in memory.
+            model = core.read_model(file, b"") if isinstance(file, bytes) else core.read_model(str(file))
+            self.compiled = core.compile_model(model, "CPU", {**settings, **options})
+        self.request = self.compiled.create_infer_request()
+        inputs, outputs = self.compiled.inputs, self.compiled.outputs
+        self.inputs, self.outputs = (tuple(port.get_any_name() for port in ports) for ports in (inputs, outputs))
+        self.input_types = {port.get_any_name(): _numpy_name(port.element_type.to_string()) for port in inputs}
+        self.input_shapes, self.output_shapes = (
+            {port.get_any_name(): _openvino_shape(port.partial_shape) for port in ports} for ports in (inputs, outputs)
+        )
+
+    def run(self, feeds: Mapping[str, Any]) -> list[Any]:
+        with _errors_named("run in OpenVINO"):
+            _check_shapes(feeds, self.input_shapes)
+            found = self.request.infer(dict(feeds))
+        return [found[port].copy() for port in self.compiled.outputs]
+
+
+def _openvino_shape(shape: Any) -> tuple[int | None, ...]:
+    if not shape.rank.is_static:  # not even the number of dimensions is known
+        return ()
+    return tuple(dimension.get_length() if dimension.is_static else None for dimension in shape)
+
+
+@contextlib.contextmanager
+def _errors_named(what: str, file: str | os.PathLike[str] | bytes = b"") -> Any:
+    """A DeploymentError with the runtime's message, or a better one where the fault is known."""
+    try:
+        yield
+    except Exception as error:  # the runtimes' own exception classes differ by version
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        is_known = any(words in str(error) for words in _OF_ONE_SCALE)
+        message = _PLAIN_ADVICE if is_known else "\n".join(lines[:3])
+        name = "the model" if isinstance(file, bytes) else str(file)
+        raise DeploymentError(f"{name} does not {what}: {message}") from error
+
+
+def _check_shapes(feeds: Mapping[str, Any], expected: Mapping[str, tuple[int | None, ...]]) -> None:
+    """On one core OpenVINO computes something from an input with a wrong number of channels."""
+    for name, array in feeds.items():
+        shape = expected.get(name)
+        fits = shape is None or (
+            len(shape) == array.ndim and all(a in (None, b) for a, b in zip(shape, array.shape, strict=True))
+        )
+        if not fits:
+            raise ValueError(f"{name} has the shape {array.shape}, and the file takes {shape} (None: any)")
+
+
+_TYPE_NAMES = {
+    "tensor(float)": "float32",
+    "tensor(double)": "float64",
+    "boolean": "bool",
+    **{f"f{bits}": f"float{bits}" for bits in (16, 32, 64)},
+    **{f"{sign}{bits}": f"{'int' if sign == 'i' else 'uint'}{bits}" for sign in "iu" for bits in (8, 16, 32, 64)},
+}
+
+
+def _numpy_name(kind: str) -> str:
+    """`tensor(int64)`, `i64`, … -> `int64`."""
+    return _TYPE_NAMES.get(kind, kind.removeprefix("tensor(").removesuffix(")"))

@@ -1,0 +1,1 @@
+"""A model block by block in bounded memory: inputs, targets, training, resume."""

@@ -1,0 +1,285 @@
+"""`run_blocks`: block by block instead of batch by batch, with every value kept only until its last reader.
+
+Two streams run side by side: what the float model computes, and what the model computes with the blocks in front as
+they are now (quantized, pruned). Only the values that cross from one block to the next are kept, in a store with a
+budget, so that memory does not grow with the number of batches. The model is never copied.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+
+from sparsebit.errors import ConfigError
+from sparsebit.execution.blocks.find_blocks import Block, Flow, with_gaps
+from sparsebit.execution.blocks.resume import Resume
+from sparsebit.execution.blocks.runner import BlockRunner, Values
+from sparsebit.execution.blocks.shared_weights import SharedWeights
+from sparsebit.execution.blocks.value_store import SharedData
+from sparsebit.graph.nested import map_nested, tensors_of
+from sparsebit.progress import track
+
+log = logging.getLogger(__name__)
+
+Stream = Literal["float", "changed"]
+AsFloat = Callable[[Block], AbstractContextManager[Any]]
+
+
+class BatchValues:
+    """A sequence with one tuple of values for each batch, read from the store when it is asked for."""
+
+    def __init__(self, num_batches: int, get: Callable[[int], Values]) -> None:
+        self._num_batches, self._get = num_batches, get
+
+    def __len__(self) -> int:
+        return self._num_batches
+
+    def __getitem__(self, index: int) -> Values:
+        if not -self._num_batches <= index < self._num_batches:
+            raise IndexError(index)
+        return self._get(index % self._num_batches)
+
+    def __iter__(self) -> Iterator[Values]:
+        return map(self._get, range(self._num_batches))
+
+    def part(self, batches: range) -> BatchValues:
+        """The values of some neighbouring batches."""
+        return BatchValues(len(batches), lambda index: self._get(batches[index]))
+
+
+class BlockData:
+    """The argument of a visitor: the block, and its values of each batch.
+
+    `inputs`: from the blocks in front as they are now, `float_inputs`: from the float model; tuples in the order of
+    `block.inputs`. `targets`: what the float model computes here, in the order of `block.outputs`. The tensors may be
+    the stored ones: write into a copy. `held_out`: the same of the samples that must not be learned from, where there
+    are some (on any rank; on this one there may be none). `batches`: which ones of the run these are.
+    """
+
+    def __init__(self, run: _Run, block: Block, batches: range, held_out: BlockData | None = None) -> None:
+        self.block, self.batches, self.num_batches, self.held_out = block, batches, len(batches), held_out
+        self._run, self._runner = run, run.runner(block)
+        self.inputs = self._values("changed", block.inputs)
+
+    @property
+    def float_inputs(self) -> BatchValues:
+        self._require_float("float_inputs")
+        return self._values("float", self.block.inputs)
+
+    @property
+    def targets(self) -> BatchValues:
+        self._require_float("targets")
+        return self._values("float", self.block.outputs)
+
+    def run(self, inputs: Values) -> Values:
+        """The block as it is now on `inputs`; returns the values of `block.outputs`.
+
+        Gradients follow torch's mode: a visitor is called with them on. Inputs are never written into.
+        """
+        return self._runner(inputs)
+
+    def outputs(self) -> Iterator[Values]:
+        """`run` on `inputs` of each batch in turn."""
+        return map(self.run, self.inputs)
+
+    def _values(self, stream: Stream, nodes: Sequence[fx.Node]) -> BatchValues:
+        run = self._run
+        return BatchValues(run.num_batches, lambda index: run.values(stream, nodes, index)).part(self.batches)
+
+    def _require_float(self, what: str) -> None:
+        if not self._run.has_float:
+            raise ConfigError(f"block {self.block.name!r}: {what} need `as_float`; give it to run_blocks")
+
+
+Visit = Callable[[BlockData], None]
+
+
+def run_blocks(
+    graph_module: fx.GraphModule,
+    blocks: Sequence[Block],
+    num_batches: int,
+    inputs_of: Callable[[int], dict[str, Any]],
+    visit: Visit,
+    *,
+    as_float: AsFloat | None = None,
+    store: SharedData | None = None,
+    resume: Resume | None = None,
+    num_held: int | None = None,
+    what: str = "blocks",
+) -> None:
+    """Call `visit` for each block in order; nodes between the blocks run too, and are not visited.
+
+    `inputs_of(i)`: the graph's inputs of batch i by name; a missing one takes its default. `as_float(block)`: inside
+    this context the block computes what it computes in the float model, as far as switches decide; weights that a visit
+    changed earlier (a layer that two blocks call) are put back by the engine. Without it float values are not
+    computed. `resume`: finished blocks are loaded instead of visited. `num_held`: so many of the last
+    batches are `held_out` in what a visit gets; None: there are none on any rank.
+
+    On several ranks each has its own batches, and visits merge what they gather (`sparsebit.execution.distributed`).
+    """
+    store = SharedData() if store is None else store
+    # Values that are made in inference mode could never be part of a training step.
+    with torch.inference_mode(False), torch.no_grad():
+        run = _Run(graph_module, blocks, num_batches, as_float, store, num_held)
+        if resume is not None:
+            resume.start(graph_module, blocks, num_batches, inputs_of)
+        try:
+            run.put_inputs(inputs_of)
+            run.through(visit, resume, what)
+        finally:
+            run.clear()
+
+
+def mix(changed: Values, original: Values, share: float, generator: torch.Generator | None = None) -> Values:
+    """`changed` with a random share of its elements taken from `original` (QDrop, section 3.3)."""
+    others = iter(tensors_of(original))
+
+    def mixed(one: Tensor) -> Tensor:
+        other = next(others)
+        if not one.is_floating_point():
+            return one
+        device = one.device if generator is None else generator.device
+        chance = torch.rand(one.shape, generator=generator, device=device).to(one.device)
+        return torch.where(chance < share, other, one)
+
+    return tuple(map_nested(Tensor, mixed, value) for value in changed)
+
+
+class _Run:
+    """One run of the engine: the store, what is kept outside of it, and when each value is read for the last time."""
+
+    def __init__(
+        self,
+        graph_module: fx.GraphModule,
+        blocks: Sequence[Block],
+        num_batches: int,
+        as_float: AsFloat | None,
+        store: SharedData,
+        num_held: int | None,
+    ) -> None:
+        self.graph_module, self.num_batches, self.store, self.num_held = graph_module, num_batches, store, num_held
+        self.as_float, self.has_float = as_float, as_float is not None
+        self.flow = Flow(graph_module)
+        self.parts = with_gaps(self.flow, blocks)
+        self._written_inputs = {node for part, _ in self.parts for node in part.written}
+        self.last_part = {node: number for number, (part, _) in enumerate(self.parts) for node in part.inputs}
+        self.interpreter = fx.Interpreter(graph_module, garbage_collect_values=False)
+        self.held: dict[tuple[Stream, fx.Node, int], Any] = {}
+        self.kept_whole = self._kept_whole()
+        self.weights = SharedWeights(graph_module, [part for part, _ in self.parts])
+
+    def _kept_whole(self) -> set[fx.Node]:
+        """Values that cross a border together with others that share their memory, which a later block writes into.
+
+        A store would separate them, so they are kept as they are, in memory.
+        """
+        crossing = set(self.last_part)
+        written = self.flow.written(node for part, _ in self.parts for node in part.nodes) & crossing
+        return {node for node in written if len(self.flow.shares(node) & written) > 1}
+
+    # --- values
+
+    def put_inputs(self, inputs_of: Callable[[int], dict[str, Any]]) -> None:
+        placeholders = [node for node in self.graph_module.graph.nodes if node.op == "placeholder"]
+        wanted = [node for node in placeholders if node in self.last_part]
+        for index in range(self.num_batches):
+            given = inputs_of(index)
+            for node in wanted:
+                value = given.get(str(node.target), node.args[0] if node.args else None)
+                for stream in self._streams(node):
+                    self._put(stream, node, index, value)
+
+    def values(self, stream: Stream, nodes: Sequence[fx.Node], index: int) -> Values:
+        return tuple(self._get(stream, node, index) for node in nodes)
+
+    def _streams(self, node: fx.Node) -> tuple[Stream, ...]:
+        """The streams that keep a value: inputs of the graph are the same in both, unless they are written into."""
+        if not self.has_float or (node.op == "placeholder" and node not in self._written_inputs):
+            return ("changed",)
+        return ("float", "changed")
+
+    def _get(self, stream: Stream, node: fx.Node, index: int) -> Any:
+        stream = stream if stream in self._streams(node) else "changed"
+        if node in self.kept_whole:
+            return self.held[stream, node, index]
+        return self.store.get((stream, node, index))
+
+    def _put(self, stream: Stream, node: fx.Node, index: int, value: Any) -> None:
+        if node in self.kept_whole:
+            # An input of the graph belongs to the caller: it is not written into.
+            is_input = node.op == "placeholder" and (stream, node, index) not in self.held
+            self.held[stream, node, index] = map_nested(Tensor, torch.clone, value) if is_input else value
+        else:
+            self.store.put((stream, node, index), map_nested(Tensor, _trainable, value))
+
+    def _drop(self, node: fx.Node) -> None:
+        for index in range(self.num_batches):
+            for stream in ("float", "changed"):
+                self.held.pop((stream, node, index), None)
+                self.store.drop((stream, node, index))
+
+    def clear(self) -> None:
+        self.store.clear()
+        self.held.clear()
+
+    # --- blocks
+
+    def runner(self, block: Block) -> BlockRunner:
+        return BlockRunner(self.interpreter, block, self.flow.written(block.nodes))
+
+    def through(self, visit: Visit, resume: Resume | None, what: str) -> None:
+        progress = iter(track([part for part, is_visited in self.parts if is_visited], what))
+        for number, (part, is_visited) in enumerate(self.parts):
+            if self.has_float:
+                self._advance_float(part)
+            if is_visited:
+                next(progress)
+                self.weights.keep(number)
+                self._visit(part, visit, resume)
+            is_last = number == len(self.parts) - 1
+            if not is_last:
+                self._advance("changed", part)
+            for node in {*part.inputs, *part.outputs}:
+                if self.last_part.get(node, -1) <= number:
+                    self._drop(node)
+        for _ in progress:
+            pass
+
+    def _visit(self, block: Block, visit: Visit, resume: Resume | None) -> None:
+        if resume is not None and resume.load(block):
+            return
+        log.debug("block %s: %d nodes, %d batches", block.name, len(block.nodes), self.num_batches)
+        with torch.enable_grad():
+            visit(self._data(block))
+        if resume is not None:
+            resume.save(block)
+
+    def _data(self, block: Block) -> BlockData:
+        if self.num_held is None:
+            return BlockData(self, block, range(self.num_batches))
+        border = self.num_batches - self.num_held
+        return BlockData(self, block, range(border), BlockData(self, block, range(border, self.num_batches)))
+
+    def _advance_float(self, block: Block) -> None:
+        assert self.as_float is not None
+        with self.weights.original(block), self.as_float(block):
+            self._advance("float", block)
+
+    def _advance(self, stream: Stream, block: Block) -> None:
+        """Compute the outputs of the block for every batch."""
+        runner = self.runner(block)
+        for index in range(self.num_batches):
+            inputs = self.values(stream, block.inputs, index)
+            outputs = runner(inputs, in_place=self.kept_whole, writes_buffers=stream == "changed")
+            for node, value in zip(block.outputs, outputs, strict=True):
+                if node in self.last_part or stream == "float":
+                    self._put(stream, node, index, value)
+
+
+def _trainable(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.is_inference() else tensor

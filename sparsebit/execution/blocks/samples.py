@@ -1,0 +1,168 @@
+"""`Samples`: mini-batches of a block's inputs and targets, drawn from the store without loading all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from sparsebit.execution.blocks.engine import BatchValues, BlockData
+from sparsebit.execution.blocks.runner import Values
+from sparsebit.execution.blocks.value_store import MIB
+from sparsebit.execution.sample_rows import is_alike, is_row_tensor
+from sparsebit.graph.nested import map_nested, tensors_of
+
+# Stored batches that are shuffled together: as many as fit, at least one.
+_CHUNK_BYTES = 256 * MIB
+Mode = Literal["mixed", "within", "whole"]
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """Values of a few samples. `float_inputs` and `extras` are empty where they were not asked for."""
+
+    inputs: Values
+    float_inputs: Values
+    targets: Values
+    extras: Values
+
+
+class Samples:
+    """The samples of all batches.
+
+    A sample is a row of every tensor that crosses the block's border. Whether the rows are independent of each other
+    is tried on the first batch. Where they are, samples of several batches are mixed ("mixed"), or, where batches
+    differ in their other sizes, drawn from one batch at a time ("within"). Where they are not (the rows are positions,
+    or a size crosses the border), batches are used as they are ("whole").
+    """
+
+    def __init__(self, data: BlockData, extras: BatchValues | None = None, *, needs_float: bool = False) -> None:
+        self.data, self.extras, self.needs_float = data, extras, needs_float
+        self.mode = self._mode()
+
+    def minibatches(self, size: int, generator: torch.Generator) -> Iterator[Minibatch]:
+        """Mini-batches without end, in an order that the generator decides."""
+        while True:
+            order = torch.randperm(self.data.num_batches, generator=generator).tolist()
+            if self.mode == "whole":
+                yield from map(self._batch, order)
+            elif self.mode == "within":
+                for index in order:
+                    yield from _drawn([self._batch(index)], size, generator)
+            else:
+                for chunk in self._chunks(order):
+                    yield from _drawn(chunk, size, generator)
+
+    def _batch(self, index: int) -> Minibatch:
+        data = self.data
+        return Minibatch(
+            data.inputs[index],
+            data.float_inputs[index] if self.needs_float else (),
+            data.targets[index],
+            () if self.extras is None else self.extras[index],
+        )
+
+    def _chunks(self, order: Sequence[int]) -> Iterator[list[Minibatch]]:
+        chunk: list[Minibatch] = []
+        size = 0
+        for index in order:
+            batch = self._batch(index)
+            own = sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(_values(batch)))
+            if chunk and size + own > _CHUNK_BYTES:
+                yield chunk
+                chunk, size = [], 0
+            chunk.append(batch)
+            size += own
+        yield chunk
+
+    def _mode(self) -> Mode:
+        first = self._batch(0)
+        if not self._has_independent_rows(first):
+            return "whole"
+        batches = (self._batch(index) for index in range(self.data.num_batches))
+        forms, rows = zip(*((_form(batch), _which_have_rows(batch)) for batch in batches), strict=True)
+        if len(set(rows)) > 1:  # a constant that is as long as one of the batches
+            return "whole"
+        constants = not all(rows[0])
+        return "mixed" if len(set(forms)) == 1 and not (constants and self.data.num_batches > 1) else "within"
+
+    @torch.no_grad()
+    def _has_independent_rows(self, batch: Minibatch) -> bool:
+        """Whether the block computes for some rows alone what it computes for them among the others."""
+        count = num_rows(batch)
+        if count < 2 or not all(is_row_tensor(tensor, count) for tensor in tensors_of(batch.targets)):
+            return False
+        chosen = torch.arange(count - 1, -1, -2)
+        try:
+            some = self.data.run(_rows(batch.inputs, chosen, count))
+            whole = self.data.run(batch.inputs)
+        except Exception:  # a size that does not fit the rows: anything may be raised by the block's ops
+            return False
+        pairs = zip(tensors_of(some), tensors_of(whole), strict=True)
+        return all(is_alike(one, other[chosen]) for one, other in pairs)
+
+
+def num_rows(batch: Minibatch) -> int:
+    return next((len(tensor) for tensor in tensors_of(batch.targets) if tensor.ndim), 0)
+
+
+def _drawn(chunk: Sequence[Minibatch], size: int, generator: torch.Generator) -> Iterator[Minibatch]:
+    """The samples of a few batches, each once."""
+    counts = [num_rows(batch) for batch in chunk]
+    owners = torch.repeat_interleave(torch.arange(len(chunk)), torch.tensor(counts))
+    rows = torch.cat([torch.arange(count) for count in counts])
+    order = torch.randperm(len(rows), generator=generator)
+    # A rest smaller than half a mini-batch is left to the next round: its gradient would be mostly chance.
+    for chosen in order.split(size):
+        if len(chosen) * 2 < size and len(chosen) < len(rows):
+            continue
+        parts = [(batch, rows[chosen[owners[chosen] == i]]) for i, batch in enumerate(chunk)]
+        yield _joined([(batch, own) for batch, own in parts if len(own)])
+
+
+def _joined(parts: Sequence[tuple[Minibatch, Tensor]]) -> Minibatch:
+    fields = ("inputs", "float_inputs", "targets", "extras")
+    found: dict[str, Values] = {}
+    for name in fields:
+        pieces = [_rows(getattr(batch, name), own, num_rows(batch)) for batch, own in parts]
+        found[name] = tuple(_concatenated(values) for values in zip(*pieces, strict=True))
+    return Minibatch(**found)
+
+
+def _concatenated(values: tuple[Any, ...]) -> Any:
+    if len(values) == 1:
+        return values[0]
+    joined = (torch.cat(parts) for parts in zip(*map(tensors_of, values), strict=True))
+    return map_nested(Tensor, lambda tensor: next(joined), values[0])
+
+
+def _rows(values: Values, chosen: Tensor, count: int) -> Values:
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor[chosen.to(tensor.device)] if is_row_tensor(tensor, count) else tensor
+
+    return tuple(map_nested(Tensor, cut, value) for value in values)
+
+
+def _which_have_rows(batch: Minibatch) -> tuple[bool, ...]:
+    """For each tensor whether it has a row for each sample; False for a value without tensors."""
+    count = num_rows(batch)
+    return tuple(
+        is_row
+        for value in _values(batch)
+        for is_row in [is_row_tensor(tensor, count) for tensor in tensors_of(value)] or [False]
+    )
+
+
+def _values(batch: Minibatch) -> Values:
+    return (*batch.inputs, *batch.float_inputs, *batch.targets, *batch.extras)
+
+
+def _form(batch: Minibatch) -> tuple[Any, ...]:
+    """The properties that must be equal where samples of several batches are mixed."""
+    return tuple(
+        tuple((tensor.shape[1:], tensor.dtype) for tensor in tensors_of(value)) or repr(value)
+        for value in _values(batch)
+    )

@@ -1,0 +1,1 @@
+"""From one file format to another, and the check that the target loads it."""

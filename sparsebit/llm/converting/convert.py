@@ -1,0 +1,224 @@
+"""`convert`: a packed model folder in another file format, checked before it is kept.
+
+Codes and scales stay as they are: a folder format is a row of `FORMATS`, which turns a packed weight into the tensors
+of a file, and `PackedSource.rewrite` writes the folder. GGUF and GenAI have writers of their own. Everything is made in
+a staging folder, compared with the source by `load_check.py`, and only then gets its name.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from sparsebit.errors import ConfigError, DeploymentError
+from sparsebit.folders import flush, need_new, put_in_place, staging_folder
+from sparsebit.llm.checkpoint import compressed_tensors, gptq
+from sparsebit.llm.checkpoint.layer_format import LayerFormat
+from sparsebit.llm.checkpoint.packed_source import PackedSource, packed_source, unpacked_source
+from sparsebit.llm.converting.first_sparsebit_folder import write_first_sparsebit
+from sparsebit.llm.converting.genai_folder import builder_tensors, genai_package, run_builder, warn_of_tokens, why_not
+from sparsebit.llm.converting.load_check import (
+    LoadCheck,
+    check_conversion,
+    check_genai,
+    check_gguf,
+    need_reader,
+)
+from sparsebit.llm.converting.vllm_rules import COMPRESSED_TENSORS, GPTQ, vllm_reasons
+from sparsebit.llm.gguf.file import gguf_package, write_gguf
+from sparsebit.llm.gguf.growth import warn_of_growth
+from sparsebit.llm.gguf.mixes import EXACT, MIXES, mix_of
+from sparsebit.llm.layers.float_weight import Weight, integers
+from sparsebit.llm.models.architectures import architecture_of, blocks_of, linears
+from sparsebit.llm.models.hub_classes import load_tokenizer
+from sparsebit.llm.models.model_folder import ModelFolder
+from sparsebit.llm.models.separate_experts import experts_in
+from sparsebit.llm.models.skeleton import Skeleton
+
+
+@dataclass(frozen=True)
+class _Format:
+    """`config(formats, float_layers)`: the `quantization_config`. `tensors(name, packed)`: of a layer."""
+
+    config: Callable[[Mapping[str, LayerFormat], Sequence[str]], dict[str, Any]]
+    tensors: Callable[[str, Weight], dict[str, Tensor]]
+
+
+FORMATS: dict[str, _Format] = {
+    COMPRESSED_TENSORS: _Format(compressed_tensors.make_config, compressed_tensors.layer_tensors),
+    "gptq": _Format(
+        lambda formats, _: gptq.make_config(formats, 2),
+        lambda name, packed: gptq.layer_tensors(name, integers(packed), 2),
+    ),
+    "gptq-v1": _Format(
+        lambda formats, _: gptq.make_config(formats, 1),
+        lambda name, packed: gptq.layer_tensors(name, integers(packed), 1),
+    ),
+}
+GGUF, GENAI = "gguf", "onnx-genai"
+_FOR_BUILDER = _Format(
+    lambda formats, _: gptq.make_config(formats, 1), lambda name, packed: builder_tensors(name, integers(packed))
+)
+
+
+@dataclass(frozen=True)
+class ConvertedModel:
+    """The result of `convert`: a folder, or a GGUF file. `check`: None, if it was switched off.
+
+    `formats`: of the packed layers that it was made from. `gguf_types`: of the tensors in a GGUF file, by their names.
+    """
+
+    output: Path
+    format: str
+    formats: Mapping[str, LayerFormat]
+    check: LoadCheck | None
+    gguf_types: Mapping[str, str] = field(default_factory=dict)
+
+
+def convert(
+    model: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    format: str,  # noqa: A002 - the word that users know
+    *,
+    gguf_type: str = EXACT,
+    base: str | os.PathLike[str] | None = None,
+    check: bool = True,
+    trust_remote_code: bool = False,
+) -> ConvertedModel:
+    """Write the packed model of one folder to another folder, with the same codes, in another file format.
+
+    `format`: "compressed-tensors", "gptq" (version 2), "gptq-v1", "onnx-genai" (a folder for ONNX Runtime GenAI) or
+    "gguf"; the last is one file, and `output` ends in .gguf. `output` appears whole, after its logits were compared
+    with those of `model` (`check`): by us, and where the package for it is installed by transformers; those of a GGUF
+    file by transformers alone (by us from the weights that the package gguf reads, where transformers cannot), those of
+    ONNX by onnxruntime-genai.
+
+    `gguf_type`: "exact" keeps the codes of a packed model. "Q4_K", "Q6_K" and the mix "Q4_K_M" round weights to these
+    types, of a packed model or of a float one; `check` measures how far that moves the logits.
+
+    `model` may also be a checkpoint file of the first Sparsebit (pack32 or pack8); then `base` is a folder with the
+    config.json and the tokenizer of its model.
+    """
+    target, mix = Path(output), mix_of(gguf_type)
+    if mix is not None and format != GGUF:
+        raise ConfigError(f"gguf_type={gguf_type!r} with format={format!r}: it is for format 'gguf'")
+    if format not in (*FORMATS, GGUF, GENAI):
+        raise ConfigError(f"format={format!r}: allowed: {', '.join(FORMATS)}, {GGUF}, {GENAI}")
+    if (format == GGUF) != (target.suffix == ".gguf"):
+        what = "is one file: give an output that ends in .gguf" if format == GGUF else "is a folder, not a .gguf file"
+        raise ConfigError(f"output {target}: {format} {what}")
+    need_new(target)
+    if check and format == COMPRESSED_TENSORS:
+        need_reader()
+    if format == GGUF:
+        gguf_package()
+    if format == GENAI:
+        genai_package()
+    is_folder = not Path(model).is_file()
+    if is_folder and base is not None:
+        raise ConfigError(
+            f"base={base} with the model folder {model}: it is for checkpoint files of the first Sparsebit"
+        )
+    with staging_folder(target, alone=True) as staging:
+        if is_folder:
+            return _convert(Path(model), target, staging, format, gguf_type, check, trust_remote_code)
+        folder = staging / "first-sparsebit" / target.stem
+        write_first_sparsebit(Path(model), None if base is None else Path(base), folder)
+        return _convert(folder, target, staging, format, gguf_type, check, False)
+
+
+def _convert(
+    model: Path,
+    target: Path,
+    staging: Path,
+    format: str,  # noqa: A002
+    gguf_type: str,
+    check: bool,
+    trust_remote_code: bool,
+) -> ConvertedModel:
+    """`convert` of a model folder; what is made lies in `staging` until it is complete."""
+    mix = mix_of(gguf_type)
+    original = ModelFolder(model)
+    original.check_files()
+    skeleton = Skeleton(original, trust_remote_code=trust_remote_code)
+    source = packed_source(skeleton) or unpacked_source(skeleton)
+    if not source.formats and mix is None:
+        raise ConfigError(
+            f"{skeleton.folder.path} is a float model: quantize it first (sparsebit llm quantize), or write a GGUF "
+            f"file of type {' or '.join(MIXES)}"
+        )
+    if check and format == COMPRESSED_TENSORS:
+        need_reader({layer.bits for layer in source.formats.values()})
+    kinds = sorted({layer.kind for layer in source.formats.values()} - {"int"})
+    if kinds and mix is None and format != COMPRESSED_TENSORS:
+        raise DeploymentError(
+            f"{skeleton.folder.path} has {', '.join(kinds)} weights: {format} holds whole numbers only"
+        )
+    if check and format.startswith("gptq") and experts_in(skeleton.model):
+        raise DeploymentError(
+            f"{skeleton.folder.path} has experts: transformers does not read them from GPTQ files, so that the result "
+            "cannot be checked; keep compressed-tensors, or skip the check (--no-check)"
+        )
+    if check and format.startswith("gptq") and len(set(source.formats.values())) > 1:
+        raise DeploymentError(
+            f"{skeleton.folder.path} has layers of different number formats: transformers does not read those in GPTQ "
+            "files, so that the result cannot be checked; keep compressed-tensors, or skip the check (--no-check)"
+        )
+    if format == GENAI:
+        columns = {name: skeleton.model.get_submodule(name).in_features for name in source.formats}
+        reason = why_not(source.formats, columns)
+        if reason is not None:
+            raise DeploymentError(f"{skeleton.folder.path}: {reason}")
+    made = staging / "made" / target.name
+    made.parent.mkdir()
+    found, types = None, {}
+    if format == GGUF:
+        tensors = write_gguf(made, source, mix)
+        flush(made)
+        warn_of_growth(tensors, source.formats)
+        types = {tensor.name: tensor.kind for tensor in tensors}
+        if check:
+            found = check_gguf(made, skeleton.folder.path, tensors, trust_remote_code=trust_remote_code)
+    elif format == GENAI:
+        files = staging / "gptq" / target.name
+        _write(files, source, _FOR_BUILDER)
+        bits = max(layer.bits for layer in source.formats.values())
+        run_builder(files, made, bits, trust_remote_code=trust_remote_code)
+        shutil.rmtree(files)
+        if check:
+            found = check_genai(made, skeleton.folder.path, trust_remote_code=trust_remote_code)
+            warn_of_tokens(made, load_tokenizer(skeleton.folder.path, trust_remote_code=trust_remote_code))
+    else:
+        _write(made, source, FORMATS[format])
+    if check and format in FORMATS:
+        method = COMPRESSED_TENSORS if format == COMPRESSED_TENSORS else GPTQ
+        reasons = vllm_reasons(source.formats, _fused(skeleton), method)
+        found = check_conversion(made, skeleton.folder.path, reasons, trust_remote_code=trust_remote_code)
+    put_in_place(made, target)
+    return ConvertedModel(target, format, source.formats, found, types)
+
+
+def _write(target: Path, source: PackedSource, kind: _Format) -> None:
+    quantization = kind.config(source.formats, source.float_layers())
+    source.rewrite(
+        target,
+        {**source.skeleton.folder.config, "quantization_config": quantization},
+        lambda layer: kind.tensors(source.file_name(layer), source.read(layer)),
+    )
+
+
+def _fused(skeleton: Skeleton) -> list[tuple[str, ...]]:
+    """The layers that servers fuse; those of an unknown architecture are not known without running it."""
+    architecture = architecture_of(skeleton.model)
+    found: list[tuple[str, ...]] = []
+    for number, block in enumerate(blocks_of(skeleton.model, architecture)):
+        stages = architecture.stages_in(block) or tuple((name,) for name in linears(block))
+        path = f"{architecture.blocks}.{number}"
+        found += [tuple(f"{path}.{name}" for name in group) for group in architecture.fused_groups(stages)]
+    return found

@@ -1,0 +1,340 @@
+"""Checks that a written model loads and computes the same logits, before it is kept.
+
+One function for each kind of result: `check_loading` (a quantized folder), `check_transposed` (with `Conv1D` layers),
+`check_conversion` (another folder format), `check_gguf`, `check_genai`. Each one runs our reader and the reader of the
+format's users on the same tokens in full float32, and raises if logits differ by more than `TOLERANCE` of the largest.
+Where a reader rounds weights to another type, ours are rounded so too before they are compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.errors import DeploymentError, MissingExtraError
+from sparsebit.llm.checkpoint.float_formats import FORMATS
+from sparsebit.llm.converting.genai_folder import genai_logits
+from sparsebit.llm.gguf.architectures import ARCHITECTURES, text_length, unnamed_settings
+from sparsebit.llm.gguf.tensors import GgufTensor, all_values, rounded_values
+from sparsebit.llm.layers.float_linear import FloatLinear
+from sparsebit.llm.layers.quant_linear import QuantLinear
+from sparsebit.llm.models.hub_classes import transformers_module
+from sparsebit.llm.models.model_folder import ModelFolder
+from sparsebit.llm.models.separate_experts import experts_in
+from sparsebit.llm.process_group import alone
+from sparsebit.llm.running.half_weights import HALVES
+from sparsebit.llm.running.loading import load
+from sparsebit.numerics.full_float32 import full_float32
+from sparsebit.progress import phase
+
+TOLERANCE = 1e-3
+NO_CONV1D = "neither transformers nor vLLM has packed Conv1D layers"
+# What transformers needs to load a format.
+_PACKAGES = {"compressed-tensors": ("compressed_tensors",), "gptq": ("gptqmodel", "optimum")}
+# From this version on codes of 3 bits are packed without gaps, as transformers and vLLM expect them.
+_DENSE_VERSION = (0, 18)
+
+
+@dataclass(frozen=True)
+class LoadCheck:
+    """`difference`: of the logits of `reader` from ours, relative to the largest. `vllm`: why vLLM would refuse.
+
+    For a file that rounds weights again, ours are those of the rounded weights: `from_source` is how far they are from
+    those of the model it was made from, `weight_error` the root mean square of what rounding changed, relative to that
+    of the weights.
+    """
+
+    difference: float
+    vllm: tuple[str, ...]
+    reader: str = "transformers"
+    from_source: float | None = None
+    weight_error: float | None = None
+
+
+def need_reader(bits: Collection[int] = ()) -> None:
+    """Raise, before the work, if the package that reads files of these bits is missing: the check would fail."""
+    try:
+        import compressed_tensors  # noqa: F401
+    except Exception:  # a broken package raises anything
+        raise MissingExtraError("compressed-tensors", "llm", "loading packed models with transformers") from None
+    if 3 not in bits:
+        return
+    version = metadata.version("compressed-tensors")
+    if tuple(map(int, version.split(".")[:2])) < _DENSE_VERSION:
+        raise DeploymentError(
+            f"compressed-tensors {version} expects other files of 3 bits than newer versions, so that transformers "
+            "cannot check the result: pip install 'compressed-tensors>=0.18', or skip the check (--no-check)"
+        )
+
+
+@torch.no_grad()
+@full_float32()
+@phase("checking with transformers")
+def check_loading(folder: Path, tokens: Tensor, vllm: tuple[str, ...], *, trust_remote_code: bool = False) -> LoadCheck:
+    """Load the folder with transformers and with `load`, run both on `tokens (1, n)` in float32, and compare.
+
+    A difference above `TOLERANCE` is an error.
+    """
+    difference = difference_of_transformers(folder, tokens, trust_remote_code=trust_remote_code)
+    if not difference <= TOLERANCE:
+        raise DeploymentError(
+            f"transformers loads the packed model, and its logits differ by {difference:.2g} from ours (allowed: "
+            f"{TOLERANCE:g} of the largest); the folder is not kept: please report the model's architecture"
+        )
+    return LoadCheck(difference, vllm)
+
+
+@torch.no_grad()
+@full_float32()
+def difference_of_transformers(folder: Path, tokens: Tensor, *, trust_remote_code: bool = False) -> float:
+    """How far the logits of transformers are from ours, relative to the largest.
+
+    transformers unpacks experts in the type of the files, whichever type the model has: their weights are rounded to
+    it on our side too.
+    """
+    theirs = _logits_of_transformers(folder, tokens, trust_remote_code)
+    model = load(folder, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    for experts in experts_in(model).values():
+        _round_weights(experts)
+    try:
+        ours = model(tokens, use_cache=False).logits
+    except (AttributeError, TypeError) as error:  # code that reads the weights of its layers itself
+        raise DeploymentError(
+            f"{type(model).__name__} does not run with packed layers ({error}); the folder is not kept"
+        ) from error
+    if not ours.isfinite().all():
+        raise DeploymentError("the logits of the packed model are not finite; the folder is not kept")
+    return _difference(theirs, ours, model, folder, tokens)
+
+
+@torch.no_grad()
+@full_float32()
+@phase("checking with the layers of transformers")
+def check_transposed(folder: Path, source: Path, tokens: Tensor, *, trust_remote_code: bool = False) -> LoadCheck:
+    """Compare with the float model of transformers, after all of its weights are replaced by our unpacked ones.
+
+    transformers has no packed `Conv1D` layer, so it cannot load the folder itself.
+    """
+    model = load(folder, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    ours = model(tokens, use_cache=False).logits
+    plain = transformers_module().AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.float32, local_files_only=True, trust_remote_code=trust_remote_code
+    )
+    for name, theirs in plain.named_parameters():
+        path, _, own = name.rpartition(".")
+        layer = model.get_submodule(path)
+        is_packed = isinstance(layer, QuantLinear | FloatLinear) and own == "weight"
+        value = layer.packed.dequantize(torch.float32) if is_packed else getattr(layer, own)
+        is_transposed = type(plain.get_submodule(path)).__name__ == "Conv1D" and own == "weight"
+        theirs.data.copy_(value.t() if is_transposed else value)
+    difference = relative_difference(plain.eval()(tokens, use_cache=False).logits, ours)
+    if not difference <= TOLERANCE:
+        raise DeploymentError(f"the logits of the packed model are {difference:.2g} off those of its unpacked weights")
+    return LoadCheck(difference, (NO_CONV1D,), f"sparsebit ({NO_CONV1D}: read it with sparsebit.llm.load)")
+
+
+@torch.no_grad()
+@full_float32()
+@phase("checking the converted folder")
+def check_conversion(
+    folder: Path, source: Path, vllm: tuple[str, ...], *, trust_remote_code: bool = False
+) -> LoadCheck:
+    """Load a converted folder and the one it was made from, run both on arbitrary tokens, and compare.
+
+    Where transformers can read the format here, it loads the folder too.
+    """
+    tokens, expected = _arbitrary(source, trust_remote_code)
+    model = load(folder, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    readers = {"sparsebit": relative_difference(model(tokens, use_cache=False).logits, expected)}
+    method = str(ModelFolder(folder).config["quantization_config"]["quant_method"])
+    if all(find_spec(name) is not None for name in _PACKAGES[method]):
+        theirs = _logits_of_transformers(folder, tokens, trust_remote_code)
+        readers["transformers"] = _difference(theirs, expected, model, folder, tokens)
+    _compare(readers, source)
+    if "transformers" in readers:
+        return LoadCheck(max(readers.values()), vllm)
+    needed = " and ".join(_PACKAGES[method])
+    return LoadCheck(readers["sparsebit"], vllm, f"sparsebit (transformers was not tried: it needs {needed})")
+
+
+@torch.no_grad()
+@full_float32()
+@phase("checking the GGUF file")
+def check_gguf(path: Path, source: Path, tensors: list[GgufTensor], *, trust_remote_code: bool = False) -> LoadCheck:
+    """Load the GGUF file with transformers, and compare its logits with those of the folder it was made from.
+
+    `tensors`: what was written. Where weights were rounded again, the folder's model gets their values before it is
+    compared. For architectures that transformers does not read from GGUF files, the weights that the package gguf
+    reads are put into the model.
+    """
+    model = load(source, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    tokens = arbitrary_tokens(model)[:, : text_length(model.config)]
+    expected = model(tokens, use_cache=False).logits
+    from_source = weight_error = None
+    rounded = rounded_values(path, tensors)
+    if rounded:
+        original = expected
+        weight_error = _put_weights(model, rounded)
+        expected = model(tokens, use_cache=False).logits
+        from_source = relative_difference(expected, original)
+    if ARCHITECTURES[model.config.model_type].has_reader:
+        unnamed = unnamed_settings(model.config)
+        theirs = _logits_of_transformers(path.parent, tokens, trust_remote_code, gguf_file=path.name, **unnamed)
+        more = f" (with {', '.join(f'{name}={value}' for name, value in unnamed.items())})" if unnamed else ""
+        reader = f"transformers{more}"
+    else:
+        found = all_values(path, tensors)
+        _put_weights(model, found)
+        missing = [name for name, _ in model.named_parameters() if name not in found]
+        if missing:
+            raise DeploymentError(f"{path.name} has no weights for {', '.join(missing)}; it is not kept")
+        theirs = model(tokens, use_cache=False).logits
+        reader = f"gguf (transformers does not read {model.config.model_type} models from GGUF files)"
+    difference = relative_difference(theirs, expected)
+    _compare({reader.partition(" ")[0]: difference}, source)
+    return LoadCheck(difference, (), reader, from_source, weight_error)
+
+
+@torch.no_grad()
+@full_float32()
+@phase("checking with ONNX Runtime GenAI")
+def check_genai(folder: Path, source: Path, *, trust_remote_code: bool = False) -> LoadCheck:
+    """Run the folder with ONNX Runtime GenAI, and compare its logits with those of the folder it was made from."""
+    tokens, expected = _arbitrary(source, trust_remote_code)
+    difference = relative_difference(genai_logits(folder, tokens), expected)
+    _compare({"onnxruntime-genai": difference}, source)
+    return LoadCheck(difference, (), "onnxruntime-genai")
+
+
+def _put_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> float:
+    """Put float layers with these weights in place of the packed ones; returns the relative change over all weights."""
+    changed, total = 0.0, 1e-30
+    for name, value in weights.items():
+        path, _, own = name.rpartition(".")
+        module: Any = model.get_submodule(path)
+        if isinstance(module, QuantLinear | FloatLinear) and own == "weight":
+            before = module.packed.dequantize(torch.float32)
+            model.set_submodule(path, _plain(module, value))
+        else:
+            before = getattr(module, own).detach().clone()
+            getattr(module, own).data.copy_(value)
+        changed += float((value - before).square().sum())
+        total += float(before.square().sum())
+    return float((changed / total) ** 0.5)
+
+
+def _arbitrary(source: Path, trust_remote_code: bool) -> tuple[Tensor, Tensor]:
+    """Arbitrary tokens, and the logits of the packed model for them."""
+    model = load(source, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    tokens = arbitrary_tokens(model)
+    return tokens, model(tokens, use_cache=False).logits
+
+
+def arbitrary_tokens(model: Any) -> Tensor:
+    """64 tokens, the same for each call."""
+    size = int(model.config.get_text_config().vocab_size)
+    return torch.randint(0, size, (1, 64), generator=torch.Generator().manual_seed(0))
+
+
+def _compare(readers: Mapping[str, float], source: Path) -> None:
+    for reader, difference in readers.items():
+        if not difference <= TOLERANCE:
+            raise DeploymentError(
+                f"{reader} loads the converted model, and its logits differ by {difference:.2g} from those of {source} "
+                f"(allowed: {TOLERANCE:g} of the largest); it is not kept"
+            )
+
+
+def _is_float4(folder: Path) -> bool:
+    """Whether compressed-tensors unpacks the weights to bfloat16, whichever type the model has."""
+    if not (folder / "config.json").is_file():  # a GGUF file
+        return False
+    config = ModelFolder(folder).config.get("quantization_config") or {}
+    return config.get("format") in (FORMATS["mxfp4"], FORMATS["nvfp4"])
+
+
+def _difference(theirs: Tensor, expected: Tensor, model: nn.Module, folder: Path, tokens: Tensor) -> float:
+    """How far the logits of transformers are from those that are expected.
+
+    Where the config says `dequantize`, transformers 5.23 unpacks weights in the type of their scales, whichever type
+    the model has: they are compared with those of `model` with weights that are rounded so.
+    """
+    found = relative_difference(theirs, expected)
+    config = ModelFolder(folder).config.get("quantization_config") or {}
+    if found <= TOLERANCE or not config.get("dequantize"):
+        return found
+    _round_weights(model)
+    return min(found, relative_difference(theirs, model(tokens, use_cache=False).logits))
+
+
+def _round_weights(model: nn.Module) -> None:
+    """Put plain layers in place of packed ones, with weights rounded to the type of their scales and float inputs."""
+    packed = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantLinear | FloatLinear)}
+    for name, layer in packed.items():
+        stored = layer.scales.dtype if isinstance(layer, QuantLinear) else torch.float32
+        model.set_submodule(name, _plain(layer, layer.packed.dequantize(stored).float()))
+
+
+def _plain(layer: QuantLinear | FloatLinear, weight: Tensor) -> nn.Linear:
+    """A float layer with this weight and the bias of the packed one."""
+    plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+    plain.weight = nn.Parameter(weight, requires_grad=False)
+    plain.register_parameter("bias", None if layer.bias is None else nn.Parameter(layer.bias, False))
+    return plain
+
+
+def relative_difference(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, relative to the largest number that is expected; NaN if there is any."""
+    scale = expected.float().abs().max().clamp(min=1e-30)
+    return float((found.float() - expected.float()).abs().max() / scale)
+
+
+def _logits_of_transformers(folder: Path, tokens: Tensor, trust_remote_code: bool, **how: Any) -> Tensor:
+    auto: Any = transformers_module().AutoModelForCausalLM
+    logged: list[str] = []
+    try:
+        # Progress bars and remarks of two other packages.
+        with alone(), warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), _collected_log(logged):
+            warnings.simplefilter("ignore")
+            if _is_float4(folder):
+                how["quantization_config"] = transformers_module().CompressedTensorsConfig(dequantize=True)
+            model = auto.from_pretrained(
+                folder,
+                dtype=torch.float32,
+                device_map="cpu",
+                local_files_only=True,
+                trust_remote_code=trust_remote_code,
+                **how,
+            )
+            for parameter in model.parameters():
+                if parameter.dtype in HALVES:  # experts and 4-bit floats: their products would be rounded to it too
+                    parameter.data = parameter.data.float()
+            found: Tensor = model.eval()(tokens, use_cache=False).logits
+    except (ValueError, RuntimeError, KeyError, TypeError, AttributeError, OSError) as error:
+        reason = " ".join(next((line for line in logged if "MISMATCH" in line), str(error)).split())
+        raise DeploymentError(f"transformers does not load the packed model ({reason}); it is not kept") from error
+    return found
+
+
+@contextlib.contextmanager
+def _collected_log(lines: list[str]) -> Iterator[None]:
+    """Inside, what transformers logs is put into `lines`: its errors refer to a report that it prints there."""
+    logger, handler = logging.getLogger("transformers"), logging.Handler()
+    handler.emit = lambda record: lines.extend(record.getMessage().splitlines())  # type: ignore[method-assign]
+    before = logger.handlers
+    logger.handlers = [handler]
+    try:
+        yield
+    finally:
+        logger.handlers = before

@@ -1,0 +1,1 @@
+"""Instructions as token samples, packed to full length, and their loss."""

@@ -1,0 +1,1 @@
+"""Packed layers with adapters, and blocks recorded as CUDA graphs."""

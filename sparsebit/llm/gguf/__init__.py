@@ -1,0 +1,1 @@
+"""GGUF: what llama.cpp reads."""

@@ -1,0 +1,134 @@
+"""Which models GGUF files are written of: a row per architecture, with what llama.cpp computes in one way alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparsebit.errors import DeploymentError
+from sparsebit.llm.gguf.rotary import LINEAR, LONG, PLAIN, THIRD, is_plain
+
+_BIASES = ("attention_bias", "mlp_bias")
+
+
+@dataclass(frozen=True)
+class GgufArchitecture:
+    """`name`: of the architecture in the file. `rotates_pairs`: rows of q and k are reordered.
+
+    `rotary`: the types of rotary embeddings that llama.cpp computes. `is_partly_rotated`: it turns a part of each head,
+    if the file says so. `norm_offset`: what it has added to the weights of norms. `whole_every`: of so many layers the
+    last attends to the whole text, the others to a window. `activation`: the one that it computes. `has_biases`: it
+    reads those of all layers. `has_wide_heads`: the file says how wide a head is; without it, all heads together are as
+    wide as the hidden states. `fixed`: settings of the config that it does not read, with the value that it has.
+
+    `has_reader`: transformers reads such files. `unread`: settings of the config that it does not read from the file.
+    """
+
+    name: str
+    rotates_pairs: bool = False
+    rotary: tuple[str, ...] = (PLAIN, LINEAR)
+    is_partly_rotated: bool = False
+    norm_offset: float = 0.0
+    whole_every: int = 1
+    activation: str = "silu"
+    has_biases: bool = False
+    has_wide_heads: bool = True
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    has_reader: bool = True
+    unread: tuple[str, ...] = ()
+
+
+_LLAMA = GgufArchitecture("llama", rotates_pairs=True, rotary=(PLAIN, LINEAR, THIRD), has_biases=True)
+# By `model_type` of config.json.
+ARCHITECTURES = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "mixtral": GgufArchitecture("llama", rotates_pairs=True, rotary=(PLAIN, LINEAR, THIRD), has_reader=False),
+    "qwen2": GgufArchitecture("qwen2", has_wide_heads=False),
+    "qwen3": GgufArchitecture("qwen3", unread=("head_dim",)),
+    "qwen3_moe": GgufArchitecture(
+        "qwen3moe",
+        fixed={"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1},
+        unread=("head_dim", "norm_topk_prob", "moe_intermediate_size"),
+    ),
+    "gemma3_text": GgufArchitecture(
+        "gemma3",
+        norm_offset=1.0,
+        whole_every=6,
+        activation="gelu_pytorch_tanh",
+        fixed={
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "use_bidirectional_attention": False,
+        },
+        unread=("query_pre_attn_scalar", "rope_parameters"),
+    ),
+    "phi3": GgufArchitecture(
+        "phi3",
+        rotary=(PLAIN, LONG),
+        is_partly_rotated=True,
+        has_wide_heads=False,
+        unread=("original_max_position_embeddings",),
+    ),
+    "phi": GgufArchitecture(
+        "phi2",
+        is_partly_rotated=True,
+        activation="gelu_new",
+        has_wide_heads=False,
+        fixed={"qk_layernorm": False, "tie_word_embeddings": False},
+        has_reader=False,
+    ),
+}
+
+
+def gguf_architecture(config: Any) -> GgufArchitecture:
+    """The row of the model; refused is what llama.cpp does not read from the file, where it is not as it has it."""
+    row = ARCHITECTURES.get(config.model_type)
+    if row is None:
+        raise DeploymentError(f"GGUF files of model type {config.model_type!r}: allowed: {', '.join(ARCHITECTURES)}")
+    activation = getattr(config, "hidden_activation", None) or config.hidden_act
+    needed: dict[str, tuple[Any, Any]] = {"activation": (activation, row.activation)}
+    if not row.has_biases:
+        needed |= {name: (bool(getattr(config, name, False)), False) for name in _BIASES}
+    if not row.has_wide_heads:
+        needed["head_dim"] = (head_width(config), config.hidden_size // config.num_attention_heads)
+    if row.name == "gemma3":
+        width = config.hidden_size // config.num_attention_heads if config.num_hidden_layers == 62 else config.head_dim
+        needed["query_pre_attn_scalar"] = (config.query_pre_attn_scalar, width)
+    needed |= {name: (getattr(config, name, value), value) for name, value in row.fixed.items()}
+    for name, (found, wanted) in needed.items():
+        if found != wanted:
+            raise DeploymentError(f"{name} {found!r}: llama.cpp computes models of {row.name} with {wanted!r} alone")
+    return row
+
+
+def head_width(config: Any) -> int:
+    """How many numbers a head has."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def text_length(config: Any) -> int:
+    """The number of tokens of the longest text that the file is for.
+
+    Where all layers attend to the last tokens alone, a shorter one than the model's: llama.cpp would attend to all.
+    """
+    length = int(config.max_position_embeddings)
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if window is None or ARCHITECTURES[config.model_type].whole_every > 1:
+        return length
+    return min(length, int(window))
+
+
+def unnamed_settings(config: Any) -> dict[str, Any]:
+    """Settings that transformers does not find in the file: it has no key for biases, and it leaves some keys out."""
+    found: dict[str, Any] = {name: True for name in _BIASES if getattr(config, name, False)}
+    usual = type(config)()
+    for name in ARCHITECTURES[config.model_type].unread:
+        if getattr(config, name) != getattr(usual, name, None):
+            found[name] = getattr(config, name)
+    if not is_plain(config):
+        found["rope_parameters"] = dict(config.rope_parameters)
+        if text_length(config) < config.max_position_embeddings:  # of which rotary embeddings may be made
+            found["max_position_embeddings"] = config.max_position_embeddings
+    return found

@@ -1,0 +1,227 @@
+"""The tokenizer of a model folder in a GGUF file: byte-level BPE (Llama 3, Qwen, GPT-2), or sentencepiece (Llama 2)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+from sparsebit.errors import CheckpointError, DeploymentError
+from sparsebit.llm.models.hub_classes import load_tokenizer
+from sparsebit.llm.models.sentencepiece_file import (
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    is_sentencepiece,
+    read_sentencepiece,
+)
+
+log = logging.getLogger(__name__)
+# llama.cpp's names for the patterns by which text is split before bytes are merged, of Llama 3, Phi-4 and Qwen, and
+# whether a word that is a token is one without merging: Llama 3 alone does so (`ignore_merges`).
+_START = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_END = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_NO_SCORE = -1000.0  # of tokens that are not merged
+_THREE_DIGITS, _ONE_DIGIT = _START + r"\p{N}{1,3}" + _END, _START + r"\p{N}" + _END
+_PATTERNS = {(_THREE_DIGITS, True): "llama-bpe", (_THREE_DIGITS, False): "dbrx", (_ONE_DIGIT, False): "qwen2"}
+# Ways to split by a pattern that keep the parts: matches are parts of their own, or what is between them is removed.
+_KEEPS_PARTS = (("Isolated", False), ("Removed", True))
+_UNKNOWN_OPTIONS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
+# Where the name of the model has this in it, llama.cpp removes spaces behind all special tokens but three, and does not
+# load a vocabulary that lacks one of the three, or </s>.
+_REMOVES_SPACE = re.compile(r"(phi)-?(3)", re.IGNORECASE)
+_KEEPS_SPACE, _END_TOKEN = {"<unk>", "<s>", "<|endoftext|>"}, {"</s>"}
+
+
+def add_tokenizer(writer: Any, folder: Path, config: Any) -> None:
+    """Add the tokenizer of the model folder to the file, with its special tokens and its chat template.
+
+    Written are byte-level BPE of tokenizer.json that splits text in a way that llama.cpp has a name for, and BPE of
+    sentencepiece (tokenizer.model); others are refused.
+    """
+    path, pieces = folder / "tokenizer.json", folder / "tokenizer.model"
+    found = None if not path.is_file() and is_sentencepiece(pieces) else _read(path)
+    is_bytes = found is not None and _is_byte_level(found)
+    if found is not None and not is_bytes and not is_sentencepiece(pieces):
+        raise DeploymentError(
+            f"{path} is of type {found['model'].get('type')!r}; GGUF files are written for byte-level BPE, and for "
+            f"sentencepiece where its {pieces.name} is in the folder: copy that file from the download of the model"
+        )
+    if found is not None and is_bytes:
+        tokens, types = _add_bytes(writer, path, found, config)
+        tokenizer = load_tokenizer(folder)
+    else:
+        tokenizer = load_tokenizer(folder)
+        tokens, types = _add_pieces(writer, pieces, tokenizer, config)
+    special = {token for token, kind in zip(tokens, types, strict=True) if kind in (CONTROL, USER_DEFINED, UNKNOWN)}
+    writer.add_name(name_in_file(folder.name, tokenizer, special))
+    _add_use(writer, tokenizer, config)
+
+
+def name_in_file(name: str, tokenizer: Any, special: set[str]) -> str:
+    """The name of the model in the file: llama.cpp takes it for a Phi-3 by its name, and treats spaces accordingly.
+
+    `special`: the tokens that are not parts of texts.
+    """
+    added = tokenizer.added_tokens_decoder.values()
+    behind = {entry.content for entry in added if entry.rstrip}
+    removes = behind == special - _KEEPS_SPACE and special >= _END_TOKEN | _KEEPS_SPACE
+    left = {entry.content for entry in added if entry.lstrip or entry.single_word} | (set() if removes else behind)
+    if left:
+        log.warning(
+            "the tokenizer of %s removes spaces next to some tokens, or finds them as whole words alone (%s), which "
+            "llama.cpp does not: write no spaces there",
+            *(name, ", ".join(sorted(left)[:8])),
+        )
+    if removes:
+        return name if _REMOVES_SPACE.search(name) else f"phi-3 {name}"
+    return _REMOVES_SPACE.sub(r"\1 \2", name)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        _ = found["model"], found["added_tokens"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); GGUF files hold the tokenizer") from None
+    return found
+
+
+def _is_byte_level(found: dict[str, Any]) -> bool:
+    steps = _steps(found.get("pre_tokenizer"))
+    return found["model"].get("type") == "BPE" and any(step.get("type") == "ByteLevel" for step in steps)
+
+
+def _add_bytes(writer: Any, path: Path, found: dict[str, Any], config: Any) -> tuple[list[str], list[int]]:
+    """Byte-level BPE; returns the tokens and their types."""
+    model, added = found["model"], found["added_tokens"]
+    options = [name for name in _UNKNOWN_OPTIONS if model.get(name)]
+    if options:
+        raise DeploymentError(f"{path} merges with {', '.join(options)}, which llama.cpp does not have")
+    normalizer = (found.get("normalizer") or {}).get("type")
+    if normalizer not in (None, "NFC"):  # llama.cpp has none; NFC changes hardly any text
+        raise DeploymentError(f"{path} changes text before it is split ({normalizer}), which llama.cpp does not")
+    highest = max((*model["vocab"].values(), *(entry["id"] for entry in added)), default=0)
+    _need_embedding(highest, path, config)
+    tokens, types = _unused(config)
+    for text, number in model["vocab"].items():
+        tokens[number], types[number] = text, NORMAL
+    for entry in added:
+        tokens[entry["id"]], types[entry["id"]] = entry["content"], CONTROL if entry.get("special") else USER_DEFINED
+    writer.add_tokenizer_model("gpt2")
+    ignores_merges = bool(model.get("ignore_merges"))
+    writer.add_tokenizer_pre(_pre(_steps(found.get("pre_tokenizer")), path, ignores_merges=ignores_merges))
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
+    return tokens, types
+
+
+def _add_pieces(writer: Any, path: Path, tokenizer: Any, config: Any) -> tuple[list[str], list[int]]:
+    """BPE of sentencepiece: llama.cpp merges the neighbours whose token has the highest score.
+
+    Returns the tokens and their types.
+    """
+    found = read_sentencepiece(path)
+    if found.kind != "bpe" or found.changes_text:
+        reason = "changes text before it is split" if found.kind == "bpe" else f"is of kind {found.kind}"
+        raise DeploymentError(f"{path} {reason}; GGUF files are written for BPE of sentencepiece that keeps the text")
+    tokens, types = _unused(config)
+    scores = [_NO_SCORE] * config.vocab_size
+    added = tokenizer.added_tokens_decoder
+    _need_embedding(max(len(found.pieces) - 1, *added, 0), path, config)
+    for number, piece in enumerate(found.pieces):
+        tokens[number], scores[number], types[number] = piece.text, piece.score, piece.type
+    for number, entry in added.items():
+        if number >= len(found.pieces) or types[number] == NORMAL:
+            types[number] = CONTROL if entry.special else USER_DEFINED
+        tokens[number] = entry.content
+    known = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    for number, text in enumerate(known):
+        if text is not None and text != tokens[number]:
+            raise DeploymentError(
+                f"{path} has the token {number} as {tokens[number]!r}, and the tokenizer of the folder as {text!r}: "
+                "they are of different models"
+            )
+    first = tokenizer.convert_ids_to_tokens(tokenizer("a", add_special_tokens=False)["input_ids"])[0]
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_scores(scores)
+    writer.add_token_types(types)
+    writer.add_add_space_prefix(first.startswith("▁"))
+    unknown = [number for number, piece in enumerate(found.pieces) if piece.type == UNKNOWN]
+    if unknown:
+        writer.add_unk_token_id(unknown[0])
+    return tokens, types
+
+
+def _unused(config: Any) -> tuple[list[str], list[int]]:
+    """Texts and types for embeddings that no token has."""
+    return [f"[PAD{number}]" for number in range(config.vocab_size)], [UNUSED] * config.vocab_size
+
+
+def _need_embedding(highest: int, path: Path, config: Any) -> None:
+    if highest >= config.vocab_size:
+        raise DeploymentError(
+            f"{path} has the token {highest}, and the model has embeddings for {config.vocab_size} tokens: llama.cpp "
+            "reads one for each; remove the added tokens, or resize the embeddings of the float model"
+        )
+
+
+def _steps(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if pre_tokenizer is None:
+        return []
+    steps: list[dict[str, Any]] = pre_tokenizer.get("pretokenizers") or [pre_tokenizer]
+    return steps
+
+
+def _pre(steps: list[dict[str, Any]], path: Path, *, ignores_merges: bool = False) -> str:
+    """llama.cpp's name for how text is split before bytes are merged.
+
+    `ignores_merges`: a word that is a token is one, also where no merges lead to it.
+    """
+    *front, last = steps
+    if last.get("type") == "ByteLevel" and not last.get("add_prefix_space"):
+        splits_words = last.get("use_regex", True) and not ignores_merges
+        if not front and splits_words:
+            return "gpt-2"
+        if len(front) == 1 and splits_words and front[0].get("type") == "Digits" and front[0].get("individual_digits"):
+            return "smollm"
+        found = _PATTERNS.get((_pattern(front[0]), ignores_merges)) if len(front) == 1 else None
+        if found is not None and not last.get("use_regex", True):
+            return found
+    raise DeploymentError(
+        f"{path} splits text by {steps}{' and ignores merges' if ignores_merges else ''}, which llama.cpp has no name "
+        "for that is known here"
+    )
+
+
+def _pattern(step: dict[str, Any]) -> str:
+    """The pattern whose matches are the parts; empty, if parts are made in another way."""
+    how = step.get("behavior", "Isolated"), step.get("invert", False)
+    return str(step.get("pattern", {}).get("Regex", "")) if how in _KEEPS_PARTS else ""
+
+
+def _add_use(writer: Any, tokenizer: Any, config: Any) -> None:
+    """Special tokens, whether they are put around a text, and the chat template; without these llama.cpp guesses."""
+    special: dict[str, int] = {}
+    for name in ("bos", "eos", "pad"):
+        value = getattr(tokenizer, f"{name}_token_id", None)
+        value = getattr(config, f"{name}_token_id", None) if value is None else value
+        value = value[0] if isinstance(value, list) and value else value
+        if isinstance(value, int):
+            special[name] = value
+            getattr(writer, f"add_{name}_token_id")(value)
+    text = tokenizer("a")["input_ids"]
+    writer.add_add_bos_token("bos" in special and text[:1] == [special["bos"]])
+    writer.add_add_eos_token("eos" in special and text[-1:] == [special["eos"]])
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, dict):
+        template = [{"name": name, "template": text} for name, text in template.items()]
+    if template:
+        writer.add_chat_template(template)

@@ -1,0 +1,1 @@
+"""The float model: its architecture, folder, tokenizer, and the text that calibrates it."""

@@ -1,0 +1,104 @@
+"""Models of the Hugging Face hub by name: `org/name` becomes a folder in the local cache, at a known commit."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparsebit.errors import CheckpointError, ConfigError, MissingExtraError
+
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# Of a repository, what a model folder needs: neither pickles nor copies in other formats.
+_WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py", "LICENSE*"]
+_NOT_WANTED = ["consolidated*", "original/*", "onnx/*", "openvino/*"]
+_SECONDS = 5.0  # until the hub counts as out of reach
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """Which model of the hub a folder holds: `revision` is a commit, so that it can be fetched again."""
+
+    name: str
+    revision: str
+
+
+def local_folder(model: str | os.PathLike[str], revision: str | None = None) -> Path:
+    """The folder of a model: `model` itself if it exists, else that of the hub's model `org/name`.
+
+    The latter is in the local cache; what is not there yet is downloaded. `revision`: a branch, tag or commit of the
+    hub's model.
+    """
+    path = Path(model)
+    if path.exists():
+        if revision is not None:
+            raise ConfigError(f"revision={revision!r} with the folder {path}: only models of the hub have revisions")
+        return path
+    name = os.fspath(model)
+    if not _ID.fullmatch(name) or name.endswith((".safetensors", ".json", ".gguf")):
+        raise CheckpointError(
+            f"{name} is not a folder{_alike(path)}; give the folder of a model, or a model of the hub as ORG/NAME"
+        )
+    if path.parent.is_dir():  # a path of this machine that was mistyped; asking the hub would hide that
+        raise CheckpointError(
+            f"{name} is not a folder, and {path.parent} is one{_alike(path)}; if a model of the hub is meant, run the "
+            "command in another folder"
+        )
+    return _downloaded(name, revision)
+
+
+def hub_source(folder: Path) -> HubSource | None:
+    """Model and commit of a folder in the hub's cache, `models--ORG--NAME/snapshots/COMMIT`; None for other folders."""
+    if folder.parent.name != "snapshots" or not folder.parent.parent.name.startswith("models--"):
+        return None
+    return HubSource(folder.parent.parent.name.removeprefix("models--").replace("--", "/"), folder.name)
+
+
+def _downloaded(name: str, revision: str | None) -> Path:
+    try:
+        import huggingface_hub as hub
+        from huggingface_hub import constants, errors
+    except ImportError:
+        raise MissingExtraError("huggingface-hub", "llm", "models of the hub") from None
+    given = name if revision is None else f"{name} at revision {revision}"
+    try:
+        found = hub.snapshot_download(
+            name, revision=revision, allow_patterns=_WANTED, ignore_patterns=_NOT_WANTED, etag_timeout=_SECONDS
+        )
+    except errors.GatedRepoError:
+        raise ConfigError(
+            f"{given}: its owner wants you to accept conditions: do so on the model's page, then log in (hf auth login)"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise ConfigError(
+            f"{name} is neither a folder here nor a model of the hub that you may read: correct the path or the name; "
+            "for a private model log in (hf auth login)"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise ConfigError(f"{given}: the model has no such branch, tag or commit") from None
+    except Exception as error:  # of the network, of the cache, of offline mode
+        why = f"{type(error).__name__}: {_first_line(error)}"
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else why
+        at = "" if revision is None else f" --revision {revision}"
+        raise ConfigError(
+            f"{given} is not a folder here and not in the local cache, and the hub cannot be reached ({why}): correct "
+            f"the path; or where there is a network, run `hf download {name}{at} --local-dir DIR`, copy DIR here and "
+            "give it"
+        ) from error
+    return Path(found)
+
+
+def _alike(path: Path) -> str:
+    """Folders that the path may have meant."""
+    try:
+        names = [found.name for found in path.parent.iterdir() if found.is_dir()]
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(path.name, names, n=2)
+    return f" (did you mean {' or '.join(str(path.parent / name) for name in near)}?)" if near else ""
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:200]

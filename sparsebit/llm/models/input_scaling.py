@@ -1,0 +1,181 @@
+"""Scales of layers' inputs, folded exactly into the norm or the linear layer in front of it.
+
+`x W^T = (x / s) (s W)^T`. The factor `1 / s` has to come from somewhere: from a norm whose output is `x`, or from rows
+of a linear layer that scale `x` (v of attention in front of o; up in front of down, which multiplies it with the
+activation of gate). Which modules do that is not looked up by their names: candidates are found by running the block,
+and a candidate is taken only if the block proves it. Its channels are scaled by different factors; the input has to
+scale channel by channel by these factors, and with the weights scaled back the block's output has to be unchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.llm.models.architectures import linears
+
+_RESIDUAL, _OUTPUT = 1e-3, 1e-4
+
+
+@dataclass(frozen=True)
+class Fold:
+    """`source`: the module that scales. `owner (in,)`: its channel that each input is made from.
+
+    `offset`: 1 for a norm that multiplies by `1 + weight`.
+    """
+
+    source: str
+    owner: Tensor
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
+class ScaledInput:
+    """How the input of some layers is scaled: `alpha`, folded into `source`; or `reason`, why it is not scaled."""
+
+    alpha: float = 0.0
+    source: str | None = None
+    reason: str | None = None
+
+
+@torch.no_grad()
+def scale_source(block: nn.Module, fold: Fold, factor: Tensor) -> None:
+    """Multiply the channels of the fold's source by `factor (channels,)`."""
+    module: Any = block.get_submodule(fold.source)
+    factor = factor.to(module.weight)
+    if module.weight.ndim == 1:
+        module.weight.data = (module.weight + fold.offset) * factor - fold.offset
+    else:
+        module.weight.data = module.weight * factor[:, None]
+    if getattr(module, "bias", None) is not None:
+        module.bias.data = module.bias * factor
+
+
+@torch.no_grad()
+def scale_readers(block: nn.Module, stage: Sequence[str], scale: Tensor) -> None:
+    """Multiply the columns of the layers that read the input by `scale (in,)`."""
+    modules = linears(block)
+    for name in stage:
+        modules[name].weight.data = modules[name].weight * scale.to(modules[name].weight)
+
+
+@torch.no_grad()
+def find_fold(block: nn.Module, stage: Sequence[str], run: Callable[[nn.Module], Tensor]) -> Fold | None:
+    """The module into which the scale of the input of `stage` is folded; None, if that is exact nowhere.
+
+    `run`: the output of the block, or of a changed copy of it, for some hidden states.
+    """
+    seen = _Seen(block, stage[0])
+    with seen.watching():
+        expected = run(block)
+    if seen.input is None:
+        return None
+    for source, offset in seen.candidates():
+        fold = _proven(block, stage, run, source, offset, seen.input, expected)
+        if fold is not None:
+            return fold
+    return None
+
+
+class _Seen:
+    """The modules that run before a layer, and its input."""
+
+    def __init__(self, block: nn.Module, head: str) -> None:
+        self.block, self.head = block, head
+        self.input: Tensor | None = None
+        self.norms: list[str] = []
+        self.layers: list[str] = []
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        outputs: dict[str, Any] = {}
+
+        def note(name: str, output: Any) -> None:
+            if self.input is None:
+                outputs[name] = output
+
+        def reach(args: tuple[Any, ...]) -> None:
+            self.input = args[0]
+            width = args[0].shape[-1]
+            for name, output in outputs.items():
+                weight = getattr(self.block.get_submodule(name), "weight", None)
+                if not isinstance(weight, Tensor):
+                    continue
+                if weight.ndim == 1 and len(weight) == width and output is args[0]:
+                    self.norms.append(name)
+                if weight.ndim == 2 and name in linears(self.block) and width % weight.shape[0] == 0:
+                    self.layers.append(name)
+
+        hooks = [
+            module.register_forward_hook(lambda _, __, output, name=name: note(name, output))
+            for name, module in self.block.named_modules()
+            if name and not list(module.children())
+        ]
+        hooks.append(self.block.get_submodule(self.head).register_forward_pre_hook(lambda _, args: reach(args)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def candidates(self) -> list[tuple[str, float]]:
+        """Norms, with weights or `1 + weight`, then the layers, the last one first."""
+        return [(name, offset) for name in self.norms for offset in (0.0, 1.0)] + [
+            (name, 0.0) for name in reversed(self.layers)
+        ]
+
+
+def _proven(
+    block: nn.Module,
+    stage: Sequence[str],
+    run: Callable[[nn.Module], Tensor],
+    source: str,
+    offset: float,
+    before: Tensor,
+    expected: Tensor,
+) -> Fold | None:
+    weight: Any = block.get_submodule(source).weight
+    num = len(weight)
+    order = torch.randperm(num, generator=torch.Generator().manual_seed(0))
+    factors = torch.linspace(-0.7, 0.7, num, dtype=torch.float64)[order].exp().to(before.device)
+    trial = copy.deepcopy(block)
+    scale_source(trial, Fold(source, torch.arange(num), offset), factors)
+    seen = _Seen(trial, stage[0])
+    with seen.watching():
+        run(trial)
+    owner = None if seen.input is None else _owners(before, seen.input, factors)
+    if owner is None:
+        return None
+    scale_readers(trial, stage, 1 / factors[owner])
+    difference = (run(trial) - expected).abs().max()
+    if not bool(difference <= _OUTPUT * expected.abs().max()):
+        return None  # something else reads the scaled values too
+    return Fold(source, owner, offset)
+
+
+def _owners(before: Tensor, after: Tensor, factors: Tensor) -> Tensor | None:
+    """The index of the factor by which each channel has been multiplied; None, if one has been changed otherwise."""
+    x, y = (value.reshape(-1, value.shape[-1]).double() for value in (before, after))
+    power = x.square().sum(0)
+    is_used = power > 0
+    ratio = (x * y).sum(0) / power.clamp(min=1e-300)
+    if bool(((y - ratio * x).square().sum(0) > _RESIDUAL**2 * power).any()):
+        return None
+    ordered, index = factors.double().sort()
+    place = torch.searchsorted(ordered, ratio.clamp(float(ordered[0]), float(ordered[-1]))).clamp(max=len(ordered) - 1)
+    lower = (place - 1).clamp(min=0)
+    place = torch.where((ordered[lower] - ratio).abs() < (ordered[place] - ratio).abs(), lower, place)
+    owner = index[place]
+    if x.shape[1] == len(factors):  # a channel that is always zero says nothing: in a map one to one it is its own
+        owner = torch.where(is_used, owner, torch.arange(len(owner), device=owner.device))
+    elif not bool(is_used.all()):
+        return None
+    step = float(ordered[1] / ordered[0]) - 1 if len(ordered) > 1 else 1.0
+    is_near = (factors.double()[owner] / ratio - 1).abs() <= step / 2 + 1e-6
+    return owner if bool((is_near | ~is_used).all()) else None

@@ -1,0 +1,385 @@
+"""`BlockWalk`: calibration tokens through a model one block at a time, in bounded memory.
+
+Two streams of hidden states run side by side: those of the float model, and those behind the blocks as they are now.
+Both are kept in a store with a budget. Only the block that is worked on has weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.errors import ConfigError, SparsebitError
+from sparsebit.execution.blocks.value_store import MIB, SharedData
+from sparsebit.execution.distributed import gather
+from sparsebit.graph.nested import map_nested, tensors_of
+from sparsebit.llm.models.architectures import Architecture, Stages, blocks_of, linears, stages_of
+from sparsebit.llm.models.separate_experts import experts_in
+from sparsebit.llm.models.skeleton import Skeleton
+from sparsebit.llm.process_group import Rank
+from sparsebit.numerics.rounding.hessian import InputMoments
+
+Stream = Literal["float", "changed"]
+# Bytes of hidden states, or of second moments, that a GPU holds: the rest of its memory is for the work on a layer.
+_ON_DEVICE = 1024 * MIB
+_NOT_WALKED = "this architecture cannot be quantized block by block"
+# What classes of blocks give: the hidden states, or a tuple that begins with them.
+_Form = Callable[[Tensor], Any]
+_FORMS: tuple[_Form, ...] = (lambda hidden: hidden, lambda hidden: (hidden,), lambda hidden: (hidden, None))
+
+
+class _Reached(Exception):
+    """Ends a forward whose rest is not needed."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of a block besides the hidden states; the same for all batches of one shape."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class BlockWalk:
+    """`tokens (samples, length)` on their way through the model of a skeleton.
+
+    `with_float`: keep the float model's stream too. `memory_budget`: bytes of hidden states in memory; the rest is on
+    disk. Besides, up to 1 GiB are on the device, if that is not a CPU. `rank`: of several processes; each walks its
+    share of the batches, and moments are of all of them.
+    """
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        architecture: Architecture,
+        tokens: Tensor,
+        *,
+        with_float: bool,
+        batch_size: int = 4,
+        memory_budget: int = 1024 * MIB,
+        rank: Rank | None = None,
+    ) -> None:
+        self.skeleton, self.architecture, self.with_float = skeleton, architecture, with_float
+        self.blocks = blocks_of(skeleton.model, architecture)
+        self.batches: tuple[Tensor, ...] = tokens.split(batch_size)
+        self.rank = rank
+        if rank is not None and rank.count > 1:
+            if len(self.batches) < rank.count:
+                raise ConfigError(
+                    f"{len(tokens)} samples in batches of {batch_size} are {len(self.batches)} batches for "
+                    f"{rank.count} processes: give more samples, a smaller batch size or fewer processes"
+                )
+            self.batches = self.batches[rank.number :: rank.count]
+        self.memory_budget, self.num_samples = memory_budget, len(tokens)
+        self.store = SharedData(device_bytes=min(memory_budget, _ON_DEVICE), host_bytes=memory_budget)
+        self._calls: dict[tuple[int, int], list[_Call]] = {}
+        self._number = 0
+        self._form: _Form | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Compute what the first block reads."""
+        self.fill_outside()
+        for index, batch in enumerate(self.batches):
+            hidden, calls = self._front(batch.to(self.skeleton.device))
+            shape = (batch.shape[0], batch.shape[1])
+            known = self._calls.setdefault(shape, calls)
+            if not _same(known, calls):
+                raise ConfigError(
+                    f"{self._kind()} calls its blocks with arguments that depend on the tokens: {_NOT_WALKED}"
+                )
+            for stream in self._streams():
+                self.store.put((stream, 0, index), hidden)
+        self.skeleton.empty("")
+
+    def fill_outside(self, *, with_head: bool = False) -> None:
+        """Read the weights that are in no block."""
+        head = None if with_head else _output_path(self.skeleton.model)
+        self.skeleton.fill("", without=[self.architecture.blocks, *([head] if head else [])])
+        if with_head:
+            self.skeleton.model.tie_weights()
+
+    def stages(self, block: nn.Module) -> Stages:
+        """The stages of the block: those of the architecture's row, else found by running it on the first batch."""
+        known = self.architecture.stages_in(block)
+        if known is not None:
+            return known
+        with torch.no_grad():
+            found = stages_of(block, lambda: self.run_first(block))
+        unused = sorted(linears(block).keys() - {name for stage in found for name in stage})
+        if unused:
+            raise ConfigError(
+                f"block {self._number} never runs {', '.join(unused)}: add a row for this architecture to "
+                "sparsebit/llm/models/architectures.py"
+            )
+        return found
+
+    @torch.no_grad()
+    def moments(self, original: nn.Module, changed: nn.Module, stage: Sequence[str]) -> InputMoments:
+        """Second moments of the input of a stage over all batches; and of the float input, if it is walked."""
+        found = InputMoments()
+        for index in range(len(self.batches)):
+            x = self._stage_input(changed, "changed", stage[0], index)
+            if self.with_float:
+                key = ("input", stage[0], index)
+                held = self.store.get(key) if key in self.store else None
+                other = self._stage_input(original, "float", stage[0], index) if held is None else held
+                found.add(_rows(x), _rows(other.to(x)))
+            else:
+                found.add(_rows(x))
+        return self._over_ranks(found)
+
+    @torch.no_grad()
+    def moments_together(self, changed: nn.Module, stages: Stages) -> dict[str, InputMoments]:
+        """Second moments of each stage's input, by its first layer, from one pass; experts may get no token.
+
+        Without the float input: the float model may send other tokens to an expert.
+        """
+        modules = linears(changed)
+        found = {stage[0]: InputMoments() for stage in stages}
+        for index in range(len(self.batches)):
+            taken: dict[str, Tensor] = {}
+            with _hooked({name: modules[name] for name in found}, taken):
+                self.run(changed, self._number, index, self.store.get(("changed", self._number, index)))
+            for name, x in taken.items():
+                found[name].add(_rows(x))
+        return {name: self._over_ranks(moments) for name, moments in found.items()}
+
+    def _over_ranks(self, moments: InputMoments) -> InputMoments:
+        """The moments of all processes, added in the order of their ranks: the same on each."""
+        if self.rank is None or self.rank.count == 1:
+            return moments
+        total = InputMoments(moments.dtype)
+        for state in gather(moments.state()):
+            total.merge(InputMoments.from_state(state, self.skeleton.device))
+        return total
+
+    def chunks(self, block: nn.Module, stages: Stages) -> Iterator[Stages]:
+        """The stages in groups whose second moments fit into the memory budget and into 1 GiB, or one by one."""
+        modules, size = linears(block), 0
+        held: list[tuple[str, ...]] = []
+        for stage in stages:
+            needed = 8 * modules[stage[0]].in_features ** 2
+            if held and size + needed > min(self.memory_budget, _ON_DEVICE):
+                yield tuple(held)
+                held, size = [], 0
+            held.append(stage)
+            size += needed
+        if held:
+            yield tuple(held)
+
+    @torch.no_grad()
+    def run_float(self, original: nn.Module, stages: Stages, *, need_outputs: bool = True) -> None:
+        """Compute the float model's outputs of the block, and keep the inputs of its stages if the budget allows.
+
+        If it does not, and nothing needs the outputs before the block is done, `advance` computes them: then each batch
+        has one hidden state of the float model at a time.
+        """
+        if not self.with_float:
+            return
+        modules, experts = linears(original), experts_in(original)
+        heads = {
+            stage[0]: modules[stage[0]]
+            for stage in stages
+            if not any(stage[0].startswith(f"{path}.") for path in experts)
+        }
+        length = sum(batch.numel() for batch in self.batches)
+        needed = length * sum(module.in_features for module in heads.values()) * self.skeleton.dtype.itemsize
+        is_kept = needed + self.store.host_bytes + self.store.device_bytes <= self.memory_budget
+        if not is_kept and not need_outputs:
+            return
+        for index in range(len(self.batches)):
+            taken: dict[str, Tensor] = {}
+            with _hooked(heads if is_kept else {}, taken):
+                output = self.run(original, self._number, index, self.store.get(("float", self._number, index)))
+            for name, value in taken.items():
+                self.store.put(("input", name, index), value)
+            self.store.put(("float", self._number + 1, index), output)
+
+    @torch.no_grad()
+    def advance(self, changed: nn.Module, stages: Stages, original: nn.Module | None = None) -> None:
+        """The block is done: compute what the next one reads, unless this is the last.
+
+        `original`: the float block, whose outputs `run_float` may have left for now.
+        """
+        for index in range(len(self.batches)):
+            for stage in stages:
+                self.store.drop(("input", stage[0], index))
+            hidden = self.store.get(("changed", self._number, index))
+            self.store.drop(("changed", self._number, index))
+            self._advance_float(original, index)
+            if self._number + 1 < self.num_blocks:
+                self.store.put(("changed", self._number + 1, index), self.run(changed, self._number, index, hidden))
+        self._number += 1
+
+    def _advance_float(self, original: nn.Module | None, index: int) -> None:
+        if not self.with_float:
+            return
+        output = ("float", self._number + 1, index)
+        hidden: Tensor = self.store.get(("float", self._number, index))
+        self.store.drop(("float", self._number, index))
+        if output not in self.store and self._number + 1 < self.num_blocks:
+            assert original is not None, "run_float was not called, or the float block is not given"
+            self.store.put(output, self.run(original, self._number, index, hidden))
+
+    def _streams(self) -> tuple[Stream, ...]:
+        return ("float", "changed") if self.with_float else ("changed",)
+
+    def _stage_input(self, block: nn.Module, stream: Stream, name: str, index: int) -> Tensor:
+        taken: dict[str, Tensor] = {}
+        with _hooked({name: linears(block)[name]}, taken, stop=True), contextlib.suppress(_Reached):
+            self.run(block, self._number, index, self.store.get((stream, self._number, index)))
+        return taken[name]
+
+    def run(self, block: nn.Module, number: int, index: int, hidden: Tensor) -> Tensor:
+        """The output of block `number` for the hidden states of batch `index`."""
+        batch = self.batches[index]
+        call = self._calls[batch.shape[0], batch.shape[1]][number]
+        found = block(hidden, *call.args, **call.kwargs)
+        output: Tensor = found[0] if isinstance(found, tuple) else found
+        return output
+
+    def run_first(self, block: nn.Module) -> Tensor:
+        """The output of another version of the block for the first batch."""
+        return self.run(block, self._number, 0, self.store.get(("changed", self._number, 0)))
+
+    def run_some(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        """The output of another version of the block for some samples of the batches."""
+        wanted = (len(hidden), hidden.shape[1])
+        known = [shape for shape in self._calls if shape[1] == wanted[1] and shape[0] >= wanted[0]]
+        assert known, f"hidden states of shape {tuple(hidden.shape)}: every batch is smaller"
+        size = min(known)[0]
+        call = self._calls[min(known)][self._number]
+
+        def cut(tensor: Tensor) -> Tensor:
+            return tensor[: len(hidden)] if tensor.ndim and len(tensor) == size else tensor
+
+        args, kwargs = map_nested(Tensor, cut, (call.args, call.kwargs))
+        found = block(hidden, *args, **kwargs)
+        output: Tensor = found[0] if isinstance(found, tuple) else found
+        return output
+
+    def present(self, stream: Stream, index: int) -> Tensor:
+        """The input of the present block."""
+        value: Tensor = self.store.get((stream, self._number, index))
+        return value
+
+    def target(self, index: int) -> Tensor:
+        """The output of the present block in the float model; `run_float` has computed it."""
+        value: Tensor = self.store.get(("float", self._number + 1, index))
+        return value
+
+    def _front(self, tokens: Tensor) -> tuple[Tensor, list[_Call]]:
+        """The input of block 0, and the other arguments of every block.
+
+        Blocks of some classes give tuples: the first form of output with which the model runs is kept.
+        """
+        refusals: list[ConfigError] = []
+        for form in _FORMS if self._form is None else (self._form,):
+            try:
+                found = self._passed_through(tokens, form)
+            except ConfigError as error:
+                refusals.append(error)
+                continue
+            self._form = form
+            return found
+        raise refusals[0]
+
+    def _passed_through(self, tokens: Tensor, form: _Form) -> tuple[Tensor, list[_Call]]:
+        """The model with blocks that give their hidden states unchanged: each has to be run once, and read the same."""
+        calls: list[_Call] = []
+        first = torch.empty(0)
+
+        def record(number: int, *args: Any, **kwargs: Any) -> Any:
+            nonlocal first
+            hidden: Tensor = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
+            if number != len(calls):
+                raise ConfigError(f"{self._kind()} does not run its blocks one after another, each once: {_NOT_WALKED}")
+            if not calls:
+                first = hidden.clone()  # what follows might write to the tensor itself
+            elif number + 1 == self.num_blocks and not torch.equal(hidden, first):
+                raise ConfigError(f"{self._kind()} computes something between its blocks: {_NOT_WALKED}")
+            calls.append(_Call(args[1:], kwargs))
+            return form(hidden)
+
+        try:
+            with self._blocks_are(record):
+                self.skeleton.model.base_model(input_ids=tokens, use_cache=False)
+        except SparsebitError:
+            raise
+        except (ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
+            raise ConfigError(f"{self._kind()} does not take what its blocks give ({error}): {_NOT_WALKED}") from error
+        if len(calls) != self.num_blocks:
+            raise ConfigError(f"{self._kind()} runs {len(calls)} of its {self.num_blocks} blocks: {_NOT_WALKED}")
+        return first, calls
+
+    def _kind(self) -> str:
+        return type(self.skeleton.model).__name__
+
+    def behind_blocks(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """The logits for `hidden`, the output of the last block; the weights outside of the blocks have to be there."""
+        assert self._form is not None, "start was not called"
+        given = self._form(hidden)
+        with self._blocks_are(lambda number, *_, **__: given):
+            logits: Tensor = self.skeleton.model(input_ids=tokens, use_cache=False).logits
+        return logits
+
+    @contextlib.contextmanager
+    def _blocks_are(self, function: Callable[..., Any]) -> Iterator[None]:
+        for number, block in enumerate(self.blocks):
+            block.forward = functools.partial(function, number)
+        try:
+            yield
+        finally:
+            for block in self.blocks:
+                del block.forward
+
+
+@contextlib.contextmanager
+def _hooked(modules: dict[str, nn.Linear], taken: dict[str, Tensor], *, stop: bool = False) -> Iterator[None]:
+    """Inside, the inputs of the modules are put into `taken`; `stop`: the forward ends there."""
+
+    def take(name: str, args: tuple[Any, ...]) -> None:
+        taken[name] = args[0]
+        if stop:
+            raise _Reached
+
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args, name=name: take(name, args))
+        for name, module in modules.items()
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _output_path(model: Any) -> str | None:
+    """The path of the output layer, if the model has one."""
+    head = model.get_output_embeddings()
+    return next((name for name, module in model.named_modules() if module is head and name), None)
+
+
+def _same(known: list[_Call], calls: list[_Call]) -> bool:
+    if known is calls:
+        return True
+    ours, theirs = ([(call.args, call.kwargs) for call in given] for given in (known, calls))
+    left, right = tensors_of(ours), tensors_of(theirs)
+    if len(left) != len(right) or not all(torch.equal(a, b) for a, b in zip(left, right, strict=True)):
+        return False
+    return repr(map_nested(Tensor, lambda _: None, ours)) == repr(map_nested(Tensor, lambda _: None, theirs))

@@ -1,0 +1,133 @@
+"""AutoRound on the blocks of a language model: rounding and ranges of all its layers learned together.
+
+Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent" (EMNLP 2024), section 3: an offset for each weight
+decides whether it is rounded up or down, and two factors for each group clip its range; both are moved by the sign of
+the gradient of the block's error. As in the reconstruction of other models, a weight is a `LearnedCodes` of numerics,
+and the training is that of `execution/blocks/training.py`. Inputs come from the quantized blocks in front, targets from
+the float model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparsebit.execution.blocks.engine import BatchValues, BlockData
+from sparsebit.execution.blocks.find_blocks import Block
+from sparsebit.execution.blocks.runner import Values
+from sparsebit.execution.blocks.training import ParameterGroup, Training, mean_distance, squared_error, train_block
+from sparsebit.llm.layers.packed_weight import PackedWeight
+from sparsebit.llm.models.architectures import linears
+from sparsebit.llm.quantizing.block_walk import BlockWalk
+from sparsebit.llm.quantizing.rounding import smallest_scale
+from sparsebit.numerics.rounding.learned_codes import LearnedCodes, StartGrid
+
+_NARROWEST = 0.5  # a learned range, as a share of the one to begin with
+
+
+class LearnedLayer:
+    """The weight of a layer whose codes and ranges are learned, beginning with those that it has.
+
+    `weight (out, in)`: its float values. Shapes inside are `(out, groups, columns)`, of scales `(out, groups, 1)`.
+    """
+
+    def __init__(self, weight: Tensor, start: PackedWeight) -> None:
+        self.begin, self.shape = start, (start.out_features, start.in_features)
+        middle = torch.full_like(start.scales, 1 << start.bits - 1)
+        scale, zero = (
+            numbers.to(weight.device, torch.float32)[..., None]
+            for numbers in (start.scales, middle if start.zeros is None else start.zeros)
+        )
+        W = weight.detach().float().reshape(start.out_features, start.scales.shape[1], -1)
+        present = start.codes().to(weight.device, torch.float32).view_as(W)
+        grid = StartGrid(scale, zero, 0, (1 << start.bits) - 1, start.symmetric)
+        self.learned = LearnedCodes(W, present, grid, "sign", learns_scale=True)
+
+    def groups(self, lr: float) -> list[ParameterGroup]:
+        ranges = ParameterGroup(tuple(self.learned.factors), lr, "linear", signed=True, lowest=_NARROWEST, highest=1.0)
+        return [ParameterGroup((self.learned.v,), lr, "linear", signed=True), ranges]
+
+    def weight(self) -> Tensor:
+        """As it is now, with straight-through gradients, `(out, in)`."""
+        return self.learned.values().reshape(self.shape)
+
+    @torch.no_grad()
+    def packed(self) -> PackedWeight:
+        """The codes for scales as they are stored."""
+        stored = self.begin.scales.dtype
+        scale, zero = self.learned.grid()
+        scale = scale.clamp(smallest_scale(stored), torch.finfo(stored).max).to(stored)
+        codes = self.learned.steps(scale.float(), zero) + zero
+        zeros = None if self.begin.zeros is None else zero[..., 0].to(torch.uint8).cpu()
+        return PackedWeight.from_codes(
+            codes.reshape(self.shape).to(torch.uint8).cpu(), scale[..., 0].cpu(), zeros, self.begin.bits
+        )
+
+
+class _WalkData(BlockData):
+    """The values of the walk's present block, for the training."""
+
+    def __init__(self, walk: BlockWalk, block: nn.Module, name: str) -> None:
+        self.block, self.num_batches = Block(name, ()), len(walk.batches)
+        self._walk, self._module = walk, block
+        self.inputs = BatchValues(self.num_batches, lambda index: (walk.present("changed", index),))
+
+    @property
+    def float_inputs(self) -> BatchValues:
+        return BatchValues(self.num_batches, lambda index: (self._walk.present("float", index),))
+
+    @property
+    def targets(self) -> BatchValues:
+        return BatchValues(self.num_batches, lambda index: (self._walk.target(index),))
+
+    def run(self, inputs: Values) -> Values:
+        return (self._walk.run_some(self._module, inputs[0]),)
+
+
+def learn_rounding(
+    walk: BlockWalk,
+    block: nn.Module,
+    floats: Callable[[str], Tensor],
+    packed: Mapping[str, PackedWeight],
+    *,
+    steps: int,
+    name: str,
+) -> dict[str, PackedWeight]:
+    """Better codes and ranges for the packed layers of the walk's present block; those given, where none are found.
+
+    `floats(layer)`: the float weight of a layer.
+    """
+    layers = {layer: LearnedLayer(floats(layer), weight) for layer, weight in packed.items()}
+    data = _WalkData(walk, block, name)
+    # Half of the samples of a batch of the walk: twice the steps for the same time.
+    training = Training(steps=steps, batch_size=max(len(walk.batches[0]) // 2, 1))
+    before = mean_distance(data, squared_error)
+    with _computing_with(block, layers), torch.enable_grad():
+        groups = [group for layer in layers.values() for group in layer.groups(1 / steps)]
+        train_block(data, groups, training, distance=squared_error)
+    found = {layer: learned.packed() for layer, learned in layers.items()}
+    modules = linears(block)
+    for layer, weight in found.items():
+        modules[layer].weight.data = weight.dequantize(torch.float32).to(modules[layer].weight)
+    return found if mean_distance(data, squared_error) < before else dict(packed)
+
+
+@contextlib.contextmanager
+def _computing_with(block: nn.Module, layers: Mapping[str, LearnedLayer]) -> Iterator[None]:
+    """Inside, the layers of the block compute with the weights that are learned."""
+    modules = linears(block)
+
+    def forward(layer: LearnedLayer, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        return lambda x: F.linear(x, layer.weight().to(x.dtype), bias)
+
+    for name, layer in layers.items():
+        modules[name].forward = forward(layer, modules[name].bias)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        for name in layers:
+            del modules[name].forward

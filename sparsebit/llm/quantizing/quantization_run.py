@@ -1,0 +1,212 @@
+"""`QuantizationRun`: a model on its way through its blocks, each quantized after those in front of it.
+
+`block` does the work of one block: read its float weights, round them (`BlockRounding`), keep the result in the run's
+folder, and advance the calibration text (`BlockWalk`) through the rounded block. An interrupted run reads finished
+blocks from the folder; the text goes through them again only if a later block needs it.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.errors import CheckpointError
+from sparsebit.execution.run_folder import RunFolder
+from sparsebit.llm.checkpoint.finished_block import FinishedBlock
+from sparsebit.llm.checkpoint.layer_format import LayerFormat
+from sparsebit.llm.models.architectures import Architecture, Stages, linears
+from sparsebit.llm.models.input_scaling import ScaledInput
+from sparsebit.llm.models.linear_layers import is_linear
+from sparsebit.llm.models.separate_experts import routers
+from sparsebit.llm.models.skeleton import Skeleton
+from sparsebit.llm.process_group import Rank
+from sparsebit.llm.quantizing.bit_allocation import BitAllocation, allocate
+from sparsebit.llm.quantizing.bit_costs import NUM_SAMPLES, bit_costs
+from sparsebit.llm.quantizing.block_rounding import BlockRounding, fallback_of, put_block
+from sparsebit.llm.quantizing.block_walk import BlockWalk
+from sparsebit.llm.quantizing.rounding import layer_format
+from sparsebit.llm.recipe import Recipe
+from sparsebit.tensor_files import digest
+
+log = logging.getLogger(__name__)
+ALLOCATION = "bit_allocation.json"
+_WEIGHTS = "weights"  # the checksum of a block's float weights, in its file of the run
+
+
+@dataclass(frozen=True)
+class ExpertCalibration:
+    """`num_tokens`: of the calibration text that the layer has read. `fallback`: why and how it was rounded without."""
+
+    num_tokens: int
+    fallback: str | None
+
+
+class QuantizationRun:
+    """The model on its way through the blocks, and what is known of the finished ones."""
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        architecture: Architecture,
+        recipe: Recipe,
+        tokens: Tensor,
+        batch_size: int,
+        memory_budget: int,
+        rank: Rank,
+    ) -> None:
+        self.rank = rank
+        self.skeleton, self.architecture, self.recipe, self.tokens = skeleton, architecture, recipe, tokens
+        self.walk = BlockWalk(
+            skeleton,
+            architecture,
+            tokens,
+            with_float=recipe.needs_float_inputs,
+            batch_size=batch_size,
+            memory_budget=memory_budget,
+            rank=rank if recipe.needs_text else None,  # without text there is nothing to share out
+        )
+        self.batch_size, self.memory_budget = batch_size, memory_budget
+        self.allocation: BitAllocation | None = None
+        self.paths = [f"{architecture.blocks}.{number}" for number in range(self.walk.num_blocks)]
+        self.formats: dict[str, LayerFormat] = {}
+        self.fused: list[tuple[str, ...]] = []
+        self.sources: list[str] = []
+        self.rounding = BlockRounding(self.walk, recipe, self.recipe_of, skeleton.stored_type)
+        self.experts: dict[str, ExpertCalibration] = {}
+        self.scaled_inputs: dict[str, ScaledInput] = {}
+        self.num_resumed = 0
+        self._bits = self._weights = 0.0
+
+    def settings(self) -> dict[str, Any]:
+        """Everything that decides the result, besides the weights of the blocks, which are compared block by block."""
+        outside = [file for name, file in self.skeleton.names.items() if not self._is_in_block(name)]
+        rest = {file: self.skeleton.folder.tensor(file) for file in dict.fromkeys(outside)}
+        dtype = self.skeleton.dtype
+        return {
+            **({} if dtype == torch.float32 else {"type of the calibration": str(dtype)}),
+            "recipe": asdict(self.recipe),
+            "tokens": digest({"tokens": self.tokens}),
+            "batch_size": self.batch_size,
+            "config": self.skeleton.folder.config,
+            "weights outside of the blocks": digest(rest),
+        }
+
+    def _is_in_block(self, name: str) -> bool:
+        return name.startswith(f"{self.architecture.blocks}.")
+
+    def allocate(self, folder: RunFolder) -> None:
+        """Choose the bits of each layer, if they are mixed; an interrupted run has chosen already."""
+        if not self.recipe.is_mixed:
+            return
+        known = self.rank.from_first(lambda: folder.note(ALLOCATION))
+        if known is not None:
+            self.allocation = BitAllocation.from_json(known, str(folder.path / ALLOCATION))
+            return
+        walk = BlockWalk(
+            self.skeleton,
+            self.architecture,
+            self.tokens[:NUM_SAMPLES],
+            with_float=False,
+            batch_size=self.batch_size,
+            memory_budget=self.memory_budget,
+        )
+        found = bit_costs(walk, self.recipe, self.paths)
+        assert self.recipe.average_bits is not None
+        average = self.recipe.average_bits
+        chosen = self.rank.from_first(lambda: allocate(found.costs, found.num_weights, found.fused, average))
+        self.allocation = chosen
+        self.rank.from_first(lambda: folder.keep_note(ALLOCATION, chosen.to_json()))
+        log.info("%.3f bits a weight in the mean, loss + %.4f nats", self.allocation.average_bits, self.allocation.cost)
+
+    def recipe_of(self, layer: str) -> Recipe:
+        """The recipe of a layer with its own number of bits."""
+        return self.recipe if self.allocation is None else self.recipe.with_bits(self.allocation.layers[layer].bits)
+
+    def block(self, number: int, folder: RunFolder, *, is_run: bool) -> None:
+        """Quantize the next block, or read it if it is finished, and compute what the one behind it reads.
+
+        `is_run`: this block or one behind it is not finished, so that calibration text goes through it.
+        """
+        is_walked = is_run and self.recipe.needs_text
+        if number == 0 and is_walked:
+            self.walk.start()
+        original = self.skeleton.fill(self.paths[number])
+        _need_finite(original, self.paths[number])
+        source = digest(dict(original.named_parameters()))
+        finished = self.rank.from_first(lambda: _read(folder, number, source))
+        stages = self._stages(original) if finished is None else finished.stages
+        changed = copy.deepcopy(original) if is_run else original
+        if is_walked:
+            self.walk.run_float(original, stages, need_outputs=self.recipe.method == "autoround")
+        if finished is None:
+            rounded = self.rounding.round(original, changed, stages, self.paths[number])
+            rounded = replace(rounded, stages=stages)
+
+            def kept() -> FinishedBlock:
+                tensors, facts = rounded.to_tensors()
+                folder.write(number, tensors, {**facts, _WEIGHTS: source})
+                return rounded
+
+            finished = self.rank.from_first(kept)
+        else:
+            self.num_resumed += 1
+        if is_walked:
+            put_block(changed, finished)
+            self.walk.advance(changed, stages, original)
+        self.skeleton.empty(self.paths[number])
+        self.skeleton.folder.close()
+        self._note(number, source, finished, stages)
+
+    def finished(self, number: int, folder: RunFolder) -> FinishedBlock:
+        """A block of this run, read from its folder."""
+        found = _read(folder, number, self.sources[number])
+        if found is None:
+            raise CheckpointError(f"{folder.path}: block {number} has vanished while the run was going on")
+        return found
+
+    def ignored(self) -> list[str]:
+        """The linear layers of the model that stay float, and what chooses the experts, which vLLM has as a layer."""
+        every = [name for name, part in self.skeleton.model.named_modules() if is_linear(part)]
+        return [*(name for name in every if name not in self.formats), *routers(self.skeleton)]
+
+    def bits_per_weight(self) -> float:
+        return self._bits / max(self._weights, 1)
+
+    def _stages(self, block: nn.Module) -> Stages:
+        if self.recipe.needs_text:
+            return self.walk.stages(block)
+        return self.architecture.stages_in(block) or tuple((name,) for name in linears(block))
+
+    def _note(self, number: int, source: str, block: FinishedBlock, stages: Stages) -> None:
+        self.sources.append(source)
+        # Sorted: a block that was read from a file has its layers in another order than one that was rounded here.
+        for name, weight in sorted(block.layers.items()):
+            full = f"{self.paths[number]}.{name}"
+            self.formats[full] = layer_format(weight, self.recipe)
+            count = weight.out_features * weight.in_features
+            self._weights += count
+            self._bits += count * weight.bits_per_weight
+            if name in block.tokens:
+                rows = block.tokens[name]
+                self.experts[full] = ExpertCalibration(rows, fallback_of(rows, weight.in_features, self.recipe))
+        for name, scaled in block.scales.items():
+            self.scaled_inputs[f"{self.paths[number]}: {name}"] = scaled
+        for group in self.architecture.fused_groups(stages):
+            self.fused.append(tuple(f"{self.paths[number]}.{name}" for name in group))
+
+
+def _read(folder: RunFolder, number: int, source: str) -> FinishedBlock | None:
+    """A finished block; None if it is not finished. `source`: the checksum of its float weights."""
+    found = folder.read(number, {_WEIGHTS: source})
+    return None if found is None else FinishedBlock.from_tensors(*found)
+
+
+def _need_finite(block: nn.Module, path: str) -> None:
+    for name, weight in block.named_parameters():
+        if not weight.isfinite().all():
+            raise CheckpointError(f"{path}.{name} has NaN or infinite values: the float model is damaged")

@@ -1,0 +1,312 @@
+"""`quantize`: a model folder to a packed folder, block by block, resumable, checked before it is kept.
+
+Everything that can fail is tried before the first block, since the work takes hours: the reader of the result, the
+layers, the weights, the text. Under torchrun all processes run this code; `rank.from_first` is what only the first one
+does. `QuantizationRun.settings` holds everything besides the weights that decides the result: a run continues if it is
+equal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from sparsebit.errors import ConfigError
+from sparsebit.execution.blocks.value_store import default_memory_budget
+from sparsebit.execution.run_folder import RunFolder, has_begun, hold_run
+from sparsebit.folders import need_new, put_in_place, staging_folder, write_text
+from sparsebit.llm.checkpoint.layer_format import LayerFormat
+from sparsebit.llm.checkpoint.packed_folder import write_packed_folder
+from sparsebit.llm.checkpoint.weights_check import check_weights
+from sparsebit.llm.converting.load_check import LoadCheck, check_loading, check_transposed, need_reader
+from sparsebit.llm.converting.vllm_rules import vllm_reasons
+from sparsebit.llm.models.architectures import Architecture, architecture_of, blocks_of, linears
+from sparsebit.llm.models.calibration_mix import DrawnText, draw_windows
+from sparsebit.llm.models.calibration_text import need_embeddings, need_positions
+from sparsebit.llm.models.file_checksums import write_checksums
+from sparsebit.llm.models.hub_classes import load_tokenizer
+from sparsebit.llm.models.hub_models import HubSource, hub_source, local_folder
+from sparsebit.llm.models.input_scaling import ScaledInput
+from sparsebit.llm.models.linear_layers import need_called_layers, need_loadable_layers
+from sparsebit.llm.models.model_folder import ModelFolder
+from sparsebit.llm.models.separate_experts import experts_in
+from sparsebit.llm.models.skeleton import Skeleton
+from sparsebit.llm.process_group import Rank, joined
+from sparsebit.llm.quantizing.bit_allocation import BitAllocation, need_solver
+from sparsebit.llm.quantizing.block_rounding import warn_of_few_tokens, widest_layer
+from sparsebit.llm.quantizing.quantization_run import ALLOCATION, ExpertCalibration, QuantizationRun
+from sparsebit.llm.quantizing.reader_probe import need_readable, reads_unpacked
+from sparsebit.llm.quantizing.rotating import remove_rotated, rotated_beside
+from sparsebit.llm.recipe import Calibration, Recipe
+from sparsebit.progress import track
+
+log = logging.getLogger(__name__)
+_SOURCE = "source.json"
+
+
+@dataclass(frozen=True)
+class QuantizedModel:
+    """The result of `quantize`. Sizes in bytes of all weights in the files; `bits_per_weight`: of the quantized layers.
+
+    `num_resumed`: blocks that an interrupted run had finished. `check`: None, if it was switched off. `allocation`: of
+    mixed bits. `experts`: how each layer of an expert was calibrated, by name; empty where no text was needed.
+    `scaled_inputs`: of `awq`, how the input of each block's layers was scaled, or why it was not. `source`: name
+    and commit of a model of the hub. `calibration_windows`: how many windows each text gave, by its path.
+    """
+
+    folder: Path
+    recipe: Recipe
+    formats: Mapping[str, LayerFormat]
+    float_bytes: int
+    packed_bytes: int
+    bits_per_weight: float
+    num_resumed: int
+    seconds: float
+    check: LoadCheck | None
+    allocation: BitAllocation | None = None
+    experts: Mapping[str, ExpertCalibration] = field(default_factory=dict)
+    scaled_inputs: Mapping[str, ScaledInput] = field(default_factory=dict)
+    source: HubSource | None = None
+    calibration_windows: Mapping[str, int] = field(default_factory=dict)
+
+
+def quantize(
+    model: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    recipe: Recipe | None = None,
+    calibration: Calibration | None = None,
+    *,
+    batch_size: int = 4,
+    memory_budget: int | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    check: bool = True,
+    trust_remote_code: bool = False,
+) -> QuantizedModel:
+    """Quantize the linear layers in the blocks of a causal language model and write a compressed-tensors folder.
+
+    `model`: a folder as transformers keeps it, with safetensors, or the name of a model of the Hugging Face hub,
+    `org/name`, which is downloaded; `source.json` in the result holds its commit. `output`: a folder that does not
+    exist yet; it appears whole, after plain transformers has loaded it and computed our logits (`check`). One block
+    at a time is in memory, and hidden states up to `memory_budget` bytes, the rest on disk; by default half of the
+    memory that is free, from 1 to 8 GiB. `dtype`: in which the blocks compute hidden states. Half types are for
+    `rtn` and `gptq` on a GPU, where they are faster and take half of the memory; second moments and weights are
+    float32 and float64 all the same. Finished blocks are kept in `OUTPUT.partial`: the same call continues an
+    interrupted run behind the last one, with the same result.
+
+    Embeddings, norms and the output layer stay as they are. With mixed bits, a pass over the model estimates what each
+    number of bits costs each layer before the first block is quantized; `bit_allocation.json` in the folder lists it.
+
+    Under torchrun the batches of calibration text are split over the processes and their second moments are summed, so
+    that the result is that of one process; rank 0 writes.
+    """
+    started = time.monotonic()
+    recipe = recipe or Recipe()
+    target = Path(output)
+    need_new(target)
+    source = ModelFolder(local_folder(model))
+    if source.config.get("quantization_config"):
+        raise ConfigError(f"{source.path} is quantized already; give the float model")
+    source.check_files()
+    if check:
+        need_reader(recipe.candidate_bits or (recipe.bits,))
+    if recipe.is_mixed:
+        need_solver()
+    check_dtype(dtype, recipe)
+    if batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size}: allowed: 1 or more")
+    memory_budget = default_memory_budget() if memory_budget is None else memory_budget
+    job = _Job(source, target, recipe, calibration, batch_size, memory_budget, dtype, check, trust_remote_code)
+    with joined(device) as rank, contextlib.ExitStack() as held:
+        result = _quantize(job, rank, held)
+    log.info(
+        "%s: %d layers, %.2f bits a weight, %.1f MB of %.1f MB",
+        target,
+        len(result.formats),
+        result.bits_per_weight,
+        result.packed_bytes / 1e6,
+        result.float_bytes / 1e6,
+    )
+    return replace(result, seconds=time.monotonic() - started)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """The arguments of `quantize`."""
+
+    source: ModelFolder
+    target: Path
+    recipe: Recipe
+    calibration: Calibration | None
+    batch_size: int
+    memory_budget: int
+    dtype: torch.dtype
+    check: bool
+    trust_remote_code: bool
+
+    def skeleton(self, folder: ModelFolder, rank: Rank) -> Skeleton:
+        return Skeleton(folder, dtype=self.dtype, device=rank.device, trust_remote_code=self.trust_remote_code)
+
+
+def _quantize(job: _Job, rank: Rank, held: contextlib.ExitStack) -> QuantizedModel:
+    """The part of `quantize` that all processes of torchrun do together."""
+    recipe = job.recipe
+    if rank.count > 1 and recipe.method == "autoround":
+        raise ConfigError(
+            "method='autoround' in several processes: it learns on outputs of blocks, which are not exchanged; use one"
+        )
+    origin = hub_source(job.source.path)
+    partial = rank.from_first(lambda: hold_run(job.target, held))  # the others never touch its files
+    skeleton = _checked_skeleton(job, partial, rank)
+    architecture = architecture_of(skeleton.model)
+    blocks = blocks_of(skeleton.model, architecture)
+    drawn = _tokens(job, skeleton.folder, widest_layer(blocks))
+    tokens = drawn.tokens
+    need_embeddings(tokens, skeleton.model)
+    need_positions(tokens.shape[1], skeleton.model)
+    warn_of_few_tokens(blocks, tokens.numel(), recipe)
+    run = QuantizationRun(skeleton, architecture, recipe, tokens, job.batch_size, job.memory_budget, rank)
+    settings = run.settings()
+    folder = rank.from_first(lambda: RunFolder(partial, settings).open())
+    run.allocate(folder)
+    num_to_do = rank.from_first(lambda: _num_to_do(folder, run.walk.num_blocks))
+    for number in track(range(run.walk.num_blocks), "quantizing blocks"):
+        run.block(number, folder, is_run=number < num_to_do)
+    checked = rank.from_first(lambda: _write(job, run, folder, origin))
+    return QuantizedModel(
+        job.target,
+        recipe,
+        run.formats,
+        _num_bytes(job.source),
+        rank.from_first(lambda: _num_bytes(ModelFolder(job.target))),
+        run.bits_per_weight(),
+        run.num_resumed,
+        0.0,
+        checked,
+        run.allocation,
+        run.experts,
+        run.scaled_inputs,
+        origin,
+        drawn.shares,
+    )
+
+
+def _checked_skeleton(job: _Job, partial: Path, rank: Rank) -> Skeleton:
+    """The model without weights, rotated where the recipe says so; a model that cannot be quantized is an error."""
+    recipe, skeleton = job.recipe, job.skeleton(job.source, rank)
+    skeleton.check_unused()
+    architecture = architecture_of(skeleton.model)
+    is_loaded = job.check and not skeleton.transposed and not reads_unpacked(recipe)
+    _check_layers(skeleton, architecture, is_loaded=is_loaded)
+    _check_experts(skeleton, recipe)
+    # A run that continues has scanned the weights before.
+    rank.from_first(lambda: check_weights(skeleton, scan=not has_begun(partial)))
+    if recipe.rotate:
+        size, trust = recipe.columns_in_group, job.trust_remote_code
+        rotated = rank.from_first(lambda: rotated_beside(job.target, job.source, size, trust_remote_code=trust).path)
+        skeleton = job.skeleton(ModelFolder(rotated), rank)
+    if job.check and not skeleton.transposed:
+        rank.from_first(lambda: need_readable(recipe, has_experts=bool(experts_in(skeleton.model))))
+    return skeleton
+
+
+def _write(job: _Job, run: QuantizationRun, folder: RunFolder, origin: HubSource | None) -> LoadCheck | None:
+    """The packed folder, checked before it gets its name."""
+    skeleton, target, trust = run.skeleton, job.target, job.trust_remote_code
+    text = run.tokens[:1, :128]
+    with staging_folder(target) as staging:
+        made = staging / target.name
+        write_packed_folder(
+            made, skeleton, run.paths, lambda number: run.finished(number, folder), run.formats, run.ignored()
+        )
+        if origin is not None:
+            write_text(made / _SOURCE, json.dumps(asdict(origin), indent=1) + "\n")
+        if run.allocation is not None:
+            write_text(made / ALLOCATION, run.allocation.to_json() + "\n")
+        write_checksums(made)
+        found = None
+        if job.check and skeleton.transposed:
+            found = check_transposed(made, skeleton.folder.path, text, trust_remote_code=trust)
+        elif job.check:
+            found = check_loading(made, text, vllm_reasons(run.formats, run.fused), trust_remote_code=trust)
+        put_in_place(made, target)
+    folder.remove()
+    if job.recipe.rotate:
+        remove_rotated(target)
+    return found
+
+
+def check_dtype(dtype: torch.dtype, recipe: Recipe) -> None:
+    """Refuse types in which a method does not compute hidden states."""
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ConfigError(f"dtype={dtype}: allowed: float32, bfloat16, float16")
+    if dtype != torch.float32 and (recipe.method not in ("rtn", "gptq") or recipe.is_mixed):
+        given = "mixed bits" if recipe.is_mixed else f"method={recipe.method!r}"
+        raise ConfigError(f"dtype={dtype} with {given}: these compute in float32; half types are for rtn and gptq")
+
+
+def _tokens(job: _Job, folder: ModelFolder, widest: int) -> DrawnText:
+    """The calibration tokens; without text, a few arbitrary ones, on which the packed model is checked."""
+    calibration, recipe = job.calibration, job.recipe
+    if calibration is None:
+        if recipe.needs_text:
+            raise ConfigError(
+                f"method {recipe.method!r} with scale_search={recipe.scale_search!r} needs calibration text: give "
+                "some, or method 'rtn' without a scale search"
+            )
+        size = int(folder.config.get("vocab_size", 32))
+        return DrawnText(torch.randint(0, size, (1, 64), generator=torch.Generator().manual_seed(0)), {})
+    tokenizer = load_tokenizer(folder.path, trust_remote_code=job.trust_remote_code)
+    return draw_windows(
+        calibration.texts,
+        tokenizer,
+        num_samples=calibration.num_samples,
+        length=calibration.length,
+        widest=widest,
+        seed=calibration.seed,
+        chat_template=calibration.chat_template,
+    )
+
+
+def _check_layers(skeleton: Skeleton, architecture: Architecture, *, is_loaded: bool) -> None:
+    """Refuse blocks whose layers cannot be packed; `is_loaded`: transformers will load them packed."""
+    names: list[str] = []
+    for number, block in enumerate(blocks_of(skeleton.model, architecture)):
+        names += [f"{architecture.blocks}.{number}.{name}" for name in linears(block)]
+    need_called_layers(skeleton.model, names)
+    if is_loaded:
+        need_loadable_layers(skeleton.model, names)
+
+
+def _check_experts(skeleton: Skeleton, recipe: Recipe) -> None:
+    """Refuse number formats of experts that transformers does not read."""
+    if not experts_in(skeleton.model):
+        return
+    if recipe.method == "nvfp4":
+        raise ConfigError(
+            "method='nvfp4' with a model of experts: transformers does not read the global scales of experts; use "
+            "mxfp4, fp8, or whole numbers"
+        )
+    if not recipe.symmetric and recipe.float_kind is None:
+        raise ConfigError(
+            "symmetric=False with a model of experts: transformers does not read zero points of experts; "
+            "quantize with symmetric=True (--symmetric)"
+        )
+
+
+def _num_to_do(folder: RunFolder, num_blocks: int) -> int:
+    """How many of the first blocks have to be run: those up to the last one that is not finished."""
+    left = [number for number in range(num_blocks) if not folder.file(number).is_file()]
+    return left[-1] + 1 if left else 0
+
+
+def _num_bytes(folder: ModelFolder) -> int:
+    return sum(path.stat().st_size for path in dict.fromkeys(folder.files.values()))

@@ -1,0 +1,1 @@
+"""Load, stream, generate, and measure perplexity and tasks."""

@@ -1,0 +1,1 @@
+"""One choice for each layer under budgets: an integer program."""

@@ -1,0 +1,165 @@
+"""The solver behind `integer_program`: one objective under given limits, solved by HiGHS (in scipy).
+
+HiGHS has absolute tolerances (1e-6), so objective and budgets are scaled to the same magnitude first, and results back.
+scipy is optional (the extra `search`): it is imported here alone, when a `Solver` is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from sparsebit.errors import BudgetError, MissingExtraError
+
+Row = tuple[dict[int, float], float, float]  # coefficients by variable, lowest and highest sum
+# The solver's tolerances are absolute (1e-6): the cost of the best choice is brought to this magnitude.
+_MAGNITUDE = 1000.0
+
+
+class Program(Protocol):
+    """The program to solve: variables of options first (0 or 1), then those of pairs (0 to 1)."""
+
+    num_binary: int
+    num_variables: int
+    rows: list[Row]
+    spending: list[dict[int, float]]  # of each budget
+    barred: set[int]  # variables that stay 0
+
+
+@dataclass(frozen=True)
+class Found:
+    """The variables of options that are 1, and a lower bound of all choices."""
+
+    chosen: tuple[int, ...]
+    bound: float
+
+
+class Solver:
+    """One objective under given limits."""
+
+    def __init__(
+        self, program: Program, objective: Sequence[float], limits: Sequence[float], time_limit: float
+    ) -> None:
+        self.optimize, self.sparse = _scipy()
+        self.program, self.objective = program, objective
+        self.ends_at = time.monotonic() + time_limit
+        self.time_limit = time_limit
+        self.rows = list(program.rows)
+        for spending, limit in zip(program.spending, limits, strict=True):
+            if spending and not math.isinf(limit):
+                scale = _MAGNITUDE / max(limit, max(spending.values()) / _MAGNITUDE)
+                coefficients = {place: value * scale for place, value in spending.items()}
+                self.rows.append((coefficients, -math.inf, limit * scale))
+
+    def relaxed(self) -> tuple[float, list[float]] | None:
+        """The least cost with fractions of options, and the reduced cost of each; None without a solution."""
+        equal = [row for row in self.rows if row[1] == row[2]]
+        bounded = [row for row in self.rows if row[1] != row[2]]
+        scale = _MAGNITUDE / (max(self.objective) or 1.0)
+        given: dict[str, Any] = {"A_eq": self._matrix(equal), "b_eq": [high for *_, high in equal]}
+        if bounded:
+            given |= {"A_ub": self._matrix(bounded), "b_ub": [high for *_, high in bounded]}
+        # No upper end of 1, which the rows have already: it could take up what options cost, and none would be reduced.
+        upper = [0.0 if place in self.program.barred else None for place in range(self.program.num_variables)]
+        found = self._run(
+            self.optimize.linprog,
+            [value * scale for value in self.objective],
+            bounds=[(0.0, end) for end in upper],
+            method="highs",
+            **given,
+        )
+        if found.status == 2:
+            return None
+        if found.status != 0:
+            raise self._out_of_time(found.message)
+        # A variable that is 0 has its reduced cost at its lower end; one that is not may not be left out.
+        reduced = [max(0.0, float(value)) / scale for value in found.lower.marginals]
+        return float(found.fun) / scale, reduced
+
+    def integer(self, kept: set[int], least: float, gap: float) -> Found | None:
+        """The best choice among the options at `kept`; None where there is none. `least`: of the relaxed program."""
+        program = self.program
+        size = max(abs(least), 1e-9 * max(self.objective)) or 1.0
+        upper = self._upper(kept)
+        constraints = self.optimize.LinearConstraint(
+            self._matrix(self.rows), [low for _, low, _ in self.rows], [high for *_, high in self.rows]
+        )
+        found = self._run(
+            self.optimize.milp,
+            [value * _MAGNITUDE / size for value in self.objective],
+            integrality=[1] * program.num_binary + [0] * (program.num_variables - program.num_binary),
+            bounds=self.optimize.Bounds([0.0] * len(upper), upper),
+            constraints=constraints,
+            gap=gap,
+        )
+        if found.status == 2:
+            return None
+        if found.x is None:
+            raise self._out_of_time(found.message)
+        chosen = tuple(place for place in range(program.num_binary) if found.x[place] > 0.5)
+        bound = found.mip_dual_bound if found.mip_dual_bound is not None else found.fun
+        return Found(chosen, float(bound) * size / _MAGNITUDE)
+
+    def _run(self, solve: Any, *args: Any, gap: float | None = None, **kwargs: Any) -> Any:
+        options = {"time_limit": max(0.1, self.ends_at - time.monotonic())}
+        if gap is not None:  # else 1e-4
+            options["mip_rel_gap"] = gap
+        with _without_prints():
+            return solve(*args, options=options, **kwargs)
+
+    def _matrix(self, rows: Sequence[Row]) -> Any:
+        places = [(number, place, value) for number, (row, *_) in enumerate(rows) for place, value in row.items()]
+        numbers, columns, values = zip(*places, strict=True)
+        return self.sparse.csr_array((values, (numbers, columns)), shape=(len(rows), self.program.num_variables))
+
+    def _upper(self, kept: Iterable[int]) -> list[float]:
+        upper = [0.0] * self.program.num_binary + [1.0] * (self.program.num_variables - self.program.num_binary)
+        for place in kept:
+            if place not in self.program.barred:
+                upper[place] = 1.0
+        return upper
+
+    def _out_of_time(self, message: str) -> BudgetError:
+        return BudgetError(
+            f"no choice was found in {self.time_limit:g} s ({message}); raise time_limit, or use fewer options "
+            "per item or fewer budgets"
+        )
+
+
+@contextlib.contextmanager
+def _without_prints() -> Iterator[None]:
+    """Suppress what the solver's C++ code prints to stdout; lines of other code are printed afterwards."""
+    try:
+        stdout = os.dup(1)
+    except OSError:  # there is none
+        yield
+        return
+    sys.stdout.flush()
+    with tempfile.TemporaryFile() as kept:
+        try:
+            os.dup2(kept.fileno(), 1)
+            yield
+        finally:
+            with contextlib.suppress(OSError, AttributeError, TypeError):
+                ctypes.CDLL(None).fflush(None)
+            os.dup2(stdout, 1)
+            kept.seek(0)
+            lines = [line for line in kept if not line.startswith(b"Highs")]
+            os.write(stdout, b"".join(lines))
+            os.close(stdout)
+
+
+def _scipy() -> tuple[Any, Any]:
+    try:
+        from scipy import optimize, sparse
+    except Exception:  # a broken package raises anything
+        raise MissingExtraError("scipy", "search", "choosing under budgets") from None
+    return optimize, sparse

@@ -1,0 +1,324 @@
+"""One option per item such that the sum of costs is least, under budgets: an exact integer program.
+
+    minimize  sum_i sum_k cost[i][k] x[i][k]
+    with      sum_k x[i][k] = 1                                    for each item i
+              sum_i sum_k spent[i][k] x[i][k] + pairs <= limit     for each budget
+              x[i][k] in {0, 1}
+
+This is the multiple-choice knapsack problem (Kellerer, Pferschy, Pisinger: Knapsack Problems, chapter 11), with several
+budgets. Costs of two items together (`pair_costs`) are linear in one variable `z[k][l]` per pair of options, whose
+sums over k and over l are the items' own variables. The solver is HiGHS, in scipy (`highs_solver`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sparsebit.errors import BudgetError, ConfigError
+from sparsebit.numerics.choices.highs_solver import Row, Solver
+from sparsebit.numerics.choices.reduced_costs import option_bounds
+
+Pair = tuple[str, str]
+# Options beyond one per item that the integer program is tried with first.
+_CORE = 64
+# How near to the best of these the first choice has to be: it only says which options are out of the question.
+_CORE_GAP = 2e-5
+# A budget counts as kept where rounding errors of a sum alone exceed it.
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Budget:
+    """An upper bound on what the chosen options take in all.
+
+    `costs[item][option]`: an item that is not in it takes nothing. `pair_costs[(a, b)][option of a][option of b]`: what
+    two items take together, beyond that. All of them are at least 0.
+    """
+
+    name: str
+    limit: float
+    costs: Mapping[str, Sequence[float]]
+    pair_costs: Mapping[Pair, Sequence[Sequence[float]]] = field(default_factory=dict)
+
+    def spent(self, options: Mapping[str, int]) -> float:
+        """The amount that these options use."""
+        single = [row[options[item]] for item, row in self.costs.items()]
+        return math.fsum([*single, *(table[options[a]][options[b]] for (a, b), table in self.pair_costs.items())])
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The option of each item. `cost`: the sum of their costs. `bound`: no choice costs less, as the solver proved.
+
+    `spent`: what is used of each budget.
+    """
+
+    options: Mapping[str, int]
+    cost: float
+    bound: float
+    spent: Mapping[str, float]
+
+    @property
+    def gap(self) -> float:
+        """How much less the best choice might cost, relative to this one; 0 where it is proven to be the best."""
+        return max(0.0, self.cost - self.bound) / self.cost if self.cost > 0 else 0.0
+
+
+def choose(
+    costs: Mapping[str, Sequence[float]],
+    budgets: Sequence[Budget] = (),
+    *,
+    ties: Iterable[Iterable[str]] = (),
+    forbidden: Mapping[Pair, Iterable[tuple[int, int]]] | None = None,
+    gap: float = 0.0,
+    time_limit: float = 60.0,
+) -> Choice:
+    """The cheapest option of each item, within all budgets.
+
+    `costs[item][option]`: infinity for an option that the item must not take. `ties`: items that must take the same
+    option. `forbidden[(a, b)]`: pairs of options that two items must not take together. `gap`: a choice that is proven
+    to be as near to the best as this (0.001: 0.1 %) is good enough. `time_limit`: seconds, after which the best choice
+    so far is given; its own `gap` says what is proven. Budgets that cannot be kept are a `BudgetError` that says the
+    least that can be reached. Deterministic, unless the time limit ends the search.
+
+    >>> costs = {"a": [9.0, 2.0, 0.0], "b": [2.0, 1.0, 0.0]}
+    >>> size = Budget("bytes", 12, {"a": [2, 4, 8], "b": [2, 4, 8]})
+    >>> choose(costs, [size]).options
+    {'a': 2, 'b': 1}
+    """
+    groups = _merged(costs, ties)
+    _check(costs, budgets, groups, forbidden or {})
+    program = _Program(costs, budgets, groups, forbidden or {})
+    found = program.solve(gap, time_limit)
+    if found is None:
+        raise BudgetError(_why_not(program, budgets, time_limit))
+    options, bound = found
+    cost = math.fsum(row[options[item]] for item, row in costs.items())
+    return Choice(options, cost, min(bound, cost), {budget.name: budget.spent(options) for budget in budgets})
+
+
+class _Program:
+    """The program in the solver's form: a variable per option of each group of tied items, then those of pairs."""
+
+    def __init__(
+        self,
+        costs: Mapping[str, Sequence[float]],
+        budgets: Sequence[Budget],
+        groups: Mapping[str, str],
+        forbidden: Mapping[Pair, Iterable[tuple[int, int]]],
+    ) -> None:
+        self.groups, self.budgets = groups, budgets
+        self.num_options = {group: len(costs[group]) for group in groups.values()}
+        self.first: dict[str, int] = {}  # the first variable of each group
+        self.num_variables = 0
+        for group, count in self.num_options.items():
+            self.first[group] = self.num_variables
+            self.num_variables += count
+        self.num_binary = self.num_variables
+        self.objective = [0.0] * self.num_variables
+        for item, row in costs.items():
+            for option, cost in enumerate(row):
+                self.objective[self.first[groups[item]] + option] += cost
+        self.pairs: dict[Pair, int] = {}  # the first variable of each pair of groups
+        self.rows: list[Row] = []
+        for group, count in self.num_options.items():
+            self.rows.append(({self.first[group] + option: 1.0 for option in range(count)}, 1.0, 1.0))
+        self.barred = {place for place, cost in enumerate(self.objective) if math.isinf(cost)}
+        self.objective = [0.0 if math.isinf(cost) else cost for cost in self.objective]
+        self.spending = [self._coefficients(budget) for budget in budgets]
+        for (a, b), options in forbidden.items():
+            for i, j in options:
+                self._forbid(a, i, b, j)
+
+    def _coefficients(self, budget: Budget) -> dict[int, float]:
+        found: dict[int, float] = {}
+
+        def add(place: int, value: float) -> None:
+            if value:
+                found[place] = found.get(place, 0.0) + float(value)
+
+        for item, row in budget.costs.items():
+            for option, cost in enumerate(row):
+                add(self.first[self.groups[item]] + option, cost)
+        for (a, b), table in budget.pair_costs.items():
+            one, other = self.groups[a], self.groups[b]
+            for i, row in enumerate(table):
+                for j, cost in enumerate(row):
+                    if one != other:
+                        add(self._pair(one, other, i, j), cost)
+                    elif i == j:
+                        add(self.first[one] + i, cost)
+        return found
+
+    def _pair(self, one: str, other: str, i: int, j: int) -> int:
+        """The variable that is 1 where both groups take these options."""
+        if (other, one) in self.pairs:
+            one, other, i, j = other, one, j, i
+        n, m = self.num_options[one], self.num_options[other]
+        if (one, other) not in self.pairs:
+            start = self.pairs[one, other] = self.num_variables
+            self.num_variables += n * m
+            self.objective += [0.0] * (n * m)
+            for k in range(n):
+                row = {start + k * m + option: 1.0 for option in range(m)}
+                self.rows.append((row | {self.first[one] + k: -1.0}, 0.0, 0.0))
+            for k in range(m):
+                row = {start + option * m + k: 1.0 for option in range(n)}
+                self.rows.append((row | {self.first[other] + k: -1.0}, 0.0, 0.0))
+        return self.pairs[one, other] + i * m + j
+
+    def _forbid(self, a: str, i: int, b: str, j: int) -> None:
+        one, other = self.first[self.groups[a]] + i, self.first[self.groups[b]] + j
+        if one == other:
+            self.barred.add(one)
+        elif self.groups[a] != self.groups[b]:
+            self.rows.append(({one: 1.0, other: 1.0}, 0.0, 1.0))
+
+    def solve(self, gap: float, time_limit: float) -> tuple[dict[str, int], float] | None:
+        """The options and a lower bound of their cost; None where the budgets cannot be kept."""
+        limits = [budget.limit for budget in self.budgets]
+        bound = math.inf
+        for _ in range(4):
+            found = self._solved(self.objective, limits, gap, time_limit)
+            if found is None:
+                return None
+            options, bound = found[0], min(bound, found[1])
+            over = [b.spent(options) > b.limit + _ROUNDING * abs(b.limit) for b in self.budgets]
+            if not any(over):
+                return options, bound
+            # The solver's tolerance let a budget be exceeded by a trace.
+            limits = [
+                limit - 2e-6 * abs(limit) if is_over else limit for limit, is_over in zip(limits, over, strict=True)
+            ]
+        return None
+
+    def least(self, place: int, kept: Container[int], time_limit: float) -> float | None:
+        """The least that can be spent of one budget while those at `kept` hold; None where they cannot."""
+        objective = [0.0] * self.num_variables
+        for variable, value in self.spending[place].items():
+            objective[variable] = value
+        limits = [budget.limit if other in kept else math.inf for other, budget in enumerate(self.budgets)]
+        found = self._solved(objective, limits, 1e-6, time_limit)
+        return None if found is None else self.budgets[place].spent(found[0])
+
+    def _solved(
+        self, objective: Sequence[float], limits: Sequence[float], gap: float, time_limit: float
+    ) -> tuple[dict[str, int], float] | None:
+        """Least sum of `objective`. The relaxed program is solved first, and says which options cannot be in the best
+        choice once a good one is known (reduced cost beyond the difference): few remain for the integer program.
+        """
+        if any(limit < 0 for limit in limits):
+            return None
+        solver = Solver(self, objective, limits, time_limit)
+        relaxed = solver.relaxed()
+        if relaxed is None:
+            return None
+        least, reduced = relaxed
+        extra = option_bounds(self.num_options, self.first, self.pairs, reduced)
+        by_cost = sorted(range(self.num_binary), key=lambda place: extra[place])
+        num_beside, chosen, best, bound = _CORE, None, math.inf, least
+        while chosen is None or best - least > gap * abs(best):
+            # What costs more than the best choice so far is not in a better one.
+            possible = [place for place in by_cost if extra[place] <= (best - least) * (1 + 1e-6)]
+            num_kept = len(self.num_options) + num_beside
+            is_whole = num_kept >= len(possible)
+            kept = {*possible[:num_kept], *(chosen or ())}
+            try:
+                found = solver.integer(kept, least, gap if is_whole else max(gap / 2, _CORE_GAP))
+            except BudgetError:  # out of time
+                if chosen is None:
+                    raise
+                break
+            if found is not None:
+                cost = math.fsum(objective[place] for place in found.chosen)
+                chosen, best = (found.chosen, cost) if cost < best else (chosen, best)
+            if is_whole:
+                bound = least if found is None else found.bound
+                break
+            num_beside *= 2
+        if chosen is None:
+            return None
+        group_of = {
+            self.first[group] + option: (group, option)
+            for group, count in self.num_options.items()
+            for option in range(count)
+        }
+        options = dict(group_of[place] for place in chosen)
+        return {item: options[group] for item, group in self.groups.items()}, bound
+
+
+def _merged(costs: Mapping[str, Sequence[float]], ties: Iterable[Iterable[str]]) -> dict[str, str]:
+    """The first item of each item's group of tied ones."""
+    first = {item: item for item in costs}
+
+    def root(item: str) -> str:
+        if item not in first:
+            raise ConfigError(f"a tie names {item!r}, which is not an item; items: {', '.join(list(costs)[:5])}, ...")
+        while first[item] != item:
+            item = first[item]
+        return item
+
+    order = {item: place for place, item in enumerate(costs)}
+    for tie in ties:
+        roots = sorted({root(item) for item in tie}, key=order.__getitem__)
+        for other in roots[1:]:
+            first[other] = roots[0]
+    return {item: root(item) for item in costs}
+
+
+def _check(
+    costs: Mapping[str, Sequence[float]],
+    budgets: Sequence[Budget],
+    groups: Mapping[str, str],
+    forbidden: Mapping[Pair, Iterable[tuple[int, int]]],
+) -> None:
+    """Raise on items without options, rows of different lengths, and NaN."""
+    for item, row in costs.items():
+        if not row or any(math.isnan(cost) or cost == -math.inf for cost in row):
+            raise ConfigError(f"costs of {item!r}: {list(row)}; an item needs one number per option, and no NaN")
+        if all(math.isinf(cost) for cost in row):
+            raise ConfigError(f"{item!r} may take none of its {len(row)} options: all of them cost infinity")
+        if len(row) != len(costs[groups[item]]):
+            raise ConfigError(
+                f"{item!r} has {len(row)} options and is tied to {groups[item]!r}, which has {len(costs[groups[item]])}"
+            )
+    for budget in budgets:
+        if math.isnan(budget.limit):
+            raise ConfigError(f"budget {budget.name!r}: its limit is NaN; allowed: a number")
+        tables: dict[Pair, Sequence[Sequence[float]]] = {(item, item): [row] for item, row in budget.costs.items()}
+        for (a, b), table in {**tables, **budget.pair_costs}.items():
+            if unknown := [item for item in (a, b) if item not in costs]:
+                raise ConfigError(f"budget {budget.name!r} names {unknown[0]!r}, which is not an item")
+            is_single = (a, b) in tables and table is tables[a, b]
+            num_rows = 1 if is_single else len(costs[a])
+            if len(table) != num_rows or any(len(row) != len(costs[b]) for row in table):
+                raise ConfigError(f"budget {budget.name!r}: {a!r} needs one number per option ({len(costs[b])})")
+            if any(not value >= 0 or math.isinf(value) for row in table for value in row):
+                raise ConfigError(f"budget {budget.name!r}: {a!r} has {table}; allowed: numbers of at least 0")
+    for pair in forbidden:
+        if unknown := [item for item in pair if item not in costs]:
+            raise ConfigError(f"a forbidden pair names {unknown[0]!r}, which is not an item")
+
+
+def _why_not(program: _Program, budgets: Sequence[Budget], time_limit: float) -> str:
+    """The least that can be reached of each budget: alone, and, where that suffices, with the others kept."""
+    places = range(len(budgets))
+    alone = [program.least(place, (), time_limit) for place in places]
+    if any(least is None for least in alone) or not budgets:
+        return "no choice avoids all forbidden pairs of options; allow more options, or fewer ties"
+    reasons = [
+        f"{budget.name}: {budget.limit:.6g} allowed, {least:.6g} is the least that the options reach"
+        for budget, least in zip(budgets, alone, strict=True)
+        if least is not None and least > budget.limit
+    ]
+    if not reasons:
+        for place, budget in enumerate(budgets):
+            least = program.least(place, [other for other in places if other != place], time_limit)
+            if least is not None:
+                others = ", ".join(other.name for other in budgets if other is not budget)
+                reasons.append(
+                    f"{budget.name}: {budget.limit:.6g} allowed, {least:.6g} is the least within the limits of {others}"
+                )
+    return f"the budgets cannot be kept: {'; '.join(reasons) or 'each can alone, but no two together'}; allow more"

@@ -1,0 +1,1 @@
+"""Algorithms that round weights: tensors in, tensors out."""

@@ -1,0 +1,1 @@
+"""Factors moved between layers: equalization and smoothing."""

@@ -1,0 +1,345 @@
+"""Which layers share the channels of a tensor: where a factor per channel can go in and where it can come out again.
+
+A `ChannelPair` is one source (a linear layer, a convolution, or the scale and shift of a norm) and all the layers that
+read its channels. The source's parameters are divided by a factor per channel, those of the readers multiplied by it,
+and what the model computes stays the same. Pairs are found by following the channels through the graph
+(`channel_pairs_rules.py`); nothing depends on names or classes of blocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.parametrize import is_parametrized
+
+from sparsebit.graph.nested import tensors_of
+from sparsebit.graph.op_rows import OpKind
+from sparsebit.graph.passes.fold_batchnorm import is_intercepted
+from sparsebit.numerics.rounding.layer_matrix import layer_matrix
+from sparsebit.quantization.algorithms.layer_visits import has_one_input
+from sparsebit.quantization.algorithms.rescaling.channel_pairs_math import (
+    along_inputs,
+    along_outputs,
+    num_inputs,
+    num_outputs,
+)
+from sparsebit.quantization.algorithms.rescaling.channel_pairs_rules import (
+    Op,
+    Refused,
+    Value,
+    carried,
+    clip_bounds,
+    op_of,
+    scored_by,
+    vector_along,
+)
+from sparsebit.quantization.building.inserted_factors import ChannelFactor
+from sparsebit.quantization.planning.sites import layer_name
+
+# The function's parameters, and the axis of the channels in its output.
+_NORM_FUNCTIONS = {
+    "layer_norm": ("input", "normalized_shape", "weight", "bias"),
+    "rms_norm": ("input", "normalized_shape", "weight"),
+    "group_norm": ("input", "num_groups", "weight", "bias"),
+    "instance_norm": ("input", "running_mean", "running_var", "weight", "bias"),
+    "batch_norm": ("input", "running_mean", "running_var", "weight", "bias"),
+}
+_OVER_LAST_AXES = frozenset({"layer_norm", "rms_norm"})
+_KEEP_CONSTANTS = frozenset({"relu", "identity", "dropout", "flatten", "reshape", "permute", "squeeze", "getitem"})
+# Multiplies a parameter: (parameter, factor per channel -> in the parameter's shape).
+Scaled = tuple[Tensor, Callable[[Tensor], Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class Reader:
+    """A layer that reads the channels. `channels (in,)`: the channel of each of its inputs, -1 of other tensors'."""
+
+    name: str
+    node: fx.Node
+    layer: nn.Module
+    channels: Tensor
+
+    @property
+    def multiplied(self) -> Scaled:
+        return self.layer.get_parameter("weight"), lambda factor: along_inputs(self.layer, self.factors(factor))
+
+    def factors(self, factor: Tensor) -> Tensor:
+        """The factor of each input, 1 for those of other tensors: `(channels,)` -> `(in,)`."""
+        channels = self.channels.to(factor.device)
+        return torch.where(channels >= 0, factor[channels.clamp_min(0).long()], torch.ones_like(factor[:1]))
+
+
+@dataclass(frozen=True)
+class Clip:
+    """An op in between that clips to `[low, high]`; `labels`: of the channels in its input."""
+
+    node: fx.Node
+    low: float
+    high: float
+    labels: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ChannelPair:
+    """One source and its readers. `is_free (channels,)`: channels that may be scaled; `reasons`: why others may not.
+
+    `layer`: the source's, None for a norm. `divided`: the source's parameters. `between`: nodes that the channels pass.
+    """
+
+    name: str
+    source: fx.Node
+    layer: nn.Module | None
+    divided: tuple[Scaled, ...]
+    readers: tuple[Reader, ...]
+    is_free: Tensor
+    clips: tuple[Clip, ...] = ()
+    reasons: dict[str, str] = field(default_factory=dict)
+    between: tuple[fx.Node, ...] = ()
+    only_moves: bool = True  # nothing between but ReLU and moves: a constant stays one
+
+    @property
+    def num_channels(self) -> int:
+        return len(self.is_free)
+
+    @property
+    def reason(self) -> str:
+        """Why nothing can be scaled, or not all; "" where everything can."""
+        return "; ".join(f"{name}: {why}" for name, why in self.reasons.items())
+
+
+def find_pairs(root: fx.GraphModule, values: dict[fx.Node, Value]) -> list[ChannelPair]:
+    """Every source of the graph with the layers that read its channels, in the order of the graph.
+
+    `values`: what each node gave on an example. A pair whose channels are all held has no free ones, and
+    says why.
+    """
+    owners = _Owners(root)
+    found = []
+    for node in root.graph.nodes:
+        source = _source(node, root, values, owners)
+        if source is not None:
+            pair = _follow(node, root, values, owners, *source)
+            if pair.readers or pair.reasons:
+                found.append(pair)
+    return found
+
+
+def changeable_layers(root: fx.GraphModule) -> list[fx.Node]:
+    """Linear layers and convolutions whose weight may be changed: it is theirs alone, and they are called once."""
+    owners, found = _Owners(root), []
+    for node in root.graph.find_nodes(op="call_module"):
+        op = op_of(node, root)
+        if op.row is None or op.row.kind is not OpKind.WEIGHTED or not has_one_input(node):
+            continue
+        if layer_matrix(op.call) is not None and not owners.why_not(op):
+            found.append(node)
+    return found
+
+
+# --- where channels come from
+
+
+_Source = tuple[nn.Module | None, tuple[Scaled, ...], Tensor]
+
+
+def _source(node: fx.Node, root: fx.GraphModule, values: dict[fx.Node, Value], owners: _Owners) -> _Source | None:
+    """The layer, the parameters to divide, and the labels of the output, of a node that can be scaled."""
+    shape = values[node].shape
+    if node.op not in ("call_module", "call_function", "call_method") or shape is None:
+        return None
+    op = op_of(node, root)
+    if op.row is None or op.is_watched:
+        return None
+    if op.row.kind is OpKind.WEIGHTED and isinstance(op.call, nn.Module):
+        layer = op.call
+        if owners.why_not(op) or layer_matrix(layer) is None:
+            return None
+        axis = len(shape) - len(layer.kernel_size) - 1 if isinstance(layer, _ConvNd) else len(shape) - 1
+        weight, bias = layer.get_parameter("weight"), layer._parameters.get("bias")
+        divided: list[Scaled] = [(weight, lambda factor: along_outputs(layer, factor))]
+        divided += [(bias, lambda factor: factor)] if bias is not None else []
+        return layer, tuple(divided), _labels(num_outputs(layer), axis, shape, weight.device)
+    parameters = _affine(op, root, owners)
+    if not parameters:
+        return None
+    first = parameters[0]
+    scaled: tuple[Scaled, ...] = tuple((p, lambda factor, p=p: factor.reshape(p.shape)) for p in parameters)  # type: ignore[misc]
+    if op.row.name in _NORM_FUNCTIONS and op.row.name not in _OVER_LAST_AXES:
+        return None, scaled, _labels(first.numel(), 1, shape, first.device)
+    while first.ndim and first.shape[0] == 1:  # (1, 1, C): the leading axes are broadcast
+        first = first[0]
+    if first.shape != shape[len(shape) - first.ndim :]:
+        return None
+    labels = torch.arange(first.numel(), dtype=torch.int32, device=first.device).reshape(first.shape)
+    return None, scaled, labels.expand(shape)
+
+
+def _affine(op: Op, root: fx.GraphModule, owners: _Owners) -> list[Tensor]:
+    """The parameters that scale and shift the op's output per channel: of a norm, or of a product with a parameter."""
+    assert op.row is not None
+    node, name = op.node, op.row.name
+    if isinstance(op.call, ChannelFactor):
+        return [op.call.factor]
+    if isinstance(op.call, nn.Module):
+        if name not in _NORM_FUNCTIONS or not type(op.call).__module__.startswith("torch.nn."):
+            return []
+        own = [op.call._parameters.get(key) for key in ("weight", "bias")]
+        if own[0] is None or owners.why_not(op):
+            return []
+        return [parameter for parameter in own if parameter is not None]
+    if name in _NORM_FUNCTIONS:
+        given = dict(zip(_NORM_FUNCTIONS[name], node.args, strict=False)) | dict(node.kwargs)
+        sources = [given.get(key) for key in ("weight", "bias")]
+        if sources[0] is None:
+            return []
+        found = [owners.parameter_at(source) for source in sources if source is not None]
+        return [parameter for parameter in found if parameter is not None] if all(p is not None for p in found) else []
+    if name == "mul" and node.op == "call_function":  # the last step of a norm that is written out
+        parameters = [p for p in (owners.parameter_at(source) for source in node.all_input_nodes) if p is not None]
+        return parameters if len(parameters) == 1 and len(node.all_input_nodes) == 2 else []
+    return []
+
+
+def _labels(num_channels: int, axis: int, shape: Sequence[int], device: torch.device) -> Tensor:
+    numbers = torch.arange(num_channels, dtype=torch.int32, device=device)
+    return numbers.reshape([-1 if place == axis else 1 for place in range(len(shape))]).expand(tuple(shape))
+
+
+class _Owners:
+    """Who uses each parameter of a graph: a change is allowed where one layer, called once, has it."""
+
+    def __init__(self, root: fx.GraphModule) -> None:
+        self.root = root
+        self.calls = Counter(
+            id(root.get_submodule(str(node.target))) for node in root.graph.nodes if node.op == "call_module"
+        )
+        parts = {id(part): part for part in root.modules()}.values()
+        registries = {id(part._parameters): part._parameters for part in parts}.values()
+        self.holders = Counter(_memory(p) for registry in registries for p in registry.values() if p is not None)
+        self.reads: Counter[int] = Counter()
+        for node in root.graph.find_nodes(op="get_attr"):
+            tensor = _attribute(root, str(node.target))
+            if isinstance(tensor, Tensor):
+                self.reads[_memory(tensor)] += 1
+
+    def why_not(self, op: Op) -> str:
+        """Why the parameters of the op's module must stay as they are; "" where they may change."""
+        node, module = op.node, op.call
+        outer = self.root.get_submodule(str(node.target))
+        if self.calls[id(outer)] > 1 or node.target in self.root.meta.get("shared", ()):
+            return "it is called several times"
+        if is_intercepted(module) or is_intercepted(outer):
+            return "a hook or a forward of your own runs there"
+        if is_parametrized(module) or module._parameters.get("weight") is None:
+            return "its weight is computed (pruning, a norm of the weight)"
+        parameters = [p for p in module._parameters.values() if p is not None]
+        if any(self.holders[_memory(p)] > 1 or self.reads[_memory(p)] for p in parameters):
+            return "its weight belongs to several layers"
+        return ""
+
+    def parameter_at(self, source: Any) -> Tensor | None:
+        """The parameter that a node reads, where nothing else reads it."""
+        while isinstance(source, fx.Node) and source.op == "call_module" and len(source.users) == 1:
+            op = op_of(source, self.root)
+            if op.row is None or op.row.name != "identity" or len(source.all_input_nodes) != 1:
+                return None
+            source = source.all_input_nodes[0]
+        if not isinstance(source, fx.Node) or source.op != "get_attr" or len(source.users) != 1:
+            return None
+        tensor = _attribute(self.root, str(source.target))
+        is_ours = isinstance(tensor, nn.Parameter) and self.reads[_memory(tensor)] == 1
+        return tensor if is_ours and isinstance(tensor, Tensor) and self.holders[_memory(tensor)] <= 1 else None
+
+
+# --- where channels go
+
+
+def _follow(
+    source: fx.Node,
+    root: fx.GraphModule,
+    values: dict[fx.Node, Value],
+    owners: _Owners,
+    layer: nn.Module | None,
+    divided: tuple[Scaled, ...],
+    start: Tensor,
+) -> ChannelPair:
+    labels: dict[fx.Node, Any] = {source: start}
+    is_free = torch.ones(int(start.max()) + 1 if start.numel() else 0, dtype=torch.bool, device=start.device)
+    readers: list[Reader] = []
+    clips: list[Clip] = []
+    reasons: dict[str, str] = {}
+    reaches_layer = False
+
+    def hold(read: list[Any], where: fx.Node, why: str) -> None:
+        held = torch.cat([torch.unique(part) for item in read for part in tensors_of(item)])
+        held = held[held >= 0].long()
+        if bool(is_free[held].any()):
+            reasons[layer_name("", where)] = why
+        is_free[held] = False
+
+    node = source.next
+    while node.op != "root":
+        read = [labels[before] for before in node.all_input_nodes if before in labels]
+        if read and node.op == "output":
+            hold(read, node, "it is an output of the model")
+        elif read and not _is_python(values.get(node)):
+            try:
+                op = op_of(node, root)
+                if op.row is not None and op.row.kind is OpKind.WEIGHTED:
+                    reaches_layer = True
+                    readers.append(_reader(op, read, owners))
+                else:
+                    labels[node] = carried(op, root, labels, values)
+                    for scores in scored_by(op):
+                        if scores in labels:
+                            hold([labels[scores]], node, "scores of attention do not keep a scale per channel")
+                    bounds = clip_bounds(op)
+                    if bounds is not None and bounds != (0.0, float("inf")):
+                        clips.append(Clip(node, *bounds, read[0]))
+            except Refused as refusal:
+                hold(read, node, str(refusal))
+        node = node.next
+    if not readers and not reaches_layer:
+        reasons = {}  # no layer reads the channels: there is nothing to tell
+    between = tuple(n for n in labels if n is not source)
+    moves = all(op_of(n, root).name in _KEEP_CONSTANTS for n in between)
+    name = layer_name("", source)
+    return ChannelPair(name, source, layer, divided, tuple(readers), is_free, tuple(clips), reasons, between, moves)
+
+
+def _reader(op: Op, read: list[Any], owners: _Owners) -> Reader:
+    layer = op.call
+    if len(read) != 1 or not isinstance(read[0], Tensor) or not has_one_input(op.node):
+        raise Refused("it is called with more than its input")
+    if not isinstance(layer, nn.Module) or layer_matrix(layer) is None:
+        raise Refused("not a plain linear layer or convolution")
+    if why := owners.why_not(op):
+        raise Refused(why)
+    axis = -1 - len(layer.kernel_size) if isinstance(layer, _ConvNd) else -1
+    channels = vector_along(read[0], axis)
+    if channels is None or len(channels) != num_inputs(layer):
+        raise Refused("its inputs are other channels at other positions")
+    return Reader(layer_name("", op.node), op.node, layer, channels)
+
+
+def _is_python(value: Value | None) -> bool:
+    """Whether the node gives a size or another Python value."""
+    return value is not None and value.shape is None and not value.holds_tensors
+
+
+def _memory(tensor: Tensor) -> int:
+    """What two parameters have in common that share memory."""
+    return tensor.untyped_storage().data_ptr() or id(tensor)
+
+
+def _attribute(root: fx.GraphModule, path: str) -> Any:
+    value: Any = root
+    for part in path.split("."):
+        value = getattr(value, part, None)
+    return value

@@ -1,0 +1,139 @@
+"""What data says about pairs of layers: the values of each channel, and how far clips let a channel be scaled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn.modules.conv import _ConvNd
+
+from sparsebit.execution.distributed import gather
+from sparsebit.quantization.algorithms.rescaling.channel_pairs import ChannelPair, Reader
+
+
+class ChannelValues:
+    """Per channel, the smallest and the largest value, `(channels,)`, over batches and processes.
+
+    `count`: how many values a channel had, on average.
+    """
+
+    def __init__(self, low: Tensor, high: Tensor, count: float = 0.0) -> None:
+        self.low, self.high, self.count = low, high, count
+
+    @classmethod
+    def of(cls, num_channels: int, device: torch.device) -> ChannelValues:
+        """Of no value yet."""
+        blank = torch.full((num_channels,), torch.inf, dtype=torch.float64, device=device)
+        return cls(blank, -blank)
+
+    def add(self, x: Tensor, labels: Tensor) -> None:
+        """`labels`: the channel of each value, -1 for none, in the shape of `x`."""
+        self.count += x.numel() / max(len(self.low), 1)
+        axes = [axis for axis in range(labels.ndim) if labels.stride(axis) and labels.shape[axis] > 1]
+        if len(axes) == 1 and x.numel():  # the usual case: labels along one axis
+            others = tuple(axis for axis in range(x.ndim) if axis != axes[0])
+            for axis in reversed(others):
+                labels = labels.select(axis, 0)
+            low, high = (x.amin(others), x.amax(others)) if others else (x, x)
+        else:
+            low = high = x
+        places, is_ours = labels.reshape(-1).long(), labels.reshape(-1) >= 0
+        for found, values, how in ((self.low, low, "amin"), (self.high, high, "amax")):
+            found.scatter_reduce_(0, places[is_ours], values.reshape(-1)[is_ours].double(), how)
+
+    @property
+    def largest(self) -> Tensor:
+        """The largest magnitude of each channel; 0 of one that had no value."""
+        return torch.maximum(self.high, -self.low).nan_to_num(0.0, 0.0, 0.0).clamp_min(0)
+
+    @property
+    def surely_lowest(self) -> Tensor:
+        """A value that hardly any other will be below: the lowest one, less three mean gaps between the values.
+
+        Of few values the next one may well be lower than all; the gap of a thousand is nothing.
+        """
+        return self.low - (self.high - self.low) * 3 / max(self.count - 1, 1)
+
+    def merged(self) -> ChannelValues:
+        """Over all processes."""
+        parts = gather((self.low.cpu(), self.high.cpu(), self.count))
+        low = torch.stack([part[0] for part in parts]).amin(0)
+        high = torch.stack([part[1] for part in parts]).amax(0)
+        return ChannelValues(low.to(self.low.device), high.to(self.low.device), sum(part[2] for part in parts))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`is_free`: channels that may be scaled. `smallest`: what their factor must be at least, `(channels,)`."""
+
+    is_free: Tensor
+    smallest: Tensor
+    reason: str = ""
+
+
+class SeenValues:
+    """Watches runs of the float model: the values in front of clips, and those that readers get.
+
+    `readers_of`: the pairs whose readers are watched.
+    """
+
+    def __init__(self, pairs: Iterable[ChannelPair], readers_of: Iterable[ChannelPair]) -> None:
+        self._clips: dict[tuple[str, fx.Node], ChannelValues] = {}
+        self._inputs: dict[str, ChannelValues] = {}
+        self._watched: dict[fx.Node, list[tuple[ChannelValues, Tensor]]] = {}
+        for pair in pairs:
+            for clip in pair.clips:
+                values = ChannelValues.of(pair.num_channels, pair.is_free.device)
+                self._clips[pair.name, clip.node] = values
+                self._watched.setdefault(clip.node.all_input_nodes[0], []).append((values, clip.labels))
+        for pair in readers_of:
+            values = self._inputs[pair.name] = ChannelValues.of(pair.num_channels, pair.is_free.device)
+            for reader in pair.readers:
+                watched = self._watched.setdefault(reader.node.all_input_nodes[0], [])
+                watched.append((values, _labels_of(reader)))
+
+    def __call__(self, node: fx.Node, value: Any) -> None:
+        for values, labels in self._watched.get(node, ()):
+            values.add(value, _fitted(labels, value))
+
+    def inputs(self, pair: ChannelPair) -> ChannelValues | None:
+        """What the readers of the pair get, per channel; None where that was not watched."""
+        return self._inputs[pair.name].merged() if pair.name in self._inputs else None
+
+    def limits(self, pair: ChannelPair, *, has_data: bool = True) -> Limits:
+        """How far clips between the layers let the channels be scaled, so that none of them clips more or less."""
+        is_free, reasons = pair.is_free.clone(), []
+        smallest = torch.zeros(pair.num_channels, dtype=torch.float64, device=is_free.device)
+        for clip in pair.clips:
+            if not (clip.low <= 0 <= clip.high) or not has_data:
+                is_free[:] = False
+                reasons.append(f"{clip.node.name} clips" + (" to numbers without zero" if has_data else ": give data"))
+                continue
+            values = self._clips[pair.name, clip.node].merged()
+            is_clipped = values.high > clip.high
+            smallest = torch.maximum(smallest, values.high / clip.high)
+            if clip.low < 0:
+                is_clipped |= values.low < clip.low
+                smallest = torch.maximum(smallest, values.low / clip.low)
+            if bool((is_clipped & is_free).any()):
+                reasons.append(f"{clip.node.name} clips {int(is_clipped.sum())} channels on the data")
+            is_free &= ~is_clipped
+        return Limits(is_free, smallest.nan_to_num(0.0, 0.0, 0.0), "; ".join(reasons))
+
+
+def _labels_of(reader: Reader) -> Tensor:
+    """The labels of the reader's input along its last axes, to be spread over the shape of a value."""
+    count = len(reader.layer.kernel_size) if isinstance(reader.layer, _ConvNd) else 0
+    return reader.channels.reshape(-1, *([1] * count))
+
+
+def _fitted(labels: Tensor, value: Tensor) -> Tensor:
+    """Labels of one batch for the values of another, whose size may differ along axes that labels do not depend on."""
+    if labels.ndim == value.ndim:
+        for axis in range(labels.ndim):
+            if labels.shape[axis] != value.shape[axis]:
+                labels = labels.narrow(axis, 0, 1)
+    return labels.expand(value.shape)

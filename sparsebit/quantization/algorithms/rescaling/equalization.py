@@ -1,0 +1,231 @@
+"""Cross-layer equalization of a calibrated model: weights of neighbouring layers get channels of equal size.
+
+The arithmetic is in `equalization_math.py`, which layers share channels in `channel_pairs.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, fx, nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from sparsebit.execution.blocks.value_store import MIB
+from sparsebit.quantization.algorithms.registration import register_algorithm
+from sparsebit.quantization.algorithms.rescaling.channel_pairs import ChannelPair
+from sparsebit.quantization.algorithms.rescaling.channel_pairs_limits import Limits, SeenValues
+from sparsebit.quantization.algorithms.rescaling.channel_pairs_math import (
+    along_inputs,
+    input_sizes,
+    largest_by_channel,
+    output_sizes,
+)
+from sparsebit.quantization.algorithms.rescaling.channel_pairs_scaling import (
+    Factors,
+    FloatRuns,
+    float_runs,
+)
+from sparsebit.quantization.algorithms.rescaling.equalization_math import absorbed_bias, equalizing_scale, precision
+from sparsebit.quantization.algorithms.rescaling.held_out_pairs import REVERTED
+from sparsebit.quantization.model.quant_model import QuantModel
+
+log = logging.getLogger(__name__)
+
+_ENOUGH_VALUES = 32  # of a channel: fewer say nothing about the lowest that others will have
+
+
+@dataclass(frozen=True)
+class Equalized:
+    """What became of one source of channels and the layers that read them.
+
+    `num_scaled` of `num_channels` channels have another scale now, by at most a factor of `largest`. `before`, `after`:
+    how much of the ranges of both sides' weights the channels use (1: all are equally large).
+    `absorbed`: the largest bias that the readers took over. `reason`: why channels, or all, are as they were.
+    """
+
+    readers: tuple[str, ...]
+    num_channels: int
+    num_scaled: int
+    largest: float
+    before: float
+    after: float
+    absorbed: float
+    reason: str
+
+
+@register_algorithm("equalize")
+def equalize(
+    qmodel: QuantModel,
+    data: Any = None,
+    *,
+    iterations: Annotated[int, Field(ge=1)] = 20,
+    largest_scale: Annotated[float, Field(gt=1)] = 1000.0,
+    absorb_bias: bool = True,
+    asym: bool = False,
+    memory_budget: int = 1024 * MIB,
+) -> dict[str, Equalized]:
+    """Equalize the weights of a calibrated model across layers, in place, on `data` (batches as for calibration).
+
+    For linear layers and convolutions of every kind, depthwise ones among them, with only channel-wise, positively
+    homogeneous ops between them (ReLU, pooling, reshapes, ...). Where a ReLU6 is between, channels that it clips on the
+    data keep their scale, and the others so much of it that it clips none of them. The float model computes the same
+    afterwards, which is checked on the data. Ranges are calibrated again, on the same data. Gives what became of each
+    source of channels, by the layer's name; one that stays as it was has the reason.
+
+    `data`: None where only weights are quantized; then nothing is known about a ReLU6, and nothing crosses it.
+    `iterations`: at most so many rounds over all pairs; it ends when nothing moves any more. `largest_scale`: no
+    channel is scaled by more than this. `absorb_bias`: what a channel's values have at least goes into the bias of the
+    layers that read it. `asym`: as for `calc_qparams`, for the calibration afterwards. `memory_budget`: bytes of values
+    kept in memory.
+
+    >>> equalize(qmodel, batches)  # doctest: +SKIP
+    {'conv1': Equalized(readers=('conv2',), num_channels=32, num_scaled=32, ...), ...}
+    """
+    with float_runs(qmodel, data, verb="equalize", asym=asym, memory_budget=memory_budget) as runs:
+        pairs = [pair for pair in runs.pairs() if pair.layer is not None]
+        absorbs = [pair for pair in pairs if absorb_bias and runs.has_data and _can_absorb(pair)]
+        clipped, seen = SeenValues(pairs, readers_of=()), SeenValues((), readers_of=absorbs)
+
+        def watch(node: fx.Node, value: Any) -> None:
+            clipped(node, value)
+            if not runs.is_held:  # the held-out samples show whether the constants hold for others
+                seen(node, value)
+
+        runs.observe(watch)
+        limits = {pair.name: clipped.limits(pair, has_data=runs.has_data) for pair in pairs}
+        active = [pair for pair in pairs if bool(limits[pair.name].is_free.any())]
+        before = {pair.name: _used(pair) for pair in pairs}
+        factors = _converged(runs, active, limits, iterations, largest_scale)
+        refused = runs.apply_proved(active, factors)
+        proved = [pair for pair in active if pair.name not in refused]
+        absorbed: dict[str, float] = {}
+
+        def change(chosen: Sequence[ChannelPair]) -> None:
+            runs.restore()
+            runs.apply(chosen, factors)
+            absorbed.clear()
+            absorbed.update(_absorb(runs, [pair for pair in chosen if pair in absorbs], factors, seen))
+
+        kept = {pair.name for pair in runs.keep_better(proved, change, asym=asym)}
+        refused |= {pair.name: REVERTED for pair in proved if pair.name not in kept}
+        found = {}
+        for pair in pairs:
+            is_scaled = pair.name in factors and pair.name not in refused
+            factor = factors[pair.name] if is_scaled else torch.ones(pair.num_channels, dtype=torch.float64)
+            reason = "; ".join(filter(None, (pair.reason, limits[pair.name].reason, refused.get(pair.name, ""))))
+            found[pair.name] = Equalized(
+                tuple(reader.name for reader in pair.readers),
+                pair.num_channels,
+                int((factor != 1).sum()),
+                float(torch.maximum(factor, 1 / factor).max()),
+                before[pair.name],
+                _used(pair),
+                absorbed.get(pair.name, 0.0),
+                reason,
+            )
+    _tell(found)
+    return found
+
+
+def _tell(found: dict[str, Equalized]) -> None:
+    log.info("equalization: %d of %d sources of channels", sum(e.num_scaled > 0 for e in found.values()), len(found))
+    for name, result in found.items():
+        if result.reason:
+            held = result.num_channels - result.num_scaled
+            log.info("%s: %d of %d channels keep their scale: %s", name, held, result.num_channels, result.reason)
+
+
+# --- scales
+
+
+@torch.no_grad()
+def _converged(
+    runs: FloatRuns, pairs: list[ChannelPair], limits: dict[str, Limits], iterations: int, largest: float
+) -> Factors:
+    """The factor of each pair after rounds over all of them, until nothing moves; weights are as they were then."""
+    total = {pair.name: torch.ones_like(pair.is_free, dtype=torch.float64) for pair in pairs}
+    for _ in range(iterations):
+        moved = 0.0
+        for pair in pairs:
+            made, read = _sizes(pair)
+            limit, past = limits[pair.name], total[pair.name]
+            wanted = (past * equalizing_scale(made, read).to(past)).clamp(1 / largest, largest)
+            wanted = torch.maximum(wanted, limit.smallest.to(past))
+            wanted = torch.where(limit.is_free.to(past.device), wanted, torch.ones_like(wanted))
+            step = wanted / past
+            runs.apply([pair], {pair.name: step})
+            total[pair.name] = wanted
+            moved = max(moved, float(step.log().abs().max()))
+        if moved < 1e-3:
+            break
+    runs.restore()
+    return total
+
+
+def _sizes(pair: ChannelPair) -> tuple[Tensor, Tensor]:
+    """How large each channel is where it is made and where it is read, `(channels,)` float64."""
+    assert pair.layer is not None
+    read = torch.zeros(pair.num_channels, dtype=torch.float64, device=pair.is_free.device)
+    for reader in pair.readers:
+        sizes = input_sizes(reader.layer).double()
+        read = torch.maximum(read, largest_by_channel(sizes, reader.channels.long(), pair.num_channels))
+    return output_sizes(pair.layer).double(), read
+
+
+def _used(pair: ChannelPair) -> float:
+    return precision(*_sizes(pair))
+
+
+# --- biases
+
+
+def _can_absorb(pair: ChannelPair) -> bool:
+    """Whether a constant that is taken from each channel arrives at every reader as that constant."""
+    if pair.layer is None or pair.layer._parameters.get("bias") is None or pair.clips:
+        return False
+    return pair.only_moves and all(_takes_constant(reader.layer) for reader in pair.readers)
+
+
+def _takes_constant(layer: nn.Module) -> bool:
+    """A convolution that pads sees zeros beside the constant, and a transposed one covers its border less often."""
+    if layer._parameters.get("bias") is None or isinstance(layer, _ConvTransposeNd):
+        return False
+    return not isinstance(layer, _ConvNd) or not any(layer._reversed_padding_repeated_twice)
+
+
+@torch.no_grad()
+def _absorb(runs: FloatRuns, pairs: list[ChannelPair], factors: Factors, seen: SeenValues) -> dict[str, float]:
+    """Move constant parts into the readers' biases, all or none of them; gives the largest one of each pair."""
+    found: dict[str, float] = {}
+    changed: list[tuple[Tensor, Tensor]] = []
+    for pair in pairs:
+        values = seen.inputs(pair)
+        if values is None or pair.layer is None or values.count < _ENOUGH_VALUES:
+            continue
+        lowest = values.surely_lowest
+        constant = absorbed_bias(torch.where(pair.is_free, lowest.nan_to_num(0.0, 0.0, 0.0), torch.zeros_like(lowest)))
+        constant = constant / factors[pair.name].to(constant)
+        if not bool((constant > 0).any()):
+            continue
+        bias = pair.layer.get_parameter("bias")
+        runs.remember(bias)
+        changed.append((bias, bias.clone()))
+        bias.copy_(bias.double() - constant)
+        for reader in pair.readers:
+            weight, taken = reader.layer.get_parameter("weight"), reader.layer.get_parameter("bias")
+            inputs = torch.where(reader.channels >= 0, constant[reader.channels.clamp_min(0).long()], 0.0)
+            runs.remember(taken)
+            changed.append((taken, taken.clone()))
+            taken.copy_(taken.double() + (weight.double() * along_inputs(reader.layer, inputs)).flatten(1).sum(1))
+        found[pair.name] = float(constant.max())
+    if changed and (why := runs.changed()) is not None:
+        for parameter, before in reversed(changed):
+            parameter.copy_(before)
+        log.warning("equalize: the absorption of biases is undone: the float output would change: %s", why)
+        return {}
+    return found

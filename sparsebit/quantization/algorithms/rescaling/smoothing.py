@@ -1,0 +1,407 @@
+"""Smoothing of a calibrated model: activations with a few large channels become easier to quantize.
+
+The arithmetic is in `smoothing_math.py`, which layers share channels in `channel_pairs.py`. A scale is folded into the
+norm or layer that makes the channels. Where it cannot be, because a residual sum or a GELU reads or makes them, it is
+applied only on request, as a multiplication in front of the layer.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, fx, nn
+from torch.nn.modules.conv import _ConvNd
+
+from sparsebit.execution.blocks.value_store import MIB, SharedData
+from sparsebit.execution.distributed import gather
+from sparsebit.numerics.rounding.layer_matrix import drawn_positions
+from sparsebit.progress import track
+from sparsebit.quantization.algorithms.registration import register_algorithm
+from sparsebit.quantization.algorithms.rescaling.channel_pairs import ChannelPair, Reader, changeable_layers
+from sparsebit.quantization.algorithms.rescaling.channel_pairs_limits import Limits, SeenValues
+from sparsebit.quantization.algorithms.rescaling.channel_pairs_math import along_inputs, input_sizes, largest_by_channel
+from sparsebit.quantization.algorithms.rescaling.channel_pairs_scaling import (
+    Factors,
+    FloatRuns,
+    float_runs,
+)
+from sparsebit.quantization.algorithms.rescaling.held_out_pairs import REVERTED
+from sparsebit.quantization.algorithms.rescaling.smoothing_math import capped_scale, relative_error, smoothing_scale
+from sparsebit.quantization.building.inserted_factors import InsertedFactor
+from sparsebit.quantization.calibrating.site_changes import insert_factors, remove_factors
+from sparsebit.quantization.model.quant_model import QuantModel
+from sparsebit.quantization.ops.layer_call import forward_with
+from sparsebit.quantization.ops.quant_opr import QIdentity, QShared, WeightedQuantOpr
+from sparsebit.quantization.quantizers.base import Quantizer
+
+log = logging.getLogger(__name__)
+
+# Up to 0.7: with more, channels that are larger in use than in calibration are clipped.
+ALPHAS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
+# Of the largest channel. MiniLM's first MLP has one that is 4 times the second largest.
+CAPS = (1 / 2, 1 / 4, 1 / 8)
+_NUM_IMAGES = 8
+
+
+@dataclass(frozen=True)
+class Smoothed:
+    """What became of one source of channels and the layers that read them.
+
+    `alpha`: how much of the difficulty went from activations to weights; None where nothing did by a power of the
+    channels' sizes. `cap`: channels larger than this share of the largest are made smaller until they are not; 1:
+    none. `before`, `after`: the squared error of the readers' outputs, relative to these, with inputs and weights
+    quantized; on the data.
+    `is_inserted`: the scale is a multiplication of its own. `reason`: why channels, or all, are as they were.
+    """
+
+    readers: tuple[str, ...]
+    num_channels: int
+    num_scaled: int
+    alpha: float | None
+    before: float
+    after: float
+    is_inserted: bool
+    reason: str
+    cap: float = 1.0
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """How scales are computed: by a power, or not (None); then by a cap, or not (1)."""
+
+    alpha: float | None
+    cap: float = 1.0
+
+    @property
+    def is_none(self) -> bool:
+        return self.alpha is None and self.cap == 1
+
+
+@register_algorithm("smooth")
+def smooth(
+    qmodel: QuantModel,
+    data: Any,
+    *,
+    alpha: Annotated[float, Field(ge=0, le=1)] | None = None,
+    insert: bool = False,
+    num_samples: Annotated[int, Field(ge=1)] = 512,
+    largest_scale: Annotated[float, Field(gt=1)] = 1000.0,
+    asym: bool = False,
+    memory_budget: int = 1024 * MIB,
+) -> dict[str, Smoothed]:
+    """Smooth the activations of a calibrated model, in place, on `data` (batches as for calibration, no labels).
+
+    Channels are scaled between a norm, a linear layer or a convolution and all the layers that read them: norm to
+    q/k/v and to the first linear of an MLP, v to the projection behind attention, up to down. The float model computes
+    the same afterwards, which is checked on the data. Ranges are calibrated again, on the same data. Gives what became
+    of each source of channels; one that stays as it was has the reason.
+
+    `alpha`: from 0 (equal weights) to 1 (equal activations), for all; None searches for each source the one with the
+    smallest error of the layers' outputs, then a cap for the few channels that are far larger than all others, and
+    keeps the channels as they are where nothing is better. `insert`: where a
+    scale cannot be folded, multiply in front of the linear layer, if that makes its error smaller by a tenth or more;
+    it costs one elementwise op at run time. `num_samples`: rows of activations (a handful of images) that the search
+    looks at. `largest_scale`: no channel is scaled by more than this. `asym`: as for `calc_qparams`, for the
+    calibration afterwards. `memory_budget`: bytes of values kept in memory.
+
+    >>> smooth(qmodel, batches)  # doctest: +SKIP
+    {'blocks.0.norm1': Smoothed(readers=('blocks.0.attn.qkv',), alpha=0.6, ...), ...}
+    """
+    with float_runs(qmodel, data, verb="smooth", asym=asym, memory_budget=memory_budget) as runs:
+        inserted = _insert(qmodel, runs) if insert else []
+        found: dict[str, Smoothed] = {}
+        try:
+            names = {f.name for f in inserted}
+            found = _smooth(runs, alpha, names, num_samples, largest_scale, memory_budget, asym=asym)
+        finally:
+            useless = [f.name for f in inserted if f.name not in found or not found[f.name].num_scaled]
+            remove_factors(qmodel, useless)
+    found = {name: result for name, result in found.items() if not (result.is_inserted and not result.num_scaled)}
+    _tell(found)
+    return found
+
+
+def _tell(found: dict[str, Smoothed]) -> None:
+    log.info("smoothing: %d of %d sources of channels", sum(s.num_scaled > 0 for s in found.values()), len(found))
+    for name, result in found.items():
+        shown = name, result.alpha, result.cap, result.before, result.after
+        log.debug("%s: alpha %s, cap %.3g, error %.4g, %.4g after", *shown)
+        if result.reason:
+            log.info("%s: not all channels are smoothed: %s", name, result.reason)
+
+
+def _smooth(
+    runs: FloatRuns,
+    alpha: float | None,
+    inserted: set[str],
+    num_samples: int,
+    largest: float,
+    memory_budget: int,
+    *,
+    asym: bool,
+) -> dict[str, Smoothed]:
+    pairs = runs.pairs()
+    num_learned = sum(not is_held for _, is_held in runs.judge.pieces)
+    clipped, seen = SeenValues(pairs, readers_of=()), SeenValues((), readers_of=pairs)
+    samples = _Samples(pairs, num_learned, num_samples, memory_budget)
+
+    def watch(node: fx.Node, value: Any) -> None:
+        clipped(node, value)
+        if not runs.is_held:
+            seen(node, value)
+            samples(node, value)
+
+    runs.observe(watch)
+    limits = {pair.name: clipped.limits(pair) for pair in pairs}
+    factors: Factors = {}
+    chosen: dict[str, tuple[_Choice, float, float]] = {}
+    for pair in track(pairs, "smoothing"):
+        values = seen.inputs(pair)
+        if values is None or not bool(limits[pair.name].is_free.any()):
+            continue
+        search = _Search(runs.root, pair, limits[pair.name], samples)
+        found = search.best(values.largest, alpha, largest)
+        chosen[pair.name] = found[:1] + found[2:]
+        if not found[0].is_none and (pair.name not in inserted or found[3] < 0.9 * found[2]):
+            factors[pair.name] = found[1]
+    samples.clear()
+    active = [pair for pair in pairs if pair.name in factors]
+    refused = runs.apply_proved(active, factors)
+
+    def change(chosen: Sequence[ChannelPair]) -> None:
+        runs.restore()
+        runs.apply(chosen, factors)
+
+    proved = [pair for pair in active if pair.name not in refused]
+    kept = {pair.name for pair in runs.keep_better(proved, change, asym=asym)}
+    refused |= {pair.name: REVERTED for pair in proved if pair.name not in kept}
+    results = {}
+    for pair in pairs:
+        is_scaled = pair.name in factors and pair.name not in refused
+        best, before, after = chosen.get(pair.name, (_Choice(None), 0.0, 0.0))
+        num_scaled = int((factors[pair.name] != 1).sum()) if is_scaled else 0
+        reason = "; ".join(filter(None, (pair.reason, limits[pair.name].reason, refused.get(pair.name, ""))))
+        results[pair.name] = Smoothed(
+            tuple(reader.name for reader in pair.readers),
+            pair.num_channels,
+            num_scaled,
+            best.alpha if is_scaled else None,
+            before,
+            after if is_scaled else before,
+            pair.name in inserted,
+            reason,
+            best.cap if is_scaled else 1.0,
+        )
+    return results
+
+
+# --- the search
+
+
+class _Samples:
+    """Watches a run: some of what each reader gets."""
+
+    def __init__(self, pairs: Sequence[ChannelPair], num_batches: int, num_samples: int, memory_budget: int) -> None:
+        self._store = SharedData(device_bytes=memory_budget, host_bytes=memory_budget)
+        self._num_batches, self._num_samples = num_batches, num_samples
+        self._seen: Counter[fx.Node] = Counter()
+        self._parts: dict[tuple[fx.Node, int], list[int]] = {}
+        self._wanted: dict[fx.Node, set[int]] = {}  # per node the dimensions of its readers' images
+        for reader in (reader for pair in pairs for reader in pair.readers):
+            self._wanted.setdefault(reader.node.all_input_nodes[0], set()).add(_num_dims(reader.layer))
+
+    def __call__(self, node: fx.Node, value: Any) -> None:
+        batch = self._seen[node]
+        self._seen[node] += 1
+        for num_dims in self._wanted.get(node, ()):
+            wanted = _NUM_IMAGES if num_dims else self._num_samples
+            # Of many batches only some, so that what is kept does not grow with their number.
+            stride = max(self._num_batches // wanted, 1)
+            if batch % stride:
+                continue
+            part = _chosen(value, num_dims, -(-wanted * stride // self._num_batches))
+            if len(part):
+                self._store.put((node, num_dims, batch), part)
+                self._parts.setdefault((node, num_dims), []).append(batch)
+
+    def of(self, reader: Reader) -> tuple[list[Tensor], list[Tensor]]:
+        """Two halves: one that ranges are found on, one that they are judged by. Images may differ in size."""
+        node, num_dims = reader.node.all_input_nodes[0], _num_dims(reader.layer)
+        parts = [self._store.get((node, num_dims, batch)) for batch in self._parts.get((node, num_dims), ())]
+        if len(parts) == 1 and len(parts[0]) > 1:
+            parts = [parts[0][::2], parts[0][1::2]]
+        return parts[::2], parts[1::2] or parts
+
+    def clear(self) -> None:
+        self._store.clear()
+
+
+def _num_dims(layer: nn.Module) -> int:
+    """Of the images that a convolution reads; 0 for a linear layer."""
+    return len(layer.kernel_size) if isinstance(layer, _ConvNd) else 0
+
+
+def _chosen(value: Tensor, num_dims: int, count: int) -> Tensor:
+    """About so many images, or rows of a linear layer's input, of one batch: a copy."""
+    if num_dims:
+        images = value[None] if value.ndim == num_dims + 1 else value
+        return images[:: max(len(images) // count, 1)][:count].clone()
+    rows = value.reshape(-1, value.shape[-1])
+    step = max(len(rows) // count, 1)
+    # Not every so-many-th: that would be the same token of each sentence.
+    return rows[drawn_positions(len(rows), step, rows.device)][:count]
+
+
+class _Search:
+    """The best factors of one pair, by the error of its readers' outputs.
+
+    Scales and ranges are found on one half of the samples, and judged on the other: with activations that are made
+    equal, every channel that is larger elsewhere is clipped.
+    """
+
+    def __init__(self, root: fx.GraphModule, pair: ChannelPair, limits: Limits, samples: _Samples) -> None:
+        self.pair, self.limits = pair, limits
+        self.trials = [_Trial(root, reader, *samples.of(reader)) for reader in pair.readers]
+
+    def best(self, inputs: Tensor, alpha: float | None, largest: float) -> tuple[_Choice, Tensor, float, float]:
+        """What is chosen, factors, the error before and after. `inputs`: channels' sizes. `alpha`: a fixed one.
+
+        The power first; then caps, beside the best power and beside none: where a single channel is far larger than
+        all others, a power that makes it small makes the weights of many others large.
+        """
+        weights = torch.zeros_like(inputs)
+        for reader in self.pair.readers:
+            sizes = input_sizes(reader.layer).to(inputs)
+            weights = torch.maximum(weights, largest_by_channel(sizes, reader.channels.long(), len(inputs)))
+        free, one = self.limits.is_free, torch.ones_like(inputs)
+        weights = torch.where(free, weights, 0.0)
+
+        def scale_of(sizes: Tensor, choice: _Choice) -> Tensor:
+            if choice.is_none:
+                return one
+            own = torch.where(free, sizes, 0.0)
+            scale = one if choice.alpha is None else smoothing_scale(own, weights, choice.alpha, largest)
+            if choice.cap < 1:
+                scale = capped_scale(scale, own, choice.cap, largest)
+            return torch.where(free, torch.maximum(scale, self.limits.smallest), one)
+
+        sampled = torch.stack([trial.input_sizes(len(inputs)) for trial in self.trials]).amax(0).to(inputs)
+        losses: dict[_Choice, float] = {}
+
+        def tried(choices: Iterable[_Choice]) -> _Choice:
+            for choice in choices:
+                if choice not in losses:
+                    losses[choice] = self.loss(scale_of(sampled, choice))
+            return min(losses, key=losses.__getitem__)  # of equal ones the first
+
+        before = self.loss(one)
+        if alpha is not None:
+            found = tried([_Choice(alpha)])
+        else:
+            found = tried(_Choice(share) for share in (None, *ALPHAS))
+            found = tried(_Choice(share, cap) for share in (found.alpha, None) for cap in CAPS)
+        return found, scale_of(inputs, found), before, losses[found]
+
+    def loss(self, scale: Tensor) -> float:
+        parts: list[float] = gather(sum(trial.error(scale) for trial in self.trials) / max(len(self.trials), 1))
+        return sum(parts) / len(parts)
+
+
+class _Trial:
+    """One reader on its samples: its float output, and its output when inputs and weight are scaled and quantized."""
+
+    def __init__(self, root: fx.GraphModule, reader: Reader, seen: list[Tensor], judged: list[Tensor]) -> None:
+        self.reader, self.seen, self.judged = reader, seen, judged
+        wrapper = root.get_submodule(str(reader.node.target))
+        self.weight_quantizer = wrapper.weight_quantizer if isinstance(wrapper, WeightedQuantOpr) else None
+        self.input_quantizer = _input_quantizer(root, reader.node, wrapper)
+        layer = reader.layer
+        self.weight, self.bias = layer.get_parameter("weight").detach(), layer._parameters.get("bias")
+        with torch.no_grad():
+            self.targets = [forward_with(layer, self.weight, self.bias, (x,), {}) for x in judged]
+
+    def input_sizes(self, num_channels: int) -> Tensor:
+        """How large each channel is where ranges are found, `(channels,)`."""
+        axis = -1 - len(self.reader.layer.kernel_size) if isinstance(self.reader.layer, _ConvNd) else -1
+        sizes = torch.stack([x.abs().movedim(axis, 0).flatten(1).amax(1) for x in self.seen]).amax(0)
+        return largest_by_channel(sizes.double(), self.reader.channels.long(), num_channels)
+
+    @torch.no_grad()
+    def error(self, scale: Tensor) -> float:
+        layer = self.reader.layer
+        factors = self.reader.factors(scale).to(self.weight)
+        scaled = [self.weight * along_inputs(layer, factors)]
+        weight = _quantized(self.weight_quantizer, scaled, scaled)[0]
+        spread = factors.reshape(-1, *([1] * len(layer.kernel_size))) if isinstance(layer, _ConvNd) else factors
+        seen, judged = ([x / spread for x in parts] for parts in (self.seen, self.judged))
+        inputs = _quantized(self.input_quantizer, seen, judged)
+        outputs = [forward_with(layer, weight, self.bias, (x,), {}) for x in inputs]
+        per_row = not isinstance(layer, _ConvNd)
+        errors = [relative_error(y, t, per_row=per_row) for y, t in zip(outputs, self.targets, strict=True)]
+        return sum(errors) / max(len(errors), 1)
+
+
+def _input_quantizer(root: fx.GraphModule, node: fx.Node, wrapper: nn.Module) -> Quantizer | None:
+    """The one that rounds what the layer reads; None where that stays in float."""
+    if isinstance(wrapper, WeightedQuantOpr) and not wrapper.input_quantizer.fake_fused:
+        return wrapper.input_quantizer
+    source = node.all_input_nodes[0]
+    front = root.get_submodule(str(source.target)) if source.op == "call_module" else None
+    if isinstance(front, (QIdentity, QShared)) and not front.input_quantizer.fake_fused:
+        return front.input_quantizer
+    return None
+
+
+def _quantized(quantizer: Quantizer | None, seen: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors on a grid like the quantizer's, calibrated on what was seen."""
+    if quantizer is None or quantizer.fake_fused:
+        return tensors
+    own = copy.deepcopy(quantizer)
+    own.observer.reset()
+    for tensor in seen:
+        own.update_observer(tensor)
+    own.calc_qparams()
+    own.use_quant, own.observing = True, False
+    return [own(tensor) for tensor in tensors]
+
+
+# --- scales that cannot be folded
+
+
+def _insert(qmodel: QuantModel, runs: FloatRuns) -> list[InsertedFactor]:
+    """Multiplications by one, in front of the linear layers whose input no norm or layer can scale."""
+    root, taken = runs.root, {name for name, _ in runs.root.named_modules()}
+    pairs = runs.pairs()
+    covered = {reader.node for pair in pairs if bool(pair.is_free.any()) for reader in pair.readers}
+    groups: dict[tuple[fx.Node, fx.Node | None], list[fx.Node]] = {}
+    for node in changeable_layers(root):
+        wrapper = root.get_submodule(str(node.target))
+        if node in covered or not isinstance(wrapper, WeightedQuantOpr) or not isinstance(wrapper.op, nn.Linear):
+            continue
+        (source,) = node.all_input_nodes
+        front = root.get_submodule(str(source.target)) if source.op == "call_module" else None
+        if isinstance(front, QShared) or _input_quantizer(root, node, wrapper) is None:
+            continue
+        key = (source.all_input_nodes[0], source) if isinstance(front, QIdentity) else (source, None)
+        groups.setdefault(key, []).append(node)
+    found = []
+    for (source, quantizer), layers in groups.items():
+        if quantizer is not None and set(quantizer.users) != set(layers):
+            continue  # others read the same grid
+        first = root.get_submodule(str(layers[0].target))
+        assert isinstance(first, WeightedQuantOpr) and isinstance(first.op, nn.Linear)
+        readers = [quantizer] if quantizer is not None else layers
+        name, number = f"smoothing_{layers[0].name}", 0
+        while name in taken:
+            number += 1
+            name = f"smoothing_{layers[0].name}_{number}"
+        found.append(InsertedFactor(name, source.name, tuple(n.name for n in readers), (first.op.in_features,)))
+    insert_factors(qmodel, found)
+    return found

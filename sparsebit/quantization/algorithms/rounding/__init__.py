@@ -1,0 +1,1 @@
+"""Rounding of weights on data: GPTQ, reconstruction, bias correction, batch norm tuning."""

@@ -1,0 +1,147 @@
+"""Batch-norm tuning as a step of `ALGORITHMS`: statistics taken again on the calibration data, then folded.
+
+Folding them is in `calibrating/fold_batchnorm.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from sparsebit.config.algorithm_steps import BATCHNORM_TUNING
+from sparsebit.errors import CalibrationError
+from sparsebit.execution.batches import calls
+from sparsebit.execution.norm_statistics import restarted_statistics
+from sparsebit.graph.patterns import is_itself
+from sparsebit.progress import track
+from sparsebit.quantization.algorithms.registration import register_algorithm
+from sparsebit.quantization.calibrating.float_values import forget_float_parameters, in_float
+from sparsebit.quantization.model.quant_model import QuantModel
+
+log = logging.getLogger(__name__)
+
+Method = Literal["difference", "replace"]
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+_TINY = 1e-30
+
+
+class Statistics(NamedTuple):
+    """Of a norm: each channel's mean and variance, and the number of batches."""
+
+    mean: Tensor
+    variance: Tensor
+    num_batches: Tensor
+
+
+@register_algorithm(BATCHNORM_TUNING, aliases=("bn_tuning",))
+@torch.no_grad()
+def tune_batchnorms(qmodel: QuantModel, data: Iterable[Any], *, method: Method = "difference") -> dict[str, float]:
+    """Take the statistics of batch norms again, with the calibrated model quantized, on `data` (batches as for
+    calibration, no labels), and fold the norms into their layers, in place.
+
+    Quantization shifts the means and variances that norms were trained with. Dropout stays off, so that two runs give
+    the same. The integers of the weights stay as they are. The model must have kept its norms: a config with
+    `ALGORITHMS: [batchnorm_tuning]` or `SCHEDULE.BN_TUNING: true` does that. It is the last step: behind it the float
+    model's statistics are gone.
+
+    `method`: "difference" runs the data through the float model too, and changes the trained means and variances such
+    that each norm's output has the mean and the variance that it has in the float model. "replace" takes the
+    statistics of the data as they are, as `batchnorm_tuning()` does: for data that is like what the norms were trained
+    on, augmentation included, and much of it.
+
+    Gives how far the mean of each norm moved: the largest of its channels, in standard deviations.
+
+    >>> tune_batchnorms(qmodel, batches)  # doctest: +SKIP
+    {'layer1.0.bn1': 0.12, ...}
+    """
+    norms = {name: module for name, module in qmodel.model.named_modules() if _has_statistics(module)}
+    if not norms:
+        remedy = qmodel.config.without_batchnorm_tuning
+        raise CalibrationError(
+            "batchnorm_tuning: no batch norm with running statistics is in the model, or they are folded; "
+            + (remedy or "set SCHEDULE.BN_TUNING: true, which keeps them from being folded when the model is built")
+        )
+    trained = {norm: _statistics(norm) for norm in norms.values()}
+    switches = {quantizer: quantizer.use_quant for quantizer in qmodel.quantizers()}
+    expected = trained
+    if method == "difference":
+        with in_float(qmodel):
+            expected = _float_statistics(qmodel, norms.values(), data)
+    after: dict[_BatchNorm, Statistics] = {}
+    try:
+        with qmodel.batchnorm_tuning():
+            _run(qmodel, norms.values(), data)
+            for norm in norms.values():
+                if method == "difference" and norm.num_batches_tracked:
+                    _store(norm, _corrected(trained[norm], expected[norm], _statistics(norm), norm.eps))
+                after[norm] = _statistics(norm)
+    finally:
+        for quantizer, is_on in switches.items():
+            quantizer.use_quant = is_on
+    forget_float_parameters(qmodel)
+    moved = {name: _moved(trained[norm], after[norm].mean, norm.eps) for name, norm in norms.items()}
+    log.info("batch-norm tuning: %d norms", len(moved))
+    return moved
+
+
+def _float_statistics(qmodel: QuantModel, norms: Iterable[_BatchNorm], data: Any) -> dict[_BatchNorm, Statistics]:
+    """Those of the float model on the data; the norms have their own again afterwards."""
+    before = {norm: _statistics(norm) for norm in norms}
+    try:
+        with restarted_statistics(qmodel.model, "batchnorm_tuning: no batch norm with running statistics"):
+            _run(qmodel, norms, data)
+        return {norm: _statistics(norm) for norm in norms}
+    finally:
+        for norm, statistics in before.items():
+            _store(norm, statistics)
+        qmodel.eval()
+
+
+def _run(qmodel: QuantModel, norms: Iterable[_BatchNorm], data: Any) -> None:
+    qmodel.eval()  # the norms alone take part in it: dropout would be random
+    for norm in norms:
+        norm.train()
+    try:
+        for args, kwargs in track(calls(data, qmodel.original, qmodel.device), "batch-norm tuning"):
+            qmodel(*args, **kwargs)
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise CalibrationError(
+            f"batchnorm_tuning: {error}; give batches of several samples (16 or more are better)"
+        ) from error
+
+
+def _has_statistics(module: nn.Module) -> TypeGuard[_BatchNorm]:
+    return is_itself(module, _BatchNorm) and module.running_mean is not None
+
+
+def _statistics(norm: _BatchNorm) -> Statistics:
+    mean, variance, count = (norm.get_buffer(name).detach().clone() for name in _BUFFERS)
+    return Statistics(mean, variance, count)
+
+
+def _store(norm: _BatchNorm, statistics: Statistics) -> None:
+    for name, value in zip(_BUFFERS, statistics, strict=True):
+        norm.get_buffer(name).copy_(value)
+
+
+def _corrected(trained: Statistics, expected: Statistics, seen: Statistics, eps: float) -> Statistics:
+    """Statistics with which the norm's output has the mean and the variance of the float model's.
+
+    With mean m and variance v of the float model on the data, m' and v' of the quantized one, and the trained M, V:
+    `V' + eps = (V + eps) v' / v` and `M' = m' - sqrt(v' / v) (m - M)`. A channel that is constant keeps its variance.
+    """
+    is_live = (expected.variance > 0) & (seen.variance > 0)
+    ratio = torch.where(is_live, seen.variance / expected.variance.clamp_min(_TINY), 1.0)
+    mean = seen.mean - ratio.sqrt() * (expected.mean - trained.mean)
+    return Statistics(mean, ((trained.variance + eps) * ratio - eps).clamp_min(0), seen.num_batches)
+
+
+def _moved(trained: Statistics, mean: Tensor, eps: float) -> float:
+    return float(((mean - trained.mean).abs() / (trained.variance + eps).sqrt()).max())

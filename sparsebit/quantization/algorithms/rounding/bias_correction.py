@@ -1,0 +1,136 @@
+"""Bias correction of a calibrated model: each layer's bias takes back what quantization shifts its mean output by.
+
+The arithmetic is in `bias_correction_math.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.parametrize import is_parametrized
+
+from sparsebit.errors import CalibrationError
+from sparsebit.execution.blocks.engine import BlockData
+from sparsebit.execution.blocks.value_store import MIB
+from sparsebit.execution.distributed import gather
+from sparsebit.numerics.rounding.layer_matrix import LayerMatrix, layer_matrix
+from sparsebit.quantization.algorithms.layer_visits import (
+    folder_name,
+    has_one_input,
+    input_of,
+    is_first_call,
+    num_owners,
+)
+from sparsebit.quantization.algorithms.registration import register_algorithm
+from sparsebit.quantization.algorithms.rounding.bias_correction_math import Means, analytic_shift, empirical_shift
+from sparsebit.quantization.model.quant_model import QuantModel
+from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
+
+log = logging.getLogger(__name__)
+
+Method = Literal["empirical", "analytic"]
+
+
+@register_algorithm("bias_correction")
+def correct_biases(
+    qmodel: QuantModel,
+    data: Any,
+    *,
+    method: Method = "analytic",
+    memory_budget: int = 1024 * MIB,
+    resume: str | os.PathLike[str] | None = None,
+) -> dict[str, float]:
+    """Correct the biases of a calibrated model on `data` (batches as for calibration, no labels), in place.
+
+    `method`: "analytic" is `(W - V) E[x]`, with the mean input of the float model: what the rounding of this layer's
+    weight shifts, alone. It is for weights that were rounded to nearest: after `gptq` the difference of the weights is
+    not the rounding. "empirical" measures each layer's output beside that of the float model, layer by layer, so that
+    the layers behind it see what is corrected: what weights and activations shift, together. Then every layer's mean is
+    that of the float model, but where a residual sum has drifted this can make the whole worse: compare the two.
+
+    Gives the largest correction of each layer. Layers without a bias stay as they are.
+    `resume`: a folder that keeps each finished layer; a run that was killed goes on after them.
+
+    >>> correct_biases(qmodel, batches)  # doctest: +SKIP
+    {'conv1': 0.031, ...}
+    """
+    owners = num_owners(qmodel.model)
+    found: dict[str, float] = {}
+
+    @torch.no_grad()
+    def visit(data: BlockData) -> None:
+        (layer,) = data.block.modules.values()
+        node = data.block.nodes[0]
+        if not isinstance(layer, WeightedQuantOpr) or not isinstance(layer.op, (nn.Linear, _ConvNd)):
+            return
+        bias = layer.op._parameters.get("bias")
+        if bias is None or is_parametrized(layer.op, "bias") or owners[id(bias)] > 1 or not is_first_call(node):
+            return
+        if method == "empirical":
+            shift = _measured_shift(layer, data)
+        else:
+            form = layer_matrix(layer.op)
+            if form is None or not has_one_input(node):
+                log.warning("%s: not a plain linear layer or convolution; its bias stays", data.block.name)
+                return
+            shift = _expected_shift(layer, form, data)
+        if not bool(shift.isfinite().all()):
+            raise CalibrationError(
+                f"{data.block.name}: its mean input or output is not finite; a batch has NaN or infinity"
+            )
+        # A second time the correction is that of the float model's bias, not one on top of the first.
+        kept, path = qmodel.float_parameters, f"{node.target}.op"
+        before = kept.get(f"{path}.bias") if method == "analytic" and kept.get(f"{path}.weight") is None else None
+        bias.copy_((bias if before is None else before.to(bias)) + shift.to(bias))
+        found[data.block.name] = float(shift.abs().max())
+        log.debug("%s: bias corrected by up to %.4g", data.block.name, found[data.block.name])
+
+    folder = None if resume is None else Path(resume) / folder_name("bias-correction", {"method": method})
+    qmodel.visit_blocks(data, visit, blocks="layers", memory_budget=memory_budget, resume=folder)
+    log.info("bias correction: %d layers", len(found))
+    return found
+
+
+def _measured_shift(layer: WeightedQuantOpr, data: BlockData) -> Tensor:
+    targets, outputs = Means(), Means()
+    for batch, (output,) in enumerate(data.outputs()):
+        axis = _channel_axis(layer.op, output)
+        targets.add(data.targets[batch][0], axis)
+        outputs.add(output, axis)
+    return empirical_shift(_merged(targets), _merged(outputs))
+
+
+def _expected_shift(layer: WeightedQuantOpr, form: LayerMatrix, data: BlockData) -> Tensor:
+    means, weight = Means(), layer.op.weight
+    assert isinstance(weight, Tensor)
+    for batch in range(data.num_batches):
+        x = input_of(data, data.float_inputs, batch)
+        num_samples = 1
+        if form.num_dims and x.ndim == form.num_dims + 2:  # of images: the mean image has the mean patches
+            num_samples, x = len(x), x.mean(0, keepdim=True)
+        for patches in form.patches(x):
+            means.add(patches.transpose(1, 2).flatten(0, 1), 0, weight=num_samples)
+    mean = _merged(means).value.reshape(form.groups, -1)  # (groups, columns)
+    original, rounded = (form.matrix(t.detach()).to(mean) for t in (weight, layer.weight_quantizer(weight)))
+    return analytic_shift(original, rounded, mean).flatten()
+
+
+def _channel_axis(op: nn.Module, output: Tensor) -> int:
+    return output.ndim - len(op.kernel_size) - 1 if isinstance(op, _ConvNd) else -1
+
+
+def _merged(means: Means) -> Means:
+    """Over all processes."""
+    states = gather(means.state())
+    if len(states) == 1:
+        return means
+    merged = Means()
+    for state in states:
+        merged.merge(Means.from_state(state))
+    return merged

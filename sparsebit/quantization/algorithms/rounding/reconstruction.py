@@ -1,0 +1,268 @@
+"""Reconstruction of a calibrated model: rounding, scales and biases are trained, block by block, such that each block's
+output stays near that of the float model.
+
+AdaRound, BRECQ, QDrop, AutoRound and distillation are settings of this one procedure (`METHODS`). The arithmetic is in
+`numerics/rounding/learned_rounding_math.py`, the training loop in `execution/blocks/training.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from sparsebit.errors import ConfigError
+from sparsebit.execution.blocks.engine import BatchValues, BlockData
+from sparsebit.execution.blocks.runner import Values
+from sparsebit.execution.blocks.training import Training, block_seed, mean_distance, squared_error, train_block
+from sparsebit.execution.blocks.value_store import MIB
+from sparsebit.execution.held_out import HoldOut
+from sparsebit.numerics.rounding.learned_codes import RoundingKind
+from sparsebit.quantization.algorithms.layer_visits import folder_name, num_owners, weights_outside
+from sparsebit.quantization.algorithms.registration import register_algorithm
+from sparsebit.quantization.algorithms.rounding.learned_sites import (
+    Rates,
+    Sites,
+    Wanted,
+    find_sites,
+    in_place,
+)
+from sparsebit.quantization.algorithms.rounding.output_sensitivity import OutputSensitivity
+from sparsebit.quantization.calibrating.block_visits import block_state, load_block_state
+from sparsebit.quantization.model.quant_model import QuantModel
+
+log = logging.getLogger(__name__)
+
+Method = Literal["adaround", "brecq", "qdrop", "autoround", "distill"]
+Unit = Literal["layers", "blocks", "network"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What makes one method different from another."""
+
+    unit: Unit
+    rounding: RoundingKind
+    learn_step_sizes: bool
+    learn_weight_scales: bool
+    learn_biases: bool
+    drop: float
+    fisher: bool
+
+
+# How far the rounding of a weight may be moved in all steps together, beside one code to the other: more makes the
+# signed steps oscillate between codes.
+_TRAVEL: dict[RoundingKind, float] = {"sigmoid": 5.0, "sign": 0.3, "latent": 0.8, "none": 0.0}
+_MARGIN = 1.5
+METHODS: dict[Method, Settings] = {
+    "adaround": Settings("layers", "sigmoid", False, False, False, 0.0, False),
+    "brecq": Settings("blocks", "sigmoid", True, False, False, 0.0, True),
+    "qdrop": Settings("blocks", "sigmoid", True, False, False, 0.5, False),
+    "autoround": Settings("blocks", "sign", False, True, False, 0.0, False),
+    "distill": Settings("network", "latent", True, True, True, 0.0, False),
+}
+
+
+@dataclass(frozen=True)
+class BlockReconstruction:
+    """The squared error of one block's output beside the float output's energy, before and after, and how many of the
+    weights' codes changed.
+
+    `before`, `after`: on the samples that it was learned from, as the block was and as it is now. `held_before`,
+    `held_after`: on the held-out samples, as the block was and as it was learned; None where no sample was held out.
+    `is_kept`: whether it is as it was learned; otherwise it was put back.
+    """
+
+    before: float
+    after: float
+    num_changed: int
+    held_before: float | None = None
+    held_after: float | None = None
+    is_kept: bool = True
+
+
+@dataclass(frozen=True)
+class _Options:
+    settings: Settings
+    training: Training
+    rates: Rates
+    penalty: float
+    hold_out: HoldOut
+
+
+@register_algorithm("reconstruct")
+def reconstruct(
+    qmodel: QuantModel,
+    data: Any,
+    *,
+    method: Method = "qdrop",
+    blocks: Unit | tuple[str, ...] | None = None,
+    steps: Annotated[int, Field(ge=1)] = 500,
+    batch_size: Annotated[int, Field(ge=1)] = 32,
+    rounding: RoundingKind | None = None,
+    lr: Annotated[float, Field(ge=0)] | None = None,
+    scale_lr: Annotated[float, Field(ge=0)] = 1e-3,
+    bias_lr: Annotated[float, Field(ge=0)] = 1e-3,
+    learn_step_sizes: bool | None = None,
+    learn_weight_scales: bool | None = None,
+    learn_biases: bool | None = None,
+    drop: Annotated[float, Field(ge=0, le=1)] | None = None,
+    fisher: bool | None = None,
+    float_share: Annotated[float, Field(ge=0, le=1)] = 0.0,
+    penalty: Annotated[float, Field(ge=0)] = 100.0,
+    patience: Annotated[int, Field(ge=0)] = 0,
+    bf16: bool = False,
+    held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.125,
+    views: Annotated[int, Field(ge=1)] = 1,
+    seed: int = 0,
+    memory_budget: int = 1024 * MIB,
+    resume: str | os.PathLike[str] | None = None,
+) -> dict[str, BlockReconstruction]:
+    """Train rounding and scales of a calibrated model, in place, on `data` (batches as for calibration, no labels).
+
+    Blocks are visited in order, each with the inputs that the quantized blocks in front of it give; gives what each one
+    gained. It begins with the codes that the weights have now, so it goes on from what `gptq` found. A block whose
+    error on samples that were held out did not fall stays as it was. Weights that cannot be learned (tied or computed
+    ones) stay too, and are logged.
+
+    `method`: a row of settings; each of them can be given by itself. "adaround": each layer, rounding alone. "brecq":
+    blocks, step sizes of activations too, errors weighted by `fisher`. "qdrop": blocks, step sizes too, with `drop`.
+    "autoround": blocks, sign-gradient rounding and scales of weights. "distill": the whole network, its weights (any
+    code), scales, step sizes and biases, against the outputs of the float model.
+
+    `blocks`: "layers", "blocks" (found in the graph), "network" (all at once, against the float model's outputs), or
+    module paths. `steps`: per block. `batch_size`: samples of a step. `rounding`: "sigmoid" (AdaRound), "sign"
+    (AutoRound), "latent" (the weights themselves, with straight-through gradients: any code), or "none" (codes stay).
+    `lr`: of the rounding, in codes; by default as much as moves a weight from one code to the other in all steps.
+    `scale_lr`: of step sizes and scales, as a share of them. `bias_lr`: of biases, beside the norm of the weight's
+    rows. `learn_step_sizes`: those of activations. `learn_weight_scales`, `learn_biases`: also these. `drop`: share of
+    each activation's elements that stay in float in a step. `fisher`: weigh the errors of a block's output by what they
+    change in the network's. `float_share`: share of the inputs' elements that come from the float model.
+    `penalty`: weight of the sigmoid rounding's regularizer. `patience`: stop a block when its loss has not fallen for
+    so many tenths of the steps; 0: never. `bf16`: compute in bfloat16 on a GPU. `held_out`: share of the samples that
+    nothing is learned from, and that decide which blocks stay as they were; at least 8 of them (or a quarter of all, if
+    that is less), at most 64. 0, or fewer than 4 samples: the samples that were learned from decide. `views`: learn
+    from so many views of each image: itself, and copies that are mirrored and shifted by up to an eighth. Inputs that
+    are not images, (N, C, H, W), have one. `seed`: two runs with one seed have equal bits. `memory_budget`: bytes of
+    activations in memory; others are on disk. `resume`: a folder that keeps each finished block; a run that was killed
+    goes on after them.
+
+    >>> reconstruct(qmodel, batches, method="brecq")  # doctest: +SKIP
+    {'layer1.0': BlockReconstruction(before=0.0398, after=0.0215, num_changed=412), ...}
+    """
+    wishes: dict[str, Any] = {
+        "rounding": rounding,
+        "drop": drop,
+        "fisher": fisher,
+        "learn_step_sizes": learn_step_sizes,
+    }
+    wishes |= {"learn_weight_scales": learn_weight_scales, "learn_biases": learn_biases}
+    settings = replace(METHODS[method], **{name: wish for name, wish in wishes.items() if wish is not None})
+    unit: Any = settings.unit if blocks is None else blocks
+    if not unit:
+        raise ConfigError("reconstruct(blocks=[]): name at least one module, or leave it out")
+    training = Training(steps, batch_size, seed, float_share, patience, bf16)
+    lr = _TRAVEL[settings.rounding] / steps if lr is None else lr
+    options = _Options(settings, training, Rates(lr, scale_lr, scale_lr, bias_lr), penalty, HoldOut(held_out, seed))
+    wanted = Wanted(settings.rounding, settings.learn_step_sizes, settings.learn_weight_scales, settings.learn_biases)
+    owners = num_owners(qmodel.model)
+    sensitivity = OutputSensitivity(memory_budget, seed) if settings.fisher and unit != "network" else None
+    found: dict[str, BlockReconstruction] = {}
+    reasons: dict[str, str] = {}
+    empty: list[str] = []
+
+    def visit(data: BlockData) -> None:
+        block = data.block
+        generator = torch.Generator().manual_seed(block_seed(seed, f"drop/{block.name}"))
+        sites = find_sites(block, wanted, owners, qmodel.float_parameters, settings.drop, generator, reasons)
+        if not sites.groups(options.rates):
+            empty.append(block.name)
+            return
+        extras = None if sensitivity is None else sensitivity.of(block)
+        found[block.name] = result = _reconstruct_block(data, sites, options, extras)
+        if sensitivity is not None:
+            sensitivity.drop(block)
+        log.debug("%s: %s", block.name, result)
+
+    name = folder_name("reconstruction", {**asdict(options), "blocks": unit, "views": views})
+    qmodel.visit_blocks(
+        data,
+        visit,
+        blocks=None if unit == "blocks" else unit,
+        memory_budget=memory_budget,
+        resume=None if resume is None else Path(resume) / name,
+        prepare=None if sensitivity is None else sensitivity.prepare,
+        hold_out=options.hold_out,
+        views=views,
+    )
+    reasons |= dict.fromkeys(weights_outside(qmodel.model), "untraced code calls its layer")
+    _tell(method, found)
+    if empty and not isinstance(unit, str):
+        log.warning("reconstruct(): nothing can be learned in %s: no quantized weight or step size", ", ".join(empty))
+    if reasons:
+        shown = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        log.warning("reconstruct() left %d weights as they were: %s", len(reasons), shown)
+    return found
+
+
+def _tell(method: Method, found: dict[str, BlockReconstruction]) -> None:
+    put_back = [name for name, result in found.items() if not result.is_kept]
+    log.info("%s: %d of %d blocks reconstructed", method, len(found) - len(put_back), len(found))
+    if put_back:
+        log.info("%s: these stay as they were, since their error did not fall: %s", method, ", ".join(put_back))
+    if len(put_back) * 2 > len(found) > 1:
+        log.warning(
+            "%s: %d of %d blocks stay as they were, since what was learned did not lower their error on other samples; "
+            "give more calibration samples",
+            *(method, len(put_back), len(found)),
+        )
+
+
+# --- one block
+
+
+def _reconstruct_block(
+    data: BlockData, sites: Sites, options: _Options, weights: BatchValues | None
+) -> BlockReconstruction:
+    """`weights`: of the errors of each element, for all batches of the run."""
+    state = {name: tensor.clone() for name, tensor in block_state(data.block).items()}
+    extras = None if weights is None else weights.part(data.batches)
+
+    def error(part: BlockData) -> float:
+        return mean_distance(part, squared_error, None if weights is None else weights.part(part.batches))
+
+    held_out = data.held_out
+    before, held_before = error(data), None if held_out is None else error(held_out)
+
+    def distance(outputs: Values, targets: Values, extras: Values) -> Tensor:
+        # Beside the error of the start, so that the penalty's weight fits every block.
+        return squared_error(outputs, targets, extras) / max(before, 1e-12)
+
+    def penalty(progress: float) -> Tensor | None:
+        found = [p for site in sites.weights if (p := site.learned.penalty(progress)) is not None]
+        return options.penalty * torch.stack(found).mean() if found else None
+
+    groups = sites.groups(options.rates)
+    with in_place(sites, list(data.block.modules.values())):
+        try:
+            train_block(data, groups, options.training, distance=distance, extras=extras, penalty=penalty)
+        except BaseException:
+            load_block_state(data.block, state)  # biases are trained in place
+            raise
+    num_changed = sites.store()
+    after, held_after = error(data), None if held_out is None else error(held_out)
+    if held_before is not None and held_after is not None:
+        is_kept = held_after < held_before
+    else:
+        # What was fitted to the same data before looks better on it than it is: compare with a margin then.
+        is_kept = after < before * (_MARGIN if sites.were_fitted else 1.0)
+    if not is_kept:
+        load_block_state(data.block, state)
+        after, num_changed = before, 0
+    return BlockReconstruction(before, after, num_changed, held_before, held_after, is_kept)

@@ -1,0 +1,1 @@
+"""The plan as modules: quantizers and quantized ops in the graph."""

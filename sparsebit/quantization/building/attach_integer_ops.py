@@ -1,0 +1,266 @@
+"""Layers and adds that the runtime executes in integers get its arithmetic: int32 biases, its kernels' own steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, fx, nn
+
+from sparsebit.deploy.runtimes import RuntimeProfile
+from sparsebit.graph.capture import Captured
+from sparsebit.graph.op_table import bias_argument, input_argument, row_of
+from sparsebit.graph.region import Region
+from sparsebit.graph.values import static_values
+from sparsebit.numerics.spec import PerChannel
+from sparsebit.quantization.ops.bias import BiasRounding
+from sparsebit.quantization.ops.integer_ops import (
+    IntegerAdd,
+    IntegerHardSigmoid,
+    IntegerLayer,
+    IntegerMultiply,
+    IntegerProduct,
+)
+from sparsebit.quantization.ops.quant_opr import (
+    FunctionalWeightedQuantOpr,
+    GatedQuantOpr,
+    QIdentity,
+    QShared,
+    QuantOpr,
+    WeightedQuantOpr,
+)
+from sparsebit.quantization.ops.repeated_calls import CallArithmetic, CallArithmetics
+from sparsebit.quantization.planning.sites import split_site
+from sparsebit.quantization.quantizers.base import Quantizer, rounds_by_operator
+
+_LAYERS = frozenset({"conv", "linear", "addmm"})
+_BINARY = {"add": IntegerAdd, "mul": IntegerProduct}
+_CLIPS = frozenset({"relu", "relu6", "hardtanh"})  # they commute with rounding on a grid that holds their ends
+
+
+def attach_integer_ops(captured: Captured, profile: RuntimeProfile) -> None:
+    """In place, after the quantizers are there; nothing where the runtime adds biases in float.
+
+    What an earlier call attached is removed first: quantizers may have been replaced since.
+    """
+    if profile.bias != "int32":
+        return
+    seen_biases = _detach(captured)
+    is_exact = profile.executes == "onnxruntime"
+    calls: dict[WeightedQuantOpr, list[_Call]] = {}
+    for region in captured.regions.values():
+        constants = _constants(region)
+        for node in list(region.graph_module.graph.nodes):
+            layer = _module(node, region)
+            if isinstance(layer, WeightedQuantOpr):
+                source = _input_quantizer(node, layer, region)
+                front = _module(_input_of(node, layer), region)
+                calls.setdefault(layer, []).append(_Call(source, _output_quantizer(node, region), front))
+            elif isinstance(layer, FunctionalWeightedQuantOpr):
+                source = _input_quantizer(node, layer, region)
+                if source is not None and _fits(layer, source) and _adds_plainly(node, layer, constants):
+                    output = _output_quantizer(node, region) if is_exact else None
+                    has_bias = bias_argument(layer.row, node.args, node.kwargs) is not None
+                    _attach(layer, source, output, has_bias=has_bias, is_exact=is_exact)
+            elif isinstance(layer, GatedQuantOpr) and is_exact:
+                _attach_product(node, layer, region)
+            elif is_exact:
+                _attach_binary(node, region)
+        region.graph_module.recompile()
+    for loose in captured.loose.values():
+        if isinstance(loose.module, WeightedQuantOpr):
+            source = loose.module.input_quantizer
+            calls.setdefault(loose.module, []).append(_Call(None if source.fake_fused else source))
+    for layer, those in calls.items():
+        _attach_calls(layer, those, is_exact=is_exact)
+    for functional, bias in seen_biases.items():
+        if functional.bias_rounding is not None:
+            functional.bias_rounding.seen = bias
+
+
+def make_room_for_biases(model: nn.Module) -> None:
+    """Raise scales of weights where a layer's bias would not fit into int32 otherwise."""
+    for layer in model.modules():
+        if isinstance(layer, (WeightedQuantOpr, FunctionalWeightedQuantOpr)):
+            bias = layer.stored_bias()
+            for rounding, _ in layer.arithmetics:
+                if bias is not None and rounding is not None:
+                    rounding.make_room(bias)
+
+
+def _detach(captured: Captured) -> dict[FunctionalWeightedQuantOpr, Tensor]:
+    """Remove what `attach_integer_ops` has put into graphs and layers; gives the biases that calibration has seen."""
+    seen: dict[FunctionalWeightedQuantOpr, Tensor] = {}
+    layers = [loose.module for loose in captured.loose.values()]
+    for region in captured.regions.values():
+        for node in region.graph_module.graph.nodes:
+            module = _module(node, region)
+            if isinstance(module, IntegerAdd):
+                region.graph_module.delete_submodule(str(node.target))
+                node.op = "call_method" if isinstance(module.op, str) else "call_function"
+                node.target = module.op
+            elif isinstance(module, nn.Module):
+                layers.append(module)
+    for layer in layers:
+        if isinstance(layer, FunctionalWeightedQuantOpr) and (bias := layer.stored_bias()) is not None:
+            seen[layer] = bias
+        if isinstance(layer, (WeightedQuantOpr, FunctionalWeightedQuantOpr)):
+            layer.bias_rounding = layer.integer = layer.per_call = None
+        elif isinstance(layer, GatedQuantOpr):
+            layer.product = layer.hard_gate = None
+        elif isinstance(layer, (QIdentity, QShared)):
+            layer.notes_grid = False
+    return seen
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The quantizers of a call's input and output; `front`: the module that gives the input."""
+
+    source: Quantizer | None
+    output: Quantizer | None = None
+    front: object = None
+
+
+def _attach_calls(layer: WeightedQuantOpr, calls: list[_Call], *, is_exact: bool) -> None:
+    """All calls have a quantized input, or none is in integers."""
+    outputs: dict[Quantizer, Quantizer | None] = {}
+    for call in calls:
+        if call.source is None or not _fits(layer, call.source):
+            return
+        outputs[call.source] = call.output if outputs.get(call.source, call.output) is call.output else None
+    has_bias = layer.stored_bias() is not None
+    if len(outputs) == 1:
+        source, output = next(iter(outputs.items()))
+        _attach(layer, source, output, has_bias=has_bias, is_exact=is_exact)
+        return
+    for call in calls:
+        if isinstance(call.front, (QIdentity, QShared)):
+            call.front.notes_grid = True
+    made = [_arithmetic(layer, *pair, has_bias=has_bias, is_exact=is_exact) for pair in outputs.items()]
+    layer.per_call = CallArithmetics([CallArithmetic(source, *one) for source, one in zip(outputs, made, strict=True)])
+    layer.train(layer.training)
+
+
+def _attach(
+    layer: WeightedQuantOpr | FunctionalWeightedQuantOpr,
+    source: Quantizer,
+    output: Quantizer | None,
+    *,
+    has_bias: bool,
+    is_exact: bool,
+) -> None:
+    layer.bias_rounding, layer.integer = _arithmetic(layer, source, output, has_bias=has_bias, is_exact=is_exact)
+    layer.train(layer.training)
+
+
+def _arithmetic(
+    layer: WeightedQuantOpr | FunctionalWeightedQuantOpr,
+    source: Quantizer,
+    output: Quantizer | None,
+    *,
+    has_bias: bool,
+    is_exact: bool,
+) -> tuple[BiasRounding | None, IntegerLayer | None]:
+    name, _ = split_site(layer.weight_quantizer.name)
+    rounding = BiasRounding(f"{name}.bias", source, layer.weight_quantizer) if has_bias else None
+    return rounding, IntegerLayer(source, layer.weight_quantizer, output) if is_exact else None
+
+
+def _constants(region: Region) -> set[fx.Node]:
+    """Values that the file can hold as they are: made of parameters alone, and quantized nowhere on the way."""
+    static, found = static_values(region.graph_module.graph), set()
+    for node in region.graph_module.graph.nodes:
+        if node in static and all(source in found for source in node.all_input_nodes):
+            module = _module(node, region)
+            if not isinstance(module, nn.Module) or not any(isinstance(part, Quantizer) for part in module.modules()):
+                found.add(node)
+    return found
+
+
+def _adds_plainly(node: fx.Node, layer: FunctionalWeightedQuantOpr, constants: set[fx.Node]) -> bool:
+    """Whether the call is `x @ weight + bias` without factors, and a bias, if there is one, is constant.
+
+    A kernel takes its int32 bias from the file, and no QuantizeLinear makes one: a bias that depends on the input stays
+    float, and with it the layer.
+    """
+    place = bias_argument(layer.row, node.args, node.kwargs)
+    bias = node.kwargs[place] if isinstance(place, str) else None if place is None else node.args[place]
+    factors = (node.kwargs.get(name, 1) for name in ("alpha", "beta"))
+    return (bias is None or bias in constants) and all(factor == 1 for factor in factors)
+
+
+def _attach_binary(node: fx.Node, region: Region) -> None:
+    """In `add(QIdentity, QIdentity) + relu + QIdentity`; `mul` likewise."""
+    root = region.graph_module
+    row = row_of(node, root) if node.op in ("call_function", "call_method") else None
+    if row is None or row.name not in _BINARY or len(node.args) != 2 or node.kwargs:
+        return
+    left, right = (_quantizer_of(source, region) for source in node.args)
+    output = _output_quantizer(node, region)
+    if left is None or right is None or output is None or hasattr(root, node.name):
+        return
+    if any(q.spec.granularity.kind != "tensor" or q.spec.bits != 8 for q in (left, right, output)):
+        return
+    root.add_submodule(node.name, _BINARY[row.name](node.target, left, right, output).train(root.training))
+    node.op, node.target = "call_module", node.name
+
+
+def _attach_product(node: fx.Node, layer: GatedQuantOpr, region: Region) -> None:
+    source, output = _input_quantizer(node, layer, region), _output_quantizer(node, region)
+    if source is not None and output is not None:
+        layer.product = IntegerMultiply(source, layer.gate_quantizer, output).train(layer.training)
+    if source is not None and layer.row.name == "hardswish":
+        layer.hard_gate = IntegerHardSigmoid(source, layer.gate_quantizer).train(layer.training)
+
+
+def _module(node: object, region: Region) -> object:
+    if not isinstance(node, fx.Node) or node.op != "call_module":
+        return None
+    return region.graph_module.get_submodule(str(node.target))
+
+
+def _quantizer_of(source: object, region: Region) -> Quantizer | None:
+    """The quantizer that alone made this value."""
+    module = _module(source, region)
+    return module.input_quantizer if isinstance(module, (QIdentity, QShared)) else None
+
+
+def _input_quantizer(node: fx.Node, layer: QuantOpr, region: Region) -> Quantizer | None:
+    """The quantizer inside the layer, or the one that stands alone right in front of it."""
+    if not layer.input_quantizer.fake_fused:
+        return layer.input_quantizer
+    return _quantizer_of(_input_of(node, layer), region)
+
+
+def _input_of(node: fx.Node, layer: QuantOpr) -> object:
+    is_module = not isinstance(layer, FunctionalWeightedQuantOpr)
+    place = input_argument(layer.row, node.args, node.kwargs, is_module=is_module)
+    return None if place is None else node.kwargs[place] if isinstance(place, str) else node.args[place]
+
+
+def _output_quantizer(node: fx.Node, region: Region) -> Quantizer | None:
+    """The quantizer behind the op, with at most clipping in between."""
+    while len(node.users) == 1:
+        node = next(iter(node.users))
+        found = _quantizer_of(node, region)
+        if found is not None:
+            return found
+        row = row_of(node, region.graph_module)
+        if row is None or row.name not in _CLIPS:
+            return None
+    return None
+
+
+def _fits(layer: WeightedQuantOpr | FunctionalWeightedQuantOpr, quantizer: Quantizer) -> bool:
+    """One scale for the input, at most one per output channel for the weight, both of 8 bits or fewer."""
+    weight, activation = layer.weight_quantizer.spec, quantizer.spec
+    return (
+        layer.row.name in _LAYERS
+        and all(rounds_by_operator(q) for q in (layer.weight_quantizer, quantizer))
+        and not layer.weight_quantizer.fake_fused
+        and activation.granularity.kind == "tensor"
+        and (weight.granularity.kind == "tensor" or weight.granularity == PerChannel(layer.row.channel_axis))
+        and weight.symmetric
+        and weight.format == "integer"
+        and max(weight.bits, activation.bits) <= 8
+    )

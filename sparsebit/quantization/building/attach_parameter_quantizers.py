@@ -1,0 +1,294 @@
+"""Quantizers for weights that no op of the graph owns: stacked experts, gates of recurrent layers, factors in own code.
+
+A parameter is a weight where a matrix product reads it. In a graph that is seen from the nodes; in a module's own code
+(and in ops that are not registered) it is observed in one forward on the example inputs. Without an example a sizeable
+stack of matrices is taken to be weights. Scales are per output channel, of each matrix of a stack its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from sparsebit.config.schema import QuantConfig, WeightConfig
+from sparsebit.errors import SpecError
+from sparsebit.graph.capture import Captured
+from sparsebit.graph.captured_block import CapturedBlock
+from sparsebit.graph.graph_module import source_path
+from sparsebit.graph.leaf_policy import LeafPolicy
+from sparsebit.graph.op_rows import OpKind
+from sparsebit.graph.op_table import row_of, row_of_module
+from sparsebit.graph.rewrite import insert_module_after
+from sparsebit.numerics.spec import PerChannel, PerGroup, PerTensor, TensorSpec, num_rows
+from sparsebit.quantization.building.attach_quantizers import quantizer_of
+from sparsebit.quantization.building.parameter_sites import owned_parameters, quantizers_of_parameters
+from sparsebit.quantization.ops.parameter_reads import QuantizedParameter, read_quantized
+from sparsebit.quantization.ops.parameter_use import axis_of, observe_use
+from sparsebit.quantization.planning.float_reasons import SWITCHED_OFF, TABLE, UNCALLED, UNEXPLAINED
+from sparsebit.quantization.planning.sites import LEFT_OUT, Plan, Site, site_of, spec_of
+
+# Of all parameters: a smaller stack that no example explains is no weight worth a guess.
+SIZEABLE = 0.01
+PRODUCTS: dict[str, tuple[int | None, ...]] = {"matmul": (-1, -2), "bmm": (-1, -2), "baddbmm": (None, -1, -2)}
+# Backends without a form for an integer weight in front of a float op.
+_INTEGER_LAYERS_ONLY = frozenset({"tensorrt"})
+
+
+@dataclass
+class _Candidate:
+    """A parameter without a quantizer. `axis`: along which products sum it up; `channel_axis`: of a convolution's
+    kernel; `reads`: where graphs read it.
+    """
+
+    path: str
+    name: str
+    owner: nn.Module
+    parameter: Tensor
+    axis: int | None = None
+    channel_axis: int | None = None
+    is_watched: bool = False  # whether code reads it that only an example explains
+    reads: list[tuple[fx.GraphModule, fx.Node]] = field(default_factory=list)
+
+    @property
+    def site(self) -> str:
+        return f"{self.path}.{self.name}" if self.path else self.name
+
+    @property
+    def is_weight(self) -> bool:
+        return self.axis is not None or self.channel_axis is not None
+
+
+@dataclass
+class _Notes:
+    """What is added to the plan."""
+
+    floats: dict[str, str]
+    given: Plan | None
+    sites: dict[str, Site] = field(default_factory=dict)
+    layers: list[str] = field(default_factory=list)
+
+    def note(self, candidate: _Candidate, reason: str) -> None:
+        if candidate.path not in self.floats:  # that of the whole layer says more
+            self.floats[candidate.site] = reason
+
+
+def attach_parameter_quantizers(captured: Captured, plan: Plan, example: Any = None, given: Plan | None = None) -> Plan:
+    """Put them into the captured model, in place; gives the plan with their sites, and why the others stay float.
+
+    `given`: a plan that says what is quantized, and how.
+    """
+    config, notes = plan.config, _Notes(dict(plan.floats), given)
+    candidates = _candidates(captured, notes, config)
+    watched = {c.site: c.parameter for c in candidates if c.is_watched and c.axis is None}
+    if watched and example is not None:
+        use = observe_use(watched, captured.model, *example)
+        for candidate in candidates:
+            candidate.axis = use.summed.get(candidate.site, candidate.axis)
+            candidate.channel_axis = use.channels.get(candidate.site)
+            if not candidate.is_weight and candidate.is_watched:
+                notes.note(candidate, TABLE)
+    elif watched:
+        _guess(candidates, captured, notes)
+    chosen: dict[int, dict[str, QuantizedParameter]] = {}
+    owners: dict[int, nn.Module] = {}
+    for candidate in candidates:
+        if not candidate.is_weight:
+            continue
+        quantized = _quantized(candidate, notes, config)
+        if quantized is None:
+            continue
+        owners[id(candidate.owner)] = candidate.owner
+        chosen.setdefault(id(candidate.owner), {})[candidate.name] = quantized
+        for root, node in candidate.reads:
+            _insert(root, node, quantized)
+    for key, owner in owners.items():
+        read_quantized(owner, chosen[key])
+    for region in captured.regions.values():
+        region.graph_module.recompile()
+    sites, layers = {**plan.sites, **notes.sites}, (*plan.layers, *notes.layers)
+    return dataclasses.replace(plan, sites=sites, floats=notes.floats, layers=layers)
+
+
+# --- which parameters
+
+
+def _candidates(captured: Captured, notes: _Notes, config: QuantConfig) -> list[_Candidate]:
+    known = quantizers_of_parameters(captured.model)
+    policy = LeafPolicy(skip=config.SKIP_TRACE_MODULES, untouched=captured.untouched)
+    found: dict[int, _Candidate] = {}
+    for path, region in captured.regions.items():
+        root = region.graph_module
+        for node in root.graph.nodes:
+            parameter = attrgetter(str(node.target))(root) if node.op == "get_attr" else None
+            if isinstance(parameter, nn.Parameter) and id(parameter) not in known and is_matrix(parameter):
+                inner, _, name = source_path(str(node.target)).rpartition(".")
+                owner = region.source.get_submodule(inner)
+                full = ".".join(part for part in (path, inner) if part)
+                candidate = found.setdefault(id(parameter), _Candidate(full, name, owner, parameter))
+                candidate.reads.append((root, node))
+                _look_at_readers(candidate, node, root)
+    for owned in owned_parameters(captured.model):
+        if id(owned.parameter) in known or id(owned.parameter) in found or not is_matrix(owned.parameter):
+            continue
+        is_fixed = isinstance(owned.owner, (fx.GraphModule, torch.jit.ScriptModule))  # nothing is put into these
+        if owned.layer is not None or is_fixed or type(owned.owner) in (nn.Module, CapturedBlock):
+            if owned.layer is None:
+                notes.floats.setdefault(owned.full_name, UNCALLED)
+            continue
+        candidate = _Candidate(owned.path, owned.name, owned.owner, owned.parameter)
+        row = row_of_module(owned.owner)
+        if row is not None and row.name == "recurrent":
+            candidate.axis = 1 if owned.name.startswith("weight") else None
+        else:
+            candidate.is_watched = row is None or row.kind is OpKind.FLOAT
+        found[id(owned.parameter)] = candidate
+    return [c for c in found.values() if not _is_left_alone(c, policy)]
+
+
+def is_matrix(parameter: Tensor) -> bool:
+    """Whether it may be a weight: two axes or more are longer than 1."""
+    return parameter.is_floating_point() and sum(size > 1 for size in parameter.shape) >= 2
+
+
+def _is_left_alone(candidate: _Candidate, policy: LeafPolicy) -> bool:
+    """Whether the user keeps its module in float."""
+    parts = candidate.path.split(".")
+    above = [".".join(parts[: end + 1]) for end in range(len(parts))]
+    return any(policy.is_skipped(path) for path in above)
+
+
+def _look_at_readers(candidate: _Candidate, node: fx.Node, root: fx.GraphModule) -> None:
+    """Follow the parameter through ops that move values to a product; its operand, on the meta device, has its axes."""
+    meta = torch.empty_strided(
+        candidate.parameter.shape, candidate.parameter.stride(), dtype=candidate.parameter.dtype, device="meta"
+    )
+    todo: list[tuple[fx.Node, Any]] = [(node, meta)]
+    while todo:
+        source, value = todo.pop()
+        for user in source.users:
+            row = row_of(user, root)
+            if row is not None and row.name in PRODUCTS:
+                axis = _operand_axis(user, source, PRODUCTS[row.name])
+                found = axis_of(meta, value, axis) if axis is not None and isinstance(value, Tensor) else None
+                candidate.axis = found if candidate.axis is None else candidate.axis
+                candidate.is_watched |= found is None
+            elif row is not None and row.kind is OpKind.TRANSPARENT:
+                todo.append((user, _moved(user, source, value)))
+            elif row is not None and row.name == "einsum":
+                axis = _summed_by_einsum(user, source)
+                found = axis_of(meta, value, axis) if axis is not None and isinstance(value, Tensor) else None
+                candidate.axis = found if candidate.axis is None else candidate.axis
+                candidate.is_watched |= found is None
+            elif row is None and user.op != "output":
+                candidate.is_watched = True
+
+
+def _summed_by_einsum(user: fx.Node, source: fx.Node) -> int | None:
+    """The operand's axis, counted from its end, that the equation sums up; None where that is not one axis."""
+    equation, *operands = user.args
+    if not isinstance(equation, str) or "." in equation or "->" not in equation or operands.count(source) != 1:
+        return None
+    inputs, output = equation.replace(" ", "").split("->")
+    letters = inputs.split(",")[operands.index(source)]
+    summed = [index for index, letter in enumerate(letters) if letter not in output and inputs.count(letter) > 1]
+    return summed[0] - len(letters) if len(summed) == 1 else None
+
+
+def _operand_axis(user: fx.Node, source: fx.Node, axes: tuple[int | None, ...]) -> int | None:
+    return next((axis for axis, operand in zip(axes, user.args, strict=False) if operand is source), None)
+
+
+def _moved(user: fx.Node, source: fx.Node, value: Any) -> Any:
+    """What the op makes of the operand on the meta device; None where other values of the graph decide that."""
+    if len(user.all_input_nodes) != 1 or not isinstance(value, Tensor):
+        return None
+    args, kwargs = fx.map_arg((user.args, user.kwargs), lambda node: value)
+    try:
+        if user.op == "call_method":
+            return getattr(args[0], str(user.target))(*args[1:], **kwargs)
+        return user.target(*args, **kwargs) if callable(user.target) else None
+    except Exception:  # an op that has no form on the meta device: nothing is known then
+        return None
+
+
+def _guess(candidates: list[_Candidate], captured: Captured, notes: _Notes) -> None:
+    """Without an example: sizeable stacks of matrices `[n, out, in]`, or `[n, in, out]` where the module says
+    `is_transposed`.
+    """
+    total = sum(owned.parameter.numel() for owned in owned_parameters(captured.model))
+    sizes: Counter[tuple[type[nn.Module], str]] = Counter()
+    for candidate in candidates:
+        sizes[type(candidate.owner), candidate.name] += candidate.parameter.numel()
+    for candidate in candidates:
+        if candidate.axis is not None or not candidate.is_watched:
+            continue
+        is_sizeable = sizes[type(candidate.owner), candidate.name] >= SIZEABLE * total
+        if candidate.parameter.ndim == 3 and min(candidate.parameter.shape) > 1 and is_sizeable:
+            candidate.axis = 1 if getattr(candidate.owner, "is_transposed", False) is True else 2
+        else:
+            notes.note(candidate, UNEXPLAINED)
+
+
+# --- how
+
+
+def _quantized(candidate: _Candidate, notes: _Notes, config: QuantConfig) -> QuantizedParameter | None:
+    name = candidate.site
+    notes.layers += [name, candidate.path]
+    if config.BACKEND in _INTEGER_LAYERS_ONLY:
+        notes.floats[name] = f"{config.BACKEND} takes quantized weights in its integer layers only"
+        return None
+    wanted = _config_of(candidate, config)
+    if wanted.QUANTIZER.DISABLE:
+        notes.floats[name] = SWITCHED_OFF[0]
+        return None
+    if notes.given is not None and name not in notes.given:
+        notes.floats[name] = LEFT_OUT
+        return None
+    try:
+        site = site_of(name, wanted, 0).replace(spec=_spec(wanted, candidate))
+        site = site if notes.given is None else notes.given[name]
+        # The runtime reads it as float numbers: any format will do.
+        num_scales = num_rows(candidate.parameter.shape, site.spec.granularity)
+        quantizer = quantizer_of(site, "virtual", num_scales)
+    except SpecError as error:
+        notes.floats[name] = str(error)
+        return None
+    notes.sites[name] = site
+    return QuantizedParameter(candidate.owner, candidate.name, candidate.path, quantizer)
+
+
+def _config_of(candidate: _Candidate, config: QuantConfig) -> WeightConfig:
+    """Under the parameter's name; where no glob matches that, under its module's."""
+    found = config.resolve("W", candidate.site)
+    return found if found != config.resolve("W", "") else config.resolve("W", candidate.path)
+
+
+def _spec(config: WeightConfig, candidate: _Candidate) -> TensorSpec:
+    """Per channel: a scale for each run along the axis that products sum up, so that every output has its own."""
+    if candidate.axis is None:
+        assert candidate.channel_axis is not None
+        return spec_of(config, candidate.channel_axis)
+    shape, axis = candidate.parameter.shape, candidate.axis
+    granularity: PerTensor | PerChannel | PerGroup = PerTensor()
+    if config.granularity == "group":
+        granularity = PerGroup(axis, config.QUANTIZER.GROUP_SIZE)
+    elif config.granularity == "channel":
+        granularity = PerChannel(1 - axis) if len(shape) == 2 else PerGroup(axis, shape[axis])
+    return TensorSpec(config.QUANTIZER.BIT, config.symmetric, granularity)
+
+
+def _insert(root: fx.GraphModule, node: fx.Node, quantized: QuantizedParameter) -> None:
+    name = str(node.target).replace(".", "_") + "_quantized"
+    while hasattr(root, name):
+        name += "_"
+    readers = list(node.users)
+    behind = insert_module_after(root, node, name, quantized)
+    for reader in readers:
+        reader.replace_input_with(node, behind)

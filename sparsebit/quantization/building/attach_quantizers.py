@@ -1,0 +1,252 @@
+"""Puts the quantizers of a plan into the graphs: inside wrapped ops, or alone as a `QIdentity`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from torch import fx, nn
+
+from sparsebit.config.targets import ACTIVATION, Target
+from sparsebit.graph.capture import Captured
+from sparsebit.graph.graph_module import CapturedGraph
+from sparsebit.graph.hidden_writes import code_may_write
+from sparsebit.graph.op_rows import OpKind
+from sparsebit.graph.op_table import row_of
+from sparsebit.graph.region import Region
+from sparsebit.graph.rewrite import insert_module_after, insert_module_before
+from sparsebit.graph.values import copied
+from sparsebit.numerics.spec import PerTensor, TensorSpec, num_rows
+from sparsebit.quantization.ops.layer_call import at_rest
+from sparsebit.quantization.ops.quant_opr import (
+    FunctionalWeightedQuantOpr,
+    GatedQuantOpr,
+    QIdentity,
+    QShared,
+    QuantOpr,
+    WeightedQuantOpr,
+)
+from sparsebit.quantization.planning.divisors import divisor_makers, reads_as_divisor
+from sparsebit.quantization.planning.masks import SOFTMAX, before_softmax
+from sparsebit.quantization.planning.placement import AloneAt, InsideOf, Placement, RegionPlacement, SharedAt
+from sparsebit.quantization.planning.sites import Plan, Site
+from sparsebit.quantization.planning.writes import Writes
+from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.quantization.quantizers.registration import build_quantizer
+
+
+def attach_quantizers(captured: Captured, plan: Plan, placement: Placement) -> None:
+    """Put every planned quantizer into the captured model, in place; a site that the plan lacks stays in float."""
+    maker = _Maker(plan)
+    writes_outside = code_may_write(captured.model) or any(
+        _writes_behind_code(region.graph_module) for region in captured.regions.values()
+    )
+    for path, region in captured.regions.items():
+        placed = placement.regions[path]
+        _RegionAttacher(path, region, placed, maker, writes_outside=bool(path) and writes_outside).attach()
+    for path, loose in captured.loose.items():
+        planned = placement.loose.get(path)
+        if planned is not None:
+            wrapped = maker.wrap(loose.module, planned)
+            wrapped.input_quantizer.feeds_softmax |= planned.row.name in SOFTMAX
+            loose.parent._modules[loose.name] = wrapped
+            if writes_outside:
+                wrapped.input_quantizer.read_copies()
+
+
+def _writes_behind_code(root: CapturedGraph) -> bool:
+    """Whether a graph writes into what it has given to a module that runs code of its own."""
+    calls = [
+        node
+        for node in root.graph.find_nodes(op="call_module")
+        if next(root.get_submodule(str(node.target)).children(), None) is not None
+    ]
+    writes = Writes(root) if calls else None
+    return writes is not None and any(
+        writes.any_behind(node, source) for node in calls for source in node.all_input_nodes
+    )
+
+
+class _RegionAttacher:
+    def __init__(
+        self, path: str, region: Region, placement: RegionPlacement, maker: _Maker, *, writes_outside: bool
+    ) -> None:
+        """`writes_outside`: whether code around the region may write into its inputs after it has run."""
+        self.path, self.placement, self.maker = path, placement, maker
+        self.root = region.graph_module
+        self.calls = Counter(node.target for node in self.root.graph.nodes if node.op == "call_module")
+        self.quantized_outputs: dict[fx.Node, fx.Node] = {}
+        # The quantizers in front of an op, which other ops may read too, by the names that errors show.
+        self.served: dict[fx.Node, dict[str, Quantizer]] = {}
+        self.homes = _homes(self.root, region.source)
+        self.writes = Writes(self.root, outside=writes_outside)
+        rows = {node: row for node in self.root.graph.nodes if (row := row_of(node, self.root)) is not None}
+        self.divisor_makers = divisor_makers(self.root.graph, rows)
+        self.before_softmax = before_softmax(self.root.graph, rows)
+
+    def attach(self) -> None:
+        for tensor in self.placement.tensors:
+            if isinstance(tensor, SharedAt):
+                self._share(tensor)
+            elif tensor.site in self.maker.plan:
+                self._stand_alone(tensor)
+        for op in self.placement.ops:
+            if op.source is not None and op.node is not None and self.writes.any_behind(op.node, op.source):
+                self._copy_for(op.node, op.source)
+        for op in self.placement.ops:
+            self._wrap(op)
+        for node, others in self.served.items():
+            module = self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+            if isinstance(module, QuantOpr) and module.input_quantizer.fake_fused:
+                module.input_quantizer.replaced_by.update(others)
+        self.root.graph.lint()
+        self.root.recompile()
+
+    def _share(self, tensor: SharedAt) -> None:
+        owner = self.maker.made.get(tensor.owner)
+        if owner is None:
+            return
+        name = self._module_name(tensor.name)
+        node = insert_module_after(self.root, tensor.source, name, QShared(tensor.name, owner))
+        for reader in tensor.readers:
+            reader.replace_input_with(tensor.source, node)
+            self.served.setdefault(reader, {})[owner.name] = owner
+
+    def _stand_alone(self, tensor: AloneAt) -> None:
+        before = self.quantized_outputs.get(tensor.source, tensor.source)
+        readers = (
+            [r for r in before.users if not self._divides_by(before, r)] if tensor.is_output else list(tensor.readers)
+        )
+        name = self._module_name(tensor.site)
+        quantizer = self.maker.activation(tensor.site)
+        quantizer.feeds_softmax = not self.before_softmax.isdisjoint(tensor.readers)
+        if tensor.num_writes:
+            first = self.writes.first(list(tensor.readers))
+            node = insert_module_before(self.root, first, before, name, QIdentity(quantizer))
+            is_written = self.writes.any_from(first, tensor.source)
+        else:
+            node = insert_module_after(self.root, before, name, QIdentity(quantizer))
+            is_written = self.writes.any_behind(tensor.source, tensor.source)
+        for reader in readers:
+            reader.replace_input_with(before, node)
+            self.served.setdefault(reader, {})[f"{quantizer.name} (module {name})"] = quantizer
+        if is_written:
+            self._copy_for(node, before)
+        if tensor.is_output:
+            self.quantized_outputs[tensor.source] = node
+
+    def _divides_by(self, source: fx.Node, reader: fx.Node) -> bool:
+        """Whether the reader must not see zeros that rounding has made."""
+        return reader in self.divisor_makers or source in reads_as_divisor(reader)
+
+    def _copy_for(self, node: fx.Node, source: fx.Node) -> None:
+        """Let a quantizer read a copy of memory that is written later: the backward needs what it has read."""
+        with self.root.graph.inserting_before(node):
+            copy = self.root.graph.call_function(copied, (source,))
+        node.replace_input_with(source, copy)
+
+    def _wrap(self, op: InsideOf) -> None:
+        node = op.node
+        assert node is not None
+        if node.op == "call_module" and (op.gate is None or self.calls[node.target] == 1):
+            module = self.root.get_submodule(str(node.target))
+            wrapped = self.maker.wrap(module, op)
+            wrapped.input_quantizer.feeds_softmax |= node in self.before_softmax
+            for parent, key in self.homes.pop(id(module), ()):
+                parent._modules[key] = wrapped
+            return
+        function: Any = self.root.get_submodule(str(node.target)) if node.op == "call_module" else node.target
+        wrapped = self.maker.wrap(function, op)
+        wrapped.input_quantizer.feeds_softmax |= node in self.before_softmax
+        node.op, node.target = "call_module", self._free_name(node.name)
+        self.root.add_submodule(str(node.target), wrapped)
+
+    def _module_name(self, site: str) -> str:
+        return self._free_name(site.removeprefix(f"{self.path}.").replace(".", "_"))
+
+    def _free_name(self, wanted: str) -> str:
+        name, number = wanted, 0
+        while hasattr(self.root, name):
+            number += 1
+            name = f"{wanted}_{number}"
+        return name
+
+
+class _Maker:
+    """Builds quantizers and wrapped ops; an op that several places share is wrapped once."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.made: dict[str, Quantizer] = {}
+        self.wrapped: dict[int, tuple[Any, QuantOpr]] = {}
+
+    def wrap(self, op: Any, at: InsideOf) -> QuantOpr:
+        if isinstance(op, QuantOpr):
+            return op
+        if isinstance(op, nn.Module) and id(op) in self.wrapped:
+            return self.wrapped[id(op)][1]
+        input_quantizer = self.activation(at.input) if at.input in self.plan else _off(f"{at.layer}.input", ACTIVATION)
+        if at.gate is not None:
+            gate = self.activation(at.gate) if at.gate in self.plan else _off(f"{at.layer}.gate", ACTIVATION)
+            return GatedQuantOpr(op, at.row, input_quantizer, gate)
+        weight_quantizer = self._weight(op, at) if at.row.kind is OpKind.WEIGHTED else None
+        kind: type[Any] = at.row.implementation or QuantOpr
+        if at.row.implementation is None and at.row.kind is OpKind.WEIGHTED:
+            kind = WeightedQuantOpr if isinstance(op, nn.Module) else FunctionalWeightedQuantOpr
+        wrapped: QuantOpr = kind.new(op, at.row, input_quantizer, weight_quantizer)
+        if isinstance(op, nn.Module):
+            wrapped.train(op.training)
+            self.wrapped[id(op)] = (op, wrapped)  # the op is held, so that its id stays its own
+        return wrapped
+
+    def activation(self, site: str | None) -> Quantizer:
+        assert site is not None
+        return self._build(self.plan[site], 1)
+
+    def _weight(self, op: Any, at: InsideOf) -> Quantizer:
+        if at.weight is None or at.weight not in self.plan:
+            return _off(f"{at.layer}.weight", "weight")
+        site = self.plan[at.weight]
+        if not isinstance(op, nn.Module):  # `F.conv2d(x, w)`: w may be computed on the way, from anything
+            return self._build(site, 1, observed_as=ACTIVATION)
+        with at_rest(op):
+            weight = getattr(op, at.row.weight or "weight")
+        return self._build(site, num_rows(weight.shape, site.spec.granularity))
+
+    def _build(self, site: Site, num_scales: int, observed_as: Target | None = None) -> Quantizer:
+        quantizer = quantizer_of(site, self.plan.config.BACKEND, num_scales, observed_as)
+        self.made[site.name] = quantizer
+        return quantizer
+
+
+def quantizer_of(site: Site, backend: str, num_scales: int, observed_as: Target | None = None) -> Quantizer:
+    """A fresh quantizer for the site. `observed_as`: how its observer sees the tensor, where that is not its role."""
+    return build_quantizer(
+        site.quantizer,
+        site.spec,
+        "weight" if site.role == "weight" else ACTIVATION,
+        name=site.name,
+        backend=backend,
+        num_scales=num_scales,
+        observer=site.observer,
+        observer_options=site.observer_options,
+        options=site.quantizer_options,
+        ema_ratio=site.ema_ratio,
+        observed_as=observed_as,
+    )
+
+
+def _off(site: str, target: Target) -> Quantizer:
+    quantizer = build_quantizer("uniform", TensorSpec(8, True, PerTensor()), target, name=site)
+    quantizer.set_fake_fused()
+    return quantizer
+
+
+def _homes(*hosts: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Per module (by id), every place in the hosts where it is registered."""
+    homes: dict[int, list[tuple[nn.Module, str]]] = {}
+    for parent in {id(module): module for host in hosts for module in host.modules()}.values():
+        for key, child in parent._modules.items():
+            if child is not None:
+                homes.setdefault(id(child), []).append((parent, key))
+    return homes

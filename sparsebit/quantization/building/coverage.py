@@ -1,0 +1,157 @@
+"""The captured, quantized model -> what is quantized, what is float, and why; of every parameter too."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from torch import nn
+
+from sparsebit.graph.capture import Captured
+from sparsebit.graph.op_rows import OpKind
+from sparsebit.graph.op_table import row_of_module, row_of_name
+from sparsebit.quantization.building.parameter_sites import OwnedParameter, owned_parameters, quantizers_of_parameters
+from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
+from sparsebit.quantization.ops.quant_opr import QIdentity, QuantOpr
+from sparsebit.quantization.planning.float_reasons import COMPLEX, SWITCHED_OFF, TABLE, VECTOR
+from sparsebit.quantization.planning.sites import Plan, split_site
+from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.records import Coverage, FloatLayer, OpaqueModule, ParameterRecord, QuantizedLayer
+
+
+def describe_coverage(model: nn.Module, captured: Captured, plan: Plan) -> Coverage:
+    """The coverage of the model as it is now (quantizers that are off for good do not count)."""
+    layers: dict[str, QuantizedLayer] = {}
+    unseen: dict[str, str] = {}
+    own_code: Counter[str] = Counter()
+    for module in model.modules():
+        if not isinstance(module, (QuantOpr, QIdentity, QuantizedParameter)):
+            continue
+        for quantizer in (child for child in module.children() if isinstance(child, Quantizer)):
+            if not quantizer.fake_fused:
+                _add_site(layers, module, quantizer)
+            elif quantizer.was_unseen:
+                layer, _ = split_site(quantizer.name)
+                never = f"{quantizer.name} never saw a float tensor during calibration"
+                why = quantizer.float_reason
+                unseen.setdefault(layer, f"{quantizer.name}: {why}" if why else never)
+        if isinstance(module, QuantizedParameter) and not module.weight_quantizer.fake_fused:
+            own_code[type(module.owner).__name__] += 1
+    parameters = _parameters(model, {**unseen, **plan.floats})
+    names = {parameter.name for parameter in parameters}
+    floats = {
+        name: reason
+        for name, reason in {**unseen, **plan.floats}.items()
+        if name not in layers and name not in names  # parameters are reported by their share
+    }
+    weighted = _weighted(model)
+    return Coverage(
+        tuple(layers.values()),
+        tuple(FloatLayer(name, reason) for name, reason in floats.items()),
+        tuple(
+            OpaqueModule(path, failure.module_type, failure.reason, failure.line, _below(path, layers))
+            for path, failure in captured.untraced.items()
+            if row_of_name(failure.module_type) is None  # a known op that happens to be written in Python
+        ),
+        (
+            *(
+                f"{path or '(model)'} branches on self.training ({line}): its eval branch was captured"
+                for path, line in captured.eval_branches.items()
+            ),
+            *(
+                f"{path or '(model)'} writes through .data, which autograd does not see: in training, the model's own "
+                "backward may read what was written, the copy's reads what its layers have read"
+                for path in captured.hidden_writes
+            ),
+            *([_uncalled_note(captured.uncalled)] if captured.uncalled else []),
+            *(reason for name, reason in unseen.items() if name in layers),
+            *(
+                f"{kind} reads {count} quantized weights in its own code: its activations stay float"
+                for kind, count in own_code.items()
+            ),
+            *plan.warnings,
+        ),
+        num_weighted=len(weighted),
+        num_weighted_quantized=sum(weighted),
+        parameters=parameters,
+    )
+
+
+def _uncalled_note(layers: Sequence[str]) -> str:
+    more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
+    return (
+        f"the captured path does not call {', '.join(layers[:3])}{more}: calls that do run the model's own code, where "
+        "layers are quantized but functions and operators are not"
+    )
+
+
+def _add_site(layers: dict[str, QuantizedLayer], module: nn.Module, quantizer: Quantizer) -> None:
+    if isinstance(module, QuantizedParameter):
+        name, role, op = module.layer, f"weight.{module.parameter_name}", type(module.owner).__name__
+    else:
+        name, role = split_site(quantizer.name)
+        op = module._get_name() if isinstance(module, QuantOpr) else "QIdentity"
+    known = layers.get(name)
+    sites = {**(known.sites if known else {}), role: quantizer.spec.dtype_name}
+    layers[name] = QuantizedLayer(name, known.op if known and known.op != "QIdentity" else op, sites)
+
+
+def _weighted(model: nn.Module) -> list[bool]:
+    """For each layer with a quantizable weight: is it quantized?"""
+    found: list[bool] = []
+    inside: set[int] = set()
+    owners: dict[int, bool] = {}
+    for module in model.modules():
+        if isinstance(module, QuantOpr):
+            inside.update(id(child) for child in module.children())
+            if module.weight_quantizer is not None:
+                found.append(not module.weight_quantizer.fake_fused)
+        elif isinstance(module, QuantizedParameter):
+            is_quantized = not module.weight_quantizer.fake_fused
+            owners[id(module.owner)] = owners.get(id(module.owner), True) and is_quantized
+        elif id(module) not in inside:
+            row = row_of_module(module)
+            if row is not None and (row.kind is OpKind.WEIGHTED or row.name == "recurrent"):
+                owners.setdefault(id(module), False) if row.name == "recurrent" else found.append(False)
+    return [*found, *owners.values()]
+
+
+def _parameters(model: nn.Module, floats: dict[str, str]) -> tuple[ParameterRecord, ...]:
+    quantizers = quantizers_of_parameters(model)
+    return tuple(_record(owned, quantizers.get(id(owned.parameter)), floats) for owned in owned_parameters(model))
+
+
+def _record(owned: OwnedParameter, quantizer: Quantizer | None, floats: dict[str, str]) -> ParameterRecord:
+    parameter = owned.parameter
+    size, before = parameter.numel(), parameter.numel() * parameter.element_size()
+    if quantizer is None or quantizer.fake_fused:
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        return ParameterRecord(owned.full_name, size, dtype, before, before, _why_float(owned, quantizer, floats))
+    num_scales = quantizer.scale.numel()
+    num_codes = size + (0 if quantizer.spec.symmetric else num_scales)
+    packed = -(-num_codes * quantizer.spec.bits // 8) + 4 * num_scales
+    return ParameterRecord(owned.full_name, size, quantizer.spec.dtype_name, before, packed)
+
+
+def _why_float(owned: OwnedParameter, quantizer: Quantizer | None, floats: dict[str, str]) -> str:
+    """The reason that the plan has for the parameter, its layer, or a module around it; else that of its kind."""
+    if owned.full_name in floats:
+        return floats[owned.full_name]
+    is_matrix = sum(size > 1 for size in owned.parameter.shape) >= 2
+    if is_matrix or quantizer is not None:
+        path = owned.path
+        while path:  # the nearest module around it that is float as a whole
+            if path in floats and not floats[path].startswith("absorbed by"):
+                return floats[path]
+            path = path.rpartition(".")[0]
+    if quantizer is not None:
+        return (
+            f"{quantizer.name} never saw a float tensor during calibration" if quantizer.was_unseen else SWITCHED_OFF[0]
+        )
+    if owned.parameter.is_complex():
+        return COMPLEX
+    return TABLE if is_matrix else VECTOR
+
+
+def _below(path: str, layers: dict[str, QuantizedLayer]) -> tuple[str, ...]:
+    return tuple(name for name in layers if not path or name == path or name.startswith(f"{path}."))

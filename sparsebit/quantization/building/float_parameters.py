@@ -1,0 +1,107 @@
+"""`FloatParameters`: what weights and biases were in the float model, where an algorithm has changed them since.
+
+Algorithms write the values of codes into the weights. The next algorithm compares with the float model all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, fx, nn
+
+from sparsebit.execution.blocks.find_blocks import Block
+from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.tensor_files import digest
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    value: Tensor  # of the float model, on the CPU
+    changed_to: str  # the checksum of what an algorithm made of it
+
+
+class FloatParameters:
+    """By the parameter's path in the graph. They are in no file: a model that is loaded has none."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, _Kept] = {}
+
+    def get(self, path: str) -> Tensor | None:
+        """What the parameter is in the float model; None where it is as it was."""
+        kept = self._kept.get(path)
+        return None if kept is None else kept.value
+
+    def __copy__(self) -> FloatParameters:
+        new = FloatParameters()
+        new._kept = dict(self._kept)
+        return new
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def checksum(self) -> str:
+        return digest({path: kept.value for path, kept in self._kept.items()}) if self._kept else ""
+
+    def drop_outdated(self, graph_module: fx.GraphModule) -> None:
+        """Forget what something else changed since: training, a loaded state, a folded norm."""
+        now = dict(graph_module.named_parameters(remove_duplicate=False))
+        for path, kept in list(self._kept.items()):
+            if path not in now or _digest(now[path]) != kept.changed_to:
+                log.debug("%s was changed since an algorithm did: it counts as a weight of the float model", path)
+                del self._kept[path]
+
+    def changed(self, graph_module: fx.GraphModule) -> list[tuple[nn.Parameter, Tensor]]:
+        """The parameters that algorithms have changed, each with what it is in the float model."""
+        self.drop_outdated(graph_module)
+        now = dict(graph_module.named_parameters(remove_duplicate=False))
+        return [(now[path], kept.value) for path, kept in self._kept.items()]
+
+    def clear(self) -> None:
+        """The parameters are those of the float model again."""
+        self._kept.clear()
+
+    @contextlib.contextmanager
+    def keeping(self, block: Block) -> Iterator[None]:
+        """Inside, parameters of the block may be changed; what they were before the first change is kept."""
+        before = {path: registry[name] for path, registry, name in _places(block)}
+        copies = {path: t.detach().cpu().clone() for path, t in before.items() if t is not None}
+        yield
+        for path, registry, name in _places(block):
+            value, copy = registry[name], copies.get(path)
+            if value is None or copy is None or value.detach().cpu().equal(copy):
+                continue
+            kept = self._kept.get(path)
+            self._kept[path] = _Kept(copy if kept is None else kept.value, _digest(value))
+
+    @contextlib.contextmanager
+    def original(self, block: Block) -> Iterator[None]:
+        """Inside, the block has the parameters of the float model."""
+        swapped = []
+        for path, registry, name in _places(block):
+            kept, now = self._kept.get(path), registry[name]
+            if kept is not None and now is not None:
+                swapped.append((registry, name, now))
+                registry[name] = nn.Parameter(kept.value.to(now), requires_grad=False)
+        try:
+            yield
+        finally:
+            for registry, name, parameter in swapped:
+                registry[name] = parameter
+
+
+def _places(block: Block) -> Iterator[tuple[str, dict[str, nn.Parameter | None], str]]:
+    """The parameters of the block's layers, but not those of quantizers: (path, registry, name in it)."""
+    for prefix, module in block.modules.items():
+        for path, inner in module.named_modules():
+            if not isinstance(inner, Quantizer):
+                for name in inner._parameters:
+                    yield ".".join(part for part in (prefix, path, name) if part), inner._parameters, name
+
+
+def _digest(tensor: Tensor) -> str:
+    return digest({"": tensor.detach().cpu()})

@@ -1,0 +1,1 @@
+"""Observers' runs over the data."""

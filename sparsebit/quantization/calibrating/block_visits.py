@@ -1,0 +1,220 @@
+"""`visit_blocks`: the block engine on a quantized model: its batches, its float values, and the state of each block."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+
+from sparsebit.errors import CalibrationError, CaptureError, CheckpointError
+from sparsebit.execution.batches import calls
+from sparsebit.execution.blocks.engine import BlockData, Visit, run_blocks
+from sparsebit.execution.blocks.find_blocks import Block, Flow, single_layers, whole_graph
+from sparsebit.execution.blocks.resume import Resume
+from sparsebit.execution.blocks.runner import BlockRunner
+from sparsebit.execution.blocks.search import find_blocks
+from sparsebit.execution.blocks.value_store import MIB, SharedData
+from sparsebit.execution.distributed import gather
+from sparsebit.execution.held_out import HoldOut, Split, split_samples
+from sparsebit.execution.image_views import has_images, view_of, with_views
+from sparsebit.graph.example import GuardError
+from sparsebit.graph.region import Region
+from sparsebit.quantization.building.attach_integer_ops import make_room_for_biases
+from sparsebit.quantization.calibrating.float_values import warn_if_lost
+from sparsebit.quantization.calibrating.model_state import check_ready, require_whole, switched_on
+from sparsebit.quantization.faithful.simulation import SimulatedModel
+from sparsebit.quantization.quantizers.base import Quantizer
+
+log = logging.getLogger(__name__)
+
+# Calibration batches that stay in memory; the rest waits on disk.
+_INPUT_BYTES = 32 * MIB
+Blocks = Sequence[str] | Literal["layers", "network"] | None
+
+
+@dataclass(frozen=True)
+class FloatRun:
+    """What an algorithm needs to run the float model before the first block is visited.
+
+    `inputs_of(i)`: the graph's inputs of batch i by name. Inside `as_float(block)` a block computes what it computes in
+    the float model.
+    """
+
+    graph_module: fx.GraphModule
+    blocks: Sequence[Block]
+    num_batches: int
+    inputs_of: Callable[[int], dict[str, Any]]
+    as_float: Callable[[Block], AbstractContextManager[None]]
+
+
+def visit_blocks(
+    qmodel: SimulatedModel,
+    data: Any,
+    visit: Visit,
+    *,
+    blocks: Blocks = None,
+    memory_budget: int = 1024 * MIB,
+    resume: str | os.PathLike[str] | None = None,
+    prepare: Callable[[FloatRun], None] | None = None,
+    hold_out: HoldOut | None = None,
+    views: int = 1,
+) -> None:
+    """Call `visit(block_data)` for each block in order: its inputs from the quantized blocks in front of it, its
+    float inputs and targets, on `data` (batches as for calibration), with all that is calibrated switched on.
+
+    `blocks`: module paths, "layers" for single layers, "network" for all as one, or None to find them. `resume`: a
+    folder that keeps each finished block; a run that was killed goes on after them. `memory_budget`: bytes of
+    activations in memory. `prepare`: called once, before the first block, with a `FloatRun`. `hold_out`: some
+    samples are not among those of `block_data`, but in `block_data.held_out`. `views`: so many of each image
+    (itself, and copies that are mirrored and shifted).
+    """
+    require_whole(qmodel, "visit_blocks")
+    check_ready(qmodel, "visit_blocks")
+    root, float_parameters = qmodel._root, qmodel.float_parameters
+    if root is None:
+        raise CaptureError("visit_blocks() needs a graph of the whole model, which could not be traced: see coverage")
+    warn_if_lost(qmodel, "blocks are compared with the changed weights")
+    qmodel.eval()
+    float_parameters.drop_outdated(root.graph_module)
+    settings = str(qmodel.config.to_dict()) + float_parameters.checksum()
+
+    def keeping_visit(data: BlockData) -> None:
+        with float_parameters.keeping(data.block):
+            visit(data)
+
+    def keeping_load(block: Block, state: dict[str, Tensor]) -> None:
+        with float_parameters.keeping(block):
+            load_block_state(block, state)
+
+    @contextlib.contextmanager
+    def in_float(block: Block) -> Iterator[None]:
+        with as_float(block), float_parameters.original(block):
+            yield
+
+    wanted = _blocks(root.graph_module, blocks)
+    kept = None if resume is None else Resume(resume, block_state, keeping_load, settings)
+    store = SharedData(device_bytes=memory_budget, host_bytes=memory_budget)
+    with switched_on(qmodel), _bound_inputs(qmodel, root, data, memory_budget) as inputs:
+        split = split_samples(len(inputs), inputs.get, _float_network(root.graph_module, in_float), hold_out)
+        if views > 1:
+            split = _with_views(split, views, inputs.get(0))
+        pieces, held, seed = split.pieces, len(split.held), 0 if hold_out is None else hold_out.seed
+
+        def inputs_of(index: int) -> dict[str, Any]:
+            return view_of(pieces[index], inputs.get(pieces[index].batch), seed)
+
+        if prepare is not None:
+            prepare(FloatRun(root.graph_module, wanted, len(pieces), inputs_of, in_float))
+        run_blocks(
+            *(root.graph_module, wanted, len(pieces), inputs_of, keeping_visit),
+            as_float=in_float,
+            store=store,
+            resume=kept,
+            num_held=held if any(gather(held)) else None,
+        )
+    make_room_for_biases(qmodel.model)
+
+
+@contextlib.contextmanager
+def _bound_inputs(qmodel: SimulatedModel, root: Region, data: Any, memory_budget: int) -> Iterator[SharedData]:
+    """The graph's inputs of each batch by name. A guard of the graph that fails inside is a `CalibrationError`."""
+    inputs = SharedData(device_bytes=0, host_bytes=min(_INPUT_BYTES, memory_budget))
+    for args, kwargs in calls(data, qmodel.original, qmodel.device):
+        bound = root.bind(args, kwargs)
+        if bound is None:
+            raise CalibrationError(
+                f"batch {len(inputs)} has another form than the model was captured for; build the QuantModel with "
+                "example_inputs like the batches"
+            )
+        inputs.put(len(inputs), bound)
+    if not len(inputs):
+        raise CalibrationError("no batch was given; visit_blocks() needs at least one on every rank")
+    try:
+        yield inputs
+    except GuardError as error:
+        raise CalibrationError(f"{error}; {error.advice}") from error
+    finally:
+        inputs.clear()
+
+
+def _with_views(split: Split, views: int, inputs: dict[str, Any]) -> Split:
+    if has_images(inputs):
+        return with_views(split, views)
+    log.info("views=%d: no input is a batch of images (N, C, H, W), so that each sample has one view", views)
+    return split
+
+
+def _float_network(
+    graph_module: fx.GraphModule, in_float: Callable[[Block], AbstractContextManager[None]]
+) -> Callable[[dict[str, Any]], Any]:
+    """The float model as a function of the graph's inputs by name."""
+
+    def run(inputs: dict[str, Any]) -> Any:
+        (network,) = whole_graph(graph_module)
+        interpreter = fx.Interpreter(graph_module, garbage_collect_values=False)
+        runner = BlockRunner(interpreter, network, Flow(graph_module).written(network.nodes))
+        defaults = {node: node.args[0] if node.args else None for node in network.inputs}
+        values = tuple(inputs.get(str(node.target), default) for node, default in defaults.items())
+        with in_float(network), torch.inference_mode(False), torch.no_grad():
+            return runner(values)
+
+    return run
+
+
+def _blocks(graph_module: fx.GraphModule, blocks: Blocks) -> list[Block]:
+    if blocks == "layers":
+        return single_layers(graph_module)
+    if blocks == "network":
+        return whole_graph(graph_module)
+    return find_blocks(graph_module, blocks)
+
+
+@contextlib.contextmanager
+def as_float(block: Block) -> Iterator[None]:
+    """Inside, the quantizers of the block are off."""
+    found = [part for module in block.modules.values() for part in module.modules() if isinstance(part, Quantizer)]
+    before = [(quantizer, quantizer.use_quant) for quantizer in dict.fromkeys(found)]
+    for quantizer, _ in before:
+        quantizer.use_quant = False
+    try:
+        yield
+    finally:
+        for quantizer, was_on in before:
+            quantizer.use_quant = was_on
+
+
+def block_state(block: Block) -> Mapping[str, Tensor]:
+    """Every parameter and buffer that the block uses, by its path in the graph."""
+    return _tensors(block)
+
+
+@torch.no_grad()
+def load_block_state(block: Block, state: dict[str, Tensor]) -> None:
+    """Write into the block's parameters and buffers what `block_state` gave."""
+    here = _tensors(block)
+    if {path: t.shape for path, t in here.items()} != {path: t.shape for path, t in state.items()}:
+        raise CheckpointError(
+            f"block {block.name!r}: the kept parameters and buffers have other names or shapes than the model has; "
+            "a visit must not add, remove or reshape them where the run is to be resumed"
+        )
+    for path, tensor in here.items():
+        tensor.copy_(state[path])
+
+
+def _tensors(block: Block) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path, module in block.modules.items():
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            found[f"{path}.{name}"] = tensor.detach()
+    graph_module = block.nodes[0].graph.owning_module
+    assert isinstance(graph_module, fx.GraphModule)
+    own = {**dict(graph_module.named_parameters()), **dict(graph_module.named_buffers())}
+    read = {str(n.target) for node in block.nodes for n in node.all_input_nodes if n.op == "get_attr"}
+    return found | {path: own[path].detach() for path in read if path in own}

@@ -1,0 +1,107 @@
+"""Batch-norm tuning: running statistics taken again under quantization, then folded into the quantized layers.
+
+Quantized weights and activations shift the statistics that batch norms were trained with; a few forwards correct that
+(Sun et al., "Hybrid 8-bit Floating Point Training and Inference for Deep Neural Networks", 2019).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from sparsebit.deploy.runtimes import PROFILES
+from sparsebit.graph.passes.fold_batchnorm import can_fold, fold_factor, fold_into
+from sparsebit.graph.patterns import Match, MatchingNode, module_of
+from sparsebit.graph.rewrite import ReplacePatternBase
+from sparsebit.numerics.qparams import SMALLEST_SCALE, broadcast_to
+from sparsebit.numerics.spec import scale_shape
+from sparsebit.quantization.building.attach_integer_ops import attach_integer_ops, make_room_for_biases
+from sparsebit.quantization.calibrating.runner import calibrate_weight
+from sparsebit.quantization.faithful.simulation import SimulatedModel
+from sparsebit.quantization.ops.quant_opr import QuantOpr, WeightedQuantOpr
+from sparsebit.quantization.planning.sites import layer_name
+from sparsebit.quantization.quantizers.base import Quantizer, rounds_by_operator
+
+log = logging.getLogger(__name__)
+
+# (name of the layer, layer, norm behind it) -> whether the norm works on the layer's output channels.
+MayFold = Callable[[str, nn.Module, _BatchNorm], bool]
+
+
+def fold_norms(qmodel: SimulatedModel, may_fold: MayFold) -> None:
+    """Fold batch norms into the quantized layers in front of them, which get their biases and integer ops anew."""
+    for path, region in qmodel._captured.regions.items():
+        _FoldQuantized(path, may_fold, qmodel._folded_layers).apply(region.graph_module)
+    attach_integer_ops(qmodel._captured, PROFILES[qmodel.config.BACKEND])
+    make_room_for_biases(qmodel.model)
+
+
+class _FoldQuantized(ReplacePatternBase):
+    nodes = (
+        MatchingNode("layer", types=(WeightedQuantOpr,)),
+        MatchingNode("norm", types=(_BatchNorm, QuantOpr), inputs=("layer",)),
+    )
+
+    def __init__(self, path: str, may_fold: MayFold, folded: list[str]) -> None:
+        super().__init__()
+        self.path, self.may_fold, self.folded = path, may_fold, folded
+
+    def replace(self, match: Match, graph_module: fx.GraphModule) -> dict[str, fx.Node]:
+        layer, norm = (module_of(match[name], graph_module) for name in ("layer", "norm"))
+        assert isinstance(layer, WeightedQuantOpr)
+        norm = norm.op if isinstance(norm, QuantOpr) and isinstance(norm.op, nn.Module) else norm
+        name = layer_name(self.path, match["layer"])
+        if not isinstance(norm, _BatchNorm) or not can_fold(layer.op, norm) or not self.may_fold(name, layer.op, norm):
+            return {}
+        calls = [node for node in graph_module.graph.nodes if node.target == match["layer"].target]
+        owners = [p for module in graph_module.modules() for p in module._parameters.values() if p is layer.op.weight]
+        if len(match["layer"].users) != 1 or len(calls) != 1 or len(owners) != 1:
+            return {}
+        quantizer = layer.weight_quantizer
+        if quantizer.fake_fused:
+            fold_into(layer.op, norm)
+        else:
+            quantizer.prepare_folding(layer.op.get_parameter("weight"))
+            factor = fold_factor(norm)
+            fold_into(layer.op, norm)
+            if not rescale(quantizer, layer.op.get_parameter("weight"), layer.row.channel_axis, factor):
+                calibrate_weight(layer)
+        self.folded.append(name)
+        return {"norm": match["layer"]}
+
+
+@torch.no_grad()
+def rescale(quantizer: Quantizer, weight: Tensor, channel_axis: int, factor: Tensor) -> bool:
+    """Move the grid of a weight whose output channels were multiplied by `factor` (out,): the codes stay as they are.
+
+    So what was trained, and what the statistics were taken with, is what runs. Channels with a negative factor have
+    their codes mirrored: of a symmetric grid the lowest, which has no counterpart, becomes the highest, and weights
+    that were clipped at the upper end stay clipped there. False where the grid cannot follow: one scale for all
+    channels, or a quantizer with arithmetic of its own.
+    """
+    spec = quantizer.spec
+    shape = scale_shape(weight.shape, spec.granularity)  # (), (out,), or that of the weight in groups
+    place = channel_axis if len(shape) > 1 else 0
+    if not quantizer.is_calibrated or not rounds_by_operator(quantizer) or not shape or shape[place] != len(factor):
+        if quantizer.is_calibrated and any(True for _ in quantizer.parameters()):
+            log.warning(
+                "%s: its learned scale cannot take in a factor per channel, and is calibrated anew; "
+                "set W.QSCHEME: per-channel-symmetric to keep what was trained",
+                quantizer.name,
+            )
+        return False
+    scale, zero_point = (number.reshape(shape) for number in quantizer.qparams())
+    factor = factor.to(scale).reshape([-1 if axis == place else 1 for axis in range(len(shape))])
+    scale = torch.where(factor == 0, scale, scale * factor.abs()).clamp_min(SMALLEST_SCALE)
+    if spec.symmetric:
+        lowest = torch.where(factor < 0, -spec.qmax * scale, float("-inf")).flatten()
+        weight.clamp_(min=broadcast_to(lowest, weight.shape, spec.granularity))
+    else:
+        mirrored = spec.qmin + spec.qmax - zero_point.round()
+        zero_point = torch.where(factor < 0, mirrored, zero_point)
+    quantizer.store_qparams(scale.flatten(), zero_point.flatten())
+    return True

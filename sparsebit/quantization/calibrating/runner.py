@@ -1,0 +1,319 @@
+"""`CalibrationRunner`: the user's forward passes -> every quantizer's scale and zero point.
+
+Without `asym`, statistics are gathered during the forwards and no activation is kept. With `asym`, layers are
+calibrated in order, each on inputs that come from quantized predecessors; for that the *inputs* of the forwards are
+kept (a little in memory, the rest on disk), and the values between layers only until their last reader.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from sparsebit.errors import CalibrationError
+from sparsebit.execution.blocks.engine import BlockData, run_blocks
+from sparsebit.execution.blocks.find_blocks import single_layers
+from sparsebit.execution.blocks.value_store import MIB, SharedData
+from sparsebit.execution.distributed import gather, is_distributed, to_cpu
+from sparsebit.progress import track
+from sparsebit.quantization.calibrating.functional_call import GivenWeights
+from sparsebit.quantization.observers.leveled_histogram import LeveledHistogram
+from sparsebit.quantization.ops.layer_call import current_weight
+from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
+from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
+from sparsebit.quantization.planning.float_reasons import HIDDEN, MASKED
+from sparsebit.quantization.planning.sites import split_site
+from sparsebit.quantization.quantizers.base import Quantizer
+
+log = logging.getLogger(__name__)
+
+# Inputs of past batches that stay in memory; the rest waits on disk in case `asym` asks for them.
+_INPUT_BYTES = 32 * MIB
+
+
+class CalibrationRunner:
+    """One calibration, from `prepare` to `calc_qparams`. `root` is the graph to walk, None for an opaque model."""
+
+    def __init__(self, model: nn.Module, root: fx.GraphModule | None, *, keep_inputs: bool, memory_budget: int) -> None:
+        self.model, self.root = model, root
+        self.memory_budget = memory_budget
+        self.inputs = SharedData(device_bytes=0, host_bytes=min(_INPUT_BYTES, memory_budget)) if keep_inputs else None
+        self.num_batches = 0
+        self._given_weights: list[GivenWeights] = []
+        self._given: Any = None  # the inputs of a forward that has begun
+        self._handle: RemovableHandle | None = None
+        self._weights_handle: RemovableHandle | None = None
+        self.layers = [
+            m
+            for m in model.modules()
+            if isinstance(m, WeightedQuantOpr | QuantizedParameter) and not m.weight_quantizer.fake_fused
+        ]
+        # Quantizers that learn their range from forwards: all but those of weights that layers own.
+        owned = {id(layer.weight_quantizer) for layer in self.layers}
+        quantizers = (m for m in model.modules() if isinstance(m, Quantizer))
+        self.data_quantizers = [q for q in quantizers if id(q) not in owned and not q.fake_fused]
+        # Those that only calls off the captured path reach.
+        reached = set(self.data_quantizers) if root is None else _called_by(root)
+        self.uncalled_quantizers = [q for q in self.data_quantizers if q not in reached]
+
+    def prepare(self) -> None:
+        for quantizer in self.data_quantizers:
+            quantizer.start_observing()
+        self._given_weights = [GivenWeights(layer) for layer in self.layers if isinstance(layer, WeightedQuantOpr)]
+        self._weights_handle = self.model.register_forward_pre_hook(self._note_own_weights)
+        if self.inputs is not None:
+            self._handle = self.model.register_forward_pre_hook(self._copy_inputs, with_kwargs=True)
+
+    def _copy_inputs(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the forward, which may write into its inputs; so may the caller, for the next batch."""
+        self._given = pytree.tree_map_only(
+            torch.Tensor, torch.clone, kwargs if self.root is not None else (args, kwargs)
+        )
+
+    def record(self, call: Any | None) -> None:
+        """A forward is done; None: it cannot be repeated from its inputs."""
+        self.num_batches += 1
+        if self.inputs is not None and call is not None:
+            self.inputs.put(len(self.inputs), self._given)
+        self._given = None
+
+    def check(self, *, asym: bool) -> None:
+        """Refuse what cannot be calibrated, before anything is changed."""
+        expected = [quantizer for quantizer in self.data_quantizers if quantizer not in self.uncalled_quantizers]
+        if expected and not sum(gather(self.num_batches)):
+            raise CalibrationError(
+                "no batch was run since prepare_calibration(); run the model on a few batches, then call calc_qparams()"
+            )
+        saw_any = any(q.saw_infinity or not q.observer.is_empty for q in self.data_quantizers)
+        if expected and not any(gather(saw_any)):
+            raise CalibrationError(
+                f"none of the {len(expected)} activation quantizers saw a float tensor in "
+                f"{self.num_batches} batches: they were empty, held integers, or ran the model's own code past all of "
+                "them, or the model gave generators that were not read to their end; build the QuantModel with "
+                "example_inputs like the batches, or set A.QUANTIZER.DISABLE: true to quantize weights alone"
+            )
+        if asym and self.inputs is not None and not sum(gather(len(self.inputs))):
+            raise CalibrationError(
+                f"asym=True runs the graph layer by layer, and none of the {self.num_batches} batches has the form "
+                "that it was captured for: they ran the model's own code; build the QuantModel with example_inputs "
+                "like the batches, or call calc_qparams() without asym"
+            )
+        if asym and self.inputs is None:
+            raise CalibrationError(
+                "asym=True needs the calibration inputs again, and they were not kept; call prepare_calibration() "
+                "with keep_inputs=True and run the batches again"
+            )
+
+    def finish(self) -> None:
+        for quantizer in self.data_quantizers:
+            quantizer.observing = False
+            quantizer.observer.reset()
+        self._forget_given_weights()
+        self._stop_copying()
+        if self.inputs is not None:
+            self.inputs.clear()
+
+    def _stop_copying(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def calc_qparams(self, *, asym: bool, w_quant: bool, a_quant: bool) -> list[str]:
+        """Fill every quantizer; gives the names of those that never saw a float tensor (they are off from now on)."""
+        self._stop_copying()
+        given = self._merged_given_weights()
+        self._forget_given_weights()
+        for layer in track(self.layers, "weights"):
+            calibrate_weight(layer, with_observed=layer.weight_quantizer.name in given)
+        seen = self._calibrate_in_order(w_quant, a_quant) if asym else self._calibrate_on_data(self.data_quantizers)
+        unseen = [quantizer for quantizer in self.data_quantizers if id(quantizer) not in seen]
+        for quantizer in unseen:
+            quantizer.set_fake_fused()
+            quantizer.was_unseen = True
+        return [quantizer.name for quantizer in unseen]
+
+    def _merged_given_weights(self) -> set[str]:
+        """The names of the quantizers that saw weights of other layers on any rank; their statistics are merged."""
+        quantizers = {given.layer.weight_quantizer.name: given.layer.weight_quantizer for given in self._given_weights}
+        seen = {given.layer.weight_quantizer.name for given in self._given_weights if given.saw_any}
+        seen = set().union(*gather(seen))
+        merge_across_ranks([quantizer for name, quantizer in quantizers.items() if name in seen])
+        return seen
+
+    def _note_own_weights(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+        for given in self._given_weights:
+            given.note_own()
+
+    def _forget_given_weights(self) -> None:
+        if self._weights_handle is not None:
+            self._weights_handle.remove()
+            self._weights_handle = None
+        for given in self._given_weights:
+            given.remove()
+        self._given_weights.clear()
+
+    def _calibrate_on_data(self, quantizers: list[Quantizer]) -> set[int]:
+        """Ranges from what was observed, on all ranks; gives the quantizers (by id) that had observed something."""
+        merge_across_ranks(quantizers)
+        infinite = set().union(*gather({q.name for q in quantizers if q.saw_infinity}))
+        self._refuse_infinite_inputs(infinite)
+        hidden = infinite | _masked(quantizers, infinite)
+        seen = [q for q in quantizers if not q.observer.is_empty and q.name not in hidden]
+        _tell_of_far_samples(seen)
+        for quantizer in track(seen, "ranges"):
+            quantizer.calc_qparams()
+        return {id(quantizer) for quantizer in seen}
+
+    def _refuse_infinite_inputs(self, hidden: set[str]) -> None:
+        """A mask hides values with infinity in front of a softmax; a layer multiplies them by its weights."""
+        layers = {split_site(layer.weight_quantizer.name)[0] for layer in self.layers}
+        if wrong := sorted(name for name in hidden if split_site(name)[0] in layers):
+            raise CalibrationError(
+                f"{wrong[0]}: infinite values, of which no range can be made; check that the float model gives finite "
+                "values for this input, and look into the calibration data"
+            )
+
+    # --- in order
+
+    def _calibrate_in_order(self, w_quant: bool, a_quant: bool) -> set[int]:
+        # The graph does not reach these: they have the ranges that the forwards showed them.
+        seen = self._calibrate_on_data(self.uncalled_quantizers)
+        for quantizer in self.data_quantizers:
+            quantizer.observing = False
+            quantizer.observer.reset()
+        for layer in self.layers:
+            layer.weight_quantizer.use_quant = w_quant
+        switches = {"weight": w_quant, "activation": a_quant}
+        if self.root is None:
+            return self._calibrate_inside(self.model, self._run_model, switches)
+        observed = {id(quantizer) for quantizer in self.data_quantizers}
+        layers = single_layers(self.root, lambda layer: any(id(part) in observed for part in layer.modules()))
+
+        def visit(data: BlockData) -> None:
+            (module,) = data.block.modules.values()
+            seen.update(self._calibrate_inside(module, data.outputs, switches, seen))
+
+        assert self.inputs is not None
+        store = SharedData(device_bytes=self.memory_budget, host_bytes=self.memory_budget)
+        run_blocks(self.root, layers, len(self.inputs), self.inputs.get, visit, store=store, what="layers")
+        return seen
+
+    @torch.no_grad()
+    def _calibrate_inside(
+        self,
+        module: nn.Module,
+        run: Callable[[], Iterator[Any]],
+        switches: dict[str, bool],
+        done: Iterable[int] = (),
+    ) -> set[int]:
+        """Calibrate the module's quantizers one after the other, in the order in which its code reaches them."""
+        wanted = {id(quantizer) for quantizer in self.data_quantizers}.difference(done)
+        pending = [m for m in module.modules() if isinstance(m, Quantizer) and id(m) in wanted]
+        seen: set[int] = set()
+        for group in _in_call_order(pending, run) if len(pending) > 1 else [pending]:
+            for quantizer in group:
+                quantizer.start_observing()
+            for _ in run() if group else ():
+                pass
+            seen |= self._calibrate_on_data(group)
+            for quantizer in group:
+                quantizer.observing = False
+                quantizer.use_quant = switches[quantizer.target] and id(quantizer) in seen
+        return seen
+
+    def _run_model(self) -> Iterator[Any]:
+        assert self.inputs is not None
+        for index in range(len(self.inputs)):
+            # A copy: the model may write into its inputs, which are needed once more.
+            args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, self.inputs.get(index))
+            yield self.model(*args, **kwargs)
+
+
+def _masked(quantizers: list[Quantizer], infinite: set[str]) -> set[str]:
+    """The names of sites that hold a mask's numbers; they stay float, which is noted in them and reported."""
+    found = {}
+    for quantizer in quantizers:
+        if quantizer.name in infinite:
+            quantizer.float_reason = HIDDEN
+        elif (apart := quantizer.masked_numbers()) is not None:
+            quantizer.float_reason = f"{MASKED} ({apart})"
+            found[quantizer.name] = apart
+    if found:
+        sites = "; ".join(f"{name}: {apart}" for name, apart in found.items())
+        log.warning(
+            "%d sites stay float, since they hold numbers of a mask, with an empty range between them and all other "
+            "values, and a grid that reaches them would have one code for all others: %s. If they are data, clip them "
+            "in the model, or give the quantizer numbers with store_qparams()",
+            *(len(found), sites),
+        )
+    return set(found)
+
+
+def _called_by(root: fx.GraphModule) -> set[nn.Module]:
+    """The modules that the graph calls, and all inside them."""
+    called = (root.get_submodule(str(node.target)) for node in root.graph.find_nodes(op="call_module"))
+    return {part for module in called for part in module.modules()}
+
+
+def _tell_of_far_samples(quantizers: list[Quantizer]) -> None:
+    statistics = {q.name: q.observer.statistic for q in quantizers}
+    far = {name: s for name, s in statistics.items() if isinstance(s, LeveledHistogram) and s.num_far}
+    if far:
+        name, first = next(iter(far.items()))
+        log.warning(
+            "%s, and %d sites more: %d of %d samples are far larger than nearly all others, and hardly count in ranges "
+            "by mse; if they are what matters, take another observer there (minmax)",
+            *(name, len(far) - 1, first.num_far, first.num_samples.total()),
+        )
+
+
+def calibrate_weight(layer: WeightedQuantOpr | QuantizedParameter, *, with_observed: bool = False) -> None:
+    """Scale and zero point of the weight that the layer has now; `with_observed`: and of those that were observed."""
+    weight = layer.parameter if isinstance(layer, QuantizedParameter) else current_weight(layer.op)
+    if not with_observed:
+        layer.weight_quantizer.observer.reset()
+    layer.weight_quantizer.update_observer(weight)
+    layer.weight_quantizer.calc_qparams()
+
+
+def merge_across_ranks(quantizers: list[Quantizer]) -> None:
+    """Merge all ranks' statistics into every rank's observers, in rank order, so that all compute the same numbers."""
+    if not is_distributed():
+        return
+    states = gather({q.name: to_cpu(q.observer.state()) for q in quantizers if not q.observer.is_empty})
+    magnitudes = gather({q.name: q.magnitudes for q in quantizers})
+    for quantizer in quantizers:
+        for others in magnitudes:
+            if quantizer.name in others:
+                quantizer.magnitudes.merge(others[quantizer.name])
+        merged = quantizer._new_observer()
+        for state in states:
+            if quantizer.name in state:
+                part = quantizer._new_observer()
+                part.load_state(state[quantizer.name])
+                merged.merge(part)
+        quantizer.observer = merged
+
+
+def _in_call_order(quantizers: list[Quantizer], run: Callable[[], Iterator[Any]]) -> list[list[Quantizer]]:
+    """The quantizers that one batch reaches, each alone, in the order of their first call, then the others together.
+
+    The order is the same on every rank, since they merge after each.
+    """
+    order: dict[str, None] = {}
+    handles = [q.register_forward_pre_hook(lambda module, _: order.setdefault(str(module.name))) for q in quantizers]
+    try:
+        next(run(), None)
+    finally:
+        for handle in handles:
+            handle.remove()
+    names: list[str] = next(filter(None, gather(list(order))), [])
+    by_name = {quantizer.name: quantizer for quantizer in quantizers}
+    others = [quantizer for quantizer in quantizers if quantizer.name not in names]
+    return [*([by_name[name]] for name in names), *([others] if others else [])]

@@ -1,0 +1,235 @@
+"""Changes to a built model: another quantizer or other scales at a site, multiplications in the graph."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.config.selectors import near_names
+from sparsebit.config.targets import is_for, mismatch
+from sparsebit.deploy.runtimes import PROFILES
+from sparsebit.errors import CalibrationError, CaptureError, ConfigError, SpecError
+from sparsebit.numerics.qparams import check_backend
+from sparsebit.numerics.spec import PerTensor, num_rows
+from sparsebit.quantization.building.attach_integer_ops import attach_integer_ops, make_room_for_biases
+from sparsebit.quantization.building.attach_quantizers import quantizer_of
+from sparsebit.quantization.building.inserted_factors import InsertedFactor, insert, remove
+from sparsebit.quantization.calibrating.float_values import originals_of
+from sparsebit.quantization.calibrating.model_state import evaluating, require_settled
+from sparsebit.quantization.calibrating.runner import calibrate_weight
+from sparsebit.quantization.faithful.simulation import SimulatedModel
+from sparsebit.quantization.ops.layer_call import current_weight
+from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
+from sparsebit.quantization.ops.quant_opr import QShared, WeightedQuantOpr
+from sparsebit.quantization.planning.group_rules import check_group_format
+from sparsebit.quantization.planning.sites import Site
+from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.registry import QUANTIZERS
+
+log = logging.getLogger(__name__)
+
+WeightOwner = WeightedQuantOpr | QuantizedParameter
+
+
+def replace_quantizer(qmodel: SimulatedModel, site: str, quantizer: Quantizer | Site | Mapping[str, Any]) -> Quantizer:
+    """Put another quantizer at a site of the plan, and into `plan`; gives it back.
+
+    `quantizer`: a new one, of a registered class and with the site's target; or, to have it built, a `Site` or the
+    fields of the site to change (`{"bits": 4}`, as for `plan.replace`). It gets the name, the device and the
+    switches of the one that it replaces. If that was calibrated and the new one is not, a weight's scales are
+    computed from the weight, and those of an activation from its calibrated range. An optimizer does not know the
+    new parameters. What the backend cannot run is an error. Where an algorithm has rounded the layer's weight for
+    another format, weight and bias are those of the float model again, and that is logged.
+    """
+    require_settled(qmodel, "replace_quantizer")
+    before = qmodel.sites.get(site)
+    has_range = isinstance(quantizer, Quantizer) and quantizer.is_calibrated
+    is_unchanged = qmodel.has_built_weights
+    with evaluating(qmodel):  # fused steps of training are chosen for the quantizers that there are
+        new = _replace(qmodel, site, quantizer)
+    if before is not None and before.target == "weight" and before.spec != new.spec:
+        _restore_float_weight(qmodel, new, needs_range=before.is_calibrated and not has_range)
+    new.train(qmodel.training)
+    qmodel._given_plan = qmodel.plan  # a saved model is built from it
+    attach_integer_ops(qmodel._captured, PROFILES[qmodel.config.BACKEND])
+    make_room_for_biases(qmodel.model)
+    if is_unchanged:
+        qmodel.note_weights()
+    return new
+
+
+def store_qparams(qmodel: SimulatedModel, site: str, scale: Tensor | float, zero_point: Tensor | float = 0) -> None:
+    """Set scale and zero point of a site's quantizer, which counts as calibrated then.
+
+    One number for all channels or groups, or one for each. The tensors stay the same objects, as an optimizer may
+    hold them. Numbers that the number format or the backend does not have are an error. A weight's scale is raised
+    where the layer's bias would not fit into int32 otherwise.
+    """
+    require_settled(qmodel, "store_qparams")
+    _quantizer_at(qmodel, site).store_qparams(scale, zero_point)
+    make_room_for_biases(qmodel.model)
+
+
+def insert_factors(qmodel: SimulatedModel, factors: Sequence[InsertedFactor]) -> None:
+    """Put multiplications by a factor per channel (one, at first) into the graph; a saved model has them too."""
+    require_settled(qmodel, "insert_factors")
+    if qmodel._root is None:
+        raise CaptureError("insert_factors() needs a graph of the whole model, which could not be traced: see coverage")
+    insert(qmodel._root.graph_module, factors)
+    qmodel._inserted_factors += tuple(factors)
+
+
+def remove_factors(qmodel: SimulatedModel, names: Collection[str]) -> None:
+    """Take inserted multiplications out of the graph; what they multiplied by is lost."""
+    require_settled(qmodel, "remove_factors")
+    gone = [factor for factor in qmodel._inserted_factors if factor.name in names]
+    if gone and qmodel._root is not None:
+        remove(qmodel._root.graph_module, gone)
+    qmodel._inserted_factors = tuple(factor for factor in qmodel._inserted_factors if factor not in gone)
+
+
+def _quantizer_at(qmodel: SimulatedModel, site: str) -> Quantizer:
+    """The quantizer of one site; an unknown name is an error that lists the nearest ones."""
+    found = qmodel.sites
+    if site not in found:
+        raise ConfigError(f"the model has no site {site!r}; near names: {', '.join(near_names(site, list(found)))}")
+    return found[site]
+
+
+# --- another quantizer
+
+
+@torch.no_grad()
+def _restore_float_weight(qmodel: SimulatedModel, quantizer: Quantizer, *, needs_range: bool) -> None:
+    """Give the layer of a weight's new quantizer its float parameters, where algorithms have changed them."""
+    originals = originals_of(qmodel, [quantizer.name])
+    if not originals:
+        return
+    for parameter in qmodel.model.parameters():
+        if id(parameter) in originals:
+            parameter.copy_(originals[id(parameter)])
+    log.warning(
+        "%s: its weight was rounded for another format (%s), and is the float model's again; run the algorithms "
+        "after replace_quantizer()",
+        *(quantizer.name, ", ".join(qmodel.applied_algorithms)),
+    )
+    if needs_range:
+        owners = (m for m in qmodel.model.modules() if isinstance(m, WeightedQuantOpr))
+        calibrate_weight(next(m for m in owners if m.weight_quantizer is quantizer))
+
+
+def _replace(qmodel: SimulatedModel, site: str, wanted: Quantizer | Site | Mapping[str, Any]) -> Quantizer:
+    """Put another quantizer at a site and change the plan, in place; gives the new quantizer.
+
+    Everything is checked before the model is changed. The caller attaches the integer ops again: they hold quantizers.
+    """
+    old, model, plan = _quantizer_at(qmodel, site), qmodel.model, qmodel.plan
+    owner = next((m for m in model.modules() if isinstance(m, WeightOwner) and m.weight_quantizer is old), None)
+    if isinstance(wanted, Quantizer):
+        _check_given(model, wanted, old)
+        wanted_site: Site | Mapping[str, Any] = _site_of(wanted, plan[site])
+    elif isinstance(wanted, (Site, Mapping)):
+        wanted_site = wanted.completed(plan[site]) if isinstance(wanted, Site) else wanted
+    else:
+        raise ConfigError(f"{site}: allowed: a Quantizer, a Site, or fields of the site to change; not {wanted!r}")
+    plan = plan.replace({site: wanted_site})
+    spec = plan[site].spec
+    shape = None if owner is None else _weight(owner).shape
+    num_scales = 1 if shape is None else num_rows(shape, spec.granularity)
+    if shape is not None:
+        check_group_format(site, spec, shape, old.backend)
+    new = (
+        wanted if isinstance(wanted, Quantizer) else quantizer_of(plan[site], old.backend, num_scales, old.observed_as)
+    )
+    if shape is not None and new.scale.numel() != num_scales:
+        raise SpecError(
+            f"{site}: the quantizer has {new.scale.numel()} scales, and a weight of shape {tuple(shape)} with "
+            f"{spec.granularity} needs {num_scales}; build it with num_scales={num_scales}"
+        )
+    check_backend(spec, new.zero_point.detach(), old.backend, site)
+    needs_range = old.is_calibrated and not new.is_calibrated
+    given_range = _range_for(new, old) if needs_range and owner is None else None
+    _prepare(new, old)
+    _swap(model, old, new)
+    if needs_range and owner is not None:
+        calibrate_weight(owner)
+    elif given_range is not None:
+        new.calc_qparams_with_minmax(*given_range)
+    qmodel.plan = plan
+    return new
+
+
+def _check_given(model: nn.Module, new: Quantizer, old: Quantizer) -> None:
+    """Raise if a quantizer cannot take the place of `old`."""
+    if any(module is new for module in model.modules()):
+        raise ConfigError(f"{old.name}: the quantizer is that of {new.name!r} already; each site needs its own")
+    if new.target != old.target or new.observed_as != old.observed_as:
+        raise ConfigError(
+            f"{old.name}: the quantizer was built for target={new.target!r}, observed_as={new.observed_as!r}; this "
+            f"site needs target={old.target!r}, observed_as={old.observed_as!r}"
+        )
+    if not is_for(type(new), new.target):
+        raise ConfigError(f"{old.name}: {type(new).__name__} {mismatch(type(new), new.target)}")
+    if new.TYPE not in QUANTIZERS or QUANTIZERS.get(new.TYPE) is not type(new):
+        raise ConfigError(
+            f"{old.name}: {type(new).__name__} is not registered, so a saved model could not be loaded; register the "
+            "class with @register_quantizer(name)"
+        )
+
+
+def _site_of(quantizer: Quantizer, planned: Site) -> Site:
+    """The planned site with what a given quantizer brings."""
+    return dataclasses.replace(
+        planned,
+        spec=quantizer.spec,
+        quantizer=QUANTIZERS.canonical(quantizer.TYPE),
+        observer=quantizer.observer_name.lower(),
+        quantizer_options=quantizer.options,
+        observer_options=quantizer.observer_options,
+        ema_ratio=quantizer.ema_ratio,
+    )
+
+
+def _range_for(new: Quantizer, old: Quantizer) -> tuple[Tensor, Tensor]:
+    """The range of an activation that `old` was calibrated for, in the granularity of `new`."""
+    low, high = (end.detach() for end in old.dequantized_range())
+    if new.spec.granularity == old.spec.granularity:
+        return low, high
+    if isinstance(new.spec.granularity, PerTensor):
+        return low.min(), high.max()
+    raise CalibrationError(
+        f"{old.name}: its range is known per {old.spec.granularity.kind}, not per {new.spec.granularity.kind}; replace "
+        "the quantizer before calibration, or give one that is calibrated"
+    )
+
+
+def _prepare(new: Quantizer, old: Quantizer) -> None:
+    """Name, backend, device, mode and switches of the quantizer that is replaced."""
+    new.name, new.backend, new.feeds_softmax = old.name, old.backend, old.feeds_softmax
+    new.to(old.calibrated.device).train(old.training)
+    if old.fake_fused:  # calibration never reached the site
+        new.set_fake_fused()
+        new.was_unseen, new.float_reason = old.was_unseen, old.float_reason
+    new.follow_range(old.follows)
+    new.use_quant = old.use_quant
+
+
+def _swap(model: nn.Module, old: Quantizer, new: Quantizer) -> None:
+    for module in list(model.modules()):
+        for name, child in module._modules.items():
+            if child is old:
+                module._modules[name] = new
+            elif isinstance(child, QShared) and child.input_quantizer is old:
+                module._modules[name] = QShared(child.name, new).train(child.training)
+        if isinstance(module, Quantizer):
+            others = module.replaced_by
+            others.update({name: new for name, other in others.items() if other is old})
+
+
+def _weight(owner: WeightOwner) -> Tensor:
+    return owner.parameter if isinstance(owner, QuantizedParameter) else current_weight(owner.op)

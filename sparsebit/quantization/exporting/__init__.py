@@ -1,0 +1,1 @@
+"""Quantizers as constants in an ONNX file, and the checks before it is kept."""

@@ -1,0 +1,271 @@
+"""`export_onnx`: a calibrated model -> an ONNX file of integers that computes what the simulation computes."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sparsebit.backends import BACKENDS
+from sparsebit.deploy.comparing.parity import Parity, Tolerance
+from sparsebit.deploy.exporting.node_names import describe_sites, note_switched_off, tidy
+from sparsebit.deploy.exporting.opset_downgrade import LOWEST_WRITTEN, to_older_opset
+from sparsebit.deploy.exporting.qdq import ExportedSite, lower, required_opset
+from sparsebit.deploy.exporting.to_onnx import in_order, to_onnx
+from sparsebit.deploy.layouts.channel_layout import lay_out_channels
+from sparsebit.deploy.layouts.embedding_layout import lay_out_embeddings
+from sparsebit.deploy.layouts.float_layers import keep_float_biases, keep_floats
+from sparsebit.deploy.layouts.hard_sigmoid_layout import lay_out_hard_sigmoids
+from sparsebit.deploy.layouts.linear_layout import lay_out_linears
+from sparsebit.deploy.layouts.pad_layout import lay_out_pads
+from sparsebit.deploy.layouts.pool_layout import lay_out_pools
+from sparsebit.deploy.onnx_graph.io_names import DynamicAxes
+from sparsebit.deploy.onnx_graph.model_file import checked_path, staged, write
+from sparsebit.deploy.onnx_graph.number_types import FLOAT8
+from sparsebit.deploy.runtimes import PROFILES, RuntimeProfile
+from sparsebit.deploy.sessions.runtime_sessions import require_runtime
+from sparsebit.errors import DeploymentError
+from sparsebit.execution.batches import Call, as_call, input_rows, to_device
+from sparsebit.quantization.calibrating.model_state import check_ready, evaluating, require_whole, switched_on
+from sparsebit.quantization.exporting.call_state import state_between_calls
+from sparsebit.quantization.exporting.export_checks import check_loads, check_parity, check_rules
+from sparsebit.quantization.exporting.export_constants import quantizers_as_constants
+from sparsebit.quantization.faithful.simulation import SimulatedModel, users_level
+from sparsebit.quantization.planning.float_reasons import SWITCHED_OFF
+from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.records.phases import EXPORT, phase
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+def export_onnx(
+    qmodel: SimulatedModel,
+    dummy_data: Any,
+    name: str | os.PathLike[str],
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    dynamic_axes: DynamicAxes | None = None,
+    opset_version: int | None = None,
+    verbose: bool = False,
+    extra_info: bool = False,
+    *,
+    check: Any = None,
+    tolerance: Tolerance | None = None,
+) -> Parity | None:
+    """Write a QDQ-ONNX file that computes what the simulation computes, with weights and biases as integers.
+
+    `dummy_data`: one batch in any form that calibration takes; the file has its shapes but for `dynamic_axes`
+    (`{"x": {0: "batch"}}`). Inputs are named after forward's parameters unless `input_names` says otherwise.
+    `opset_version`: by default the lowest that has all the number formats, 21 or more (tensorrt: 20). `verbose`:
+    torch logs its steps. `extra_info`: also write `<name>_extra.onnx`, with bits, format and observer of every
+    site in its metadata.
+
+    `check`: data (batches as for calibration) on which the file is run in its runtime and compared with the
+    simulation; a difference beyond `tolerance` is an error that names the first site that differs. Returns the
+    comparison. An older file of that name stays until the new one is complete and has passed. A calibrated model
+    whose quantization is off is exported quantized, and is off again afterwards.
+    """
+    require_whole(qmodel, "export_onnx")
+    check_ready(qmodel, "export_onnx")
+    target = checked_path(name)
+    if check is not None:
+        require_runtime(PROFILES[qmodel.config.BACKEND].executes or "onnxruntime")
+    extra = checked_path(target.with_name(f"{target.stem}_extra.onnx")) if extra_info else None
+    with switched_on(qmodel):
+        model, sites = build_onnx(
+            qmodel,
+            dummy_data,
+            input_names=input_names,
+            output_names=output_names,
+            dynamic_axes=dynamic_axes,
+            opset_version=opset_version,
+            verbose=verbose,
+        )
+        parity = None
+        with staged(target) as path:
+            write(model, path)
+            if qmodel.config.BACKEND == "tensorrt":
+                check_rules(path, str(target))
+            check_loads(qmodel, path, str(target))
+            if check is not None:
+                parity = check_parity(qmodel, path, check, tolerance=tolerance, name=str(target))
+        if extra is not None:
+            describe_sites(model, sites, {q.name: q.describe() for q in qmodel.quantizers() if q.is_enable})
+            with staged(extra) as path:
+                write(model, path)
+    return parity
+
+
+@phase(EXPORT)
+def build_onnx(
+    qmodel: SimulatedModel,
+    dummy_data: Any,
+    *,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    dynamic_axes: DynamicAxes | None = None,
+    opset_version: int | None = None,
+    verbose: bool = False,
+) -> tuple[ir.Model, list[ExportedSite]]:
+    """The model in memory, and its sites in the order of the graph."""
+    model, opset = trace_onnx(
+        qmodel,
+        dummy_data,
+        input_names=input_names,
+        output_names=output_names,
+        dynamic_axes=dynamic_axes,
+        opset_version=opset_version,
+        verbose=verbose,
+    )
+    off = {layer: reason for layer, reason in qmodel.plan.floats.items() if reason in SWITCHED_OFF}
+    note_switched_off(model, off)
+    pads_channels = qmodel.config.SCHEDULE.PAD_CHANNELS
+    sites = lower_onnx(model, PROFILES[qmodel.config.BACKEND], opset, pads_channels=pads_channels)
+    tidy(model, {"backend": qmodel.config.BACKEND}, off)
+    return model, sites
+
+
+def trace_onnx(
+    qmodel: SimulatedModel,
+    dummy_data: Any,
+    *,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    dynamic_axes: DynamicAxes | None = None,
+    opset_version: int | None = None,
+    verbose: bool = False,
+) -> tuple[ir.Model, int]:
+    """The model with one node for each quantizer, which `lower_onnx` makes a file of, and the opset for that."""
+    profile = PROFILES[qmodel.config.BACKEND]
+    args, kwargs = export_call(qmodel, dummy_data)
+    _refuse_number_types(qmodel, profile)
+    _refuse_projections(qmodel)
+    if state := state_between_calls(qmodel, (args, kwargs)):
+        warnings.warn(
+            f"export_onnx: every call changes {', '.join(state)}, and the next one depends on that; a file keeps "
+            "nothing between calls: it computes each of them from the state that the model has now",
+            stacklevel=users_level(),
+        )
+    if missing := [step.name for step in qmodel.config.ALGORITHMS if step.name not in qmodel.applied_algorithms]:
+        warnings.warn(
+            f"export_onnx: the config names ALGORITHMS that were not run on this model ({', '.join(missing)}); call "
+            "apply_algorithms(qmodel, batches) before, or take them out of the config",
+            stacklevel=users_level(),
+        )
+    opset = _opset(qmodel, opset_version, profile.weight_widths, profile.opset)
+    with evaluating(qmodel), quantizers_as_constants(qmodel):
+        model = to_onnx(
+            qmodel,
+            args,
+            kwargs,
+            signature=inspect.signature(qmodel.original.forward),
+            input_names=input_names,
+            output_names=output_names,
+            dynamic_axes=dynamic_axes,
+            opset_version=max(opset, LOWEST_WRITTEN),
+            verbose=verbose,
+        )
+    written = model.opset_imports.get("")
+    if written != max(opset, LOWEST_WRITTEN):
+        raise DeploymentError(
+            f"opset_version={opset}: torch does not write it (this model came out in opset {written}); "
+            f"leave opset_version out, or give {profile.opset}"
+        )
+    return model, opset
+
+
+def lower_onnx(
+    model: ir.Model, profile: RuntimeProfile, opset: int, *, pads_channels: bool = True
+) -> list[ExportedSite]:
+    """Standard ONNX, laid out as the runtime wants it, in place; gives the sites in the order of the graph."""
+    sites = lower(model, profile.weight_widths, whole_groups=BACKENDS[profile.name].whole_groups)
+    lay_out_linears(model)
+    lay_out_pools(model)
+    lay_out_pads(model)
+    if profile.executes is not None:
+        lay_out_embeddings(model)
+    if profile.executes == "onnxruntime":
+        keep_floats(model)
+        lay_out_hard_sigmoids(model)
+        if pads_channels:
+            lay_out_channels(model)
+    if profile.bias == "float":
+        keep_float_biases(model)
+    if opset < LOWEST_WRITTEN:
+        to_older_opset(model, opset)
+    return sites
+
+
+def export_call(qmodel: SimulatedModel, dummy_data: Any) -> Call:
+    """The example call: a tensor, positional arguments (a last dict may hold keywords), or a mapping of keywords."""
+    model = qmodel.original
+    signature = inspect.signature(model.forward)
+    args, kwargs = as_call(dummy_data, model)  # of (images, labels) the images
+    if isinstance(dummy_data, (tuple, list)):
+        *first, last = dummy_data
+        forms: list[Call] = [(tuple(dummy_data), {})]
+        if first and isinstance(last, dict) and set(last) <= set(list(signature.parameters)[len(first) :]):
+            forms.insert(0, (tuple(first), last))
+        args, kwargs = next((form for form in forms if _binds(signature, *form)), (args, kwargs))
+    if input_rows((args, kwargs)) == {0}:
+        raise DeploymentError("the example batch of the export holds no samples: the file would take none; give one")
+    kwargs = in_order(kwargs, signature)
+    return to_device(args, qmodel.device), to_device(kwargs, qmodel.device)
+
+
+def _refuse_number_types(qmodel: SimulatedModel, profile: RuntimeProfile) -> None:
+    """What the runtime has no kernels for, or none that compute in integers: the file would be of no use."""
+    lacks = {torch.bfloat16: "no kernels", torch.float64: "no integer kernels"}
+    dtype = next((p.dtype for p in qmodel.parameters() if p.dtype in lacks), None)
+    if profile.name == "virtual" or dtype is None:
+        return
+    # ONNX convolutions of TensorRT's opset have no bfloat16 either.
+    runtime = profile.executes or f"ONNX Runtime, where files for {profile.name} are checked,"
+    raise DeploymentError(
+        f"export_onnx: the model computes in {str(dtype).removeprefix('torch.')}, for which {runtime} has "
+        f"{lacks[dtype]} on a CPU; call qmodel.float() first, and give float32 inputs"
+    )
+
+
+def _refuse_projections(qmodel: SimulatedModel) -> None:
+    """ONNX has no such layer, and torch writes a file that does not run."""
+    for name, module in qmodel.original.named_modules():
+        if isinstance(module, torch.nn.LSTM) and module.proj_size:
+            raise DeploymentError(
+                f"export_onnx: {name or 'the model'} is an LSTM with proj_size={module.proj_size}, and ONNX's LSTM has "
+                "no projection; use proj_size=0 and a Linear layer behind it"
+            )
+
+
+def _binds(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def _opset(qmodel: SimulatedModel, given: int | None, weight_widths: frozenset[int], usual: int) -> int:
+    needs = {q: _opset_of(q, weight_widths) for q in qmodel.quantizers() if q.is_enable}
+    needed = max(needs.values(), default=usual)
+    if given is None:
+        return max(usual, needed)
+    if given < needed:
+        first = next(quantizer for quantizer, opset in needs.items() if opset > given)
+        raise DeploymentError(
+            f"opset_version={given}: {first.name} ({first.spec.dtype_name}, per {first.spec.granularity.kind}) needs "
+            f"{needed}; leave opset_version out, or give {needed} or more"
+        )
+    return given
+
+
+def _opset_of(quantizer: Quantizer, weight_widths: frozenset[int]) -> int:
+    spec = quantizer.spec
+    if spec.format == "float8":
+        return FLOAT8.opset
+    return required_opset([(spec.qmin, spec.qmax, spec.granularity.size, quantizer.target == "weight")], weight_widths)

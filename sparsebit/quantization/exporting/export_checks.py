@@ -1,0 +1,345 @@
+"""Checks of an exported file: it is run in its runtime on real inputs and compared with the simulation."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.deploy.audit.onnxruntime_graph import executed
+from sparsebit.deploy.audit.tensorrt_rules import tensorrt_violations
+from sparsebit.deploy.comparing.bit_exactness import stretches, unexplained
+from sparsebit.deploy.comparing.check import runtime_of
+from sparsebit.deploy.comparing.default_session import DefaultSession
+from sparsebit.deploy.comparing.divergence import SiteDifference, first_divergence, kernel_fault, site_differences
+from sparsebit.deploy.comparing.parity import Comparison, Parity, Tolerance
+from sparsebit.deploy.exporting.to_onnx import flat_inputs, flat_outputs, in_order
+from sparsebit.deploy.onnx_graph.qdq_graph import Graph, load_model
+from sparsebit.deploy.runtimes import PROFILES
+from sparsebit.deploy.sessions.cpu import saturates
+from sparsebit.deploy.sessions.runtime_sessions import EXACT, UNCLIPPED, Session, open_session
+from sparsebit.errors import DeploymentError
+from sparsebit.execution.batches import Call, calls, num_samples_run
+from sparsebit.graph.nested import map_nested
+from sparsebit.numerics.full_float32 import full_float32
+from sparsebit.quantization.calibrating.model_state import evaluating, switched_on
+from sparsebit.quantization.exporting.simulated_codes import simulated_codes
+from sparsebit.quantization.exporting.stored_parameters import stored_difference
+from sparsebit.quantization.faithful.simulation import SimulatedModel
+from sparsebit.records.phases import phase
+
+log = logging.getLogger(__name__)
+
+NUM_SAMPLES = 64
+_NUM_SHOWN = 5
+
+
+def check_onnx(
+    qmodel: SimulatedModel, file: str | os.PathLike[str], data: Any, *, tolerance: Tolerance | None = None
+) -> Parity:
+    """Run an exported file in its runtime on `data` (batches as for calibration), and compare with the simulation."""
+    with switched_on(qmodel):
+        return check_parity(qmodel, Path(file), data, tolerance=tolerance)
+
+
+@phase("check")
+@full_float32()
+def check_parity(
+    qmodel: SimulatedModel,
+    file: Path,
+    data: Any,
+    *,
+    tolerance: Tolerance | None = None,
+    num_samples: int = NUM_SAMPLES,
+    name: str | None = None,
+) -> Parity:
+    """Compare on the first `num_samples` of `data`; beyond the tolerance a DeploymentError names the first bad site.
+
+    `name`: what messages call the file.
+    """
+    profile = PROFILES[qmodel.config.BACKEND]
+    runtime = profile.executes or "onnxruntime"
+    setting = _Setting(runtime, profile.executes is not None, EXACT[runtime])
+    tolerance, name = tolerance or Tolerance(), name or str(file)
+    try:
+        session = open_session(file, runtime, optimize=setting.optimize, options=setting.options)
+    except DeploymentError as error:  # the name that the user gave, not the temporary path
+        raise DeploymentError(str(error).replace(str(file), name)) from error
+    batches = list(_calls(qmodel.original, qmodel, qmodel.device, session, data, num_samples))
+    stored = "" if tolerance.exact is False else stored_difference(qmodel, file)
+    case = _Case(qmodel, file, name, batches, tolerance, stored)
+    try:
+        return _check(case, session, setting)
+    except DeploymentError as error:
+        if not setting.optimize or runtime != "onnxruntime" or not saturates():
+            raise
+        unclipped = setting._replace(options={**setting.options, **UNCLIPPED})
+        try:
+            session = open_session(file, options=unclipped.options)
+            parity = _check(case, session, unclipped)
+        except DeploymentError as other:
+            log.debug("with %s: %s", _options_told(UNCLIPPED), other)
+            is_wrong = _options_told(UNCLIPPED) in str(other)  # else it does not run with them
+            raise (other if is_wrong else error) from None
+        log.warning(
+            "%s: this CPU has no VNNI, and ONNX Runtime's sums of 8-bit products clip at 16 bits on it (%s); with the "
+            "session option session.x64quantprecision=1 it computes what was simulated, and so it does with VNNI",
+            *(name, error),
+        )
+        return parity
+
+
+class _Setting(NamedTuple):
+    """How a file is run: in which runtime, with its fusions or node by node, with which options."""
+
+    runtime: str
+    optimize: bool
+    options: Mapping[str, str]
+
+
+class _Case(NamedTuple):
+    """A file and its simulation. `name`: what messages call the file; `stored`: what differs in the stored numbers."""
+
+    qmodel: SimulatedModel
+    file: Path
+    name: str
+    batches: Sequence[Call]
+    tolerance: Tolerance
+    stored: str
+
+
+def _check(case: _Case, session: Session, setting: _Setting) -> Parity:
+    qmodel, file, name, batches, tolerance, stored = case
+    runtime, optimize, options = setting
+    shown = runtime if optimize else f"{runtime}, node by node"
+    weights_only = not any(q.is_enable for q in qmodel.quantizers() if q.target == "activation")
+    if told := {key: value for key, value in options.items() if weights_only or key in UNCLIPPED} if optimize else {}:
+        shown += f" ({_options_told(told)})"
+    comparison = Comparison(session.outputs)
+    default = None if optimize else DefaultSession(file, name)
+    first: Call | None = None
+    different: _Batch | None = None
+    for call in batches:
+        first = first or call
+        feeds = _feeds(session, call)
+        expected, found, reference = _run(qmodel, call), session.run(feeds), _run(qmodel, call, quantized=False)
+        comparison.add(expected, found, reference)
+        if default is not None:
+            default.add(feeds, expected, reference)
+        if different is None and not all(map(_is_equal, expected, found)):
+            different = _Batch(call, tuple(expected), tuple(found))
+    parity = comparison.result(name, shown, "the simulation")
+    fault = parity.fault(tolerance)
+    assert first is not None
+    if different is None and optimize and runtime == "onnxruntime":
+        different = _Batch(first)  # codes may differ where the outputs do not, on this data
+    if different is not None:
+        traced = _trace(qmodel, file, session, different, setting)
+        where = kernel_fault(traced.differences) if runtime == "onnxruntime" else None
+        if where is not None and not fault:
+            fault = "one of its kernels is wrong"
+        elif traced.unexplained and tolerance.exact is not False and not fault:
+            fault = f"{traced.unexplained} is to be equal bit by bit, as all that it is computed from is"
+        if fault:
+            where = where or first_divergence(traced.differences, any_step=bool(tolerance.exact or traced.unexplained))
+            raise DeploymentError(
+                f"{name} does not compute what was simulated ({shown}): {fault}"
+                + (f"; the first site that differs is {where}" if where else _behind(traced.differences))
+                + (f"; it stores other numbers than the simulation has, {stored}" if stored else "")
+            )
+    if stored:
+        raise DeploymentError(
+            f"{name} does not compute what was simulated, although no output shows it on this data ({shown}): it "
+            f"stores other numbers than the simulation has, {stored}"
+        )
+    if fault:
+        raise DeploymentError(f"{name} is not to be relied on ({shown}): {fault}")
+    if default is not None:
+        # TensorRT's files are for another runtime: only a warning.
+        remark = default.judge(tolerance, is_target=qmodel.config.BACKEND == "virtual")
+        parity = replace(parity, runtime=f"{shown} ({remark})" if remark else shown)
+    return parity
+
+
+@phase("check")
+@full_float32()
+def compare_model(
+    model: nn.Module,
+    file: Path,
+    data: Any,
+    *,
+    tolerance: Tolerance | None = None,
+    num_samples: int = NUM_SAMPLES,
+    name: str | None = None,
+) -> Parity:
+    """How far a file, quantized or not, is from a float model; beyond `tolerance`, where one is given, is an error."""
+    runtime, name = runtime_of(file), name or str(file)
+    session = open_session(file, runtime)
+    comparison = Comparison(session.outputs, judge_all=True)
+    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+    for call in _calls(model, model, device, session, data, num_samples):
+        with evaluating(model), torch.no_grad():
+            expected = [_array(tensor) for tensor in flat_outputs(model(*call[0], **call[1]))]
+        comparison.add(expected, session.run(_feeds(session, call)))
+    parity = comparison.result(name, runtime, "the float model")
+    fault = "" if tolerance is None else parity.fault(tolerance)
+    if fault:
+        raise DeploymentError(f"{name} does not compute what the float model computes ({runtime}): {fault}")
+    return parity
+
+
+def _options_told(options: Mapping[str, str]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in options.items())
+
+
+class _Batch(NamedTuple):
+    """One batch, and where its outputs differ those of the simulation and of the file."""
+
+    call: Call
+    expected: tuple[Any, ...] = ()
+    found: tuple[Any, ...] = ()
+
+
+class _Trace(NamedTuple):
+    """`unexplained`: a site or an output that differs without a known reason; empty where there is none."""
+
+    differences: list[SiteDifference]
+    unexplained: str = ""
+
+
+def _trace(qmodel: SimulatedModel, file: Path, session: Session, batch: _Batch, setting: _Setting) -> _Trace:
+    codes, kernels = simulated_codes(qmodel, batch.call)
+    runtime, optimize, options = setting
+    feeds = _feeds(session, batch.call)
+    differences = site_differences(file, runtime, feeds, codes, optimize=optimize, options=options)
+    is_equal = {difference.site: not difference.largest for difference in differences}
+    outputs = map(_is_rounded_alike, batch.expected, batch.found)
+    is_equal |= dict(zip(session.outputs, outputs, strict=False))
+    clips = saturates() and not UNCLIPPED.keys() <= options.keys()
+    if all(is_equal.values()) or not optimize or runtime != "onnxruntime" or clips:
+        return _Trace(differences)
+    graph = Graph(load_model(file))
+    execution, _ = executed(file, graph, options=options)
+    in_integers = {name for name, kernel in execution.kernels.items() if kernel.arithmetic == "integer"}
+    found = unexplained(stretches(graph, {one.site for one in differences}, kernels, in_integers), is_equal)
+    return _Trace(differences, "" if found is None else found.end)
+
+
+def _is_equal(expected: Any, found: Any) -> bool:
+    import numpy
+
+    return numpy.array_equal(expected, found, equal_nan=expected.dtype.kind in "fc")
+
+
+def _is_rounded_alike(expected: Any, found: Any) -> bool:
+    """Equal, or floats that differ in their last bit: sums beyond 2^24 are rounded before or after the scale."""
+    import numpy
+
+    if _is_equal(expected, found) or expected.dtype.kind != "f" or not expected.size:
+        return _is_equal(expected, found)
+    largest = numpy.abs(expected[numpy.isfinite(expected)]).max(initial=0.0)
+    return bool(numpy.allclose(found, expected, rtol=5e-7, atol=1e-7 * largest, equal_nan=True))
+
+
+def _behind(differences: Sequence[SiteDifference]) -> str:
+    if not differences:
+        return "; it has no quantized activation to compare"
+    agree = "agree but for single steps" if any(difference.largest for difference in differences) else "agree"
+    return f"; all quantized activations {agree} up to the last one, {differences[-1].site}: the fault lies behind it"
+
+
+def check_loads(qmodel: SimulatedModel, file: Path, name: str) -> None:
+    """Refuses a file in half or double precision, for no runtime in particular, that ONNX Runtime cannot open."""
+    names = {torch.bfloat16: "half", torch.float16: "half", torch.float64: "double"}
+    precision = next((names[p.dtype] for p in qmodel.parameters() if p.dtype in names), None)
+    if precision is None or qmodel.config.BACKEND != "virtual" or importlib.util.find_spec("onnxruntime") is None:
+        return
+    try:
+        open_session(file, optimize=False)
+    except DeploymentError as error:
+        raise DeploymentError(
+            f"{str(error).replace(str(file), name)}\nthe model computes in {precision} precision, for which not every "
+            "op has a kernel on a CPU; call qmodel.float() first"
+        ) from error
+
+
+def check_rules(file: Path, name: str) -> None:
+    """Refuses a file that TensorRT, which does not run here, would not take."""
+    broken = [str(violation) for violation in tensorrt_violations(file) if violation.severity == "error"]
+    if broken:
+        more = f"\n  and {len(broken) - _NUM_SHOWN} more" if len(broken) > _NUM_SHOWN else ""
+        raise DeploymentError(f"{name}: TensorRT would refuse it:\n  " + "\n  ".join(broken[:_NUM_SHOWN]) + more)
+
+
+def _calls(
+    model: nn.Module, run: Any, device: torch.device | str, session: Session, data: Any, num_samples: int
+) -> Iterator[Call]:
+    """Batches in the size that the file takes. `run`: what computes the outputs of `model`'s calls on `device`."""
+    left = num_samples
+    for args, keywords in calls(data, model, device):
+        call = args, in_order(keywords, inspect.signature(model.forward))
+        with evaluating(run):
+            given = num_samples_run(call, run)
+        size = session.batch_size
+        step = min(size or given, given) if size else min(given, left)
+        if size and given < size:
+            if left < num_samples:  # the rest of a loader
+                return
+            raise DeploymentError(f"the file takes batches of {size}, the data has {given}; export with dynamic_axes")
+        for start in range(0, given - step + 1, max(step, 1)):
+            if left <= 0:
+                return
+            yield _some_samples(call, given, range(start, start + step), session)
+            left -= step
+
+
+def _some_samples(call: Call, given: int, rows: range, session: Session) -> Call:
+    """The call with these of its samples: rows of the inputs of which the file takes as many, or any number."""
+    if len(rows) == given:
+        return call
+    shapes = zip(flat_inputs(*call), session.input_shapes.values(), strict=False)  # `_feeds` refuses other numbers
+    cut = {id(tensor) for tensor, shape in shapes if shape and shape[0] in (len(rows), None) and len(tensor) == given}
+
+    def some(tensor: Tensor) -> Tensor:
+        return tensor[rows.start : rows.stop] if id(tensor) in cut else tensor
+
+    args, kwargs = map_nested(Tensor, some, call)
+    return args, kwargs
+
+
+@torch.no_grad()
+def _run(qmodel: SimulatedModel, call: Call, *, quantized: bool = True) -> list[Any]:
+    """The outputs as numpy arrays, of the simulation or of the float model in it."""
+    switched = [] if quantized else [quantizer for quantizer in qmodel.quantizers() if quantizer.use_quant]
+    try:
+        for quantizer in switched:
+            quantizer.use_quant = False
+        args, kwargs = map_nested(Tensor, torch.clone, call)  # a model may write into its inputs
+        with evaluating(qmodel):
+            return [_array(tensor) for tensor in flat_outputs(qmodel(*args, **kwargs))]
+    finally:
+        for quantizer in switched:
+            quantizer.use_quant = True
+
+
+def _feeds(session: Session, call: Call) -> dict[str, Any]:
+    tensors = flat_inputs(*call)
+    if len(tensors) != len(session.inputs):
+        raise DeploymentError(
+            f"the file has {len(session.inputs)} inputs ({', '.join(session.inputs)}), the data {len(tensors)} tensors"
+        )
+    return {name: _array(tensor) for name, tensor in zip(session.inputs, tensors, strict=True)}
+
+
+def _array(tensor: Tensor) -> Any:
+    """The same numbers in numpy, which has no bfloat16."""
+    tensor = tensor.detach().cpu()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()

@@ -1,0 +1,196 @@
+"""Quantizers with constant scales, in place of the live ones while a model is exported."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from sparsebit.errors import DeploymentError
+from sparsebit.graph.aliasing import written_later
+from sparsebit.graph.graph_module import CapturedGraph
+from sparsebit.graph.op_table import weight_argument
+from sparsebit.graph.random_ops import may_draw
+from sparsebit.numerics import float8
+from sparsebit.numerics.fake_quant.operator import OPERATOR
+from sparsebit.quantization.ops.bias import INT32, BiasRounding
+from sparsebit.quantization.ops.layer_call import current_weight
+from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
+from sparsebit.quantization.ops.quant_opr import FunctionalWeightedQuantOpr, QShared, WeightedQuantOpr
+from sparsebit.quantization.quantizers.base import Quantizer, rounds_by_operator
+
+
+class ConstantSite(nn.Module):
+    """The fake-quant operator with fixed scale and zero point.
+
+    `transform`: what the quantizer applies first (DoReFa: tanh). `value`: of a weight, the result of `transform`.
+    `is_float8`: rounds to 8-bit floats, by their own operator.
+    """
+
+    is_enable = True
+    scale: Tensor
+    zero_point: Tensor
+
+    def __init__(
+        self,
+        name: str,
+        scale: Tensor,
+        zero_point: Tensor,
+        axis: int | None,
+        group_size: int,
+        qmin: int,
+        qmax: int,
+        value: Tensor | None = None,
+        transform: Callable[[Tensor], Tensor] | None = None,
+        is_float8: bool = False,
+    ) -> None:
+        super().__init__()
+        self.training = False
+        self.transform, self.is_float8 = transform, is_float8
+        self.name, self.axis, self.group_size, self.qmin, self.qmax = name, axis, group_size, qmin, qmax
+        self.register_buffer("scale", scale.detach().float())
+        self.register_buffer("zero_point", zero_point.detach().float().round())
+        self.register_buffer("value", value)
+
+    def forward(self, x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        if self.value is not None:
+            x = self.value
+        elif self.transform is not None:
+            x = self.transform(x)
+        if self.is_float8:
+            return float8.OPERATOR(x, self.scale, self.axis, self.name)
+        return OPERATOR(
+            x, self.scale, self.zero_point, self.axis, self.group_size, self.qmin, self.qmax, "ste", self.name
+        )
+
+    def summary(self) -> str:
+        return f"[{self.qmin}, {self.qmax}]"
+
+
+@contextlib.contextmanager
+def quantizers_as_constants(model: nn.Module) -> Iterator[None]:
+    """Inside, every enabled quantizer and bias of `model` is a `ConstantSite`; afterwards all is as before.
+
+    A quantizer whose `fake_quantize` is the user's own stays, and is exported op by op.
+    """
+    swapped: list[tuple[nn.Module, str, nn.Module]] = []
+    marked: list[Quantizer] = []
+    try:
+        for parent in list(model.modules()):
+            for name, child in list(parent._modules.items()):
+                if isinstance(child, Quantizer) and child.is_enable:
+                    child.enable_export_onnx()
+                    marked.append(child)
+                if child is not None and _is_swapped(parent, child):
+                    swapped.append((parent, name, child))
+        computed = _computed_weights(model)
+        # After all quantizers are collected: a bias uses the scales of its input and weight.
+        sites = [_constant_site(parent, child, computed.get(child)) for parent, _, child in swapped]
+        for (parent, name, _), site in zip(swapped, sites, strict=True):
+            parent._modules[name] = site
+        yield
+    finally:
+        for parent, name, child in swapped:
+            parent._modules[name] = child
+        for quantizer in marked:
+            quantizer.disable_export_onnx()
+
+
+def _is_swapped(parent: nn.Module, child: nn.Module) -> bool:
+    if isinstance(child, Quantizer):
+        return child.is_enable and (_is_own_weight(parent, child) or rounds_by_operator(child))
+    if isinstance(child, QShared):
+        return child.input_quantizer.is_enable and rounds_by_operator(child.input_quantizer)
+    return isinstance(child, BiasRounding) and child.is_enable
+
+
+def _is_own_weight(parent: nn.Module, quantizer: Quantizer) -> bool:
+    return isinstance(parent, WeightedQuantOpr | QuantizedParameter) and quantizer is parent.weight_quantizer
+
+
+@torch.no_grad()
+def _computed_weights(model: nn.Module) -> dict[nn.Module, Tensor]:
+    """Weight quantizer -> the weight that a graph computes for it from parameters alone (a standardized one).
+
+    As torch computes it: the same operations elsewhere may round to other codes.
+    """
+    found: dict[nn.Module, Tensor] = {}
+    graphs = [module for module in model.modules() if isinstance(module, CapturedGraph)]
+    for root in graphs:
+        for node in root.graph.find_nodes(op="call_module"):
+            layer = root.get_submodule(str(node.target))
+            if not isinstance(layer, FunctionalWeightedQuantOpr) or not layer.weight_quantizer.is_enable:
+                continue
+            place = weight_argument(layer.row, node.args, node.kwargs)
+            weight = None if place is None else node.kwargs[place] if isinstance(place, str) else node.args[place]
+            value = _constant_value(root, weight) if isinstance(weight, fx.Node) else None
+            if isinstance(value, Tensor):
+                found[layer.weight_quantizer] = value
+    return found
+
+
+def _constant_value(root: CapturedGraph, node: fx.Node) -> Any:
+    """What the node gives, where functions alone compute it from parameters and buffers that nothing overwrites, and
+    nothing is drawn at random; else None.
+    """
+    needed = {node}
+    for current in reversed(root.graph.nodes):
+        if current in needed:
+            needed.update(current.all_input_nodes)
+    is_changing = not needed.isdisjoint(written_later(root)) or any(
+        part.op == "call_function" and may_draw(part.target) for part in needed
+    )
+    if is_changing or any(part.op in ("placeholder", "call_module") for part in needed):
+        return None
+    interpreter = fx.Interpreter(root, garbage_collect_values=False)
+    interpreter.env = {}
+    for part in root.graph.nodes:
+        if part in needed:
+            interpreter.env[part] = interpreter.run_node(part)
+    return interpreter.env[node]
+
+
+@torch.no_grad()
+def _constant_site(parent: nn.Module, child: nn.Module, weight: Tensor | None) -> ConstantSite:
+    """`weight`: what the graph computes for the quantizer from parameters alone, where it is one of those."""
+    if isinstance(child, BiasRounding):
+        scale = child.scale()
+        axis = None if scale.numel() == 1 else 0
+        return ConstantSite(child.name, scale, torch.zeros_like(scale), axis, 0, *INT32)
+    if isinstance(child, QShared):
+        return _site(child.name, child.input_quantizer)
+    assert isinstance(child, Quantizer)
+    if _is_own_weight(parent, child):
+        if isinstance(parent, QuantizedParameter):
+            return _constant_weight(child, parent.parameter)
+        return _constant_weight(child, current_weight(parent.get_submodule("op")))
+    if weight is not None:
+        return _constant_weight(child, weight)
+    return _site(child.name, child, transform=child.transform)
+
+
+def _constant_weight(quantizer: Quantizer, weight: Tensor) -> ConstantSite:
+    """Rounds to what the quantizer gives, by its own rule for rounding too (AdaRound)."""
+    simulated = quantizer.fake_quantize(weight).detach()
+    for value in (quantizer.transform(weight).detach(), simulated):
+        site = _site(quantizer.name, quantizer, value=value)
+        if torch.allclose(site(weight), simulated, rtol=4 * torch.finfo(weight.dtype).eps, atol=0):
+            return site
+    raise DeploymentError(
+        f"{quantizer.name}: the quantizer {quantizer.TYPE!r} gives weights off the grid of its qparams(), and a file "
+        "stores weights as integers on that grid"
+    )
+
+
+def _site(name: str, quantizer: Quantizer, **more: Any) -> ConstantSite:
+    spec = quantizer.spec
+    return ConstantSite(
+        *(name, *quantizer.qparams(), spec.granularity.axis, spec.granularity.size, spec.qmin, spec.qmax),
+        is_float8=spec.format == "float8",
+        **more,
+    )

@@ -1,0 +1,139 @@
+"""Scales, zero points and integers that a file stores, compared with those of the simulation that it was made from.
+
+Outputs can be equal although these differ: where a later op clips all that a wrong zero point has moved, or where the
+samples do not reach a weight.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsebit.deploy.exporting.qdq import codes_of
+from sparsebit.deploy.onnx_graph.qdq_graph import load_model
+from sparsebit.graph.outcome import tensor_at
+from sparsebit.quantization.calibrating.model_state import evaluating
+from sparsebit.quantization.exporting.export_constants import ConstantSite, quantizers_as_constants
+from sparsebit.quantization.faithful.simulation import SimulatedModel
+from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
+
+# `conv1.weight/scale`; the second site of that name is `conv1.weight#2/scale`, a scale that is repeated for eight
+# channels `conv1.input/scale/8`.
+_NAME = re.compile(r"(?P<site>.+)/(?P<part>codes|scale|zero_point)(/\d+)?")
+_FLOATS = "module.model."  # float tensors of the model keep their names below this one
+
+
+def stored_difference(qmodel: SimulatedModel, file: Path) -> str:
+    """The first stored tensor of the file that is not the simulation's, and how; empty where there is none.
+
+    Compared are tensors that an export names after a site or a parameter. One whose form the file's layout has changed
+    by more than a transposition is compared as a set of numbers.
+    """
+    from onnx import numpy_helper
+
+    simulated = _simulated(qmodel)
+    for tensor in load_model(file).graph.initializer:
+        expected, part = _expected(qmodel, simulated, tensor.name)
+        if not expected:
+            continue
+        found = _as_numbers(numpy_helper.to_array(tensor))
+        differences = [_difference(numbers, found, part) for numbers in expected]
+        if all(differences):  # a layer that is called with several inputs has a bias for each of their scales
+            return f"{tensor.name.removeprefix(_FLOATS)}: {differences[0]}"
+    return ""
+
+
+def _expected(qmodel: SimulatedModel, simulated: dict[str, list[_Numbers]], name: str) -> tuple[list[Any], str]:
+    """What a stored tensor of this name may hold, and which part of a site it is."""
+    if name.startswith(_FLOATS):
+        value = tensor_at(qmodel.model, name.removeprefix(_FLOATS))
+        is_float = value is not None and value.is_floating_point()
+        return ([value.detach().float().cpu().numpy()] if value is not None and is_float else []), "float"
+    if (parts := _NAME.fullmatch(name)) is None:
+        return [], ""
+    site, part = parts["site"], parts["part"]
+    known = simulated.get(site) or simulated.get(site.rpartition("#")[0], [])
+    return [numbers for one in known if (numbers := getattr(one, part)) is not None], part
+
+
+class _Numbers(NamedTuple):
+    """Of one site of the simulation; `codes` where it rounds a constant, None where that is not known."""
+
+    scale: Any
+    zero_point: Any
+    codes: Any = None
+
+
+@torch.no_grad()
+def _simulated(qmodel: SimulatedModel) -> dict[str, list[_Numbers]]:
+    found: dict[str, list[_Numbers]] = {}
+    with evaluating(qmodel):
+        biases = dict(_biases(qmodel))
+        with quantizers_as_constants(qmodel):
+            sites = {id(site): site for site in qmodel.modules() if isinstance(site, ConstantSite)}
+        for site in sites.values():
+            value = site.value if site.value is not None else biases.get(site.name)
+            found.setdefault(site.name, []).append(_numbers(site, value))
+    return found
+
+
+def _biases(qmodel: SimulatedModel) -> Iterator[tuple[str, Tensor]]:
+    for layer in qmodel.modules():
+        if isinstance(layer, WeightedQuantOpr) and (bias := layer.stored_bias()) is not None:
+            for rounding, _ in layer.arithmetics:
+                if rounding is not None:
+                    yield rounding.name, bias
+
+
+def _numbers(site: ConstantSite, value: Any) -> _Numbers:
+    scale, zero_point = site.scale, site.zero_point
+    codes = None
+    if isinstance(value, Tensor) and not site.is_float8:
+        value = value.detach().to(scale.device)
+        codes = codes_of(value, scale, zero_point, site.axis, site.group_size, site.qmin, site.qmax).cpu().numpy()
+    return _Numbers(scale.cpu().numpy(), None if site.is_float8 else zero_point.cpu().numpy(), codes)
+
+
+def _as_numbers(array: Any) -> Any:
+    """4-bit integers and 8-bit floats too are numbers that numpy computes with."""
+    return array if array.dtype.kind == "f" and array.dtype.itemsize >= 4 else array.astype("float64")
+
+
+def _unpadded(expected: Any, found: Any, part: str) -> tuple[Any, Any]:
+    """What a convolution with added channels has in the old order: the first scales, and all codes but zeros."""
+    if part in ("scale", "zero_point"):
+        return expected.reshape(-1), found.reshape(-1)[: expected.size]
+    return expected[expected != 0], found[found != 0]
+
+
+def _difference(expected: Any, found: Any, part: str) -> str:
+    import numpy
+
+    expected, found = numpy.asarray(expected), numpy.asarray(found)
+    is_one = expected.size == 1 or found.size == 1
+    if part in ("scale", "zero_point") and is_one:  # one for all, or repeated for every channel
+        expected, found = numpy.broadcast_arrays(expected.reshape(-1), found.reshape(-1))
+    if expected.size != found.size:
+        if expected.size > found.size or expected.ndim not in (1, 4):
+            return ""  # the layout has cut or padded it
+        expected, found = _unpadded(expected, found, part)
+        if expected.size != found.size:
+            return f"{found.size} numbers that are not 0 in the file, {expected.size} in the simulation"
+    # Linear layers are stored as (in, out). A square shape does not tell: the form that differs less is meant.
+    forms = [form for form in (expected, expected.T) if form.shape == found.shape]
+    expected = min(forms, key=lambda form: int((form != found).sum()), default=expected)
+    if expected.shape != found.shape:
+        expected, found = numpy.sort(expected.reshape(-1)), numpy.sort(found.reshape(-1))
+    are_nan = numpy.isnan(expected) & numpy.isnan(found)
+    differs = ((expected != found) & ~are_nan).reshape(-1)
+    if not differs.any():
+        return ""
+    where = int(differs.argmax())
+    values = " in the file, ".join(f"{array.reshape(-1)[where]:.9g}" for array in (found, expected))
+    count = f"{int(differs.sum())} of its {differs.size} numbers differ, the first is " if differs.size > 1 else ""
+    return f"{count}{values} in the simulation"

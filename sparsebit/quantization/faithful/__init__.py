@@ -1,0 +1,1 @@
+"""The proof that the captured copy computes what the model's own code computes."""

@@ -1,0 +1,94 @@
+"""`cut`: a model is captured again, and the smallest modules whose graphs are wrong run their own code."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+from torch import nn
+
+from sparsebit.execution.batches import Call
+from sparsebit.graph.absorbed import Absorbed
+from sparsebit.graph.call_form import CallForm, call_form, has_forward
+from sparsebit.graph.leaf_policy import LeafPolicy
+from sparsebit.graph.outcome import Buffers, Randomness, buffers_of, cloned
+from sparsebit.graph.verification import Compare, Reference
+from sparsebit.quantization.faithful.simulation import SimulatedModel, code_modules
+
+log = logging.getLogger(__name__)
+
+# How often a model is captured again, each time with fewer modules as graphs, before a difference is only reported.
+ATTEMPTS = 12
+
+
+def differing(
+    qmodel: SimulatedModel,
+    call: Call,
+    found: str,
+    reference: Reference,
+    randomness: Randomness,
+    compare: Compare | None = None,
+) -> dict[str, str]:
+    """The smallest modules that differ from the model's own code on this call, and how."""
+
+    def build(path: str, module: nn.Module, call: Call) -> tuple[nn.Module, Buffers]:
+        part = captured_part(qmodel, path, module, call)
+        return part, buffers_of(part.source, module)
+
+    paths = _with_code(qmodel.original, qmodel._policy)
+    return reference.smallest_differing(cloned(call), paths, build, randomness, compare=compare) or {"": found}
+
+
+def cut(
+    qmodel: SimulatedModel,
+    call: Call,
+    found: str,
+    reference: Reference,
+    randomness: Randomness,
+    compare: Compare | None = None,
+) -> None:
+    """Capture again, with the smallest modules that differ running their own code.
+
+    Where such a module does already, the modules inside it do too; after that it stays untouched, in float.
+    """
+    policy = qmodel._policy
+    for path, why in differing(qmodel, call, found, reference, randomness, compare).items():
+        log.warning("%s runs its own code: its graph computes something else: %s", path or "the model", why)
+        reason = f"its graph computes something else than its code: {why}"
+        inside = [name for name in _with_code(qmodel.original, policy, path) if name not in policy.own_code]
+        for name in inside if path in policy.own_code and inside else [path]:
+            policy = policy.cut(name, reason)
+    qmodel._policy = policy
+    qmodel._rebuild(call if qmodel._example is not None else None)
+
+
+def captured_part(qmodel: SimulatedModel, path: str, module: nn.Module, call: Call) -> SimulatedModel:
+    """A copy of one module of the original, captured and with quantizers as in the whole, off."""
+    example, form = (call, None) if qmodel._example is not None else (None, call_form(module, *call))
+    return captured_copy(qmodel, path, module, example, form)
+
+
+def captured_copy(
+    qmodel: SimulatedModel, path: str, module: nn.Module, example: Call | None, form: CallForm | None
+) -> SimulatedModel:
+    """`module`, which is at `path` in the original, captured as the whole was."""
+    part = SimulatedModel.__new__(SimulatedModel)
+    nn.Module.__init__(part)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the user is warned when the whole is built
+        transforms = () if path else qmodel._transforms  # they know the whole graph
+        policy = qmodel._policy.below(path, module)
+        part._set_up(module, qmodel.config, example, policy, form, transforms=transforms)
+    return part.to(qmodel.device).train(qmodel.training)
+
+
+def has_one_mode(qmodel: SimulatedModel) -> bool:
+    """Whether train mode differs from the original's by design."""
+    is_folded = any(isinstance(module, Absorbed) for module in code_modules(qmodel))
+    return is_folded or bool(qmodel._captured.eval_branches)
+
+
+def _with_code(model: nn.Module, policy: LeafPolicy, path: str = "") -> list[str]:
+    """The paths, from `path` down, of the modules whose own code can run in place of a graph: all but leaves."""
+    modules = model.get_submodule(path).named_modules(prefix=path)
+    return [name for name, module in modules if has_forward(module) and not policy.is_leaf(module, name)]

@@ -1,0 +1,185 @@
+"""`FirstCalls`: compares the first call of each path through a `QuantModel` with the model's own code."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from sparsebit.errors import CaptureError
+from sparsebit.execution.batches import Call
+from sparsebit.graph.copying import copy_model
+from sparsebit.graph.hidden_writes import may_write_parameters
+from sparsebit.graph.nested import is_symbolic, tensors_of
+from sparsebit.graph.outcome import Randomness, buffers_of, cloned, outcome_of, undisturbed_randomness
+from sparsebit.graph.outer_state import undisturbed_outer_state
+from sparsebit.graph.region import Region, form_of
+from sparsebit.graph.stand_in import without_stand_ins
+from sparsebit.graph.verification import Reference
+from sparsebit.numerics.full_float32 import full_float32
+from sparsebit.quantization.faithful.cutting import captured_copy
+from sparsebit.quantization.faithful.proof import Proof
+from sparsebit.quantization.faithful.simulation import SimulatedModel, folds_batchnorm
+from sparsebit.quantization.quantizers.base import Quantizer
+
+log = logging.getLogger(__name__)
+
+_FIRST_CALLS = threading.RLock()
+_FORMS = 16  # of calls that are compared; each costs a few forwards
+# Algorithms that move factors from one layer to the next, as the captured path reads them.
+_RESCALING = ("equalize", "smooth")
+
+
+class FirstCalls:
+    """Compares the first call, where there were no example inputs, and for every captured module the first ones, each
+    of another form, that run its own code in the place of its graph.
+
+    Other threads wait meanwhile. A call without real tensors (an export, a compiler's) is not the first one.
+    """
+
+    def __init__(self, qmodel: SimulatedModel, proof: Proof) -> None:
+        self.qmodel, self.proof = qmodel, proof
+        self.compares_sources = True  # whether own code that runs in the place of a graph is compared
+        self._is_comparing = False
+        # By a module's path and the form of its call: what its own code does differently with the copy's layers in it;
+        # "" where it does not.
+        self.compared_sources: dict[tuple[str, Any], str] = {}
+
+    def watch(self) -> None:
+        """The model is captured: its graphs say when own code runs in their place."""
+        self.compared_sources = {}
+        for region in self.qmodel._captured.regions.values():
+            region.before_source = self._before_source
+
+    def verify(self, call: Call) -> None:
+        """Compare the copy on the first call's inputs, without a trace of that: the call itself runs afterwards."""
+
+        def compare() -> None:
+            quantizers = self.qmodel.quantizers()
+            is_exported = bool(self.qmodel.plan) and not quantizers  # they are replaced for as long as an export takes
+            try:
+                if not is_exported and not any(q.is_enable or q.is_calibrated for q in quantizers):
+                    self.proof.proved(cloned(call), "the first call", self.proof.plain_forward, keep_state=True)
+            finally:
+                self.proof.first_call_is_due = False
+
+        self._alone(lambda: self.proof.first_call_is_due, call, compare)
+
+    def _before_source(self, region: Region, call: Call) -> None:
+        """Called before a module's own code runs instead of its graph, with quantized layers in it.
+
+        Code that asks for a layer's very type, say, is another function then; the graph was not.
+        """
+        path = next((path for path, known in self.qmodel._captured.regions.items() if known is region), None)
+        if path is None:  # of an earlier capture
+            return
+        where = f"this call{f' of {path}' if path else ''}"
+        if rescaled := [name for name in self.qmodel.applied_algorithms if name in _RESCALING]:
+            raise CaptureError(
+                f"{where} takes another path than the captured one, and {', '.join(rescaled)} rescaled layers so that "
+                "the captured path alone computes the same; build the QuantModel with example_inputs like this call's"
+            )
+        if not self.compares_sources:
+            return
+        key = path, form_of({"args": call[0], "kwargs": call[1]})
+
+        def compare() -> None:
+            self.compared_sources[key] = self._source_difference(path, region.source, call)
+
+        def is_due() -> bool:
+            return key not in self.compared_sources and len(self.compared_sources) < _FORMS
+
+        if is_due():
+            self._alone(is_due, call, compare)
+        if found := self.compared_sources.get(key):
+            raise CaptureError(
+                f"the inputs of {where} have another form than the captured ones, and the "
+                f"{'module' if path else 'model'}'s own code, which runs for them, computes something else when its "
+                f"layers are quantized or folded: {found}; build the QuantModel with example_inputs like this call's"
+            )
+
+    def _alone(self, is_due: Callable[[], bool], call: Call, compare: Callable[[], None]) -> None:
+        """Run `compare` if it is still due, in one thread at a time, and not inside another comparison."""
+        if is_symbolic(tensors_of(call)):
+            return
+        with _FIRST_CALLS:
+            if self._is_comparing or not is_due():
+                return
+            self._is_comparing = True
+            try:
+                with torch.no_grad(), undisturbed_randomness():
+                    compare()
+            finally:
+                self._is_comparing = False
+
+    def _reference_beside_source(self, path: str, source: nn.Module) -> Reference:
+        if not self.proof.why_not_comparable(path):
+            return self.proof.reference(path)
+        plain = without_stand_ins(copy_model(source, share_parameters=True, share=[self.qmodel]))
+        _switch_off(plain)  # those of recurrent weights are parametrizations of plain layers
+        modes = {name: module.training for name, module in plain.named_modules()}
+        return Reference(plain, self.qmodel.device, training=plain.training, modes=modes)
+
+    @full_float32()
+    def _source_difference(self, path: str, source: nn.Module, call: Call) -> str:
+        """What the copy's own code at `path`, with quantization off, does differently from the original's.
+
+        Where the original has other weights or another state by now, the same code with plain layers is asked instead.
+        """
+        reference = self._reference_beside_source(path, source)
+        found = self._own_code_difference(reference, source, call)
+        if not found and folds_batchnorm(self.qmodel.config) and not self.qmodel.has_built_weights:
+            found = self._folding_difference(path, call)
+        return found
+
+    def _folding_difference(self, path: str, call: Call) -> str:
+        """The same for a second copy, made from the original with random norms: it shows whether the layers that were
+        folded compute the same on this path too, whatever weights this model has now.
+        """
+        model = copy_model(self.qmodel.original)
+        for module in model.modules():
+            if isinstance(module, _BatchNorm):
+                _randomize(module)
+        twin = captured_copy(self.qmodel, "", model, self.qmodel._example, None)
+        region = twin._captured.regions.get(path)
+        if region is None:
+            return ""
+        reference = Reference(model.get_submodule(path), self.qmodel.device, training=False)
+        return self._own_code_difference(reference, region.source.eval(), call)
+
+    def _own_code_difference(self, reference: Reference, source: nn.Module, call: Call) -> str:
+        randomness = Randomness.now()
+        try:
+            expected = reference.outcome(cloned(call), randomness)
+        except Exception as error:  # the user sees it next
+            log.debug("the model's own code fails: %s: %s", type(error).__name__, error)
+            return ""
+        shares = not may_write_parameters(reference.model)
+        twin = copy_model(source, share_parameters=shares, share=[self.qmodel])  # whose quantizers no other thread uses
+        _switch_off(twin)
+        found: str | None
+        try:
+            with undisturbed_outer_state(source):
+                found = outcome_of(twin, cloned(call), buffers_of(twin, reference.model)).difference(expected)
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}"
+        return found if found is not None and reference.repeats(cloned(call), expected, randomness) else ""
+
+
+def _switch_off(model: nn.Module) -> None:
+    for quantizer in model.modules():
+        if isinstance(quantizer, Quantizer):
+            quantizer.use_quant = quantizer.observing = False
+
+
+@torch.no_grad()
+def _randomize(norm: _BatchNorm) -> None:
+    """A new norm is an identity: what it was folded into would compute the same without it."""
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        if getattr(norm, name) is not None:
+            getattr(norm, name).uniform_(0.5, 1.5)

@@ -1,0 +1,117 @@
+"""`verify_training`: the gradients of one step, compared with those of the model's own code."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.errors import CaptureError
+from sparsebit.execution.batches import Call, as_call, to_device
+from sparsebit.graph.copying import copy_model
+from sparsebit.graph.hidden_writes import may_write_parameters
+from sparsebit.graph.nested import tensors_of
+from sparsebit.graph.outcome import (
+    Outcome,
+    Randomness,
+    state_kept,
+    tensor_at,
+    undisturbed_randomness,
+    with_gradients,
+)
+from sparsebit.graph.verification import Reference
+from sparsebit.numerics.full_float32 import full_float32
+from sparsebit.quantization.faithful.cutting import ATTEMPTS, cut, differing, has_one_mode
+from sparsebit.quantization.faithful.simulation import SimulatedModel, folded_tensors
+from sparsebit.records import GradientCheck
+
+
+@full_float32()
+def verify_training(qmodel: SimulatedModel, batch: Any, loss: Callable[[Any], Tensor]) -> GradientCheck:
+    """Compare the gradients of one step, with quantization off, with those of the model's own code.
+
+    `batch` as for calibration; `loss` makes a scalar of the model's output. Compared are the gradients of inputs
+    and of parameters, in train mode (in eval mode where batch norms are folded or a branch on `qmodel.training` was
+    captured). The smallest module that differs runs its own code from then on; in a calibrated model, which cannot
+    be captured again, it is an error that names the module.
+    """
+    model = qmodel.original
+    if not qmodel.has_built_weights:
+        raise CaptureError(
+            "verify_training() after the weights have changed: there is nothing left to compare with; call it "
+            "before training, on the weights that the QuantModel was built from"
+        )
+    call = to_device(as_call(batch, model), qmodel.device)
+    randomness, cuts, found = Randomness.now(), dict(qmodel._policy.own_code), ""
+    for _ in range(ATTEMPTS):
+        reference = Reference(model, qmodel.device, training=not has_one_mode(qmodel))
+        expected = reference.gradients(call, loss, randomness)
+        differs, names = _gradient_difference(qmodel, call, loss, expected, reference.training, randomness)
+        if differs is None:
+            randomness.restore()
+            new = {path: why for path, why in qmodel._policy.own_code.items() if path not in cuts}
+            return GradientCheck(tuple(names), tuple(sorted(expected.gradients.keys() - names)), new)
+        found = differs
+        if any(quantizer.is_calibrated for quantizer in qmodel.quantizers()):
+            parts = differing(qmodel, call, found, reference, randomness, _module_gradients)
+            where = "; ".join(f"{path or 'the model'}: {why}" for path, why in parts.items())
+            raise CaptureError(
+                f"gradients of the copy differ from the model's own, in {where}; build a new QuantModel and call "
+                "verify_training() before calibration: such a module then runs its own code"
+            )
+        cut(qmodel, call, found, reference, randomness, _module_gradients)
+    raise CaptureError(f"gradients of the copy differ from the model's own, whatever runs its own code: {found}")
+
+
+def _gradient_difference(
+    qmodel: SimulatedModel,
+    call: Call,
+    loss: Callable[[Any], Tensor],
+    expected: Outcome,
+    training: bool,
+    randomness: Randomness,
+) -> tuple[str | None, set[str]]:
+    """What differs, and the names of what was compared; a weight that a norm was folded into is not."""
+    same = {name: twin for name, (_, twin) in _same_parameters(qmodel.original, qmodel).items()}
+    switches = qmodel.is_quantized("weight"), qmodel.is_quantized("activation")
+    is_training = qmodel.training
+    with undisturbed_randomness(randomness), state_kept(qmodel.model, qmodel.source):
+        qmodel.set_quant(w_quant=False, a_quant=False)
+        qmodel.train(training)
+        try:
+            outcome = with_gradients(functools.partial(SimulatedModel.forward, qmodel), call, loss, same)
+        finally:
+            qmodel.train(is_training)
+            qmodel.set_quant(*switches)
+    return outcome.difference(expected), expected.gradients.keys() & outcome.gradients.keys()
+
+
+def _module_gradients(module: nn.Module, part: nn.Module, call: Call) -> str | None:
+    """What differs in the gradients of a module and of its stand-in, for one random direction of their output."""
+
+    def directional(output: Any) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        floats = [x for x in tensors_of(output) if x.is_floating_point() and x.requires_grad]
+        return sum(((x * torch.randn(x.shape, generator=generator).to(x)).sum() for x in floats), torch.zeros(()))
+
+    assert isinstance(part, SimulatedModel)
+    own = copy_model(module, share_parameters=not may_write_parameters(module)).train(part.training)
+    pairs, randomness = _same_parameters(own, part), Randomness.now()
+    expected = with_gradients(own, call, directional, {name: parameter for name, (parameter, _) in pairs.items()})
+    randomness.restore()
+    twins = {name: twin for name, (_, twin) in pairs.items()}
+    return with_gradients(part, call, directional, twins).difference(expected)
+
+
+def _same_parameters(model: nn.Module, copied: SimulatedModel) -> dict[str, tuple[Tensor, Tensor]]:
+    """The model's parameters and the copy's, by name, where nothing was folded into the copy's or taken out of it."""
+    folded = folded_tensors(copied)
+    pairs = {name: (parameter, tensor_at(copied.source, name)) for name, parameter in model.named_parameters()}
+    return {
+        name: (parameter, twin)
+        for name, (parameter, twin) in pairs.items()
+        if twin is not None and id(twin) not in folded and torch.equal(twin, parameter.to(twin.device))
+    }

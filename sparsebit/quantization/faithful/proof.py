@@ -1,0 +1,207 @@
+"""`Proof`: the part of a `QuantModel` that compares it with the model's own code before it is trusted."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from sparsebit.errors import CaptureError, SparsebitError
+from sparsebit.execution.batches import Call, to_device
+from sparsebit.graph.nested import tensors_of
+from sparsebit.graph.outcome import (
+    Outcome,
+    Randomness,
+    buffers_of,
+    cloned,
+    outcome_of,
+    state_kept,
+    tensor_at,
+    undisturbed_randomness,
+)
+from sparsebit.graph.outer_state import OuterState, undisturbed_outer_state
+from sparsebit.graph.verification import Reference, is_within
+from sparsebit.numerics.full_float32 import full_float32
+from sparsebit.quantization.building.stages import name_of
+from sparsebit.quantization.faithful.carried_state import twin_at
+from sparsebit.quantization.faithful.cutting import ATTEMPTS, cut, has_one_mode
+from sparsebit.quantization.faithful.harmless_differences import is_no_fault
+from sparsebit.quantization.faithful.simulation import SimulatedModel, folded_tensors
+from sparsebit.quantization.ops.quant_opr import QIdentity, QuantOpr
+
+log = logging.getLogger(__name__)
+
+Verify = bool | Literal["calibration"]
+
+
+class Proof:
+    """Compares a QuantModel, with quantization off, with the model that it was made from: on `example_inputs` (without
+    any, on the inputs of the first call) and on the first calibration batch, in values, dtypes, shapes and what is
+    written into inputs and buffers.
+
+    The smallest module that differs runs its own code from then on; one that differs even so is left untouched, in
+    float. `coverage` names it. `verify="calibration"` leaves out the example and the first call; `verify=False` leaves
+    out all, and with them a forward of the float model each.
+    """
+
+    def __init__(self, qmodel: SimulatedModel) -> None:
+        self.qmodel = qmodel
+        self.verifies: Verify = False
+        self.is_due = False  # whether the next calibration batch has to be compared
+        self.first_call_is_due = False
+
+    def begin(self, verify: Verify, example: Call | None) -> None:
+        """The model is built; `example`: the call that it was captured with."""
+        self.verifies = verify
+        if not verify:
+            self.qmodel.unproved = "verify=False: the copy was not compared with the model's own code"
+        elif verify != "calibration" and example is not None:
+            call = to_device(example, self.qmodel.device)
+            if not any(tensor.is_meta for tensor in tensors_of(call)):
+                with torch.no_grad(), undisturbed_randomness():
+                    self.proved(cloned(call), "example_inputs", self.plain_forward, keep_state=True)
+        self.first_call_is_due = verify is True and example is None
+
+    def calibration_begins(self) -> None:
+        self.is_due, self.first_call_is_due = bool(self.verifies), False
+
+    def plain_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """A forward that is not compared, and has no fused steps."""
+        return SimulatedModel.forward(self.qmodel, *args, **kwargs)
+
+    def verified(self, call: Call, occasion: str, run: Callable[..., Any]) -> Any:
+        """What `run` gives for `call`, once that is what the original's own code gives; what differs is cut out."""
+        outcome = self.proved(call, occasion, run)
+        return run(*call[0], **call[1]) if outcome is None else outcome.output
+
+    @full_float32()
+    def proved(self, call: Call, occasion: str, run: Callable[..., Any], *, keep_state: bool = False) -> Outcome | None:
+        """What the copy does with `call`, once that is what the original does; None where it did not run, or failed.
+
+        `keep_state`: the copy's buffers and attributes are afterwards what they were.
+        """
+        qmodel, self.is_due = self.qmodel, False
+        if qmodel._root is not None and qmodel._root.bind(*call) is None:
+            qmodel._capture_again(*call)
+            self.is_due = False
+        reason = self.why_not_comparable()
+        if reason:
+            log.info("%s is not compared with the model's own code: %s", occasion, reason)
+            return None
+        given, randomness = cloned(call), Randomness.now()
+        reference = self.reference()
+        try:
+            expected = reference.outcome(cloned(call), randomness)
+        except Exception as error:  # the copy's forward shows it to the user
+            log.debug("the model's own code fails on %s: %s: %s", occasion, type(error).__name__, error)
+            return None
+        outcome: Outcome | None = None
+        outside = OuterState(qmodel.source.modules(), {})
+        repeats = True
+        for attempt in range(ATTEMPTS):
+            found, outcome = self._compare(call, run, expected, keep_state)
+            if found is None or (outcome is not None and is_no_fault(qmodel, given, expected, randomness)):
+                log.info("the copy computes what the model's own code computes on %s", occasion)
+                break
+            if qmodel._transforms:
+                raise CaptureError(
+                    f"after the transforms {', '.join(map(name_of, qmodel._transforms))} the model computes something "
+                    f"else on {occasion}: {found}; a transform must keep what the graph computes (verify=False is for "
+                    "those that are meant to change it)"
+                )
+            if registered := self._registered_ops():
+                qmodel.unproved = f"with ops that you registered ({registered}) the copy differs on {occasion}: {found}"
+                break
+            if not repeats or not reference.repeats(cloned(given), expected, randomness):
+                qmodel.unproved = f"the model's own code gives another result when {occasion} runs again: {found}"
+                if not repeats or outcome is None or "" in qmodel._captured.untraced:
+                    break
+                repeats = False  # a graph would give one of its results at every call
+            elif attempt == ATTEMPTS - 1:
+                qmodel.unproved = f"the copy differs from the model's own code on {occasion}: {found}"
+                warnings.warn(f"{qmodel.unproved}; what it computes is not what the model computes", stacklevel=5)
+                break
+            cut(qmodel, given, found, reference, randomness)
+            self.is_due = False
+            _put_back(call, given)
+            outside.restore()
+            randomness.restore()
+        if keep_state:  # parameters that the forward wrote into are what they were
+            qmodel.note_weights()
+        return outcome
+
+    def reference(self, path: str = "") -> Reference:
+        """The own code of the original's module at `path`, in the modes that the copy's modules have now."""
+        qmodel = self.qmodel
+        module = qmodel.original.get_submodule(path)
+        prefix = f"{path}." if path else ""
+        twins = {
+            name: twin_at(qmodel.source, f"{prefix}{name}" if name else path) for name, _ in module.named_modules()
+        }
+        modes = {name: twin.training for name, twin in twins.items() if twin is not None}
+        return Reference(module, qmodel.device, training=modes.get("", qmodel.training), modes=modes)
+
+    def why_not_comparable(self, path: str = "") -> str:
+        """Why the original's module at `path` may well give something else than the copy's; "" where it may not."""
+        qmodel = self.qmodel
+        if not qmodel.has_built_weights:
+            return "the weights have changed since the model was captured"
+        if not self._has_equal_buffers(path):
+            return "the buffers have changed since the model was captured"
+        if any(is_within(module, path) for module, _ in qmodel._built_state.changes()):
+            return "attributes have changed since the model was captured"
+        if qmodel.training and has_one_mode(qmodel):
+            return "in train mode folded batch norms and captured eval branches differ from it by design"
+        return ""
+
+    def _has_equal_buffers(self, path: str) -> bool:
+        """Whether the original's buffers below `path` hold what the copy's hold; those of folded norms do not count."""
+        folded = folded_tensors(self.qmodel)
+        buffers = self.qmodel.original.get_submodule(path).named_buffers(prefix=path)
+        pairs = [(buffer, tensor_at(self.qmodel.source, name)) for name, buffer in buffers]
+        return all(
+            torch.equal(twin, buffer.to(twin))
+            for buffer, twin in pairs
+            if twin is not None and id(twin) not in folded and twin.shape == buffer.shape and not twin.is_sparse
+        )
+
+    def _registered_ops(self) -> str:
+        """The ops of the model that users registered: what these compute may be meant to differ."""
+        ops = (
+            part
+            for part in self.qmodel.model.modules()
+            if isinstance(part, QuantOpr) and not isinstance(part, QIdentity)
+        )
+        return ", ".join(sorted({type(part).__name__ for part in ops if part.row.implementation is not None}))
+
+    def _compare(
+        self, call: Call, run: Callable[..., Any], expected: Outcome, keep_state: bool
+    ) -> tuple[str | None, Outcome | None]:
+        """What differs, and what the copy did; None where it failed."""
+        with self._unseen() if keep_state else contextlib.nullcontext():
+            try:
+                outcome = outcome_of(run, call, buffers_of(self.qmodel.source, self.qmodel.original))
+            except SparsebitError:
+                raise
+            except Exception as error:
+                return f"{type(error).__name__}: {error}", None
+            return outcome.difference(expected), outcome
+
+    @contextlib.contextmanager
+    def _unseen(self) -> Iterator[None]:
+        """What forwards of the copy do inside to state is undone, in the copy and outside of it."""
+        with undisturbed_outer_state(self.qmodel.source), state_kept(self.qmodel.model, self.qmodel.source):
+            yield
+
+
+@torch.no_grad()
+def _put_back(call: Call, given: Call) -> None:
+    """Undo what a forward wrote into its inputs."""
+    for tensor, before in zip(tensors_of(call), tensors_of(given), strict=True):
+        if isinstance(tensor, Tensor) and not tensor.is_inference():
+            tensor.copy_(before)

@@ -1,9 +1,0 @@
-"""Why a layer stays float: the words that plan, passes, coverage and export share."""
-
-from __future__ import annotations
-
-SWITCHED_OFF = ("QUANTIZER.DISABLE is true in the config", "SKIP_TRACE_MODULES keeps it in float")
-COMPLEX = "it computes with complex numbers, which have no integer format"
-VECTOR = "biases, norms and other vectors stay float"
-TABLE = "no matrix product reads it: tables and factors of values stay float"
-UNEXPLAINED = "its module's own code reads it, and how is not known: pass example_inputs"

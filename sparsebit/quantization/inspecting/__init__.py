@@ -1,0 +1,1 @@
+"""Errors per layer, gains in accuracy, diagrams."""

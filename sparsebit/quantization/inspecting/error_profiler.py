@@ -1,0 +1,250 @@
+"""The error of each layer and each site: values with and without quantization, on real data."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparsebit.deploy.comparing.parity import decibels
+from sparsebit.execution.batches import Call, calls
+from sparsebit.execution.blocks.value_store import SharedData
+from sparsebit.graph.nested import map_nested
+from sparsebit.progress import track
+from sparsebit.quantization.calibrating.model_state import require_calibrated
+from sparsebit.quantization.faithful.simulation import SimulatedModel
+from sparsebit.quantization.inspecting.site_errors import SiteErrors
+from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
+from sparsebit.quantization.ops.quant_opr import QIdentity, QuantOpr, WeightedQuantOpr
+from sparsebit.quantization.planning.sites import split_site
+from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.records import ErrorProfile, LayerError
+from sparsebit.records.phases import phase
+
+log = logging.getLogger(__name__)
+
+Checker = Callable[[Tensor, Tensor], Any]
+
+
+def get_quantization_error(
+    qmodel: SimulatedModel, data: Any, checker: Checker = F.mse_loss, is_async: bool = True
+) -> dict[str, float]:
+    """`{layer: checker(quantized output, float output)}` on one batch or an iterable of batches.
+
+    `is_async`: each layer quantized alone, on float inputs (one pass); else all layers quantized (two passes).
+    """
+    _warn_of_changed_weights(qmodel, "get_quantization_error")
+    batches = _calls(qmodel, "get_quantization_error", data)
+    found = _averaged(qmodel, batches, lambda quantized, original: (checker(quantized, original),), is_async=is_async)
+    return {name: error for name, (error,) in found.items()}
+
+
+def profile(qmodel: SimulatedModel, data: Any, *, sync: bool = False, histograms: bool = True) -> ErrorProfile:
+    """Mean squared error and SQNR of every layer's output and of every quantized tensor, on one batch or several.
+
+    `sync`: the layers' errors with all layers quantized together; else each layer quantized alone. `histograms`:
+    also at most 64 bins of the float values of each tensor, beside the range that quantization clips them to.
+    """
+    _warn_of_changed_weights(qmodel, "profile")
+    return profile_model(qmodel, _calls(qmodel, "profile", data), sync=sync, histograms=histograms)
+
+
+def as_batches(data: Any) -> Iterable[Any]:
+    """One batch, or an iterable of them, as an iterable."""
+    is_batch = isinstance(data, (Tensor, Mapping)) or (
+        isinstance(data, tuple) and any(isinstance(x, Tensor) for x in data)
+    )
+    return [data] if is_batch else data
+
+
+def _calls(qmodel: SimulatedModel, verb: str, data: Any) -> Iterator[Call]:
+    require_calibrated(qmodel, verb)
+    return calls(as_batches(data), qmodel.original, qmodel.device)
+
+
+def _warn_of_changed_weights(qmodel: SimulatedModel, verb: str) -> None:
+    if len(qmodel.float_parameters) or qmodel.float_values_are_lost:
+        log.warning(
+            "%s(): algorithms have changed weights (%s); errors are counted from the changed weights, so that what "
+            "their rounding costs is not in them",
+            *(verb, ", ".join(qmodel.applied_algorithms) or "before the model was saved"),
+        )
+
+
+def profile_model(
+    model: nn.Module, calls: Iterable[Call], *, sync: bool = False, histograms: bool = True
+) -> ErrorProfile:
+    """Every layer's error, the worst SQNR first, and every site's, in the order of the model.
+
+    `sync`: all layers quantized together, in place of each alone.
+    """
+    num_batches = 0
+
+    def counted() -> Iterator[Call]:
+        nonlocal num_batches
+        for call in calls:
+            num_batches += 1
+            yield call
+
+    def noise_and_signal(quantized: Tensor, original: Tensor) -> tuple[Tensor, Tensor]:
+        return F.mse_loss(quantized, original), original.square().mean()
+
+    sites = {q: SiteErrors(q, histogram=histograms) for q in _own_quantizers(model)}
+    for quantizer, weight in _stored_weights(model):
+        if quantizer in sites:
+            sites[quantizer].add(weight)
+    watched = [quantizer for quantizer, errors in sites.items() if not errors.count]
+
+    def watch(quantizer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if isinstance(quantizer, Quantizer) and not quantizer.use_quant and inputs:  # in the pass without quantization
+            sites[quantizer].add(inputs[0])
+
+    handles = [quantizer.register_forward_pre_hook(watch) for quantizer in watched]
+    try:
+        found = _averaged(model, counted(), noise_and_signal, is_async=not sync)
+    finally:
+        for handle in handles:
+            handle.remove()
+    layers = [LayerError(name, noise, decibels(signal, noise)) for name, (noise, signal) in found.items()]
+    return ErrorProfile(
+        sync,
+        num_batches,
+        tuple(sorted(layers, key=lambda layer: layer.sqnr_db)),
+        tuple(errors.result() for errors in sites.values() if errors.count),
+    )
+
+
+def quantized_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Layers with at least one calibrated quantizer, by name; a quantizer that stands alone, by its site's name."""
+    found: dict[str, nn.Module] = {}
+    for module in model.modules():
+        if isinstance(module, QuantOpr):
+            sites = [q.name for q in _quantizers_of(module) if not q.fake_fused and q.is_calibrated]
+            if sites:
+                found[sites[0] if isinstance(module, QIdentity) else split_site(sites[0])[0]] = module
+    return found
+
+
+@phase("profile")
+def _averaged(
+    model: nn.Module, calls: Iterable[Call], measure: Callable[[Tensor, Tensor], tuple[Any, ...]], *, is_async: bool
+) -> dict[str, tuple[float, ...]]:
+    """What `measure` gives of each layer's quantized and float output, averaged over the batches."""
+    layers = quantized_layers(model)
+    measured: dict[str, list[tuple[float, ...]]] = {name: [] for name in layers}
+
+    def note(name: str, quantized: Any, original: Any) -> None:
+        if isinstance(quantized, Tensor) and isinstance(original, Tensor) and quantized.is_floating_point():
+            measured[name].append(tuple(map(float, measure(quantized, original))))
+
+    profile = _profile_alone if is_async else _profile_together
+    with torch.no_grad(), restored(model):
+        for args, kwargs in track(calls, "error per layer"):
+            profile(model, layers, args, kwargs, note)
+    return {
+        name: tuple(sum(column) / len(column) for column in zip(*found, strict=True))
+        for name, found in measured.items()
+        if found
+    }
+
+
+def _profile_alone(
+    model: nn.Module, layers: dict[str, nn.Module], args: Any, kwargs: Any, note: Callable[..., None]
+) -> None:
+    _switch(model, False)
+    names = {module: name for name, module in layers.items()}
+
+    def compare(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
+        own = _quantizers_of(module)
+        for quantizer in own:
+            quantizer.use_quant = quantizer.is_calibrated
+        note(names[module], module.forward(*inputs, **keywords), output)
+        for quantizer in own:
+            quantizer.use_quant = False
+
+    with _hooked(layers.values(), compare):
+        model(*args, **kwargs)
+
+
+def _profile_together(
+    model: nn.Module, layers: dict[str, nn.Module], args: Any, kwargs: Any, note: Callable[..., None]
+) -> None:
+    store = SharedData()
+    names = {module: name for name, module in layers.items()}
+    visits = dict.fromkeys(layers, 0)
+
+    def keep(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
+        name = names[module]
+        store.put((name, visits[name]), map_nested(Tensor, torch.clone, output))  # which others may write into
+        visits[name] += 1
+
+    def compare(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
+        name = names[module]
+        if (name, visits[name]) in store:
+            note(name, output, store.get((name, visits[name])))
+            store.drop((name, visits[name]))
+        visits[name] += 1
+
+    for on, hook in ((False, keep), (True, compare)):
+        _switch(model, on)
+        visits.update(dict.fromkeys(layers, 0))
+        with _hooked(layers.values(), hook):
+            given, named = map_nested(Tensor, torch.clone, (args, kwargs))  # a model may write into its inputs
+            model(*given, **named)
+
+
+@contextlib.contextmanager
+def _hooked(modules: Iterable[nn.Module], hook: Callable[..., None]) -> Iterator[None]:
+    handles = [module.register_forward_hook(hook, with_kwargs=True) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is in eval mode; afterwards the mode of every module and all switches are as before."""
+    switches = {q: q.use_quant for q in model.modules() if isinstance(q, Quantizer)}
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        yield
+    finally:
+        for quantizer, on in switches.items():
+            quantizer.use_quant = on
+        model.train(modes[model])
+        for module, mode in modes.items():  # parts may be in another mode than the whole: frozen norms
+            module.training = mode
+
+
+def _switch(model: nn.Module, on: bool) -> None:
+    for module in model.modules():
+        if isinstance(module, Quantizer):
+            module.use_quant = on and module.is_calibrated
+
+
+def _own_quantizers(model: nn.Module) -> list[Quantizer]:
+    """The calibrated quantizers that are not off for good, each once."""
+    found = (module for module in model.modules() if isinstance(module, Quantizer))
+    return [quantizer for quantizer in found if not quantizer.fake_fused and quantizer.is_calibrated]
+
+
+def _stored_weights(model: nn.Module) -> Iterator[tuple[Quantizer, Tensor]]:
+    """Weights that are there without a forward; others are seen when they are computed."""
+    for module in model.modules():
+        if isinstance(module, WeightedQuantOpr):
+            weight: Any = module.op.weight
+            yield module.weight_quantizer, weight
+        elif isinstance(module, QuantizedParameter):
+            yield module.weight_quantizer, module.parameter
+
+
+def _quantizers_of(module: nn.Module) -> list[Quantizer]:
+    return [child for child in module.children() if isinstance(child, Quantizer)]

@@ -1,0 +1,55 @@
+"""The quantized graphs as Mermaid diagrams."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import IO
+
+from torch import fx
+
+from sparsebit.errors import CaptureError
+from sparsebit.folders import replace_text
+from sparsebit.graph.draw import to_mermaid
+from sparsebit.graph.node_names import node_name
+from sparsebit.graph.patterns import module_of
+from sparsebit.quantization.faithful.simulation import SimulatedModel
+from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
+from sparsebit.quantization.ops.quant_opr import QuantOpr
+
+_QUANTIZED = (QuantOpr, QuantizedParameter)
+
+
+def dump_mermaid(qmodel: SimulatedModel, file: str | os.PathLike[str] | IO[str] | None = None) -> str:
+    """The graph (every captured one) as a Mermaid diagram; written to `file`, a path or an open file, if given."""
+    regions = qmodel._captured.regions
+    if not regions:
+        raise CaptureError("nothing of this model could be traced, so there is no graph to draw; see coverage")
+    drawn = {path: _draw(region.graph_module) for path, region in regions.items()}
+    lines = (f"%% {path or 'model'}\n{graph}" for path, graph in drawn.items())
+    diagram = "\n".join(drawn.values() if len(drawn) == 1 else lines)
+    if isinstance(file, (str, os.PathLike)):
+        replace_text(Path(file), diagram)
+    elif file is not None:
+        file.write(diagram)
+    return diagram
+
+
+def _draw(root: fx.GraphModule) -> str:
+    return to_mermaid(root.graph, lambda node: _label(node, root), lambda node: _style(node, root))
+
+
+def _label(node: fx.Node, root: fx.GraphModule) -> str:
+    module = module_of(node, root)
+    if module is not None:
+        return f"{node_name(node)}<br/>{repr(module) if isinstance(module, _QUANTIZED) else type(module).__name__}"
+    if node.op in ("placeholder", "output", "get_attr"):
+        return node_name(node)
+    return f"{node_name(node)}<br/>{getattr(node.target, '__name__', node.target)}"
+
+
+def _style(node: fx.Node, root: fx.GraphModule) -> str:
+    module = module_of(node, root)
+    if module is None:
+        return ""
+    return "quantized" if isinstance(module, _QUANTIZED) else "float"

@@ -1,0 +1,150 @@
+"""One quantizer on float values: the error of its own rounding and clipping, and a small histogram of the values."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from sparsebit.deploy.comparing.parity import decibels
+from sparsebit.numerics.qparams import broadcast_to
+from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.records import SiteError, ValueHistogram
+from sparsebit.records.error_profile import MOST_BINS
+
+# Values of one tensor that go into the histogram: counting all of them would take as long as a layer does.
+SAMPLE = 1 << 16
+# The width for values that are all the same: finer than float32 can tell apart, whatever values may follow.
+_BITS_OF_ONE_VALUE, _EXPONENT_OF_ZERO = 40, -200
+
+
+class SiteErrors:
+    """Gathers tensor after tensor of one site in constant memory.
+
+    What the quantizer transforms first (DoReFa) is looked at after that.
+    """
+
+    def __init__(self, quantizer: Quantizer, *, histogram: bool) -> None:
+        self.quantizer = quantizer
+        self.histogram = GrowingHistogram() if histogram else None
+        self.count = self.num_clipped = 0
+        self.noise = self.signal = 0.0
+        self.low, self.high = math.inf, -math.inf
+
+    @torch.no_grad()
+    def add(self, x: Tensor) -> None:
+        """Quantize `x`, whether or not the quantizer is switched on, and count."""
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.layout is not torch.strided or not x.numel():
+            return
+        quantizer = self.quantizer
+        switch = quantizer.use_quant
+        quantizer.use_quant = True
+        try:
+            quantized = quantizer.forward(x).float()
+        finally:
+            quantizer.use_quant = switch
+        values = quantizer.transform(x).float()
+        self.count += values.numel()
+        self.noise += float((quantized - values).square().sum(dtype=torch.float64))
+        self.signal += float(values.square().sum(dtype=torch.float64))
+        finite = values if bool(torch.isfinite(values.sum())) else values[torch.isfinite(values)]
+        if finite.numel():
+            self.low, self.high = min(self.low, float(finite.min())), max(self.high, float(finite.max()))
+        self.num_clipped += self._num_clipped(values)
+        if self.histogram is not None:
+            self.histogram.add(_sampled(finite))
+
+    def result(self) -> SiteError:
+        quantizer = self.quantizer
+        low, high = (end.detach() for end in quantizer.dequantized_range())
+        return SiteError(
+            site=quantizer.name,
+            target="weight" if quantizer.target == "weight" else "activation",
+            format=quantizer.spec.dtype_name,
+            num_scales=low.numel(),
+            mse=self.noise / self.count,
+            sqnr_db=decibels(self.signal, self.noise),
+            low=self.low,
+            high=self.high,
+            clip_low=float(low.min()),
+            clip_high=float(high.max()),
+            clipped=self.num_clipped / self.count,
+            histogram=None if self.histogram is None else self.histogram.result(),
+        )
+
+    def _num_clipped(self, values: Tensor) -> int:
+        """Values that rounding alone would not move so far: outside of the range by more than half a step."""
+        spec = self.quantizer.spec
+        low, high = (end.detach() for end in self.quantizer.dequantized_range())
+        margin = (high - low) / (spec.qmax - spec.qmin) / 2 if spec.format == "integer" else torch.zeros_like(low)
+        low, high = (broadcast_to(end, values.shape, spec.granularity) for end in (low - margin, high + margin))
+        return int(((values < low) | (values > high)).sum())
+
+
+class GrowingHistogram:
+    """Counts in at most 64 bins, whose width is a power of two: where they do not suffice, pairs become one.
+
+    So the counts depend on the values alone, not on their order or on the batches that they came in.
+    """
+
+    def __init__(self) -> None:
+        self.exponent = 0  # of the width
+        self.first = 0  # the first bin starts at `first * width`
+        self.counts = torch.zeros(0, dtype=torch.int64)
+
+    def add(self, values: Tensor) -> None:
+        """Count finite values, in any shape."""
+        if not values.numel():
+            return
+        values = values.reshape(-1).double().cpu()
+        low, high = float(values.min()), float(values.max())
+        if not len(self.counts):
+            self.exponent = _finest(low, high)
+        while self._span(low, high) > MOST_BINS:
+            self._coarsen()
+        places = torch.floor(values * 2.0**-self.exponent).long()
+        first, last = int(places.min()), int(places.max())
+        if len(self.counts):
+            first, last = min(first, self.first), max(last, self.first + len(self.counts) - 1)
+        counts = torch.zeros(last - first + 1, dtype=torch.int64)
+        counts[self.first - first : self.first - first + len(self.counts)] += self.counts
+        self.first, self.counts = first, counts + torch.bincount(places - first, minlength=len(counts))
+
+    def result(self) -> ValueHistogram | None:
+        """None where nothing was counted."""
+        width = 2.0**self.exponent
+        counts = tuple(self.counts.tolist())
+        return ValueHistogram(self.first * width, width, counts) if counts else None
+
+    def _span(self, low: float, high: float) -> int:
+        """Bins from the first to the last value, of those counted and of these."""
+        width = 2.0**self.exponent
+        first, last = math.floor(low / width), math.floor(high / width)
+        if len(self.counts):
+            first, last = min(first, self.first), max(last, self.first + len(self.counts) - 1)
+        return last - first + 1
+
+    def _coarsen(self) -> None:
+        self.exponent += 1
+        if not len(self.counts):
+            return
+        odd = self.first % 2
+        padded = torch.nn.functional.pad(self.counts, (odd, (odd + len(self.counts)) % 2))
+        self.first, self.counts = self.first // 2, padded.view(-1, 2).sum(1)
+
+
+def _finest(low: float, high: float) -> int:
+    """The exponent of the smallest width that these values may be counted with."""
+    if high > low:
+        return math.floor(math.log2((high - low) / MOST_BINS))
+    return math.frexp(high)[1] - 1 - _BITS_OF_ONE_VALUE if high else _EXPONENT_OF_ZERO
+
+
+def _sampled(values: Tensor) -> Tensor:
+    """At most `SAMPLE` values, evenly spread, in a step that no dimension of the tensor is a multiple of."""
+    size = values.numel()
+    step = -(-size // SAMPLE)
+    while math.gcd(step, size) > 1:
+        step += 1
+    return values.reshape(-1)[::step]

@@ -1,0 +1,81 @@
+"""`Magnitudes`: which powers of two the values of a site reach, and the gap that sets a mask's numbers apart.
+
+A mask hides values with a number that no data reaches (-1e4, -1e9, the lowest float). A grid that stretches to it has
+one code for everything else. The statistic finds such numbers by their values, wherever they come from: an empty range
+of magnitudes lies between them and all other values. Data has no such gap: outliers, such as the massive activations
+of language models, are the end of a continuous tail.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_LOWEST_EXPONENT, _NUM_EXPONENTS = -150, 280  # of float32 and bfloat16, subnormal numbers included
+_LARGEST = torch.finfo(torch.float32).max
+_NO_GRID = 100  # from 2^100, or 1e30, on, ranges and sums overflow float32: no gap is needed
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Numbers of at least `smallest`, and all others below `others`."""
+
+    smallest: float
+    others: float
+
+    def __str__(self) -> str:
+        return f"values from {self.smallest:.2g} on, all others below {self.others:.2g}"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Values of at least `2^least` are a mask's numbers if no value lies in `gap` or more powers of two below them."""
+
+    least: int
+    gap: int
+
+
+# 4,096, and 256 times all others. Massive activations reach some thousands, at most a hundred times the next values.
+ANYWHERE = Rule(12, 8)
+# In front of a softmax a value that is 32 below the others is zero behind it, and a step of 1/8 is 12 %. A mask may
+# use -100 there, and float costs nothing: no runtime computes a softmax in integers.
+BEFORE_SOFTMAX = Rule(5, 2)
+
+
+class Magnitudes:
+    """Gathers the exponents of all non-zero values that `update` is shown."""
+
+    def __init__(self) -> None:
+        self.present = torch.zeros(_NUM_EXPONENTS, dtype=torch.bool)
+
+    @torch.no_grad()
+    def update(self, x: Tensor) -> None:
+        if x.numel() == 0 or torch.compiler.is_compiling():  # a compiled step cannot look at values
+            return
+        x = x.detach()
+        # On CPUs two passes beat aminmax.
+        largest = torch.stack((x.amin(), x.amax())).abs().amax()
+        if not bool(torch.isfinite(largest)) or not bool(largest):
+            return
+        if float(largest) < 2.0**BEFORE_SOFTMAX.least:  # no mask's number: only the size of the others is noted
+            values = largest.reshape(1).float()
+        else:
+            values = x.flatten().clamp(-_LARGEST, _LARGEST).float() if x.dtype == torch.float64 else x.flatten().float()
+            values = values[values != 0]
+        exponents = torch.frexp(values).exponent - _LOWEST_EXPONENT
+        self.present |= torch.bincount(exponents, minlength=_NUM_EXPONENTS).bool().cpu()
+
+    def merge(self, other: Magnitudes) -> None:
+        self.present |= other.present
+
+    def apart(self, rule: Rule) -> Apart | None:
+        """The numbers that the rule sets apart; None where there are none."""
+        exponents = [int(place) + _LOWEST_EXPONENT for place in self.present.nonzero().flatten()]
+        for low, high in zip([None, *exponents], exponents, strict=False):
+            is_huge = high > _NO_GRID
+            has_gap = low is not None and high - low > rule.gap and high > rule.least
+            if is_huge or has_gap:
+                return Apart(2.0 ** (high - 1), 0.0 if low is None else 2.0**low)
+        return None

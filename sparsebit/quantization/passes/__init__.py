@@ -1,1 +1,0 @@
-"""Passes that plan, place and attach quantizers."""

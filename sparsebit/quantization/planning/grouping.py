@@ -1,0 +1,197 @@
+"""What the ops of a graph want of its tensors -> sites: one tensor in one format has one quantizer.
+
+It sits inside the op when that op alone reads the tensor, else in a node of its own. Where the tensor's memory is
+written in place later, each reader behind the write has its quantizer where it reads: a quantizer makes a copy, which
+no write reaches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx, nn
+
+from sparsebit.config.schema import ActivationConfig, TensorConfig, WeightConfig
+from sparsebit.graph.op_rows import OpKind, OpRow
+from sparsebit.graph.op_table import keeps_grid
+from sparsebit.numerics.spec import TensorSpec
+from sparsebit.quantization.planning.placement import AloneAt, InsideOf, RegionPlacement, SharedAt
+from sparsebit.quantization.planning.sites import activation_axis, layer_name, spec_of
+from sparsebit.quantization.planning.writes import Writes
+
+
+@dataclass
+class Wants:
+    """What a graph's ops want quantized, before tensors are shared.
+
+    `inputs[consumer][source]`: how the consumer wants that input. `gates`: `silu` whose sigmoid is quantized too.
+    """
+
+    inputs: dict[fx.Node, dict[fx.Node, ActivationConfig]] = field(default_factory=dict)
+    outputs: dict[fx.Node, ActivationConfig] = field(default_factory=dict)
+    weights: dict[fx.Node, WeightConfig] = field(default_factory=dict)
+    gates: dict[fx.Node, ActivationConfig] = field(default_factory=dict)
+
+
+# Files a site under a name that is free, and gives that name: (name, config, axis of the channels).
+AddSite = Callable[[str, TensorConfig, int], str]
+
+
+@dataclass
+class _Group:
+    """One tensor (`source`) under one config, and all ops that read it so; `num_writes` into it were before."""
+
+    source: fx.Node
+    config: ActivationConfig
+    num_writes: int = 0
+    consumers: list[fx.Node] = field(default_factory=list)
+    is_output: bool = False
+
+
+class Grouping:
+    """`place` gives the placement of one graph; `wrapped`: ids of the modules that have their sites already."""
+
+    def __init__(
+        self,
+        path: str,
+        root: fx.GraphModule,
+        rows: dict[fx.Node, OpRow],
+        wants: Wants,
+        add_site: AddSite,
+        free_name: Callable[[str], str],
+        wrapped: dict[int, nn.Module],
+    ) -> None:
+        self.path, self.root, self.rows, self.wants = path, root, rows, wants
+        self.add_site, self.free_name, self.wrapped = add_site, free_name, wrapped
+        self.calls = Counter(node.target for node in root.graph.nodes if node.op == "call_module")
+        self.outputs: dict[fx.Node, tuple[str, ActivationConfig]] = {}  # the first site of each quantized output
+        self.writes = Writes(root)
+
+    def place(self) -> RegionPlacement:
+        placement = RegionPlacement()
+        inside: dict[fx.Node, _Group] = {}
+        for group in self._groups():
+            owner = None if group.is_output else self._owner(group)
+            if owner is not None:
+                placement.tensors.append(self._shared(group, owner))
+            elif self._fits_inside(group):
+                inside[group.consumers[0]] = group
+            else:
+                placement.tensors.append(self._alone(group))
+        taught = [node for node in self.wants.inputs if self.rows[node].implementation is not None]
+        for node in dict.fromkeys([*inside, *self.wants.weights, *taught, *self.wants.gates]):
+            placement.ops.append(self._inside(node, inside.get(node)))
+        return placement
+
+    def _groups(self) -> list[_Group]:
+        """Outputs first: who wants such a tensor in another format reads it quantized, as it would in the runtime."""
+        groups: dict[tuple[Any, ...], _Group] = {}
+
+        def group_of(source: fx.Node, config: ActivationConfig, num_writes: int) -> _Group:
+            key = (*_group_key(source, config), num_writes)
+            return groups.setdefault(key, _Group(source, config, num_writes))
+
+        for node, config in self.wants.outputs.items():
+            if not self.writes.any_after(node):
+                group_of(node, self._readers_config(node) or config, 0).is_output = True
+        for consumer, sources in self.wants.inputs.items():
+            for source, config in sources.items():
+                group_of(source, config, self.writes.num_before(consumer, source)).consumers.append(consumer)
+        return list(groups.values())
+
+    def _readers_config(self, node: fx.Node) -> ActivationConfig | None:
+        """What all readers of a quantized output want, in its number format: rounded once, to the readers' grid.
+
+        Two roundings in a row to one type are merged by ONNX Runtime into a third one.
+        """
+        wanted = [self.wants.inputs.get(reader, {}).get(node) for reader in node.users]
+        first = wanted[0] if wanted else None
+        if first is None or any(one is None or _group_key(node, one) != _group_key(node, first) for one in wanted):
+            return None
+        return first if _group_key(node, first)[1] == _group_key(node, self.wants.outputs[node])[1] else None
+
+    def _owner(self, group: _Group) -> str | None:
+        """The site on whose grid the tensor lies already, with the format that the group wants."""
+        node = group.source
+        while node not in self.outputs:
+            row = self.rows.get(node)
+            sources = node.all_input_nodes
+            if row is None or self.writes.any_after(node) or not keeps_grid(row, node, self.root) or not sources:
+                return None
+            node = sources[0]
+        site, config = self.outputs[node]
+        is_same = node is not group.source and _group_key(node, config)[1:] == _group_key(node, group.config)[1:]
+        return site if is_same else None
+
+    def _shared(self, group: _Group, owner: str) -> SharedAt:
+        single = f"{layer_name(self.path, group.consumers[0])}.input"
+        name = single if len(group.consumers) == 1 else f"{layer_name(self.path, group.source)}.shared"
+        return SharedAt(self.free_name(name), owner, group.source, tuple(group.consumers))
+
+    def _fits_inside(self, group: _Group) -> bool:
+        if group.is_output or len(group.consumers) != 1:
+            return False
+        consumer = group.consumers[0]
+        if self.rows[consumer].kind is OpKind.MULTI:
+            return False
+        return consumer.op != "call_module" or self.calls[consumer.target] == 1
+
+    def _alone(self, group: _Group) -> AloneAt:
+        source = layer_name(self.path, group.source)
+        if group.is_output:
+            name = f"{source}.output"
+        elif len(group.consumers) == 1:
+            consumer = group.consumers[0]
+            place = list(self.wants.inputs[consumer]).index(group.source)
+            name = f"{layer_name(self.path, consumer)}.input.{place}"
+        else:
+            name = f"{source}.shared"
+        site = self.add_site(name, group.config, activation_axis(group.config))
+        if group.is_output:
+            self.outputs.setdefault(group.source, (site, group.config))
+        return AloneAt(site, group.source, tuple(group.consumers), group.num_writes, group.is_output)
+
+    def _inside(self, node: fx.Node, group: _Group | None) -> InsideOf:
+        row, layer, gate = self.rows[node], layer_name(self.path, node), self.wants.gates.get(node)
+        module = self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if module is not None and id(module) in self.wrapped:
+            return InsideOf(node, row, layer)  # its sites are known from its first place
+        if module is not None and (gate is None or self.calls[node.target] == 1):
+            self.wrapped[id(module)] = module  # held, so that its id stays its own
+        at = InsideOf(node, row, layer, None if group is None else group.source)
+        return with_sites(
+            at, self.add_site, None if group is None else group.config, self.wants.weights.get(node), gate
+        )
+
+
+def with_sites(
+    at: InsideOf,
+    add_site: AddSite,
+    activation: ActivationConfig | None,
+    weight: WeightConfig | None,
+    gate: ActivationConfig | None = None,
+) -> InsideOf:
+    """The op with a site for each config."""
+    sites: dict[str, str] = {}
+    if activation is not None:
+        sites["input"] = add_site(f"{at.layer}.input", activation, activation_axis(activation))
+    if weight is not None and at.row.kind is OpKind.WEIGHTED:
+        sites["weight"] = add_site(f"{at.layer}.weight", weight, at.row.channel_axis)
+    if gate is not None:
+        sites["gate"] = add_site(f"{at.layer}.gate", gate, activation_axis(gate))
+    return dataclasses.replace(at, **sites)  # type: ignore[arg-type]
+
+
+def _group_key(source: fx.Node, config: ActivationConfig) -> tuple[fx.Node, TensorSpec, ActivationConfig]:
+    return source, spec_of(config, activation_axis(config)), _sharing_key(config)
+
+
+def _sharing_key(config: ActivationConfig) -> ActivationConfig:
+    """The config without what does not touch numbers, so that an add and a conv with the same format share."""
+    return ActivationConfig.model_validate(
+        {key: value for key, value in config.to_dict(defaults=True).items() if key != "QADD"}
+    )

@@ -1,0 +1,169 @@
+"""Values that a mask hides with minus infinity, or with a number as large, before a softmax: they have no grid.
+
+On a grid the mask's number would be clipped to the lower end, and what was hidden would be seen; or the grid would
+stretch to it, and all other values would be one code. So such values stay in float up to the op that uses the mask up.
+"""
+
+from __future__ import annotations
+
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_aggregate
+
+from sparsebit.graph.op_rows import OpKind, OpRow
+
+LARGEST = 1e4  # numbers of masks are larger: -1e4 (half precision), -1e9, finfo.min, -inf
+_ENDS = frozenset(
+    {"matmul", "bmm", "baddbmm", "einsum", "attention", "batch_norm", "layer_norm", "group_norm", "instance_norm"}
+    | {"rms_norm", "softmax", "log_softmax", "relu", "relu6", "sigmoid", "hardsigmoid", "hardtanh", "tanh"}
+)
+SOFTMAX = ("softmax", "log_softmax")
+_ARITHMETIC = ("add", "sub", "mul", "div")
+_JOINS = (*_ARITHMETIC, "cat", "clamp", "max")
+_FILLS = ("where", "masked_fill", "masked_fill_")
+_FILLED = 32.0  # a mask may fill what a softmax reads with -100: behind it, exp(-32) is zero on every grid
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "isin", "logical_not", "logical_and", "logical_or", "invert")
+_LIMITS = ("clamp", "max")  # the larger or the smaller of two values, or one between limits
+
+
+def hidden_values(graph: fx.Graph, rows: dict[fx.Node, OpRow], python: set[fx.Node]) -> set[fx.Node]:
+    """Nodes whose values hold such numbers, as far as constants of the graph show it, or may hold them: masks that are
+    inputs of the graph, and what they are added to in front of a softmax.
+    """
+    found = _given_masks(graph, rows, python)
+    softmax_inputs = set(_in_front_of_softmax(graph, rows))
+    large: set[fx.Node] = set()  # Python numbers that come from a type's limits
+    for node in graph.nodes:
+        if node.op == "get_attr" and _is_mask(node):
+            found.add(node)
+        if _is_limit(node) or (node in python and not large.isdisjoint(node.all_input_nodes)):
+            large.add(node)
+            continue
+        if node in python or node.op not in ("call_module", "call_function", "call_method"):
+            continue
+        if _uses_up(node, rows):
+            continue
+        fills = node in softmax_inputs and _name(node) in _FILLS
+        is_given = _has_large_constant(node, _FILLED if fills else LARGEST) or not large.isdisjoint(
+            node.all_input_nodes
+        )
+        if node in rows and rows[node].name in _LIMITS:
+            is_hidden = _keeps_hidden(node, found, python, is_large=is_given)
+        else:
+            is_hidden = is_given or not found.isdisjoint(node.all_input_nodes)
+        if is_hidden:
+            found.add(node)
+    return found
+
+
+def before_softmax(graph: fx.Graph, rows: dict[fx.Node, OpRow]) -> set[fx.Node]:
+    """Every softmax, and the sums, products, moves, joins and limits whose result one reads."""
+    return {node for node, row in rows.items() if row.name in SOFTMAX} | set(_in_front_of_softmax(graph, rows))
+
+
+def _is_limit(node: fx.Node) -> bool:
+    """`torch.finfo(dtype).min`, or `.max`."""
+    is_read = node.op == "call_function" and node.target is getattr and node.args[1:] in (("min",), ("max",))
+    source = node.args[0] if is_read else None
+    return isinstance(source, fx.Node) and source.target is torch.finfo
+
+
+def _keeps_hidden(node: fx.Node, found: set[fx.Node], python: set[fx.Node], *, is_large: bool) -> bool:
+    """Whether hidden values pass a clamp or a maximum: the limits of ordinary values may be as large as they like.
+
+    A clamp lets them pass if its limit is as large. So does a maximum of two tensors if both hold such values.
+    """
+    values = [source for source in node.all_input_nodes if source not in python]
+    if not values or values[0] not in found:
+        return False
+    is_clamp = "clamp" in str(node.target) or "clip" in str(node.target)
+    return is_large or set(values[1:]) & found != set() or (not is_clamp and len(values) == 1)
+
+
+def _is_mask(node: fx.Node) -> bool:
+    """Whether it reads a tensor that holds such a number."""
+    value: Any = node.graph.owning_module
+    for name in str(node.target).split("."):
+        value = getattr(value, name, None)
+    if (
+        not isinstance(value, torch.Tensor)
+        or value.layout is not torch.strided
+        or not value.is_floating_point()
+        or value.is_meta
+    ):
+        return False
+    return value.numel() > 0 and bool((value <= -LARGEST).any())
+
+
+def _uses_up(node: fx.Node, rows: dict[fx.Node, OpRow]) -> bool:
+    row = rows.get(node)
+    return row is not None and (row.name in _ENDS or row.kind in (OpKind.WEIGHTED, OpKind.FLOAT))
+
+
+def _given_masks(graph: fx.Graph, rows: dict[fx.Node, OpRow], python: set[fx.Node]) -> set[fx.Node]:
+    """Inputs of the graph, comparisons, and what light ops make of them and of buffers alone, as far as the result is
+    added to what a softmax reads. The calibration data may show no masked value of them.
+
+    An input that a layer or a product reads too is no mask.
+    """
+    origins: dict[fx.Node, set[fx.Node]] = {}
+    activations: set[fx.Node] = set()
+    for node in graph.nodes:
+        tensors = [source for source in node.all_input_nodes if source not in python]
+        if node.op == "placeholder" or _is_comparison(node):
+            origins[node] = {node}
+        elif node.op == "get_attr":
+            origins[node] = set()
+        elif node.op == "call_module" or _uses_up(node, rows):
+            activations.update(*(origins.get(source, ()) for source in tensors))
+        elif node.op in ("call_function", "call_method") and tensors and origins.keys() >= set(tensors):
+            origins[node] = set().union(*(origins[source] for source in tensors))
+    waiting = [
+        source
+        for node in _in_front_of_softmax(graph, rows)
+        if rows[node].name in ("add", "sub") and node not in origins
+        for source in node.all_input_nodes
+        if origins.get(source) and activations.isdisjoint(origins[source])
+    ]
+    found: dict[fx.Node, None] = {}
+    for node in waiting:
+        if node not in found:
+            found[node] = None
+            waiting += [source for source in node.all_input_nodes if origins.get(source) and not _is_comparison(node)]
+    return set(found)
+
+
+def _is_comparison(node: fx.Node) -> bool:
+    return node.op in ("call_function", "call_method") and _name(node) in _COMPARISONS
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def _in_front_of_softmax(graph: fx.Graph, rows: dict[fx.Node, OpRow]) -> list[fx.Node]:
+    """Sums, products and moves whose result a softmax reads."""
+    names = {node: row.name for node, row in rows.items()}
+    waiting = [source for node in graph.nodes if names.get(node) in SOFTMAX for source in node.all_input_nodes[:1]]
+    found: dict[fx.Node, None] = {}
+    for node in waiting:
+        row = rows.get(node)
+        if node not in found and row is not None and (row.kind is OpKind.TRANSPARENT or row.name in _JOINS):
+            found[node] = None
+            waiting += node.all_input_nodes
+    return list(found)
+
+
+def _has_large_constant(node: fx.Node, least: float) -> bool:
+    constants: list[float] = []
+
+    def note(value: Any) -> Any:
+        if isinstance(value, Real) and not isinstance(value, bool):
+            constants.append(float(value))
+        return value
+
+    map_aggregate((node.args, node.kwargs), note)
+    return any(value <= -least for value in constants)

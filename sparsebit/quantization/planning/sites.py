@@ -1,0 +1,307 @@
+"""`Site`: one quantized tensor and its number format. `Plan`: all sites of a model, and why the rest is in float.
+
+Both are values: `replace` gives a changed plan, and `QuantModel(model, plan=plan)` builds from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Literal, cast
+
+from torch import fx
+
+from sparsebit.config.rules import format_of
+from sparsebit.config.schema import ActivationConfig, QuantConfig, TensorConfig, WeightConfig
+from sparsebit.config.section import Section
+from sparsebit.config.selectors import near_names
+from sparsebit.errors import ConfigError
+from sparsebit.graph.node_names import node_name
+from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec
+from sparsebit.quantization.observers import observer_options
+from sparsebit.quantization.observers.ranges import MovingAverageOptions, ema_ratio
+from sparsebit.quantization.planning.site_rules import check_change
+from sparsebit.quantization.quantizers.registration import quantizer_options
+from sparsebit.registry import OBSERVERS, QUANTIZERS
+
+Role = Literal["input", "weight", "output", "shared", "gate"]
+_ROLES: tuple[Role, ...] = ("input", "weight", "output", "shared", "gate")
+_SPEC_FIELDS = frozenset({"bits", "symmetric", "granularity", "narrow", "format"})
+_SITE_FIELDS = frozenset({"quantizer", "observer", "quantizer_options", "observer_options"})
+_DEFAULT_PAST = MovingAverageOptions().EMA_RATIO
+LEFT_OUT = "left out of the plan"
+
+
+@dataclass(frozen=True)
+class Site:
+    """One tensor that is quantized.
+
+    `name`: the layer and the role, `layer1.conv.weight`. `quantizer`, `observer`: registered names. Their options are
+    those of the config where None is given. `ema_ratio`: the weight of the past where a range follows the data in
+    training.
+    """
+
+    name: str
+    role: Role
+    spec: TensorSpec
+    quantizer: str = "uniform"
+    observer: str = "minmax"
+    quantizer_options: Section | None = None
+    observer_options: Section | None = None
+    ema_ratio: float = _DEFAULT_PAST
+
+    @property
+    def layer(self) -> str:
+        return split_site(self.name)[0]
+
+    def replace(self, **changes: Any) -> Site:
+        """A changed site. Fields of the number format (`bits`, `symmetric`, `granularity`, …) may be given directly."""
+        unknown = changes.keys() - _SPEC_FIELDS - _SITE_FIELDS - {"spec"}
+        if unknown:
+            allowed = ", ".join(sorted(_SPEC_FIELDS | _SITE_FIELDS | {"spec"}))
+            raise ConfigError(f"{self.name}: a site has no {', '.join(map(repr, sorted(unknown)))}; allowed: {allowed}")
+        for key, known in (("quantizer", QUANTIZERS), ("observer", OBSERVERS)):
+            if key in changes:
+                changes[key] = known.canonical(changes[key])
+                if changes[key] != getattr(self, key):  # the options of another kind: its defaults
+                    changes.setdefault(f"{key}_options", None)
+        spec = changes.pop("spec", self.spec)
+        number = getattr(QUANTIZERS.get(changes.get("quantizer", self.quantizer)), "FORMAT", "integer")
+        if number != spec.format:  # another quantizer's numbers
+            spec = spec.replace(format=number, narrow=False)
+        of_spec = {key: changes.pop(key) for key in list(changes) if key in _SPEC_FIELDS}
+        is_same = of_spec.get("bits", spec.bits) == spec.bits and of_spec.get("symmetric", True)
+        of_spec.setdefault("narrow", spec.narrow and is_same)  # 8-bit symmetric weights alone have it
+        return dataclasses.replace(self, spec=spec.replace(**of_spec), **changes)
+
+    def completed(self, planned: Site) -> Site:
+        """With the options of the site that the config plans, where this one has none and is of the same kind."""
+        changes = {
+            f"{kind}_options": getattr(planned, f"{kind}_options")
+            for kind in ("quantizer", "observer")
+            if getattr(self, f"{kind}_options") is None and getattr(self, kind) == getattr(planned, kind)
+        }
+        return dataclasses.replace(self, **changes)
+
+    @classmethod
+    def from_dict(cls, name: str, values: Mapping[str, Any]) -> Site:
+        """What `to_dict` gave."""
+        try:
+            more: dict[str, Any] = {
+                f"{kind}_options": _options(name, kind, values) for kind in ("quantizer", "observer")
+            }
+            granularity = _granularity(**values["granularity"])
+            form = {key: values[key] for key in ("bits", "symmetric", "narrow", "format")}
+            spec = TensorSpec(granularity=granularity, **form)
+            more |= {"ema_ratio": values["ema_ratio"]} if "ema_ratio" in values else {}
+            return cls(name, values["role"], spec, values["quantizer"], values["observer"], **more)
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"{name}: not a site of a plan ({error!r}); write it with Plan.to_dict()") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON. Options, and an `ema_ratio` other than the default, only where there are any."""
+        granularity = self.spec.granularity
+        options = {key: getattr(self, key) for key in ("quantizer_options", "observer_options")}
+        return {
+            "role": self.role,
+            "bits": self.spec.bits,
+            "symmetric": self.spec.symmetric,
+            "granularity": {"kind": granularity.kind, "axis": granularity.axis, "size": granularity.size},
+            "narrow": self.spec.narrow,
+            "format": self.spec.format,
+            "quantizer": self.quantizer,
+            "observer": self.observer,
+            **({} if self.ema_ratio == _DEFAULT_PAST else {"ema_ratio": self.ema_ratio}),
+            **{
+                key: given.to_dict(defaults=True)
+                for key, given in options.items()
+                if given and type(given).model_fields
+            },
+        }
+
+
+@dataclass(frozen=True)
+class Plan(Mapping[str, Site]):
+    """All sites of a model by name, in the order of the model.
+
+    `floats`: what is not quantized, and why. `layers`: all names that a glob of the config may match. `warnings`: what
+    the user's own keys cost against the runtime's profile.
+    """
+
+    config: QuantConfig
+    sites: Mapping[str, Site] = field(default_factory=dict)
+    floats: Mapping[str, str] = field(default_factory=dict)
+    layers: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def __getitem__(self, name: str) -> Site:
+        if name not in self.sites:
+            raise KeyError(f"no site {name!r}; near names: {', '.join(near_names(name, list(self.sites)))}")
+        return self.sites[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.sites)
+
+    def __len__(self) -> int:
+        return len(self.sites)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.sites
+
+    def replace(self, changes: Mapping[str, Site | Mapping[str, Any] | None]) -> Plan:
+        """A new plan. Keys: names of sites, or globs. Values: fields to change, a whole site, or None for float.
+
+        A site that a config of the same backend could not ask for is refused. Weights beside activations that are left
+        out of the plan go by the rules for weights alone.
+
+        >>> from sparsebit.quantization import parse_qconfig
+        >>> site = Site("fc.weight", "weight", TensorSpec(8, symmetric=True))
+        >>> plan = Plan(parse_qconfig("virtual"), {"fc.weight": site})
+        >>> plan.replace({"*.weight": {"bits": 4}})["fc.weight"].spec.dtype_name
+        'int4'
+        """
+        sites, floats = dict(self.sites), dict(self.floats)
+        for wanted, change in changes.items():
+            names = [wanted] if wanted in self.sites else [name for name in self.sites if fnmatchcase(name, wanted)]
+            if not names:
+                near = ", ".join(near_names(wanted, list(self.sites)))
+                raise ConfigError(f"the plan has no site {wanted!r}; near names: {near}")
+            for name in names:
+                if change is None:
+                    sites.pop(name, None)
+                    floats[name] = LEFT_OUT
+                    continue
+                site = change if isinstance(change, Site) else self.sites[name].replace(**change)
+                old = self.sites[name]
+                if (site.name, site.role) != (name, old.role):
+                    raise ConfigError(
+                        f"the plan has {name!r} ({old.role}), and its new site is called {site.name!r} ({site.role})"
+                    )
+                sites[name] = site
+        changed = dataclasses.replace(self, sites=sites, floats=floats)
+        for name, site in sites.items():
+            if site is not self.sites[name]:
+                check_change(site, self.sites[name], self.config, weight_only=changed._is_beside_float(site))
+        return changed
+
+    def _is_beside_float(self, site: Site) -> bool:
+        """Whether the activations of a weight's layer are float: by the config, or as they are left out of the plan.
+
+        A plan does not tell which op's quantized output a layer reads: then the config alone counts.
+        """
+        layers = {site.layer, site.name.rpartition(".")[0]}  # `gru.weight_hh_l0` is a site of its own, in `gru`
+        return (
+            self.floats.get(f"{site.layer}.input") == LEFT_OUT
+            or all(other.role == "weight" for other in self.sites.values())
+            or any(self.config.resolve("A", layer).QUANTIZER.DISABLE for layer in layers)
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "config": self.config.to_dict(),
+            "sites": {name: site.to_dict() for name, site in self.sites.items()},
+            "floats": dict(self.floats),
+            "warnings": list(self.warnings),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Plan:
+        """What `to_dict` gave."""
+        missing = {"config", "sites"} - values.keys()
+        if missing:
+            raise ConfigError(f"not a plan: {', '.join(sorted(missing))} is missing; write it with Plan.to_dict()")
+        sites = {name: Site.from_dict(name, site) for name, site in values["sites"].items()}
+        config = QuantConfig.from_dict(values["config"])
+        return cls(config, sites, dict(values.get("floats", {})), warnings=tuple(values.get("warnings", ())))
+
+    def fitted(self, planned: Plan) -> Plan:
+        """`planned`, which the config makes of a model, with the sites of this plan; what this one lacks is float."""
+        sites = {name: self.sites[name].completed(site) for name, site in planned.sites.items() if name in self.sites}
+        left_out = {name: self.floats.get(name, LEFT_OUT) for name in planned.sites if name not in self.sites}
+        return dataclasses.replace(planned, sites=sites, floats={**planned.floats, **left_out})
+
+    def missing_in(self, built: Plan) -> list[str]:
+        """The sites of this plan that a model built from it does not have."""
+        return [name for name in self.sites if name not in built.sites]
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1)
+
+    def __str__(self) -> str:
+        rows = [("site", "format", "scale per", "quantizer", "observer")]
+        rows += [
+            (site.name, site.spec.dtype_name, site.spec.granularity.kind, site.quantizer, site.observer)
+            for site in self.sites.values()
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([*lines, *(f"{name}  float: {reason}" for name, reason in self.floats.items())])
+
+
+def _options(site: str, kind: str, values: Mapping[str, Any]) -> Section | None:
+    """The options that were written; None where there are none: they are the config's then."""
+    given = values.get(f"{kind}_options")
+    if given is None:
+        return None
+    registry = QUANTIZERS if kind == "quantizer" else OBSERVERS
+    options: type[Section] | None = registry.options_of(values[kind])[1]
+    if options is None:
+        raise ConfigError(f"{site}: the {kind} {values[kind]!r} takes no options, the plan has {dict(given)}")
+    return options.from_dict(given)
+
+
+def _granularity(kind: str, axis: int | None, size: int) -> Granularity:
+    if kind == "group":
+        return PerGroup(cast("int", axis), size)
+    return PerTensor() if kind == "tensor" else PerChannel(cast("int", axis))
+
+
+def layer_name(region_path: str, node: fx.Node) -> str:
+    """A node's name for configs and reports: its module's path, or the path of the module that calls it and the op."""
+    return f"{region_path}.{node_name(node)}" if region_path else node_name(node)
+
+
+def split_site(site: str) -> tuple[str, str]:
+    """A quantizer's name as layer and role: `layer1.conv.input.0` -> (`layer1.conv`, `input.0`)."""
+    parts = site.split(".")
+    for index in range(len(parts) - 1, 0, -1):
+        if parts[index] in _ROLES:
+            return ".".join(parts[:index]), ".".join(parts[index:])
+    return site, "input"
+
+
+def spec_of(config: TensorConfig, channel_axis: int) -> TensorSpec:
+    """The number format that one tensor's config asks for; `channel_axis` is the tensor's own."""
+    granularity: Granularity = PerTensor()
+    if config.granularity == "channel":
+        granularity = PerChannel(channel_axis)
+    elif config.granularity == "group":
+        assert isinstance(config, WeightConfig)
+        granularity = PerGroup(1 - channel_axis, config.QUANTIZER.GROUP_SIZE)
+    return TensorSpec(config.QUANTIZER.BIT, config.symmetric, granularity, format=format_of(config))
+
+
+def site_of(name: str, config: TensorConfig, channel_axis: int, *, narrow: bool = False) -> Site:
+    """The site of a tensor with this config. `narrow`: symmetric 8-bit weights leave out their lowest code."""
+    role = split_site(name)[1].partition(".")[0]
+    is_weight = isinstance(config, WeightConfig)
+    spec = spec_of(config, channel_axis)
+    if narrow and is_weight and spec.format == "integer" and spec.symmetric and spec.bits == 8:
+        spec = spec.replace(narrow=True)
+    return Site(
+        name,
+        "weight" if is_weight else cast("Role", role),
+        spec,
+        config.QUANTIZER.TYPE,
+        config.OBSERVER.TYPE,
+        quantizer_options(config),
+        observer_options(config),
+        ema_ratio(config),
+    )
+
+
+def activation_axis(config: ActivationConfig) -> int:
+    return 1 if config.OBSERVER.LAYOUT == "NCHW" else -1

@@ -1,0 +1,1 @@
+"""Training: freezing, parameter groups, sharding, recorded steps."""

@@ -1,0 +1,1 @@
+"""Folders of quantized models, and the record of a run."""

@@ -1,0 +1,253 @@
+"""A model as a folder: `model.safetensors` (every tensor) and `sparsebit.json` (everything else that is needed).
+
+The folder describes itself, holds no code and nothing pickled. It changes as a whole: the files are completed in a
+hidden folder beside it, and the two folders change places in one step. Where they cannot (the folder holds other
+files, is the current one or a mount point, or the system has no such step), the files change one by one: the new
+manifest comes first, and until the new tensors have their place they are found under a name that holds its key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from sparsebit.checksums import sha256_of
+from sparsebit.errors import CheckpointError
+from sparsebit.folders import exchange, flush, is_staging_folder, locked, remove_abandoned, staging_folder
+from sparsebit.interrupts import ignored_interrupts
+from sparsebit.quantization.saving import manifest
+from sparsebit.tensor_files import save_tensors
+
+TENSORS, MANIFEST = "model.safetensors", manifest.NAME
+_PENDING = f".{TENSORS}."
+_PATIENCE_S = 60.0
+_LARGEST_HEADER = 100_000_000  # the format's own limit
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def write(folder: str | os.PathLike[str], description: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
+    """Make the folder, or replace the saved model in it when the new one is complete; other files in it stay."""
+    path = Path(folder)
+    target = path.resolve()  # what a link points to is replaced, not the link
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{path} is a file; save() writes a folder: give another name")
+    distinct, aliases = _distinct(tensors)
+    key = secrets.token_hex(8)
+    inside = target.is_dir() and not os.access(target.parent, os.W_OK | os.X_OK)
+    try:
+        with staging_folder(target, inside=inside) as staged:
+            save_tensors(distinct, staged / TENSORS, {"key": key})
+            files = {TENSORS: {"bytes": (staged / TENSORS).stat().st_size, "sha256": sha256_of(staged / TENSORS)}}
+            (staged / MANIFEST).write_text(manifest.written(description, key, aliases, files), encoding="utf-8")
+            for file in (staged / TENSORS, staged / MANIFEST, staged):
+                flush(file)
+            with ignored_interrupts():
+                _publish(staged, target, key)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be written ({error}); what was there before is unchanged") from error
+    return path
+
+
+def read(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The description and the tensors of a folder, checked.
+
+    A fault counts only if the folder did not change meanwhile; else another process has just saved, and it is read
+    again.
+    """
+    path = Path(folder)
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        before = _state(path)
+        try:
+            return _read(path)
+        except CheckpointError:
+            if _state(path) == before or time.monotonic() > deadline:
+                raise
+
+
+def foreign_files(folder: Path) -> list[str]:
+    """Files in the folder that do not belong to a saved model (or of a save() that was killed)."""
+    return sorted(
+        name
+        for name in os.listdir(folder)
+        if name not in (TENSORS, MANIFEST) and not name.startswith(_PENDING) and not is_staging_folder(name)
+    )
+
+
+def encode(value: Any) -> Any:
+    """A nest of tensors as JSON, without their data: `{"tensor": [2, 3], "dtype": "float32"}`.
+
+    Gives None for what has no such form.
+    """
+    try:
+        return _encode(value)
+    except TypeError:
+        return None
+
+
+def decode(value: Any) -> Any:
+    """The nest that `encode` was given, with tensors on the meta device."""
+    try:
+        return _decode(value)
+    except (AttributeError, IndexError, KeyError, RuntimeError, StopIteration, TypeError, ValueError) as error:
+        raise CheckpointError(f"the saved example of a call is damaged ({error!r}); give example_inputs") from None
+
+
+def _encode(value: Any) -> dict[str, Any]:
+    if isinstance(value, Tensor):
+        return {"tensor": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+    if type(value) is dict and all(isinstance(name, str) for name in value):
+        return {"dict": {name: _encode(item) for name, item in value.items()}}
+    if type(value) in (tuple, list):
+        return {type(value).__name__: [_encode(item) for item in value]}
+    if type(value) in _PLAIN:
+        return {"value": value}
+    raise TypeError(type(value))
+
+
+def _decode(value: Any) -> Any:
+    if value is None:
+        return None
+    kind = next(iter(value))
+    if kind == "tensor":
+        return torch.empty(value["tensor"], dtype=getattr(torch, value["dtype"]), device="meta")
+    if kind == "dict":
+        return {name: _decode(item) for name, item in value["dict"].items()}
+    if kind in ("tuple", "list"):
+        return {"tuple": tuple, "list": list}[kind](_decode(item) for item in value[kind])
+    return value["value"]
+
+
+def _publish(staged: Path, target: Path, key: str) -> None:
+    """Put the two files where `target` is; at any moment the older saving or the new one is there."""
+    if not target.exists():
+        with contextlib.suppress(OSError):  # another process has just made it
+            os.rename(staged, target)
+            flush(target.parent)
+            return
+    if staged.parent != target and not foreign_files(target) and not _is_current(target):
+        _copy_rights(target, staged)
+        if exchange(staged, target):
+            flush(target.parent)
+            return
+    with locked(target):
+        _settle(target)
+        pending = target / f"{_PENDING}{key}"
+        try:
+            _move(staged / TENSORS, pending)
+            _move(staged / MANIFEST, target / f"{_PENDING}{key}.json")
+            flush(target)
+            os.replace(target / f"{_PENDING}{key}.json", target / MANIFEST)  # from here on the new one counts
+            flush(target)
+            os.replace(pending, target / TENSORS)
+            flush(target)
+        finally:
+            _settle(target)
+
+
+def _settle(target: Path) -> None:
+    """Finish what a killed save() has left: tensors that the manifest waits for get their place, others go."""
+    remove_abandoned(target, target)
+    with contextlib.suppress(CheckpointError):
+        pending = target / f"{_PENDING}{manifest.read(target / MANIFEST)['key']}"
+        if pending.is_file():
+            os.replace(pending, target / TENSORS)
+    for file in target.glob(f"{_PENDING}*"):
+        file.unlink(missing_ok=True)
+
+
+def _is_current(folder: Path) -> bool:
+    """Whether the folder is this process's current folder, which must not be swapped out."""
+    with contextlib.suppress(OSError):
+        return os.path.samefile(folder, os.curdir)
+    return False
+
+
+def _copy_rights(source: Path, target: Path) -> None:
+    shutil.copymode(source, target)
+    with contextlib.suppress(OSError, AttributeError):  # only root may; Windows has no such function
+        os.chown(target, source.stat().st_uid, source.stat().st_gid)
+
+
+def _move(source: Path, target: Path) -> None:
+    try:
+        os.replace(source, target)
+    except OSError:  # another file system, as below a mount point
+        shutil.copyfile(source, target)
+        flush(target)
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    description = manifest.read(folder / MANIFEST)
+    key = description["key"]
+    path = folder / f"{_PENDING}{key}"
+    if not path.is_file():
+        path = folder / TENSORS
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; save the model again")
+    try:
+        _check_tensors(path, key, description.get("files", {}).get(TENSORS, {}).get("sha256"))
+        tensors = load_file(path)
+        return description, tensors | {name: tensors[other] for name, other in description["aliases"].items()}
+    except CheckpointError:
+        raise
+    except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); save the model again") from None
+
+
+def _check_tensors(path: Path, key: str, sha256: str | None) -> None:
+    found = _key_of(path)
+    if found not in (key, None):
+        raise CheckpointError(f"{path} and {MANIFEST} come from different savings; save the model again")
+    if found is None or (sha256 is not None and sha256_of(path) != sha256):
+        raise CheckpointError(
+            f"{path} is damaged (it is not the file that {MANIFEST} was written with: its checksum differs); save the "
+            "model again, or take the file from a copy"
+        )
+
+
+def _state(folder: Path) -> list[tuple[Any, ...]]:
+    """Which files lie in the folder, so that a change is seen."""
+    found = []
+    with contextlib.suppress(OSError):
+        for name in sorted(os.listdir(folder)):
+            status = (folder / name).stat()
+            found.append((name, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+    return found
+
+
+def _key_of(path: Path) -> str | None:
+    """The key in the header of a safetensors file; "" if it has none, None if the header cannot be read."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(length, _LARGEST_HEADER)))
+        return str(header.get("__metadata__", {}).get("key", ""))
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None
+
+
+def _distinct(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors that share memory (tied weights) once, the other names as aliases of the first."""
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[tuple[Any, ...], str] = {}
+    for name, tensor in state.items():
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else (name,)
+        if key in first:
+            aliases[name] = first[key]
+        else:
+            first[key] = name
+            tensors[name] = tensor.detach().contiguous().clone()
+    return tensors, aliases

@@ -1,0 +1,137 @@
+"""`sparsebit.json`, the manifest of a saved model: how it is written, and what is checked when it is read.
+
+It holds a checksum of itself and of the file of tensors. A manifest of version 1 has none; its parts are checked. Since
+version 3 functions are named by the module that calls them (`layer1.0.add`), before by their number in the graph. Since
+version 4 the switch of activations is called `activation`, before `feature`. Since version 5 `graphs` holds the
+structure of the captured graphs, which is compared when the folder is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+
+from sparsebit.errors import CheckpointError
+from sparsebit.version import __version__
+
+NAME = "sparsebit.json"
+FORMAT = "sparsebit-quantized"
+VERSION = 5
+_READABLE = (1, 2, 3, 4, 5)
+
+
+class _Switches(BaseModel):
+    weight: bool
+    activation: bool = Field(validation_alias=AliasChoices("activation", "feature"))
+
+
+class _Site(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    bits: int
+
+
+class _File(BaseModel):
+    bytes: int
+    sha256: str
+
+
+class _Manifest(BaseModel):
+    """What loading reads."""
+
+    model_config = ConfigDict(strict=True)
+    key: str
+    config: dict[str, Any]
+    example: dict[str, Any] | None
+    switches: _Switches
+    sites: dict[str, _Site]
+    aliases: dict[str, str]
+    folded_layers: list[str]
+    files: dict[str, _File] = {}
+    graphs: dict[str, list[str]] | None = None
+
+
+def written(description: Mapping[str, Any], key: str, aliases: Mapping[str, str], files: Mapping[str, Any]) -> str:
+    """The manifest as text. `files`: of each file beside it, its `bytes` and `sha256`."""
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "sparsebit": __version__,
+        "torch": str(torch.__version__),
+        "key": key,
+        **description,
+        "aliases": aliases,
+        "files": files,
+    }
+    return json.dumps({**manifest, "checksum": _checksum(manifest)}, indent=2) + "\n"
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The manifest, checked."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        if path.exists():
+            raise CheckpointError(f"{path} cannot be read ({error.strerror})") from None
+        raise CheckpointError(f"{path.parent} holds no {NAME}; give a folder that QuantModel.save() wrote") from None
+    try:
+        manifest = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, str(error)) from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is not a sparsebit checkpoint; give a folder that QuantModel.save() wrote")
+    version = manifest.get("version")
+    if version not in _READABLE:
+        raise CheckpointError(
+            f"{path} has format version {version}; this sparsebit reads versions {', '.join(map(str, _READABLE))}"
+        )
+    checksum = manifest.pop("checksum", None)
+    if (checksum is not None or version != 1) and checksum != _checksum(manifest):
+        raise _damaged(path, "it is not what was saved: its checksum differs")
+    try:
+        _Manifest.model_validate(manifest)
+    except ValidationError as error:
+        faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg'].lower()}" for fault in error.errors()[:3]]
+        raise _damaged(path, "; ".join(faults)) from None
+    return manifest
+
+
+def switches_of(description: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether weights and activations were quantized."""
+    found = _Switches.model_validate(description["switches"])
+    return found.weight, found.activation
+
+
+def site_of(description: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """What is known of a quantizer; nothing of one that was not in use. An error where its name may be another."""
+    if name not in description["sites"] and description.get("version", VERSION) < 3:
+        raise KeyError(f"no quantizer is called {name}")
+    site: Mapping[str, Any] = description["sites"].get(name, {})
+    return site
+
+
+def naming_notice(manifest: Mapping[str, Any]) -> str:
+    """Why the tensors of an older folder may not fit, and what to do; empty for a new one."""
+    if manifest["version"] >= 3:
+        return ""
+    writer = manifest.get("sparsebit", "of an unknown version")
+    return (
+        f"; or its names are out of date: it was written by sparsebit {writer}, "
+        "which numbered functions over the whole graph (add_1), while they are now named after the module that calls "
+        "them (layer1.0.add). Quantize and save the model again, or load the folder with the sparsebit that wrote it"
+    )
+
+
+def _damaged(path: Path, how: str) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged ({how}); save the model again, or take the file from a copy")
+
+
+def _checksum(manifest: Mapping[str, Any]) -> str:
+    """A checksum of the values, not of the text: a manifest that a tool has indented differently is still valid."""
+    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,206 @@
+"""Saving, loading, pickling and copying a `QuantModel`, with all that was done to it since it was built.
+
+A graph cannot be pickled. A description (config, plan, form of the example call, names of folded layers, ...) and the
+tensors are kept; from these and the float model the same model is built again.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.errors import CheckpointError, ConfigError, SparsebitError
+from sparsebit.execution.batches import Call, as_call
+from sparsebit.execution.distributed import gather_shards, once
+from sparsebit.graph.copying import rebind_functions, without_history
+from sparsebit.quantization.building.attach_integer_ops import make_room_for_biases
+from sparsebit.quantization.building.inserted_factors import InsertedFactor
+from sparsebit.quantization.building.stages import Transform, name_of
+from sparsebit.quantization.calibrating.float_values import originals_of
+from sparsebit.quantization.calibrating.fold_batchnorm import fold_norms
+from sparsebit.quantization.calibrating.model_state import require_captured_values, require_settled
+from sparsebit.quantization.calibrating.site_changes import insert_factors
+from sparsebit.quantization.faithful.simulation import SimulatedModel, code_modules, leaf_policy
+from sparsebit.quantization.planning.sites import Plan
+from sparsebit.quantization.quant_config import parse_qconfig
+from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.quantization.saving import checkpoint, manifest
+
+Model = TypeVar("Model", bound=SimulatedModel)
+
+
+def save(qmodel: SimulatedModel, folder: str | os.PathLike[str]) -> Path:
+    """Write a self-describing folder (safetensors + JSON), as a whole: a process that reads it meanwhile, or finds
+    it after a kill, sees the older saving or this one.
+
+    With several processes rank 0 writes, and the others return when it has. Call it on all of them, or on rank 0
+    alone; on all where the parameters are sharded, as they are gathered.
+    """
+    require_captured_values(qmodel, "save")
+    tensors = gather_shards(qmodel.state_dict(keep_vars=True))
+    # By its last name: machines may keep it under different paths.
+    once(f"save({Path(folder).name!r})", lambda: checkpoint.write(folder, description_of(qmodel), tensors))
+    return Path(folder)
+
+
+def load(
+    kind: type[Model],
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    example_inputs: Any = None,
+    device: str | None = None,
+    transforms: Sequence[Transform] = (),
+) -> Model:
+    """The saved model; see `QuantModel.load`."""
+    description, tensors = checkpoint.read(folder)
+    saved, given = description.get("transforms", []), [name_of(step) for step in transforms]
+    if saved != given:
+        raise CheckpointError(
+            f"{folder} was built with transforms={saved}, load() is given {given}; give those functions"
+        )
+    if device is not None:
+        description["config"]["DEVICE"] = device
+    example = checkpoint.decode(description["example"]) if example_inputs is None else as_call(example_inputs, model)
+    try:
+        return revived(kind, model, description, example, tensors, transforms)
+    except (CheckpointError, ConfigError) as error:  # a GPU that is not here, a quantizer that is not registered, ...
+        raise CheckpointError(f"{folder}: {error}") from error
+    except SparsebitError:
+        raise
+    except Exception as error:  # whatever torch and the model's own code raise when the tensors do not fit
+        raise CheckpointError(
+            f"{folder} was saved from another model than the {type(model).__name__} given, or needs the "
+            f"example_inputs that it was built with{manifest.naming_notice(description)}:\n{error}"
+        ) from error
+
+
+def with_plan(qmodel: Model, plan: Plan) -> Model:
+    """A copy of this calibrated model with the sites of `plan` alone, which are among its own; the rest is float.
+
+    Weights and the numbers of the quantizers that stay are those of this model: nothing is calibrated again. What
+    algorithms made of a layer whose weight is float now is the float model's again.
+    """
+    require_settled(qmodel, "with_plan")
+    if missing := plan.missing_in(qmodel.plan):
+        raise ConfigError(f"the plan has sites that the model has not: {', '.join(missing[:5])}")
+    description = {**description_of(qmodel), "plan": plan.to_dict()}
+    old, kept = qmodel.sites, set(plan.sites)
+    originals = originals_of(qmodel, set(old) - kept)
+    state = qmodel.state_dict(keep_vars=True)
+    tensors = {key: originals.get(id(value), value).detach().to(value, copy=True) for key, value in state.items()}
+    transforms = qmodel._transforms
+    new = revived(type(qmodel), qmodel.original, description, qmodel._example, tensors, transforms, sites=kept)
+    for name, quantizer in new.sites.items():
+        quantizer.load_state_dict(old[name].state_dict())
+        quantizer.use_quant = old[name].use_quant
+    new.float_parameters = copy.copy(qmodel.float_parameters)
+    new.float_values_are_lost = qmodel.float_values_are_lost
+    if new._root is not None:
+        new.float_parameters.drop_outdated(new._root.graph_module)
+    make_room_for_biases(new.model)
+    return new
+
+
+def description_of(qmodel: SimulatedModel) -> dict[str, Any]:
+    """What is needed to build this model again, besides the float model and the tensors; goes to JSON."""
+    return {
+        "config": qmodel.config.to_dict(),
+        "example": checkpoint.encode(qmodel._example),
+        "switches": {"weight": qmodel.is_quantized("weight"), "activation": qmodel.is_quantized("activation")},
+        "folded_layers": qmodel._folded_layers,
+        "inserted_factors": [factor.to_dict() for factor in qmodel._inserted_factors],
+        "own_code": dict(qmodel._policy.own_code),
+        "untouched": dict(qmodel._policy.untouched),
+        "transforms": [name_of(step) for step in qmodel._transforms],
+        "plan": None if qmodel._given_plan is None else qmodel._given_plan.to_dict(),
+        "algorithms": list(qmodel.applied_algorithms),
+        "weights_changed": qmodel.float_values_are_lost or bool(len(qmodel.float_parameters)),
+        "graphs": qmodel._structure,
+        "sites": {q.name: q.describe() for q in qmodel.quantizers() if not q.fake_fused},
+    }
+
+
+def revived(
+    kind: type[Model],
+    model: nn.Module,
+    description: dict[str, Any],
+    example: Call | None,
+    tensors: dict[str, Tensor],
+    transforms: Sequence[Transform] = (),
+    *,
+    sites: set[str] | None = None,
+) -> Model:
+    """The model that `description_of` described, built again around the float `model`.
+
+    `sites`: the sites of the new model if it has fewer than the old one; their scales and zero points are not loaded.
+    """
+    qmodel = kind.__new__(kind)
+    nn.Module.__init__(qmodel)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the user was warned when the model was built first
+        config, saved = parse_qconfig(description["config"]), description.get("plan")
+        plan = Plan.from_dict({**saved, "config": config.to_dict()}) if saved else None
+        cuts = {name: description.get(name, {}) for name in ("own_code", "untouched")}
+        policy = leaf_policy(config, **cuts)
+        qmodel._saved_structure = description.get("graphs")
+        qmodel._has_fitting_plan = qmodel._saved_structure is not None
+        qmodel._set_up(model, config, example, policy, plan=plan, transforms=transforms)
+    fold_norms(qmodel, lambda name, *_: name in description["folded_layers"])
+    if inserted := [InsertedFactor.from_dict(record) for record in description.get("inserted_factors", [])]:
+        insert_factors(qmodel, inserted)
+    for quantizer in (q for q in qmodel.quantizers() if not q.fake_fused):
+        site = manifest.site_of(description, quantizer.name)
+        quantizer.set_bit(site.get("bits", quantizer.spec.bits))
+    if sites is None:
+        is_unchanged = all(torch.equal(p, tensors.get(name, p)) for name, p in qmodel.named_parameters())
+        qmodel.load_state_dict(tensors)
+        if is_unchanged:  # a pickled model whose weights are still those of the float model
+            qmodel.note_weights()
+        qmodel.set_quant(*manifest.switches_of(description))
+    else:
+        _load_all_but_quantizers(qmodel, tensors)
+    qmodel.applied_algorithms = tuple(description.get("algorithms", ()))
+    qmodel.float_values_are_lost = bool(description.get("weights_changed", False))
+    return qmodel.eval()
+
+
+def _load_all_but_quantizers(qmodel: SimulatedModel, tensors: dict[str, Tensor]) -> None:
+    quantizers = [name for name, module in qmodel.named_modules() if isinstance(module, Quantizer)]
+    own = qmodel.state_dict()
+    rest = {key for key in own if not key.startswith(tuple(f"{name}." for name in quantizers))}
+    qmodel.load_state_dict({key: tensors.get(key, value) if key in rest else value for key, value in own.items()})
+
+
+def reduced(qmodel: SimulatedModel) -> tuple[Any, ...]:
+    """For `__reduce__`: a function and its arguments, from which pickle makes the model again."""
+    require_captured_values(qmodel, "pickle")
+    parts = (qmodel.original, description_of(qmodel), qmodel._example, qmodel.state_dict(), qmodel._transforms)
+    return _unpickled, (type(qmodel), qmodel.training, *parts)
+
+
+def _unpickled(kind: type[SimulatedModel], training: bool, *parts: Any) -> SimulatedModel:
+    return revived(kind, *parts).train(training)
+
+
+def deep_copied(qmodel: Model, memo: dict[int, Any]) -> Model:
+    """For `__deepcopy__`. The parts of the model refer to it, and to the copy in the copy, since it is in `memo`."""
+    new = type(qmodel).__new__(type(qmodel))
+    memo[id(qmodel)] = new
+    memo.update(without_history(qmodel) | without_history(qmodel.original))
+    own = {key: value for key, value in qmodel.__dict__.items() if key != "_built_state"}
+    new.__dict__.update(copy.deepcopy(own, memo))
+    rebind_functions(code_modules(qmodel), code_modules(new), memo)
+    for path, region in new._captured.regions.items():
+        region.follow_frozen_values(qmodel._captured.regions[path])
+    if qmodel.has_built_weights:
+        new.note_weights()
+    new._built_state = qmodel._built_state.of_copy(new.original, new.source)
+    return new

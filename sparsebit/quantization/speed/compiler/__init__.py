@@ -1,0 +1,1 @@
+"""Fusions for torch.compile."""

@@ -1,0 +1,1 @@
+"""Ratios under a budget of MACs, bytes or measured latency."""

@@ -1,0 +1,292 @@
+"""Ratios per group under a budget: how much of each group goes, by the integer program that also chooses bits.
+
+Each group of channels is an item, each ratio an option. An option costs what the model's output loses when this group
+alone is pruned so far, measured on data. The MACs and bytes of a layer are a product of the widths of the two groups
+that its weight lies in, so they are pairs in the program. So is its time, as measured in ONNX Runtime at several widths
+(`latency_table.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.errors import BudgetError, CalibrationError, ConfigError
+from sparsebit.execution.batches import Call
+from sparsebit.graph.copying import copy_model
+from sparsebit.graph.nested import tensors_of
+from sparsebit.sparse.budgets.latency_table import POINTS, Clock, Latency
+from sparsebit.sparse.budgets.layer_budgets import LATENCY, LayerWeight, choose_options, timed_weights, weights_of
+from sparsebit.sparse.budgets.model_size import ModelSize, model_size
+from sparsebit.sparse.channels.groups import Group, Unit, layers_of
+from sparsebit.sparse.proof.channel_proof import mask_units
+from sparsebit.sparse.scoring.padding import real_positions, real_rows
+from sparsebit.sparse.selecting.unit_selection import rounded, select_by_group
+from sparsebit.sparse.shrinking.surgery import ChannelPlan, apply_plan
+from sparsebit.sparse.sparse_config import SparseConfig
+
+log = logging.getLogger(__name__)
+
+BUDGETS = ("macs", "bytes", LATENCY)
+CANDIDATES = (0.0, 0.0625, 0.125, 0.1875, 0.25, 0.375, 0.5, 0.625, 0.75)
+KERNEL_WIDTHS = (16, 8, 1)  # float kernels work in blocks of 16 channels (8 without AVX-512)
+_MOST_TRIES, _MOST_PROGRAMS = 5, 12  # smaller models that are timed, and choices that are made
+
+
+@dataclass(frozen=True)
+class RatioChoice:
+    """The ratio of each group, by the first of its axes, and the size of the model before and after.
+
+    `costs`: for each group the relative squared error of the model's output at the chosen ratio, when it is pruned
+    alone. `latency`: what was measured, where it was a budget. `round_to`: widths stay multiples of this where they
+    were.
+    """
+
+    ratios: Mapping[str, float]
+    costs: Mapping[str, float]
+    before: ModelSize
+    after: ModelSize
+    latency: Latency | None = None
+    round_to: int = 1
+
+    @property
+    def is_in_time(self) -> bool:
+        """Whether a budget of latency was kept, as near as times are measured."""
+        return self.latency is None or self.latency.is_near or self.latency.ratio <= self.latency.asked
+
+    def __str__(self) -> str:
+        lines = [] if self.latency is None else [str(self.latency)]
+        lines += [
+            f"{name}: {getattr(self.before, name):,.0f} -> {getattr(self.after, name):,.0f} "
+            f"({getattr(self.after, name) / max(1, getattr(self.before, name)):.3f})"
+            for name in ("macs", "parameters", "bytes")
+        ]
+        return "\n".join([*lines, *(f"  {ratio:6.3f}  {name}" for name, ratio in self.ratios.items())])
+
+
+def group_name(group: Group) -> str:
+    """The first axis of the group, of a weight where it has one: `layer1.0.conv1.weight`."""
+    made = [tensor for tensor, dim in group.axes if dim == 0 and tensor.endswith("weight")]
+    return next(iter(made), group.axes[0][0])
+
+
+def candidate_ratios(group: Group, config: SparseConfig, candidates: Sequence[float]) -> list[float]:
+    """The ratios that a group may get: the candidates and none, or the one that the config names for its layers."""
+    names = layers_of(group)
+    return [config.ratio_of(names)] if config.is_overridden(names) else sorted({0.0, *candidates})
+
+
+def check_budgets(budgets: Mapping[str, float]) -> None:
+    for name, limit in budgets.items():
+        if name not in BUDGETS:
+            raise ConfigError(f"budget {name!r}: allowed: {', '.join(BUDGETS)}")
+        if not limit > 0:
+            raise ConfigError(f"budget {name}={limit:g}: a number above 0; up to 1 it is a share of the dense model")
+        if name == LATENCY and limit > 1:
+            raise ConfigError(f"budget {name}={limit:g}: a share of the dense model's time, above 0 and up to 1")
+    if not budgets:
+        raise ConfigError(f"no budget was given; allowed: {', '.join(BUDGETS)}")
+
+
+@dataclass(frozen=True)
+class RatioOptions:
+    """What may be chosen: for each group its ratios, what each costs, the scores of its units, and all weights.
+
+    `sizes`: the shapes of all tensors, of which widths stay multiples of `round_to`.
+    """
+
+    groups: Mapping[str, Group]
+    ratios: Mapping[str, Sequence[float]]
+    costs: Mapping[str, Sequence[float]]
+    scores: Mapping[str, Tensor]
+    weights: Sequence[LayerWeight]
+    sizes: Mapping[str, tuple[int, ...]]
+    round_to: int = 1
+
+    def dead(self, name: str, ratio: float) -> list[Unit]:
+        """The units of a group that a ratio removes."""
+        units = select_by_group([self.groups[name]], [self.scores[name]], [ratio])
+        return rounded([self.groups[name]], units, self.sizes, self.round_to)
+
+    @property
+    def removed(self) -> dict[str, list[list[Unit]]]:
+        """The units of each group at each of its ratios."""
+        return {name: [self.dead(name, ratio) for ratio in ratios] for name, ratios in self.ratios.items()}
+
+
+def ratio_options(
+    model: nn.Module,
+    groups: Mapping[str, Group],
+    scores: Mapping[str, Tensor],
+    ratios: Mapping[str, Sequence[float]],
+    *,
+    calls: Sequence[Call],
+    sizes: Mapping[str, tuple[int, ...]],
+    round_to: int = 1,
+) -> RatioOptions:
+    """What each ratio of each group costs on the data.
+
+    `scores`: of the units of each group. `sizes`: the shapes of all tensors, of which widths stay multiples of
+    `round_to`.
+    """
+    costs = measured_costs(model, groups, scores, ratios, calls)
+    return RatioOptions(groups, ratios, costs, scores, weights_of(model, groups, calls[0]), sizes, round_to)
+
+
+def search_ratios(
+    model: nn.Module,
+    options: RatioOptions,
+    budgets: Mapping[str, float],
+    *,
+    plan: Callable[[list[Unit]], ChannelPlan],
+    example: Any,
+    clock: Callable[[], Clock] | None = None,
+) -> RatioChoice:
+    """The ratio of each group with which the smaller model keeps the budgets and loses least.
+
+    `plan`: what removes units. MACs and bytes are counted on the smaller model itself, and its time is measured by
+    `clock`.
+    """
+    before = model_size(model, example)
+    search = _Search(model, options.costs, options.removed, options.weights, plan, example, before)
+    limits = {
+        name: limit if limit <= 1 else limit / getattr(before, name)
+        for name, limit in budgets.items()
+        if name != LATENCY
+    }
+    if LATENCY not in budgets:
+        found, latency = search.within(limits), None
+    else:
+        assert clock is not None
+        running = clock()
+        points = {
+            point: {name: options.dead(name, point if len(own) > 1 else own[0]) for name, own in options.ratios.items()}
+            for point in POINTS
+        }
+        search.weights = timed_weights(options.weights, points, running)
+        found, latency = search.in_time(limits, budgets[LATENCY], running)
+    chosen = {name: own[found.options[name]] for name, own in options.ratios.items()}
+    costs = {name: options.costs[name][place] for name, place in found.options.items()}
+    return RatioChoice(chosen, costs, before, found.after, latency, options.round_to)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The option of each group, and the smaller model. `predicted`: its time by the sum of measured regions."""
+
+    options: Mapping[str, int]
+    small: nn.Module
+    after: ModelSize
+    predicted: float
+
+
+@dataclass
+class _Search:
+    model: nn.Module
+    costs: Mapping[str, Sequence[float]]
+    removed: Mapping[str, Sequence[list[Unit]]]
+    weights: Sequence[LayerWeight]
+    plan: Callable[[list[Unit]], ChannelPlan]
+    example: Any
+    before: ModelSize
+
+    def within(self, wanted: Mapping[str, float], time: float | None = None) -> _Found:
+        """The best choice whose smaller model, counted, keeps the shares; `time`: by the table."""
+        counts = {name: [len(units) for units in options] for name, options in self.removed.items()}
+        limits = dict(wanted)
+        while True:
+            timed = {} if time is None else {LATENCY: time}
+            options = choose_options(self.costs, counts, self.weights, {**limits, **timed}).options
+            small = copy_model(self.model)
+            apply_plan(
+                small, self.plan([unit for name, found in self.removed.items() for unit in found[options[name]]])
+            )
+            after = model_size(small, self.example)
+            over = {name: getattr(after, name) / getattr(self.before, name) / share for name, share in wanted.items()}
+            if max(over.values(), default=0.0) <= 1:
+                break
+            # The program counts layers; what the model computes or holds beside them is only seen in the model itself.
+            limits = {name: share * min(1.0, 0.998 / over[name]) for name, share in limits.items()}
+        kept = {name: found[options[name]] for name, found in counts.items()}
+        dense = sum(weight.amount(LATENCY, 1.0) for weight in self.weights) or 1.0
+        predicted = sum(weight.amount(LATENCY, weight.share(kept)) for weight in self.weights) / dense
+        return _Found(options, small, after, predicted)
+
+    def in_time(self, wanted: Mapping[str, float], asked: float, clock: Clock) -> tuple[_Found, Latency]:
+        """The choice whose smaller model was measured nearest to the time; what is aimed at is corrected by it."""
+        tried: list[tuple[_Found, Latency]] = []
+        aim = asked
+        for _ in range(_MOST_PROGRAMS):
+            try:
+                found = self.within(wanted, min(1.0, aim))
+            except BudgetError:
+                if not tried:
+                    raise
+                break  # nothing is as fast as the correction asks for
+            known = next((latency for other, latency in tried if other.options == found.options), None)
+            if known is not None:  # one that was timed already: on in the same direction
+                aim *= 0.98 if known.ratio > asked else 1.02
+                continue
+            tried.append((found, Latency(asked, clock.ratio(found.small), found.predicted, len(tried) + 1)))
+            if tried[-1][1].is_near or len(tried) == _MOST_TRIES:
+                break
+            aim *= asked / tried[-1][1].ratio
+        best, latency = min(tried, key=lambda pair: abs(pair[1].ratio / asked - 1))
+        latency = replace(latency, tries=len(tried))
+        if not latency.is_near:
+            side = "slower" if latency.ratio > asked else "faster"
+            told = (
+                f"{abs(latency.ratio / asked - 1):.0%} {side} than asked; the nearest of {len(tried)} that were timed"
+            )
+            latency = replace(latency, reason=told)
+            log.warning("budget latency=%g: the smaller model is %s", asked, told)
+        return best, latency
+
+
+@torch.no_grad()
+def measured_costs(
+    model: nn.Module,
+    groups: Mapping[str, Group],
+    scores: Mapping[str, Tensor],
+    candidates: Mapping[str, Sequence[float]],
+    batches: Sequence[Call],
+) -> dict[str, list[float]]:
+    """For each group and ratio: the relative squared error of the model's output when it is pruned alone."""
+    if not batches:
+        raise CalibrationError("choose_ratios: no batch was given; give a few batches of inputs")
+    trial = copy_model(model).eval()
+    dense = [_outputs(trial, call) for call in batches]
+    energy = sum(float(x.square().sum()) for outputs in dense for x in outputs) or 1.0
+    tensors = dict(trial.named_parameters())
+    found: dict[str, list[float]] = {}
+    for name, group in groups.items():
+        before = {tensor: tensors[tensor].clone() for tensor, _ in group.axes if tensor in tensors}
+        found[name] = []
+        num_gone = 0
+        for ratio in candidates[name]:  # from less to more: what is pruned stays pruned
+            units = select_by_group([group], [scores[name]], [ratio])
+            if len(units) == num_gone:  # nothing more goes (a small group, or a ratio of 0): no run is needed
+                found[name].append(found[name][-1] if found[name] else 0.0)
+                continue
+            num_gone = len(units)
+            mask_units(trial, units)
+            error = sum(
+                float((x - y).square().sum())
+                for call, outputs in zip(batches, dense, strict=True)
+                for x, y in zip(_outputs(trial, call), outputs, strict=True)
+            )
+            found[name].append(error / energy)
+        for tensor, value in before.items():
+            tensors[tensor].copy_(value)
+    return found
+
+
+def _outputs(model: nn.Module, call: Call) -> list[Tensor]:
+    """What the model gives for the call, without padded positions."""
+    real = real_positions(call, model)
+    return [real_rows(x.double(), real) for x in tensors_of(model(*call[0], **call[1])) if x.is_floating_point()]

@@ -1,0 +1,156 @@
+"""Which channels live and die together: units, and groups of units that share axes.
+
+`find_groups` watches one run of the model (`channel_trace.py`), joins channels as the operators tie them together, and
+then proves what it found (`channel_proof.py`): channels that cannot be proved to be removable are spared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from sparsebit.sparse.channels.labels import LabelSets
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is removed at once: for each (tensor, dimension), the positions. `label` is its name in the analysis."""
+
+    label: int
+    members: tuple[tuple[str, int, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Units that share axes, so that their number is the width of the same layers."""
+
+    units: tuple[Unit, ...]
+
+    @property
+    def axes(self) -> list[tuple[str, int]]:
+        """The axes in which the units lie: (tensor, dimension)."""
+        return sorted({(tensor, dim) for unit in self.units for tensor, dim, _ in unit.members})
+
+    def __str__(self) -> str:
+        names = [f"{tensor}[{dim}]" for tensor, dim in self.axes]
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        return f"{len(self.units)} units in {shown}"
+
+
+def layers_of(group: Group) -> tuple[str, ...]:
+    """The names of the modules whose parameters lie in the group."""
+    return tuple(sorted({tensor.rpartition(".")[0] for tensor, _ in group.axes}))
+
+
+@dataclass(frozen=True)
+class Spared:
+    """Positions of an axis that must stay, and the reason."""
+
+    tensor: str
+    dim: int
+    num_positions: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.tensor}[{self.dim}]: {self.num_positions} positions: {self.reason}"
+
+
+def units_of(sets: LabelSets) -> tuple[list[Unit], list[tuple[Unit, str]], list[Spared]]:
+    """The sets of atoms that may be removed, those that must keep their width, with the reason, and what is spared."""
+    members: dict[int, dict[tuple[str, int], list[int]]] = {}
+    sizes = {(axis.tensor, axis.dim): axis.size for axis in sets.axes}
+    spared: dict[tuple[str, int, str], int] = {}
+    roots, pinned = sets.roots().tolist(), sets.reasons()
+    for axis in sets.axes:
+        for place, root in enumerate(roots[axis.first : axis.first + axis.size]):
+            if (reason := pinned.get(root)) is None:
+                members.setdefault(root, {}).setdefault((axis.tensor, axis.dim), []).append(place)
+            else:
+                key = axis.tensor, axis.dim, reason
+                spared[key] = spared.get(key, 0) + 1
+    units: list[Unit] = []
+    kept_wide: list[tuple[Unit, str]] = []
+    wide = sets.wide()
+    for root, parts in members.items():
+        whole = next((axis for axis, places in parts.items() if len(places) == sizes[axis]), None)
+        if whole is None:
+            unit = Unit(root, tuple((*axis, tuple(places)) for axis, places in parts.items()))
+            if root in wide:
+                kept_wide.append((unit, wide[root]))
+            else:
+                units.append(unit)
+            continue
+        for (tensor, dim), places in parts.items():
+            key = tensor, dim, f"all of {whole[0]}[{whole[1]}] would have to go at once"
+            spared[key] = spared.get(key, 0) + len(places)
+    return units, kept_wide, [Spared(*key[:2], count, key[2]) for key, count in spared.items()]
+
+
+def without(
+    units: Iterable[Unit], spared: Iterable[Spared], pinned: Mapping[int, str]
+) -> tuple[list[Unit], list[Spared]]:
+    """What `units_of` gives after some sets were pinned, with their reasons, and nothing else was changed."""
+    left: list[Unit] = []
+    more: dict[tuple[str, int, str], int] = {(x.tensor, x.dim, x.reason): x.num_positions for x in spared}
+    for unit in units:
+        if (reason := pinned.get(unit.label)) is None:
+            left.append(unit)
+            continue
+        for tensor, dim, places in unit.members:
+            key = tensor, dim, reason
+            more[key] = more.get(key, 0) + len(places)
+    return left, [Spared(tensor, dim, count, reason) for (tensor, dim, reason), count in more.items()]
+
+
+def all_spared(units: Iterable[tuple[Unit, str]]) -> list[Spared]:
+    """The report of units that are spared, each with its reason."""
+    counts: dict[tuple[str, int, str], int] = {}
+    for unit, reason in units:
+        for tensor, dim, places in unit.members:
+            counts[tensor, dim, reason] = counts.get((tensor, dim, reason), 0) + len(places)
+    return [Spared(tensor, dim, count, reason) for (tensor, dim, reason), count in counts.items()]
+
+
+def grouped(units: Iterable[Unit]) -> list[Group]:
+    """Units that share an axis, directly or through others, are one group."""
+    listed = list(units)
+    parent = list(range(len(listed)))
+
+    def find(index: int) -> int:
+        while parent[index] != index:
+            parent[index] = parent[parent[index]]
+            index = parent[index]
+        return index
+
+    first: dict[tuple[str, int], int] = {}
+    for index, unit in enumerate(listed):
+        for tensor, dim, _ in unit.members:
+            parent[find(index)] = find(first.setdefault((tensor, dim), index))
+    found: dict[int, list[Unit]] = {}
+    for index, unit in enumerate(listed):
+        found.setdefault(find(index), []).append(unit)
+    return [Group(tuple(members)) for members in found.values()]
+
+
+Kept = dict[str, dict[int, torch.Tensor]]
+
+
+def positions_of(units: Iterable[Unit]) -> dict[tuple[str, int], list[int]]:
+    """The positions of all these units together, by tensor and dimension."""
+    found: dict[tuple[str, int], list[int]] = {}
+    for unit in units:
+        for tensor, dim, places in unit.members:
+            found.setdefault((tensor, dim), []).extend(places)
+    return found
+
+
+def kept_positions(dead: Iterable[Unit], sizes: Mapping[str, tuple[int, ...]]) -> Kept:
+    """For each tensor and dimension that loses positions, those that stay, in order."""
+    kept: Kept = {}
+    for (tensor, dim), places in positions_of(dead).items():
+        lost = set(places)
+        alive = [place for place in range(sizes[tensor][dim]) if place not in lost]
+        kept.setdefault(tensor, {})[dim] = torch.tensor(alive, dtype=torch.long)
+    return kept

@@ -1,0 +1,89 @@
+"""Weights that a module computes out of other parameters (weight norm, spectral norm, orthogonal), made plain.
+
+A mask holds single numbers of a weight at zero, so the weight must be a parameter: one that is computed anew in every
+forward would bring them back, or has none of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import nn
+from torch.nn.utils import parametrize, prune, remove_spectral_norm, remove_weight_norm
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from sparsebit.sparse.sparse_config import SparseConfig
+
+log = logging.getLogger(__name__)
+_OF_CHANNELS = frozenset(("WeightNorm", "_WeightNorm", "_SpectralNorm"))  # classes under which channels cannot go
+FOLDED = "folded"  # what such a layer becomes, in a channel plan
+
+
+def computed_tensors(module: nn.Module) -> dict[str, str]:
+    """The tensors of a module that a parametrization computes, and the name of each one's class."""
+    found = {hook_tensor(hook): type(hook).__name__ for hook in module._forward_pre_hooks.values() if hook_tensor(hook)}
+    if parametrize.is_parametrized(module):
+        lists: Any = module.parametrizations
+        found |= {name: ", ".join(type(step).__name__ for step in steps) for name, steps in lists.items()}
+    return found
+
+
+def without_channels(model: nn.Module) -> dict[str, str]:
+    """The layers from whose computed weights no channel can go, as a part of a channel plan: they become plain."""
+    named = {path: set(computed_tensors(module).values()) for path, module in model.named_modules()}
+    return {path: FOLDED for path, kinds in named.items() if kinds & _OF_CHANNELS}
+
+
+def folded_layers(model: nn.Module, config: SparseConfig) -> dict[str, str]:
+    """The layers whose computed tensors become plain in a pruned model, as a part of a channel plan.
+
+    Single elements are pruned from plain weights alone. Channels can also leave a computed weight, but not under weight
+    norm, which divides the zeros of a masked channel by their norm, nor under torch's newer spectral norm. Layers that
+    the config spares stay as they are.
+    """
+    found = {}
+    for path, module in model.named_modules():
+        kinds = set(computed_tensors(module).values())
+        is_spared = config.is_overridden((path,)) and not config.ratio_of(path)
+        if kinds and not is_spared and (not config.SPARSER.is_structured or kinds & _OF_CHANNELS):
+            found[path] = FOLDED
+            names = ", ".join(kind.strip("_") for kind in sorted(kinds))
+            log.warning("%s: the weight that %s computes is a plain weight from here on", path, names)
+    return found
+
+
+def hook_tensor(hook: object) -> str:
+    """The tensor that one of torch's older hooks computes before a forward; empty: none."""
+    if isinstance(hook, (WeightNorm, SpectralNorm)):
+        return str(hook.name)
+    return str(hook._tensor_name) if isinstance(hook, prune.BasePruningMethod) else ""
+
+
+def fold_parametrizations(module: nn.Module) -> None:
+    """Make the computed tensors plain parameters, with the values of now; a module without any is left as it is."""
+    for name in computed_tensors(module):
+        if parametrize.is_parametrized(module, name):
+            # torch removes a property from the class, which copies share with the original.
+            kind = type(module)
+            own = {key: value for key, value in vars(kind).items() if key not in ("__dict__", "__weakref__")}
+            module.__class__ = type(kind.__name__, kind.__bases__, own)
+            parametrize.remove_parametrizations(module, name, leave_parametrized=True)
+            _forget_weight_norm(module)
+            continue
+        kinds = {type(hook) for hook in module._forward_pre_hooks.values() if hook_tensor(hook) == name}
+        if WeightNorm in kinds:
+            remove_weight_norm(module, name)
+        elif SpectralNorm in kinds:
+            remove_spectral_norm(module, name)
+        else:
+            prune.remove(module, name)
+
+
+def _forget_weight_norm(module: nn.Module) -> None:
+    """Remove the hook by which weight norm reads older states: it stays behind, and cannot be pickled."""
+    for key, hook in list(module._load_state_dict_pre_hooks.items()):
+        if getattr(getattr(hook, "hook", hook), "__qualname__", "").startswith(f"{weight_norm.__name__}.<locals>"):
+            del module._load_state_dict_pre_hooks[key]

@@ -1,0 +1,126 @@
+"""Groups whose channels leave layers but not activations, since code between the layers relies on their number.
+
+They are hidden channels that a norm or a mean is taken over, and groups whose removal was tried and failed (the code
+holds a width). In the smaller model their layers have the form of `spread_layers.py`. A residual stream that norms read
+is spared: every layer of the network would have to gather and to spread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from sparsebit.sparse.channels.groups import Group, Unit, grouped
+from sparsebit.sparse.channels.labels import LabelSets
+from sparsebit.sparse.channels.spread_layers import can_spread
+from sparsebit.sparse.channels.trace import Step
+
+Axis = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class WideGroups:
+    """Such groups. `reasons`: of their units, by label; `axes`: of layers, (tensor, dimension), that get smaller."""
+
+    groups: tuple[Group, ...] = ()
+    reasons: Mapping[int, str] = field(default_factory=dict)
+    axes: frozenset[Axis] = frozenset()
+
+    def without(self, failing: Iterable[Group]) -> WideGroups:
+        """The others."""
+        labels = {unit.label for group in failing for unit in group.units}
+        left = tuple(group for group in self.groups if group.units[0].label not in labels)
+        reasons = {label: reason for label, reason in self.reasons.items() if label not in labels}
+        return WideGroups(left, reasons, frozenset(axis for group in left for axis in group.axes) & self.axes)
+
+    def leaving(self, unit: Unit) -> Unit:
+        """A unit with those of its positions alone that can be removed."""
+        return replace(unit, members=tuple(entry for entry in unit.members if entry[:2] in self.axes))
+
+
+def find_wide_groups(
+    model: nn.Module,
+    steps: Sequence[Step],
+    sets: LabelSets,
+    normalized: Iterable[tuple[Unit, str]],
+    unproved: Iterable[tuple[Unit, str]],
+    narrow: Iterable[Group],
+) -> WideGroups:
+    """The units that layers can lose.
+
+    `normalized`: units, with the reason, that norms and means are taken over; `unproved`: those that failed. `narrow`:
+    groups that leave activations too; what shares an axis with them is spared.
+    """
+    layers = _Layers(model, steps, sets)
+    taken = {axis for group in narrow for axis in group.axes}
+    between: dict[int, tuple[Unit, str]] = {}
+    for unit, reason in (*(entry for entry in normalized if layers.is_between(entry[0])), *unproved):
+        if layers.has_ends(unit):
+            between.setdefault(unit.label, (unit, reason))
+    found: list[Group] = []
+    axes: set[Axis] = set()
+    for group in grouped(unit for unit, _ in between.values()):
+        leaving = layers.leaving(group)
+        if leaving and len(group.units) > 1 and taken.isdisjoint(group.axes):
+            found.append(group)
+            axes |= leaving
+    reasons = {unit.label: between[unit.label][1] for group in found for unit in group.units}
+    return WideGroups(tuple(found), reasons, frozenset(axes))
+
+
+class _Layers:
+    """What is known of the weights of linear layers and convolutions."""
+
+    def __init__(self, model: nn.Module, steps: Iterable[Step], sets: LabelSets) -> None:
+        called = {step.where for step in steps}
+        owners: dict[int, list[str]] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    owners.setdefault(id(parameter), []).append(f"{path}.{name}" if path else name)
+        self.order: dict[str, int] = {}  # of first use
+        for axis in sets.axes:
+            self.order.setdefault(axis.tensor, len(self.order))
+        self.rows: dict[str, int] = {}  # the dimension of the outputs, for each weight
+        self.modules: dict[str, nn.Module] = {}  # of weights that only their own layer reads, if it can be spread
+        for path, module in model.named_modules():
+            name = f"{path}.weight" if path else "weight"
+            if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)) and name in self.order:
+                self.rows[name] = int(getattr(module, "transposed", False))
+                if can_spread(module) and path in called and len(owners[id(module._parameters["weight"])]) == 1:
+                    self.modules[name] = module
+
+    def has_ends(self, unit: Unit) -> bool:
+        """Whether one layer makes a channel and another reads it."""
+        return all(self._uses(unit))
+
+    def is_between(self, unit: Unit) -> bool:
+        """Whether layers make a channel before others read it: a residual stream is written again after it was read."""
+        makers, readers = self._uses(unit)
+        return max(makers, default=0) < min(readers, default=0)
+
+    def _uses(self, unit: Unit) -> tuple[list[int], list[int]]:
+        """When weights that make a channel, and weights that read it, are first used."""
+        found = [(self.order[t], dim == self.rows[t]) for t, dim, _ in unit.members if t in self.rows and dim < 2]
+        return [order for order, makes in found if makes], [order for order, makes in found if not makes]
+
+    def leaving(self, group: Group) -> set[Axis]:
+        """The axes of layers from which the group can be removed."""
+        places: dict[Axis, list[int]] = {}
+        for unit in group.units:
+            for tensor, dim, positions in unit.members:
+                places.setdefault((tensor, dim), []).extend(positions)
+        found: set[Axis] = set()
+        for (tensor, dim), own in places.items():
+            if tensor not in self.modules or dim > 1:
+                continue
+            bias = f"{tensor.removesuffix('weight')}bias", 0
+            has_bias = self.modules[tensor]._parameters.get("bias") is not None
+            if dim == 0 and has_bias:
+                if sorted(places.get(bias, ())) == sorted(own):
+                    found |= {(tensor, dim), bias}
+            else:
+                found.add((tensor, dim))
+        return found

@@ -1,0 +1,1 @@
+"""Running the smaller model, also on paths that the example does not take, before a group counts."""

@@ -1,0 +1,105 @@
+"""Which channels are to blame where a shrunk model is not the masked one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sparsebit.sparse.channels.groups import Group, Unit
+from sparsebit.sparse.channels.labels import FIXED
+from sparsebit.sparse.proof.channel_proof import Bench, Failure, SizeRule
+from sparsebit.sparse.proof.scenes import Scene
+
+
+def guilty_units(
+    bench: Bench, rules: Sequence[SizeRule], groups: Sequence[Group], suspects: set[int], dead: Sequence[Unit]
+) -> set[int]:
+    """Of the units that meet at a failure, those whose group fails alone; all of them where none does."""
+    met = [{unit.label for unit in group.units} for group in groups]
+    met = [labels for labels in met if labels & suspects]
+    if len(met) > 1:
+        alone = [labels for labels in met if bench.compare([u for u in dead if u.label in labels], rules) is not None]
+        suspects = suspects & set().union(*alone) if alone else suspects
+    return suspects
+
+
+def failing_alike(
+    bench: Bench,
+    rules: Sequence[SizeRule],
+    units: Sequence[Unit],
+    failure: Failure,
+    guilty: set[int],
+    dead: Sequence[Unit],
+) -> dict[int, str]:
+    """The same channels of all other modules of the class, with the reason, if those of the last one fail too.
+
+    One class has one code: a deep model would otherwise fail in each of its blocks, one after the other.
+    """
+    inside = f"{failure.where}."
+    own = {
+        (tensor.removeprefix(inside), dim)
+        for unit in units
+        if unit.label in guilty
+        for tensor, dim, _ in unit.members
+        if failure.where and tensor.startswith(inside)
+    }
+    kind = type(bench.model.get_submodule(failure.where))
+    paths = [path for path, module in bench.model.named_modules() if type(module) is kind and path != failure.where]
+    homes = {(f"{path}.{tensor}", dim): path for path in paths for tensor, dim in own}
+    alike: dict[str, set[int]] = {}
+    for unit in units:
+        for tensor, dim, _ in unit.members:
+            if unit.label not in guilty and (tensor, dim) in homes:
+                alike.setdefault(homes[tensor, dim], set()).add(unit.label)
+    last = [unit for unit in dead if alike and unit.label in alike[list(alike)[-1]]]
+    if not last or bench.compare(last, rules) is None:
+        return {}
+    what = failure.reason.partition(":")[0]
+    return {label: what.replace(failure.where, path, 1) for path, labels in alike.items() for label in labels}
+
+
+def failing_groups(
+    bench: Bench,
+    rules: Sequence[SizeRule],
+    groups: Sequence[Group],
+    dead: Sequence[Unit],
+    scene: Scene | None = None,
+) -> tuple[dict[int, str], list[SizeRule]]:
+    """The labels of groups without which the proof holds, with the reason, and the rules that are left.
+
+    `scene`: the one that fails; without one, the example and all scenes are compared.
+
+    Groups are added to those that hold together, half of them at a time, and a half that fails is halved again: one bad
+    group among n costs about 2 * log2(n) runs.
+    """
+
+    def compare(units: Sequence[Unit], rules: Sequence[SizeRule]) -> Failure | None:
+        return bench.compare(units, rules) if scene is None else bench.compare_in(scene, units, rules)
+
+    kept = list(rules)
+    held: list[Unit] = []
+    failing: dict[int, str] = {}
+    waiting = [[{unit.label for unit in group.units} for group in groups]]
+    while waiting:
+        part = waiting.pop()
+        gone = set().union(*part)
+        trial = held + [unit for unit in dead if unit.label in gone]
+        failure = compare(trial, kept)
+        # An attribute may have been changed that has this number by chance.
+        others = _without_rules_of(bench, kept, gone) if failure is not None and len(part) == 1 else kept
+        if len(others) < len(kept) and compare(trial, others) is None:
+            kept, failure = others, None
+        if failure is None:
+            held = trial
+        elif len(part) > 1:
+            waiting += [part[len(part) // 2 :], part[: len(part) // 2]]
+        else:
+            failing |= dict.fromkeys(gone, failure.reason)
+    return failing, kept
+
+
+def _without_rules_of(bench: Bench, rules: Sequence[SizeRule], gone: set[int]) -> list[SizeRule]:
+    """The rules that count no channel of these."""
+    is_alive = bench.alive(gone)
+    return [rule for rule in rules if bool(is_alive[torch.tensor(rule.labels).clamp(min=FIXED)].all())]

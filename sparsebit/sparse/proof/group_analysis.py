@@ -1,0 +1,129 @@
+"""The labels of one traced run, and the units and groups that they leave free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.execution.batches import Call
+from sparsebit.graph.copying import copy_model
+from sparsebit.graph.nested import map_nested
+from sparsebit.sparse.channels.groups import Group, grouped, units_of, without
+from sparsebit.sparse.channels.labels import LabelSets
+from sparsebit.sparse.channels.trace import Trace, output_labels, watch
+from sparsebit.sparse.proof.scenes import Scene
+from sparsebit.sparse.shrinking.surgery import named_tensors
+
+_READS = frozenset(("_local_scalar_dense", "is_nonzero", "equal", "allclose"))  # tensors become Python's values
+_FACTORS = (-1.0, 100.0, -100.0, 0.0)  # of inputs, where code reads values
+
+
+class Analysis:
+    """The labels of one run with given options, and some atoms pinned from outside. `scenes`: runs that tie more."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        call: Call,
+        options: Mapping[str, int],
+        pins: Mapping[tuple[str, int, int], str],
+        scenes: Sequence[Scene] = (),
+    ) -> None:
+        self.sets = LabelSets()
+        self.notes: list[str] = []
+        # What a run leaves behind (cached values) must not be seen by the next one.
+        model = copy_model(model, share_parameters=True)
+        names = {id(tensor): name for name, tensor in named_tensors(model).items()}
+        self.trace: Trace = watch(model, call, self.sets, names, options)
+        if self.trace.error is not None:
+            raise self.trace.error
+        for labels in output_labels(self.trace):
+            self.sets.pin(labels, "the model returns them")
+        self._visit_other_values(model, call, names, options)
+        for scene in scenes:
+            with scene.entered(model):
+                run = watch(model, scene.call, self.sets, names, options)
+            for labels in output_labels(run):
+                self.sets.pin(labels, "the model returns them")
+        self._visit_training(model, call, names, options)
+        self._pin_atoms(pins)
+        self.units, self.wide, self.spared = units_of(self.sets)
+        self.groups = grouped(self.units)
+
+    def pin(self, pins: Mapping[tuple[str, int, int], str]) -> None:
+        """These atoms, (tensor, dimension, position), must stay. Units and groups are what is left."""
+        self._pin_atoms(pins)
+        self.units, self.spared = without(self.units, self.spared, self.sets.reasons())
+        alive = {unit.label for unit in self.units}
+        groups: list[Group] = []
+        for group in self.groups:
+            left = [unit for unit in group.units if unit.label in alive]
+            groups += [group] if len(left) == len(group.units) else grouped(left)
+        self.groups = groups
+
+    def _pin_atoms(self, pins: Mapping[tuple[str, int, int], str]) -> None:
+        first = {(axis.tensor, axis.dim): axis.first for axis in self.sets.axes}
+        by_reason: dict[str, list[int]] = {}
+        for (tensor, dim, place), reason in pins.items():
+            if (tensor, dim) in first:
+                by_reason.setdefault(reason, []).append(first[tensor, dim] + place)
+        for reason, labels in by_reason.items():
+            self.sets.pin(torch.tensor(labels), reason)
+
+    def _visit_other_values(
+        self, model: nn.Module, call: Call, names: Mapping[int, str], options: Mapping[str, int]
+    ) -> None:
+        """Where code reads values of tensors, other inputs may take other paths: some are tried, and tied too."""
+        readers = sorted({step.where for step in self.trace.steps if step.name in _READS})
+        if not readers:
+            return
+        for factor in _FACTORS:
+
+            def scaled(x: Tensor, factor: float = factor) -> Tensor:
+                return x * factor if x.is_floating_point() else x
+
+            run = watch(model, map_nested(Tensor, scaled, call), self.sets, names, options)
+            for labels in output_labels(run):
+                self.sets.pin(labels, "the model returns them")
+        self.notes.append(
+            f"{readers[0] or 'the model'}"
+            + (f" and {len(readers) - 1} more" if len(readers) > 1 else "")
+            + ": code reads "
+            "values of tensors, and may take a path that the example does not take; compare on your data after shrink()"
+        )
+
+    def _visit_training(
+        self, model: nn.Module, call: Call, names: Mapping[int, str], options: Mapping[str, int]
+    ) -> None:
+        """Layers that run in training only (auxiliary heads) are tied to the others by a run in training mode."""
+        seen = {axis.tensor for axis in self.sets.axes}
+        unseen = [name for name, p in model.named_parameters() if name not in seen and max(p.shape, default=0) > 1]
+        if not unseen:
+            return
+        model.train()
+        run = watch(model, call, self.sets, names, options)
+        model.eval()
+        for labels in output_labels(run):
+            self.sets.pin(labels, "the model returns them")
+        seen = {axis.tensor for axis in self.sets.axes}
+        if still := [name for name in unseen if name not in seen]:
+            self.notes.append(
+                f"{still[0]}" + (f" and {len(still) - 1} more" if len(still) > 1 else "") + ": never used"
+            )
+        if run.error is not None:
+            self.notes.append(f"the model does not run in training mode on the example: {run.error}")
+
+    def score(self) -> float:
+        """How many positions of parameters lie in units."""
+        return float(sum(len(places) for unit in self.units for _, _, places in unit.members))
+
+    def atoms(self, labels: Iterable[int]) -> list[tuple[str, int, int]]:
+        wanted, roots = set(labels), self.sets.roots().tolist()
+        return [
+            (axis.tensor, axis.dim, place)
+            for axis in self.sets.axes
+            for place, root in enumerate(roots[axis.first : axis.first + axis.size])
+            if root in wanted
+        ]

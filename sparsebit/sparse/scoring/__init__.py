@@ -1,0 +1,1 @@
+"""Criteria, the evidence they read, and masks of elements."""

@@ -1,0 +1,1 @@
+"""From scores and ratios to masks: elements, units, residual blocks."""

@@ -1,0 +1,250 @@
+"""Whole residual blocks: modules that give `x + f(x)`, so that without them the model still runs.
+
+A module is such a block if it gives its input again when all its parameters are zero: then `f` is zero. This is tried,
+not guessed from the code: it holds for the blocks of ResNets (`relu(x + f(x))` behind another ReLU), inverted residuals
+and transformer layers with norms inside the branches, and not for blocks that change the width or the resolution. Where
+norms stand behind the additions (`norm(x + f(x))`, encoders as BERT), all parameters but theirs are zero, and the block
+becomes `norm(x)`. Each block is proved: the model with zeros in it and the model without it must agree, for each block
+alone and for all of them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.errors import CaptureError
+from sparsebit.execution.batches import Call, as_call, to_device
+from sparsebit.graph.copying import copy_model
+from sparsebit.graph.nested import map_nested, tensors_of
+from sparsebit.numerics.full_float32 import full_float32
+from sparsebit.sparse.proof.probe_model import double_precision, probe_copy
+from sparsebit.sparse.shrinking.skipped_block import first_tensor, skip_blocks
+
+_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class ResidualBlock:
+    """A module that gives its input again when its parameters are zero; `parameters`: their names in the model.
+
+    `norms`: parts of it, by their names in it, that the input passes one after the other; they stay.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    norms: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.name + (f" (becomes its norms {', '.join(self.norms)})" if self.norms else "")
+
+
+@dataclass(frozen=True)
+class SparedBlock:
+    """A residual block that stays, and the reason."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class ResidualBlocks:
+    """The blocks that can be removed, in the order of the model, and those that must stay. Its text is the report."""
+
+    blocks: tuple[ResidualBlock, ...]
+    spared: tuple[SparedBlock, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.blocks)} residual blocks that can be removed"]
+        lines += [f"  block   {block}" for block in self.blocks]
+        return "\n".join([*lines, *(f"  spared  {entry.name}: {entry.reason}" for entry in self.spared)])
+
+
+@torch.no_grad()
+@full_float32()
+def find_residual_blocks(model: nn.Module, example_inputs: Any) -> ResidualBlocks:
+    """The residual blocks of a model, each proved on the example. The model is not changed.
+
+    Of nested ones (a stage that has blocks of one width alone) the innermost count.
+    """
+    call = as_call(example_inputs, model)
+    device = next((p.device for p in model.parameters()), None)
+    call = to_device(call[0], device), to_device(call[1], device)
+    # Random values in fresh norms and layer scales: a branch that is zero would prove nothing.
+    probe = probe_copy(model)
+    precise, precise_call = double_precision(probe, call)
+    if _outputs(copy_model(precise), precise_call) is not None:
+        probe, call = precise, precise_call
+    dense = _outputs(copy_model(probe), call)
+    if dense is None:
+        raise CaptureError("the model does not run on the example inputs; give other ones")
+    candidates = _candidates(copy_model(probe), call)
+    found = [_block(probe, name, candidates[name]) for name in _innermost(candidates)]
+    blocks: list[ResidualBlock] = []
+    spared: list[SparedBlock] = []
+    for block in found:
+        reason = _difference(probe, call, [block], dense) or _negated_difference(probe, call, [block])
+        if reason:
+            spared.append(SparedBlock(block.name, reason))
+        else:
+            blocks.append(block)
+    together = _difference(probe, call, blocks, dense) or _negated_difference(probe, call, blocks)
+    if len(blocks) > 1 and (reason := together):
+        spared += [SparedBlock(block.name, f"not together with the others: {reason}") for block in blocks]
+        blocks = []
+    return ResidualBlocks(tuple(blocks), tuple(spared))
+
+
+def _block(model: nn.Module, name: str, norms: tuple[str, ...]) -> ResidualBlock:
+    """With the parameters that it does not share with others, nor with its norms that stay."""
+    module = model.get_submodule(name)
+    elsewhere = {
+        id(parameter)
+        for path, other in model.named_modules(remove_duplicate=False)
+        if path != name and not path.startswith(f"{name}.")
+        for parameter in other._parameters.values()
+    }
+    staying = {id(parameter) for path in norms for parameter in module.get_submodule(path).parameters()}
+    own = {id(parameter) for parameter in module.parameters()} - elsewhere - staying
+    names = tuple(path for path, parameter in model.named_parameters() if id(parameter) in own)
+    return ResidualBlock(name, names, norms)
+
+
+@dataclass
+class _Seen:
+    """One call of a module."""
+
+    times: int
+    call: Call
+    is_candidate: bool
+
+
+def _candidates(model: nn.Module, call: Call) -> dict[str, tuple[str, ...]]:
+    """Modules that are called once and, with zeros, give their input or norms of it; and which norms."""
+    seen: dict[str, _Seen] = {}
+    handles = []
+    for name, module in model.named_modules():
+        if name and next(module.parameters(), None) is not None:
+
+            def note(_: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+                times = seen[name].times + 1 if name in seen else 1
+                x = first_tensor(args, kwargs)
+                seen[name] = _Seen(times, ((), {}), False)
+                if isinstance(output, Tensor) and x is not None and output.shape == x.shape:
+                    copied = x.clone()  # code behind may write into it
+                    call = (
+                        tuple(copied if a is x else a for a in args),
+                        {key: copied if a is x else a for key, a in kwargs.items()},
+                    )
+                    seen[name] = _Seen(times, call, not torch.equal(output, x))
+
+            handles.append(module.register_forward_hook(note, with_kwargs=True))
+    model(*call[0], **call[1])
+    for handle in handles:
+        handle.remove()
+    found = {name: _norms_behind(model, name, one) for name, one in seen.items() if one.times == 1 and one.is_candidate}
+    return {name: norms for name, norms in found.items() if norms is not None}
+
+
+def _norms_behind(model: nn.Module, name: str, seen: _Seen) -> tuple[str, ...] | None:
+    """The norms that a block with zeros elsewhere sends its input through, in order; None: it is no such block."""
+    x = first_tensor(*seen.call)
+    assert x is not None
+    if _is_same(_zeroed_output(copy_model(model.get_submodule(name)), set(), seen.call), x):
+        return ()
+    module = copy_model(model.get_submodule(name))
+    norms = {path: part for path, part in module.named_modules() if path and _is_norm(part)}
+    staying = {id(parameter) for part in norms.values() for parameter in part.parameters()}
+    if not norms or all(id(parameter) in staying for parameter in module.parameters()):
+        return None
+    passed: list[tuple[Tensor, tuple[str, ...]]] = [(x.clone(), ())]
+    for path, part in norms.items():
+
+        def note(_: nn.Module, args: tuple[Any, ...], output: Any, path: str = path) -> None:
+            before = next((chain for value, chain in passed if args and _is_same(args[0], value)), None)
+            if before is not None and isinstance(output, Tensor):
+                passed.append((output.clone(), (*before, path)))
+
+        part.register_forward_hook(note)
+    output = _zeroed_output(module, staying, seen.call)
+    return next((chain for value, chain in passed if _is_same(output, value)), None)
+
+
+def _zeroed_output(module: nn.Module, staying: set[int], call: Call) -> Any:
+    """What a module gives with zeros in all parameters but these (ids); None where its code fails."""
+    for parameter in module.parameters():
+        if id(parameter) not in staying:
+            parameter.zero_()
+    try:
+        return module(*call[0], **call[1])
+    except Exception:  # its code looks at values
+        return None
+
+
+def _is_norm(part: nn.Module) -> bool:
+    """Whether a module has vectors alone: norms, scales."""
+    own = list(part.parameters())
+    return not list(part.children()) and bool(own) and all(parameter.dim() <= 1 for parameter in own)
+
+
+def _is_same(found: Any, wanted: Tensor) -> bool:
+    return isinstance(found, Tensor) and _agree([found], [wanted])
+
+
+def _innermost(names: Iterable[str]) -> list[str]:
+    listed = list(names)
+    return [name for name in listed if not any(other.startswith(f"{name}.") for other in listed)]
+
+
+def _difference(
+    model: nn.Module, call: Call, blocks: Sequence[ResidualBlock], dense: Sequence[Tensor] | None = None
+) -> str:
+    """Why the model without these blocks is not the one with zeros in them; empty where it is.
+
+    `dense`: what the whole model gives, where it is to depend on the blocks.
+    """
+    if not all(block.parameters for block in blocks):
+        return "all its parameters are used elsewhere too"
+    masked, smaller = copy_model(model), copy_model(model)
+    for block in blocks:
+        for name in block.parameters:
+            masked.get_parameter(name).zero_()
+    skip_blocks(smaller, [block.name for block in blocks], {block.name: block.norms for block in blocks})
+    wanted, found = _outputs(masked, call), _outputs(smaller, call)
+    if found is None:
+        return "the model's code needs more of it than its output"
+    if wanted is None or not _agree(found, wanted):
+        return "the model gives other values without it"
+    is_idle = dense is not None and _agree(found, dense, 1e-12)
+    return "the model does not depend on it" if is_idle else ""
+
+
+def _negated_difference(model: nn.Module, call: Call, blocks: Sequence[ResidualBlock]) -> str:
+    """As `_difference`, on the inputs with the other sign: `relu(x + f(x))` gives an `x` again that is never negative,
+    and images between 0 and 1 would hide that others may be.
+    """
+    negated: Call = map_nested(Tensor, lambda x: -x if x.is_floating_point() else x, call)
+    return "" if _outputs(copy_model(model), negated) is None else _difference(model, negated, blocks)
+
+
+def _outputs(model: nn.Module, call: Call) -> list[Tensor] | None:
+    """What the model gives; None where it fails."""
+    try:
+        found = [x for x in tensors_of(model(*call[0], **call[1])) if x.is_floating_point()]
+    except Exception:
+        return None
+    return found if all(bool(torch.isfinite(x).all()) for x in found) else None
+
+
+def _agree(found: Sequence[Tensor], wanted: Sequence[Tensor], tolerance: float = _TOLERANCE) -> bool:
+    if [x.shape for x in found] != [x.shape for x in wanted]:
+        return False
+    return all(
+        float((one - other).abs().max()) <= tolerance * max(1.0, float(other.abs().max()))
+        for one, other in zip(found, wanted, strict=True)
+        if other.numel()
+    )

@@ -1,0 +1,167 @@
+"""A pruned model as a folder: `model.safetensors` and `channels.json`, from which the unpruned class is made small.
+
+The folder holds no code and nothing pickled. It appears as a whole: the files are completed in a hidden folder
+beside it, which then takes its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from sparsebit.checksums import sha256_of
+from sparsebit.errors import CheckpointError
+from sparsebit.folders import exchange, flush, staging_folder
+from sparsebit.graph.copying import copy_model, uncompiled
+from sparsebit.interrupts import ignored_interrupts
+from sparsebit.sparse.shrinking.surgery import ChannelPlan, apply_plan, plan_of
+from sparsebit.tensor_files import load_tensors, save_tensors
+from sparsebit.version import __version__
+
+TENSORS, CHANNELS = "model.safetensors", "channels.json"
+_FORMAT = 2
+_KEYS = frozenset(("format", "class", "aliases", "sha256", "plan"))
+# What a damaged plan, or one of another model, makes fail while it is applied.
+_DAMAGE = (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError, AssertionError)
+
+
+def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
+    """Write a model that `shrink` has made smaller, with its weights of now, and the plan that makes it again."""
+    path, model = Path(folder), uncompiled(model)
+    plan = plan_of(model)
+    if plan is None:
+        raise CheckpointError(
+            f"{type(model).__name__} has no channel plan: save() takes what shrink() or load() gave; "
+            "a model that was not pruned is saved with torch.save(model.state_dict(), ...)"
+        )
+    target = checked_folder(path)
+    state = model.state_dict()
+    if other := [name for name, value in state.items() if not isinstance(value, Tensor)]:
+        raise CheckpointError(f"{other[0]} is not a tensor, and a folder holds tensors alone; take it out of the state")
+    tensors, aliases = _distinct(dict(state))
+    try:
+        with staging_folder(target) as staged:
+            save_tensors(tensors, staged / TENSORS, {})
+            description = {
+                "format": _FORMAT,
+                "sparsebit": __version__,
+                "class": f"{type(model).__module__}.{type(model).__qualname__}",
+                "aliases": aliases,
+                "versions": _versions(state),
+                "sha256": sha256_of(staged / TENSORS),
+                "plan": plan.to_json(),
+            }
+            description["checksum"] = _checksum(description)
+            (staged / CHANNELS).write_text(json.dumps(description, indent=1), encoding="utf-8")
+            for file in (staged / TENSORS, staged / CHANNELS, staged):
+                flush(file)
+            with ignored_interrupts():
+                _publish(staged, target)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written ({error})") from error
+    return path
+
+
+def checked_folder(folder: str | os.PathLike[str]) -> Path:
+    """The folder's true path if a pruned model may be written there."""
+    target = Path(folder).expanduser().resolve()
+    if target.exists() and (not target.is_dir() or set(os.listdir(target)) - {TENSORS, CHANNELS}):
+        raise CheckpointError(f"{folder} holds something else than a pruned model; give another name")
+    above = target if target.is_dir() else next(parent for parent in target.parents if parent.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise CheckpointError(f"{folder}: {above} cannot be written to; give another name")
+    return target
+
+
+def load(folder: str | os.PathLike[str], model: nn.Module) -> nn.Module:
+    """The pruned model of a folder. `model`: one of the original, unpruned class, as its constructor gives it.
+
+    It is not changed; the result is a smaller copy with the saved weights.
+    """
+    path = Path(folder)
+    description = _read(path / CHANNELS)
+    try:
+        found = sha256_of(path / TENSORS)
+    except OSError as error:
+        raise CheckpointError(f"{path / TENSORS} cannot be read ({error})") from None
+    if found != description["sha256"]:
+        raise CheckpointError(
+            f"{path / TENSORS} is damaged: its checksum differs from {CHANNELS}; save the model again"
+        )
+    tensors, _ = load_tensors(path / TENSORS)
+    small = copy_model(uncompiled(model))
+    if plan_of(small) is not None:
+        raise CheckpointError(f"{type(model).__name__} is pruned already; load() takes a model of the unpruned class")
+    try:
+        state = OrderedDict(tensors)
+        state.update({name: tensors[other] for name, other in description["aliases"].items()})
+        apply_plan(small, ChannelPlan.from_json(description["plan"]))
+        # Modules read what their state_dict was written with: the version of its layout.
+        versions = description.get("versions") or _versions(small.state_dict())
+        state._metadata = OrderedDict({path: dict(entry) for path, entry in versions.items()})  # type: ignore[attr-defined]
+        small.load_state_dict(state)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path / CHANNELS}: {error}") from None
+    except _DAMAGE as error:
+        problem = error if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"{path} holds a pruned {description['class']}, which {type(model).__name__} does not fit, or its plan is "
+            f"damaged: {problem}"
+        ) from None
+    return small
+
+
+def _versions(state: Mapping[str, Tensor]) -> dict[str, dict[str, int]]:
+    """The version of each module's state: what torch keeps as `_metadata`."""
+    metadata: Mapping[str, Mapping[str, Any]] = getattr(state, "_metadata", {})
+    found = {path: entry.get("version") for path, entry in metadata.items()}
+    return {path: {"version": number} for path, number in found.items() if isinstance(number, int)}
+
+
+def _distinct(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tied tensors once, and the further names of each."""
+    first: dict[tuple[Any, ...], str] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype) if tensor.numel() else (name,)
+        if first.setdefault(key, name) != name:
+            aliases[name] = first[key]
+    return {name: tensor for name, tensor in tensors.items() if name not in aliases}, aliases
+
+
+def _publish(staged: Path, target: Path) -> None:
+    if target.exists() and not exchange(staged, target):
+        shutil.rmtree(target)
+    if not target.exists():
+        os.rename(staged, target)
+    flush(target.parent)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        description: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); load() takes a folder that save() wrote") from None
+    if not isinstance(description, dict) or not set(description) >= _KEYS:
+        raise CheckpointError(f"{path} is damaged, or not of a pruned model; load() takes a folder that save() wrote")
+    if description["format"] not in (1, _FORMAT):
+        raise CheckpointError(
+            f"{path} has the format {description['format']!r}, and this Sparsebit ({__version__}) reads 1 to {_FORMAT}"
+        )
+    checksum = description.pop("checksum", None)
+    if (checksum is not None or description["format"] != 1) and checksum != _checksum(description):
+        raise CheckpointError(f"{path} is damaged: its checksum differs from its content; save the model again")
+    return description
+
+
+def _checksum(description: Mapping[str, Any]) -> str:
+    """SHA-256 of the description, however its JSON is laid out."""
+    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,234 @@
+"""Physical removal of channels: parameters and buffers lose positions, and layers' attributes follow.
+
+A `ChannelPlan` says it all in plain numbers, so that a folder can hold it and `apply_plan` can repeat it on the
+original, unpruned class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.errors import CheckpointError
+from sparsebit.sparse.channels.computed_weights import make_plain
+from sparsebit.sparse.channels.spread_layers import spread_layer, spread_sides
+from sparsebit.sparse.shrinking.pruned_attention import follow_attention, follow_encoder
+from sparsebit.sparse.shrinking.skipped_block import skip_blocks
+
+_PLAN = "_sparsebit_channel_plan"
+_MOST_POSITIONS = 1 << 28  # of one dimension: more is damage
+# What an attribute of a module becomes: a number, or a tuple or list of numbers.
+Attribute = int | tuple[int, ...] | list[int]
+
+
+@dataclass(frozen=True)
+class ChannelPlan:
+    """Which positions of which tensors stay, and what attributes of modules become."""
+
+    # tensor -> dimension -> the positions that stay, in order
+    kept: Mapping[str, Mapping[int, tuple[int, ...]]] = field(default_factory=dict)
+    # module -> attribute -> new value; what follows from the shapes of a torch.nn layer is not written down
+    attributes: Mapping[str, Mapping[str, Attribute]] = field(default_factory=dict)
+    # residual blocks that are removed as a whole: names of modules
+    skipped: tuple[str, ...] = ()
+    # convolutions that get the weights that they compute, and what each becomes
+    computed: Mapping[str, str] = field(default_factory=dict)
+    # layers whose activations keep their width: on which sides, of "in" and "out"
+    spread: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # of removed blocks: the norms behind their additions, which stay
+    norms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; runs of positions are written as [first, last]."""
+        return {
+            "kept": {
+                tensor: {str(dim): _runs(places) for dim, places in dims.items()} for tensor, dims in self.kept.items()
+            },
+            "attributes": {
+                module: {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+                for module, values in self.attributes.items()
+            },
+            "skipped": list(self.skipped),
+            "computed": dict(self.computed),
+            "spread": {module: list(sides) for module, sides in self.spread.items()},
+            "norms": {block: list(paths) for block, paths in self.norms.items()},
+        }
+
+    def after(self, earlier: ChannelPlan) -> ChannelPlan:
+        """The plan that does to the original what `earlier` and then this one do."""
+        kept = {tensor: dict(dims) for tensor, dims in earlier.kept.items()}
+        for tensor, dims in self.kept.items():
+            for dim, places in dims.items():
+                before = kept.setdefault(tensor, {}).get(dim)
+                kept[tensor][dim] = places if before is None else tuple(before[place] for place in places)
+        attributes = {module: dict(values) for module, values in earlier.attributes.items()}
+        for module, values in self.attributes.items():
+            attributes.setdefault(module, {}).update(values)
+        computed = {**earlier.computed, **self.computed}
+        spread = {
+            module: tuple(sorted({*earlier.spread.get(module, ()), *self.spread.get(module, ())}))
+            for module in (*earlier.spread, *self.spread)
+        }
+        norms = {**earlier.norms, **self.norms}
+        return ChannelPlan(kept, attributes, (*earlier.skipped, *self.skipped), computed, spread, norms)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> ChannelPlan:
+        try:
+            return cls(
+                {
+                    tensor: {int(dim): _positions(runs) for dim, runs in dims.items()}
+                    for tensor, dims in value["kept"].items()
+                },
+                {module: dict(values) for module, values in value["attributes"].items()},
+                tuple(value.get("skipped", ())),  # folders of earlier versions have none
+                dict(value.get("computed", {})),  # folders of earlier versions have none
+                {module: tuple(sides) for module, sides in value.get("spread", {}).items()},
+                {block: tuple(paths) for block, paths in value.get("norms", {}).items()},
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"the channel plan is damaged ({error!r})") from None
+
+
+def _runs(places: tuple[int, ...]) -> list[list[int]]:
+    runs: list[list[int]] = []
+    for place in places:
+        if runs and runs[-1][1] == place - 1:
+            runs[-1][1] = place
+        else:
+            runs.append([place, place])
+    return runs
+
+
+def _positions(runs: list[list[int]]) -> tuple[int, ...]:
+    ends = [end for first, last in runs for end in (first, last + 1)]
+    if ends != sorted(ends) or min(ends, default=0) < 0 or max(ends, default=0) > _MOST_POSITIONS:
+        raise ValueError(f"positions that stay are ascending ranges [first, last], not {str(runs)[:60]}")
+    return tuple(place for first, last in runs for place in range(first, last + 1))
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, each once, by their first name."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def apply_plan(model: nn.Module, plan: ChannelPlan) -> None:
+    """Make the model smaller, in place. The same plan fits every model of the same class and widths."""
+    make_plain(model, plan.computed)
+    tensors = named_tensors(model)
+    if missing := sorted(set(plan.kept) - set(tensors)):
+        raise CheckpointError(f"the channel plan is of another model: there is no {missing[0]} here")
+    smaller: dict[int, Tensor] = {}
+    for name, dims in plan.kept.items():
+        tensor = tensors[name]
+        for dim, places in dims.items():
+            if not 0 <= dim < tensor.dim() or not places or places[-1] >= tensor.shape[dim]:
+                kept = f"position {places[-1]}" if places else "no position"
+                raise CheckpointError(
+                    f"the channel plan is of another model: {name} has the shape {tuple(tensor.shape)}, and the plan "
+                    f"keeps {kept} of dimension {dim}"
+                )
+        smaller[id(tensor)] = _sliced(tensor, dims)
+    for module in model.modules():
+        for registry in (module._parameters, module._buffers):
+            for key, value in registry.items():
+                if value is not None and id(value) in smaller:
+                    registry[key] = smaller[id(value)]  # type: ignore[assignment]
+        for key, value in list(module.__dict__.items()):
+            if key not in ("_parameters", "_buffers", "_modules"):
+                replaced = _replaced(value, smaller)
+                if replaced is not value:
+                    module.__dict__[key] = replaced
+    for path, values in plan.attributes.items():
+        module = model.get_submodule(path)
+        for name, number in values.items():
+            is_tuple = isinstance(getattr(module, name), tuple)
+            setattr(module, name, tuple(number) if is_tuple and not isinstance(number, int) else number)
+    for path, sides in plan.spread.items():
+        weight = plan.kept[f"{path}.weight" if path else "weight"]
+        spread_layer(
+            model.get_submodule(path), weight[1] if "in" in sides else None, weight[0] if "out" in sides else None
+        )
+    for module in reversed(list(model.modules())):  # parts before what holds them
+        _follow_shapes(module)
+    skip_blocks(model, plan.skipped, plan.norms)
+    earlier = plan_of(model)
+    model.__dict__[_PLAN] = plan if earlier is None else plan.after(earlier)
+
+
+def _replaced(value: Any, smaller: Mapping[int, Tensor], depth: int = 4) -> Any:
+    """An attribute that holds parameters or buffers once more (a list of weights) holds the smaller ones."""
+    if isinstance(value, Tensor):
+        return smaller.get(id(value), value)
+    if type(value) not in (list, tuple, dict) or not depth:
+        return value
+    items = value.values() if isinstance(value, dict) else value
+    found = [_replaced(item, smaller, depth - 1) for item in items]
+    if all(one is other for one, other in zip(found, items, strict=True)):
+        return value
+    return dict(zip(value, found, strict=True)) if isinstance(value, dict) else type(value)(found)
+
+
+def plan_of(model: nn.Module) -> ChannelPlan | None:
+    """What was removed from a model since it was built from its class; None: nothing."""
+    found: ChannelPlan | None = model.__dict__.get(_PLAN)
+    return found
+
+
+def _sliced(tensor: Tensor, dims: Mapping[int, tuple[int, ...]]) -> Tensor:
+    data = tensor.detach()
+    for dim, places in dims.items():
+        data = data.index_select(dim, torch.tensor(places, dtype=torch.long, device=data.device))
+    if isinstance(tensor, nn.Parameter):
+        kind = type(tensor) if type(tensor) is nn.Parameter else nn.Parameter
+        return kind(data, requires_grad=tensor.requires_grad)
+    return data
+
+
+def _follow_shapes(module: nn.Module) -> None:
+    """The attributes of torch.nn layers that repeat the shapes of their parameters."""
+    weight = getattr(module, "weight", None)
+    reads_wider, gives_wider = spread_sides(module)
+    if isinstance(module, nn.modules.conv._ConvNd):
+        if isinstance(weight, Tensor):
+            first, second = weight.shape[:2]
+            second = second * module.groups
+            taken, given = (first, second) if module.transposed else (second, first)
+            module.in_channels = module.in_channels if reads_wider else taken
+            module.out_channels = module.out_channels if gives_wider else given
+    elif isinstance(module, nn.Linear):
+        if isinstance(weight, Tensor):
+            module.in_features = module.in_features if reads_wider else weight.shape[1]
+            module.out_features = module.out_features if gives_wider else weight.shape[0]
+    elif isinstance(module, nn.Bilinear):
+        module.out_features, module.in1_features, module.in2_features = module.weight.shape
+    elif isinstance(module, nn.RNNBase):
+        module.input_size = module.get_parameter("weight_ih_l0").shape[1]
+        module.hidden_size = module.get_parameter("weight_hh_l0").shape[0] // _num_gates(module)
+        module.proj_size = module.get_parameter("weight_hr_l0").shape[0] if module.proj_size else 0
+    elif isinstance(module, nn.RNNCellBase):
+        module.input_size, module.hidden_size = module.weight_ih.shape[1], module.weight_hh.shape[1]
+    elif isinstance(module, nn.modules.batchnorm._NormBase):
+        vector = weight if isinstance(weight, Tensor) else module.running_mean
+        if isinstance(vector, Tensor):
+            module.num_features = vector.shape[0]
+    elif isinstance(module, nn.GroupNorm):
+        if isinstance(weight, Tensor):
+            module.num_channels = weight.shape[0]
+    elif isinstance(module, nn.Embedding):
+        if isinstance(weight, Tensor):
+            module.embedding_dim = weight.shape[1]
+    elif isinstance(module, nn.MultiheadAttention):
+        follow_attention(module)
+    elif isinstance(module, nn.TransformerEncoder):
+        follow_encoder(module)
+    elif isinstance(module, nn.PReLU) and isinstance(weight, Tensor):
+        module.num_parameters = weight.shape[0]
+
+
+def _num_gates(module: nn.RNNBase) -> int:
+    return {"LSTM": 4, "GRU": 3}.get(module.mode, 1)

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import sys
+
+import pytest
+
+from sparsebit.errors import BudgetError, ConfigError, MissingExtraError
+from sparsebit.numerics.choices.highs_solver import Found, Solver
+from sparsebit.numerics.choices.integer_program import Budget, choose
+
+pytest.importorskip("scipy")
+BITS = (2, 4, 8)
+
+
+def problem(seed: int, num_items: int = 5) -> tuple[dict[str, list[float]], Budget, Budget]:
+    """Costs that fall with the bits, bytes, and products of neighbours' bits."""
+    rng = random.Random(seed)
+    names = [f"item{place}" for place in range(num_items)]
+    costs = {name: sorted((rng.lognormvariate(0, 3) for _ in BITS), reverse=True) for name in names}
+    sizes = {name: [rng.randint(1, 50) * bits for bits in BITS] for name in names}
+    products = {
+        pair: [[rng.randint(1, 9) * a * b for b in BITS] for a in BITS] for pair in itertools.pairwise(names[:4])
+    }
+    return costs, Budget("bytes", 0.0, sizes), Budget("bops", 0.0, {}, products)
+
+
+def best_of_all(costs, budgets, ties=(), forbidden=None):  # type: ignore[no-untyped-def]
+    found = math.inf
+    for options in itertools.product(*(range(len(row)) for row in costs.values())):
+        chosen = dict(zip(costs, options, strict=True))
+        if any(len({chosen[item] for item in tie}) > 1 for tie in ties):
+            continue
+        if any((chosen[a], chosen[b]) in pairs for (a, b), pairs in (forbidden or {}).items()):
+            continue
+        if all(budget.spent(chosen) <= budget.limit for budget in budgets):
+            found = min(found, sum(row[chosen[item]] for item, row in costs.items()))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("ties", [(), (("item0", "item3"), ("item3", "item1"))], ids=["free", "tied"])
+def test_is_the_best_of_all_choices(seed: int, ties: tuple[tuple[str, ...], ...]) -> None:
+    costs, size, product = problem(seed)
+    smallest, largest = dict.fromkeys(costs, 0), dict.fromkeys(costs, 2)
+    budgets = [
+        Budget(b.name, 0.6 * b.spent(smallest) + 0.4 * b.spent(largest), b.costs, b.pair_costs) for b in (size, product)
+    ]
+    forbidden = {("item1", "item4"): [(0, 0), (2, 0)]}
+    found = choose(costs, budgets, ties=ties, forbidden=forbidden)
+    assert found.cost == pytest.approx(best_of_all(costs, budgets, ties, forbidden))
+    assert found.gap < 1e-6
+    assert all(len({found.options[item] for item in tie}) == 1 for tie in ties)
+    assert all(found.spent[b.name] == b.spent(found.options) <= b.limit for b in budgets)
+    assert choose(costs, budgets, ties=ties, forbidden=forbidden) == found
+
+
+def test_without_budgets_each_item_takes_its_cheapest_option() -> None:
+    assert choose({"a": [3.0, 1.0], "b": [0.0, 2.0]}).options == {"a": 1, "b": 0}
+
+
+def test_a_limit_that_is_met_exactly_is_kept() -> None:
+    """As of all layers at the bits whose bytes are the budget."""
+    rng = random.Random(0)
+    sizes = {f"item{place}": [rng.randint(1, 10**7) * bits / 8 for bits in (2, 3, 4)] for place in range(60)}
+    costs = {item: [5.0, 4.0, 0.0] for item in sizes}
+    limit = sum(row[2] for row in sizes.values())
+    assert set(choose(costs, [Budget("bytes", limit, sizes)]).options.values()) == {2}
+    assert set(choose(costs, [Budget("bytes", limit - 0.5, sizes)]).options.values()) != {2}
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+def test_costs_of_any_magnitude_are_compared(scale: float) -> None:
+    costs = {"a": [2.001 * scale, 0.0], "b": [2.0 * scale, 0.0]}
+    found = choose(costs, [Budget("bytes", 3, {"a": [1, 2], "b": [1, 2]})])
+    assert found.options == {"a": 1, "b": 0}
+
+
+def test_an_option_of_infinite_cost_is_not_taken() -> None:
+    assert choose({"a": [math.inf, 5.0, math.inf]}).options == {"a": 1}
+    with pytest.raises(ConfigError, match="'a' may take none"):
+        choose({"a": [math.inf, math.inf]})
+
+
+def test_a_tie_is_one_choice_and_a_pair_in_it_costs_its_diagonal() -> None:
+    budget = Budget("bops", 4, {}, {("a", "b"): [[0, 9, 9], [9, 4, 9], [9, 9, 16]]})
+    found = choose({"a": [9.0, 2.0, 0.0], "b": [9.0, 2.0, 0.0]}, [budget], ties=[("a", "b")])
+    assert found.options == {"a": 1, "b": 1}
+    assert found.spent == {"bops": 4}
+
+
+def test_budgets_that_cannot_be_kept_say_what_can() -> None:
+    costs = {"a": [1.0, 0.0], "b": [1.0, 0.0]}
+    small = Budget("bytes", 3, {"a": [2, 4], "b": [2, 4]})
+    with pytest.raises(BudgetError, match="bytes: 3 allowed, 4 is the least that the options reach"):
+        choose(costs, [small])
+    # Each can be kept alone: the one wants the first options, the other the second ones.
+    opposite = [Budget("bytes", 4, {"a": [2, 4], "b": [2, 4]}), Budget("loss", 1, {"a": [2, 0], "b": [2, 0]})]
+    with pytest.raises(BudgetError, match="bytes: 4 allowed, 8 is the least within the limits of loss"):
+        choose(costs, opposite)
+    with pytest.raises(BudgetError, match="no choice avoids all forbidden pairs"):
+        choose(costs, forbidden={("a", "b"): list(itertools.product(range(2), repeat=2))})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (({"a": []},), "costs of 'a'"),
+        (({"a": [math.nan]},), "no NaN"),
+        (({"a": [1.0]}, [Budget("bytes", 1, {"c": [1]})]), "names 'c', which is not an item"),
+        (({"a": [1.0]}, [Budget("bytes", 1, {"a": [1, 2]})]), "one number per option"),
+        (({"a": [1.0]}, [Budget("bytes", 1, {"a": [-1]})]), "at least 0"),
+        (({"a": [1.0]}, [Budget("bytes", math.nan, {"a": [1]})]), "limit is NaN"),
+    ],
+)
+def test_what_is_no_program_is_refused(arguments: tuple[object, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        choose(*arguments)  # type: ignore[arg-type]
+
+
+def test_tied_items_need_the_same_options() -> None:
+    with pytest.raises(ConfigError, match="'b' has 1 options and is tied to 'a', which has 2"):
+        choose({"a": [1.0, 2.0], "b": [1.0]}, ties=[("a", "b")])
+    with pytest.raises(ConfigError, match="a tie names 'c'"):
+        choose({"a": [1.0]}, ties=[("a", "c")])
+
+
+def test_the_extra_is_named_where_scipy_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    with pytest.raises(MissingExtraError, match=r"pip install "):
+        choose({"a": [1.0]})
+
+
+def test_nothing_is_printed_and_a_gap_that_is_allowed_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    rng = random.Random(3)
+    costs = {f"i{n}": [rng.lognormvariate(0, 2) * 4.0**-b for b in (2, 3, 4, 8)] for n in range(120)}
+    sizes = {item: [rng.randint(10, 10**5) * b for b in (2, 3, 4, 8)] for item in costs}
+    limit = 0.5 * sum(row[-1] for row in sizes.values())
+    found = choose(costs, [Budget("bytes", limit, sizes)], gap=0.01)
+    assert found.gap <= 0.01
+    assert found.bound <= choose(costs, [Budget("bytes", limit, sizes)]).cost * (1 + 1e-9) <= found.cost * (1 + 1e-9)
+    assert capfd.readouterr().out == ""
+
+
+def test_a_budget_of_pairs_leaves_few_options_to_the_integer_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without bounds of their own, options that stand in pairs could not be told apart, and all were tried."""
+    numbers, bits = random.Random(0), (2, 3, 4, 5, 6, 8)
+    costs = {f"{kind}{i}": [numbers.random() * 4.0**-b for b in bits] for kind in "wa" for i in range(60)}
+    pairs = {(f"w{i}", f"a{i // 2 * 2}"): [[a * b * (1.0 + i % 7) for b in bits] for a in bits] for i in range(60)}
+    limit = 20 * sum(1.0 + i % 7 for i in range(60))
+    tried: list[int] = []
+    integer = Solver.integer
+
+    def counted(solver: Solver, kept: set[int], least: float, gap: float) -> Found | None:
+        tried.append(len(kept))
+        return integer(solver, kept, least, gap)
+
+    monkeypatch.setattr(Solver, "integer", counted)
+    found = choose(costs, [Budget("bops", limit, {}, pairs)], gap=1e-3)
+    assert found.gap <= 1e-3 and found.spent["bops"] <= limit
+    assert max(tried) < 400  # of 720
+
+
+def test_a_time_limit_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = random.Random(0)
+    costs = {str(i): [numbers.random() for _ in range(6)] for i in range(60)}
+    size = Budget("size", 90, {str(i): [numbers.randrange(6) for _ in range(6)] for i in range(60)})
+    integer, calls = Solver.integer, []
+
+    def once(solver: Solver, kept: set[int], least: float, gap: float) -> Found | None:
+        calls.append(kept)
+        if len(calls) > 1:
+            raise BudgetError("no choice was found in 60 s")
+        return integer(solver, kept, least, gap)
+
+    monkeypatch.setattr(Solver, "integer", once)
+    found = choose(costs, [size])
+    assert len(calls) == 2 and found.spent["size"] <= 90 and 0 < found.gap < 0.1

@@ -1,0 +1,107 @@
+"""Least squares for weights with given zeros."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparsebit.numerics.rounding.hessian import InputMoments
+from sparsebit.numerics.rounding.pruning_math import (
+    fit_masked,
+    held_out_damping,
+    obs_scores,
+    output_error,
+    sparse_gpt_scores,
+)
+
+
+def moments(rows: int = 400, columns: int = 12, groups: int = 2, noise: float = 0.1) -> InputMoments:
+    mixing = torch.randn(groups, columns, columns)
+    dense = torch.randn(groups, rows, columns) @ mixing
+    found = InputMoments(torch.float64)
+    found.add(dense + noise * torch.randn_like(dense), dense)
+    return found
+
+
+def exact(W: torch.Tensor, H: torch.Tensor, C: torch.Tensor, M: torch.Tensor) -> torch.Tensor:
+    V = torch.zeros_like(W)
+    for group in range(W.shape[0]):
+        for row in range(W.shape[1]):
+            kept = M[group, row].nonzero().flatten()
+            wanted = (W[group, row] @ C[group])[kept]
+            V[group, row, kept] = torch.linalg.solve(H[group][kept][:, kept], wanted)
+    return V
+
+
+@pytest.mark.parametrize("kind", ["columns", "elements"])
+def test_the_fit_is_the_least_squares_solution(kind: str) -> None:
+    found = moments()
+    H, C, W = found.hessian(), found.cross(), torch.randn(2, 5, 12, dtype=torch.float64)
+    M = torch.rand(2, 5, 12) > 0.4
+    if kind == "columns":
+        M[:] = M[:, :1]
+        M[:, 2] = False  # a removed row
+    V = fit_masked(W, H, C, M, damping=0.0)
+    assert (V[~M] == 0).all()
+    assert torch.allclose(V, exact(W, H, C, M), atol=1e-4)
+    assert (output_error(W, V, H, C) <= output_error(W, W * M, H, C) + 1e-9).all()
+
+
+def test_columns_without_input_keep_their_weight() -> None:
+    found = InputMoments(torch.float64)
+    x = torch.randn(50, 4, dtype=torch.float64)
+    x[:, 2] = 0
+    found.add(x, x)
+    W = torch.randn(1, 3, 4, dtype=torch.float64)
+    M = torch.ones_like(W).bool()
+    assert torch.allclose(fit_masked(W, found.hessian(), found.cross(), M), W)
+
+
+def test_a_fit_that_only_follows_noise_is_damped_or_left_out() -> None:
+    """Fewer rows than columns: without damping the fit would be of the data at hand."""
+    halves = []
+    for _ in range(2):
+        x = torch.randn(1, 10, 40, dtype=torch.float64)
+        found = InputMoments(torch.float64)
+        found.add(x, x + 0.01 * torch.randn_like(x))
+        halves.append((found.hessian(), found.cross()))
+    W = torch.randn(1, 6, 40, dtype=torch.float64)
+    M = torch.rand(1, 6, 40) > 0.5
+    assert held_out_damping(W, M, halves) in (None, 1.0)
+
+
+def test_the_score_of_obs_is_what_the_loss_grows_by() -> None:
+    x = torch.randn(1, 300, 6, dtype=torch.float64) @ torch.randn(6, 6, dtype=torch.float64)
+    found = InputMoments(torch.float64)
+    found.add(x)
+    H, W = found.hessian(), torch.randn(1, 1, 6, dtype=torch.float64)
+    scores = obs_scores(W, H, damping=0.0)
+    for column in range(6):
+        M = torch.ones_like(W).bool()
+        M[..., column] = False
+        V = fit_masked(W, H, H, M, damping=0.0)
+        assert float(((W - V) @ H * (W - V)).sum()) == pytest.approx(float(scores[..., column]), rel=1e-6)
+
+
+@pytest.mark.parametrize("pattern", [None, (2, 4), (1, 4)])
+def test_sparse_gpt_loses_less_than_magnitudes(pattern: tuple[int, int] | None) -> None:
+    x = torch.randn(2, 500, 24, dtype=torch.float64) @ (torch.randn(24, 24, dtype=torch.float64) + torch.eye(24))
+    found = InputMoments(torch.float64)
+    found.add(x)
+    H, W = found.hessian(), torch.randn(2, 8, 24, dtype=torch.float64)
+    share = 0.5 if pattern is None else 1 - pattern[0] / pattern[1]
+    scores = sparse_gpt_scores(W, H, share, pattern, block_size=8)
+
+    def loss(values: torch.Tensor) -> float:
+        if pattern is None:
+            M = torch.ones(values.numel(), dtype=torch.bool)
+            M[values.flatten().argsort()[: values.numel() // 2]] = False
+            M = M.view_as(values)
+        else:
+            order = values.unflatten(-1, (-1, 4)).argsort(-1)
+            kept = torch.zeros_like(values).unflatten(-1, (-1, 4)).scatter(-1, order[..., -pattern[0] :], 1.0)
+            M = kept.flatten(-2).bool()
+        V = fit_masked(W, H, H, M)
+        return float(((W - V) @ H * (W - V)).sum())
+
+    assert loss(scores) < loss(W.abs())
