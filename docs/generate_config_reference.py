@@ -37,10 +37,10 @@ W: {{QUANTIZER: {{BIT: 8}}}}
 A: {{QUANTIZER: {{BIT: 8}}, OBSERVER: {{TYPE: mse}}}}
 ```
 
-It is checked as a whole when it is read, and everything wrong is told at once, with line, key path, given value,
+It is checked as a whole when it is read, and every fault is reported at once, with line, key path, given value,
 allowed values and the nearest right key: an unknown key, a key given twice, a wrong type, a value outside its set, a
-rule of the backend broken. A config that was read is frozen; `config.replace("W.QUANTIZER.BIT", 4)` gives a changed and
-checked copy.
+rule of the backend broken. A config that was read is frozen; `config.replace("W.QUANTIZER.BIT", 4)` returns a changed
+and checked copy.
 
 Only `W.QUANTIZER.BIT` and `A.QUANTIZER.BIT` are required, each unless its `DISABLE` is true. Names of backends,
 quantizers, observers, schemes, layouts and distributions may be written in any case, `lsq+` also as `lsq_plus`.
@@ -80,7 +80,7 @@ A:
 
 - The first glob that matches a layer wins, with all of its settings and no others: put the special before the general.
   A glob that never wins is a warning. `sparsebit config check FILE -m MODEL` shows which glob won for each layer.
-- `*` stands for any text, dots included, `?` for one character, `[ab]` for one of several; upper and lower case differ.
+- `*` matches any text, dots included, `?` for one character, `[ab]` for one of several; upper and lower case differ.
   A glob that starts with `*` must stand in quotes.
 - A layer answers to its module path (`patch_embed.proj`) and to the same with underscores (`patch_embed_proj`). A
   function is named by the module that calls it and the op: `blocks.0.attn.softmax`; in the model's forward `softmax`.
@@ -100,8 +100,8 @@ same with `A.QUANTIZER.DISABLE: true`: it needs no calibration data. `weights-on
 
 {backends}
 
-Weights are *weight-only* where the activations beside them stay float (`A.QUANTIZER.DISABLE: true`, for all layers or
-by `SPECIFIC`). *fp8* is `W.QUANTIZER: {{TYPE: fp8, BIT: 8}}`, 8-bit floats (e4m3fn) for weights alone: per tensor or
+Weights are *weight-only* where the activations of their layer stay float (`A.QUANTIZER.DISABLE: true`, for all layers
+or by `SPECIFIC`). *fp8* is `W.QUANTIZER: {{TYPE: fp8, BIT: 8}}`, 8-bit floats (e4m3fn) for weights alone: per tensor or
 per channel, symmetric, with an observer that weighs no even steps (`minmax`, `moving_average`, `percentile`).
 Activations are never per-group. Groups of weights
 have 4 bits with `tensorrt`, and are whole with `tensorrt` and `openvino` (`GROUP_SIZE` divides a layer's inputs, or
