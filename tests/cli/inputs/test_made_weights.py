@@ -158,7 +158,7 @@ def test_every_verb_begins_with_the_weights(
         raise LoadingError("enough")
 
     monkeypatch.setattr("sparsebit.cli.inputs.loading.why_random", stop)
-    monkeypatch.setattr("sparsebit.deploy.comparing.check.runtime_of", lambda file: "onnxruntime")
+    monkeypatch.setattr("sparsebit.cli.verbs.check.runtime_of", lambda file: "onnxruntime")
     named = ("-m", "own_project:Optional")
     verbs: list[tuple[str, ...]] = [
         ("quantize", *named, *DATA, "-o", "int8"),
