@@ -84,26 +84,26 @@ def _modules() -> dict[str, dict[str, str]]:
     package = {name: today for names in files.values() for name, today in names.items()}
     package |= {
         "register_qmodule": f"{Q}.ops.registration:register_qmodule",
-        "QMODULE_MAP": "sparsebit.graph.op_table:QMODULE_MAP",
-        "PASSTHROUGHT_MODULES": "rows of the kind TRANSPARENT in sparsebit/graph/op_rows.py",
+        "QMODULE_MAP": "sparsebit.graph.ops.op_table:QMODULE_MAP",
+        "PASSTHROUGHT_MODULES": "rows of the kind TRANSPARENT in sparsebit/graph/ops/op_rows.py",
     }
     return {f"{Q}.modules": package} | {f"{Q}.modules.{file}": names for file, names in files.items()}
 
 
 _PATTERNS = {
-    "subgraph_matching": {"SubgraphMatcher": "sparsebit.graph.patterns:SubgraphMatcher"},
+    "subgraph_matching": {"SubgraphMatcher": "sparsebit.graph.rewriting.patterns:SubgraphMatcher"},
     "subgraph_matching_node": {
-        "MatchingNode": "sparsebit.graph.patterns:MatchingNode",
+        "MatchingNode": "sparsebit.graph.rewriting.patterns:MatchingNode",
         "InputMatchingType": "MatchingNode(..., unordered=True) accepts the inputs in any order",
     },
-    "subgraph_matching_replace_pattern": {"ReplacePatternBase": "sparsebit.graph.rewrite:ReplacePatternBase"},
+    "subgraph_matching_replace_pattern": {"ReplacePatternBase": "sparsebit.graph.rewriting.rewrite:ReplacePatternBase"},
     "subgraph_matching_utils": {
         **dict.fromkeys(
             ("ReplaceStrategyBase", "ReplaceStrategy"), "ReplacePatternBase(until_stable=True), or False for once"
         ),
         "recursive_getattr": "module.get_submodule(path)",
         **dict.fromkeys(
-            ("get_operators_type", "get_operators"), "sparsebit.graph.patterns.module_of(node, graph_module)"
+            ("get_operators_type", "get_operators"), "sparsebit.graph.rewriting.patterns.module_of(node, graph_module)"
         ),
         "SubgraphMatchingTimer": "qmodel's log says how long each phase took",
     },
@@ -124,7 +124,7 @@ FORMER: dict[str, dict[str, str]] = {
     f"{Q}.converters.fuse_operations.disable_unnecessary_quant": {"ReplacePatterns": _PASSES},
     f"{Q}.converters.fuse_operations.fuse_bn": {"ReplacePattern": "SCHEDULE.FUSE_BN: true"},
     f"{Q}.converters.fuse_operations.lists": {"lists": _PASSES},
-    f"{Q}.converters.prune": {"PruneGraph": "sparsebit.graph.rewrite.sweep(graph_module)"},
+    f"{Q}.converters.prune": {"PruneGraph": "sparsebit.graph.rewriting.rewrite.sweep(graph_module)"},
     f"{Q}.converters.simplifiers": {"simplify": _PASSES},
     **{
         f"{Q}.converters.simplifiers.{file}": {"ReplacePattern": _PASSES}
@@ -280,7 +280,7 @@ def _former_op(name: str, rows: list[str]) -> type:
 
 
 def _is_former_op(layer: Any, name: str, rows: tuple[str, ...]) -> bool:
-    op, table = layer.op, importlib.import_module("sparsebit.graph.op_table")
+    op, table = layer.op, importlib.import_module("sparsebit.graph.ops.op_table")
     row = table.row_of_module(op) if hasattr(op, "forward") else table.QMODULE_MAP.get(op)
     if row is None or row.name not in rows:
         return False

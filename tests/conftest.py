@@ -26,7 +26,7 @@ from torch._export import utils as export_utils
 from sparsebit.deploy.audit import audit_file as audit_module
 from sparsebit.deploy.sessions import timing
 from sparsebit.deploy.sessions.cpu import saturates
-from sparsebit.graph.failures import RAISE_VARIABLE
+from sparsebit.graph.values.failures import RAISE_VARIABLE
 from sparsebit.quantization import QMODULE_MAP
 from sparsebit.registry import ALGORITHMS, OBSERVERS, QUANTIZERS
 from tests import torchvision_shim

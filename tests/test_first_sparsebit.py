@@ -14,7 +14,7 @@ from torch import nn
 
 from sparsebit.errors import ConfigError
 from sparsebit.first_sparsebit import FORMER
-from sparsebit.graph.op_table import QMODULE_MAP
+from sparsebit.graph.ops.op_table import QMODULE_MAP
 from sparsebit.quantization import MatchingNode, QuantModel, QuantOpr, ReplacePatternBase, register_qmodule
 from sparsebit.sparse import SparseModel, Sparser, register_sparser
 from tests.conftest import ROOT

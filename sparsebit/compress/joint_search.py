@@ -20,7 +20,7 @@ from sparsebit.config.reading import Source
 from sparsebit.config.schema import QuantConfig
 from sparsebit.errors import ConfigError
 from sparsebit.execution.batches import batches_of
-from sparsebit.graph.copying import copy_model
+from sparsebit.graph.values.copying import copy_model
 from sparsebit.numerics.choices.integer_program import Budget, choose
 from sparsebit.quantization.mixed_precision.bit_config import with_bits
 from sparsebit.quantization.mixed_precision.sensitivity import sensitivity

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from sparsebit.errors import CalibrationError
-from sparsebit.graph.inference_mode import as_ordinary
-from sparsebit.graph.input_hints import input_hint
-from sparsebit.graph.nested import map_nested, tensors_of
+from sparsebit.graph.values.inference_mode import as_ordinary
+from sparsebit.graph.values.input_hints import input_hint
+from sparsebit.graph.values.nested import map_nested, tensors_of
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from sparsebit.execution.sample_rows import independent_rows, is_row_tensor, rows_at
-from sparsebit.graph.nested import tensors_of
+from sparsebit.graph.values.nested import tensors_of
 
 _FEWEST, _MOST = 8, 64
 _FEWEST_OF = 4  # to reach the fewest, at most one sample of so many

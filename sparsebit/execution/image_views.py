@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparsebit.execution.held_out import Piece, Split
-from sparsebit.graph.nested import map_nested, tensors_of
+from sparsebit.graph.values.nested import map_nested, tensors_of
 
 _SHIFT = 8  # at most one pixel of so many, in each direction
 Inputs = dict[str, Any]

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from sparsebit.errors import CalibrationError
 from sparsebit.execution.batches import calls
 from sparsebit.execution.distributed import gather, is_distributed, to_cpu
-from sparsebit.graph.patterns import is_itself
+from sparsebit.graph.rewriting.patterns import is_itself
 
 
 @contextlib.contextmanager

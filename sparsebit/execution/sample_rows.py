@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsebit.execution.batches import Call, input_rows, num_samples
-from sparsebit.graph.nested import map_nested, tensors_of
+from sparsebit.graph.values.nested import map_nested, tensors_of
 
 # Of more tensors than so many, at most two are left out at a time: each trial is a run of the model.
 _FEW = 4

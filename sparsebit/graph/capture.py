@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from sparsebit.graph.aliasing import writes_through_data
-from sparsebit.graph.call_form import VARYING, CallForm, has_forward, signature_of
-from sparsebit.graph.copying import copy_model, uncompiled
-from sparsebit.graph.example import UNKNOWN
-from sparsebit.graph.failures import FAILURES, Untraced, describe_failure, forward_line, report_own_fault
-from sparsebit.graph.graph_module import CapturedGraph, source_path
-from sparsebit.graph.leaf_policy import LeafPolicy
-from sparsebit.graph.observed_calls import ObservedCalls
-from sparsebit.graph.outcome import undisturbed_randomness
+from sparsebit.graph.checking.observed_calls import ObservedCalls
+from sparsebit.graph.checking.outcome import undisturbed_randomness
+from sparsebit.graph.nodes.aliasing import writes_through_data
+from sparsebit.graph.nodes.example import UNKNOWN
+from sparsebit.graph.nodes.graph_module import CapturedGraph, source_path
 from sparsebit.graph.passes.decompose import decompose
 from sparsebit.graph.region import NAMES_OF_A_REGION, ContainerRegion, Region
-from sparsebit.graph.tracer import LeafTracer
+from sparsebit.graph.tracing.leaf_policy import LeafPolicy
+from sparsebit.graph.tracing.tracer import LeafTracer
+from sparsebit.graph.values.call_form import VARYING, CallForm, has_forward, signature_of
+from sparsebit.graph.values.copying import copy_model, uncompiled
+from sparsebit.graph.values.failures import FAILURES, Untraced, describe_failure, forward_line, report_own_fault
 
 
 @dataclass

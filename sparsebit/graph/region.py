@@ -11,19 +11,19 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from sparsebit.graph.aliasing import written_later
-from sparsebit.graph.call_form import CallForm, flattened, is_constant, same_constant, signature_of
-from sparsebit.graph.captured_block import refuse_hook
-from sparsebit.graph.example import GuardError, guard
-from sparsebit.graph.frozen_values import FrozenValues
-from sparsebit.graph.graph_module import CapturedGraph
-from sparsebit.graph.hidden_writes import module_may_write
-from sparsebit.graph.nested import is_symbolic
-from sparsebit.graph.outcome import Call, Randomness, Snapshot, cloned
-from sparsebit.graph.outer_state import OuterState
-from sparsebit.graph.own_tensors import with_own_tensors
-from sparsebit.graph.stand_in import StandIn
-from sparsebit.graph.untraceable import has_hooks
+from sparsebit.graph.checking.outcome import Call, Randomness, Snapshot, cloned
+from sparsebit.graph.nodes.aliasing import written_later
+from sparsebit.graph.nodes.captured_block import refuse_hook
+from sparsebit.graph.nodes.example import GuardError, guard
+from sparsebit.graph.nodes.graph_module import CapturedGraph
+from sparsebit.graph.nodes.hidden_writes import module_may_write
+from sparsebit.graph.nodes.stand_in import StandIn
+from sparsebit.graph.state.frozen_values import FrozenValues
+from sparsebit.graph.state.outer_state import OuterState
+from sparsebit.graph.tracing.untraceable import has_hooks
+from sparsebit.graph.values.call_form import CallForm, flattened, is_constant, same_constant, signature_of
+from sparsebit.graph.values.nested import is_symbolic
+from sparsebit.graph.values.own_tensors import with_own_tensors
 
 _KNOWN_FORMS = 4096
 

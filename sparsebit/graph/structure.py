@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from sparsebit.graph.call_form import has_forward
 from sparsebit.graph.capture import Captured
-from sparsebit.graph.example import guard
-from sparsebit.graph.frozen_values import settings_of
-from sparsebit.graph.graph_module import NAME_KEY, CapturedGraph, source_path
-from sparsebit.graph.outer_state import function_of, is_foreign
+from sparsebit.graph.nodes.example import guard
+from sparsebit.graph.nodes.graph_module import NAME_KEY, CapturedGraph, source_path
 from sparsebit.graph.region import Region
+from sparsebit.graph.state.frozen_values import settings_of
+from sparsebit.graph.state.outer_state import function_of, is_foreign
+from sparsebit.graph.values.call_form import has_forward
 
 Structure = Mapping[str, Sequence[str]]
 OWN_CODE, SETTINGS = "own code", "settings"

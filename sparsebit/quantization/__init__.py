@@ -11,9 +11,9 @@ from sparsebit.execution.distillation import DistillationLoss
 from sparsebit.execution.distributed import gather
 from sparsebit.first_sparsebit import add_former_modules
 from sparsebit.graph.capture import Captured, capture
-from sparsebit.graph.op_table import QMODULE_MAP
-from sparsebit.graph.patterns import MatchingNode, SubgraphMatcher
-from sparsebit.graph.rewrite import ReplacePatternBase
+from sparsebit.graph.ops.op_table import QMODULE_MAP
+from sparsebit.graph.rewriting.patterns import MatchingNode, SubgraphMatcher
+from sparsebit.graph.rewriting.rewrite import ReplacePatternBase
 from sparsebit.numerics.fake_quant.dispatch import fake_quantize
 from sparsebit.numerics.qparams import broadcast_to, qparams_from_range
 from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec

@@ -15,7 +15,7 @@ from sparsebit.config.reading import Source
 from sparsebit.config.schema import QuantConfig
 from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.execution.batches import Call, batches_of, calls, num_samples, require_repeatable
-from sparsebit.graph.inference_mode import ordinary_tensors
+from sparsebit.graph.values.inference_mode import ordinary_tensors
 from sparsebit.progress import known_length, track
 from sparsebit.quantization.algorithms.applying import apply_algorithms
 from sparsebit.quantization.effort import Effort, with_effort

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import CaptureError
-from sparsebit.graph.copying import copy_model
+from sparsebit.graph.values.copying import copy_model
 
 
 def guessed_example(model: nn.Module) -> Tensor:

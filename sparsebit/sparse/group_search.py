@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sparsebit.errors import CaptureError
 from sparsebit.execution.batches import Call, as_call, num_samples, rows_of
-from sparsebit.graph.copying import copy_model
+from sparsebit.graph.values.copying import copy_model
 from sparsebit.numerics.full_float32 import full_float32
 from sparsebit.sparse.channels.computed_weights import computed_layers, make_plain
 from sparsebit.sparse.channels.groups import Group, Spared, Unit, all_spared

@@ -30,10 +30,10 @@ from sparsebit.execution.blocks.find_blocks import Block, single_layers
 from sparsebit.execution.blocks.value_store import MIB, SharedData
 from sparsebit.execution.distributed import gather
 from sparsebit.graph.capture import capture
-from sparsebit.graph.copying import copy_model
-from sparsebit.graph.example import GuardError
-from sparsebit.graph.graph_module import source_path
+from sparsebit.graph.nodes.example import GuardError
+from sparsebit.graph.nodes.graph_module import source_path
 from sparsebit.graph.region import Region
+from sparsebit.graph.values.copying import copy_model
 from sparsebit.numerics.rounding.hessian import InputMoments
 from sparsebit.numerics.rounding.layer_matrix import LayerMatrix, layer_matrix
 from sparsebit.numerics.rounding.pruning_math import fit_masked, held_out_damping, output_error

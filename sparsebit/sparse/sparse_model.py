@@ -17,8 +17,8 @@ from sparsebit.deploy.audit.file_latency import Stopwatch
 from sparsebit.deploy.onnx_graph.io_names import DynamicAxes
 from sparsebit.errors import BudgetError, CaptureError, ConfigError
 from sparsebit.execution.batches import batches_of, calls
-from sparsebit.graph.copying import copy_model, uncompiled
-from sparsebit.graph.inference_mode import ordinary_tensors
+from sparsebit.graph.values.copying import copy_model, uncompiled
+from sparsebit.graph.values.inference_mode import ordinary_tensors
 from sparsebit.sparse.added_layers import weights_before_add
 from sparsebit.sparse.budgets.group_ratios import group_ratios, is_made_by, wanted_groups
 from sparsebit.sparse.budgets.latency_table import Clock

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError
 from sparsebit.execution.batches import as_call, to_device
-from sparsebit.graph.copying import copy_model
+from sparsebit.graph.values.copying import copy_model
 from sparsebit.sparse.scoring.element_masks import n_of_m_mask
 
 # Samples in seconds of each run, taken in turns: those of a round belong together.

@@ -4,7 +4,7 @@ import pytest
 
 from sparsebit.backends import BACKENDS
 from sparsebit.deploy.runtimes import PROFILES, RuntimeProfile
-from sparsebit.graph.op_rows import ROWS
+from sparsebit.graph.ops.op_rows import ROWS
 from sparsebit.quantization.quant_config import parse_qconfig
 
 

@@ -10,7 +10,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from sparsebit.graph.outcome import state_kept
+from sparsebit.graph.checking.outcome import state_kept
 from sparsebit.quantization import QuantModel
 from tests.fuzz.calls import (
     CLOSE_GRADIENT,

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from sparsebit.errors import CaptureError
-from sparsebit.graph.call_form import VARYING, call_form
 from sparsebit.graph.capture import Captured, capture
-from sparsebit.graph.leaf_policy import LeafPolicy
 from sparsebit.graph.region import Region
+from sparsebit.graph.tracing.leaf_policy import LeafPolicy
+from sparsebit.graph.values.call_form import VARYING, call_form
 
 
 def check_equal(got: Any, expected: Any) -> None:

@@ -15,7 +15,7 @@ from sparsebit.cli.inputs.loading import LoadingError, users_code
 from sparsebit.deploy.comparing.parity import decibels
 from sparsebit.execution.batches import Call, as_call, input_rows, to_device
 from sparsebit.execution.sample_rows import SampleRows, find_sample_rows
-from sparsebit.graph.input_hints import input_hint, range_hint
+from sparsebit.graph.values.input_hints import input_hint, range_hint
 
 log = logging.getLogger(__name__)
 

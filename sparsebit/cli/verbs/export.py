@@ -28,7 +28,7 @@ from sparsebit.deploy.exporting.node_names import tidy
 from sparsebit.deploy.exporting.to_onnx import in_order, to_onnx
 from sparsebit.deploy.onnx_graph.model_file import data_files, staged, write
 from sparsebit.deploy.runtimes import PROFILES
-from sparsebit.graph.nested import map_nested
+from sparsebit.graph.values.nested import map_nested
 from sparsebit.quantization.exporting.export_checks import compare_model
 from sparsebit.quantization.model.quant_model import QuantModel
 from sparsebit.quantization.recording import float_record, record

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sparsebit.graph.example import guard
+from sparsebit.graph.nodes.example import guard
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = str(Path(__file__).parents[2]) + os.sep  # the whole package

@@ -21,7 +21,7 @@ from sparsebit.execution.blocks.resume import Resume
 from sparsebit.execution.blocks.runner import BlockRunner, Values
 from sparsebit.execution.blocks.shared_weights import SharedWeights
 from sparsebit.execution.blocks.value_store import SharedData
-from sparsebit.graph.nested import map_nested, tensors_of
+from sparsebit.graph.values.nested import map_nested, tensors_of
 from sparsebit.progress import track
 
 log = logging.getLogger(__name__)

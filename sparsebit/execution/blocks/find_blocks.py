@@ -14,9 +14,9 @@ from torch import fx, nn
 
 from sparsebit.config.selectors import near_names
 from sparsebit.errors import ConfigError
-from sparsebit.graph.aliasing import Families, may_alias, written_by
-from sparsebit.graph.graph_module import source_path
-from sparsebit.graph.node_names import node_name
+from sparsebit.graph.nodes.aliasing import Families, may_alias, written_by
+from sparsebit.graph.nodes.graph_module import source_path
+from sparsebit.graph.nodes.node_names import node_name
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from sparsebit.execution.blocks.find_blocks import Block
 from sparsebit.execution.distributed import gather, is_main_process, once, to_cpu
 from sparsebit.execution.run_folder import RunFolder
-from sparsebit.graph.nested import map_nested, tensors_of
+from sparsebit.graph.values.nested import map_nested, tensors_of
 from sparsebit.tensor_files import digest
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from sparsebit.execution.blocks.find_blocks import Block
-from sparsebit.graph.nested import map_nested, tensors_of
+from sparsebit.graph.values.nested import map_nested, tensors_of
 
 Values = tuple[Any, ...]
 

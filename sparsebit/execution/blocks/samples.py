@@ -13,7 +13,7 @@ from sparsebit.execution.blocks.engine import BatchValues, BlockData
 from sparsebit.execution.blocks.runner import Values
 from sparsebit.execution.blocks.value_store import MIB
 from sparsebit.execution.sample_rows import is_alike, is_row_tensor
-from sparsebit.graph.nested import map_nested, tensors_of
+from sparsebit.graph.values.nested import map_nested, tensors_of
 
 # Stored batches that are shuffled together: as many as fit, at least one.
 _CHUNK_BYTES = 256 * MIB

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import fx, nn
 
 from sparsebit.execution.blocks.find_blocks import Block, Flow, is_inserted, named_blocks, uniquely_named
-from sparsebit.graph.graph_module import source_path
-from sparsebit.graph.node_names import node_name
-from sparsebit.graph.values import static_values
+from sparsebit.graph.nodes.graph_module import source_path
+from sparsebit.graph.nodes.node_names import node_name
+from sparsebit.graph.nodes.value_kinds import static_values
 
 # Layers that a shortcut may span before it counts as a long-lived value: a decoder layer of T5 has 11, a block of
 # Inception 10.

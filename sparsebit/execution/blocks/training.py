@@ -20,7 +20,7 @@ from sparsebit.execution.blocks.engine import BatchValues, BlockData, mix
 from sparsebit.execution.blocks.runner import Values
 from sparsebit.execution.blocks.samples import Minibatch, Samples
 from sparsebit.execution.distributed import gather, is_distributed
-from sparsebit.graph.nested import tensors_of
+from sparsebit.graph.values.nested import tensors_of
 from sparsebit.progress import note
 
 Decay = Literal["constant", "linear", "cosine"]

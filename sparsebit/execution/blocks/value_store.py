@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsebit.graph.nested import map_nested
+from sparsebit.graph.values.nested import map_nested
 
 MIB = 1 << 20
 _MEMINFO = Path("/proc/meminfo")

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from sparsebit.graph.example import UNKNOWN, value_of
-from sparsebit.graph.random_ops import class_may_draw
+from sparsebit.graph.nodes.example import UNKNOWN, value_of
+from sparsebit.graph.nodes.random_ops import class_may_draw
 
 
 def decompose(model: nn.Module) -> nn.Module:

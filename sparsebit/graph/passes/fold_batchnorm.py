@@ -12,12 +12,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from sparsebit.errors import CaptureError
-from sparsebit.graph.absorbed import Absorbed
-from sparsebit.graph.example import value_of
-from sparsebit.graph.graph_module import CapturedGraph
-from sparsebit.graph.patterns import Match, MatchingNode, module_of
-from sparsebit.graph.rewrite import ReplacePatternBase
-from sparsebit.graph.values import python_values
+from sparsebit.graph.nodes.absorbed import Absorbed
+from sparsebit.graph.nodes.example import value_of
+from sparsebit.graph.nodes.graph_module import CapturedGraph, module_of
+from sparsebit.graph.nodes.value_kinds import python_values
+from sparsebit.graph.rewriting.patterns import Match, MatchingNode
+from sparsebit.graph.rewriting.rewrite import ReplacePatternBase
 
 # Exact classes: a subclass may compute anything. The dimensions must agree, else the norm scales another axis.
 _NORMS: dict[type, tuple[type[nn.Module], ...]] = {

@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from sparsebit.graph.nodes.graph_module import module_of
 from sparsebit.graph.passes.fold_batchnorm import (
     can_fold,
     feeds_alone,
@@ -16,8 +17,8 @@ from sparsebit.graph.passes.fold_batchnorm import (
     is_shared,
     neutralize,
 )
-from sparsebit.graph.patterns import Match, MatchingNode, module_of
-from sparsebit.graph.rewrite import ReplacePatternBase
+from sparsebit.graph.rewriting.patterns import Match, MatchingNode
+from sparsebit.graph.rewriting.rewrite import ReplacePatternBase
 
 # Norms that take a batch of images alone: axis 1 is that of the channels.
 _NORMS = (nn.BatchNorm2d, nn.BatchNorm3d)

@@ -6,11 +6,12 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from sparsebit.graph.example import value_of
+from sparsebit.graph.nodes.example import value_of
+from sparsebit.graph.nodes.graph_module import module_of
+from sparsebit.graph.nodes.value_kinds import python_values
 from sparsebit.graph.passes.fold_batchnorm import can_fold, feeds_alone, fold_into, is_shared
-from sparsebit.graph.patterns import Match, MatchingNode, module_of
-from sparsebit.graph.rewrite import ReplacePatternBase
-from sparsebit.graph.values import python_values
+from sparsebit.graph.rewriting.patterns import Match, MatchingNode
+from sparsebit.graph.rewriting.rewrite import ReplacePatternBase
 
 
 class FoldFlattened(ReplacePatternBase):

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.conv import _ConvNd
 
-from sparsebit.graph.example import value_of
+from sparsebit.graph.nodes.example import value_of
+from sparsebit.graph.nodes.graph_module import module_of
 from sparsebit.graph.passes.fold_batchnorm import is_intercepted, is_shared
-from sparsebit.graph.patterns import module_of
-from sparsebit.graph.rewrite import sweep
+from sparsebit.graph.rewriting.rewrite import sweep
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _PRODUCTS = (operator.mul, torch.mul, "mul")

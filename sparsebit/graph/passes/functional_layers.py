@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from sparsebit.graph.graph_module import NAME_KEY, CapturedGraph, share_registries, source_path
-from sparsebit.graph.rewrite import sweep
+from sparsebit.graph.nodes.graph_module import NAME_KEY, CapturedGraph, share_registries, source_path
+from sparsebit.graph.rewriting.rewrite import sweep
 
 _CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _TRANSPOSED = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from sparsebit.graph.aliasing import OPERATORS, Families, is_inplace_call, may_alias, overwritten
-from sparsebit.graph.example import value_of
-from sparsebit.graph.patterns import module_of
-from sparsebit.graph.values import python_values
+from sparsebit.graph.nodes.aliasing import OPERATORS, Families, is_inplace_call, may_alias, overwritten
+from sparsebit.graph.nodes.example import value_of
+from sparsebit.graph.nodes.graph_module import module_of
+from sparsebit.graph.nodes.value_kinds import python_values
 
 
 def functionalize(graph_module: fx.GraphModule) -> fx.GraphModule:

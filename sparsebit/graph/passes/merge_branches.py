@@ -15,10 +15,10 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from sparsebit.graph.absorbed import Absorbed
+from sparsebit.graph.nodes.absorbed import Absorbed
+from sparsebit.graph.nodes.graph_module import module_of
 from sparsebit.graph.passes.fold_batchnorm import fold_factor, is_intercepted, is_shared
-from sparsebit.graph.patterns import module_of
-from sparsebit.graph.rewrite import sweep
+from sparsebit.graph.rewriting.rewrite import sweep
 
 _NORM_OF: dict[type, type] = {nn.Conv1d: nn.BatchNorm1d, nn.Conv2d: nn.BatchNorm2d, nn.Conv3d: nn.BatchNorm3d}
 _SIGNS: dict[object, int] = {operator.add: 1, torch.add: 1, "add": 1, operator.sub: -1, torch.sub: -1, "sub": -1}

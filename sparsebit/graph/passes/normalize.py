@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from sparsebit.graph.graph_module import NAME_KEY, share_registries, source_path
-from sparsebit.graph.rewrite import sweep
+from sparsebit.graph.nodes.graph_module import NAME_KEY, share_registries, source_path
+from sparsebit.graph.rewriting.rewrite import sweep
 
 _PARAMETERS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 _CLASSES: tuple[type[_BatchNorm], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

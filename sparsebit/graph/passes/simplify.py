@@ -7,8 +7,8 @@ import operator
 import torch
 from torch import fx, nn
 
-from sparsebit.graph.patterns import module_of
-from sparsebit.graph.rewrite import sweep
+from sparsebit.graph.nodes.graph_module import module_of
+from sparsebit.graph.rewriting.rewrite import sweep
 
 
 def simplify(graph_module: fx.GraphModule) -> fx.GraphModule:

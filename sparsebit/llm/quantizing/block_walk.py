@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from sparsebit.errors import ConfigError, SparsebitError
 from sparsebit.execution.blocks.value_store import MIB, SharedData
 from sparsebit.execution.distributed import gather
-from sparsebit.graph.nested import map_nested, tensors_of
+from sparsebit.graph.values.nested import map_nested, tensors_of
 from sparsebit.llm.models.architectures import Architecture, Stages, blocks_of, linears, stages_of
 from sparsebit.llm.models.separate_experts import experts_in
 from sparsebit.llm.models.skeleton import Skeleton

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from sparsebit.errors import CalibrationError
 from sparsebit.execution.blocks.engine import BatchValues, BlockData
-from sparsebit.graph.patterns import is_itself
+from sparsebit.graph.rewriting.patterns import is_itself
 from sparsebit.numerics.reference import dequantize
 from sparsebit.numerics.reference import quantize as codes_of
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr

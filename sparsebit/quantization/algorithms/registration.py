@@ -16,7 +16,7 @@ from sparsebit.config.config_errors import all_faults
 from sparsebit.config.options import check_options
 from sparsebit.config.section import Section
 from sparsebit.errors import ConfigError
-from sparsebit.graph.inference_mode import ordinary_tensors
+from sparsebit.graph.values.inference_mode import ordinary_tensors
 from sparsebit.quantization.model.quant_model import QuantModel
 from sparsebit.records.phases import phase
 from sparsebit.registry import ALGORITHMS

@@ -8,9 +8,9 @@ from torch import Tensor, fx, nn
 
 from sparsebit.deploy.runtimes import RuntimeProfile
 from sparsebit.graph.capture import Captured
-from sparsebit.graph.op_table import bias_argument, input_argument, row_of
+from sparsebit.graph.nodes.value_kinds import static_values
+from sparsebit.graph.ops.op_table import bias_argument, input_argument, row_of
 from sparsebit.graph.region import Region
-from sparsebit.graph.values import static_values
 from sparsebit.numerics.spec import PerChannel
 from sparsebit.quantization.ops.bias import BiasRounding
 from sparsebit.quantization.ops.integer_ops import (

@@ -19,12 +19,12 @@ from torch import Tensor, fx, nn
 from sparsebit.config.schema import QuantConfig, WeightConfig
 from sparsebit.errors import SpecError
 from sparsebit.graph.capture import Captured
-from sparsebit.graph.captured_block import CapturedBlock
-from sparsebit.graph.graph_module import source_path
-from sparsebit.graph.leaf_policy import LeafPolicy
-from sparsebit.graph.op_rows import OpKind
-from sparsebit.graph.op_table import row_of, row_of_module
-from sparsebit.graph.rewrite import insert_module_after
+from sparsebit.graph.nodes.captured_block import CapturedBlock
+from sparsebit.graph.nodes.graph_module import source_path
+from sparsebit.graph.ops.op_rows import OpKind
+from sparsebit.graph.ops.op_table import row_of, row_of_module
+from sparsebit.graph.rewriting.rewrite import insert_module_after
+from sparsebit.graph.tracing.leaf_policy import LeafPolicy
 from sparsebit.numerics.spec import PerChannel, PerGroup, PerTensor, TensorSpec, num_rows
 from sparsebit.quantization.building.attach_quantizers import quantizer_of
 from sparsebit.quantization.building.parameter_sites import owned_parameters, quantizers_of_parameters

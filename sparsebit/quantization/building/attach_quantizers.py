@@ -9,13 +9,13 @@ from torch import fx, nn
 
 from sparsebit.config.targets import ACTIVATION, Target
 from sparsebit.graph.capture import Captured
-from sparsebit.graph.graph_module import CapturedGraph
-from sparsebit.graph.hidden_writes import code_may_write
-from sparsebit.graph.op_rows import OpKind
-from sparsebit.graph.op_table import row_of
+from sparsebit.graph.nodes.graph_module import CapturedGraph
+from sparsebit.graph.nodes.hidden_writes import code_may_write
+from sparsebit.graph.nodes.value_kinds import copied
+from sparsebit.graph.ops.op_rows import OpKind
+from sparsebit.graph.ops.op_table import row_of
 from sparsebit.graph.region import Region
-from sparsebit.graph.rewrite import insert_module_after, insert_module_before
-from sparsebit.graph.values import copied
+from sparsebit.graph.rewriting.rewrite import insert_module_after, insert_module_before
 from sparsebit.numerics.spec import PerTensor, TensorSpec, num_rows
 from sparsebit.quantization.ops.layer_call import at_rest
 from sparsebit.quantization.ops.quant_opr import (

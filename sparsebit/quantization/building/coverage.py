@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from sparsebit.graph.capture import Captured
-from sparsebit.graph.op_rows import OpKind
-from sparsebit.graph.op_table import row_of_module, row_of_name
+from sparsebit.graph.ops.op_rows import OpKind
+from sparsebit.graph.ops.op_table import row_of_module, row_of_name
 from sparsebit.quantization.building.parameter_sites import OwnedParameter, owned_parameters, quantizers_of_parameters
 from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
 from sparsebit.quantization.ops.quant_opr import QIdentity, QuantOpr

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from sparsebit.errors import CheckpointError
-from sparsebit.graph.rewrite import insert_module_before
+from sparsebit.graph.rewriting.rewrite import insert_module_before
 
 
 class ChannelFactor(nn.Module):

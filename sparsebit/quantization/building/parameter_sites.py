@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from torch import Tensor, fx, nn
 
-from sparsebit.graph.op_table import weight_argument
+from sparsebit.graph.nodes.value_kinds import static_values
+from sparsebit.graph.ops.op_table import weight_argument
 from sparsebit.graph.region import Region
-from sparsebit.graph.values import static_values
 from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
 from sparsebit.quantization.ops.quant_opr import FunctionalWeightedQuantOpr, QIdentity, QuantOpr, WeightedQuantOpr
 from sparsebit.quantization.quantizers.base import Quantizer

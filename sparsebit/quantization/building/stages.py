@@ -19,7 +19,6 @@ from torch import fx
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.errors import CaptureError, SparsebitError
 from sparsebit.graph.capture import Captured, capture
-from sparsebit.graph.failures import report_own_fault
 from sparsebit.graph.passes.fold_batchnorm import fold_batchnorm
 from sparsebit.graph.passes.fold_concatenated import fold_concatenated
 from sparsebit.graph.passes.fold_flattened import fold_flattened
@@ -30,6 +29,7 @@ from sparsebit.graph.passes.merge_branches import merge_branches
 from sparsebit.graph.passes.normalize import normalize
 from sparsebit.graph.passes.simplify import simplify
 from sparsebit.graph.region import Region
+from sparsebit.graph.values.failures import report_own_fault
 from sparsebit.quantization.building.attach_integer_ops import attach_integer_ops
 from sparsebit.quantization.building.attach_parameter_quantizers import attach_parameter_quantizers
 from sparsebit.quantization.building.attach_quantizers import attach_quantizers

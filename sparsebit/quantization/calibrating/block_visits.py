@@ -24,7 +24,7 @@ from sparsebit.execution.blocks.value_store import MIB, SharedData
 from sparsebit.execution.distributed import gather
 from sparsebit.execution.held_out import HoldOut, Split, split_samples
 from sparsebit.execution.image_views import has_images, view_of, with_views
-from sparsebit.graph.example import GuardError
+from sparsebit.graph.nodes.example import GuardError
 from sparsebit.graph.region import Region
 from sparsebit.quantization.building.attach_integer_ops import make_room_for_biases
 from sparsebit.quantization.calibrating.float_values import warn_if_lost

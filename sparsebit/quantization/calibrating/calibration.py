@@ -8,8 +8,8 @@ from typing import Any
 from sparsebit.errors import CalibrationError, CaptureError, ConfigError
 from sparsebit.execution.blocks.value_store import MIB
 from sparsebit.execution.distributed import gather
-from sparsebit.graph.call_form import call_form
-from sparsebit.graph.inference_mode import ordinary_tensors
+from sparsebit.graph.values.call_form import call_form
+from sparsebit.graph.values.inference_mode import ordinary_tensors
 from sparsebit.quantization.building.attach_integer_ops import make_room_for_biases
 from sparsebit.quantization.calibrating.model_state import require_whole
 from sparsebit.quantization.calibrating.runner import CalibrationRunner

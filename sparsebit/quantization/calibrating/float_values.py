@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparsebit.config.algorithm_steps import BATCHNORM_TUNING
 from sparsebit.execution.blocks.find_blocks import whole_graph
-from sparsebit.graph.patterns import is_itself
+from sparsebit.graph.rewriting.patterns import is_itself
 from sparsebit.quantization.building.float_parameters import FloatParameters
 from sparsebit.quantization.faithful.simulation import SimulatedModel
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr

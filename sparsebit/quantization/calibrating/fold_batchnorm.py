@@ -14,9 +14,10 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparsebit.deploy.runtimes import PROFILES
+from sparsebit.graph.nodes.graph_module import module_of
 from sparsebit.graph.passes.fold_batchnorm import can_fold, fold_factor, fold_into
-from sparsebit.graph.patterns import Match, MatchingNode, module_of
-from sparsebit.graph.rewrite import ReplacePatternBase
+from sparsebit.graph.rewriting.patterns import Match, MatchingNode
+from sparsebit.graph.rewriting.rewrite import ReplacePatternBase
 from sparsebit.numerics.qparams import SMALLEST_SCALE, broadcast_to
 from sparsebit.numerics.spec import scale_shape
 from sparsebit.quantization.building.attach_integer_ops import attach_integer_ops, make_room_for_biases

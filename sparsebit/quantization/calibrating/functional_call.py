@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsebit.graph.nested import unwrapped
+from sparsebit.graph.values.nested import unwrapped
 from sparsebit.quantization.ops.layer_call import current_weight
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
 

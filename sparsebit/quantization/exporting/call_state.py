@@ -8,9 +8,9 @@ import logging
 import torch
 
 from sparsebit.execution.batches import Call
-from sparsebit.graph.comparison import difference
-from sparsebit.graph.outcome import Notes, Randomness, buffers_of, cloned, state_kept, undisturbed_randomness
-from sparsebit.graph.outer_state import OuterState
+from sparsebit.graph.checking.outcome import Notes, Randomness, buffers_of, cloned, state_kept, undisturbed_randomness
+from sparsebit.graph.state.outer_state import OuterState
+from sparsebit.graph.values.comparison import difference
 from sparsebit.numerics.full_float32 import full_float32
 from sparsebit.quantization.calibrating.model_state import evaluating
 from sparsebit.quantization.faithful.carried_state import BuiltState

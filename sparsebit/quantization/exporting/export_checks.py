@@ -28,7 +28,7 @@ from sparsebit.deploy.sessions.cpu import saturates
 from sparsebit.deploy.sessions.runtime_sessions import EXACT, UNCLIPPED, Session, open_session
 from sparsebit.errors import DeploymentError
 from sparsebit.execution.batches import Call, calls, num_samples_run
-from sparsebit.graph.nested import map_nested
+from sparsebit.graph.values.nested import map_nested
 from sparsebit.numerics.full_float32 import full_float32
 from sparsebit.quantization.calibrating.model_state import evaluating, switched_on
 from sparsebit.quantization.exporting.simulated_codes import simulated_codes

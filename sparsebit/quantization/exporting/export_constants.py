@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from sparsebit.errors import DeploymentError
-from sparsebit.graph.aliasing import written_later
-from sparsebit.graph.graph_module import CapturedGraph
-from sparsebit.graph.op_table import weight_argument
-from sparsebit.graph.random_ops import may_draw
+from sparsebit.graph.nodes.aliasing import written_later
+from sparsebit.graph.nodes.graph_module import CapturedGraph
+from sparsebit.graph.nodes.random_ops import may_draw
+from sparsebit.graph.ops.op_table import weight_argument
 from sparsebit.numerics import float8
 from sparsebit.numerics.fake_quant.operator import OPERATOR
 from sparsebit.quantization.ops.bias import INT32, BiasRounding

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparsebit.deploy.comparing.bit_exactness import SimulatedKernels
 from sparsebit.execution.batches import Call
-from sparsebit.graph.nested import map_nested
+from sparsebit.graph.values.nested import map_nested
 from sparsebit.quantization.calibrating.model_state import evaluating
 from sparsebit.quantization.faithful.simulation import SimulatedModel
 from sparsebit.quantization.ops.integer_ops import IntegerAdd, IntegerMultiply

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparsebit.deploy.exporting.qdq import codes_of
 from sparsebit.deploy.onnx_graph.qdq_graph import load_model
-from sparsebit.graph.outcome import tensor_at
+from sparsebit.graph.checking.outcome import tensor_at
 from sparsebit.quantization.calibrating.model_state import evaluating
 from sparsebit.quantization.exporting.export_constants import ConstantSite, quantizers_as_constants
 from sparsebit.quantization.faithful.simulation import SimulatedModel

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import CaptureError
-from sparsebit.graph.outcome import tensor_at
-from sparsebit.graph.stand_in import StandIn
-from sparsebit.graph.state import CONTAINERS, ModuleState, states_of
+from sparsebit.graph.checking.outcome import tensor_at
+from sparsebit.graph.nodes.stand_in import StandIn
+from sparsebit.graph.state.state import CONTAINERS, ModuleState, states_of
 
 _MISSING = object()
 _PLAIN = (bool, int, float, complex, str, bytes, Tensor, type(None))

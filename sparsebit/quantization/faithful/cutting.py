@@ -8,11 +8,11 @@ import warnings
 from torch import nn
 
 from sparsebit.execution.batches import Call
-from sparsebit.graph.absorbed import Absorbed
-from sparsebit.graph.call_form import CallForm, call_form, has_forward
-from sparsebit.graph.leaf_policy import LeafPolicy
-from sparsebit.graph.outcome import Buffers, Randomness, buffers_of, cloned
-from sparsebit.graph.verification import Compare, Reference
+from sparsebit.graph.checking.outcome import Buffers, Randomness, buffers_of, cloned
+from sparsebit.graph.checking.verification import Compare, Reference
+from sparsebit.graph.nodes.absorbed import Absorbed
+from sparsebit.graph.tracing.leaf_policy import LeafPolicy
+from sparsebit.graph.values.call_form import CallForm, call_form, has_forward
 from sparsebit.quantization.faithful.simulation import SimulatedModel, code_modules
 
 log = logging.getLogger(__name__)

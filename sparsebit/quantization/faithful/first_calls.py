@@ -13,14 +13,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparsebit.errors import CaptureError
 from sparsebit.execution.batches import Call
-from sparsebit.graph.copying import copy_model
-from sparsebit.graph.hidden_writes import may_write_parameters
-from sparsebit.graph.nested import is_symbolic, tensors_of
-from sparsebit.graph.outcome import Randomness, buffers_of, cloned, outcome_of, undisturbed_randomness
-from sparsebit.graph.outer_state import undisturbed_outer_state
+from sparsebit.graph.checking.outcome import Randomness, buffers_of, cloned, outcome_of, undisturbed_randomness
+from sparsebit.graph.checking.verification import Reference
+from sparsebit.graph.nodes.hidden_writes import may_write_parameters
+from sparsebit.graph.nodes.stand_in import without_stand_ins
 from sparsebit.graph.region import Region, form_of
-from sparsebit.graph.stand_in import without_stand_ins
-from sparsebit.graph.verification import Reference
+from sparsebit.graph.state.outer_state import undisturbed_outer_state
+from sparsebit.graph.values.copying import copy_model
+from sparsebit.graph.values.nested import is_symbolic, tensors_of
 from sparsebit.numerics.full_float32 import full_float32
 from sparsebit.quantization.faithful.cutting import captured_copy
 from sparsebit.quantization.faithful.proof import Proof

@@ -11,10 +11,7 @@ from torch import Tensor, nn
 
 from sparsebit.errors import CaptureError
 from sparsebit.execution.batches import Call, as_call, to_device
-from sparsebit.graph.copying import copy_model
-from sparsebit.graph.hidden_writes import may_write_parameters
-from sparsebit.graph.nested import tensors_of
-from sparsebit.graph.outcome import (
+from sparsebit.graph.checking.outcome import (
     Outcome,
     Randomness,
     state_kept,
@@ -22,7 +19,10 @@ from sparsebit.graph.outcome import (
     undisturbed_randomness,
     with_gradients,
 )
-from sparsebit.graph.verification import Reference
+from sparsebit.graph.checking.verification import Reference
+from sparsebit.graph.nodes.hidden_writes import may_write_parameters
+from sparsebit.graph.values.copying import copy_model
+from sparsebit.graph.values.nested import tensors_of
 from sparsebit.numerics.full_float32 import full_float32
 from sparsebit.quantization.faithful.cutting import ATTEMPTS, cut, differing, has_one_mode
 from sparsebit.quantization.faithful.simulation import SimulatedModel, folded_tensors

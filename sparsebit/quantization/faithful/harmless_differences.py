@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from sparsebit.execution.batches import Call
-from sparsebit.graph.comparison import difference
-from sparsebit.graph.copying import copy_model
-from sparsebit.graph.nested import tensors_of
-from sparsebit.graph.outcome import Outcome, Randomness, buffers_of, cloned, outcome_of
-from sparsebit.graph.outer_state import undisturbed_outer_state
-from sparsebit.graph.verification import Reference, in_double
+from sparsebit.graph.checking.outcome import Outcome, Randomness, buffers_of, cloned, outcome_of
+from sparsebit.graph.checking.verification import Reference, in_double
+from sparsebit.graph.state.outer_state import undisturbed_outer_state
+from sparsebit.graph.values.comparison import difference
+from sparsebit.graph.values.copying import copy_model
+from sparsebit.graph.values.nested import tensors_of
 from sparsebit.quantization.faithful.cutting import captured_part
 from sparsebit.quantization.faithful.simulation import SimulatedModel
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from sparsebit.errors import CaptureError, SparsebitError
 from sparsebit.execution.batches import Call, to_device
-from sparsebit.graph.nested import tensors_of
-from sparsebit.graph.outcome import (
+from sparsebit.graph.checking.outcome import (
     Outcome,
     Randomness,
     buffers_of,
@@ -24,8 +23,9 @@ from sparsebit.graph.outcome import (
     tensor_at,
     undisturbed_randomness,
 )
-from sparsebit.graph.outer_state import OuterState, undisturbed_outer_state
-from sparsebit.graph.verification import Reference, is_within
+from sparsebit.graph.checking.verification import Reference, is_within
+from sparsebit.graph.state.outer_state import OuterState, undisturbed_outer_state
+from sparsebit.graph.values.nested import tensors_of
 from sparsebit.numerics.full_float32 import full_float32
 from sparsebit.quantization.building.stages import name_of
 from sparsebit.quantization.faithful.carried_state import twin_at

@@ -21,16 +21,16 @@ from sparsebit.config.targets import Target, as_target
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.errors import CaptureError, CheckpointError, ConfigError
 from sparsebit.execution.batches import Call
-from sparsebit.graph.absorbed import Absorbed
-from sparsebit.graph.call_form import VARYING, CallForm, call_form
 from sparsebit.graph.capture import Captured
-from sparsebit.graph.copying import uncompiled
-from sparsebit.graph.example import GuardError
-from sparsebit.graph.inference_mode import ordinary_model
-from sparsebit.graph.leaf_policy import LeafPolicy
-from sparsebit.graph.outcome import undisturbed_randomness
+from sparsebit.graph.checking.outcome import undisturbed_randomness
+from sparsebit.graph.nodes.absorbed import Absorbed
+from sparsebit.graph.nodes.example import GuardError
 from sparsebit.graph.region import Region
 from sparsebit.graph.structure import Structure, difference, structure_of
+from sparsebit.graph.tracing.leaf_policy import LeafPolicy
+from sparsebit.graph.values.call_form import VARYING, CallForm, call_form
+from sparsebit.graph.values.copying import uncompiled
+from sparsebit.graph.values.inference_mode import ordinary_model
 from sparsebit.quantization.building.coverage import describe_coverage
 from sparsebit.quantization.building.float_parameters import FloatParameters
 from sparsebit.quantization.building.inserted_factors import InsertedFactor

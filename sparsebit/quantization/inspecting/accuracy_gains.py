@@ -19,7 +19,7 @@ from sparsebit.execution.batches import Call, calls, input_rows, require_repeata
 from sparsebit.execution.blocks.find_blocks import Block, whole_graph
 from sparsebit.execution.sample_rows import find_sample_rows
 from sparsebit.graph.capture import Captured
-from sparsebit.graph.nested import map_nested, tensors_of
+from sparsebit.graph.values.nested import map_nested, tensors_of
 from sparsebit.progress import note, track
 from sparsebit.quantization.building.float_parameters import FloatParameters
 from sparsebit.quantization.calibrating.float_values import warn_if_lost

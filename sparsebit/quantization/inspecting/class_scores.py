@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sparsebit.errors import CalibrationError
 from sparsebit.execution.batches import Call, as_call, to_device
-from sparsebit.graph.nested import tensors_of
+from sparsebit.graph.values.nested import tensors_of
 from sparsebit.tensor_files import digest
 
 # Keys of a mapping that hold labels.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sparsebit.deploy.comparing.parity import decibels
 from sparsebit.execution.batches import Call, calls
 from sparsebit.execution.blocks.value_store import SharedData
-from sparsebit.graph.nested import map_nested
+from sparsebit.graph.values.nested import map_nested
 from sparsebit.progress import track
 from sparsebit.quantization.calibrating.model_state import require_calibrated
 from sparsebit.quantization.faithful.simulation import SimulatedModel

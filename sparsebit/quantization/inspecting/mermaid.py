@@ -11,8 +11,8 @@ from torch import fx
 from sparsebit.errors import CaptureError
 from sparsebit.folders import replace_text
 from sparsebit.graph.draw import to_mermaid
-from sparsebit.graph.node_names import node_name
-from sparsebit.graph.patterns import module_of
+from sparsebit.graph.nodes.graph_module import module_of
+from sparsebit.graph.nodes.node_names import node_name
 from sparsebit.quantization.faithful.simulation import SimulatedModel
 from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
 from sparsebit.quantization.ops.quant_opr import QuantOpr

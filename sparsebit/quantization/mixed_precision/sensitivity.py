@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from sparsebit.config.selectors import near_names
 from sparsebit.errors import CalibrationError, ConfigError, RecordError
 from sparsebit.execution.batches import as_call, num_samples, require_repeatable, to_device
-from sparsebit.graph.inference_mode import ordinary_tensors
+from sparsebit.graph.values.inference_mode import ordinary_tensors
 from sparsebit.progress import track
 from sparsebit.quantization.calibrating.float_values import in_float
 from sparsebit.quantization.mixed_precision.candidates import Candidates, candidates_of, quantized

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from sparsebit.execution.batches import Call, num_samples
-from sparsebit.graph.values import copied
+from sparsebit.graph.nodes.value_kinds import copied
 from sparsebit.quantization.ops.layer_call import current_weight
 from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
 from sparsebit.quantization.ops.quant_opr import QIdentity, QShared, QuantOpr, WeightedQuantOpr

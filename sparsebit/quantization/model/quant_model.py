@@ -22,7 +22,7 @@ from sparsebit.config.schema import QuantConfig
 from sparsebit.errors import CaptureError, ConfigError
 from sparsebit.execution.batches import as_call
 from sparsebit.execution.blocks.value_store import MIB
-from sparsebit.graph.example import GuardError
+from sparsebit.graph.nodes.example import GuardError
 from sparsebit.quantization.building.stages import Transform
 from sparsebit.quantization.calibrating import block_visits, site_changes
 from sparsebit.quantization.calibrating.calibration import Calibration

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparsebit.graph.outcome import cloned, state_kept, undisturbed_randomness
-from sparsebit.graph.outer_state import undisturbed_outer_state
+from sparsebit.graph.checking.outcome import cloned, state_kept, undisturbed_randomness
+from sparsebit.graph.state.outer_state import undisturbed_outer_state
 
 # By name: for each operand the axis along which products are summed up; None for what is no factor.
 _PRODUCTS: dict[str, tuple[int | None, ...]] = {

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from sparsebit.first_sparsebit import former_method
-from sparsebit.graph.op_rows import OpKind, OpRow
-from sparsebit.graph.op_table import bias_argument, input_argument, weight_argument
-from sparsebit.graph.own_tensors import with_own_tensors
-from sparsebit.graph.stand_in import StandIn
+from sparsebit.graph.nodes.stand_in import StandIn
+from sparsebit.graph.ops.op_rows import OpKind, OpRow
+from sparsebit.graph.ops.op_table import bias_argument, input_argument, weight_argument
+from sparsebit.graph.values.own_tensors import with_own_tensors
 from sparsebit.quantization.ops.bias import BiasRounding
 from sparsebit.quantization.ops.integer_ops import IntegerHardSigmoid, IntegerLayer, IntegerMultiply, with_gradient_of
 from sparsebit.quantization.ops.layer_call import call_with_hooks, forward_with, is_hooked

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError
 from sparsebit.first_sparsebit import refuse_former_methods
-from sparsebit.graph.op_rows import OpKind, OpRow
-from sparsebit.graph.op_table import QMODULE_MAP
+from sparsebit.graph.ops.op_rows import OpKind, OpRow
+from sparsebit.graph.ops.op_table import QMODULE_MAP
 
 Implementation = TypeVar("Implementation", bound=type[nn.Module])
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from sparsebit.graph.op_rows import OpRow
+from sparsebit.graph.ops.op_rows import OpRow
 
 _HEADS = frozenset({"conv", "conv_transpose", "linear"})
 _RELUS = frozenset({"relu", "relu6", "hardtanh"})

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from sparsebit.graph.op_rows import OpKind, OpRow
+from sparsebit.graph.ops.op_rows import OpKind, OpRow
 
 NOT_ZERO = "what it computes is divided by, or its logarithm is taken: rounded to zero it would give infinity"
 _BY_SECOND = frozenset(

@@ -16,8 +16,8 @@ from typing import Any
 from torch import fx, nn
 
 from sparsebit.config.schema import ActivationConfig, TensorConfig, WeightConfig
-from sparsebit.graph.op_rows import OpKind, OpRow
-from sparsebit.graph.op_table import keeps_grid
+from sparsebit.graph.ops.op_rows import OpKind, OpRow
+from sparsebit.graph.ops.op_table import keeps_grid
 from sparsebit.numerics.spec import TensorSpec
 from sparsebit.quantization.planning.placement import AloneAt, InsideOf, RegionPlacement, SharedAt
 from sparsebit.quantization.planning.sites import activation_axis, layer_name, spec_of

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from sparsebit.graph.op_rows import OpKind, OpRow
+from sparsebit.graph.ops.op_rows import OpKind, OpRow
 
 LARGEST = 1e4  # numbers of masks are larger: -1e4 (half precision), -1e9, finfo.min, -inf
 _ENDS = frozenset(

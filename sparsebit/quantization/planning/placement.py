@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from sparsebit.graph.op_rows import OpRow
+from sparsebit.graph.ops.op_rows import OpRow
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from sparsebit.config.rules import format_of
 from sparsebit.config.schema import ActivationConfig, QuantConfig, TensorConfig, WeightConfig
 from sparsebit.deploy.runtimes import PROFILES, RuntimeProfile
 from sparsebit.errors import BackendError
-from sparsebit.graph.aliasing import overwritten
 from sparsebit.graph.capture import Captured
-from sparsebit.graph.leaf_policy import LeafPolicy
-from sparsebit.graph.op_rows import OpKind, OpRow
-from sparsebit.graph.op_table import input_argument, keeps_grid, row_of, row_of_module, tensor_arguments
+from sparsebit.graph.nodes.aliasing import overwritten
+from sparsebit.graph.nodes.value_kinds import python_values, static_values, tensor_inputs
+from sparsebit.graph.ops.op_rows import OpKind, OpRow
+from sparsebit.graph.ops.op_table import input_argument, keeps_grid, row_of, row_of_module, tensor_arguments
 from sparsebit.graph.region import Region
-from sparsebit.graph.values import python_values, static_values, tensor_inputs
+from sparsebit.graph.tracing.leaf_policy import LeafPolicy
 from sparsebit.quantization.ops.layer_call import at_rest
 from sparsebit.quantization.planning.disable_unnecessary_quant import absorbed_by, chain_end
 from sparsebit.quantization.planning.divisors import NOT_ZERO, divisor_makers, reads_as_divisor

@@ -19,7 +19,7 @@ from sparsebit.config.schema import ActivationConfig, QuantConfig, TensorConfig,
 from sparsebit.config.section import Section
 from sparsebit.config.selectors import near_names
 from sparsebit.errors import ConfigError
-from sparsebit.graph.node_names import node_name
+from sparsebit.graph.nodes.node_names import node_name
 from sparsebit.numerics.spec import Granularity, PerChannel, PerGroup, PerTensor, TensorSpec
 from sparsebit.quantization.observers import observer_options
 from sparsebit.quantization.observers.ranges import MovingAverageOptions, ema_ratio

@@ -6,7 +6,7 @@ from bisect import bisect_left
 
 from torch import fx
 
-from sparsebit.graph.aliasing import Families, may_alias, written_by
+from sparsebit.graph.nodes.aliasing import Families, may_alias, written_by
 
 IN_PLACE = "writes in place into memory that is read elsewhere: its input stays in float, its result is quantized"
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparsebit.errors import ConfigError
-from sparsebit.graph.patterns import is_itself
+from sparsebit.graph.rewriting.patterns import is_itself
 from sparsebit.quantization.quantizers.base import Quantizer
 
 Part = Literal["observers", "batchnorm", "scales"]

@@ -16,7 +16,7 @@ from sparsebit.backends import Format
 from sparsebit.config.section import Section
 from sparsebit.config.targets import ACTIVATION, Target, as_target
 from sparsebit.errors import CalibrationError, ConfigError
-from sparsebit.graph.nested import unwrapped
+from sparsebit.graph.values.nested import unwrapped
 from sparsebit.numerics.fake_quant import dispatch
 from sparsebit.numerics.fake_quant.gradients import Gradient
 from sparsebit.numerics.fake_quant.operator import is_transformed

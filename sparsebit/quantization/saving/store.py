@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from sparsebit.errors import CheckpointError, ConfigError, SparsebitError
 from sparsebit.execution.batches import Call, as_call
 from sparsebit.execution.distributed import gather_shards, once
-from sparsebit.graph.copying import rebind_functions, without_history
+from sparsebit.graph.values.copying import rebind_functions, without_history
 from sparsebit.quantization.building.attach_integer_ops import make_room_for_biases
 from sparsebit.quantization.building.inserted_factors import InsertedFactor
 from sparsebit.quantization.building.stages import Transform, name_of

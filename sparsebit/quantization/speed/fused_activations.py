@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from sparsebit.graph.aliasing import written_later
-from sparsebit.graph.patterns import is_itself, module_of, only_reader
+from sparsebit.graph.nodes.aliasing import written_later
+from sparsebit.graph.nodes.graph_module import module_of
+from sparsebit.graph.rewriting.patterns import is_itself, only_reader
 from sparsebit.kernels.activations import name_of
 from sparsebit.numerics.fake_quant import dispatch
 from sparsebit.numerics.fake_quant.gradients import Gradient

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from sparsebit.graph.own_tensors import with_own_tensors
+from sparsebit.graph.values.own_tensors import with_own_tensors
 from sparsebit.kernels.activations import ACTIVATIONS
 from sparsebit.numerics.fake_quant import dispatch, operator
 from sparsebit.numerics.fake_quant.gradients import LEARNING, Gradient

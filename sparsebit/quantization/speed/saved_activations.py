@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from sparsebit.graph.patterns import is_itself
+from sparsebit.graph.rewriting.patterns import is_itself
 from sparsebit.numerics.fake_quant import dispatch
 from sparsebit.numerics.spec import TensorSpec
 from sparsebit.quantization.ops.layer_call import is_hooked

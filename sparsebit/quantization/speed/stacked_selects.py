@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
-from sparsebit.graph.aliasing import written_later
-from sparsebit.graph.patterns import only_reader
+from sparsebit.graph.nodes.aliasing import written_later
+from sparsebit.graph.rewriting.patterns import only_reader
 from sparsebit.kernels.memory_layout import stack_form
 from sparsebit.numerics.fake_quant import operator
 from sparsebit.numerics.fake_quant.gradients import LEARNING

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 from torch.fx.graph_module import _forward_from_src
 
-from sparsebit.graph.graph_module import CapturedGraph
+from sparsebit.graph.nodes.graph_module import CapturedGraph
 from sparsebit.quantization.speed.fusion_guards import Substitute
 
 Rewrite = Callable[["Draft"], None]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.execution.distributed import is_distributed
-from sparsebit.graph.patterns import module_of
+from sparsebit.graph.nodes.graph_module import module_of
 from sparsebit.graph.region import Region
 from sparsebit.kernels.compilation import shows_kernels
 from sparsebit.numerics.spec import PerChannel

@@ -26,7 +26,7 @@ from sparsebit.deploy.sessions.runtime_sessions import require_runtime
 from sparsebit.errors import DeploymentError
 from sparsebit.execution.batches import Call, to_device
 from sparsebit.execution.sample_rows import find_sample_rows
-from sparsebit.graph.copying import copy_model
+from sparsebit.graph.values.copying import copy_model
 from sparsebit.sparse.channels.groups import Unit
 from sparsebit.sparse.shrinking.surgery import ChannelPlan, apply_plan
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from sparsebit.errors import BudgetError, CalibrationError, ConfigError
 from sparsebit.execution.batches import Call
-from sparsebit.graph.copying import copy_model
-from sparsebit.graph.nested import tensors_of
+from sparsebit.graph.values.copying import copy_model
+from sparsebit.graph.values.nested import tensors_of
 from sparsebit.sparse.budgets.latency_table import POINTS, Clock, Latency
 from sparsebit.sparse.budgets.layer_budgets import LATENCY, LayerWeight, choose_options, timed_weights, weights_of
 from sparsebit.sparse.budgets.model_size import ModelSize, model_size

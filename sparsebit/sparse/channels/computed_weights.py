@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsebit.execution.batches import Call
-from sparsebit.graph.copying import copy_model
-from sparsebit.graph.nested import map_nested
+from sparsebit.graph.values.copying import copy_model
+from sparsebit.graph.values.nested import map_nested
 from sparsebit.sparse.channels.parametrized_weights import FOLDED, fold_parametrizations
 
 _PLAIN: tuple[type[nn.modules.conv._ConvNd], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

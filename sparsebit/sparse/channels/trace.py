@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsebit.execution.batches import Call as ModelCall
-from sparsebit.graph.nested import tensors_of
-from sparsebit.graph.outcome import cloned
+from sparsebit.graph.checking.outcome import cloned
+from sparsebit.graph.values.nested import tensors_of
 from sparsebit.sparse.channels.labels import FIXED, Axes, LabelSets
 from sparsebit.sparse.channels.moving_ops import is_move
 from sparsebit.sparse.channels.op_call import Call

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.execution.batches import Call
-from sparsebit.graph.copying import copy_model
+from sparsebit.graph.values.copying import copy_model
 from sparsebit.sparse.channels.groups import Group, Unit, kept_positions, positions_of
 from sparsebit.sparse.channels.labels import FIXED, LabelSets
 from sparsebit.sparse.channels.trace import ModulePaths, Step, Trace, outputs_of, watch

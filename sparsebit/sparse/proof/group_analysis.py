@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.execution.batches import Call
-from sparsebit.graph.copying import copy_model
-from sparsebit.graph.nested import map_nested
+from sparsebit.graph.values.copying import copy_model
+from sparsebit.graph.values.nested import map_nested
 from sparsebit.sparse.channels.groups import Group, grouped, units_of, without
 from sparsebit.sparse.channels.labels import LabelSets
 from sparsebit.sparse.channels.trace import Trace, output_labels, watch

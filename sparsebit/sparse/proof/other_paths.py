@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.execution.batches import Call
-from sparsebit.graph.copying import copy_model
+from sparsebit.graph.values.copying import copy_model
 from sparsebit.sparse.channels.labels import FIXED, Axes, LabelSets
 from sparsebit.sparse.channels.trace import axes_of, watch
 from sparsebit.sparse.proof.code_forks import ENTRY, FORK, Arm, Fork, ForkedFunction, definition_of, forked

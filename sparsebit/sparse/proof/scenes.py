@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsebit.execution.batches import Call
 from sparsebit.execution.sample_rows import SampleRows, find_sample_rows
-from sparsebit.graph.copying import copy_model
-from sparsebit.graph.nested import map_nested, tensors_of
+from sparsebit.graph.values.copying import copy_model
+from sparsebit.graph.values.nested import map_nested, tensors_of
 from sparsebit.sparse.channels.trace import plain_operators
 from sparsebit.sparse.proof.code_forks import Arm, ForkedFunction, Observe, forks_run
 from sparsebit.sparse.proof.no_side_effects import no_side_effects

@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch import nn
 
 from sparsebit.execution.batches import Call
-from sparsebit.graph.nested import tensors_of
+from sparsebit.graph.values.nested import tensors_of
 from sparsebit.sparse.proof.scenes import Scene
 
 _MOST = 16  # scenes; each is a few runs

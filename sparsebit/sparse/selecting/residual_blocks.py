@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from sparsebit.errors import CaptureError
 from sparsebit.execution.batches import Call, as_call, to_device
-from sparsebit.graph.copying import copy_model
-from sparsebit.graph.nested import map_nested, tensors_of
+from sparsebit.graph.values.copying import copy_model
+from sparsebit.graph.values.nested import map_nested, tensors_of
 from sparsebit.numerics.full_float32 import full_float32
 from sparsebit.sparse.proof.probe_model import double_precision, probe_copy
 from sparsebit.sparse.shrinking.skipped_block import first_tensor, skip_blocks

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError
-from sparsebit.graph.copying import copy_model
+from sparsebit.graph.values.copying import copy_model
 
 _SUFFIX = "_pruned"
 _EARLIER_SUFFIX = "_mask"  # of earlier versions: True where a weight is kept

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from sparsebit.checksums import sha256_of
 from sparsebit.errors import CheckpointError
 from sparsebit.folders import exchange, flush, staging_folder
-from sparsebit.graph.copying import copy_model, uncompiled
+from sparsebit.graph.values.copying import copy_model, uncompiled
 from sparsebit.interrupts import ignored_interrupts
 from sparsebit.sparse.shrinking.surgery import ChannelPlan, apply_plan, plan_of
 from sparsebit.tensor_files import load_tensors, save_tensors

@@ -12,7 +12,7 @@ from sparsebit.cli.inputs.calibrated_model import calibrated, formats, load_subj
 from sparsebit.cli.inputs.loading import LoadingError
 from sparsebit.cli.option_groups import DataOptions, TrainedModel
 from sparsebit.errors import ConfigError
-from sparsebit.graph.call_form import VARYING
+from sparsebit.graph.values.call_form import VARYING
 
 FICKLE = """
 import torch

@@ -13,7 +13,7 @@ from sparsebit.execution.blocks.engine import BlockData, run_blocks
 from sparsebit.execution.blocks.find_blocks import Block, whole_graph
 from sparsebit.execution.blocks.samples import Minibatch, Samples
 from sparsebit.graph.capture import capture
-from sparsebit.graph.nested import tensors_of
+from sparsebit.graph.values.nested import tensors_of
 
 
 def looked_at(model: nn.Module, batches: list[Tensor], look: Callable[[BlockData], None]) -> None:

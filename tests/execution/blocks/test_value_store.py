@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparsebit.execution.blocks import value_store
 from sparsebit.execution.blocks.value_store import MIB, SharedData
-from sparsebit.graph.nested import tensors_of
+from sparsebit.graph.values.nested import tensors_of
 
 
 def floats(count: int) -> Tensor:

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsebit.graph.aliasing import overwritten
 from sparsebit.graph.capture import capture
+from sparsebit.graph.nodes.aliasing import overwritten
 from sparsebit.graph.passes.functionalize import functionalize
 from sparsebit.graph.passes.simplify import simplify
 

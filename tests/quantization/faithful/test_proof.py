@@ -16,8 +16,8 @@ from torch import Tensor, fx, nn
 
 import sparsebit
 from sparsebit.errors import CaptureError
-from sparsebit.graph.outcome import tensor_at
-from sparsebit.graph.verification import Reference
+from sparsebit.graph.checking.outcome import tensor_at
+from sparsebit.graph.checking.verification import Reference
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.faithful import gradient_check, proof
 from tests.quantization.tiny import calibrated, qconfig

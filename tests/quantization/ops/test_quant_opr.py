@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from sparsebit.errors import ConfigError
-from sparsebit.graph.op_rows import OpKind
+from sparsebit.graph.ops.op_rows import OpKind
 from sparsebit.quantization import (
     QMODULE_MAP,
     MultipleInputsQuantOpr,

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from sparsebit.graph.op_table import row_of
+from sparsebit.graph.ops.op_table import row_of
 from sparsebit.quantization.planning.disable_unnecessary_quant import absorbed_by, chain_end
 
 

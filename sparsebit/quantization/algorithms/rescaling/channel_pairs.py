@@ -18,9 +18,9 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import is_parametrized
 
-from sparsebit.graph.nested import tensors_of
-from sparsebit.graph.op_rows import OpKind
+from sparsebit.graph.ops.op_rows import OpKind
 from sparsebit.graph.passes.fold_batchnorm import is_intercepted
+from sparsebit.graph.values.nested import tensors_of
 from sparsebit.numerics.rounding.layer_matrix import layer_matrix
 from sparsebit.quantization.algorithms.layer_visits import has_one_input
 from sparsebit.quantization.algorithms.rescaling.channel_pairs_math import (

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
-from sparsebit.graph.nested import tensors_of
-from sparsebit.graph.op_rows import ROWS, OpRow
-from sparsebit.graph.op_table import keeps_grid, row_of, tensor_arguments
+from sparsebit.graph.ops.op_rows import ROWS, OpRow
+from sparsebit.graph.ops.op_table import keeps_grid, row_of, tensor_arguments
 from sparsebit.graph.passes.fold_batchnorm import is_intercepted
+from sparsebit.graph.values.nested import tensors_of
 from sparsebit.quantization.building.inserted_factors import ChannelFactor
 from sparsebit.quantization.ops.quant_opr import GatedQuantOpr, QIdentity, QShared, QuantOpr
 

@@ -18,8 +18,8 @@ from sparsebit.errors import CalibrationError, CaptureError
 from sparsebit.execution.batches import Call, calls, input_rows
 from sparsebit.execution.blocks.value_store import MIB, SharedData
 from sparsebit.execution.distributed import gather
-from sparsebit.graph.comparison import difference
-from sparsebit.graph.nested import map_nested
+from sparsebit.graph.values.comparison import difference
+from sparsebit.graph.values.nested import map_nested
 from sparsebit.numerics.full_float32 import full_float32
 from sparsebit.progress import track
 from sparsebit.quantization.algorithms.rescaling.channel_pairs import ChannelPair, find_pairs

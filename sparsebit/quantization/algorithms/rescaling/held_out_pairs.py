@@ -18,7 +18,7 @@ from sparsebit.execution.batches import Call
 from sparsebit.execution.blocks.value_store import SharedData
 from sparsebit.execution.distributed import gather
 from sparsebit.execution.held_out import HoldOut, Piece, Split, find_samples
-from sparsebit.graph.nested import map_nested, tensors_of
+from sparsebit.graph.values.nested import map_nested, tensors_of
 from sparsebit.quantization.algorithms.rescaling.channel_pairs import ChannelPair
 from sparsebit.quantization.model.quant_model import QuantModel
 

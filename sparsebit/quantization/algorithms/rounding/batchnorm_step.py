@@ -17,7 +17,7 @@ from sparsebit.config.algorithm_steps import BATCHNORM_TUNING
 from sparsebit.errors import CalibrationError
 from sparsebit.execution.batches import calls
 from sparsebit.execution.norm_statistics import restarted_statistics
-from sparsebit.graph.patterns import is_itself
+from sparsebit.graph.rewriting.patterns import is_itself
 from sparsebit.progress import track
 from sparsebit.quantization.algorithms.registration import register_algorithm
 from sparsebit.quantization.calibrating.float_values import forget_float_parameters, in_float

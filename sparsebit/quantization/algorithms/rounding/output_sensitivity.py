@@ -17,7 +17,7 @@ from sparsebit.execution.blocks.engine import BatchValues
 from sparsebit.execution.blocks.find_blocks import Block, whole_graph
 from sparsebit.execution.blocks.runner import Values
 from sparsebit.execution.blocks.value_store import SharedData
-from sparsebit.graph.nested import map_nested, tensors_of
+from sparsebit.graph.values.nested import map_nested, tensors_of
 from sparsebit.quantization.calibrating.block_visits import FloatRun
 
 _DRAWS = 2

@@ -1,0 +1,1 @@
+"""Whether a graph computes what the module computes."""

@@ -1,0 +1,258 @@
+"""What one call of a module does: its result, and what it writes into its inputs and buffers."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.graph.nodes.graph_module import CapturedGraph
+from sparsebit.graph.nodes.hidden_writes import may_write_parameters
+from sparsebit.graph.state.state import states_of
+from sparsebit.graph.values.comparison import difference
+from sparsebit.graph.values.nested import map_nested, tensors_of
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+Buffers = Callable[[], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`inputs`: every tensor of the call, after it; `written`: which of them changed; `buffers`: those that changed;
+    `gradients`: where they were asked for, by the name of an input or parameter.
+    """
+
+    output: Any
+    inputs: tuple[Tensor, ...] = ()
+    written: frozenset[int] = frozenset()
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def difference(self, expected: Outcome) -> str | None:
+        """A sentence on the first difference; None where there is none."""
+        found = difference(self.output, expected.output)
+        for index in sorted(self.written | expected.written) if not found else ():
+            found = found or difference(self.inputs[index], expected.inputs[index], f"what is left in input {index}")
+        for name in sorted({*self.buffers, *expected.buffers}) if not found else ():
+            if name not in self.buffers or name not in expected.buffers:
+                wrong = "is written" if name in self.buffers else "is not written"
+                found = found or f"the buffer {name} {wrong}"
+            else:
+                found = found or difference(self.buffers[name], expected.buffers[name], f"the buffer {name}")
+        for name, gradient in expected.gradients.items() if not found else ():
+            if name in self.gradients:
+                found = found or difference(self.gradients[name], gradient, f"the gradient of {name}", slack=10.0)
+        return found
+
+
+class Notes:
+    """The values before a call, to find what the call wrote. `buffers` gives the buffers to watch, by name."""
+
+    def __init__(self, call: Call, buffers: Buffers = dict) -> None:
+        self.tensors, self.buffers = tensors_of(call), buffers
+        self.before = [_version(tensor) for tensor in self.tensors]
+        # By value: torch does not count all writes, not those of batch norms.
+        self.held = {name: buffer.detach().clone() for name, buffer in buffers().items()}
+
+    def outcome(self, output: Any) -> Outcome:
+        written = frozenset(i for i, tensor in enumerate(self.tensors) if _version(tensor) != self.before[i])
+        changed = {
+            name: buffer.detach().clone() for name, buffer in self.buffers().items() if self._wrote(name, buffer)
+        }
+        return Outcome(output, tuple(self.tensors), written, changed)
+
+    def _wrote(self, name: str, buffer: Tensor) -> bool:
+        was = self.held.get(name)
+        return was is None or was.shape != buffer.shape or was.dtype != buffer.dtype or not torch.equal(was, buffer)
+
+
+def outcome_of(run: Callable[..., Any], call: Call, buffers: Buffers = dict) -> Outcome:
+    """Call `run` and note what it did."""
+    notes = Notes(call, buffers)
+    return notes.outcome(run(*call[0], **call[1]))
+
+
+def with_gradients(
+    run: Callable[..., Any], call: Call, loss: Callable[[Any], Tensor], parameters: Mapping[str, Tensor]
+) -> Outcome:
+    """Call `run` and differentiate `loss` of its output by the call's float tensors and by `parameters`.
+
+    The parameters' own `grad` is left alone. What the loss does not depend on has a gradient of zeros.
+    """
+    args, kwargs = map_nested(Tensor, _differentiable, call)
+    wanted = {f"input {index}": tensor for index, tensor in enumerate(tensors_of((args, kwargs)))}
+    wanted |= parameters
+    wanted = {name: tensor for name, tensor in wanted.items() if tensor.requires_grad}
+    with torch.enable_grad():
+        # As results of an operation: a module may write into its inputs, which torch forbids for leaves.
+        call = map_nested(Tensor, lambda x: x.clone() if x.requires_grad else x, (args, kwargs))
+        output = run(*call[0], **call[1])
+        found = torch.autograd.grad(loss(output), list(wanted.values()), allow_unused=True)
+    gradients = {
+        name: torch.zeros_like(tensor) if gradient is None else gradient
+        for (name, tensor), gradient in zip(wanted.items(), found, strict=True)
+    }
+    return Outcome(map_nested(Tensor, torch.Tensor.detach, output), gradients=gradients)
+
+
+def _differentiable(tensor: Tensor) -> Tensor:
+    copied = tensor.detach().clone()
+    return copied.requires_grad_() if copied.is_floating_point() or copied.is_complex() else copied
+
+
+def cloned(call: Call) -> Call:
+    """The call with its tensors copied: what is written into these is not seen by others. Aliases stay aliases."""
+    copies: dict[int, Tensor] = {}
+
+    def clone(tensor: Tensor) -> Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = _like(tensor, tensor.detach().clone().requires_grad_(tensor.requires_grad))
+        return copies[id(tensor)]
+
+    result: Call = map_nested(Tensor, clone, call)
+    return result
+
+
+def _like(tensor: Tensor, copied: Tensor) -> Tensor:
+    """The copy, made the result of an operation if the tensor is one: torch forbids writes into trainable leaves."""
+    if tensor.is_leaf:
+        return copied
+    with torch.enable_grad():
+        return copied.clone()
+
+
+def buffers_of(module: nn.Module, like: nn.Module | None = None) -> Buffers:
+    """The buffers of `module`, by the names that they have in `like`, whose modules it may have wrapped."""
+    names = [name for name, _ in (like or module).named_buffers()]
+
+    def find() -> dict[str, Tensor]:
+        found = {name: tensor_at(module, name) for name in names}
+        return {name: value for name, value in found.items() if value is not None}
+
+    return find
+
+
+class Snapshot:
+    """The buffers, attributes and modes of the roots' modules, and the tensors of a call, as they are now; parameters
+    too, where a forward may write into them.
+    """
+
+    def __init__(self, *roots: nn.Module, call: Any = ()) -> None:
+        self.states = [state for module in _modules_of(roots) for state in states_of(module, inside=False)]
+        attributes = [value for state in self.states for value in state.attributes.values()]
+        written = [*tensors_of(call), *(value for value in attributes if isinstance(value, Tensor))]
+        self.values = {id(tensor): (tensor, _version(tensor), tensor.detach().clone()) for tensor in written}
+        # Of buffers torch does not count all writes: not those of batch norms.
+        buffers = [buffer for state in self.states for buffer in state.registries["_buffers"].values()]
+        kept = [buffer for buffer in buffers if buffer is not None]
+        if any(map(may_write_parameters, roots)):  # `.data` hides its writes
+            kept += [p for state in self.states for p in state.registries["_parameters"].values() if p is not None]
+        self.values |= {id(tensor): (tensor, None, tensor.detach().clone()) for tensor in kept}
+
+    def restore(self) -> None:
+        """Put everything back, in place."""
+        for state in self.states:
+            state.restore()
+        with torch.no_grad():
+            for tensor, version, value in self.values.values():
+                is_counted = version is not None and _version(tensor) != version
+                if is_counted or not _is_same(tensor, value):  # a write through `.data` is not counted
+                    tensor.copy_(value)
+
+
+def _modules_of(roots: tuple[nn.Module, ...]) -> list[nn.Module]:
+    """Every module of the roots, with those that captured graphs in them were traced from."""
+    found: dict[int, nn.Module] = {}
+    waiting = list(roots)
+    for root in waiting:
+        for module in root.modules():
+            if id(module) not in found:
+                found[id(module)] = module
+                waiting += [module.source] if isinstance(module, CapturedGraph) else []
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def state_kept(*roots: nn.Module) -> Iterator[None]:
+    """Undo, at the end of the block, changes to buffers, plain attributes and modes of the modules."""
+    snapshot = Snapshot(*roots)
+    try:
+        yield
+    finally:
+        snapshot.restore()
+
+
+def tensor_at(module: nn.Module, path: str) -> Tensor | None:
+    """The parameter or buffer of that name, in a model whose modules may be wrapped."""
+    found = _at(module, path)
+    return found if isinstance(found, Tensor) else None
+
+
+def _at(module: Any, path: str) -> Any:
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module
+
+
+def _version(tensor: Tensor) -> Any:
+    """A value that changes with every write into the tensor; inference tensors, which count none, give their values."""
+    return _Values(tensor.detach().clone()) if tensor.is_inference() else tensor._version
+
+
+def _is_same(tensor: Tensor, value: Tensor) -> bool:
+    """Whether no number differs; of sparse and nested tensors, which few operators know, nothing is said."""
+    is_plain = tensor.layout is torch.strided and not tensor.is_nested
+    return not is_plain or _Values(tensor) == _Values(value)
+
+
+class _Values:
+    """Equal where every number is, NaN too."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Values) and bool(
+            torch.allclose(self.values, other.values, rtol=0, atol=0, equal_nan=True)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class Randomness:
+    """The state of every random generator that a forward may use."""
+
+    states: tuple[Any, ...]
+
+    @classmethod
+    def now(cls) -> Randomness:
+        numpy = sys.modules.get("numpy")
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+        return cls((torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None, cuda))
+
+    def restore(self) -> None:
+        own, python, numpy_state, cuda = self.states
+        torch.set_rng_state(own)
+        random.setstate(python)
+        if numpy_state is not None:
+            sys.modules["numpy"].random.set_state(numpy_state)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+@contextlib.contextmanager
+def undisturbed_randomness(state: Randomness | None = None) -> Iterator[None]:
+    """Inside, random generators start from `state` (default: the current one); afterwards they are as before."""
+    now = Randomness.now()
+    (state or now).restore()
+    try:
+        yield
+    finally:
+        now.restore()

@@ -1,0 +1,1 @@
+"""A captured graph, and what is known about its nodes."""

@@ -1,0 +1,139 @@
+"""Which values share memory, and which nodes write into it. Where it is not known, memory counts as shared."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any, cast
+
+import torch.nn.functional as F
+from torch import fx, nn
+
+from sparsebit.graph.nodes.graph_module import module_of
+from sparsebit.graph.nodes.hidden_writes import function_may_write, module_may_write
+from sparsebit.graph.nodes.view_ops import may_be_view, may_hold_view
+
+# What an in-place operator does, out of place.
+OPERATORS: dict[Any, Callable[..., Any]] = {
+    getattr(operator, f"i{name.rstrip('_')}"): getattr(operator, name)
+    for name in (
+        "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor", "lshift", "rshift"
+    )
+}  # fmt: skip
+_WRITING_DUNDERS = {"__setitem__", *(f"__{operation.__name__}__" for operation in OPERATORS)}
+_PASSING = (nn.Identity, nn.Flatten, nn.Unflatten, nn.modules.dropout._DropoutNd)
+
+
+class Families:
+    """Groups of nodes whose values may share memory; nodes can be added."""
+
+    def __init__(self) -> None:
+        self._family: dict[fx.Node, set[fx.Node]] = {}
+
+    def of(self, node: fx.Node) -> set[fx.Node]:
+        return self._family.get(node, {node})
+
+    def join(self, node: fx.Node, other: fx.Node) -> None:
+        merged = self.of(node) | self.of(other)
+        for member in merged:
+            self._family[member] = merged
+
+
+def may_alias(node: fx.Node, root: fx.GraphModule) -> Iterator[fx.Node]:
+    """The inputs whose memory the node's value may share."""
+    if node.op == "call_module":
+        module = module_of(node, root)
+        of_torch = type(module).__module__.startswith("torch.nn.")
+        if isinstance(module, _PASSING) or not of_torch or getattr(module, "inplace", False) is True:
+            yield from node.all_input_nodes
+    elif node.op in ("call_function", "call_method"):
+        name = str(getattr(node.target, "__name__", node.target))
+        if name in ("broadcast_tensors", "meshgrid"):
+            yield from node.all_input_nodes
+        elif name == "einsum":  # of one operand it may only move axes
+            yield from node.all_input_nodes if len(node.all_input_nodes) == 1 else ()
+        elif node.target is getattr:
+            yield from node.all_input_nodes[:1] if may_hold_view(str(node.args[1])) else ()
+        elif may_be_view(name) or overwritten(node, root) is not None:
+            yield from node.all_input_nodes[:1]
+
+
+def overwritten(node: fx.Node, root: fx.GraphModule) -> fx.Node | None:
+    """The value that the node writes into, if any."""
+    if node.op not in ("call_module", "call_function", "call_method"):
+        return None
+    if isinstance(out := node.kwargs.get("out"), fx.Node):
+        return out
+    source = node.args[0] if node.args else node.kwargs.get("input")
+    return source if isinstance(source, fx.Node) and _writes(node, root) else None
+
+
+def written_by(node: fx.Node, root: fx.GraphModule) -> list[fx.Node]:
+    """The values that the node may write into: the overwritten one, or the arguments of code outside the graph."""
+    known = overwritten(node, root)
+    if node.op == "call_module":
+        module = module_of(node, root)
+        assert module is not None
+        is_hidden = not type(module).__module__.startswith("torch.nn.") and module_may_write(module)
+    else:
+        is_hidden = is_users_function(node) and function_may_write(cast("FunctionType", node.target))
+    return node.all_input_nodes if is_hidden else [] if known is None else [known]
+
+
+def is_users_function(node: fx.Node) -> bool:
+    """Whether the node calls a function that is neither torch's nor ours, so that what it does is not known."""
+    function = node.target
+    is_function = node.op == "call_function" and isinstance(function, FunctionType)
+    return is_function and function.__module__.partition(".")[0] not in ("torch", "sparsebit")
+
+
+def _writes(node: fx.Node, root: fx.GraphModule) -> bool:
+    if node.op == "call_module":
+        module = module_of(node, root)
+        assert module is not None
+        return any(getattr(part, "inplace", False) is True for part in module.modules())
+    return writes_by_name(node.target) or (node.op == "call_function" and is_inplace_call(node))
+
+
+def writes_by_name(target: Any) -> bool:
+    """Whether a function or method of that name writes into its first argument: `x.add_`, `torch.relu_`, `x += y`."""
+    if getattr(target, "__module__", None) == "_operator":
+        return target is operator.setitem or target in OPERATORS
+    name = str(getattr(target, "__name__", target))
+    return name in _WRITING_DUNDERS or (name.endswith("_") and not name.endswith("__"))
+
+
+def is_inplace_call(node: fx.Node) -> bool:
+    """`F.relu(x, inplace=True)`, by position or by name."""
+    if node.kwargs.get("inplace") is True:
+        return True
+    if getattr(node.target, "__module__", None) != F.__name__ or not any(argument is True for argument in node.args):
+        return False
+    parameters = list(inspect.signature(node.target).parameters)  # type: ignore[arg-type]
+    return "inplace" in parameters and dict(zip(parameters, node.args, strict=False)).get("inplace") is True
+
+
+def written_later(graph_module: fx.GraphModule) -> set[fx.Node]:
+    """Nodes whose value, or what it is a view of, some node overwrites: to be kept as they are, not as copies."""
+    families = Families()
+    sources: list[fx.Node] = []
+    for node in graph_module.graph.nodes:
+        for other in may_alias(node, graph_module):
+            families.join(node, other)
+        sources += written_by(node, graph_module)
+    return {member for source in sources for member in families.of(source)}
+
+
+def writes_through_data(graph_module: fx.GraphModule) -> bool:
+    """Whether a node writes through `.data`, which autograd does not see: a backward then reads what was written."""
+    views: set[fx.Node] = set()
+    for node in graph_module.graph.nodes:
+        if node.target is getattr and node.args[1] == "data":
+            views.add(node)
+        elif any(source in views for source in written_by(node, graph_module)):
+            return True
+        elif any(source in views for source in may_alias(node, graph_module)):
+            views.add(node)
+    return False

@@ -1,0 +1,286 @@
+"""`CapturedGraph`: a GraphModule that stays tied to the module it was traced from, and that can be copied and pickled.
+
+torch.fx pickles a graph as Python source and traces that again, which loses what a plain trace cannot see (guards,
+training flags, factories). Here the nodes themselves are stored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
+
+from sparsebit.graph.nodes.absorbed import Absorbed
+from sparsebit.graph.nodes.captured_block import (
+    GRAPH_MODULE_NAMES,
+    CapturedBlock,
+    OfSource,
+    mark_block,
+    show_attributes_of,
+)
+
+_REGISTRIES = ("_parameters", "_buffers", "_non_persistent_buffers_set")
+NAME_KEY = "sparsebit_name"  # where `node.meta` holds the name that `node_names` gives
+
+
+class CapturedGraph(OfSource, fx.GraphModule):
+    """`source`'s forward as a graph.
+
+    Leaves are the source's own modules, and parameters and buffers that the graph reads by themselves live in the same
+    registries, so that `to`, `train` and `load_state_dict` reach both or neither. Children whose names a GraphModule
+    needs for itself (`graph`, `code`) are filed as `user_graph`, `user_code`: `source_path` gives the name back.
+    """
+
+    def __init__(self, source: nn.Module, graph: fx.Graph) -> None:
+        for node in graph.nodes:
+            if node.op in ("call_module", "get_attr"):
+                node.target = _filed_path(str(node.target), is_module=node.op == "call_module")
+        super().__init__(_with_filed_children(source), graph, type(source).__name__)
+        # In a tuple: the source's leaves are the graph's, and must not be registered twice.
+        self.__dict__["_source"] = (source,)
+        for node in graph.nodes:
+            if node.op in ("call_module", "get_attr"):
+                self._mark_blocks(node.target)
+        for path in self._read_namespaces():
+            share_registries(self.get_submodule(path), source.get_submodule(source_path(path)))
+        self._follow_modes()
+
+    @property
+    def source(self) -> nn.Module:
+        source: nn.Module = self.__dict__["_source"][0]
+        return source
+
+    def train(self, mode: bool = True) -> CapturedGraph:
+        super().train(mode)
+        self.source.train(mode)  # last, since the source may keep parts of itself in eval mode
+        self._follow_modes()
+        return self
+
+    def recompile(self) -> Any:
+        """As in torch.fx, whose `__call__` would print a traceback to the terminal for every error in the graph."""
+        code = super().recompile()
+        if "__call__" in vars(type(self)):
+            del type(self).__call__
+        return code
+
+    def add_submodule(self, target: str, m: nn.Module) -> bool:
+        added = super().add_submodule(target, m)
+        self._mark_blocks(target)
+        return added
+
+    def release_unread(self) -> None:
+        """Remove parameters and buffers that no node reads any more."""
+        read = self._read_namespaces()
+        for path, module in self._namespaces():
+            if path not in read:
+                module.__dict__.update(_parameters={}, _buffers={}, _non_persistent_buffers_set=set())
+        if self.__dict__.get("_keeps_uncalled", False):
+            self.keep_uncalled()
+
+    def keep_uncalled(self) -> None:
+        """Hold the source's modules and tensors that the graph does not read, from now on: the source's own code, which
+        runs where the graph does not cover a call, may read them.
+        """
+        self.__dict__["_keeps_uncalled"] = True
+        _hold(self, self.source, {id(tensor) for tensor in _tensors_of(self)})
+        new_names = self.meta.setdefault("new_attributes", [])
+        for path, block in self._namespaces():
+            with contextlib.suppress(AttributeError):  # made by a pass
+                show_attributes_of(block, self.source.get_submodule(source_path(path)), new_names)
+
+    def note_leaves(self) -> None:
+        """Remember which modules the graph and the source both call: from now on a replaced one is replaced in both."""
+        found = []
+        for target in {str(node.target): None for node in self.graph.find_nodes(op="call_module")}:
+            path, _, name = source_path(target).rpartition(".")
+            with contextlib.suppress(AttributeError):
+                parent, module = self.source.get_submodule(path), self.get_submodule(target)
+                if parent._modules.get(name) is module:
+                    found.append((target, parent, name, module))
+        self.__dict__["_leaves"] = found
+
+    def update_source(self) -> None:
+        """Put modules that were replaced in the graph (`graph_module.conv = other`) into the source too."""
+        for target, parent, name, module in self.__dict__.get("_leaves", ()):
+            with contextlib.suppress(AttributeError):  # it was deleted
+                current = self.get_submodule(target)
+                if current is not module and parent._modules.get(name) is module:
+                    setattr(parent, name, current)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CapturedGraph:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # What only the source's code uses moves along; a second move of the rest changes nothing.
+        self.source._apply(fn)
+        return self
+
+    def _namespaces(self) -> list[tuple[str, nn.Module]]:
+        """Modules that only hold others under a path, this one first; none below modules that are called."""
+        found: list[tuple[str, nn.Module]] = [("", self)]
+        for path, module in found:
+            below = [(f"{path}.{name}" if path else name, child) for name, child in module._modules.items()]
+            found.extend((name, child) for name, child in below if isinstance(child, CapturedBlock))
+        return found
+
+    def _mark_blocks(self, target: str) -> None:
+        """torch.fx puts plain modules where a node's path has parts that the graph does not call."""
+        module: nn.Module = self
+        parts = target.split(".")[:-1]
+        for end, name in enumerate(parts, start=1):
+            child = module._modules.get(name)
+            if type(child) is nn.Module and "forward" not in child.__dict__:
+                mark_block(child, source_path(".".join(parts[:end])))
+            if not isinstance(child, CapturedBlock):
+                return
+            module = child
+
+    def _read_namespaces(self) -> set[str]:
+        return {str(node.target).rpartition(".")[0] for node in self.graph.nodes if node.op == "get_attr"}
+
+    def _follow_modes(self) -> None:
+        modes = {path: module.training for path, module in self.source.named_modules(remove_duplicate=False)}
+        for path, module in self._namespaces():
+            module.training = modes.get(source_path(path), module.training)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CapturedGraph:
+        copied = _restored(copy.deepcopy(self._state(), memo), type(self).__name__, _to_rows(self.graph))
+        memo[id(self)] = copied
+        for node, twin in zip(self.graph.nodes, copied.graph.nodes, strict=True):
+            twin.meta = dict(node.meta)
+            memo[id(node)] = twin  # a value that is a single node is the copy's node
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (self._state(), type(self).__name__, _to_rows(self.graph))
+
+    def _state(self) -> dict[str, Any]:
+        # Nor a forward in the instance, which is put there for training.
+        return {name: value for name, value in self.__dict__.items() if name not in ("_graph", "forward")}
+
+
+_RESERVED = GRAPH_MODULE_NAMES | {
+    *("source", "release_unread", "keep_uncalled", "note_leaves", "update_source", "self"),
+    *("_source", "_leaves", "_keeps_uncalled"),
+}
+_PREFIX = "user_"
+
+
+def source_path(target: str) -> str:
+    """A node's target as the path in the module that was traced."""
+    first, dot, rest = target.partition(".")
+    return f"{first.removeprefix(_PREFIX)}{dot}{rest}" if _is_taken(first) else target
+
+
+def _filed_path(path: str, is_module: bool) -> str:
+    """The path in a graph of the module or tensor at `path` in the source."""
+    first, dot, _ = path.partition(".")
+    if not _is_taken(first) or path == "training":
+        return path
+    if not dot and not is_module:
+        raise fx.proxy.TraceError(f"its tensor {first!r} has a name that torch.fx.GraphModule uses itself")
+    return f"{_PREFIX}{path}"
+
+
+def _is_taken(name: str) -> bool:
+    """Whether a GraphModule uses the name itself, or the name looks like one that was changed for that reason."""
+    while name not in _RESERVED and name.startswith(_PREFIX):
+        name = name.removeprefix(_PREFIX)
+    return name in _RESERVED
+
+
+def _with_filed_children(source: nn.Module) -> nn.Module:
+    """`source`, its children under the names that they have in a graph."""
+    if not any(_is_taken(name) for name in source._modules):
+        return source
+    filed = nn.Module()
+    filed.__dict__.update(source.__dict__)
+    filed._modules = {_filed_path(name, is_module=True): child for name, child in source._modules.items()}
+    return filed
+
+
+def share_registries(module: nn.Module, owner: nn.Module) -> None:
+    """From now on both hold the same parameters and buffers, also after one of them rebinds a name (`.to`)."""
+    if module is owner:
+        return
+    for name in [name for name in module._buffers if name not in owner._buffers]:
+        # A constant, or a tensor that is a plain attribute: no state of the model, but it moves with it.
+        owner.__dict__.pop(name, None)
+        owner.register_buffer(name, module._buffers[name], persistent=False)
+    for registry in _REGISTRIES:
+        module.__dict__[registry] = owner.__dict__[registry]
+
+
+def _hold(block: nn.Module, source: nn.Module, held: set[int]) -> None:
+    """Register in `block` the parts of `source` with tensors that are not among those `held` (by id)."""
+    if any(id(tensor) not in held for tensor in _own_tensors_of(source)):
+        share_registries(block, source)
+    for name, child in source._modules.items():
+        filed = _filed_path(name, is_module=True) if isinstance(block, CapturedGraph) else name
+        own = block._modules.get(filed)
+        if child is None or own is child:
+            continue
+        if isinstance(own, CapturedBlock):
+            _hold(own, child, held)
+        elif own is None and any(id(tensor) not in held for tensor in _tensors_of(child)):
+            block._modules[filed] = child
+
+
+def _tensors_of(module: nn.Module) -> list[Tensor]:
+    """The parameters and buffers of the module and of all inside, but for modules that compute nothing any more."""
+    if isinstance(module, Absorbed):
+        return []
+    inside = [tensor for child in module._modules.values() if child is not None for tensor in _tensors_of(child)]
+    return [*_own_tensors_of(module), *inside]
+
+
+def _own_tensors_of(module: nn.Module) -> list[Tensor]:
+    return [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """The node of that number."""
+
+    index: int
+
+
+def _to_rows(graph: fx.Graph) -> list[tuple[Any, ...]]:
+    """The nodes as plain values, in order."""
+    number = {node: index for index, node in enumerate(graph.nodes)}
+
+    def refer(item: Any) -> Any:
+        return _Reference(number[item]) if isinstance(item, fx.Node) else item
+
+    def plain(arguments: Any) -> Any:
+        return map_aggregate(arguments, refer)
+
+    return [
+        (node.op, node.target, plain(node.args), plain(node.kwargs), node.name, node.type, node.meta.get(NAME_KEY))
+        for node in graph.nodes
+    ]
+
+
+def _restored(state: dict[str, Any], class_name: str, rows: list[tuple[Any, ...]]) -> CapturedGraph:
+    nodes: list[fx.Node] = []
+
+    def real(arguments: Any) -> Any:
+        return map_aggregate(arguments, lambda item: nodes[item.index] if isinstance(item, _Reference) else item)
+
+    graph = fx.Graph()
+    for op, target, args, kwargs, name, kind, readable_name in rows:
+        nodes.append(graph.create_node(op, target, real(args), real(kwargs), name, kind))
+        if readable_name is not None:
+            nodes[-1].meta[NAME_KEY] = readable_name
+    module = CapturedGraph.__new__(CapturedGraph)
+    module.__dict__.update(state)
+    type(module).__name__ = class_name
+    module.graph = graph
+    return module
+
+
+def module_of(node: fx.Node, root: fx.GraphModule) -> nn.Module | None:
+    return root.get_submodule(str(node.target)) if node.op == "call_module" else None

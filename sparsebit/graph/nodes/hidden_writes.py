@@ -1,0 +1,227 @@
+"""Whether Python code outside the graph may write into its arguments. Where that is not known, it may."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import sys
+import textwrap
+from functools import cache, lru_cache
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any
+
+import torch.nn.functional as F
+from torch import nn
+
+from sparsebit.graph.nodes.graph_module import CapturedGraph
+
+_MAX_FUNCTIONS = 300
+_LIBRARIES = {"torch", "sparsebit", "numpy", *sys.stdlib_module_names} - {"__main__"}
+
+
+def module_may_write(module: nn.Module) -> bool:
+    """Whether a call of the module, which runs code of its own, may write into its arguments."""
+    return _any_may_write([part.source if isinstance(part, CapturedGraph) else part for part in module.modules()])
+
+
+def code_may_write(model: nn.Module) -> bool:
+    """Whether code in a captured model that is no graph may write into tensors that layers have read."""
+    return _any_may_write([part for part in model.modules() if not isinstance(part, CapturedGraph)])
+
+
+def function_may_write(function: Any) -> bool:
+    """Whether a call of a function of the user's own may write into its arguments, or a function that it calls by name
+    into those that it gets.
+    """
+    return _may_write(function) or any(map(_writes_into_arguments, _called_by_name(function)))
+
+
+def may_write_parameters(model: nn.Module) -> bool:
+    """Whether a forward of the model may write into its parameters: clip a weight, say."""
+    parts = list(model.modules())
+    kinds: list[Any] = [type(part) for part in parts]
+    return (
+        any(getattr(part, "max_norm", None) is not None for part in parts)
+        or any(map(_class_may_train, kinds))
+        or any(map(_may_train, _held_functions(parts)))
+    )
+
+
+def _any_may_write(parts: list[nn.Module]) -> bool:
+    """Whether code of one of the modules may write: of its class, its hooks, or a function that it holds."""
+    kinds: list[Any] = list(map(type, parts))
+    return (
+        any(getattr(part, "inplace", False) is True for part in parts)
+        or any(map(_class_may_write, kinds))
+        or any(map(function_may_write, _held_functions(parts)))
+    )
+
+
+@lru_cache(maxsize=4096)
+def _class_may_write(kind: Any) -> bool:
+    return any(map(_may_write, _own_functions(kind))) or any(map(function_may_write, _run_by_forward(kind)))
+
+
+@lru_cache(maxsize=4096)
+def _class_may_train(kind: Any) -> bool:
+    own = _own_functions(kind)
+    return any(_may_write_parameters(function, _self(function)) for function in own) or any(
+        map(_may_train, _run_by_forward(kind))
+    )
+
+
+@lru_cache(maxsize=4096)
+def _may_train(function: FunctionType) -> bool:
+    """Whether the function, or one that it calls by a name, may write into parameters."""
+    helpers = _called_by_name(function)
+    return _may_write_parameters(function, _self(function)) or any(
+        _may_write_parameters(helper, _arguments(helper)) for helper in helpers
+    )
+
+
+def _self(function: FunctionType) -> set[str]:
+    """The name of the first argument."""
+    return set(function.__code__.co_varnames[:1])
+
+
+def _run_by_forward(kind: Any) -> list[FunctionType]:
+    """The methods that `forward` runs, by their names. Others may well write: they give weights their first values."""
+    functions = _own_functions(kind)
+    found = {function for function in functions if function.__name__ in ("forward", "__call__")}
+    while True:
+        names = set[str]().union(*(_names(function.__code__) for function in found))
+        more = {function for function in functions if function.__name__ in names} - found
+        if not more:
+            return list(found)
+        found |= more
+
+
+def _called_by_name(function: FunctionType) -> list[FunctionType]:
+    """The user's functions, in globals and closures, that the function's code names, and those that these name."""
+    found: dict[int, FunctionType] = {}
+    waiting = [function]
+    while waiting and len(found) < _MAX_FUNCTIONS:
+        caller = waiting.pop()
+        cells = (cell.cell_contents for cell in caller.__closure__ or () if cell != CellType())
+        for value in (*(caller.__globals__.get(name) for name in _names(caller.__code__)), *cells):
+            named = _function(value)
+            if named is not None and id(named) not in found and named is not function:
+                found[id(named)] = named
+                waiting.append(named)
+    return list(found.values())
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def _function(value: Any) -> FunctionType | None:
+    """The user's function that a value is, or whose method or partial application it is."""
+    value = value.func if isinstance(value, functools.partial) else value
+    value = getattr(value, "__func__", value) if isinstance(value, MethodType) else value
+    is_users = isinstance(value, FunctionType) and str(value.__module__).partition(".")[0] not in _LIBRARIES
+    return value if is_users else None
+
+
+def _held_functions(parts: list[nn.Module]) -> list[FunctionType]:
+    """The user's functions that the modules hold as attributes and hooks."""
+    held = (_function(value) for part in parts for value in (*vars(part).values(), *_hooks(part)))
+    return [function for function in held if function is not None]
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
+def _arguments(function: FunctionType) -> set[str]:
+    code = function.__code__
+    return set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+
+
+def _own_functions(kind: Any) -> list[FunctionType]:
+    own = (base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("torch", "sparsebit"))
+    members = (member for base in own for member in vars(base).values())
+    functions = (member.__func__ if isinstance(member, (staticmethod, classmethod)) else member for member in members)
+    return [function for function in functions if isinstance(function, FunctionType)]
+
+
+def _may_write(function: FunctionType) -> bool:
+    tree = _tree_of(function)
+    return tree is None or any(_is_write(node) for node in ast.walk(tree))
+
+
+@lru_cache(maxsize=4096)
+def _writes_into_arguments(function: FunctionType) -> bool:
+    tree = _tree_of(function)
+    own = _arguments(function)
+    return tree is not None and any(_is_write(node) and _is_written_in(node, own) for node in ast.walk(tree))
+
+
+def _may_write_parameters(function: FunctionType, own: set[str]) -> bool:
+    """Whether the function's own code may; `own`: the names of the arguments that may hold parameters."""
+    tree = _tree_of(function)
+    if tree is None:
+        return True
+    writes = [node for node in ast.walk(tree) if _is_write(node)]
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return bool(writes) and (not names.isdisjoint(_PARAMETERS) or any(_is_written_in(node, own) for node in writes))
+
+
+def _tree_of(function: FunctionType) -> ast.AST | None:
+    """The function's code; None where it is not known. `__init__` counts as empty: no call runs it."""
+    if function.__name__ == "__init__":
+        return ast.Module([], [])
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+
+
+_PARAMETERS = frozenset({"data", "parameters", "named_parameters", "_parameters", "state_dict", "weight", "bias"})
+
+
+def _is_written_in(node: Any, own: set[str]) -> bool:
+    """Whether the write goes into something that `self` holds, as far as its line tells; a plain counter does too."""
+    if isinstance(node, ast.AugAssign):
+        places: list[Any] = [node.target]
+    elif isinstance(node, ast.Assign):
+        places = [target for target in node.targets if _is_memory(target)]
+    else:
+        places = [node.func, *node.args, *(keyword.value for keyword in node.keywords if keyword.arg == "out")]
+    return any(isinstance(part, ast.Name) and part.id in own for place in places for part in ast.walk(place))
+
+
+def _is_memory(target: ast.expr) -> bool:
+    """Whether an assignment to it writes into a tensor: `x[0] = ...`, `x.data = ...`."""
+    return isinstance(target, ast.Subscript) or (isinstance(target, ast.Attribute) and target.attr == "data")
+
+
+def _is_write(node: Any) -> bool:
+    if isinstance(node, ast.AugAssign):
+        return True
+    if isinstance(node, ast.Assign):
+        return any(map(_is_memory, node.targets))
+    if not isinstance(node, ast.Call):
+        return False
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    by_name = name.endswith("_") and not name.endswith("__")
+    by_flag = any(keyword.arg in ("out", "inplace") for keyword in node.keywords)
+    return by_name or by_flag or _is_flagged(node, name)
+
+
+def _is_flagged(call: ast.Call, name: str) -> bool:
+    """Whether a function of torch.nn.functional takes `inplace` by position."""
+    place = _inplace_places().get(name)
+    if place is None or len(call.args) <= place:
+        return False
+    flag = call.args[place]
+    return not isinstance(flag, ast.Constant) or bool(flag.value)
+
+
+@cache
+def _inplace_places() -> dict[str, int]:
+    functions = ((name, function) for name, function in vars(F).items() if isinstance(function, FunctionType))
+    parameters = {name: list(inspect.signature(function).parameters) for name, function in functions}
+    return {name: names.index("inplace") for name, names in parameters.items() if "inplace" in names}

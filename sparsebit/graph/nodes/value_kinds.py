@@ -1,0 +1,84 @@
+"""Which nodes give tensors, and which give sizes and other Python values."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from sparsebit.graph.nodes.example import UNKNOWN, guard, kind_of, value_of
+from sparsebit.graph.values.nested import tensors_of
+
+SIZE_METHODS = {
+    "size", "dim", "numel", "nelement", "ndimension", "stride", "item", "tolist", "is_floating_point", "get_device",
+    "data_ptr",
+}  # fmt: skip
+_SIZE_ATTRIBUTES = {
+    "shape", "device", "dtype", "ndim", "is_cuda", "requires_grad", "layout", "itemsize", "names", "training"
+}  # fmt: skip
+_TENSOR_FACTORIES = {
+    getattr(torch, name)
+    for name in (
+        "arange", "zeros", "ones", "full", "empty", "linspace", "eye", "tensor", "as_tensor", "scalar_tensor",
+        "rand", "randn", "randint", "randperm",
+    )
+}  # fmt: skip
+_PYTHON_FUNCTIONS = (torch.sym_int, torch.is_floating_point, torch.is_tensor, torch.numel, torch.finfo, torch.iinfo)
+
+
+def python_values(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that yield sizes, numbers, devices…: arithmetic on them is Python's, not the network's."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if _yields_python(node, found):
+            found.add(node)
+    return found
+
+
+def static_values(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that no input's values reach: made of weights, constants and sizes (a position table, say)."""
+    found = python_values(graph)
+    for node in graph.nodes:
+        if node.op not in ("placeholder", "output") and all(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def copied(value: Any) -> Any:
+    """A copy of a tensor; a number that stands in its place (`gain=1.0`) as it is."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def tensor_inputs(value: Any, python: set[fx.Node]) -> list[fx.Node]:
+    """The tensor-valued nodes inside one argument (a node, or a nested structure of nodes)."""
+    if isinstance(value, fx.Node):
+        return [] if value in python else [value]
+    if isinstance(value, (list, tuple)):
+        return [node for item in value for node in tensor_inputs(item, python)]
+    if isinstance(value, dict):
+        return tensor_inputs(list(value.values()), python)
+    return []
+
+
+def _yields_python(node: fx.Node, found: set[fx.Node]) -> bool:
+    if node.op in ("placeholder", "output"):
+        return False
+    example = value_of(node)
+    if example is not UNKNOWN:
+        return not tensors_of(example)
+    if node.op == "call_method":
+        return node.target in SIZE_METHODS
+    if node.op == "get_attr":
+        return str(node.target).rpartition(".")[2] == "training"
+    if node.op != "call_function" or node.target in _TENSOR_FACTORIES:
+        return False
+    if node.target in (guard, kind_of, hasattr, *_PYTHON_FUNCTIONS) or (
+        node.target is getattr and node.args[1] in _SIZE_ATTRIBUTES
+    ):
+        return True
+    if getattr(node.target, "__module__", None) in ("_operator", "operator", "math", "builtins"):
+        inputs = node.all_input_nodes[:1] if node.target is operator.getitem else node.all_input_nodes
+        return bool(inputs) and all(source in found for source in inputs)
+    return False

@@ -1,0 +1,1 @@
+"""Every op that the methods know."""

@@ -1,0 +1,1 @@
+"""Patterns of nodes, and their replacement."""

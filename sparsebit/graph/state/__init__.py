@@ -1,0 +1,1 @@
+"""State that a forward may read or change outside of parameters and buffers."""

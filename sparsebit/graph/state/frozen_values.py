@@ -1,0 +1,408 @@
+"""Plain values that a graph holds as constants (attributes of modules, globals): has one changed since the trace?
+
+A trace reads `self.temperature` once. The check runs at every call, so it looks only at values that the traced code can
+read, and compares whole groups of them in C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import copy
+import dis
+import enum
+import functools
+import operator
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparsebit.graph.state.outer_state import FOREIGN, function_of, is_foreign
+
+_REGISTRIES = nn.Module().__dict__.keys()
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), tuple, frozenset, torch.dtype, torch.device)
+_MAX_DEPTH = 4
+_MAX_ITEMS = 1000
+_MAX_BYTES = 4096
+_MAX_FUNCTIONS = 300
+_CONTAINERS = (list, dict, set, collections.deque)
+_RECORDS = (types.SimpleNamespace, argparse.Namespace)  # of Python itself, but they hold the user's values
+_DYNAMIC = frozenset({"getattr", "hasattr", "vars", "__dict__", "__getattribute__"})
+
+
+@dataclass(frozen=True)
+class _Group:
+    """`read(holder)` gave `held`, the values called `names`. `is_outside`: the holder does not belong to the model."""
+
+    read: Callable[[Any], Any]
+    holder: Any
+    held: Any
+    names: tuple[str, ...]
+    is_outside: bool = False
+
+    @property
+    def is_changed(self) -> bool:
+        with contextlib.suppress(Exception):  # deleted, or not comparable, as tensors are not
+            value = self.read(self.holder)
+            return not (value is self.held or value == self.held)
+        return True
+
+
+class FrozenValues:
+    """The values that the code of some modules, by path, can read, as they are now.
+
+    `new_names` gets the names of attributes that modules did not have, when they are set.
+    """
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]], new_names: list[str] | None = None) -> None:
+        self._groups: list[_Group] = []
+        self._seen: set[int] = set()
+        modules = list(modules)
+        reads, size = _Reads(), -1
+        for _, module in modules:
+            patched = [value for value in vars(module).values() if isinstance(value, types.FunctionType)]
+            reads.update(_reads_of(type(module)))
+            reads.update(_reads_of_functions(patched))
+        while size != len(reads):  # the code of an object that is found may read more
+            size, self._groups, self._seen = len(reads), [], set()
+            for path, module in modules:
+                self._watch_module(path, module, reads)
+            self._watch_surroundings(reads)
+        if new_names is not None:
+            readable = _Readable({*reads.strings, *reads.attributes})
+            self._groups.append(_Group(readable, new_names, [], ("attributes that were missing",)))
+
+    def _watch_surroundings(self, reads: _Reads) -> None:
+        """Globals, variables around functions, default arguments, attributes of classes."""
+        for kind in list(reads.classes):
+            names = [name for name in _data_of(kind) if reads.may_read(name)]
+            for name in names if not issubclass(kind, enum.Enum) else ():
+                read = operator.attrgetter(name)
+                self._watch_outside(read, kind, f"the class attribute {kind.__name__}.{name}", reads)
+        for cell, name in list(reads.cells.values()):
+            self._watch_outside(_content, cell, f"the variable {name!r} around the code", reads)
+        for function in list(reads.with_defaults):
+            place = f"the default arguments of {function.__qualname__}"
+            self._watch_outside(_DEFAULTS, function, place, reads)
+        for namespace, name in list(reads.globals.values()):
+            if name in namespace:
+                self._watch_outside(operator.itemgetter(name), namespace, f"the global {name}", reads)
+
+    def changed(self) -> str | None:
+        """Which value has changed, from what to what; None where none has."""
+        changed = next((group for group in self._groups if group.is_changed), None)
+        return None if changed is None else _described(changed)
+
+    def _watch_module(self, path: str, module: nn.Module, reads: _Reads) -> None:
+        here = f"{path}." if path else ""
+        own = [name for name in vars(module) if name not in _REGISTRIES and not name.startswith("_tensor_constant")]
+        of_class = [name for base in type(module).__mro__ if not is_foreign(base) for name in _data_of(base)]
+        names = [name for name in own if reads.may_read(name)]
+        self._watch_attributes(module, names, here)
+        shared = [name for name in dict.fromkeys(of_class) if name not in vars(module) and reads.may_read(name)]
+        if shared:  # an instance may get a value of its own
+            read = operator.attrgetter(*shared)
+            self._groups.append(_Group(read, module, read(module), tuple(f"{here}{name}" for name in shared)))
+        for name in names:
+            self._watch_inside(vars(module).get(name), f"{here}{name}", reads, 0)
+        for name in shared:
+            self._watch_inside(getattr(module, name), f"{here}{name}", reads, 0, is_outside=True)
+
+    def _watch_attributes(self, holder: Any, names: list[str], here: str, *, is_outside: bool = False) -> None:
+        if names:
+            read: Callable[[Any], Any] = (
+                _InstanceValues(tuple(names)) if _has_dict(holder) else operator.attrgetter(*names)
+            )
+            places = tuple(f"{here}{name}" for name in names)
+            self._groups.append(_Group(read, holder, read(holder), places, is_outside))
+
+    def _watch_outside(self, read: Callable[[Any], Any], holder: Any, place: str, reads: _Reads) -> None:
+        """A value that does not belong to the model, and what it holds."""
+        try:
+            value = read(holder)
+        except ValueError:  # a variable without a value
+            return
+        if isinstance(value, _PLAIN):
+            self._groups.append(_Group(read, holder, value, (place,), True))
+        self._watch_inside(value, place, reads, 0, is_outside=True)
+
+    def _watch_inside(self, value: Any, place: str, reads: _Reads, depth: int, *, is_outside: bool = False) -> None:
+        """What a container or a plain object holds, also deeper.
+
+        Of a dictionary outside of the model only the entries that it has now: code may keep its own results there.
+        """
+        if type(value).__module__ == "numpy" and getattr(value, "nbytes", _MAX_BYTES) < _MAX_BYTES:
+            self._groups.append(_Group(_BYTES, value, value.tobytes(), (place,), is_outside))
+        elif isinstance(value, torch.Tensor) and depth and not value.is_inference():
+            self._groups.append(_Group(_version, value, value._version, (f"changes in place of {place}",), is_outside))
+        simple = (nn.Module, torch.Tensor, type, *(kind for kind in _PLAIN if kind is not tuple))
+        if isinstance(value, simple) or id(value) in self._seen or depth > _MAX_DEPTH:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, (tuple, *_CONTAINERS)):
+            if len(value) > _MAX_ITEMS:
+                self._groups.append(_Group(len, value, len(value), (place,), is_outside))
+                return
+            if isinstance(value, dict):
+                read: Callable[[Any], Any] = _Entries(tuple(value)) if is_outside else _items
+            else:
+                read = set if isinstance(value, set) else list
+            if not isinstance(value, tuple):
+                self._groups.append(_Group(read, value, read(value), (place,), is_outside))
+            for key, item in _items(value) if isinstance(value, dict) else enumerate(value):
+                self._watch_inside(item, f"{place}[{key!r}]", reads, depth + 1, is_outside=is_outside)
+        elif not is_foreign(type(value)) or isinstance(value, _RECORDS):
+            if not _is_library(type(value).__module__):
+                reads.update(_reads_of(type(value)))  # its properties read others
+            slots = [name for base in type(value).__mro__ for name in _slots_of(base)]
+            held = vars(value) if _has_dict(value) else [name for name in slots if hasattr(value, name)]
+            names = [name for name in held if reads.may_read(name)]
+            self._watch_attributes(value, names, f"{place}.", is_outside=is_outside)
+            for name in names:
+                inner = getattr(value, name, None)
+                self._watch_inside(inner, f"{place}.{name}", reads, depth + 1, is_outside=is_outside)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FrozenValues:
+        """The same for a copy of the modules, which is made with the same `memo`: what has changed here has there."""
+        new = FrozenValues(())
+        new._groups = [group if group.is_outside else _copied(group, memo) for group in self._groups]
+        return new
+
+    def follow(self, original: FrozenValues) -> None:
+        """For a copy whose functions were made to refer to it: what has not changed in the original has not here."""
+        for place, (group, theirs) in enumerate(zip(self._groups, original._groups, strict=True)):
+            if not group.is_outside and not theirs.is_changed:
+                self._groups[place] = replace(group, held=group.read(group.holder))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FrozenValues, ((),)
+
+
+def _copied(group: _Group, memo: dict[int, Any]) -> _Group:
+    holder, held = copy.deepcopy((group.holder, group.held), memo)
+    if group.read is _version and group.held == _version(group.holder):
+        held = _version(holder)  # a copy has another count
+    return _Group(group.read, holder, held, group.names)
+
+
+class _InstanceValues:
+    """Reads attributes past the code that a class may have for that."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.read = operator.itemgetter(*names)
+
+    def __call__(self, holder: Any) -> Any:
+        return self.read(holder.__dict__)
+
+
+class _Entries:
+    """Reads the entries of a dictionary that it has now."""
+
+    def __init__(self, keys: tuple[Any, ...]) -> None:
+        self.keys = keys
+
+    def __call__(self, held: dict[Any, Any]) -> list[Any]:
+        return [dict.__getitem__(held, key) for key in self.keys]  # past the code of a subclass, which may make values
+
+
+def _has_dict(value: Any) -> bool:
+    return type(getattr(value, "__dict__", None)) is dict
+
+
+def _slots_of(kind: type) -> list[str]:
+    slots = vars(kind).get("__slots__", ())
+    return [slots] if isinstance(slots, str) else list(slots)
+
+
+_DEFAULTS = operator.attrgetter("__defaults__", "__kwdefaults__")
+
+
+_BYTES = operator.methodcaller("tobytes")
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return tensor._version
+
+
+def _content(cell: types.CellType) -> Any:
+    return cell.cell_contents
+
+
+def _items(held: dict[Any, Any]) -> list[Any]:
+    return list(dict.items(held))
+
+
+class _Readable:
+    """The names among those that the code can read."""
+
+    def __init__(self, names: set[str]) -> None:
+        self.names = names
+
+    def __call__(self, given: list[str]) -> list[str]:
+        return [name for name in given if name in self.names] if given else given
+
+
+def _data_of(kind: type) -> Iterator[str]:
+    """The names of values, and of lists, dictionaries and plain objects, that a class holds for its instances."""
+    for name, value in vars(kind).items():
+        is_data = isinstance(value, (*_CONTAINERS, *_RECORDS, *_PLAIN)) or _is_record(value)
+        if not name.startswith("__") and is_data:
+            yield name
+
+
+def _is_record(value: Any) -> bool:
+    """Whether it is an object of a class of the user's, and no descriptor."""
+    kind = type(value)
+    is_code = callable(value) or isinstance(value, (property, type)) or hasattr(kind, "__get__")
+    return not is_code and not is_foreign(kind) and (_has_dict(value) or any(map(_slots_of, kind.__mro__)))
+
+
+def _described(group: _Group) -> str:
+    try:
+        now = group.read(group.holder)
+    except Exception:
+        return f"{', '.join(group.names)}: a value that was captured is missing"
+    pairs = (
+        zip(group.names, group.held, now, strict=True) if len(group.names) > 1 else [(group.names[0], group.held, now)]
+    )
+    for name, before, value in pairs:
+        if before is not value and not (isinstance(before, _PLAIN) and before == value):
+            return f"{name} = {before!r:.80} was captured, and it is {value!r:.80} now"
+    return f"{', '.join(group.names)}: another value was captured"
+
+
+# --- what code can read
+
+
+@dataclass
+class _Reads:
+    """The names that functions look up: attributes, strings that may name attributes, globals by namespace."""
+
+    attributes: set[str] = field(default_factory=set)
+    strings: set[str] = field(default_factory=set)
+    globals: dict[tuple[int, str], tuple[dict[str, Any], str]] = field(default_factory=dict)
+    cells: dict[int, tuple[types.CellType, str]] = field(default_factory=dict)
+    classes: dict[type, None] = field(default_factory=dict)
+    with_defaults: dict[types.FunctionType, None] = field(default_factory=dict)
+    is_dynamic: bool = False  # whether the code may make the names of attributes
+
+    def __len__(self) -> int:
+        return len(self.attributes) + len(self.strings) + len(self.globals) + len(self.cells) + len(self.with_defaults)
+
+    def may_read(self, name: object) -> bool:
+        return self.is_dynamic or name in self.attributes or name in self.strings
+
+    def update(self, other: _Reads) -> None:
+        self.attributes |= other.attributes
+        self.strings |= other.strings
+        self.globals |= other.globals
+        self.cells |= other.cells
+        self.classes |= other.classes
+        self.with_defaults |= other.with_defaults
+        self.is_dynamic |= other.is_dynamic
+
+
+def settings_of(kind: type) -> set[str]:
+    """The attributes that the code of a class reads, and sets in `__init__` alone."""
+    functions = [
+        (name, function_of(member))
+        for base in kind.__mro__
+        if not is_foreign(base)
+        for name, member in vars(base).items()
+    ]
+    read, written = set[str](), set[str]()
+    for name, function in functions:
+        if function is None or name == "__init__":
+            continue
+        read |= _looked_up(function.__code__)[0]
+        written |= {str(step.argval) for step in dis.get_instructions(function.__code__) if step.opname == "STORE_ATTR"}
+    return read - written
+
+
+def _reads_of(kind: Any) -> _Reads:
+    return _reads_of_functions(
+        [member for base in kind.__mro__ if not is_foreign(base) for member in vars(base).values()]
+    )
+
+
+def _reads_of_functions(members: Iterable[Any]) -> _Reads:
+    """Of functions, and of those that they call by name."""
+    found, waiting, seen = _Reads(), list(members), set[int]()
+    while waiting and len(seen) < _MAX_FUNCTIONS:
+        function = function_of(waiting.pop())
+        if function is None or id(function) in seen or is_foreign(function):
+            continue
+        seen.add(id(function))
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # not filled yet
+                waiting.append(cell.cell_contents)
+        attributes, strings, names = _looked_up(function.__code__)
+        found.attributes |= attributes
+        found.strings |= strings
+        found.is_dynamic |= not _DYNAMIC.isdisjoint(attributes | names)
+        waiting += [function.__globals__.get(name) for name in names]
+        if _is_installed(function.__module__):  # nobody sets values inside of a package, but for plain globals
+            plain = [name for name in names if isinstance(function.__globals__.get(name), _PLAIN)]
+            found.globals |= {(id(function.__globals__), name): (function.__globals__, name) for name in plain}
+        else:
+            waiting += _note_surroundings(function, attributes, names, found)
+    return found
+
+
+def _note_surroundings(
+    function: types.FunctionType, attributes: frozenset[str], names: frozenset[str], found: _Reads
+) -> list[Any]:
+    """Note where the code around a function keeps values for it. The answer: members of the classes and modules that it
+    names.
+    """
+    reached: list[Any] = []
+    for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
+        found.cells[id(cell)] = (cell, name)
+    if function.__defaults__ or function.__kwdefaults__:
+        found.with_defaults[function] = None
+    for name in names:
+        found.globals[id(function.__globals__), name] = (function.__globals__, name)
+        value = function.__globals__.get(name)
+        if isinstance(value, type) and not _is_library(value.__module__) and value not in found.classes:
+            found.classes[value] = None
+            reached += vars(value).values()
+        elif isinstance(value, types.ModuleType) and not _is_library(value.__name__):
+            for attribute in attributes & vars(value).keys():
+                found.globals[id(vars(value)), attribute] = (vars(value), attribute)
+                reached.append(vars(value)[attribute])
+    return reached
+
+
+def _is_library(module: str) -> bool:
+    return module.partition(".")[0] in FOREIGN or _is_installed(module)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_installed(module: str | None) -> bool:
+    """Whether the module of this name is part of an installed package."""
+    place = str(getattr(sys.modules.get(str(module)), "__file__", ""))
+    return "site-packages" in place or "dist-packages" in place
+
+
+@functools.lru_cache(maxsize=4096)
+def _looked_up(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """Attributes, strings and globals, of functions inside too."""
+    attributes, strings, names = set[str](), set[str](), set[str]()
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            attributes.add(str(step.argval))
+        elif step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            names.add(str(step.argval))
+    for constant in code.co_consts:
+        if isinstance(constant, str) and constant.isidentifier():
+            strings.add(constant)
+        elif isinstance(constant, types.CodeType):
+            for known, inner in zip((attributes, strings, names), _looked_up(constant), strict=True):
+                known |= inner
+    return frozenset(attributes), frozenset(strings), frozenset(names)

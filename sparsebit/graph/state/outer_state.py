@@ -1,0 +1,238 @@
+"""State that a module's code and hooks keep outside of it: globals, class attributes, closures, default arguments.
+
+A graph cannot represent it: a module whose call changes such state must run its own code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from sparsebit.graph.nodes.node_queries import depends_on_input
+from sparsebit.graph.state.state import (
+    CONTAINERS,
+    fingerprint,
+    is_iterator,
+    is_random_generator,
+    kept_iterator,
+    tensors_kept,
+)
+from sparsebit.graph.values.nested import tensors_of
+
+_MAX_FUNCTIONS = 300
+_MAX_ITEMS = 256
+FOREIGN = {"torch", "sparsebit", "numpy", *sys.stdlib_module_names} - {"__main__"}
+_MISSING = object()
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place where code can keep a value between calls."""
+
+    name: str
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+
+
+class OuterState:
+    """The current values of all places that the code of some modules can reach."""
+
+    def __init__(self, modules: Iterable[nn.Module], known: dict[type, list[Place]]) -> None:
+        """`known`: the places of classes that were looked at before."""
+        self.undo: list[Callable[[], None]] = []
+        places = dict.fromkeys(place for module in modules for place in _places_of(module, known))
+        self.held = [(place, place.read()) for place in places]
+        iterators = [(index, value) for index, (_, value) in enumerate(self.held) if is_iterator(value)]
+        self.iterators = {index: kept_iterator(value) for index, value in iterators}
+        self.prints = [_print(value, self.undo) for _, value in self.held]
+
+    def changed(self) -> str | None:
+        """The name of a place whose value has changed; None where none has."""
+        for (place, before), print_before in zip(self.held, self.prints, strict=True):
+            now = place.read()
+            if _print(now, []) != print_before and not _is_memo(before, now, print_before):
+                return place.name
+        return None
+
+    def restore(self) -> None:
+        for index, (place, value) in enumerate(self.held):
+            if place.read() is not value:
+                place.write(value)
+            elif index in self.iterators and _print(value, []) != self.prints[index]:
+                place.write(self.iterators[index])
+        for undo in self.undo:
+            undo()
+
+
+@contextlib.contextmanager
+def undisturbed_outer_state(*roots: nn.Module, known: dict[type, list[Place]] | None = None) -> Iterator[None]:
+    """Undo, at the end, changes that code of the roots' modules makes to such state. `known`: see `OuterState`."""
+    modules = {id(module): module for root in roots for module in root.modules()}.values()
+    state = OuterState(modules, {} if known is None else known)
+    with tensors_kept(value for _, value in state.held):
+        try:
+            yield
+        finally:
+            state.restore()
+
+
+def _print(value: Any, undo: list[Callable[[], None]]) -> Any:
+    if isinstance(value, CONTAINERS) and len(value) > _MAX_ITEMS:
+        return "container", id(value), len(value)
+    return fingerprint(value, undo)
+
+
+def _is_data(value: Any) -> bool:
+    is_plain = value is None or isinstance(value, (bool, int, float, complex, str, torch.Tensor, *CONTAINERS))
+    return is_plain or is_iterator(value) or is_random_generator(value)
+
+
+def _is_memo(before: Any, now: Any, print_before: Any) -> bool:
+    """Tensors that no input decides, kept for the next call: a graph computes them at every call."""
+    if before is None:
+        return _is_fixed(now)
+    if type(now) is not dict or now is not before or len(now) > _MAX_ITEMS or print_before[0] != "container":
+        return False
+    kept, items = print_before[-1], fingerprint(now, [])[-1]
+    added = [value for item, value in zip(items, now.values(), strict=True) if item not in kept]
+    return len(items) - len(added) == len(kept) and all(map(_is_fixed, added))
+
+
+def _is_fixed(value: Any) -> bool:
+    if isinstance(value, fx.Proxy):
+        return not depends_on_input(value.node)
+    return isinstance(value, torch.Tensor) or (
+        isinstance(value, (tuple, list)) and bool(value) and all(map(_is_fixed, value)) and bool(tensors_of(value))
+    )
+
+
+def _places_of(module: nn.Module, known: dict[type, list[Place]]) -> list[Place]:
+    kind = type(module)
+    if kind not in known:
+        bases = [base for base in kind.__mro__ if not is_foreign(base)]
+        own = [member for base in bases for member in vars(base).values()]
+        known[kind] = [*_reached_by(own), *(place for base in bases for place in _attributes(base))]
+    patched = [value for value in vars(module).values() if isinstance(value, (types.FunctionType, types.MethodType))]
+    hooks = [hook for name in _HOOKS for hook in vars(module).get(name, {}).values()]
+    if not patched and not hooks:
+        return known[kind]
+    return [*known[kind], *_reached_by([*patched, *map(_code_of, hooks)]), *filter(None, map(_owner, hooks))]
+
+
+def _code_of(hook: Any) -> Any:
+    """The function that a hook runs: of a callable object that of its class."""
+    hook = hook.func if isinstance(hook, functools.partial) else hook
+    return hook if function_of(hook) is not None else type(hook).__call__
+
+
+def _owner(hook: Any) -> Place | None:
+    """The object whose method the hook is, or that is called itself."""
+    hook = hook.func if isinstance(hook, functools.partial) else hook
+    owner = getattr(hook, "__self__", None if isinstance(hook, types.FunctionType) else hook)
+    held = getattr(owner, "__dict__", None)
+    if type(held) is not dict or isinstance(owner, nn.Module) or is_foreign(type(owner)):
+        return None
+    return Place(f"the {type(owner).__name__} of a hook", _constant(held), _ignore)
+
+
+def is_foreign(thing: Any) -> bool:
+    """Whether it belongs to torch, NumPy, Sparsebit or Python itself."""
+    return str(getattr(thing, "__module__", None)).partition(".")[0] in FOREIGN
+
+
+def _reached_by(members: list[Any]) -> Iterator[Place]:
+    """The globals, closures and default arguments of functions, and of those that they call by name."""
+    waiting, seen, places = list(members), set[int](), set[tuple[int, str]]()
+    while waiting and len(seen) < _MAX_FUNCTIONS:
+        function = function_of(waiting.pop())
+        if function is None or id(function) in seen or is_foreign(function):
+            continue
+        seen.add(id(function))
+        for cell in function.__closure__ or ():
+            content = _content(cell)
+            waiting.append(content)
+            if _is_data(content) and (id(cell), "") not in places:
+                places.add((id(cell), ""))
+                yield _cell(cell, function)
+        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            if isinstance(default, CONTAINERS):
+                yield Place(f"a default argument of {function.__qualname__}", _constant(default), _ignore)
+        namespace = function.__globals__
+        for name in _names(function.__code__):
+            value = namespace.get(name, _MISSING)  # read once: a trace in another thread may add and remove names
+            waiting.append(value)
+            if isinstance(value, type) and value.__module__ == function.__module__ and (id(value), "") not in places:
+                places.add((id(value), ""))
+                yield from _attributes(value)
+            elif _is_data(value) and (id(namespace), name) not in places:
+                places.add((id(namespace), name))
+                yield _global(namespace, name)
+
+
+def function_of(member: Any) -> types.FunctionType | None:
+    """The function of a property, a method or a function; None for anything else."""
+    if isinstance(member, property):
+        member = member.fget
+    member = getattr(member, "__func__", member)  # a method, a class method, a static method
+    return member if isinstance(member, types.FunctionType) else None
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Every name that is looked up, globals among them, also in functions inside."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return _MISSING
+
+
+def _cell(cell: types.CellType, function: types.FunctionType) -> Place:
+    def write(value: Any) -> None:
+        cell.cell_contents = value
+
+    name = function.__code__.co_freevars[(function.__closure__ or ()).index(cell)]
+    return Place(f"the variable {name!r} around it", lambda: _content(cell), write)
+
+
+def _global(namespace: dict[str, Any], name: str) -> Place:
+    def write(value: Any) -> None:
+        if value is _MISSING:
+            namespace.pop(name, None)
+        else:
+            namespace[name] = value
+
+    return Place(f"the global {name!r}", lambda: namespace.get(name, _MISSING), write)
+
+
+def _attributes(kind: type) -> Iterator[Place]:
+    for name, value in list(vars(kind).items()):
+        if not name.startswith("__") and _is_data(value):
+            yield _attribute(kind, name)
+
+
+def _attribute(kind: type, name: str) -> Place:
+    return Place(
+        f"the class attribute {kind.__name__}.{name}",
+        lambda: vars(kind).get(name, _MISSING),
+        lambda value: setattr(kind, name, value),
+    )
+
+
+def _constant(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
+def _ignore(_: Any) -> None: ...

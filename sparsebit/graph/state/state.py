@@ -1,0 +1,343 @@
+"""Plain attributes of modules as state: what they hold, whether it changed, and how to put it back.
+
+A graph cannot represent a counter, a list or a tensor that `forward` keeps as an attribute: a module whose call changes
+one must run its own code.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import enum
+import random
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from sparsebit.graph.nodes.node_queries import depends_on_input
+from sparsebit.graph.state.training_flag import TrainingFlag
+
+# Every module's registries, of tensors, children and hooks.
+_REGISTRIES = nn.Module().__dict__.keys() - {"training"}
+# Code may add hooks at its first call, and note in an attribute that it has: both are put back, or neither.
+_HOOKS = [name for name, value in nn.Module().__dict__.items() if "_hooks" in name and isinstance(value, dict)]
+CONTAINERS = (list, dict, set, collections.deque)
+_CODE = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
+_MAX_ITEMS = 10_000
+_MAX_DEPTH = 6
+
+
+class ModuleState:
+    """The attributes of one module and everything mutable that they hold, as they are now."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.attributes = {name: kept_iterator(value) for name, value in module.__dict__.items()}
+        self.registries = {name: dict(module.__dict__[name]) for name in ("_parameters", "_buffers")}
+        self.hooks = {name: dict(module.__dict__[name]) for name in _HOOKS}
+        self.children = dict(module._modules)
+        self.undo: list[Callable[[], None]] = []
+        self.prints = _prints(module, self.undo)
+
+    def changed(self) -> str | None:
+        """The name of an attribute whose value has changed; None where none has."""
+        now = _prints(self.module, [])
+        for name in {**self.prints, **now}:
+            if self.prints.get(name) != now.get(name) and not self._is_memo(name):
+                return name
+        for registry, held in self.registries.items():
+            for name, value in self.module.__dict__[registry].items():
+                if held.get(name) is not value and not isinstance(value, fx.Proxy):
+                    return str(name)
+        # Others may have come: a trace installs modules that are made on the spot.
+        return next(
+            (name for name, child in self.children.items() if self.module._modules.get(name) is not child), None
+        )
+
+    def changes(self) -> list[str]:
+        """The names of all attributes but `training` whose values have changed."""
+        now = _prints(self.module, [])
+        names = {**self.prints, **now}.keys() - {"training"}
+        return sorted(name for name in names if self.prints.get(name) != now.get(name))
+
+    def restore(self) -> None:
+        """Puts everything back; tensor constants of a trace, which are filed at the module, stay."""
+        constants = {k: v for k, v in self.module.__dict__.items() if k.startswith("_tensor_constant")}
+        self.module.__dict__.clear()
+        self.module.__dict__.update(self.attributes, **constants)
+        for registry, held in {**self.registries, **self.hooks}.items():
+            self.module.__dict__[registry].clear()
+            self.module.__dict__[registry].update(held)
+        self.module._modules.update(self.children)
+        for undo in self.undo:
+            undo()
+
+    def _is_memo(self, name: str) -> bool:
+        """A value that weights alone decide, kept for the next call: a graph computes it at every call."""
+        value, print_before = self.module.__dict__.get(name), self.prints.get(name)
+        if isinstance(value, fx.Proxy):
+            return print_before == _NOTHING and not depends_on_input(value.node)
+        if type(value) is not dict or print_before is None or print_before[:3] != ("container", dict, id(value)):
+            return False
+        items = _items(value, [], set(), _MAX_DEPTH - 1)
+        added = [item for item in items if item not in print_before[3]]
+        fresh = [v for v in value.values() if isinstance(v, fx.Proxy) and not depends_on_input(v.node)]
+        return len(items) - len(added) == len(print_before[3]) and len(added) == len(fresh)
+
+
+_NOTHING = ("value", type(None), "None")
+
+
+@contextlib.contextmanager
+def undisturbed_state(root: nn.Module, *, tensors: bool = False) -> Iterator[None]:
+    """Undo, at the end of the block, changes to attributes of `root`'s modules and to lists and dictionaries in them.
+
+    `tensors`: also what is written into tensors that are attributes.
+    """
+    states = states_of(root)
+    with tensors_kept(value for state in states for value in state.attributes.values() if tensors):
+        try:
+            yield
+        finally:
+            for state in states:
+                state.restore()
+
+
+@contextlib.contextmanager
+def tensors_kept(held: Iterable[Any]) -> Iterator[None]:
+    """Undo, at the end of the block, writes into tensors in `held`."""
+    tensors = [tensor for value in held for tensor in _tensors_in(value)]
+    kept = [(tensor, _version(tensor), tensor.detach().clone()) for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, version, values in kept:
+                if _version(tensor) != version:
+                    tensor.copy_(values)
+
+
+def _tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    """The tensors that a value holds. Unlike `tensors_of`, it makes nothing anew: the value may be anything."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type) and depth < _MAX_DEPTH:
+        for field in dataclasses.fields(value):
+            yield from _tensors_in(getattr(value, field.name, None), depth + 1)
+    elif isinstance(value, (tuple, *CONTAINERS)) and depth < _MAX_DEPTH:
+        items = list(value) if isinstance(value, tuple) else _held(value)
+        for item in items[:_MAX_ITEMS]:
+            yield from _tensors_in(item, depth + 1)
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def states_of(root: nn.Module, *, inside: bool = True) -> list[ModuleState]:
+    """Of `root` and, by default, of every module inside; compiled ones keep theirs elsewhere."""
+    modules = root.modules() if inside else [root]
+    return [ModuleState(module) for module in modules if not isinstance(module, torch.jit.ScriptModule)]
+
+
+class PythonRandomness:
+    """The state of Python's and NumPy's global random generators."""
+
+    def __init__(self) -> None:
+        numpy = sys.modules.get("numpy")
+        self.python, self.numpy = random.getstate(), numpy.random.get_state() if numpy else None
+
+    def has_changed(self) -> bool:
+        now = PythonRandomness()
+        return now.python != self.python or _numpy_print(now.numpy) != _numpy_print(self.numpy)
+
+    def restore(self) -> None:
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+
+
+def fingerprint(value: Any, undo: list[Callable[[], None]]) -> Any:
+    """Something comparable that differs after a change of `value`, two levels deep; `undo` gets how to undo one."""
+    return _print(value, undo, set(), _MAX_DEPTH - 1)
+
+
+def _numpy_print(state: Any) -> Any:
+    return state if state is None else (state[0], state[1].tobytes(), *state[2:])
+
+
+def _prints(module: nn.Module, undo: list[Callable[[], None]]) -> dict[str, Any]:
+    seen: set[int] = {id(module)}
+    return {
+        name: _print(value, undo, seen, 0)
+        for name, value in module.__dict__.items()
+        if name not in _REGISTRIES and not name.startswith("_tensor_constant")
+    }
+
+
+def _print(value: Any, undo: list[Callable[[], None]], seen: set[int], depth: int) -> Any:
+    """Something comparable that differs after a change of `value`, or of what it holds."""
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, enum.Enum)):
+        return "value", type(value), repr(value)
+    if isinstance(value, torch.Tensor):
+        return "tensor", id(value), _version(value)
+    if isinstance(value, (nn.Module, fx.Proxy, TrainingFlag, *_CODE)) or id(value) in seen or depth > _MAX_DEPTH:
+        return "object", id(value)
+    if isinstance(value, (tuple, frozenset)):
+        return "value", type(value), tuple(_print(item, undo, seen, depth + 1) for item in value)
+    if is_iterator(value):
+        return "value", type(value), _position(value)
+    seen.add(id(value))
+    if isinstance(value, CONTAINERS):
+        undo.append(_undo_of(value))
+        size = _base(value).__len__(value)
+        items = _items(value, undo, seen, depth) if size <= _MAX_ITEMS else size
+        return "container", type(value), id(value), items
+    return "object", id(value), _inside(value, undo, seen, depth)
+
+
+def is_random_generator(value: Any) -> bool:
+    """Whether it draws numbers from a state of its own (of Python, NumPy or torch), which `fingerprint` reads."""
+    numpy = sys.modules.get("numpy")
+    kinds = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
+    return isinstance(value, (random.Random, torch.Generator, *kinds))
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether it is an iterator of Python's own, whose position a call of `next` moves. Generators cannot be copied."""
+    return type(value).__module__ in ("builtins", "itertools") and hasattr(value, "__next__") and _can_be_made(value)
+
+
+def kept_iterator(value: Any) -> Any:
+    """An iterator at the same position, which cannot be set back itself; anything else as it is."""
+    if not is_iterator(value):
+        return value
+    make, args, *state = value.__reduce__()
+    made = make(*map(kept_iterator, args))
+    if state and state[0] is not None:
+        made.__setstate__(_kept_state(state[0]))
+    return made
+
+
+def _kept_state(state: Any) -> Any:
+    """Of an iterator: the iterators inside, and the list in which `cycle` collects what it repeats."""
+    if isinstance(state, tuple):
+        return tuple(map(_kept_state, state))
+    return list(state) if type(state) is list else kept_iterator(state)
+
+
+def _position(value: Any) -> Any:
+    """Of an iterator where it stands; of what it stands on how much that is, which shrinks or grows."""
+    if is_iterator(value):
+        return type(value), _position(value.__reduce__()[1:])
+    if isinstance(value, tuple):
+        return tuple(map(_position, value))
+    return repr(value) if isinstance(value, (int, float)) else len(value) if isinstance(value, Sized) else id(value)
+
+
+def _can_be_made(value: Any) -> bool:
+    try:
+        return isinstance(value.__reduce__(), tuple)
+    except TypeError:
+        return False
+
+
+def _items(value: Any, undo: list[Callable[[], None]], seen: set[int], depth: int) -> tuple[Any, ...]:
+    def printed(item: Any) -> Any:
+        return _print(item, undo, seen, depth + 1)
+
+    held = _held(value)
+    return (
+        tuple((printed(key), printed(item)) for key, item in held)
+        if isinstance(value, dict)
+        else tuple(map(printed, held))
+    )
+
+
+def _inside(value: Any, undo: list[Callable[[], None]], seen: set[int], depth: int) -> Any:
+    """What an object holds, as far as that can be known."""
+    if isinstance(value, random.Random):
+        state = value.getstate()
+        undo.append(lambda: value.setstate(state))
+        return state
+    if isinstance(value, torch.Generator):
+        drawn = value.get_state()
+        undo.append(lambda: _set_back(value, drawn))
+        return drawn.numpy().tobytes()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        kept = value.copy()
+        undo.append(lambda: numpy.copyto(value, kept))
+        return value.shape, value.tobytes()
+    if numpy is not None and isinstance(value, numpy.random.Generator):
+        bits = value.bit_generator.state
+        undo.append(lambda: setattr(value.bit_generator, "state", bits))
+        return str(bits)
+    if numpy is not None and isinstance(value, numpy.random.RandomState):
+        legacy = value.get_state()
+        undo.append(lambda: value.set_state(legacy))
+        return _numpy_print(legacy)
+    held = getattr(value, "__dict__", None)
+    slots = _slots(value)
+    if slots:
+        undo.append(lambda: _fill(value, slots))
+        return tuple((name, _print(item, undo, seen, depth + 1)) for name, item in slots.items())
+    return _print(held, undo, seen, depth + 1) if isinstance(held, dict) else None
+
+
+def _set_back(generator: torch.Generator, state: torch.Tensor) -> None:
+    generator.set_state(state)
+
+
+def _slots(value: Any) -> dict[str, Any]:
+    """What an object of a class with `__slots__` holds."""
+    lists = [kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__]
+    names = [name for listed in lists for name in ((listed,) if isinstance(listed, str) else listed)]
+    return {name: getattr(value, name) for name in names if not name.startswith("__") and hasattr(value, name)}
+
+
+def _fill(value: Any, slots: dict[str, Any]) -> None:
+    for name, item in slots.items():
+        if getattr(value, name, None) is not item:
+            object.__setattr__(value, name, item)
+
+
+def _base(container: Any) -> Any:
+    """The built-in class of a container. Its methods read and write what is there: a subclass may have others, which
+    make objects of what they hold, or import modules.
+    """
+    return next(kind for kind in (collections.OrderedDict, *CONTAINERS) if isinstance(container, kind))
+
+
+def _held(container: Any) -> list[Any]:
+    """The items of a container, pairs of a dictionary."""
+    base = _base(container)
+    return list(base.items(container) if isinstance(container, dict) else base.__iter__(container))
+
+
+def _undo_of(container: Any) -> Callable[[], None]:
+    base = _base(container)
+    kept = [(item[0], kept_iterator(item[1])) if base is dict else kept_iterator(item) for item in _held(container)]
+
+    def undo() -> None:
+        now = _held(container)
+        if len(now) == len(kept) and all(_is_same(one, other) for one, other in zip(now, kept, strict=True)):
+            return
+        base.clear(container)
+        if isinstance(container, dict):
+            for key, item in kept:
+                base.__setitem__(container, key, item)
+        else:
+            (base.update if isinstance(container, set) else base.extend)(container, kept)
+
+    return undo
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    is_pair = type(one) is tuple and type(other) is tuple and len(one) == len(other) == 2
+    return one is other or (is_pair and one[0] is other[0] and one[1] is other[1])

@@ -1,0 +1,97 @@
+"""`TrainingFlag`: the value of one module's `training` while its forward is traced."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import itertools
+import types
+from typing import Any
+
+from torch import nn
+
+from sparsebit.graph.values.failures import forward_line, user_line
+
+
+class TrainingFlag:
+    """Passed on as an argument it is read at run time; as a condition it is False, as in eval mode, and is reported.
+
+    A module without weights that asks is refused: it runs its own code, in both modes.
+    """
+
+    def __init__(self, tracer: Any, path: str, owner: nn.Module) -> None:
+        self.tracer, self.path = tracer, path
+        self.is_stateless = is_stateless(owner)
+
+    def __bool__(self) -> bool:
+        note_eval_branch(self.tracer, self.path, self.is_stateless, user_line())
+        return False
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self) == other
+
+    def __hash__(self) -> int:
+        return hash(bool(self))
+
+    def __int__(self) -> int:
+        return int(bool(self))
+
+    __index__ = __int__
+
+    def __float__(self) -> float:
+        return float(bool(self))
+
+    def __str__(self) -> str:
+        return str(bool(self))
+
+    def __and__(self, other: Any) -> Any:
+        return bool(self) & other
+
+    def __or__(self, other: Any) -> Any:
+        return bool(self) | other
+
+    def __xor__(self, other: Any) -> Any:
+        return bool(self) ^ other
+
+    __rand__, __ror__, __rxor__ = __and__, __or__, __xor__
+
+
+def is_stateless(module: nn.Module) -> bool:
+    return not module._modules and not module._parameters and not module._buffers
+
+
+def note_eval_branch(tracer: Any, path: str, stateless: bool, line: str) -> None:
+    if stateless:
+        tracer.refuse("branches on self.training and has no weights: kept as it is for both modes")
+    tracer.eval_branches.setdefault(path, line)
+
+
+def note_identity_test(tracer: Any, path: str, module: nn.Module) -> None:
+    """For a module that is given a real False because its code tests `self.training is False`."""
+    if module.__dict__.get("training") is False:
+        note_eval_branch(tracer, path, is_stateless(module), forward_line(module))
+
+
+@functools.cache
+def tests_identity(kind: Any) -> bool:
+    """Whether a method of the class reads `training` and compares something with True or False by `is`.
+
+    No object but False itself passes such a test.
+    """
+    functions = (
+        value
+        for base in kind.__mro__
+        if not base.__module__.startswith("torch.")
+        for value in vars(base).values()
+        if isinstance(value, types.FunctionType)
+    )
+    return any(_tests_identity(function.__code__) for function in functions)
+
+
+def _tests_identity(code: types.CodeType) -> bool:
+    if "training" not in code.co_names:
+        return False
+    return any(
+        type(first.argval) is bool and second.opname == "IS_OP"
+        for first, second in itertools.pairwise(dis.get_instructions(code))
+    )

@@ -1,0 +1,202 @@
+"""`isinstance(x, Tensor)`, `type(x)`, `hasattr(x, "shape")` in a model's code, answered for the traced value.
+
+A traced value is an object of another class. While a trace runs, the model's Python modules therefore see these
+builtins in a form that knows traced values; torch's own modules and ours do not. Each answer that another input could
+change becomes a guard.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import os
+import sys
+import sysconfig
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from sparsebit.graph.nodes.example import UNKNOWN, class_name, kind_of, value_of
+from sparsebit.graph.nodes.node_queries import is_part_of_input
+from sparsebit.graph.nodes.value_kinds import python_values
+from sparsebit.graph.state.training_flag import TrainingFlag
+
+_FOLDERS = tuple(
+    folder + os.sep
+    for folder in (
+        os.path.dirname(torch.__file__),
+        str(Path(__file__).parents[2]),  # the whole package
+        sysconfig.get_paths()["stdlib"],
+    )
+)
+_SITE = sysconfig.get_paths()["purelib"] + os.sep
+_NEEDED_BY_TORCH = frozenset({"sympy", "mpmath", "networkx", "jinja2", "fsspec"})  # code of no model, 800 modules of it
+_MISSING = object()
+_OF_TUPLES = (nn.RNNBase, nn.MultiheadAttention)
+
+
+@contextlib.contextmanager
+def traced_builtins(tracer: Any, root: nn.Module) -> Iterator[None]:
+    """Inside, these builtins answer for traced values in modules that are neither torch's, Python's nor Sparsebit's."""
+    replacements = _replacements(tracer)
+    _, modules = _users_modules(tuple(map(id, list(sys.modules.values()))))
+    spaces = {id(space): space for space in (*modules, *_namespaces(root))}.values()
+    given = [(space, _missing(replacements, space)) for space in spaces]
+    is_tensor = torch.is_tensor
+    try:
+        for space, names in given:
+            space.update(names)
+        torch.is_tensor = lambda obj: replacements["isinstance"](obj, torch.Tensor)  # type: ignore[assignment]
+        yield
+    finally:
+        torch.is_tensor = is_tensor
+        for space, names in given:
+            for name in names:
+                space.pop(name, None)
+
+
+def _missing(replacements: dict[str, Any], space: dict[str, Any]) -> dict[str, Any]:
+    """Those that the module has not defined itself."""
+    if space.keys().isdisjoint(replacements):  # nearly always, and there are thousands of modules
+        return replacements
+    return {name: value for name, value in replacements.items() if name not in space}
+
+
+@functools.lru_cache(maxsize=1)
+def _users_modules(ids: tuple[int, ...]) -> tuple[list[Any], list[dict[str, Any]]]:
+    """All that `sys.modules` holds, and the namespaces of the user's modules among them.
+
+    `ids`: of what `sys.modules` holds. They stay those of the same modules, which the result keeps alive.
+    """
+    loaded = list(sys.modules.values())
+    return loaded, [vars(module) for module in loaded if _is_users(module)]
+
+
+def _namespaces(root: nn.Module) -> Iterator[dict[str, Any]]:
+    """The globals of the model's own methods: code that was executed from a string is in no module."""
+    for base in {base for module in root.modules() for base in type(module).__mro__}:
+        for member in vars(base).values():
+            if isinstance(member, types.FunctionType) and _is_users_file(member.__globals__.get("__file__", "")):
+                yield member.__globals__
+
+
+def _is_users(module: Any) -> bool:
+    space = getattr(module, "__dict__", None)
+    if type(space) is not dict:
+        return False
+    if str(space.get("__name__")).partition(".")[0] in _NEEDED_BY_TORCH:
+        return False
+    file = space.get("__file__")
+    return _is_users_file(file) if isinstance(file, str) else space.get("__name__") == "__main__"
+
+
+def _is_users_file(file: str) -> bool:
+    in_stdlib = file.startswith(_FOLDERS[2]) and not file.startswith(_SITE)
+    return not in_stdlib and not file.startswith(_FOLDERS[:2])
+
+
+def _replacements(tracer: Any) -> dict[str, Any]:
+    def asked(obj: Any) -> bool:
+        return isinstance(obj, (fx.Proxy, TrainingFlag)) and tracer.is_tracing_here()
+
+    def isinstance_(obj: Any, classes: Any, /) -> bool:
+        if not asked(obj) or classes is fx.Proxy:  # code that knows traces asks for these by name
+            return isinstance(obj, classes)
+        return issubclass(class_of(tracer, obj), classes) or any(_is_of_type(obj, kind) for kind in _flat(classes))
+
+    def hasattr_(obj: Any, name: str, /) -> bool:
+        return has_attribute(tracer, obj, name) if asked(obj) else hasattr(obj, name)
+
+    def getattr_(obj: Any, name: str, default: Any = _MISSING, /) -> Any:
+        if default is _MISSING:
+            return getattr(obj, name)
+        return getattr(obj, name, default) if not asked(obj) or has_attribute(tracer, obj, name) else default
+
+    def callable_(obj: Any, /) -> bool:
+        return any("__call__" in vars(base) for base in class_of(tracer, obj).__mro__) if asked(obj) else callable(obj)
+
+    class Meta(type):
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            if len(args) == 1 and not kwargs and asked(args[0]):
+                return class_of(tracer, args[0])
+            return builtins.type(*args, **kwargs)
+
+        def __instancecheck__(cls, obj: Any) -> bool:
+            return isinstance(obj, builtins.type)
+
+        def __subclasscheck__(cls, other: type) -> bool:
+            return issubclass(other, builtins.type)
+
+        def __eq__(cls, other: object) -> bool:
+            return other is builtins.type or other is cls
+
+        def __hash__(cls) -> int:
+            return hash(builtins.type)
+
+    type_ = Meta("type", (builtins.type,), {})
+    return {
+        "isinstance": isinstance_, "hasattr": hasattr_, "getattr": getattr_, "callable": callable_, "type": type_
+    }  # fmt: skip
+
+
+def class_of(tracer: Any, value: Any) -> type:
+    """The class of the value that is traced; guarded where it depends on an input."""
+    if isinstance(value, TrainingFlag):
+        return bool
+    example = value_of(value.node)
+    if example is UNKNOWN and value.node in python_values(tracer.graph):
+        tracer.refuse("asks for the class of a size that is not known without example_inputs")
+    kind = torch.Tensor if example is UNKNOWN else _class_of_example(example)
+    if _may_vary(tracer, value.node):
+        tracer.add_guard(tracer.create_proxy("call_function", kind_of, (value,), {}).node, class_name(kind))
+    return kind
+
+
+def _flat(classes: Any) -> list[Any]:
+    """The classes of a second argument of `isinstance`."""
+    if isinstance(classes, tuple):
+        return [kind for item in classes for kind in _flat(item)]
+    return list(classes.__args__) if isinstance(classes, types.UnionType) else [classes]
+
+
+def _is_of_type(value: Any, kind: Any) -> bool:
+    """Whether a traced tensor is a `torch.FloatTensor`, say: such classes stand for a dtype on a device."""
+    if not isinstance(kind, builtins.type(torch.FloatTensor)) or isinstance(value, TrainingFlag):
+        return False
+    return bool(value.dtype == kind.dtype) and bool(value.is_cuda == kind.is_cuda) and bool(value.layout == kind.layout)
+
+
+def has_attribute(tracer: Any, value: Any, name: str) -> bool:
+    if isinstance(value, TrainingFlag):
+        return hasattr(False, name)
+    example = value_of(value.node)
+    answer = hasattr(torch.Tensor if example is UNKNOWN else example, name)
+    if _may_vary(tracer, value.node):
+        tracer.add_guard(tracer.create_proxy("call_function", hasattr, (value, name), {}).node, answer)
+    return answer
+
+
+def _may_vary(tracer: Any, node: fx.Node) -> bool:
+    """Whether another call could bring a value of another class.
+
+    Without an example a value is taken to be a tensor, and guarded; but not what unknown code gives.
+    """
+    module = tracer.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+    is_known = type(module).__module__.startswith("torch.nn.") and not isinstance(module, _OF_TUPLES)
+    if value_of(node) is UNKNOWN and module is not None and not is_known:
+        tracer.refuse("asks for the class of a value that is not known without example_inputs")
+    if module is not None:
+        return not is_known
+    return value_of(node) is UNKNOWN or node.op == "placeholder" or is_part_of_input(node)
+
+
+def _class_of_example(example: Any) -> type:
+    if isinstance(example, torch.Tensor):
+        original = getattr(example, "_class_of_original", builtins.type(example))
+        return original if class_name(original) != "Tensor" else torch.Tensor
+    return builtins.type(example)

@@ -1,0 +1,399 @@
+"""The symbolic tracer: which modules are leaves, and what happens where torch.fx alone would fail or be wrong.
+
+What differs from `torch.fx.Tracer`:
+
+* a submodule that cannot be traced becomes one leaf call and is reported (`Untraced`); the rest of the trace goes on;
+* `self.training` stays alive: passed on (`F.dropout(x, training=self.training)`) it is read from the module at run
+  time, branched on it takes the eval branch and is reported, a module without weights that branches on it is a leaf;
+* factories (`torch.arange(h)`) accept traced sizes;
+* nodes are named after the module whose code calls the op (`node_names.py`);
+* values have examples, where example inputs are given (`example.py`), and answer Python's questions from them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import operator
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from sparsebit.graph.nodes.aliasing import OPERATORS, writes_by_name
+from sparsebit.graph.nodes.example import (
+    GIVEN,
+    UNKNOWN,
+    Example,
+    ExampleProxy,
+    evaluate_plainly,
+    forget_values,
+    guard,
+    set_training,
+    value_of,
+)
+from sparsebit.graph.nodes.graph_module import NAME_KEY
+from sparsebit.graph.nodes.node_names import NodeNames
+from sparsebit.graph.nodes.node_queries import (
+    asks_about_training,
+    asks_for_sizes,
+    depends_on_input,
+    is_part_of_input,
+)
+from sparsebit.graph.nodes.value_kinds import python_values
+from sparsebit.graph.state.outer_state import undisturbed_outer_state
+from sparsebit.graph.state.state import PythonRandomness, is_iterator, undisturbed_state
+from sparsebit.graph.state.training_flag import TrainingFlag, tests_identity
+from sparsebit.graph.tracing.leaf_policy import LeafPolicy
+from sparsebit.graph.tracing.patched_torch import TRACING, traced_factories, unfused_attention
+from sparsebit.graph.tracing.traced_builtins import class_of, traced_builtins
+from sparsebit.graph.tracing.traced_calls import TracedCalls
+from sparsebit.graph.tracing.untraceable import watched
+from sparsebit.graph.values.copying import is_held
+from sparsebit.graph.values.failures import (
+    FAILURES,
+    Untraced,
+    describe_failure,
+    forward_line,
+    report_own_fault,
+    user_line,
+)
+
+
+class LeafTracer(fx.Tracer):
+    """Traces `root` once, whatever is inside; `prefix`: where it stands in the whole model (for globs and reports)."""
+
+    def __init__(
+        self,
+        policy: LeafPolicy,
+        prefix: str = "",
+        constants: dict[str, Any] | None = None,
+        inputs: dict[str, Any] | None = None,
+        example: Example | None = None,
+    ) -> None:
+        """`constants`: parameters of forward held fixed; `inputs`: example values of the others, by name (keywords that
+        forward takes by `**kwargs` among them).
+        """
+        with TRACING:  # torch.fx notes the ids of the functions in `math`, which another trace replaces for its time
+            super().__init__()
+        self.policy, self.prefix = policy, prefix
+        self.constants, self.inputs = constants or {}, inputs or {}
+        self.example = example
+        self.untraced: dict[str, Untraced] = {}
+        self.eval_branches: dict[str, str] = {}
+        self.traced_through: set[str] = {""}  # paths of the modules whose code is in the graph
+        self._names = NodeNames()
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._tensor_names: dict[int, str] = {}
+        self._trained: dict[int, bool] = {}  # by the tensor's id: whether it requires a gradient, before the trace
+        self._attribute_proxies: dict[str, fx.Proxy] = {}
+        self.is_evaluating = False
+        self._thread: int | None = None
+        self._calls = TracedCalls(self)
+
+    def is_tracing_here(self) -> bool:
+        """Whether the code that asks runs in this trace: not in another thread, nor to find an example's value."""
+        return self._thread == threading.get_ident() and not self.is_evaluating
+
+    def refuse(self, reason: str) -> NoReturn:
+        """End the trace of the module whose code runs now; noted too, since that code may catch the error."""
+        self._calls.refuse(reason)
+
+    def class_of(self, obj: fx.Proxy) -> type:
+        return class_of(self, obj)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        self.refuse("symbolically traced variables cannot be used as inputs to control flow")
+
+    def full_path(self, path: str) -> str:
+        return f"{self.prefix}.{path}" if self.prefix and path else self.prefix or path
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return self.policy.is_leaf(m, self.full_path(module_qualified_name))
+
+    def trace(self, root: nn.Module | Callable[..., Any], concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        assert isinstance(root, nn.Module)
+        parameters, buffers = root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False)
+        self.tensors = {**dict(parameters), **dict(buffers)}
+        self._tensor_names = {id(tensor): name for name, tensor in reversed(self.tensors.items())}
+        self._trained = {id(tensor): tensor.requires_grad for tensor in self.tensors.values()}
+        modules = (name for name, _ in root.named_modules(remove_duplicate=False))
+        self._names = NodeNames([*modules, *self.tensors])
+        registered = set(root._modules)
+        try:
+            with TRACING, undisturbed_state(root), contextlib.ExitStack() as patches:
+                self._thread = threading.get_ident()
+                builtins = traced_builtins(self, root)
+                for patch in (traced_factories(self), unfused_attention(), builtins, watched(self, root)):
+                    patches.enter_context(patch)
+                for path, module in self._read_modules(root):
+                    kind: Any = type(module)
+                    flag = False if tests_identity(kind) else TrainingFlag(self, path, module)
+                    module.__dict__["training"] = flag
+                graph = super().trace(root, concrete_args)
+        except FAILURES:
+            self._uninstall(set(root._modules) - registered)
+            raise
+        finally:
+            for tensor in filter(self._is_frozen_or_freed, self.tensors.values()):
+                tensor.requires_grad_(not tensor.requires_grad)
+        forget_values(graph)
+        return graph
+
+    def _read_modules(self, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """The modules whose attributes traced code may read: all but those inside of leaves."""
+        inside: tuple[str, ...] = ()
+        for path, module in root.named_modules():
+            if path.startswith(inside) or isinstance(module, torch.jit.ScriptModule):
+                continue
+            if module is not root and self.is_leaf_module(module, path):
+                inside += (f"{path}.",)
+            yield path, module
+
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        """Placeholders by name, keyword-only parameters among them; parameters in `self.constants` are no inputs."""
+        assert isinstance(self.root, nn.Module)
+        self.graph._graph_namespace.create_name("self", None)  # the compiled forward's own: no node may take it
+        signature = inspect.signature(self.root.forward)
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for parameter in signature.parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                extra = [name for name in (*self.constants, *self.inputs) if name not in signature.parameters]
+                kwargs.update({name: self._input(name) for name in extra})
+                continue
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                if parameter.name not in self.constants:
+                    raise fx.proxy.TraceError(f"forward takes *{parameter.name}: how many values come is not known")
+                continue
+            value = self._input(parameter.name)
+            if parameter.kind is parameter.POSITIONAL_ONLY:
+                args.append(value)
+            else:
+                kwargs[parameter.name] = value
+        root = self.root
+
+        def forward(*values: Any) -> Any:
+            with self._calls.kept_faithful(root, ""):
+                return root._call_impl(*values, **kwargs)
+
+        return forward, args
+
+    def _input(self, name: str) -> Any:
+        return self.constants[name] if name in self.constants else self.create_proxy("placeholder", name, (), {})
+
+    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> Any:
+        """None itself where the example is None, so that `if mask is not None` takes the right branch."""
+        if args and isinstance(args[0], torch.Tensor) and writes_by_name(target):
+            raise fx.proxy.TraceError("writes a traced value into a tensor that is not traced")
+        if kind in ("call_module", "get_attr"):
+            self._refuse_frozen(str(target))
+        proxy = super().create_proxy(kind, target, args, kwargs, *rest, **more)
+        if target in (operator.getitem, getattr) and value_of(proxy.node) is None:
+            self.add_guard(proxy.node, None)
+            return None
+        if is_part_of_input(proxy.node):
+            self.add_guard(proxy.node, GIVEN)
+        return proxy
+
+    def _refuse_frozen(self, target: str) -> None:
+        """End the trace where forward freezes a parameter, or lets it train: a graph reads it as it is."""
+        assert isinstance(self.root, nn.Module)
+        read = [self.tensors[target]] if target in self.tensors else self.root.get_submodule(target).parameters()
+        if any(map(self._is_frozen_or_freed, read)):
+            self.refuse(f"changes requires_grad of {target}, which a graph reads as it is at the call")
+
+    def _is_frozen_or_freed(self, tensor: torch.Tensor) -> bool:
+        return tensor.requires_grad != self._trained.get(id(tensor), tensor.requires_grad)
+
+    def create_node(
+        self, kind: str, target: Any, args: Any, kwargs: Any, name: str | None = None, type_expr: Any = None
+    ) -> fx.Node:
+        """A node with a name that depends on its own module alone; in compiled code, underscores stand for dots."""
+        readable = self._name_of(kind, target, name)
+        if readable is not None and kind in ("call_function", "call_method"):
+            name = readable.replace(".", "_")
+        node = super().create_node(kind, target, args, kwargs, name, type_expr)
+        if readable is not None:
+            node.meta[NAME_KEY] = readable
+        return node
+
+    def _name_of(self, kind: str, target: Any, wanted: str | None) -> str | None:
+        """The node's readable name; None where its target is that name already."""
+        if kind in ("output", "call_module"):
+            return None
+        if kind == "placeholder":
+            return self._names.new("", target)
+        if kind == "get_attr" and not target.startswith("_tensor_constant"):
+            return str(target)
+        return self._names.new(self.scope.module_path, wanted or self.graph._target_to_str(target))
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        node.meta["example"] = self._evaluate(node)
+        return ExampleProxy(node, self)
+
+    def write(self, operation: Callable[..., Any], proxy: fx.Proxy, other: Any) -> Any:
+        """`proxy += other`: a write into a tensor; of a size, a new number."""
+        target = OPERATORS[operation] if proxy.node in python_values(self.graph) else operation
+        return self.create_proxy("call_function", target, (proxy, other), {})
+
+    def _evaluate(self, node: fx.Node) -> Any:
+        """The node's example value, as far as its inputs have one."""
+        if node.op == "placeholder":
+            return self.inputs.get(str(node.target), UNKNOWN)
+        if node.op == "get_attr":
+            return self._fake(self.tensors[str(node.target)])
+        if any(value_of(source) is UNKNOWN for source in node.all_input_nodes):
+            return UNKNOWN
+        if self.example is None and not asks_for_sizes(node):
+            return UNKNOWN
+        self.is_evaluating = True
+        try:
+            return self._compute(node)
+        finally:
+            self.is_evaluating = False
+
+    def _fake(self, value: Any) -> Any:
+        return value if self.example is None else self.example.fake(value)
+
+    def _compute(self, node: fx.Node) -> Any:
+        evaluate = evaluate_plainly if self.example is None else self.example.evaluate
+        args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+        if node.op == "call_function":
+            return evaluate(lambda: node.target(*args, **kwargs))  # type: ignore[operator]
+        if node.op == "call_method":
+            return evaluate(lambda: getattr(args[0], str(node.target))(*args[1:], **kwargs))
+        assert isinstance(self.root, nn.Module)
+        module = self.root.get_submodule(str(node.target))
+        if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+            return UNKNOWN  # compiled code takes no tensors without data
+        with undisturbed_outer_state(module, known=self._calls.places), undisturbed_state(module):
+            set_training(module, False)
+            if not type(module).__module__.startswith("torch.nn."):  # its code may write into its buffers
+                for part in module.modules():
+                    part._buffers.update(self._fake(dict(part._buffers)))
+                    tensors = {k: v for k, v in part.__dict__.items() if isinstance(v, torch.Tensor)}
+                    part.__dict__.update(self._fake(tensors))
+            randomness = PythonRandomness()
+            try:
+                return evaluate(lambda: module(*args, **kwargs))
+            finally:
+                randomness.restore()
+
+    def add_guard(self, node: fx.Node, answer: Any) -> None:
+        """Remember in the graph that `node` was taken to be `answer`. What weights alone decide needs no guard."""
+        guards = [user.args[1] for user in node.users if user.target is guard]
+        is_known = any(type(known) is type(answer) and known == answer for known in guards)
+        if not depends_on_input(node):
+            if (question := asks_about_training(node)) is not None:
+                self.refuse(f"asks for {question} of a parameter, which changes when it is frozen or trained")
+        elif not is_known:
+            self.create_node("call_function", guard, (node, answer, user_line()), {})
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not self.is_tracing_here():
+            return forward(*args, **kwargs)
+        path = self._installed_path(m)
+        reason = self.policy.own_code.get(self.full_path(path))
+        if reason is not None:
+            self.untraced[path] = Untraced(self.full_path(path), type(m).__name__, reason, forward_line(m))
+        if path in self.untraced or self.is_leaf_module(m, path):
+            return self.create_proxy("call_module", path, args, kwargs)
+        last = next(iter(reversed(self.graph.nodes)), None)
+        stack = dict(self.module_stack)
+        assert isinstance(self.root, nn.Module)
+        registered = set(self.root._modules)
+        try:
+            with self._calls.kept_faithful(m, path):
+                output = super().call_module(m, forward, args, kwargs)
+        except FAILURES as error:
+            report_own_fault(error)
+            self._roll_back(last)
+            self._uninstall(set(self.root._modules) - registered)
+            self.module_stack.clear()
+            self.module_stack.update(stack)
+            self.untraced[path] = describe_failure(error, self.full_path(path), m)
+            return self.create_proxy("call_module", path, args, kwargs)
+        self.traced_through.add(path)
+        return output
+
+    def _installed_path(self, module: nn.Module) -> str:
+        """The module's path; one that forward creates (`nn.ReLU()(x)`) is installed first."""
+        assert isinstance(self.root, nn.Module) and isinstance(self.submodule_paths, dict)
+        if module not in self.submodule_paths:
+            if any(True for _ in (*module.parameters(), *module.buffers())) and not is_held(self.root, module):
+                self.refuse(f"calls a {type(module).__name__} that is not part of the model, for example a global one")
+            place = f"{self.scope.module_path}.".lstrip(".").replace(".", "_")
+            name = self.get_fresh_qualname(f"{place}{type(module).__name__.lower()}")
+            self.root.add_module(name, module)
+            self.submodule_paths[module] = name
+        return self.path_of_module(module)
+
+    def _uninstall(self, names: set[str]) -> None:
+        """Remove modules that `forward` created in code whose trace was given up."""
+        assert isinstance(self.root, nn.Module) and isinstance(self.submodule_paths, dict)
+        for name in names:
+            module = self.root._modules.pop(name)
+            if module is not None:
+                del self.submodule_paths[module]
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
+        """Parameters and buffers become live reads of the module, one node each."""
+        self._attribute_proxies = parameter_proxy_cache
+        name = self._tensor_names.get(id(attr_val)) if isinstance(attr_val, torch.Tensor) else None
+        if name is None or not self.is_tracing_here():
+            return attr_val
+        if name not in parameter_proxy_cache:
+            parameter_proxy_cache[name] = self.create_proxy("get_attr", name, (), {})
+        return parameter_proxy_cache[name]
+
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, TrainingFlag):
+            node = self.create_node("get_attr", f"{a.path}.training" if a.path else "training", (), {})
+            node.meta["example"] = False
+            return node
+        if isinstance(a, FakeTensor):  # the result of a call without data, kept by a hook and read here
+            self.refuse("reads a value that was kept outside of the graph, by a hook for example")
+        if isinstance(a, types.GeneratorType) or is_iterator(a):
+            kind = "generator" if isinstance(a, types.GeneratorType) else f"{type(a).__name__} iterator"
+            self.refuse(
+                f"returns or passes on a {kind}, whose values are made after that; a graph needs a list or tuple"
+            )
+        if isinstance(a, dict) and type(a) is not dict:
+            return self._typed_dict(a)
+        argument = super().create_arg(a)
+        if isinstance(a, torch.Tensor) and isinstance(argument, fx.Node):
+            argument.meta["example"] = self._fake(a)
+        return argument
+
+    def _typed_dict(self, a: dict[Any, Any]) -> fx.Node:
+        """A mapping of another type than dict (a model's output class) is created by its own type."""
+        if dataclasses.is_dataclass(a):
+            given = {f.name: a[f.name] for f in dataclasses.fields(a) if a.get(f.name) is not None}
+            return self.create_node("call_function", type(a), (), {key: self.create_arg(given[key]) for key in given})
+        try:
+            type(a)(list(a.items()))
+        except Exception as error:
+            raise fx.proxy.TraceError(f"{type(a).__name__} cannot be made from pairs") from error
+        pairs = [(key, self.create_arg(value)) for key, value in a.items()]
+        return self.create_node("call_function", type(a), (pairs,), {})
+
+    def _roll_back(self, last: fx.Node | None) -> None:
+        """Forget every node after `last`, and the cached parameter reads among them."""
+        for node in reversed(list(self.graph.nodes)):
+            if node is last:
+                break
+            self.graph.erase_node(node)
+        alive = set(self.graph.nodes)
+        cache = self._attribute_proxies
+        for name in [name for name, proxy in cache.items() if proxy.node not in alive]:
+            del cache[name]

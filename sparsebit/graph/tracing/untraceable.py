@@ -1,0 +1,189 @@
+"""Finds, during a trace, code that no graph can represent; its module then runs its own code.
+
+Such code is: random numbers and writes that run on real tensors during the trace, parameters that are read without an
+attribute access, gradient and autocast modes, functions with their own backward, seeds, generators without a seed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_TRACER = os.path.join("sparsebit", "graph", "tracing", "tracer.py")
+_MODES: tuple[tuple[Any, str, str], ...] = (
+    (torch.no_grad, "__enter__", "torch.no_grad()"),
+    (torch.enable_grad, "__enter__", "torch.enable_grad()"),
+    (torch.set_grad_enabled, "__init__", "torch.set_grad_enabled()"),
+    (torch.inference_mode, "__enter__", "torch.inference_mode()"),
+    (torch.amp.autocast_mode.autocast, "__enter__", "torch.autocast()"),
+)
+_QUESTIONS = (
+    "is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled", "is_autocast_cpu_enabled",
+    "get_autocast_dtype", "get_autocast_gpu_dtype", "get_autocast_cpu_dtype", "get_default_dtype",
+)  # fmt: skip
+_SEEDS = ("manual_seed", "seed", "initial_seed", "set_rng_state", "get_rng_state")
+
+
+class ConcreteOps(TorchDispatchMode):
+    """Sees every op that runs on tensors, not on traced values, while `tracer` traces."""
+
+    def __init__(self, tracer: Any, root: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tracer = tracer
+        self.weights = {_storage(tensor) for tensor in (*root.parameters(), *root.buffers())}
+        self.made: dict[int, torch.Tensor] = {}  # kept alive, so that no other storage gets their number
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.tracer.is_evaluating:
+            return func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.tracer.refuse(f"{func.overloadpacket}: random numbers that a graph would draw only once")
+        for argument, value in _named(func, args, kwargs):
+            for tensor in pytree.tree_leaves(value):
+                if isinstance(tensor, torch.Tensor):
+                    self._check(func, tensor, argument.alias_info is not None and argument.alias_info.is_write)
+        output = func(*args, **kwargs)
+        for tensor in pytree.tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and not _shares(tensor, args, kwargs):
+                self.made.setdefault(_storage(tensor), tensor)
+        return output
+
+    def _check(self, func: Any, tensor: torch.Tensor, is_write: bool) -> None:
+        storage = _storage(tensor)
+        if storage in self.weights and not func.is_view:
+            self.tracer.refuse(f"{func.overloadpacket} on a parameter or buffer that is not read as an attribute")
+        if is_write and storage not in self.made:
+            self.tracer.refuse(f"{func.overloadpacket}: writes into a tensor that outlives the call")
+
+
+@contextlib.contextmanager
+def watched(tracer: Any, root: nn.Module) -> Iterator[None]:
+    """Inside, `tracer.refuse` is called where the model's code does something that no graph can represent."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for kind in {torch._C._get_accelerator().type, "cpu"} if torch.accelerator.is_available() else {"cpu"}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        _patch_all(tracer, stack)
+        stack.enter_context(ConcreteOps(tracer, root))
+        yield
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether the module, or every module, has hooks: their side effects (counting, storing) are not in the graph."""
+    everywhere = torch.nn.modules.module
+    return any(
+        (
+            module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,
+            everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks, everywhere._global_backward_hooks,
+            everywhere._global_backward_pre_hooks,
+        )
+    )  # fmt: skip
+
+
+def _patch_all(tracer: Any, stack: contextlib.ExitStack) -> None:
+    for owner, method, name in _MODES:
+        _patch(stack, owner, method, _refusing(tracer, getattr(owner, method), f"computes under {name}"))
+    saving = torch.autograd.graph.saved_tensors_hooks  # checkpoints of torch use them too, to the same effect
+    reason = "computes under torch.autograd.graph.saved_tensors_hooks()"
+    _patch(stack, saving, "__enter__", _refusing(tracer, saving.__enter__, reason, users_only=True))
+    for name in _QUESTIONS:
+        reason = f"asks torch.{name}(): the answer may differ from call to call"
+        _patch(stack, torch, name, _refusing(tracer, getattr(torch, name), reason, users_only=True))
+    for module in (torch, torch.random):
+        for name in _SEEDS:
+            _patch(stack, module, name, _refusing(tracer, getattr(module, name), f"calls torch.{name}()"))
+    _patch_entropy(tracer, stack)
+    unwrap = torch._functorch.utils.unwrap_dead_wrappers
+
+    def unwrap_or_refuse(args: tuple[Any, ...]) -> Any:
+        """Called by `autograd.Function.apply`, also by one that was bound before the trace."""
+        if tracer.is_tracing_here() and any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves(args)):
+            function = sys._getframe(1).f_locals.get("cls", torch.autograd.Function)
+            tracer.refuse(f"calls the autograd.Function {function.__name__}, which has a backward of its own")
+        return unwrap(args)
+
+    _patch(stack, torch._functorch.utils, "unwrap_dead_wrappers", unwrap_or_refuse)
+
+
+def _patch_entropy(tracer: Any, stack: contextlib.ExitStack) -> None:
+    """What generators without a seed begin with. NumPy's get it from `secrets`, which reads `random._urandom`."""
+    reason = "draws from a random generator without a seed, or from the system's: other numbers at every call"
+
+    def refuse() -> None:
+        if tracer.is_tracing_here() and not _is_importing():
+            tracer.refuse(reason)
+
+    def reading(original: Callable[[int], bytes]) -> Callable[[int], bytes]:
+        def read_or_refuse(size: int) -> bytes:
+            refuse()
+            return original(size)
+
+        return read_or_refuse
+
+    for owner, name in ((os, "urandom"), (random, "_urandom")):
+        _patch(stack, owner, name, reading(getattr(owner, name)))
+    seed = random.Random.seed
+
+    def seed_or_refuse(generator: random.Random, a: Any = None, version: int = 2) -> None:
+        if a is None:
+            refuse()
+        seed(generator, a, version)
+
+    _patch(stack, random.Random, "seed", seed_or_refuse)
+
+
+def _is_importing() -> bool:
+    """Whether the code that runs belongs to an import, which the traced code (or torch itself) has started."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.endswith(_TRACER):
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _refusing(tracer: Any, original: Callable[..., Any], reason: str, users_only: bool = False) -> Callable[..., Any]:
+    def refuse_or_call(*args: Any, **kwargs: Any) -> Any:
+        asks_itself = users_only and sys._getframe(1).f_code.co_filename.startswith(_TORCH)
+        if tracer.is_tracing_here() and not asks_itself:
+            tracer.refuse(reason)
+        return original(*args, **kwargs)
+
+    return refuse_or_call
+
+
+def _patch(stack: contextlib.ExitStack, owner: Any, name: str, replacement: Any) -> None:
+    original = owner.__dict__[name]
+    stack.callback(setattr, owner, name, original)
+    setattr(owner, name, replacement)
+
+
+def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """Each argument of the op's schema with what it was given."""
+    arguments = func._schema.arguments
+    given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+    return [(argument, given[argument.name]) for argument in arguments if argument.name in given]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided and not tensor.is_nested else id(tensor)
+
+
+def _shares(tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the tensor is one of the arguments, or a view of one."""
+    given = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    return any(_storage(tensor) == _storage(other) for other in given)

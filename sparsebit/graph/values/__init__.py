@@ -1,0 +1,1 @@
+"""Values that a model takes and gives: nested, copied, compared."""

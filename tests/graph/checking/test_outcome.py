@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.graph.capture import capture
+from sparsebit.graph.checking.outcome import cloned, outcome_of, state_kept, with_gradients
+
+
+class Writes(nn.Module):
+    """Another function for a leaf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = 2 if x.is_leaf else 3
+        return self.fc(x.mul_(1.5)) * factor
+
+
+def test_copies_of_results_are_results() -> None:
+    """Torch forbids writes into a leaf that learns, and tells code what is one."""
+    model, leaf = Writes(), torch.randn(2, 4)
+    result = (leaf.clone().requires_grad_() * 1,)
+    (copied,), _ = cloned((result, {}))
+    assert copied.requires_grad and not copied.is_leaf
+    torch.testing.assert_close(outcome_of(model, ((copied,), {})).output, model(result[0]))
+    (plain,), _ = cloned(((leaf,), {}))
+    assert plain.is_leaf and plain.data_ptr() != leaf.data_ptr()
+
+
+def test_gradients_of_a_module_that_writes_into_its_input() -> None:
+    model, x = Writes(), torch.randn(2, 4)
+    found = with_gradients(model, ((x,), {}), torch.sum, {"weight": model.fc.weight}).gradients
+    torch.testing.assert_close(found["input 0"], 4.5 * model.fc.weight.sum(0).expand(2, 4))
+    assert model.fc.weight.grad is None
+
+
+def test_state_behind_a_captured_graph_is_kept_too() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.seen = nn.Linear(4, 4), []
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.sum() > 1e9:
+                return x
+            self.block.seen.append(1)
+            return self.block(x)
+
+    model = capture(Net()).model
+    with state_kept(model):
+        model(torch.randn(2, 4))
+        assert model.block.seen == [1]
+    assert model.block.seen == []
