@@ -3,6 +3,7 @@
 A function is compiled again from its source with every condition wrapped in a call (`if test:` becomes
 `if __sparsebit_fork__(function, number, test):`), and its `__code__` is replaced while a context is open. Conditions on
 shapes, modes, types, arguments and values all become the same thing: a number, and a truth value that can be forced.
+A choice among values (`[a, b][i]`, `min(a, b)`) is one condition for each of them: whether it is the one chosen.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ ENTRY = -1  # the number that a function's frame is observed with at its beginni
 Observe = Callable[[int, int, FrameType], None]
 _EXITS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 _NUMBERS = itertools.count()
+_MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class Fork:
     """A condition in a function. `arms`: the code that runs where it is false, and where it is true.
 
     `is_loop`: forced to hold, it holds once. `is_block`: not a condition but a block (`case`, `except`, the body of a
-    `for`) that is observed and cannot be forced.
+    `for`) that is observed and cannot be forced. `num_options`: the number of values in a choice, where the condition
+    is that this value is chosen.
     """
 
     text: str
@@ -48,6 +51,7 @@ class Fork:
     arms: tuple[tuple[ast.AST, ...], tuple[ast.AST, ...]]
     is_loop: bool = False
     is_block: bool = False
+    num_options: int = 0
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,7 @@ class _Rewriter(ast.NodeTransformer):
                 block = getattr(node, name, None)
                 if isinstance(block, list):
                     self.behind |= {id(one): tuple(block[place + 1 :]) for place, one in enumerate(block)}
+        self.displays = _displays(definition)
         self.generic_visit(definition)
         if self.forks:
             entry: list[ast.expr] = [ast.Constant(number), ast.Constant(ENTRY), ast.Constant(True)]
@@ -164,6 +169,34 @@ class _Rewriter(ast.NodeTransformer):
             arms = ((), rest) if is_and else (rest, ())
             node.values[place] = self._call(Fork(ast.unparse(operand), operand.lineno, arms), operand)
         return self.generic_visit(node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> Any:
+        """`[a, b][i]`, `{"x": a}[name]`, and `both[i]` after `both = [a, b]`."""
+        name = node.value.id if isinstance(node.value, ast.Name) else None
+        options = _options(node.value if name is None else self.displays.get(name))
+        is_choice = isinstance(node.ctx, ast.Load) and not isinstance(node.slice, (ast.Constant, ast.Slice, ast.Tuple))
+        if not options or not is_choice:
+            return self.generic_visit(node)
+        return self._choice(node, options, node.value, ast.keyword("index", node.slice))
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        """`min(a, b)` and `max(a, b)`."""
+        is_choice = isinstance(node.func, ast.Name) and node.func.id in ("min", "max") and not node.keywords
+        given = ast.Tuple(node.args, ast.Load())
+        options = _options(given) if is_choice else ()
+        if not options:
+            return self.generic_visit(node)
+        return self._choice(node, options, given, ast.keyword("by", node.func))
+
+    def _choice(self, node: Any, options: tuple[ast.expr, ...], values: ast.expr, how: ast.keyword) -> ast.Call:
+        numbers: list[ast.expr] = [ast.Constant(self.number), ast.Constant(len(self.forks))]
+        for one in options:
+            text = f"{ast.unparse(node)} is {ast.unparse(one)}"
+            self.forks.append(Fork(text, node.lineno, ((), (one,)), num_options=len(options)))
+        call = ast.Call(ast.Name(FORK, ast.Load()), [*numbers, values], [how])
+        self.generic_visit(values)
+        self.generic_visit(how)
+        return ast.copy_location(call, node)
 
     def visit_Lambda(self, node: ast.Lambda) -> Any:
         """A function that may be defined and never called."""
@@ -201,6 +234,42 @@ class _Rewriter(ast.NodeTransformer):
         return node
 
 
+def _options(node: ast.AST | None) -> tuple[ast.expr, ...]:
+    """The values of a list, tuple or dictionary that is written out; none for fewer than two, or with `*` in it."""
+    if isinstance(node, ast.Dict):
+        values = node.values if None not in node.keys else []
+    else:
+        values = node.elts if isinstance(node, (ast.List, ast.Tuple)) else []
+    return () if len(values) < 2 or any(isinstance(one, ast.Starred) for one in values) else tuple(values)
+
+
+def _displays(definition: ast.AST) -> dict[str, ast.expr]:
+    """The lists, tuples and dictionaries that variables hold which are assigned once."""
+    nodes = list(ast.walk(definition))
+    stores = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    found = {}
+    for node in nodes:
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            if stores.count(name) == 1 and _options(node.value):
+                found[name] = node.value
+    return found
+
+
+def _chosen(values: Any, index: Any, by: Any) -> tuple[Any, int | None]:
+    """The value that is chosen, and its place among all; no place where it is not one of the values."""
+    if by is min or by is max:
+        place = by(range(len(values)), key=values.__getitem__)
+        return values[place], place
+    if index is _MISSING:  # the user's own `min`
+        return by(*values), None
+    value = values[index]
+    if isinstance(values, dict):
+        return value, list(values).index(index)
+    is_place = isinstance(values, (list, tuple)) and hasattr(index, "__index__")
+    return value, index.__index__() % len(values) if is_place else None
+
+
 @contextlib.contextmanager
 def forks_run(
     functions: Iterable[ForkedFunction],
@@ -214,12 +283,26 @@ def forks_run(
     wanted = {(arm.function, arm.fork): arm.value for arm in forced}
     taken: set[Arm] = set()
     listed = list(functions)
+    num_options = {(one.number, place): fork.num_options for one in listed for place, fork in enumerate(one.forks)}
     loops = {(one.number, place) for one in listed for place, fork in enumerate(one.forks) if fork.is_loop}
 
-    def ask(function: int, fork: int, test: Any) -> Any:
+    def choose(function: int, first: int, values: Any, frame: FrameType, index: Any, by: Any) -> Any:
+        value, chosen = _chosen(values, index, by)
+        if chosen is None or len(values) != num_options[function, first]:
+            return value
+        places = [place for place in range(len(values)) if ask(function, first + place, place == chosen, frame=frame)]
+        forced = [place for place in places if place != chosen]
+        return list(values.values() if isinstance(values, dict) else values)[forced[0]] if forced else value
+
+    def ask(
+        function: int, fork: int, test: Any, index: Any = _MISSING, by: Any = None, frame: FrameType | None = None
+    ) -> Any:
+        frame = frame or sys._getframe(1)
+        if index is not _MISSING or by is not None:
+            return choose(function, fork, test, frame, index, by)
         if fork == ENTRY:
             if observe is not None:
-                observe(function, fork, sys._getframe(1))
+                observe(function, fork, frame)
             return test
         value = is_true = bool(test)
         if (function, fork) in wanted and not ((function, fork) in loops and Arm(function, fork, True) in taken):
@@ -227,7 +310,7 @@ def forks_run(
         arm = Arm(function, fork, value)
         taken.add(arm)
         if observe is not None:
-            observe(function, fork, sys._getframe(1))
+            observe(function, fork, frame)
         return test if value == is_true else value  # `a or b` is the value of one of them
 
     try:

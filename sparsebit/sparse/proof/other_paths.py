@@ -205,7 +205,8 @@ class _Search:
         while self.waiting and num_runs < 2 * _MOST_FORCED and len(self.forced) < _MOST_FORCED:
             branch, scene = self.waiting.popleft()
             code = branch.code or (branch.function.tree,)  # without an `else`, what follows has the values of before
-            if branch.arm in self.taken or branch.fork.is_block or not self._matters(branch, code):
+            cannot = branch.fork.is_block or (branch.fork.num_options and not branch.arm.value)
+            if branch.arm in self.taken or cannot or not self._matters(branch, code):
                 continue
             if not writes(branch.code):
                 num_runs += 1

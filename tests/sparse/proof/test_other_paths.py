@@ -229,6 +229,32 @@ class OrValue(Net):
         return h * ((x.shape[0] == 9 and h.shape[1] ** -0.5) or 1.0)
 
 
+class InList(Net):
+    def hidden(self, h: Tensor, x: Tensor, kind: int = 0) -> Tensor:
+        return h * [1.0, h.shape[1] ** -0.5][kind]
+
+
+class InVariable(Net):
+    def hidden(self, h: Tensor, x: Tensor, kind: int = 0) -> Tensor:
+        scales = (1.0, 2.0, h.shape[1] ** -0.5)
+        return h * scales[-kind]
+
+
+class InDictionary(Net):
+    def hidden(self, h: Tensor, x: Tensor, kind: str = "none") -> Tensor:
+        return h / {"none": 1, "width": h.shape[1]}[kind]
+
+
+class Smallest(Net):
+    def hidden(self, h: Tensor, x: Tensor) -> Tensor:
+        return h / min(h.shape[1], 2 * len(x))
+
+
+class Largest(Net):
+    def hidden(self, h: Tensor, x: Tensor, least: int = 100) -> Tensor:
+        return h / max(h.shape[1], least)
+
+
 class WidthOfLayer(Net):
     def hidden(self, h: Tensor, x: Tensor) -> Tensor:
         return h * self.a.out_features**-0.5 if x.shape[0] == 9 else h
@@ -326,6 +352,11 @@ OTHER: dict[str, tuple[type[Net], Run]] = {
     "function by name": (FunctionByName, lambda m: m(NINE)),
     "function of torch": (FunctionOfTorch, lambda m: m(NINE)),
     "value of and": (OrValue, lambda m: m(NINE)),
+    "in a list": (InList, lambda m: m(TWO, kind=1)),
+    "in a variable": (InVariable, lambda m: m(TWO, kind=1)),
+    "in a dictionary": (InDictionary, lambda m: m(TWO, kind="width")),
+    "smallest": (Smallest, lambda m: m(NINE)),
+    "largest": (Largest, lambda m: m(TWO, least=1)),
     "width of a layer": (WidthOfLayer, lambda m: m(NINE)),
     "size read before": (SizeReadBefore, lambda m: m(NINE)),
     "size in an attribute": (SizeInAttribute, lambda m: m(NINE)),
