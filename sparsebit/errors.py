@@ -133,3 +133,15 @@ def _packages_of(extra: str) -> set[str]:
         else:
             found.add(requirement)
     return found
+
+
+def users_level() -> int:
+    """How far up the stack, from the function that asks, the first caller outside this package is."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and _is_passed(frame.f_globals.get("__name__", "")):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _is_passed(name: str) -> bool:
+    return name.startswith("sparsebit.") or name == "contextlib"  # whose decorators stand in between

@@ -51,25 +51,7 @@ DEVELOPER = {
 
 HIERARCHY = [kind for kind in QuantModel.__mro__ if issubclass(kind, SimulatedModel)]
 PACKAGE = Path(sparsebit.__file__).parent
-# The parts of a QuantModel: they work on its captured graphs, and keep what it was built from up to date.
-PARTS = (
-    "calibrating/block_visits.py",
-    "calibrating/calibration.py",
-    "calibrating/float_values.py",
-    "calibrating/fold_batchnorm.py",
-    "calibrating/model_state.py",
-    "calibrating/site_changes.py",
-    "faithful/cutting.py",
-    "faithful/first_calls.py",
-    "faithful/gradient_check.py",
-    "faithful/proof.py",
-    "inspecting/accuracy_gains.py",
-    "inspecting/mermaid.py",
-    "qat/training.py",
-    "saving/store.py",
-)
 CLASS_FILES = {Path(inspect.getfile(kind)) for kind in HIERARCHY}
-FILES = CLASS_FILES | {PACKAGE / "quantization" / part for part in PARTS}
 
 
 def private_names() -> set[str]:
@@ -97,11 +79,7 @@ def uses(file: Path, names: set[str]) -> list[str]:
 class TestPrivateNames:
     def test_the_classes_are_found(self) -> None:
         assert {file.name for file in CLASS_FILES} == {"quant_model.py", "simulation.py"}
-        assert {"_original", "_captured", "_root", "_example", "_given_plan"} <= private_names()
-
-    def test_each_part_uses_them(self) -> None:
-        names = private_names()
-        assert [part for part in PARTS if not uses(PACKAGE / "quantization" / part, names)] == []
+        assert {"_set_up", "_build", "_run", "_record"} <= private_names()
 
     def test_the_class_stays_small(self) -> None:
         own = [
@@ -110,15 +88,13 @@ class TestPrivateNames:
         assert len(own) <= 25
 
     def test_a_use_is_found(self, tmp_path: Path) -> None:
-        (tmp_path / "helper.py").write_text(
-            "def f(qmodel, self):\n    self._root\n    return qmodel.model._original[0]\n"
-        )
-        assert uses(tmp_path / "helper.py", private_names()) == ["helper.py:3: qmodel.model._original"]
+        (tmp_path / "helper.py").write_text("def f(qmodel, self):\n    self._build\n    return qmodel.model._record\n")
+        assert uses(tmp_path / "helper.py", private_names()) == ["helper.py:3: qmodel.model._record"]
 
-    def test_only_the_parts_use_them(self) -> None:
+    def test_only_the_classes_use_them(self) -> None:
         files = [*PACKAGE.rglob("*.py"), *(ROOT / "examples").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
         names = private_names()
-        assert [use for file in sorted(files) if file not in FILES for use in uses(file, names)] == []
+        assert [use for file in sorted(files) if file not in CLASS_FILES for use in uses(file, names)] == []
 
 
 def undeclared(code: str, developer: Iterable[str] = ()) -> list[str]:

@@ -75,7 +75,7 @@ def test_other_number_type_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_change_of_the_users_model_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def calc_qparams(self: QuantModel) -> None:
         QuantModel.calc_qparams(self)
-        self._original[0].seen = True
+        self.original.seen = True
 
     assert "user's model" in planted(monkeypatch, "values", calc_qparams=calc_qparams).details
 

@@ -120,7 +120,7 @@ def test_the_same_function_loads_in_other_words_and_for_another_batch_size(folde
     assert torch.equal(QuantModel.load(folder, Renamed())(X), expected)
     assert torch.equal(QuantModel.load(folder, Net(), example_inputs=(X[:2],))(X), expected)
     other = calibrated(Net().eval(), [X], qconfig(backend="onnxruntime"), example_inputs=(X[:3],))
-    assert other._structure == json.loads((folder / "sparsebit.json").read_text())["graphs"]
+    assert other.built.structure == json.loads((folder / "sparsebit.json").read_text())["graphs"]
 
 
 class Opaque(nn.Module):
@@ -203,7 +203,7 @@ def test_other_settings_of_what_no_graph_calls_are_an_error(name: str, tmp_path:
 def test_the_lines_are_the_same_in_another_process(folder: Path) -> None:
     code = (
         "from tests.graph.test_structure import *; import json; "
-        "print(json.dumps(QuantModel(Net().eval(), qconfig(), example_inputs=(X,))._structure))"
+        "print(json.dumps(QuantModel(Net().eval(), qconfig(), example_inputs=(X,)).built.structure))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert json.loads(found) == json.loads((folder / "sparsebit.json").read_text())["graphs"]

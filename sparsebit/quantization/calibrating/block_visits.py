@@ -77,7 +77,7 @@ def visit_blocks(
     """
     require_whole(qmodel, "visit_blocks")
     check_ready(qmodel, "visit_blocks")
-    root, float_parameters = qmodel._root, qmodel.float_parameters
+    root, float_parameters = qmodel.built.root, qmodel.float_parameters
     if root is None:
         raise CaptureError("visit_blocks() needs a graph of the whole model, which could not be traced: see coverage")
     warn_if_lost(qmodel, "blocks are compared with the changed weights")

@@ -34,7 +34,7 @@ class Calibration:
             quantizer.revive()
         qmodel.set_quant(w_quant=False, a_quant=False)
         qmodel.eval()
-        root = qmodel._root.graph_module if qmodel._root is not None else None
+        root = qmodel.built.root.graph_module if qmodel.built.root is not None else None
         self.runner = CalibrationRunner(qmodel.model, root, keep_inputs=keep_inputs, memory_budget=memory_budget)
         self.runner.prepare()
         qmodel.is_calibrating = True
@@ -78,7 +78,8 @@ class Calibration:
         if asym and not (w_quant or a_quant):
             w_quant = a_quant = True
         runner.check(asym=asym)
-        if len({repr(sorted(cuts)) for cuts in gather([*qmodel._policy.own_code, *qmodel._policy.untouched])}) > 1:
+        policy = qmodel.blueprint.policy
+        if len({repr(sorted(cuts)) for cuts in gather([*policy.own_code, *policy.untouched])}) > 1:
             raise CalibrationError(
                 "on some ranks a module runs its own code, since its graph differed on the first batch there, and on "
                 "others it does not (see coverage); build the QuantModel on all ranks with the same example_inputs"

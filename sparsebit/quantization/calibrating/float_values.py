@@ -25,9 +25,9 @@ def in_float(qmodel: SimulatedModel) -> Iterator[None]:
     """Inside, the model computes what the float model does: quantization off, the float model's parameters."""
     switches = {quantizer: quantizer.use_quant for quantizer in qmodel.quantizers()}
     with contextlib.ExitStack() as stack:
-        if qmodel._root is not None:
-            qmodel.float_parameters.drop_outdated(qmodel._root.graph_module)
-            for block in whole_graph(qmodel._root.graph_module):
+        if qmodel.built.root is not None:
+            qmodel.float_parameters.drop_outdated(qmodel.built.root.graph_module)
+            for block in whole_graph(qmodel.built.root.graph_module):
                 stack.enter_context(qmodel.float_parameters.original(block))
         try:
             qmodel.set_quant(w_quant=False, a_quant=False)
@@ -64,8 +64,8 @@ def originals_of(qmodel: SimulatedModel, sites: Collection[str]) -> dict[int, Te
             "these weights stay rounded as they were. Start from the float model",
             *(", ".join(layer.weight_quantizer.name for layer in layers), ", ".join(rounded)),
         )
-    if qmodel._root is None:
+    if qmodel.built.root is None:
         return {}
     theirs = {id(parameter) for layer in layers for parameter in layer.op.parameters()}
-    changed = qmodel.float_parameters.changed(qmodel._root.graph_module)
+    changed = qmodel.float_parameters.changed(qmodel.built.root.graph_module)
     return {id(parameter): value for parameter, value in changed if id(parameter) in theirs}

@@ -35,9 +35,9 @@ MayFold = Callable[[str, nn.Module, _BatchNorm], bool]
 
 def fold_norms(qmodel: SimulatedModel, may_fold: MayFold) -> None:
     """Fold batch norms into the quantized layers in front of them, which get their biases and integer ops anew."""
-    for path, region in qmodel._captured.regions.items():
-        _FoldQuantized(path, may_fold, qmodel._folded_layers).apply(region.graph_module)
-    attach_integer_ops(qmodel._captured, PROFILES[qmodel.config.BACKEND])
+    for path, region in qmodel.built.captured.regions.items():
+        _FoldQuantized(path, may_fold, qmodel.built.folded_layers).apply(region.graph_module)
+    attach_integer_ops(qmodel.built.captured, PROFILES[qmodel.config.BACKEND])
     make_room_for_biases(qmodel.model)
 
 

@@ -24,7 +24,7 @@ def require_whole(qmodel: SimulatedModel, verb: str) -> None:
 
 def require_captured_values(qmodel: SimulatedModel, verb: str) -> None:
     """Raise if a plain attribute or global that a graph holds as a constant has another value by now."""
-    for path, region in qmodel._captured.regions.items():
+    for path, region in qmodel.built.captured.regions.items():
         changed = region.frozen_values and region.frozen_values.changed()
         if changed:
             raise CaptureError(

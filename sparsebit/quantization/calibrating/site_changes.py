@@ -55,8 +55,8 @@ def replace_quantizer(qmodel: SimulatedModel, site: str, quantizer: Quantizer | 
     if before is not None and before.target == "weight" and before.spec != new.spec:
         _restore_float_weight(qmodel, new, needs_range=before.is_calibrated and not has_range)
     new.train(qmodel.training)
-    qmodel._given_plan = qmodel.plan  # a saved model is built from it
-    attach_integer_ops(qmodel._captured, PROFILES[qmodel.config.BACKEND])
+    qmodel.blueprint.plan = qmodel.plan  # a saved model is built from it
+    attach_integer_ops(qmodel.built.captured, PROFILES[qmodel.config.BACKEND])
     make_room_for_biases(qmodel.model)
     if is_unchanged:
         qmodel.note_weights()
@@ -78,19 +78,19 @@ def store_qparams(qmodel: SimulatedModel, site: str, scale: Tensor | float, zero
 def insert_factors(qmodel: SimulatedModel, factors: Sequence[InsertedFactor]) -> None:
     """Put multiplications by a factor per channel (one, at first) into the graph; a saved model has them too."""
     require_settled(qmodel, "insert_factors")
-    if qmodel._root is None:
+    if qmodel.built.root is None:
         raise CaptureError("insert_factors() needs a graph of the whole model, which could not be traced: see coverage")
-    insert(qmodel._root.graph_module, factors)
-    qmodel._inserted_factors += tuple(factors)
+    insert(qmodel.built.root.graph_module, factors)
+    qmodel.built.inserted_factors += tuple(factors)
 
 
 def remove_factors(qmodel: SimulatedModel, names: Collection[str]) -> None:
     """Take inserted multiplications out of the graph; what they multiplied by is lost."""
     require_settled(qmodel, "remove_factors")
-    gone = [factor for factor in qmodel._inserted_factors if factor.name in names]
-    if gone and qmodel._root is not None:
-        remove(qmodel._root.graph_module, gone)
-    qmodel._inserted_factors = tuple(factor for factor in qmodel._inserted_factors if factor not in gone)
+    gone = [factor for factor in qmodel.built.inserted_factors if factor.name in names]
+    if gone and qmodel.built.root is not None:
+        remove(qmodel.built.root.graph_module, gone)
+    qmodel.built.inserted_factors = tuple(factor for factor in qmodel.built.inserted_factors if factor not in gone)
 
 
 def _quantizer_at(qmodel: SimulatedModel, site: str) -> Quantizer:

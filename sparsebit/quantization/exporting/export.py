@@ -28,13 +28,13 @@ from sparsebit.deploy.onnx_graph.model_file import checked_path, staged, write
 from sparsebit.deploy.onnx_graph.number_types import FLOAT8
 from sparsebit.deploy.runtimes import PROFILES, RuntimeProfile
 from sparsebit.deploy.sessions.runtime_sessions import require_runtime
-from sparsebit.errors import DeploymentError
+from sparsebit.errors import DeploymentError, users_level
 from sparsebit.execution.batches import Call, as_call, input_rows, to_device
 from sparsebit.quantization.calibrating.model_state import check_ready, evaluating, require_whole, switched_on
 from sparsebit.quantization.exporting.call_state import state_between_calls
 from sparsebit.quantization.exporting.export_checks import check_loads, check_parity, check_rules
 from sparsebit.quantization.exporting.export_constants import quantizers_as_constants
-from sparsebit.quantization.faithful.simulation import SimulatedModel, users_level
+from sparsebit.quantization.faithful.simulation import SimulatedModel
 from sparsebit.quantization.planning.float_reasons import SWITCHED_OFF
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.records.phases import EXPORT, phase

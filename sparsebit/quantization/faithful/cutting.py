@@ -13,6 +13,7 @@ from sparsebit.graph.checking.verification import Compare, Reference
 from sparsebit.graph.nodes.absorbed import Absorbed
 from sparsebit.graph.tracing.leaf_policy import LeafPolicy
 from sparsebit.graph.values.call_form import CallForm, call_form, has_forward
+from sparsebit.quantization.building.build import Blueprint
 from sparsebit.quantization.faithful.simulation import SimulatedModel, code_modules
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ def differing(
         part = captured_part(qmodel, path, module, call)
         return part, buffers_of(part.source, module)
 
-    paths = _with_code(qmodel.original, qmodel._policy)
+    paths = _with_code(qmodel.original, qmodel.blueprint.policy)
     return reference.smallest_differing(cloned(call), paths, build, randomness, compare=compare) or {"": found}
 
 
@@ -51,20 +52,20 @@ def cut(
 
     Where such a module does already, the modules inside it do too; after that it stays untouched, in float.
     """
-    policy = qmodel._policy
+    policy = qmodel.blueprint.policy
     for path, why in differing(qmodel, call, found, reference, randomness, compare).items():
         log.warning("%s runs its own code: its graph computes something else: %s", path or "the model", why)
         reason = f"its graph computes something else than its code: {why}"
         inside = [name for name in _with_code(qmodel.original, policy, path) if name not in policy.own_code]
         for name in inside if path in policy.own_code and inside else [path]:
             policy = policy.cut(name, reason)
-    qmodel._policy = policy
-    qmodel._rebuild(call if qmodel._example is not None else None)
+    qmodel.blueprint.policy = policy
+    qmodel.rebuild(call if qmodel.built.example is not None else None)
 
 
 def captured_part(qmodel: SimulatedModel, path: str, module: nn.Module, call: Call) -> SimulatedModel:
     """A copy of one module of the original, captured and with quantizers as in the whole, off."""
-    example, form = (call, None) if qmodel._example is not None else (None, call_form(module, *call))
+    example, form = (call, None) if qmodel.built.example is not None else (None, call_form(module, *call))
     return captured_copy(qmodel, path, module, example, form)
 
 
@@ -72,20 +73,19 @@ def captured_copy(
     qmodel: SimulatedModel, path: str, module: nn.Module, example: Call | None, form: CallForm | None
 ) -> SimulatedModel:
     """`module`, which is at `path` in the original, captured as the whole was."""
-    part = SimulatedModel.__new__(SimulatedModel)
-    nn.Module.__init__(part)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the user is warned when the whole is built
-        transforms = () if path else qmodel._transforms  # they know the whole graph
-        policy = qmodel._policy.below(path, module)
-        part._set_up(module, qmodel.config, example, policy, form, transforms=transforms)
+        transforms = () if path else qmodel.blueprint.transforms  # they know the whole graph
+        policy = qmodel.blueprint.policy.below(path, module)
+        blueprint = Blueprint.of(module, qmodel.config, policy, transforms=transforms)
+        part = SimulatedModel.built_from(blueprint, example, form)
     return part.to(qmodel.device).train(qmodel.training)
 
 
 def has_one_mode(qmodel: SimulatedModel) -> bool:
     """Whether train mode differs from the original's by design."""
     is_folded = any(isinstance(module, Absorbed) for module in code_modules(qmodel))
-    return is_folded or bool(qmodel._captured.eval_branches)
+    return is_folded or bool(qmodel.built.captured.eval_branches)
 
 
 def _with_code(model: nn.Module, policy: LeafPolicy, path: str = "") -> list[str]:

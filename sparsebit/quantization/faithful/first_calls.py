@@ -22,9 +22,10 @@ from sparsebit.graph.state.outer_state import undisturbed_outer_state
 from sparsebit.graph.values.copying import copy_model
 from sparsebit.graph.values.nested import is_symbolic, tensors_of
 from sparsebit.numerics.full_float32 import full_float32
+from sparsebit.quantization.building.build import folds_batchnorm
 from sparsebit.quantization.faithful.cutting import captured_copy
 from sparsebit.quantization.faithful.proof import Proof
-from sparsebit.quantization.faithful.simulation import SimulatedModel, folds_batchnorm
+from sparsebit.quantization.faithful.simulation import SimulatedModel
 from sparsebit.quantization.quantizers.base import Quantizer
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class FirstCalls:
     def watch(self) -> None:
         """The model is captured: its graphs say when own code runs in their place."""
         self.compared_sources = {}
-        for region in self.qmodel._captured.regions.values():
+        for region in self.qmodel.built.captured.regions.values():
             region.before_source = self._before_source
 
     def verify(self, call: Call) -> None:
@@ -75,7 +76,7 @@ class FirstCalls:
 
         Code that asks for a layer's very type, say, is another function then; the graph was not.
         """
-        path = next((path for path, known in self.qmodel._captured.regions.items() if known is region), None)
+        path = next((path for path, known in self.qmodel.built.captured.regions.items() if known is region), None)
         if path is None:  # of an earlier capture
             return
         where = f"this call{f' of {path}' if path else ''}"
@@ -145,8 +146,8 @@ class FirstCalls:
         for module in model.modules():
             if isinstance(module, _BatchNorm):
                 _randomize(module)
-        twin = captured_copy(self.qmodel, "", model, self.qmodel._example, None)
-        region = twin._captured.regions.get(path)
+        twin = captured_copy(self.qmodel, "", model, self.qmodel.built.example, None)
+        region = twin.built.captured.regions.get(path)
         if region is None:
             return ""
         reference = Reference(model.get_submodule(path), self.qmodel.device, training=False)

@@ -45,14 +45,14 @@ def verify_training(qmodel: SimulatedModel, batch: Any, loss: Callable[[Any], Te
             "before training, on the weights that the QuantModel was built from"
         )
     call = to_device(as_call(batch, model), qmodel.device)
-    randomness, cuts, found = Randomness.now(), dict(qmodel._policy.own_code), ""
+    randomness, cuts, found = Randomness.now(), dict(qmodel.blueprint.policy.own_code), ""
     for _ in range(ATTEMPTS):
         reference = Reference(model, qmodel.device, training=not has_one_mode(qmodel))
         expected = reference.gradients(call, loss, randomness)
         differs, names = _gradient_difference(qmodel, call, loss, expected, reference.training, randomness)
         if differs is None:
             randomness.restore()
-            new = {path: why for path, why in qmodel._policy.own_code.items() if path not in cuts}
+            new = {path: why for path, why in qmodel.blueprint.policy.own_code.items() if path not in cuts}
             return GradientCheck(tuple(names), tuple(sorted(expected.gradients.keys() - names)), new)
         found = differs
         if any(quantizer.is_calibrated for quantizer in qmodel.quantizers()):

@@ -86,8 +86,8 @@ class Proof:
         `keep_state`: the copy's buffers and attributes are afterwards what they were.
         """
         qmodel, self.is_due = self.qmodel, False
-        if qmodel._root is not None and qmodel._root.bind(*call) is None:
-            qmodel._capture_again(*call)
+        if qmodel.built.root is not None and qmodel.built.root.bind(*call) is None:
+            qmodel.capture_again(*call)
             self.is_due = False
         reason = self.why_not_comparable()
         if reason:
@@ -108,9 +108,10 @@ class Proof:
             if found is None or (outcome is not None and is_no_fault(qmodel, given, expected, randomness)):
                 log.info("the copy computes what the model's own code computes on %s", occasion)
                 break
-            if qmodel._transforms:
+            if qmodel.blueprint.transforms:
+                names = ", ".join(map(name_of, qmodel.blueprint.transforms))
                 raise CaptureError(
-                    f"after the transforms {', '.join(map(name_of, qmodel._transforms))} the model computes something "
+                    f"after the transforms {names} the model computes something "
                     f"else on {occasion}: {found}; a transform must keep what the graph computes (verify=False is for "
                     "those that are meant to change it)"
                 )
@@ -119,7 +120,7 @@ class Proof:
                 break
             if not repeats or not reference.repeats(cloned(given), expected, randomness):
                 qmodel.unproved = f"the model's own code gives another result when {occasion} runs again: {found}"
-                if not repeats or outcome is None or "" in qmodel._captured.untraced:
+                if not repeats or outcome is None or "" in qmodel.built.captured.untraced:
                     break
                 repeats = False  # a graph would give one of its results at every call
             elif attempt == ATTEMPTS - 1:
@@ -153,7 +154,7 @@ class Proof:
             return "the weights have changed since the model was captured"
         if not self._has_equal_buffers(path):
             return "the buffers have changed since the model was captured"
-        if any(is_within(module, path) for module, _ in qmodel._built_state.changes()):
+        if any(is_within(module, path) for module, _ in qmodel.built_state.changes()):
             return "attributes have changed since the model was captured"
         if qmodel.training and has_one_mode(qmodel):
             return "in train mode folded batch norms and captured eval branches differ from it by design"

@@ -3,42 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
-import sys
-import warnings
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
+from torch import nn
+from typing_extensions import Self
 
 from sparsebit.config.schema import QuantConfig
-from sparsebit.config.selectors import near_names
 from sparsebit.config.targets import Target, as_target
-from sparsebit.deploy.runtimes import PROFILES
-from sparsebit.errors import CaptureError, CheckpointError, ConfigError
+from sparsebit.errors import CaptureError
 from sparsebit.execution.batches import Call
-from sparsebit.graph.capture import Captured
 from sparsebit.graph.checking.outcome import undisturbed_randomness
 from sparsebit.graph.nodes.absorbed import Absorbed
 from sparsebit.graph.nodes.example import GuardError
-from sparsebit.graph.region import Region
-from sparsebit.graph.structure import Structure, difference, structure_of
-from sparsebit.graph.tracing.leaf_policy import LeafPolicy
 from sparsebit.graph.values.call_form import VARYING, CallForm, call_form
-from sparsebit.graph.values.copying import uncompiled
-from sparsebit.graph.values.inference_mode import ordinary_model
+from sparsebit.quantization.building.build import Blueprint, Built, build
 from sparsebit.quantization.building.coverage import describe_coverage
 from sparsebit.quantization.building.float_parameters import FloatParameters
-from sparsebit.quantization.building.inserted_factors import InsertedFactor
-from sparsebit.quantization.building.stages import Transform, attach, capture, make_plan, prepare, transform
 from sparsebit.quantization.faithful.carried_state import BuiltState, CarriedState
-from sparsebit.quantization.ops.registration import registered_module_types
 from sparsebit.quantization.planning.sites import Plan
-from sparsebit.quantization.quant_config import require_device
 from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.records import Coverage
 
@@ -50,10 +34,11 @@ class SimulatedModel(nn.Module):
     and how it runs. `QuantModel` is one; so are the copies of single modules that a proof compares. Made by `_set_up`.
     """
 
+    blueprint: Blueprint
+    built: Built
+    plan: Plan
     model: nn.Module
     unproved = ""  # why the copy is not known to compute what the model computes
-    _saved_structure: Structure | None = None  # of the saved model that this one is made again from
-    _has_fitting_plan = False  # a call of another form, captured later, may lack sites of the plan
     is_calibrating = False  # between prepare_calibration() and calc_qparams()
     # Whether algorithms changed weights before the model was saved, or tuned its norms; `float_parameters` is empty.
     float_values_are_lost = False
@@ -62,119 +47,61 @@ class SimulatedModel(nn.Module):
 
     # --- building
 
-    def _set_up(
-        self,
-        model: nn.Module,
-        config: QuantConfig,
-        example: Call | None,
-        policy: LeafPolicy | None = None,
-        form: CallForm | None = None,
-        plan: Plan | None = None,
-        transforms: Sequence[Transform] = (),
-    ) -> None:
-        require_device(config)
-        _require_values(model)
+    def _set_up(self, blueprint: Blueprint, example: Call | None, form: CallForm | None = None) -> None:
+        self.blueprint = blueprint
         self.float_parameters = FloatParameters()
-        self.config, self._given_plan, self._transforms = config, plan, tuple(transforms)
-        # In a tuple, so that it is no child module. It is kept to capture again if a call has another form.
-        model = ordinary_model(uncompiled(model))
-        self._original = (model,)
-        self.training = model.training  # when the model is captured again, all modules are put into this mode
-        self._policy = policy or leaf_policy(config)
+        self.training = self.original.training  # when the model is captured again, all modules are put into this mode
         self._build(example, form)
 
+    @classmethod
+    def built_from(cls, blueprint: Blueprint, example: Call | None, form: CallForm | None = None) -> Self:
+        """The model of a blueprint, captured for the example or a form of call; nothing is compared."""
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made._set_up(blueprint, example, form)
+        return made
+
     def _build(self, example: Call | None, form: CallForm | None = None) -> None:
-        """Capture, plan, attach. An example on the meta device has shapes only: its values are zeros."""
         # Parameters that are made in inference mode could never be trained.
         with torch.inference_mode(False), undisturbed_randomness():
-            self._build_trainable(example, form)
-        self.note_weights()
-        self._built_state = BuiltState(self.original, self.source)
-
-    def _build_trainable(self, example: Call | None, form: CallForm | None) -> None:
-        model = self.original
-        device = next((p.device for p in model.parameters()), torch.device(self.config.DEVICE))
-        example = pytree.tree_map_only(
-            Tensor, lambda x: torch.zeros_like(x, device=device) if x.is_meta else x.to(device), example
-        )
-        captured, structure = self._capture(example, form)
-        plan, placement = make_plan(captured, self.config)
-        plan = plan if self._given_plan is None else self._given_plan.fitted(plan)
-        plan = attach(captured, plan, placement, example=example, given=self._given_plan)
-        if self._given_plan is not None:
-            _require_planned_sites(self._given_plan, plan, self._policy, was_fitting=self._has_fitting_plan)
-        self._has_fitting_plan = True
-        for region in captured.regions.values():
-            region.graph_module.note_leaves()
-            region.note_frozen_values()
-        self._captured, self._structure, self.plan = captured, structure, plan
-        self._example: Call | None = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), example)
-        self._folded_layers: list[str] = []  # by batch-norm tuning
-        self._inserted_factors: tuple[InsertedFactor, ...] = ()
-        self._ran_source = False
-        self.model = captured.model.graph_module if isinstance(captured.model, Region) else captured.model
-        self.training = self.model.training  # used when the model is captured again
-        self.to(self.config.DEVICE)
-        _warn_of_unmatched_globs(self.original, self.config, plan)
+            self.built, self.plan = build(self.blueprint, example, form)
+            self.model = self.built.model
+            self.training = self.model.training  # used when the model is captured again
+            self._ran_source = False
+            self.to(self.config.DEVICE)
         coverage = self.coverage
         log.info("captured: %s; %s", str(coverage).splitlines()[0], coverage.weights)
-
-    def _capture(self, example: Call | None, form: CallForm | None) -> tuple[Captured, Structure]:
-        """The captured model, ready for a plan, and what a saving compares with it. A module whose graph cannot be made
-        ready runs its own code.
-        """
-        while True:
-            captured = capture(self.original, self._policy, example=example, form=form)
-            source = captured.model.source if isinstance(captured.model, Region) else captured.model
-            structure = structure_of(captured, source)
-            folds, schedule = folds_batchnorm(self.config), self.config.SCHEDULE
-            reasons = prepare(
-                captured,
-                folds_batchnorm=folds,
-                merges_branches=folds and schedule.MERGE_BRANCHES,
-                folds_scales=folds and schedule.FOLD_SCALES,
-            )
-            if not reasons:
-                saved, self._saved_structure = self._saved_structure, None
-                _require_same_structure(self.original, saved, structure)
-                transform(captured, self._transforms)
-                return captured, structure
-            for path, reason in reasons.items():
-                self._policy = self._policy.cut(path, reason)
-
-    @property
-    def _root(self) -> Region | None:
-        """The graph of the whole model; None where the model itself could not be traced."""
-        return self._captured.regions.get("")
+        self.note_weights()
+        self.built_state = BuiltState(self.original, self.source)
 
     @property
     def call_form(self) -> CallForm | None:
         """How `forward` is called: constants by value, the other parameters as varying; None for an opaque model."""
-        if self._root is None:
+        if self.built.root is None:
             return None
-        return {**self._root.constants, **dict.fromkeys(self._root.inputs, VARYING)}
+        return {**self.built.root.constants, **dict.fromkeys(self.built.root.inputs, VARYING)}
 
     # --- running
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._root is None:
+        if self.built.root is None:
             output = self.model(*args, **kwargs)
             self._record((args, kwargs))
             return output
-        inputs = self._root.bind(args, kwargs)
+        inputs = self.built.root.bind(args, kwargs)
         if inputs is None:
-            self._capture_again(args, kwargs)
+            self.capture_again(args, kwargs)
             return self(*args, **kwargs)
         try:
-            output = self._root.attempt(inputs)
+            output = self.built.root.attempt(inputs)
         except GuardError as error:
-            if self._inserted_factors:
+            if self.built.inserted_factors:
                 raise CaptureError(
                     f"{error}: the model's own code cannot run in the place of the graph, which "
                     f"has multiplications that were inserted by smoothing; {error.advice}"
                 ) from error
             self._warn_of_source(error)
-            output, inputs = self._root.run_source(args, kwargs), None
+            output, inputs = self.built.root.run_source(args, kwargs), None
         self._record(inputs)
         return output
 
@@ -190,22 +117,22 @@ class SimulatedModel(nn.Module):
                 *(error, error.advice),
             )
 
-    def _capture_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def capture_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Capture again for a call of another form than the captured one."""
-        assert self._root is not None
-        form = call_form(self._root.source, args, kwargs)
+        assert self.built.root is not None
+        form = call_form(self.built.root.source, args, kwargs)
         log.warning(
             "captured again for a call that gives %s: parameters are new objects; build the QuantModel with "
             "example_inputs like this call's to avoid it",
             shown(form),
         )
-        state = CarriedState.of(self._built_state, self.original, self.source, folded_tensors(self))
-        self._rebuild((args, kwargs))
-        if self._root is not None and self._root.bind(args, kwargs) is None:
+        state = CarriedState.of(self.built_state, self.original, self.source, folded_tensors(self))
+        self.rebuild((args, kwargs))
+        if self.built.root is not None and self.built.root.bind(args, kwargs) is None:
             raise CaptureError(f"a call that gives {shown(form)} cannot be captured; see coverage")
         state.put_into(self.source)
 
-    def _rebuild(self, example: Call | None) -> None:
+    def rebuild(self, example: Call | None) -> None:
         """Capture again; the parameters stay the same objects where they are the same."""
         if not self.has_built_weights:
             raise CaptureError(
@@ -233,12 +160,20 @@ class SimulatedModel(nn.Module):
     @property
     def original(self) -> nn.Module:
         """The float model that this one was built from; nothing here changes it."""
-        return self._original[0]
+        return self.blueprint.original
+
+    @property
+    def config(self) -> QuantConfig:
+        return self.blueprint.config
+
+    @config.setter
+    def config(self, config: QuantConfig) -> None:
+        self.blueprint.config = config
 
     @property
     def example_inputs(self) -> Call | None:
         """The call `(args, kwargs)` that the model was captured with, tensors on the meta device; None without one."""
-        return self._example
+        return self.built.example
 
     @property
     def sites(self) -> dict[str, Quantizer]:
@@ -249,7 +184,7 @@ class SimulatedModel(nn.Module):
     @property
     def is_float_by_plan(self) -> bool:
         """Whether the model was built from a plan without sites: all of it is meant to be float."""
-        return self._given_plan is not None and not self._given_plan.sites
+        return self.blueprint.plan is not None and not self.blueprint.plan.sites
 
     @property
     def cfg(self) -> QuantConfig:
@@ -285,32 +220,18 @@ class SimulatedModel(nn.Module):
     @property
     def coverage(self) -> Coverage:
         """What is quantized, what is float and why."""
-        found = describe_coverage(self.model, self._captured, self.plan)
+        found = describe_coverage(self.model, self.built.captured, self.plan)
         return dataclasses.replace(found, notes=(*found.notes, self.unproved)) if self.unproved else found
 
     @property
     def source(self) -> nn.Module:
         """The copy's own Python code, with the copy's layers."""
-        return self._root.source if self._root is not None else self.model
-
-
-def leaf_policy(config: QuantConfig, **cuts: Mapping[str, str]) -> LeafPolicy:
-    """Which modules are no part of a graph. `cuts`: `own_code` and `untouched`, as the policy has them."""
-    return LeafPolicy(config.SKIP_TRACE_MODULES, registered_module_types(), **cuts)
-
-
-def folds_batchnorm(config: QuantConfig) -> bool:
-    """Whether batch norms are folded when a model is built."""
-    if config.without_batchnorm_tuning is not None:
-        return False
-    if config.is_set("SCHEDULE.FUSE_BN"):
-        return config.SCHEDULE.FUSE_BN
-    return PROFILES[config.BACKEND].folds_batchnorm
+        return self.built.root.source if self.built.root is not None else self.model
 
 
 def code_modules(qmodel: SimulatedModel) -> list[nn.Module]:
     """Every module whose own Python code may run, those behind captured graphs among them."""
-    sources = (qmodel.source, *(region.source for region in qmodel._captured.regions.values()))
+    sources = (qmodel.source, *(region.source for region in qmodel.built.captured.regions.values()))
     return list({id(module): module for source in sources for module in source.modules()}.values())
 
 
@@ -339,72 +260,7 @@ def _keep_parameters(qmodel: SimulatedModel, before: dict[str, nn.Parameter]) ->
                 module._parameters[name] = same[id(parameter)]
 
 
-def _require_planned_sites(given: Plan, plan: Plan, policy: LeafPolicy, *, was_fitting: bool) -> None:
-    missing = given.missing_in(plan)
-    if not missing:
-        return
-    found = f"the plan has {len(missing)} sites that this model has not: {', '.join(missing[:5])}"
-    if not policy.own_code and not policy.untouched:
-        if was_fitting:
-            return
-        raise ConfigError(f"{found}; make the plan from this model: QuantModel(model, config).plan")
-    warnings.warn(f"{found}: their modules run their own code", stacklevel=users_level())
-
-
-def _require_same_structure(model: nn.Module, saved: Structure | None, structure: Structure) -> None:
-    if saved is not None and (found := difference(saved, structure)):
-        raise CheckpointError(
-            f"the forward of the {type(model).__name__} given differs from that of the model that was "
-            f"saved; give the class that was saved, and the example_inputs that it was built with:\n{found}"
-        )
-
-
-def _warn_of_unmatched_globs(model: nn.Module, config: QuantConfig, plan: Plan) -> None:
-    paths = [path for path, _ in model.named_modules()]
-    skips = (
-        f"SKIP_TRACE_MODULES: the glob {glob!r} matches no module; near names: {', '.join(near_names(glob, paths))}"
-        for glob in config.SKIP_TRACE_MODULES
-        if not any(LeafPolicy(skip=(glob,)).is_skipped(path) for path in paths)
-    )
-    for message in (*map(str, config.unmatched_globs(plan.layers)), *skips, *plan.warnings):
-        warnings.warn(message, stacklevel=users_level())
-
-
-def _require_values(model: nn.Module) -> None:
-    """Raise if tensors of the model hold no values, or its forward returns none."""
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    if unmade := [name for name, tensor in tensors if is_lazy(tensor)]:
-        raise CaptureError(
-            f"the model has lazy layers, whose weights are not there yet ({', '.join(unmade[:3])}); run it once, "
-            "model(x), before it is quantized"
-        )
-    if empty := [name for name, tensor in tensors if tensor.is_meta]:
-        more = f" and {len(empty) - 3} more" if len(empty) > 3 else ""
-        raise CaptureError(
-            f"the model is on the meta device, where tensors have shapes and no values ({', '.join(empty[:3])}{more}); "
-            "make it on a real device (without torch.device('meta') or init_empty_weights). For load() its weights do "
-            "not matter, but buffers that are not saved do"
-        )
-    if inspect.iscoroutinefunction(model.forward) or inspect.isasyncgenfunction(model.forward):
-        raise CaptureError(
-            f"{type(model).__name__}.forward is `async def`: a call gives a coroutine, not values; quantize a module "
-            "whose forward is a plain function"
-        )
-
-
 def shown(form: CallForm) -> str:
     given = [name for name, value in form.items() if value == VARYING]
     fixed = [f"{name}={value!r}" for name, value in form.items() if value != VARYING and value is not None]
     return ", ".join([*given, *fixed]) or "nothing"
-
-
-def users_level() -> int:
-    """How far up the stack, from the function that asks, the first caller outside this package is."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and _is_passed(frame.f_globals.get("__name__", "")):
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-def _is_passed(name: str) -> bool:
-    return name.startswith("sparsebit.") or name == "contextlib"  # whose decorators stand in between

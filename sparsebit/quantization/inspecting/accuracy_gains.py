@@ -64,7 +64,7 @@ def accuracy_gains(
     warn_if_lost(qmodel, "the changed weights count as float")
     require_calibrated(qmodel, "accuracy_gains")
     errors = profile_model(qmodel, calls(batches, qmodel.original, qmodel.device), histograms=False).layers
-    float_layers = FloatLayers(qmodel._captured, qmodel.float_parameters)
+    float_layers = FloatLayers(qmodel.built.captured, qmodel.float_parameters)
     return _measured(qmodel, batches, metric, errors, float_layers, num_layers)
 
 

@@ -22,7 +22,7 @@ _QUANTIZED = (QuantOpr, QuantizedParameter)
 
 def dump_mermaid(qmodel: SimulatedModel, file: str | os.PathLike[str] | IO[str] | None = None) -> str:
     """The graph (every captured one) as a Mermaid diagram; written to `file`, a path or an open file, if given."""
-    regions = qmodel._captured.regions
+    regions = qmodel.built.captured.regions
     if not regions:
         raise CaptureError("nothing of this model could be traced, so there is no graph to draw; see coverage")
     drawn = {path: _draw(region.graph_module) for path, region in regions.items()}

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from sparsebit.config.schema import QuantConfig
 from sparsebit.config.selectors import near_names
-from sparsebit.errors import CalibrationError, ConfigError
+from sparsebit.errors import CalibrationError, ConfigError, users_level
 from sparsebit.execution.batches import as_call, require_repeatable, to_device
 from sparsebit.numerics.choices.integer_program import Budget, choose
-from sparsebit.quantization.faithful.simulation import users_level
 from sparsebit.quantization.mixed_precision.bit_config import with_bits
 from sparsebit.quantization.mixed_precision.sensitivity import WEIGHT_BITS, Loss, Method, Sensitivity, require_sites
 from sparsebit.quantization.mixed_precision.sensitivity import sensitivity as measure

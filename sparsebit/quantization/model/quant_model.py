@@ -23,6 +23,7 @@ from sparsebit.errors import CaptureError, ConfigError
 from sparsebit.execution.batches import as_call
 from sparsebit.execution.blocks.value_store import MIB
 from sparsebit.graph.nodes.example import GuardError
+from sparsebit.quantization.building.build import Blueprint
 from sparsebit.quantization.building.stages import Transform
 from sparsebit.quantization.calibrating import block_visits, site_changes
 from sparsebit.quantization.calibrating.calibration import Calibration
@@ -83,7 +84,7 @@ class QuantModel(SimulatedModel):
         example = None if example_inputs is None else as_call(example_inputs, model)
         wanted = config if plan is None else plan.config
         assert wanted is not None
-        self._set_up(model, as_qconfig(wanted), example, plan=plan, transforms=transforms)
+        self._set_up(Blueprint.of(model, as_qconfig(wanted), plan=plan, transforms=transforms), example)
         self.first_calls.compares_sources = False
         self.proof.begin(verify, example)
         self.first_calls.compares_sources = bool(verify)
@@ -132,12 +133,12 @@ class QuantModel(SimulatedModel):
     def _record(self, call: Any) -> None:
         self.calibration.record(call)
 
-    def _capture_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def capture_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.calibration.require_no_statistics(args, kwargs)
-        super()._capture_again(args, kwargs)
+        super().capture_again(args, kwargs)
 
-    def _rebuild(self, example: Any) -> None:
-        super()._rebuild(example)
+    def rebuild(self, example: Any) -> None:
+        super().rebuild(example)
         self.calibration.restart()
 
     def _warn_of_source(self, error: GuardError) -> None:

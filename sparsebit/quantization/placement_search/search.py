@@ -22,10 +22,9 @@ from sparsebit.deploy.audit.region_times import RegionTimes
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.deploy.sessions.cpu import cpu_name
 from sparsebit.deploy.sessions.runtime_sessions import runtime_version
-from sparsebit.errors import DeploymentError
+from sparsebit.errors import DeploymentError, users_level
 from sparsebit.folders import replace_file
 from sparsebit.progress import track
-from sparsebit.quantization.faithful.simulation import users_level
 from sparsebit.quantization.inspecting.accuracy_gains import score_of
 from sparsebit.quantization.model.quant_model import QuantModel
 from sparsebit.quantization.placement_search import candidates

@@ -56,8 +56,8 @@ class Training:
             if self.fused is not None:
                 self.fused.undo()
             self.fused = None
-        elif self.fused is None or not self.fused.is_for(qmodel._captured, packs, self.savings):
-            self.fused = speed.accelerate(qmodel.model, qmodel._captured, packs=packs, savings=self.savings)
+        elif self.fused is None or not self.fused.is_for(qmodel.built.captured, packs, self.savings):
+            self.fused = speed.accelerate(qmodel.model, qmodel.built.captured, packs=packs, savings=self.savings)
 
     def step(self) -> contextlib.AbstractContextManager[None]:
         """A forward of a training step runs inside."""
@@ -84,7 +84,7 @@ class Training:
             HOLD[part](self.qmodel.model, held)
 
     def shard(self, blocks: Iterable[str], settings: dict[str, Any]) -> None:
-        sharding.shard(self.qmodel, self.qmodel.model, self.qmodel._captured, blocks, settings)
+        sharding.shard(self.qmodel, self.qmodel.model, self.qmodel.built.captured, blocks, settings)
 
     # --- batch norms
 

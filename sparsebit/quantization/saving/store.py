@@ -21,13 +21,14 @@ from sparsebit.execution.batches import Call, as_call
 from sparsebit.execution.distributed import gather_shards, once
 from sparsebit.graph.values.copying import rebind_functions, without_history
 from sparsebit.quantization.building.attach_integer_ops import make_room_for_biases
+from sparsebit.quantization.building.build import Blueprint, leaf_policy
 from sparsebit.quantization.building.inserted_factors import InsertedFactor
 from sparsebit.quantization.building.stages import Transform, name_of
 from sparsebit.quantization.calibrating.float_values import originals_of
 from sparsebit.quantization.calibrating.fold_batchnorm import fold_norms
 from sparsebit.quantization.calibrating.model_state import require_captured_values, require_settled
 from sparsebit.quantization.calibrating.site_changes import insert_factors
-from sparsebit.quantization.faithful.simulation import SimulatedModel, code_modules, leaf_policy
+from sparsebit.quantization.faithful.simulation import SimulatedModel, code_modules
 from sparsebit.quantization.planning.sites import Plan
 from sparsebit.quantization.quant_config import parse_qconfig
 from sparsebit.quantization.quantizers.base import Quantizer
@@ -96,15 +97,15 @@ def with_plan(qmodel: Model, plan: Plan) -> Model:
     originals = originals_of(qmodel, set(old) - kept)
     state = qmodel.state_dict(keep_vars=True)
     tensors = {key: originals.get(id(value), value).detach().to(value, copy=True) for key, value in state.items()}
-    transforms = qmodel._transforms
-    new = revived(type(qmodel), qmodel.original, description, qmodel._example, tensors, transforms, sites=kept)
+    transforms = qmodel.blueprint.transforms
+    new = revived(type(qmodel), qmodel.original, description, qmodel.built.example, tensors, transforms, sites=kept)
     for name, quantizer in new.sites.items():
         quantizer.load_state_dict(old[name].state_dict())
         quantizer.use_quant = old[name].use_quant
     new.float_parameters = copy.copy(qmodel.float_parameters)
     new.float_values_are_lost = qmodel.float_values_are_lost
-    if new._root is not None:
-        new.float_parameters.drop_outdated(new._root.graph_module)
+    if new.built.root is not None:
+        new.float_parameters.drop_outdated(new.built.root.graph_module)
     make_room_for_biases(new.model)
     return new
 
@@ -113,17 +114,17 @@ def description_of(qmodel: SimulatedModel) -> dict[str, Any]:
     """What is needed to build this model again, besides the float model and the tensors; goes to JSON."""
     return {
         "config": qmodel.config.to_dict(),
-        "example": checkpoint.encode(qmodel._example),
+        "example": checkpoint.encode(qmodel.built.example),
         "switches": {"weight": qmodel.is_quantized("weight"), "activation": qmodel.is_quantized("activation")},
-        "folded_layers": qmodel._folded_layers,
-        "inserted_factors": [factor.to_dict() for factor in qmodel._inserted_factors],
-        "own_code": dict(qmodel._policy.own_code),
-        "untouched": dict(qmodel._policy.untouched),
-        "transforms": [name_of(step) for step in qmodel._transforms],
-        "plan": None if qmodel._given_plan is None else qmodel._given_plan.to_dict(),
+        "folded_layers": qmodel.built.folded_layers,
+        "inserted_factors": [factor.to_dict() for factor in qmodel.built.inserted_factors],
+        "own_code": dict(qmodel.blueprint.policy.own_code),
+        "untouched": dict(qmodel.blueprint.policy.untouched),
+        "transforms": [name_of(step) for step in qmodel.blueprint.transforms],
+        "plan": None if qmodel.blueprint.plan is None else qmodel.blueprint.plan.to_dict(),
         "algorithms": list(qmodel.applied_algorithms),
         "weights_changed": qmodel.float_values_are_lost or bool(len(qmodel.float_parameters)),
-        "graphs": qmodel._structure,
+        "graphs": qmodel.built.structure,
         "sites": {q.name: q.describe() for q in qmodel.quantizers() if not q.fake_fused},
     }
 
@@ -142,17 +143,16 @@ def revived(
 
     `sites`: the sites of the new model if it has fewer than the old one; their scales and zero points are not loaded.
     """
-    qmodel = kind.__new__(kind)
-    nn.Module.__init__(qmodel)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the user was warned when the model was built first
         config, saved = parse_qconfig(description["config"]), description.get("plan")
         plan = Plan.from_dict({**saved, "config": config.to_dict()}) if saved else None
         cuts = {name: description.get(name, {}) for name in ("own_code", "untouched")}
         policy = leaf_policy(config, **cuts)
-        qmodel._saved_structure = description.get("graphs")
-        qmodel._has_fitting_plan = qmodel._saved_structure is not None
-        qmodel._set_up(model, config, example, policy, plan=plan, transforms=transforms)
+        blueprint = Blueprint.of(
+            model, config, policy, plan=plan, transforms=transforms, saved_structure=description.get("graphs")
+        )
+        qmodel = kind.built_from(blueprint, example)
     fold_norms(qmodel, lambda name, *_: name in description["folded_layers"])
     if inserted := [InsertedFactor.from_dict(record) for record in description.get("inserted_factors", [])]:
         insert_factors(qmodel, inserted)
@@ -182,7 +182,13 @@ def _load_all_but_quantizers(qmodel: SimulatedModel, tensors: dict[str, Tensor])
 def reduced(qmodel: SimulatedModel) -> tuple[Any, ...]:
     """For `__reduce__`: a function and its arguments, from which pickle makes the model again."""
     require_captured_values(qmodel, "pickle")
-    parts = (qmodel.original, description_of(qmodel), qmodel._example, qmodel.state_dict(), qmodel._transforms)
+    parts = (
+        qmodel.original,
+        description_of(qmodel),
+        qmodel.built.example,
+        qmodel.state_dict(),
+        qmodel.blueprint.transforms,
+    )
     return _unpickled, (type(qmodel), qmodel.training, *parts)
 
 
@@ -195,12 +201,12 @@ def deep_copied(qmodel: Model, memo: dict[int, Any]) -> Model:
     new = type(qmodel).__new__(type(qmodel))
     memo[id(qmodel)] = new
     memo.update(without_history(qmodel) | without_history(qmodel.original))
-    own = {key: value for key, value in qmodel.__dict__.items() if key != "_built_state"}
+    own = {key: value for key, value in qmodel.__dict__.items() if key != "built_state"}
     new.__dict__.update(copy.deepcopy(own, memo))
     rebind_functions(code_modules(qmodel), code_modules(new), memo)
-    for path, region in new._captured.regions.items():
-        region.follow_frozen_values(qmodel._captured.regions[path])
+    for path, region in new.built.captured.regions.items():
+        region.follow_frozen_values(qmodel.built.captured.regions[path])
     if qmodel.has_built_weights:
         new.note_weights()
-    new._built_state = qmodel._built_state.of_copy(new.original, new.source)
+    new.built_state = qmodel.built_state.of_copy(new.original, new.source)
     return new

@@ -141,8 +141,8 @@ def test_attributes_of_blocks_are_readable_and_values_that_no_code_reads_change_
     qmodel.model.note = "b"
     qmodel(X[:2])
     assert qmodel.model.note == qmodel.source.note == "b" and qmodel.source.seen == (2, 8)
-    assert qmodel._root is not None and qmodel._root.frozen_values is not None
-    assert qmodel._root.frozen_values.changed() is None
+    assert qmodel.built.root is not None and qmodel.built.root.frozen_values is not None
+    assert qmodel.built.root.frozen_values.changed() is None
     with pytest.raises(AttributeError):
         _ = qmodel.model.missing
 
@@ -241,8 +241,8 @@ def test_a_changed_value_inside_of_objects_acts(name: str) -> None:
     for held in {id(held): held for held in (model.held, qmodel.model.held, copied.model.held)}.values():
         change(held)
     for changed in (qmodel, copied):
-        assert changed._root is not None and changed._root.frozen_values is not None
-        assert changed._root.frozen_values.changed() is not None
+        assert changed.built.root is not None and changed.built.root.frozen_values is not None
+        assert changed.built.root.frozen_values.changed() is not None
         torch.testing.assert_close(changed(X), 2 * before, rtol=0, atol=1e-2)
         with pytest.raises(CaptureError, match=r"captured.*build the QuantModel again"):
             changed.prepare_calibration()

@@ -47,7 +47,7 @@ def test_names_that_are_taken_are_avoided() -> None:
             return torch.sigmoid(self.sigmoid(x) * 2)
 
     qmodel, x = QuantModel(Taken(), qconfig()), torch.randn(2, 4)
-    assert torch.equal(qmodel(x), qmodel._original[0](x))
+    assert torch.equal(qmodel(x), qmodel.original(x))
     assert len(sites(qmodel)) == 4
 
 
@@ -61,7 +61,7 @@ def test_a_shared_quantizer_stands_behind_its_source() -> None:
 
 def test_the_graphs_source_has_the_same_wrapped_layers() -> None:
     qmodel = QuantModel(Residual(), qconfig())
-    root = qmodel._root
+    root = qmodel.built.root
     assert root is not None
     assert root.source.conv is qmodel.model.conv and root.source.stem.conv is qmodel.model.stem.conv
 

@@ -78,7 +78,7 @@ class TestOrderOfVerbs:
         run(qmodel, [x])
         qmodel.calc_qparams()
         assert not any(quantizer.use_quant or quantizer.observing for quantizer in qmodel.quantizers())
-        assert torch.equal(qmodel(x), qmodel._original[0](x))
+        assert torch.equal(qmodel(x), qmodel.original(x))
 
     def test_a_second_calibration_starts_afresh(self) -> None:
         qmodel = calibrated(TwoLayers(), [100 * torch.randn(4, 6)])
@@ -178,7 +178,7 @@ class TestData:
             for batch in batches:
                 yield buffer.copy_(batch)
 
-        qmodel = calibrated(expected._original[0], refilled(), asym=True)
+        qmodel = calibrated(expected.original, refilled(), asym=True)
         assert scales(qmodel) == scales(expected)
 
     def test_bf16_model(self) -> None:

@@ -606,7 +606,7 @@ def test_calls_without_values_are_not_the_first_one() -> None:
     exported = torch.export.export(qmodel, (x,), strict=False)
     assert exported.module()(x).shape == (4, 8)
     assert torch.func.vmap(qmodel)(x[None]).shape == (1, 4, 8)
-    torch.testing.assert_close(qmodel(x), qmodel._original[0](x), rtol=0, atol=1e-6)
+    torch.testing.assert_close(qmodel(x), qmodel.original(x), rtol=0, atol=1e-6)
     loaded = QuantModel(model, qconfig())
     loaded.prepare_calibration()
     loaded(x)

@@ -101,7 +101,7 @@ def test_a_layer_in_float_reads_float_inputs_where_others_read_them_quantized(im
     source.register_forward_hook(lambda _, args, output: seen.update(float=args[0], quantized=output))
     qmodel(images)
     assert torch.equal(seen["conv"], seen["quantized"])
-    with FloatLayers(qmodel._captured, qmodel.float_parameters).of(["conv"]):
+    with FloatLayers(qmodel.built.captured, qmodel.float_parameters).of(["conv"]):
         qmodel(images)
     assert torch.equal(seen["conv"], seen["float"]) and not torch.equal(seen["float"], seen["quantized"])
     qmodel(images)

@@ -108,7 +108,7 @@ def test_an_add_that_broadcasts_takes_the_plain_way(broadcast: tuple[int, ...]) 
     x = torch.randn(2, 3, 6, 6)
     qmodel = calibrated(Adds(), [x], qconfig(backend="onnxruntime"))
     with torch.no_grad():
-        assert torch.allclose(qmodel(x), Adds.forward(qmodel._original[0], x), atol=0.1)  # type: ignore[arg-type]
+        assert torch.allclose(qmodel(x), Adds.forward(qmodel.original, x), atol=0.1)  # type: ignore[arg-type]
 
 
 def test_the_exact_value_with_the_plain_gradient() -> None:

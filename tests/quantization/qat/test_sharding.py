@@ -26,7 +26,7 @@ class Nested(nn.Module):
 def blocks(model: nn.Module, name: str) -> list[str]:
     qmodel = QuantModel(model, qconfig({"W.QUANTIZER.TYPE": "lsq", "A.QUANTIZER.TYPE": "lsq"}))
     paths = {module: path for path, module in qmodel.model.named_modules()}
-    return [paths[module] for module in block_modules(qmodel.model, qmodel._captured, name)]
+    return [paths[module] for module in block_modules(qmodel.model, qmodel.built.captured, name)]
 
 
 def test_block_of_a_graph_is_its_layers() -> None:

@@ -1,0 +1,206 @@
+"""`build`: a float model captured, planned, and filled with quantizers."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
+
+from sparsebit.config.schema import QuantConfig
+from sparsebit.config.selectors import near_names
+from sparsebit.deploy.runtimes import PROFILES
+from sparsebit.errors import CaptureError, CheckpointError, ConfigError, users_level
+from sparsebit.execution.batches import Call
+from sparsebit.graph.capture import Captured
+from sparsebit.graph.region import Region
+from sparsebit.graph.structure import Structure, difference, structure_of
+from sparsebit.graph.tracing.leaf_policy import LeafPolicy
+from sparsebit.graph.values.call_form import CallForm
+from sparsebit.graph.values.copying import uncompiled
+from sparsebit.graph.values.inference_mode import ordinary_model
+from sparsebit.quantization.building.inserted_factors import InsertedFactor
+from sparsebit.quantization.building.stages import Transform, attach, capture, make_plan, prepare, transform
+from sparsebit.quantization.ops.registration import registered_module_types
+from sparsebit.quantization.planning.sites import Plan
+from sparsebit.quantization.quant_config import require_device
+
+
+@dataclass
+class Blueprint:
+    """What a quantized model is built from, and built again for a call of another form.
+
+    `original`: the float model, which nothing changes. `policy`: which modules run their own code; building adds those
+    whose graphs cannot be made ready. `plan`: a given one, in the place of the backend's rules. `saved_structure`: that
+    of a saved model, which the first graph has to have.
+    """
+
+    original: nn.Module
+    config: QuantConfig
+    policy: LeafPolicy
+    plan: Plan | None = None
+    transforms: tuple[Transform, ...] = ()
+    saved_structure: Structure | None = None
+    # Whether the plan has fitted the model once; a call of another form, captured later, may lack sites of it.
+    has_fitted: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        config: QuantConfig,
+        policy: LeafPolicy | None = None,
+        *,
+        plan: Plan | None = None,
+        transforms: Sequence[Transform] = (),
+        saved_structure: Structure | None = None,
+    ) -> Blueprint:
+        require_device(config)
+        _require_values(model)
+        original, policy = ordinary_model(uncompiled(model)), policy or leaf_policy(config)
+        has_fitted = saved_structure is not None
+        return cls(original, config, policy, plan, tuple(transforms), saved_structure, has_fitted)
+
+
+@dataclass
+class Built:
+    """What came of a blueprint. `structure`: what a saving writes, to compare it when it is loaded.
+
+    `example`: the call that it was captured with, tensors on the meta device. `folded_layers`, `inserted_factors`: what
+    batch-norm tuning and smoothing changed in the graphs since.
+    """
+
+    captured: Captured
+    structure: Structure
+    example: Call | None
+    folded_layers: list[str] = field(default_factory=list)
+    inserted_factors: tuple[InsertedFactor, ...] = ()
+
+    @property
+    def root(self) -> Region | None:
+        """The graph of the whole model; None where the model itself could not be traced."""
+        return self.captured.regions.get("")
+
+    @property
+    def model(self) -> nn.Module:
+        """What runs: the root's graph, or the model's own code around the graphs inside it."""
+        whole = self.captured.model
+        return whole.graph_module if isinstance(whole, Region) else whole
+
+
+def build(blueprint: Blueprint, example: Call | None, form: CallForm | None = None) -> tuple[Built, Plan]:
+    """Capture, plan, attach. An example on the meta device has shapes only: its values are zeros."""
+    original, given = blueprint.original, blueprint.plan
+    device = next((p.device for p in original.parameters()), torch.device(blueprint.config.DEVICE))
+    example = pytree.tree_map_only(
+        Tensor, lambda x: torch.zeros_like(x, device=device) if x.is_meta else x.to(device), example
+    )
+    captured, structure = _captured(blueprint, example, form)
+    plan, placement = make_plan(captured, blueprint.config)
+    plan = plan if given is None else given.fitted(plan)
+    plan = attach(captured, plan, placement, example=example, given=given)
+    if given is not None:
+        _require_planned_sites(given, plan, blueprint)
+    blueprint.has_fitted = True
+    for region in captured.regions.values():
+        region.graph_module.note_leaves()
+        region.note_frozen_values()
+    _warn_of_unmatched_globs(original, blueprint.config, plan)
+    return Built(captured, structure, pytree.tree_map_only(Tensor, lambda x: x.to("meta"), example)), plan
+
+
+def _captured(blueprint: Blueprint, example: Call | None, form: CallForm | None) -> tuple[Captured, Structure]:
+    """The captured model, ready for a plan, and its structure. A module whose graph cannot be made ready runs its own
+    code.
+    """
+    config = blueprint.config
+    folds, schedule = folds_batchnorm(config), config.SCHEDULE
+    while True:
+        captured = capture(blueprint.original, blueprint.policy, example=example, form=form)
+        source = captured.model.source if isinstance(captured.model, Region) else captured.model
+        structure = structure_of(captured, source)
+        reasons = prepare(
+            captured,
+            folds_batchnorm=folds,
+            merges_branches=folds and schedule.MERGE_BRANCHES,
+            folds_scales=folds and schedule.FOLD_SCALES,
+        )
+        if not reasons:
+            saved, blueprint.saved_structure = blueprint.saved_structure, None
+            _require_same_structure(blueprint.original, saved, structure)
+            transform(captured, blueprint.transforms)
+            return captured, structure
+        for path, reason in reasons.items():
+            blueprint.policy = blueprint.policy.cut(path, reason)
+
+
+def leaf_policy(config: QuantConfig, **cuts: Mapping[str, str]) -> LeafPolicy:
+    """Which modules are no part of a graph. `cuts`: `own_code` and `untouched`, as the policy has them."""
+    return LeafPolicy(config.SKIP_TRACE_MODULES, registered_module_types(), **cuts)
+
+
+def folds_batchnorm(config: QuantConfig) -> bool:
+    """Whether batch norms are folded when a model is built."""
+    if config.without_batchnorm_tuning is not None:
+        return False
+    if config.is_set("SCHEDULE.FUSE_BN"):
+        return config.SCHEDULE.FUSE_BN
+    return PROFILES[config.BACKEND].folds_batchnorm
+
+
+def _require_values(model: nn.Module) -> None:
+    """Raise if tensors of the model hold no values, or its forward returns none."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    if unmade := [name for name, tensor in tensors if is_lazy(tensor)]:
+        raise CaptureError(
+            f"the model has lazy layers, whose weights are not there yet ({', '.join(unmade[:3])}); run it once, "
+            "model(x), before it is quantized"
+        )
+    if empty := [name for name, tensor in tensors if tensor.is_meta]:
+        more = f" and {len(empty) - 3} more" if len(empty) > 3 else ""
+        raise CaptureError(
+            f"the model is on the meta device, where tensors have shapes and no values ({', '.join(empty[:3])}{more}); "
+            "make it on a real device (without torch.device('meta') or init_empty_weights). For load() its weights do "
+            "not matter, but buffers that are not saved do"
+        )
+    if inspect.iscoroutinefunction(model.forward) or inspect.isasyncgenfunction(model.forward):
+        raise CaptureError(
+            f"{type(model).__name__}.forward is `async def`: a call gives a coroutine, not values; quantize a module "
+            "whose forward is a plain function"
+        )
+
+
+def _require_planned_sites(given: Plan, plan: Plan, blueprint: Blueprint) -> None:
+    missing = given.missing_in(plan)
+    if not missing:
+        return
+    found = f"the plan has {len(missing)} sites that this model has not: {', '.join(missing[:5])}"
+    if not blueprint.policy.own_code and not blueprint.policy.untouched:
+        if blueprint.has_fitted:
+            return
+        raise ConfigError(f"{found}; make the plan from this model: QuantModel(model, config).plan")
+    warnings.warn(f"{found}: their modules run their own code", stacklevel=users_level())
+
+
+def _require_same_structure(model: nn.Module, saved: Structure | None, structure: Structure) -> None:
+    if saved is not None and (found := difference(saved, structure)):
+        raise CheckpointError(
+            f"the forward of the {type(model).__name__} given differs from that of the model that was "
+            f"saved; give the class that was saved, and the example_inputs that it was built with:\n{found}"
+        )
+
+
+def _warn_of_unmatched_globs(model: nn.Module, config: QuantConfig, plan: Plan) -> None:
+    paths = [path for path, _ in model.named_modules()]
+    skips = (
+        f"SKIP_TRACE_MODULES: the glob {glob!r} matches no module; near names: {', '.join(near_names(glob, paths))}"
+        for glob in config.SKIP_TRACE_MODULES
+        if not any(LeafPolicy(skip=(glob,)).is_skipped(path) for path in paths)
+    )
+    for message in (*map(str, config.unmatched_globs(plan.layers)), *skips, *plan.warnings):
+        warnings.warn(message, stacklevel=users_level())
