@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from sparsebit.config.reading import Source
 from sparsebit.deploy.audit.file_latency import Stopwatch
+from sparsebit.deploy.exporting.to_onnx import OnnxOptions
 from sparsebit.deploy.onnx_graph.io_names import DynamicAxes
 from sparsebit.errors import BudgetError, CaptureError, ConfigError
 from sparsebit.execution.batches import batches_of, calls
@@ -49,7 +50,7 @@ from sparsebit.sparse.selecting.element_weights import Zeros, count_zeros, find_
 from sparsebit.sparse.selecting.residual_blocks import ResidualBlocks, find_residual_blocks
 from sparsebit.sparse.selecting.unit_selection import dead_units, mask_units, rounded, select_units, unit_scores
 from sparsebit.sparse.selecting.weight_masks import WeightMasks
-from sparsebit.sparse.shrinking.plain_export import ExportOptions, export_plain
+from sparsebit.sparse.shrinking.plain_export import export_plain
 from sparsebit.sparse.shrinking.surgery import ChannelPlan, apply_plan
 from sparsebit.sparse.sparse_config import BLOCKS, SparseConfig, parse_sconfig
 from sparsebit.sparse.sparsers import SPARSERS, Sparser, sparser_mask
@@ -427,5 +428,5 @@ class SparseModel(nn.Module):
             raise ConfigError(
                 "extra_info=True: a masked model is float, so there are no bit widths to write; leave it out"
             )
-        options = ExportOptions(input_names, output_names, dynamic_axes, opset_version, verbose)
+        options = OnnxOptions(input_names, output_names, dynamic_axes, opset_version, verbose)
         export_plain(self.masked_model().eval(), dummy_data, name, options)
