@@ -1,14 +1,15 @@
-"""State dicts of the first Sparsebit (2022-2023): recognised, and their weights brought back to the float model."""
+"""The first Sparsebit (2022-2023): its state dicts are recognised, and its names for parts of a quantizer stay."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
 from sparsebit.config.selectors import node_name
-from sparsebit.errors import CheckpointError
+from sparsebit.errors import CheckpointError, ConfigError
+from sparsebit.numerics.spec import PerChannel, TensorSpec
 
 _HOW = (
     "this state_dict was saved by the first Sparsebit, whose quantizers had other names and numbers; take its weights "
@@ -55,6 +56,44 @@ def weights_of_first_sparsebit(state_dict: Mapping[str, Any], model: nn.Module) 
             "model without those norms"
         )
     return {**model.state_dict(), **found}
+
+
+class FormerNames:
+    """A quantizer's number format, and its mark for exporters, by the names that the first Sparsebit had."""
+
+    spec: TensorSpec
+    export_onnx: bool
+
+    @property
+    def bit(self) -> int:
+        return self.spec.bits
+
+    @property
+    def is_symmetric(self) -> bool:
+        return self.spec.symmetric
+
+    @property
+    def is_perchannel(self) -> bool:
+        return isinstance(self.spec.granularity, PerChannel)
+
+    @property
+    def ch_axis(self) -> int:
+        """The axis of the channels, per channel; else 0, which nothing depends on."""
+        return self.spec.granularity.axis if isinstance(self.spec.granularity, PerChannel) else 0
+
+    @property
+    def cfg(self) -> NoReturn:
+        raise ConfigError(
+            "Quantizer.cfg is of the first Sparsebit; today: quantizer.spec is the number format, quantizer.options "
+            "the config keys of this type of quantizer"
+        )
+
+    def enable_export_onnx(self) -> None:
+        """Mark for an exporter. The arithmetic stays the same: what is simulated is what is written."""
+        self.export_onnx = True
+
+    def disable_export_onnx(self) -> None:
+        self.export_onnx = False
 
 
 def _plain(name: str) -> str:

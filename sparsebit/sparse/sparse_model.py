@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from sparsebit.config.reading import Source
 from sparsebit.deploy.audit.file_latency import Stopwatch
+from sparsebit.deploy.exporting.to_onnx import OnnxOptions
 from sparsebit.deploy.onnx_graph.io_names import DynamicAxes
 from sparsebit.errors import BudgetError, CaptureError, ConfigError
 from sparsebit.execution.batches import batches_of, calls
@@ -34,7 +35,7 @@ from sparsebit.sparse.budgets.ratio_search import (
     search_ratios,
 )
 from sparsebit.sparse.channels.computed_weights import folded_copy
-from sparsebit.sparse.channels.groups import Group, Unit, layers_of
+from sparsebit.sparse.channels.groups import Unit, layers_of
 from sparsebit.sparse.channels.parametrized_weights import folded_layers
 from sparsebit.sparse.channels.run_state import forget_run_state
 from sparsebit.sparse.config_checks import maskable_weights
@@ -48,8 +49,8 @@ from sparsebit.sparse.selecting.element_selection import left_alone, select_elem
 from sparsebit.sparse.selecting.element_weights import Zeros, count_zeros, find_element_weights
 from sparsebit.sparse.selecting.residual_blocks import ResidualBlocks, find_residual_blocks
 from sparsebit.sparse.selecting.unit_selection import dead_units, mask_units, rounded, select_units, unit_scores
-from sparsebit.sparse.selecting.weight_masks import WeightMasks
-from sparsebit.sparse.shrinking.plain_export import ExportOptions, export_plain
+from sparsebit.sparse.selecting.weight_masks import MaskedModule, WeightMasks
+from sparsebit.sparse.shrinking.plain_export import export_plain
 from sparsebit.sparse.shrinking.surgery import ChannelPlan, apply_plan
 from sparsebit.sparse.sparse_config import BLOCKS, SparseConfig, parse_sconfig
 from sparsebit.sparse.sparsers import SPARSERS, Sparser, sparser_mask
@@ -64,7 +65,7 @@ class _Given(tuple[nn.Module]):
         return self
 
 
-class SparseModel(nn.Module):
+class SparseModel(MaskedModule):
     """A copy of a model whose pruned weights are zero and stay zero.
 
     `config`: what `parse_sconfig` takes. `example_inputs`: a batch, by which channels are found; without one it is
@@ -126,11 +127,6 @@ class SparseModel(nn.Module):
         return torch.device(self.config.DEVICE) if first is None else first.device
 
     @property
-    def masks(self) -> dict[str, Tensor]:
-        """Copies of the masks of all weights that may be pruned, by the weight's name in `model`; False is pruned."""
-        return self._weights.by_name()
-
-    @property
     def zeros(self) -> Zeros:
         """How many of all weights masks put to zero, and which weights are left alone and why. Its text is the report.
 
@@ -184,7 +180,7 @@ class SparseModel(nn.Module):
             self._weights.write(masks)
             if rule.update is not None:
                 for name, mask in masks.items():
-                    self._write(name, rule.update(evidence[name], mask))
+                    self._weights.write_weight(name, rule.update(evidence[name], mask))
         else:
             kind = cast("type[Sparser]", SPARSERS.get(sparser.TYPE))
             for name, ratio in self._element_ratios().items():
@@ -197,14 +193,6 @@ class SparseModel(nn.Module):
             log.log(logging.WARNING if zeros.left_alone else logging.INFO, "%s", zeros)
         if self._groups is not None:
             forget_run_state(self.model, self._groups.bench.model)
-
-    @torch.no_grad()
-    def _write(self, name: str, weight: Tensor) -> None:
-        self.model.get_parameter(name).copy_(weight)
-
-    def apply_masks(self) -> None:
-        """Put zeros where the masks have them."""
-        self._weights.apply()
 
     def rewind(self, state: Mapping[str, Tensor]) -> None:
         """Take weights of an earlier time (a state_dict of the model that was given) and keep the masks."""
@@ -219,14 +207,11 @@ class SparseModel(nn.Module):
         self.apply_masks()
 
     def _chosen_units(self, scores: Mapping[str, Tensor], share: float) -> list[Unit]:
-        groups = self._wanted_groups()
+        groups = wanted_groups(self.groups, self.config)
         ratios = group_ratios(groups, self.config, self._ratios, self._before_add)
         gone = frozenset(unit.label for unit in self.dead_units())
         units = select_units(groups, ratios, scores, self.config, share, gone)
         return rounded(groups, units, self.groups.bench.sizes, self._round_to)
-
-    def _wanted_groups(self) -> list[Group]:
-        return wanted_groups(self.groups, self.config)
 
     def choose_ratios(
         self,
@@ -299,7 +284,7 @@ class SparseModel(nn.Module):
         listed = list(batches_of(batches))
         rule = criterion(sparser.STRATEGY)
         scores = rule.scores(gather_evidence(self.model, rule.needs, listed, loss, sparser.STRATEGY))
-        groups = {group_name(group): group for group in self._wanted_groups()}
+        groups = {group_name(group): group for group in wanted_groups(self.groups, self.config)}
         return ratio_options(
             self.masked_model().eval(),
             groups,
@@ -315,7 +300,7 @@ class SparseModel(nn.Module):
 
     def config_of(self, ratios: Mapping[str, float]) -> SparseConfig:
         """The config that alone gives each group this ratio (`RatioChoice.ratios`), by the names of its layers."""
-        layers = {group_name(group): layers_of(group) for group in self._wanted_groups()}
+        layers = {group_name(group): layers_of(group) for group in wanted_groups(self.groups, self.config)}
         return config_of_ratios(self.config, {name: layers[name] for name in ratios}, ratios)
 
     def _element_ratios(self) -> dict[str, float]:
@@ -353,25 +338,6 @@ class SparseModel(nn.Module):
             log.info("reconstruction: %d layers, mean error %.3g -> %.3g", len(found), before, after)
         return found
 
-    # Life
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model(*args, **kwargs)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.apply_masks()  # copies and pickles of parameters have no gradient hooks
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        self._weights.read_earlier_names(state_dict, f"{prefix}model.")
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def train(self, mode: bool = True) -> SparseModel:
-        """As every module's; leaving training puts the zeros in once more."""
-        if not mode and hasattr(self, "_weights"):
-            self.apply_masks()
-        return super().train(mode)
-
     def dead_units(self) -> list[Unit]:
         """The units all of whose weights are masked."""
         return dead_units(self.groups.units, self.masks)
@@ -407,10 +373,6 @@ class SparseModel(nn.Module):
         apply_plan(small, self.groups.plan(dead))
         return small
 
-    def masked_model(self) -> nn.Module:
-        """A plain copy of the model with zeros in its weights and no masks."""
-        return self._weights.plain_copy()
-
     def export_onnx(
         self,
         dummy_data: Any,
@@ -427,5 +389,5 @@ class SparseModel(nn.Module):
             raise ConfigError(
                 "extra_info=True: a masked model is float, so there are no bit widths to write; leave it out"
             )
-        options = ExportOptions(input_names, output_names, dynamic_axes, opset_version, verbose)
+        options = OnnxOptions(input_names, output_names, dynamic_axes, opset_version, verbose)
         export_plain(self.masked_model().eval(), dummy_data, name, options)

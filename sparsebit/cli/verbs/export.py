@@ -25,7 +25,7 @@ from sparsebit.cli.outputs.recording import Recording
 from sparsebit.cli.outputs.size import weight_size
 from sparsebit.cli.verb_options import ExportOptions
 from sparsebit.deploy.exporting.node_names import tidy
-from sparsebit.deploy.exporting.to_onnx import in_order, to_onnx
+from sparsebit.deploy.exporting.to_onnx import OnnxOptions, in_order, to_onnx
 from sparsebit.deploy.onnx_graph.model_file import data_files, staged, write
 from sparsebit.deploy.runtimes import PROFILES
 from sparsebit.graph.values.nested import map_nested
@@ -128,16 +128,9 @@ def _export_float(subject: Subject, target: Path, written: FileOptions) -> Expor
     (args, keywords), axes = example_of(subject, written)
     signature = inspect.signature(subject.model.forward)
     with phase(EXPORT):
-        made: Any = to_onnx(
-            subject.model,
-            args,
-            in_order(keywords, signature),
-            signature=signature,
-            input_names=written.input_names,
-            output_names=written.output_names,
-            dynamic_axes=axes,
-            opset_version=written.opset or PROFILES["virtual"].opset,
-        )
+        opset = written.opset or PROFILES["virtual"].opset
+        options = OnnxOptions(written.input_names, written.output_names, axes, opset)
+        made: Any = to_onnx(subject.model, args, in_order(keywords, signature), options, signature=signature)
         tidy(made, {})
     parity = None
     with staged(target) as path:

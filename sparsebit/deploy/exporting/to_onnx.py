@@ -30,43 +30,52 @@ if TYPE_CHECKING:
 
 DOMAIN, OP_TYPE, FLOAT8_TYPE = "sparsebit", "FakeQuantize", "FakeFloat8"
 NO_AXIS = -(1 << 20)  # ONNX attributes have no None
+_OPSET = 21
+
+
+@dataclasses.dataclass(frozen=True)
+class OnnxOptions:
+    """What `torch.onnx.export` takes by the same names. `opset_version`: None is the usual one."""
+
+    input_names: Sequence[str] | None = None
+    output_names: Sequence[str] | None = None
+    dynamic_axes: DynamicAxes | None = None
+    opset_version: int | None = None
+    verbose: bool = False
 
 
 def to_onnx(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
+    options: OnnxOptions | None = None,
     *,
     signature: inspect.Signature,
-    input_names: Sequence[str] | None = None,
-    output_names: Sequence[str] | None = None,
-    dynamic_axes: DynamicAxes | None = None,
-    opset_version: int = 21,
-    verbose: bool = False,
 ) -> ir.Model:
     """`module(*args, **kwargs)` as an ONNX model in memory.
 
-    `signature`: names the inputs where the user does not. Tensors inside dicts, tuples and lists become inputs of
-    their own (`batch.ids`, `pair.0`); all else in the call is fixed in the file. `verbose`: let torch print its steps.
+    `signature`: names the inputs where the options do not. Tensors inside dicts, tuples and lists become inputs of
+    their own (`batch.ids`, `pair.0`); all else in the call is fixed in the file.
     """
+    options = options or OnnxOptions()
     _require("onnx", "onnxscript", "onnx_ir")
     call = _Call(module, args, dict(kwargs))
-    inputs = named(call.input_paths(signature), input_names, "input_names")
+    inputs = named(call.input_paths(signature), options.input_names, "input_names")
     with torch.no_grad():
-        outputs = named(call.output_paths(), output_names, "output_names")
-    outputs = apart(inputs, outputs, len(output_names or ()))
-    shapes = dynamic_shapes(inputs, call.tensors, dynamic_axes or {}, outputs)
-    with contextlib.nullcontext() if verbose else quiet(), torch.no_grad(), branches_on_sizes() as branches:
+        outputs = named(call.output_paths(), options.output_names, "output_names")
+    outputs = apart(inputs, outputs, len(options.output_names or ()))
+    shapes = dynamic_shapes(inputs, call.tensors, options.dynamic_axes or {}, outputs)
+    with contextlib.nullcontext() if options.verbose else quiet(), torch.no_grad(), branches_on_sizes() as branches:
         try:
             program: Any = torch.onnx.export(
                 call,
                 tuple(call.tensors),
                 dynamo=True,
                 optimize=True,
-                opset_version=opset_version,
+                opset_version=_OPSET if options.opset_version is None else options.opset_version,
                 dynamic_shapes=(shapes,) if any(shapes) else None,
                 custom_translation_table={OPERATOR: _translation(), float8.OPERATOR: _float8_translation()},
-                verbose=verbose,
+                verbose=options.verbose,
             )
         except Exception as error:
             raise DeploymentError(export_fault(error, module, inputs)) from error
@@ -221,17 +230,8 @@ def _float8_translation() -> Any:
 def _translation() -> Any:
     node = _node(OP_TYPE, ["scale", "zero_point"], ["axis", "group_size", "qmin", "qmax"])
 
-    def translate(
-        x: Any,
-        scale: Any,
-        zero_point: Any,
-        axis: int | None,
-        group_size: int,
-        qmin: int,
-        qmax: int,
-        gradient: str,
-        tag: str,
-    ) -> Any:
+    def translate(x: Any, scale: Any, zero_point: Any, *settings: Any) -> Any:
+        axis, group_size, qmin, qmax, _, tag = settings
         place = NO_AXIS if axis is None else axis
         return node(x, scale, zero_point, axis=place, group_size=group_size, qmin=qmin, qmax=qmax, tag=tag)
 

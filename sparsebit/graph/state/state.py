@@ -145,6 +145,22 @@ def states_of(root: nn.Module, *, inside: bool = True) -> list[ModuleState]:
     return [ModuleState(module) for module in modules if not isinstance(module, torch.jit.ScriptModule)]
 
 
+class RequiredGradients:
+    """Which tensors required a gradient, to see and to undo that code changes it."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._before = {id(tensor): (tensor, tensor.requires_grad) for tensor in tensors}
+
+    def has_changed(self, tensor: torch.Tensor) -> bool:
+        _, before = self._before.get(id(tensor), (tensor, tensor.requires_grad))
+        return tensor.requires_grad != before
+
+    def restore(self) -> None:
+        for tensor, before in self._before.values():
+            if tensor.requires_grad != before:
+                tensor.requires_grad_(before)
+
+
 class PythonRandomness:
     """The state of Python's and NumPy's global random generators."""
 

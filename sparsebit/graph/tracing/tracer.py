@@ -28,27 +28,23 @@ from torch._subclasses.fake_tensor import FakeTensor
 from sparsebit.graph.nodes.aliasing import OPERATORS, writes_by_name
 from sparsebit.graph.nodes.example import (
     GIVEN,
-    UNKNOWN,
     Example,
     ExampleProxy,
-    evaluate_plainly,
     forget_values,
     guard,
-    set_training,
     value_of,
 )
 from sparsebit.graph.nodes.graph_module import NAME_KEY
 from sparsebit.graph.nodes.node_names import NodeNames
 from sparsebit.graph.nodes.node_queries import (
     asks_about_training,
-    asks_for_sizes,
     depends_on_input,
     is_part_of_input,
 )
 from sparsebit.graph.nodes.value_kinds import python_values
-from sparsebit.graph.state.outer_state import undisturbed_outer_state
-from sparsebit.graph.state.state import PythonRandomness, is_iterator, undisturbed_state
+from sparsebit.graph.state.state import RequiredGradients, is_iterator, undisturbed_state
 from sparsebit.graph.state.training_flag import TrainingFlag, tests_identity
+from sparsebit.graph.tracing.example_values import ExampleValues
 from sparsebit.graph.tracing.leaf_policy import LeafPolicy
 from sparsebit.graph.tracing.patched_torch import TRACING, traced_factories, unfused_attention
 from sparsebit.graph.tracing.traced_builtins import class_of, traced_builtins
@@ -83,22 +79,26 @@ class LeafTracer(fx.Tracer):
             super().__init__()
         self.policy, self.prefix = policy, prefix
         self.constants, self.inputs = constants or {}, inputs or {}
-        self.example = example
         self.untraced: dict[str, Untraced] = {}
         self.eval_branches: dict[str, str] = {}
         self.traced_through: set[str] = {""}  # paths of the modules whose code is in the graph
         self._names = NodeNames()
         self.tensors: dict[str, torch.Tensor] = {}
         self._tensor_names: dict[int, str] = {}
-        self._trained: dict[int, bool] = {}  # by the tensor's id: whether it requires a gradient, before the trace
+        self._gradients = RequiredGradients(())
         self._attribute_proxies: dict[str, fx.Proxy] = {}
-        self.is_evaluating = False
         self._thread: int | None = None
         self._calls = TracedCalls(self)
+        self._values = ExampleValues(example, self.inputs, self._calls)
+
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether the code that runs finds an example's value."""
+        return self._values.is_evaluating
 
     def is_tracing_here(self) -> bool:
         """Whether the code that asks runs in this trace: not in another thread, nor to find an example's value."""
-        return self._thread == threading.get_ident() and not self.is_evaluating
+        return self._thread == threading.get_ident() and not self._values.is_evaluating
 
     def refuse(self, reason: str) -> NoReturn:
         """End the trace of the module whose code runs now; noted too, since that code may catch the error."""
@@ -121,7 +121,7 @@ class LeafTracer(fx.Tracer):
         parameters, buffers = root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False)
         self.tensors = {**dict(parameters), **dict(buffers)}
         self._tensor_names = {id(tensor): name for name, tensor in reversed(self.tensors.items())}
-        self._trained = {id(tensor): tensor.requires_grad for tensor in self.tensors.values()}
+        self._gradients = RequiredGradients(self.tensors.values())
         modules = (name for name, _ in root.named_modules(remove_duplicate=False))
         self._names = NodeNames([*modules, *self.tensors])
         registered = set(root._modules)
@@ -140,8 +140,7 @@ class LeafTracer(fx.Tracer):
             self._uninstall(set(root._modules) - registered)
             raise
         finally:
-            for tensor in filter(self._is_frozen_or_freed, self.tensors.values()):
-                tensor.requires_grad_(not tensor.requires_grad)
+            self._gradients.restore()
         forget_values(graph)
         return graph
 
@@ -207,11 +206,8 @@ class LeafTracer(fx.Tracer):
         """End the trace where forward freezes a parameter, or lets it train: a graph reads it as it is."""
         assert isinstance(self.root, nn.Module)
         read = [self.tensors[target]] if target in self.tensors else self.root.get_submodule(target).parameters()
-        if any(map(self._is_frozen_or_freed, read)):
+        if any(map(self._gradients.has_changed, read)):
             self.refuse(f"changes requires_grad of {target}, which a graph reads as it is at the call")
-
-    def _is_frozen_or_freed(self, tensor: torch.Tensor) -> bool:
-        return tensor.requires_grad != self._trained.get(id(tensor), tensor.requires_grad)
 
     def create_node(
         self, kind: str, target: Any, args: Any, kwargs: Any, name: str | None = None, type_expr: Any = None
@@ -236,56 +232,14 @@ class LeafTracer(fx.Tracer):
         return self._names.new(self.scope.module_path, wanted or self.graph._target_to_str(target))
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        node.meta["example"] = self._evaluate(node)
+        assert isinstance(self.root, nn.Module)
+        node.meta["example"] = self._values.of(node, self.root, self.tensors)
         return ExampleProxy(node, self)
 
     def write(self, operation: Callable[..., Any], proxy: fx.Proxy, other: Any) -> Any:
         """`proxy += other`: a write into a tensor; of a size, a new number."""
         target = OPERATORS[operation] if proxy.node in python_values(self.graph) else operation
         return self.create_proxy("call_function", target, (proxy, other), {})
-
-    def _evaluate(self, node: fx.Node) -> Any:
-        """The node's example value, as far as its inputs have one."""
-        if node.op == "placeholder":
-            return self.inputs.get(str(node.target), UNKNOWN)
-        if node.op == "get_attr":
-            return self._fake(self.tensors[str(node.target)])
-        if any(value_of(source) is UNKNOWN for source in node.all_input_nodes):
-            return UNKNOWN
-        if self.example is None and not asks_for_sizes(node):
-            return UNKNOWN
-        self.is_evaluating = True
-        try:
-            return self._compute(node)
-        finally:
-            self.is_evaluating = False
-
-    def _fake(self, value: Any) -> Any:
-        return value if self.example is None else self.example.fake(value)
-
-    def _compute(self, node: fx.Node) -> Any:
-        evaluate = evaluate_plainly if self.example is None else self.example.evaluate
-        args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
-        if node.op == "call_function":
-            return evaluate(lambda: node.target(*args, **kwargs))  # type: ignore[operator]
-        if node.op == "call_method":
-            return evaluate(lambda: getattr(args[0], str(node.target))(*args[1:], **kwargs))
-        assert isinstance(self.root, nn.Module)
-        module = self.root.get_submodule(str(node.target))
-        if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
-            return UNKNOWN  # compiled code takes no tensors without data
-        with undisturbed_outer_state(module, known=self._calls.places), undisturbed_state(module):
-            set_training(module, False)
-            if not type(module).__module__.startswith("torch.nn."):  # its code may write into its buffers
-                for part in module.modules():
-                    part._buffers.update(self._fake(dict(part._buffers)))
-                    tensors = {k: v for k, v in part.__dict__.items() if isinstance(v, torch.Tensor)}
-                    part.__dict__.update(self._fake(tensors))
-            randomness = PythonRandomness()
-            try:
-                return evaluate(lambda: module(*args, **kwargs))
-            finally:
-                randomness.restore()
 
     def add_guard(self, node: fx.Node, answer: Any) -> None:
         """Remember in the graph that `node` was taken to be `answer`. What weights alone decide needs no guard."""
@@ -369,23 +323,11 @@ class LeafTracer(fx.Tracer):
                 f"returns or passes on a {kind}, whose values are made after that; a graph needs a list or tuple"
             )
         if isinstance(a, dict) and type(a) is not dict:
-            return self._typed_dict(a)
+            return _typed_dict(self, a)
         argument = super().create_arg(a)
         if isinstance(a, torch.Tensor) and isinstance(argument, fx.Node):
-            argument.meta["example"] = self._fake(a)
+            argument.meta["example"] = self._values.fake(a)
         return argument
-
-    def _typed_dict(self, a: dict[Any, Any]) -> fx.Node:
-        """A mapping of another type than dict (a model's output class) is created by its own type."""
-        if dataclasses.is_dataclass(a):
-            given = {f.name: a[f.name] for f in dataclasses.fields(a) if a.get(f.name) is not None}
-            return self.create_node("call_function", type(a), (), {key: self.create_arg(given[key]) for key in given})
-        try:
-            type(a)(list(a.items()))
-        except Exception as error:
-            raise fx.proxy.TraceError(f"{type(a).__name__} cannot be made from pairs") from error
-        pairs = [(key, self.create_arg(value)) for key, value in a.items()]
-        return self.create_node("call_function", type(a), (pairs,), {})
 
     def _roll_back(self, last: fx.Node | None) -> None:
         """Forget every node after `last`, and the cached parameter reads among them."""
@@ -397,3 +339,16 @@ class LeafTracer(fx.Tracer):
         cache = self._attribute_proxies
         for name in [name for name, proxy in cache.items() if proxy.node not in alive]:
             del cache[name]
+
+
+def _typed_dict(tracer: LeafTracer, a: dict[Any, Any]) -> fx.Node:
+    """A mapping of another type than dict (a model's output class) is created by its own type."""
+    if dataclasses.is_dataclass(a):
+        given = {f.name: a[f.name] for f in dataclasses.fields(a) if a.get(f.name) is not None}
+        return tracer.create_node("call_function", type(a), (), {key: tracer.create_arg(given[key]) for key in given})
+    try:
+        type(a)(list(a.items()))
+    except Exception as error:
+        raise fx.proxy.TraceError(f"{type(a).__name__} cannot be made from pairs") from error
+    pairs = [(key, tracer.create_arg(value)) for key, value in a.items()]
+    return tracer.create_node("call_function", type(a), (pairs,), {})

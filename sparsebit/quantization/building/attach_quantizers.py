@@ -31,7 +31,7 @@ from sparsebit.quantization.planning.masks import SOFTMAX, before_softmax
 from sparsebit.quantization.planning.placement import AloneAt, InsideOf, Placement, RegionPlacement, SharedAt
 from sparsebit.quantization.planning.sites import Plan, Site
 from sparsebit.quantization.planning.writes import Writes
-from sparsebit.quantization.quantizers.base import Quantizer
+from sparsebit.quantization.quantizers.base import Quantizer, read_copies
 from sparsebit.quantization.quantizers.registration import build_quantizer
 
 
@@ -51,7 +51,7 @@ def attach_quantizers(captured: Captured, plan: Plan, placement: Placement) -> N
             wrapped.input_quantizer.feeds_softmax |= planned.row.name in SOFTMAX
             loose.parent._modules[loose.name] = wrapped
             if writes_outside:
-                wrapped.input_quantizer.read_copies()
+                read_copies(wrapped.input_quantizer)
 
 
 def _writes_behind_code(root: CapturedGraph) -> bool:

@@ -6,6 +6,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from sparsebit.deploy.comparing.parity import Parity, Tolerance
 from sparsebit.deploy.exporting.node_names import describe_sites, note_switched_off, tidy
 from sparsebit.deploy.exporting.opset_downgrade import LOWEST_WRITTEN, to_older_opset
 from sparsebit.deploy.exporting.qdq import ExportedSite, lower, required_opset
-from sparsebit.deploy.exporting.to_onnx import in_order, to_onnx
+from sparsebit.deploy.exporting.to_onnx import OnnxOptions, in_order, to_onnx
 from sparsebit.deploy.layouts.channel_layout import lay_out_channels
 from sparsebit.deploy.layouts.embedding_layout import lay_out_embeddings
 from sparsebit.deploy.layouts.float_layers import keep_float_biases, keep_floats
@@ -41,6 +42,8 @@ from sparsebit.records.phases import EXPORT, phase
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+
+_DEFAULTS = OnnxOptions()
 
 
 def export_onnx(
@@ -77,15 +80,8 @@ def export_onnx(
         require_runtime(PROFILES[qmodel.config.BACKEND].executes or "onnxruntime")
     extra = checked_path(target.with_name(f"{target.stem}_extra.onnx")) if extra_info else None
     with switched_on(qmodel):
-        model, sites = build_onnx(
-            qmodel,
-            dummy_data,
-            input_names=input_names,
-            output_names=output_names,
-            dynamic_axes=dynamic_axes,
-            opset_version=opset_version,
-            verbose=verbose,
-        )
+        options = OnnxOptions(input_names, output_names, dynamic_axes, opset_version, verbose)
+        model, sites = build_onnx(qmodel, dummy_data, options)
         parity = None
         with staged(target) as path:
             write(model, path)
@@ -103,25 +99,10 @@ def export_onnx(
 
 @phase(EXPORT)
 def build_onnx(
-    qmodel: SimulatedModel,
-    dummy_data: Any,
-    *,
-    input_names: Sequence[str] | None = None,
-    output_names: Sequence[str] | None = None,
-    dynamic_axes: DynamicAxes | None = None,
-    opset_version: int | None = None,
-    verbose: bool = False,
+    qmodel: SimulatedModel, dummy_data: Any, options: OnnxOptions = _DEFAULTS
 ) -> tuple[ir.Model, list[ExportedSite]]:
     """The model in memory, and its sites in the order of the graph."""
-    model, opset = trace_onnx(
-        qmodel,
-        dummy_data,
-        input_names=input_names,
-        output_names=output_names,
-        dynamic_axes=dynamic_axes,
-        opset_version=opset_version,
-        verbose=verbose,
-    )
+    model, opset = trace_onnx(qmodel, dummy_data, options)
     off = {layer: reason for layer, reason in qmodel.plan.floats.items() if reason in SWITCHED_OFF}
     note_switched_off(model, off)
     pads_channels = qmodel.config.SCHEDULE.PAD_CHANNELS
@@ -130,16 +111,7 @@ def build_onnx(
     return model, sites
 
 
-def trace_onnx(
-    qmodel: SimulatedModel,
-    dummy_data: Any,
-    *,
-    input_names: Sequence[str] | None = None,
-    output_names: Sequence[str] | None = None,
-    dynamic_axes: DynamicAxes | None = None,
-    opset_version: int | None = None,
-    verbose: bool = False,
-) -> tuple[ir.Model, int]:
+def trace_onnx(qmodel: SimulatedModel, dummy_data: Any, options: OnnxOptions = _DEFAULTS) -> tuple[ir.Model, int]:
     """The model with one node for each quantizer, which `lower_onnx` makes a file of, and the opset for that."""
     profile = PROFILES[qmodel.config.BACKEND]
     args, kwargs = export_call(qmodel, dummy_data)
@@ -157,19 +129,10 @@ def trace_onnx(
             "apply_algorithms(qmodel, batches) before, or take them out of the config",
             stacklevel=users_level(),
         )
-    opset = _opset(qmodel, opset_version, profile.weight_widths, profile.opset)
+    opset = _opset(qmodel, options.opset_version, profile.weight_widths, profile.opset)
     with evaluating(qmodel), quantizers_as_constants(qmodel):
-        model = to_onnx(
-            qmodel,
-            args,
-            kwargs,
-            signature=inspect.signature(qmodel.original.forward),
-            input_names=input_names,
-            output_names=output_names,
-            dynamic_axes=dynamic_axes,
-            opset_version=max(opset, LOWEST_WRITTEN),
-            verbose=verbose,
-        )
+        options = replace(options, opset_version=max(opset, LOWEST_WRITTEN))
+        model = to_onnx(qmodel, args, kwargs, options, signature=inspect.signature(qmodel.original.forward))
     written = model.opset_imports.get("")
     if written != max(opset, LOWEST_WRITTEN):
         raise DeploymentError(

@@ -15,7 +15,7 @@ from sparsebit.graph.nodes.graph_module import CapturedGraph
 from sparsebit.graph.nodes.random_ops import may_draw
 from sparsebit.graph.ops.op_table import weight_argument
 from sparsebit.numerics import float8
-from sparsebit.numerics.fake_quant.operator import OPERATOR
+from sparsebit.numerics.fake_quant.operator import OPERATOR, Grid, grid_of
 from sparsebit.quantization.ops.bias import INT32, BiasRounding
 from sparsebit.quantization.ops.layer_call import current_weight
 from sparsebit.quantization.ops.parameter_reads import QuantizedParameter
@@ -39,10 +39,8 @@ class ConstantSite(nn.Module):
         name: str,
         scale: Tensor,
         zero_point: Tensor,
-        axis: int | None,
-        group_size: int,
-        qmin: int,
-        qmax: int,
+        grid: Grid,
+        *,
         value: Tensor | None = None,
         transform: Callable[[Tensor], Tensor] | None = None,
         is_float8: bool = False,
@@ -50,7 +48,7 @@ class ConstantSite(nn.Module):
         super().__init__()
         self.training = False
         self.transform, self.is_float8 = transform, is_float8
-        self.name, self.axis, self.group_size, self.qmin, self.qmax = name, axis, group_size, qmin, qmax
+        self.name, self.grid = name, grid
         self.register_buffer("scale", scale.detach().float())
         self.register_buffer("zero_point", zero_point.detach().float().round())
         self.register_buffer("value", value)
@@ -63,13 +61,12 @@ class ConstantSite(nn.Module):
         elif self.transform is not None:
             x = self.transform(x)
         if self.is_float8:
-            return float8.OPERATOR(x, self.scale, self.axis, self.name)
-        return OPERATOR(
-            x, self.scale, self.zero_point, self.axis, self.group_size, self.qmin, self.qmax, "ste", self.name
-        )
+            return float8.OPERATOR(x, self.scale, self.grid[0], self.name)
+        return OPERATOR(x, self.scale, self.zero_point, *self.grid, "ste", self.name)
 
     def summary(self) -> str:
-        return f"[{self.qmin}, {self.qmax}]"
+        _, _, qmin, qmax = self.grid
+        return f"[{qmin}, {qmax}]"
 
 
 @contextlib.contextmanager
@@ -161,7 +158,7 @@ def _constant_site(parent: nn.Module, child: nn.Module, weight: Tensor | None) -
     if isinstance(child, BiasRounding):
         scale = child.scale()
         axis = None if scale.numel() == 1 else 0
-        return ConstantSite(child.name, scale, torch.zeros_like(scale), axis, 0, *INT32)
+        return ConstantSite(child.name, scale, torch.zeros_like(scale), (axis, 0, *INT32))
     if isinstance(child, QShared):
         return _site(child.name, child.input_quantizer)
     assert isinstance(child, Quantizer)
@@ -189,8 +186,4 @@ def _constant_weight(quantizer: Quantizer, weight: Tensor) -> ConstantSite:
 
 def _site(name: str, quantizer: Quantizer, **more: Any) -> ConstantSite:
     spec = quantizer.spec
-    return ConstantSite(
-        *(name, *quantizer.qparams(), spec.granularity.axis, spec.granularity.size, spec.qmin, spec.qmax),
-        is_float8=spec.format == "float8",
-        **more,
-    )
+    return ConstantSite(name, *quantizer.qparams(), grid_of(spec), is_float8=spec.format == "float8", **more)

@@ -95,7 +95,7 @@ def _numbers(site: ConstantSite, value: Any) -> _Numbers:
     codes = None
     if isinstance(value, Tensor) and not site.is_float8:
         value = value.detach().to(scale.device)
-        codes = codes_of(value, scale, zero_point, site.axis, site.group_size, site.qmin, site.qmax).cpu().numpy()
+        codes = codes_of(value, scale, zero_point, *site.grid).cpu().numpy()
     return _Numbers(scale.cpu().numpy(), None if site.is_float8 else zero_point.cpu().numpy(), codes)
 
 

@@ -124,9 +124,8 @@ def search_bits(
     >>> smaller = sparsebit.quantize(model, batches, found.config)  # doctest: +SKIP
     """
     start = time.monotonic()
-    (found,) = _searched(
-        qmodel, data, [budgets], weight_bits, activation_bits, method, loss, sensitivity, ties, time_limit
-    )
+    options = _Options(weight_bits, activation_bits, method, loss, sensitivity, ties, time_limit)
+    (found,) = _searched(qmodel, data, [budgets], options)
     return replace(found, seconds=time.monotonic() - start)
 
 
@@ -145,22 +144,30 @@ def pareto_curve(
     time_limit: float = 60.0,
 ) -> list[BitSearch]:
     """The best choice for each limit of one budget, from one measurement of the sensitivity."""
-    many = [{budget: limit} for limit in limits]
-    return _searched(qmodel, data, many, weight_bits, activation_bits, method, loss, sensitivity, ties, time_limit)
+    options = _Options(weight_bits, activation_bits, method, loss, sensitivity, ties, time_limit)
+    return _searched(qmodel, data, [{budget: limit} for limit in limits], options)
 
 
-def _searched(
-    qmodel: QuantModel,
-    data: Any,
-    wishes: Sequence[Budgets],
-    weight_bits: Sequence[int],
-    activation_bits: Sequence[int],
-    method: Method,
-    loss: Loss | None,
-    scores: Sensitivity | None,
-    ties: Sequence[Sequence[str]],
-    time_limit: float,
-) -> list[BitSearch]:
+@dataclass(frozen=True)
+class _Options:
+    """Those of `search_bits`."""
+
+    weight_bits: Sequence[int]
+    activation_bits: Sequence[int]
+    method: Method
+    loss: Loss | None
+    sensitivity: Sensitivity | None
+    ties: Sequence[Sequence[str]]
+    time_limit: float
+
+    def scores(self, qmodel: QuantModel, data: Any) -> Sensitivity:
+        if self.sensitivity is not None:
+            return self.sensitivity
+        bits = {"weight_bits": self.weight_bits, "activation_bits": self.activation_bits}
+        return measure(qmodel, data, method=self.method, loss=self.loss, **bits)
+
+
+def _searched(qmodel: QuantModel, data: Any, wishes: Sequence[Budgets], options: _Options) -> list[BitSearch]:
     if isinstance(data, (Tensor, Mapping)):
         data = [data]
     require_repeatable(data, "search_bits()")
@@ -177,15 +184,12 @@ def _searched(
     facts = facts_of(qmodel.model, qmodel.plan, qmodel, call)
     for wish in wishes:
         _check_names(wish)
-    if scores is None:
-        scores = measure(
-            qmodel, data, method=method, weight_bits=weight_bits, activation_bits=activation_bits, loss=loss
-        )
+    scores = options.scores(qmodel, data)
     require_sites(scores.scores, qmodel.plan)
     _tell_without_scores(scores)
-    tied = [*_ties(facts, qmodel.config.BACKEND), *_given_ties(ties, scores, facts)]
-    other_bytes = _other_bytes(qmodel, facts)
-    return [_chosen(qmodel, first, wish, facts, scores, tied, other_bytes, time_limit) for wish in wishes]
+    tied = [*_ties(facts, qmodel.config.BACKEND), *_given_ties(options.ties, scores, facts)]
+    program = _Program(facts, scores, tied, _other_bytes(qmodel, facts), options.time_limit)
+    return [_chosen(qmodel, first, wish, program) for wish in wishes]
 
 
 def _tell_without_scores(scores: Sensitivity) -> None:
@@ -199,16 +203,19 @@ def _tell_without_scores(scores: Sensitivity) -> None:
         )
 
 
-def _chosen(
-    qmodel: QuantModel,
-    example: Any,
-    wish: Budgets,
-    facts: ModelFacts,
-    scores: Sensitivity,
-    ties: Sequence[Sequence[str]],
-    other_bytes: int,
-    time_limit: float,
-) -> BitSearch:
+@dataclass(frozen=True)
+class _Program:
+    """What the integer programs of all wishes have in common."""
+
+    facts: ModelFacts
+    scores: Sensitivity
+    ties: Sequence[Sequence[str]]
+    other_bytes: int
+    time_limit: float
+
+
+def _chosen(qmodel: QuantModel, example: Any, wish: Budgets, program: _Program) -> BitSearch:
+    facts, scores = program.facts, program.scores
     own = {site: qmodel.plan[site].spec.bits for site in scores.scores}
     options = {
         kind: sorted(
@@ -219,29 +226,18 @@ def _chosen(
     lists = {site: options[facts.sites[site].is_weight] for site in scores.scores}
     costs = {site: [row.get(bits, float("inf")) for bits in lists[site]] for site, row in scores.scores.items()}
     given = (
-        [_site_budget(name, limit, facts, own, lists, other_bytes) for name, limit in wish.items()]
+        [_site_budget(name, limit, facts, own, lists, program.other_bytes) for name, limit in wish.items()]
         if isinstance(wish, Mapping)
         else list(wish)
     )
-    solved = choose(
-        {**costs, _REST: [0.0]},
-        [_program_budget(budget, lists) for budget in given],
-        ties=ties,
-        gap=_GAP,
-        time_limit=time_limit,
-    )
+    budgets = [_program_budget(budget, lists) for budget in given]
+    everything = {**costs, _REST: [0.0]}
+    solved = choose(everything, budgets, ties=program.ties, gap=_GAP, time_limit=program.time_limit)
     bits = {site: lists[site][solved.options[site]] for site in costs}
     config = _config(qmodel, bits, facts)
     _verify(qmodel, config, bits, example)
-    return BitSearch(
-        config,
-        bits,
-        solved.cost,
-        solved.spent,
-        {budget.name: budget.limit for budget in given},
-        solved.gap,
-        scores,
-    )
+    limits = {budget.name: budget.limit for budget in given}
+    return BitSearch(config, bits, solved.cost, solved.spent, limits, solved.gap, scores)
 
 
 # --- budgets

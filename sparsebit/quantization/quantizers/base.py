@@ -7,7 +7,7 @@ when it is switched on and not off for good (`fake_fused`).
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,13 +26,14 @@ from sparsebit.numerics.qparams import (
     dequantized_range,
     qparams_from_range,
 )
-from sparsebit.numerics.spec import PerChannel, TensorSpec
+from sparsebit.numerics.spec import TensorSpec
+from sparsebit.quantization.first_sparsebit import FormerNames
 from sparsebit.quantization.observers import Observer, build_observer
 from sparsebit.quantization.observers.magnitudes import ANYWHERE, BEFORE_SOFTMAX, Apart, Magnitudes
 from sparsebit.quantization.quantizers.kept_numbers import KeptNumbers
 
 
-class Quantizer(KeptNumbers):
+class Quantizer(KeptNumbers, FormerNames):
     """Base of all quantizers, and by itself the uniform one.
 
     Subclasses change how numbers become quantized (`transform`, `fake_quantize`) or learned (`make_parameters`,
@@ -43,7 +44,6 @@ class Quantizer(KeptNumbers):
     TARGETS: ClassVar[tuple[Target, ...]] = ("weight", ACTIVATION)
     OPTIONS: ClassVar[type[Section]] = Section
     FORMAT: ClassVar[Format] = "integer"
-    ALWAYS_FOLLOWS: ClassVar[bool] = False
     GRADIENT: ClassVar[Gradient] = "ste"
 
     options: Section  # what it was registered with (`register_quantizer`), as the config gives it
@@ -79,7 +79,7 @@ class Quantizer(KeptNumbers):
         self.follows, self.is_held = self.ALWAYS_FOLLOWS, False
         self.held_parameters: set[str] = set()  # that learn when they are let go of
         # Where others do the work of this one, which is off: they, by the names that a user is told.
-        self.replaced_by: dict[str, Quantizer] = {}
+        self.replaced_by: dict[str, KeptNumbers] = {}
         # In calibration: what a mask hides has no grid, and stays in float.
         self.saw_infinity, self.magnitudes = False, Magnitudes()
         self.feeds_softmax = False  # a softmax reads the tensor, perhaps behind sums and moves
@@ -153,54 +153,11 @@ class Quantizer(KeptNumbers):
         )
 
     @property
-    def cfg(self) -> NoReturn:
-        raise ConfigError(
-            "Quantizer.cfg is of the first Sparsebit; today: quantizer.spec is the number format, quantizer.options "
-            "the config keys of this type of quantizer"
-        )
-
-    def read_copies(self) -> None:
-        """Read a copy of each input from now on: the model's own code may overwrite the input before the backward."""
-        if not self.reads_copies:  # a hook, not an attribute: a compiled model checks attributes before every call
-            self.register_forward_pre_hook(_read_copy)
-
-    @property
-    def reads_copies(self) -> bool:
-        return _read_copy in self._forward_pre_hooks.values()
-
-    @property
-    def is_enable(self) -> bool:
-        return self.use_quant and not self.fake_fused
-
-    @property
     def is_following(self) -> bool:
         """Whether a forward now moves the grid: in training, but not where a backward computes it again."""
         if not self.follows or self.is_held or not self.training or not torch.is_grad_enabled():
             return False
         return torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
-
-    @property
-    def is_calibrated(self) -> bool:
-        return bool(self.calibrated)
-
-    # --- the spec, by the names that the first Sparsebit had for its parts
-
-    @property
-    def bit(self) -> int:
-        return self.spec.bits
-
-    @property
-    def is_symmetric(self) -> bool:
-        return self.spec.symmetric
-
-    @property
-    def is_perchannel(self) -> bool:
-        return isinstance(self.spec.granularity, PerChannel)
-
-    @property
-    def ch_axis(self) -> int:
-        """The axis of the channels, per channel; else 0, which nothing depends on."""
-        return self.spec.granularity.axis if isinstance(self.spec.granularity, PerChannel) else 0
 
     # --- statistics -> numbers
 
@@ -302,71 +259,12 @@ class Quantizer(KeptNumbers):
         """The smallest and the largest value that can come out."""
         return dequantized_range(*self.qparams(), self.spec)
 
-    # --- switches
-
-    def enable_quant(self) -> None:
-        if not self.is_calibrated and not self.fake_fused:
-            raise CalibrationError(
-                f"{self.name} has no scale yet; call prepare_calibration(), run a few batches, then calc_qparams() "
-                "(or load a calibrated state_dict) before quantization is switched on"
-            )
-        if not all(other.use_quant for other in self.replaced_by.values()):
-            self._refuse_elsewhere("enable_quant()")
-        self.use_quant = True
-
-    def disable_quant(self) -> None:
-        if any(other.is_enable for other in self.replaced_by.values()):
-            self._refuse_elsewhere("disable_quant()")
-        self.use_quant = False
-
-    def follow_range(self, wanted: bool = True) -> None:
-        """From now on training moves the grid, or leaves it; one that is learned moves by itself."""
-        self.follows = (wanted or self.ALWAYS_FOLLOWS) and not self.learns_numbers and not self.fake_fused
-
-    @property
-    def learns_numbers(self) -> bool:
-        return not {"scale", "zero_point"} <= self._buffers.keys()
-
-    def enable_export_onnx(self) -> None:
-        """Mark for an exporter. The arithmetic stays the same: what is simulated is what is written."""
-        self.export_onnx = True
-
-    def disable_export_onnx(self) -> None:
-        self.export_onnx = False
-
-    def set_fake_fused(self) -> None:
-        """Off for good, without touching the graph: scale 1, zero point 0, no gradient."""
-        if not all(other.fake_fused for other in self.replaced_by.values()):
-            self._refuse_elsewhere("set_fake_fused()")
-        self.fake_fused = True
-        self.fused.fill_(True)
-        self.observing = False
-        self.requires_grad_(False)
-        self.observer.reset()
-        with torch.no_grad():
-            for name, value in (("scale", 1.0), ("zero_point", 0.0)):
-                if name in self._buffers or name in self._parameters:
-                    getattr(self, name).fill_(value)
-
-    def revive(self) -> None:
-        """Another chance for a quantizer that went off because calibration never reached it."""
-        if self.was_unseen:
-            self.fake_fused = self.was_unseen = False
-            self.fused.fill_(False)
-            self.requires_grad_(True)
+    # --- another grid
 
     def set_backend(self, backend: str) -> None:
         """Move to another backend; numbers that it cannot run are refused."""
         check_backend(self.spec, self.zero_point.detach(), backend, self.name)
         self.backend = backend
-
-    def _refuse_elsewhere(self, wish: str) -> None:
-        if self.fake_fused and self.replaced_by:
-            raise ConfigError(
-                f"{self.name}.{wish}: this quantizer is off, because others read the same tensor; it is quantized by "
-                f"{', '.join(self.replaced_by)}: call {wish} there (qmodel.quantizers() lists all; qmodel.set_quant() "
-                "switches the whole model), or write A.SPECIFIC for this layer before the QuantModel is built"
-            )
 
     def set_bit(self, bit: int) -> None:
         """Another bit-width over the same range of values; one that the backend cannot run is refused."""
@@ -414,6 +312,16 @@ class Quantizer(KeptNumbers):
 
     def extra_repr(self) -> str:
         return f"{self.TYPE} {self.summary()}"
+
+
+def read_copies(quantizer: Quantizer) -> None:
+    """Read a copy of each input from now on: the model's own code may overwrite the input before the backward."""
+    if not reads_copies(quantizer):  # a hook, not an attribute: a compiled model checks attributes before every call
+        quantizer.register_forward_pre_hook(_read_copy)
+
+
+def reads_copies(quantizer: Quantizer) -> bool:
+    return _read_copy in quantizer._forward_pre_hooks.values()
 
 
 def _read_copy(quantizer: Quantizer, args: tuple[Any, ...]) -> Any:

@@ -1,4 +1,7 @@
-"""`KeptNumbers`: how numbers and switches of a quantizer get into a state_dict, and what is checked on the way back."""
+"""`KeptNumbers`: the switches of a quantizer, and how they and its numbers get into a state_dict.
+
+What a state_dict brings back is checked: the format of the numbers, and whether the backend has them.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from sparsebit.errors import BackendError, CheckpointError
+from sparsebit.errors import BackendError, CalibrationError, CheckpointError, ConfigError
 from sparsebit.numerics.qparams import SMALLEST_SCALE, check_backend
 from sparsebit.numerics.spec import TensorSpec
+from sparsebit.quantization.observers import Observer
 
 _NUM_FLAGS = 2  # of `flags`; subclasses have more
 
@@ -18,6 +22,7 @@ _NUM_FLAGS = 2  # of `flags`; subclasses have more
 class KeptNumbers(nn.Module):
     """Scale, zero point and switches of a `Quantizer`, which says what they mean and what to do with them."""
 
+    ALWAYS_FOLLOWS: ClassVar[bool] = False
     NUMBERS: ClassVar[str] = "uniform"  # whose numbers a state_dict has: calibrated and learned step sizes are the same
 
     scale: Tensor
@@ -31,14 +36,73 @@ class KeptNumbers(nn.Module):
     follows: bool
     fake_fused: bool
     was_unseen: bool
+    observing: bool
+    observer: Observer[Any]
+    replaced_by: dict[str, KeptNumbers]
+
+    @property
+    def is_enable(self) -> bool:
+        return self.use_quant and not self.fake_fused
+
+    @property
+    def is_calibrated(self) -> bool:
+        return bool(self.calibrated)
+
+    # --- switches
+
+    def enable_quant(self) -> None:
+        if not self.is_calibrated and not self.fake_fused:
+            raise CalibrationError(
+                f"{self.name} has no scale yet; call prepare_calibration(), run a few batches, then calc_qparams() "
+                "(or load a calibrated state_dict) before quantization is switched on"
+            )
+        if not all(other.use_quant for other in self.replaced_by.values()):
+            self._refuse_elsewhere("enable_quant()")
+        self.use_quant = True
+
+    def disable_quant(self) -> None:
+        if any(other.is_enable for other in self.replaced_by.values()):
+            self._refuse_elsewhere("disable_quant()")
+        self.use_quant = False
+
+    def follow_range(self, wanted: bool = True) -> None:
+        """From now on training moves the grid, or leaves it; one that is learned moves by itself."""
+        self.follows = (wanted or self.ALWAYS_FOLLOWS) and not self.learns_numbers and not self.fake_fused
+
+    @property
+    def learns_numbers(self) -> bool:
+        return not {"scale", "zero_point"} <= self._buffers.keys()
 
     def set_fake_fused(self) -> None:
-        """As `Quantizer.set_fake_fused`."""
-        raise NotImplementedError
+        """Off for good, without touching the graph: scale 1, zero point 0, no gradient."""
+        if not all(other.fake_fused for other in self.replaced_by.values()):
+            self._refuse_elsewhere("set_fake_fused()")
+        self.fake_fused = True
+        self.fused.fill_(True)
+        self.observing = False
+        self.requires_grad_(False)
+        self.observer.reset()
+        with torch.no_grad():
+            for name, value in (("scale", 1.0), ("zero_point", 0.0)):
+                if name in self._buffers or name in self._parameters:
+                    getattr(self, name).fill_(value)
 
     def revive(self) -> None:
-        """As `Quantizer.revive`."""
-        raise NotImplementedError
+        """Another chance for a quantizer that went off because calibration never reached it."""
+        if self.was_unseen:
+            self.fake_fused = self.was_unseen = False
+            self.fused.fill_(False)
+            self.requires_grad_(True)
+
+    def _refuse_elsewhere(self, wish: str) -> None:
+        if self.fake_fused and self.replaced_by:
+            raise ConfigError(
+                f"{self.name}.{wish}: this quantizer is off, because others read the same tensor; it is quantized by "
+                f"{', '.join(self.replaced_by)}: call {wish} there (qmodel.quantizers() lists all; qmodel.set_quant() "
+                "switches the whole model), or write A.SPECIFIC for this layer before the QuantModel is built"
+            )
+
+    # --- numbers
 
     def _store(self, name: str, value: Tensor) -> None:
         """Write a number of any shape; the tensor object (an optimizer may hold it) stays the same."""
@@ -49,6 +113,8 @@ class KeptNumbers(nn.Module):
                 tensor.copy_(value.reshape(tensor.shape))
             else:
                 tensor.set_(value.clone())
+
+    # --- state
 
     def get_extra_state(self) -> Tensor:
         """The switches, so that training goes on in a fresh model as it would have, and the format of the numbers."""

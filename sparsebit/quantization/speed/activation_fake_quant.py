@@ -25,18 +25,11 @@ _LIBRARY.define(
 )
 
 
-def _forward(
-    x: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    qmin: int,
-    qmax: int,
-    gradient: str,
-    activation: str,
-    tag: str,
-    *,
-    in_graph: bool = False,
-) -> Tensor:
+# The dispatcher gives the numbers one by one, in the order of `_ARGUMENTS`.
+
+
+def _forward(x: Tensor, scale: Tensor, zero_point: Tensor, *settings: Any, in_graph: bool = False) -> Tensor:
+    qmin, qmax, _, activation, tag = settings
     if in_graph and is_dense(x):
         from sparsebit.kernels import fake_quant
 
@@ -45,23 +38,13 @@ def _forward(
 
 
 def _backward(
-    grad: Tensor,
-    x: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    qmin: int,
-    qmax: int,
-    gradient: str,
-    activation: str,
-    needs: list[bool],
-    *,
-    in_graph: bool = False,
+    grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, *settings: Any, in_graph: bool = False
 ) -> list[Tensor]:
+    qmin, qmax, gradient, activation, needs = settings
     if in_graph and is_dense(x):
         from sparsebit.kernels import fake_quant
 
-        numbers = (scale, zero_point, qmin, qmax, needs)
-        return fake_quant.backward_in_graph(grad, x, *numbers, activation)
+        return fake_quant.backward_in_graph(grad, x, scale, zero_point, qmin, qmax, needs, activation)
     grid = (None, 0, qmin, qmax)
     found = gradients_of(grad, x, scale, zero_point, grid, gradient, tuple(needs), activation)
     return [needed for needed in found if needed is not None]

@@ -24,6 +24,7 @@ from sparsebit.numerics.fake_quant.gradients import LEARNING, Gradient
 from sparsebit.numerics.fake_quant.operator import Grid, grid_of
 from sparsebit.quantization.ops.layer_call import forward_with
 from sparsebit.quantization.ops.quant_opr import WeightedQuantOpr
+from sparsebit.quantization.quantizers.base import reads_copies
 from sparsebit.quantization.speed.below_autograd import gradients_of, quantized
 from sparsebit.quantization.speed.first_layer import first_layer
 from sparsebit.quantization.speed.fusion_guards import Substitute, is_seen, may_fuse, rounds_otherwise, substitute_of
@@ -192,7 +193,7 @@ class FusedLayer(Substitute):
         weight = layer.weight_quantizer(op.weight) if self.quantized_weight is None else self.quantized_weight
         bias = layer.stored_bias()
         may_be_fused = may_fuse(quantizer, (op,), x)
-        if may_be_fused and quantizer.reads_copies:
+        if may_be_fused and reads_copies(quantizer):
             x = x.clone()
         if may_be_fused and not activation and self.savings.first_layer:
             found = first_layer(op, quantizer, x, weight, bias, gradient or quantizer.GRADIENT)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.quantization.ops.layer_call import is_hooked
-from sparsebit.quantization.quantizers.base import Quantizer, has_our_methods
+from sparsebit.quantization.quantizers.base import Quantizer, has_our_methods, reads_copies
 
 # Methods that decide what a quantizer's forward computes.
 _METHODS = ("forward", "fake_quantize", "transform", "is_enable", "__call__")
@@ -60,7 +60,7 @@ def is_seen(module: nn.Module) -> bool:
 
 def _is_seen_quantizer(quantizer: Quantizer) -> bool:
     """`is_seen` for a quantizer, without counting the hook that makes it read copies."""
-    if not quantizer.reads_copies:
+    if not reads_copies(quantizer):
         return is_seen(quantizer)
     others = (quantizer._forward_hooks, quantizer._backward_hooks, quantizer._backward_pre_hooks)
     has_others = len(quantizer._forward_pre_hooks) > 1 or any(others)

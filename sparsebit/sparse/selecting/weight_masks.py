@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from sparsebit.errors import ConfigError
 from sparsebit.graph.values.copying import copy_model
@@ -73,6 +74,10 @@ class WeightMasks:
             if (mask := state.pop(f"{prefix}{name}{_EARLIER_SUFFIX}", None)) is not None:
                 state[f"{prefix}{name}{_SUFFIX}"] = mask == 0
 
+    @torch.no_grad()
+    def write_weight(self, name: str, value: Tensor) -> None:
+        self.model.get_parameter(name).copy_(value)
+
     def plain_copy(self) -> nn.Module:
         """A copy of the model with the zeros, and without masks."""
         self.apply()
@@ -90,6 +95,43 @@ class WeightMasks:
         """The module that has the parameter, and its name there."""
         path, _, parameter = name.rpartition(".")
         return self.model.get_submodule(path), parameter
+
+
+class MaskedModule(nn.Module):
+    """Calls `model`, whose masks stay in force: in copies, in loaded states, and when training ends."""
+
+    model: nn.Module
+    _weights: WeightMasks
+
+    @property
+    def masks(self) -> dict[str, Tensor]:
+        """Copies of the masks of all weights that may be pruned, by the weight's name in `model`; False is pruned."""
+        return self._weights.by_name()
+
+    def apply_masks(self) -> None:
+        """Put zeros where the masks have them."""
+        self._weights.apply()
+
+    def masked_model(self) -> nn.Module:
+        """A plain copy of the model with zeros in its weights and no masks."""
+        return self._weights.plain_copy()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.apply_masks()  # copies and pickles of parameters have no gradient hooks
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        self._weights.read_earlier_names(state_dict, f"{prefix}model.")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def train(self, mode: bool = True) -> Self:
+        """As every module's; leaving training puts the zeros in once more."""
+        if not mode and hasattr(self, "_weights"):
+            self.apply_masks()
+        return super().train(mode)
 
 
 class _ApplyMasks:

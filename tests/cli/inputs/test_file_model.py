@@ -13,7 +13,7 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
 from sparsebit.cli.inputs.onnx_inputs import FileModel
-from sparsebit.deploy.exporting.to_onnx import to_onnx
+from sparsebit.deploy.exporting.to_onnx import OnnxOptions, to_onnx
 from sparsebit.deploy.onnx_graph.model_file import write
 
 
@@ -28,7 +28,8 @@ def test_any_number_of_samples(tmp_path: Path, size: int | None, rows: int) -> N
     model = Both()
     example = torch.zeros(size or 2, 3), torch.ones(size or 2, 3)
     axes = None if size else {"x": {0: "batch"}, "scale": {0: "batch"}}
-    made = to_onnx(model, example, {}, signature=inspect.signature(model.forward), dynamic_axes=axes, opset_version=17)
+    options = OnnxOptions(dynamic_axes=axes, opset_version=17)
+    made = to_onnx(model, example, {}, options, signature=inspect.signature(model.forward))
     write(made, tmp_path / "both.onnx")
     x, scale = torch.randn(rows, 3), torch.randn(rows, 3)
     file = FileModel(tmp_path / "both.onnx", signature=inspect.signature(model.forward))

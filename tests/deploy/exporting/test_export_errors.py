@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.deploy.exporting.export_errors import quiet
-from sparsebit.deploy.exporting.to_onnx import to_onnx
+from sparsebit.deploy.exporting.to_onnx import OnnxOptions, to_onnx
 from sparsebit.errors import DeploymentError
 
 X = torch.randn(2, 6, generator=torch.Generator().manual_seed(0))
@@ -39,7 +39,7 @@ class Branches(nn.Module):
 def fault(module: nn.Module, **options: object) -> str:
     model = nn.Sequential(nn.Linear(6, 6), module)
     with pytest.raises(DeploymentError) as caught:
-        to_onnx(model, (X,), {}, signature=inspect.signature(nn.Sequential.forward), **options)  # type: ignore[arg-type]
+        to_onnx(model, (X,), {}, OnnxOptions(**options), signature=inspect.signature(nn.Sequential.forward))  # type: ignore[arg-type]
     return str(caught.value)
 
 

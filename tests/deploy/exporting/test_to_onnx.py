@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparsebit.deploy.exporting.to_onnx import flat_inputs, flat_outputs, in_order, input_names, to_onnx
+from sparsebit.deploy.exporting.to_onnx import OnnxOptions, flat_inputs, flat_outputs, in_order, input_names, to_onnx
 from sparsebit.deploy.sessions.runtime_sessions import open_session
 from sparsebit.errors import DeploymentError, MissingExtraError
 
@@ -61,7 +61,7 @@ class Outputs(nn.Module):
 def export(module: nn.Module, *args: Any, folder: Path, kwargs: Mapping[str, Any] | None = None, **options: Any) -> Any:
     """The module as a file, open in ONNX Runtime."""
     signature = inspect.signature(module.forward)
-    model = to_onnx(module, args, kwargs or {}, signature=signature, **options)
+    model = to_onnx(module, args, kwargs or {}, options=OnnxOptions(**options), signature=signature)
     ir.save(model, folder / "m.onnx")
     return open_session(folder / "m.onnx")
 
@@ -184,7 +184,9 @@ def test_a_batch_of_one_may_be_dynamic_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("opset", [18, 25])
 def test_opsets(opset: int) -> None:
-    model = to_onnx(nn.Linear(6, 2), (X,), {}, signature=inspect.signature(nn.Linear.forward), opset_version=opset)
+    model = to_onnx(
+        nn.Linear(6, 2), (X,), {}, OnnxOptions(opset_version=opset), signature=inspect.signature(nn.Linear.forward)
+    )
     assert model.opset_imports[""] == opset
 
 

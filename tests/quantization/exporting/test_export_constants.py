@@ -154,7 +154,7 @@ def test_a_disabled_quantizer_stays_out() -> None:
 
 
 def test_numbers_pass_that_are_no_floats() -> None:
-    site = ConstantSite("ids", torch.ones(()), torch.zeros(()), None, 0, 0, 255)
+    site = ConstantSite("ids", torch.ones(()), torch.zeros(()), (None, 0, 0, 255))
     ids = torch.tensor([1, 300])
     assert site(ids) is ids and site(3) == 3
 

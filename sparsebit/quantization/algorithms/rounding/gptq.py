@@ -122,61 +122,66 @@ def gptq(
     >>> gptq(qmodel, batches)  # doctest: +SKIP
     {'conv1': LayerRounding(nearest=0.0113, rounded=0.0021), ...}
     """
-    options = _Options(
-        Rounding(
-            act_order,
-            _DAMPING if damping == "auto" else damping,
-            block_size,
-            scale_search,
-            num_candidates=_NUM_CANDIDATES[scale_search],
-            sweeps=sweeps,
-            refit=refit,
-        ),
-        input_correction,
-        correct_bias,
-        keep_variance,
-        max_rows,
-        damping == "auto",
+    rounding = Rounding(
+        act_order,
+        _DAMPING if damping == "auto" else damping,
+        block_size,
+        scale_search,
+        num_candidates=_NUM_CANDIDATES[scale_search],
+        sweeps=sweeps,
+        refit=refit,
     )
-    owners = num_owners(qmodel.model)
-    found: dict[str, LayerRounding] = {}
-    reasons: dict[str, str] = {}
-    scarce: dict[str, float] = {}
+    options = _Options(rounding, input_correction, correct_bias, keep_variance, max_rows, damping == "auto")
+    run = _Run(qmodel, options)
+    folder = None if resume is None else Path(resume) / folder_name("gptq", asdict(options))
+    qmodel.visit_blocks(data, run.visit, blocks="layers", memory_budget=memory_budget, resume=folder)
+    run.reasons |= dict.fromkeys(weights_outside(qmodel.model), "untraced code calls its layer")
+    run.tell()
+    return run.found
+
+
+class _Run:
+    """What the visits of one run found: each layer's gain, why others stay, and which have few rows of data."""
+
+    def __init__(self, qmodel: QuantModel, options: _Options) -> None:
+        self.options, self.float_parameters = options, qmodel.float_parameters
+        self.owners = num_owners(qmodel.model)
+        self.found: dict[str, LayerRounding] = {}
+        self.reasons: dict[str, str] = {}
+        self.scarce: dict[str, float] = {}
 
     @torch.no_grad()
-    def visit(data: BlockData) -> None:
+    def visit(self, data: BlockData) -> None:
         (layer,) = data.block.modules.values()
         if not isinstance(layer, WeightedQuantOpr) or not is_first_call(data.block.nodes[0]):
             return
         if not layer.weight_quantizer.is_enable:  # as the config has it
             return
         name = data.block.name
-        form = _matrix_form(layer, data.block.nodes[0], owners)
+        form = _matrix_form(layer, data.block.nodes[0], self.owners)
         if isinstance(form, str):
-            reasons[name] = form
-        else:
-            bias = layer.op._parameters.get("bias")
-            has_own_bias = bias is not None and owners[id(bias)] == 1
-            own = replace(options, correct_bias=options.correct_bias and has_own_bias)
-            found[name], rows_per_column = _round_layer(layer, form, data, own, qmodel.float_parameters)
-            if rows_per_column < _FEWEST_ROWS:
-                scarce[name] = rows_per_column
-            log.debug("%s: error %.4g to nearest, %.4g with GPTQ", name, found[name].nearest, found[name].rounded)
+            self.reasons[name] = form
+            return
+        bias = layer.op._parameters.get("bias")
+        has_own_bias = bias is not None and self.owners[id(bias)] == 1
+        options = replace(self.options, correct_bias=self.options.correct_bias and has_own_bias)
+        gained, rows_per_column = _round_layer(layer, form, data, options, self.float_parameters)
+        self.found[name] = gained
+        if rows_per_column < _FEWEST_ROWS:
+            self.scarce[name] = rows_per_column
+        log.debug("%s: error %.4g to nearest, %.4g with GPTQ", name, gained.nearest, gained.rounded)
 
-    folder = None if resume is None else Path(resume) / folder_name("gptq", asdict(options))
-    qmodel.visit_blocks(data, visit, blocks="layers", memory_budget=memory_budget, resume=folder)
-    reasons |= dict.fromkeys(weights_outside(qmodel.model), "untraced code calls its layer")
-    log.info("GPTQ: %d layers rounded", len(found))
-    if reasons:
-        shown = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        log.warning("GPTQ left %d weights rounded to nearest: %s", len(reasons), shown)
-    if scarce:
-        log.warning(
-            "GPTQ: %d layers have fewer than %d rows of data for each of their inputs (%s has %.2g), and may fit this "
-            "data alone; give more, or leave 8-bit weights rounded to nearest",
-            *(len(scarce), _FEWEST_ROWS, min(scarce, key=scarce.__getitem__), min(scarce.values())),
-        )
-    return found
+    def tell(self) -> None:
+        log.info("GPTQ: %d layers rounded", len(self.found))
+        if self.reasons:
+            shown = "; ".join(f"{name}: {reason}" for name, reason in self.reasons.items())
+            log.warning("GPTQ left %d weights rounded to nearest: %s", len(self.reasons), shown)
+        if scarce := self.scarce:
+            log.warning(
+                "GPTQ: %d layers have fewer than %d rows of data for each of their inputs (%s has %.2g), and may fit "
+                "this data alone; give more, or leave 8-bit weights rounded to nearest",
+                *(len(scarce), _FEWEST_ROWS, min(scarce, key=scarce.__getitem__), min(scarce.values())),
+            )
 
 
 # --- which layers

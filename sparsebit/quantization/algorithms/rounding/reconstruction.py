@@ -55,6 +55,10 @@ class Settings:
     drop: float
     fisher: bool
 
+    def changed(self, wishes: dict[str, Any]) -> Settings:
+        """These settings with those that are given; None: as they are."""
+        return replace(self, **{name: wish for name, wish in wishes.items() if wish is not None})
+
 
 # How far the rounding of a weight may be moved in all steps together, beside one code to the other: more makes the
 # signed steps oscillate between codes.
@@ -156,44 +160,27 @@ def reconstruct(
     >>> reconstruct(qmodel, batches, method="brecq")  # doctest: +SKIP
     {'layer1.0': BlockReconstruction(before=0.0398, after=0.0215, num_changed=412), ...}
     """
-    wishes: dict[str, Any] = {
+    changed = {
         "rounding": rounding,
+        "learn_step_sizes": learn_step_sizes,
+        "learn_weight_scales": learn_weight_scales,
+        "learn_biases": learn_biases,
         "drop": drop,
         "fisher": fisher,
-        "learn_step_sizes": learn_step_sizes,
     }
-    wishes |= {"learn_weight_scales": learn_weight_scales, "learn_biases": learn_biases}
-    settings = replace(METHODS[method], **{name: wish for name, wish in wishes.items() if wish is not None})
+    settings = METHODS[method].changed(changed)
     unit: Any = settings.unit if blocks is None else blocks
     if not unit:
         raise ConfigError("reconstruct(blocks=[]): name at least one module, or leave it out")
     training = Training(steps, batch_size, seed, float_share, patience, bf16)
     lr = _TRAVEL[settings.rounding] / steps if lr is None else lr
     options = _Options(settings, training, Rates(lr, scale_lr, scale_lr, bias_lr), penalty, HoldOut(held_out, seed))
-    wanted = Wanted(settings.rounding, settings.learn_step_sizes, settings.learn_weight_scales, settings.learn_biases)
-    owners = num_owners(qmodel.model)
     sensitivity = OutputSensitivity(memory_budget, seed) if settings.fisher and unit != "network" else None
-    found: dict[str, BlockReconstruction] = {}
-    reasons: dict[str, str] = {}
-    empty: list[str] = []
-
-    def visit(data: BlockData) -> None:
-        block = data.block
-        generator = torch.Generator().manual_seed(block_seed(seed, f"drop/{block.name}"))
-        sites = find_sites(block, wanted, owners, qmodel.float_parameters, settings.drop, generator, reasons)
-        if not sites.groups(options.rates):
-            empty.append(block.name)
-            return
-        extras = None if sensitivity is None else sensitivity.of(block)
-        found[block.name] = result = _reconstruct_block(data, sites, options, extras)
-        if sensitivity is not None:
-            sensitivity.drop(block)
-        log.debug("%s: %s", block.name, result)
-
+    run = _Run(qmodel, options, sensitivity)
     name = folder_name("reconstruction", {**asdict(options), "blocks": unit, "views": views})
     qmodel.visit_blocks(
         data,
-        visit,
+        run.visit,
         blocks=None if unit == "blocks" else unit,
         memory_budget=memory_budget,
         resume=None if resume is None else Path(resume) / name,
@@ -201,27 +188,54 @@ def reconstruct(
         hold_out=options.hold_out,
         views=views,
     )
-    reasons |= dict.fromkeys(weights_outside(qmodel.model), "untraced code calls its layer")
-    _tell(method, found)
-    if empty and not isinstance(unit, str):
-        log.warning("reconstruct(): nothing can be learned in %s: no quantized weight or step size", ", ".join(empty))
-    if reasons:
-        shown = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        log.warning("reconstruct() left %d weights as they were: %s", len(reasons), shown)
-    return found
+    run.reasons |= dict.fromkeys(weights_outside(qmodel.model), "untraced code calls its layer")
+    run.tell(method, has_named_blocks=not isinstance(unit, str))
+    return run.found
 
 
-def _tell(method: Method, found: dict[str, BlockReconstruction]) -> None:
-    put_back = [name for name, result in found.items() if not result.is_kept]
-    log.info("%s: %d of %d blocks reconstructed", method, len(found) - len(put_back), len(found))
-    if put_back:
-        log.info("%s: these stay as they were, since their error did not fall: %s", method, ", ".join(put_back))
-    if len(put_back) * 2 > len(found) > 1:
-        log.warning(
-            "%s: %d of %d blocks stay as they were, since what was learned did not lower their error on other samples; "
-            "give more calibration samples",
-            *(method, len(put_back), len(found)),
+class _Run:
+    """What the visits of one run found: the gain of each block, blocks with nothing to learn, and why weights stay."""
+
+    def __init__(self, qmodel: QuantModel, options: _Options, sensitivity: OutputSensitivity | None) -> None:
+        self.options, self.sensitivity, self.float_parameters = options, sensitivity, qmodel.float_parameters
+        self.owners = num_owners(qmodel.model)
+        self.found: dict[str, BlockReconstruction] = {}
+        self.reasons: dict[str, str] = {}
+        self.empty: list[str] = []
+
+    def visit(self, data: BlockData) -> None:
+        block, settings = data.block, self.options.settings
+        generator = torch.Generator().manual_seed(block_seed(self.options.training.seed, f"drop/{block.name}"))
+        wanted = Wanted(
+            settings.rounding, settings.learn_step_sizes, settings.learn_weight_scales, settings.learn_biases
         )
+        sites = find_sites(block, wanted, self.owners, self.float_parameters, settings.drop, generator, self.reasons)
+        if not sites.groups(self.options.rates):
+            self.empty.append(block.name)
+            return
+        extras = None if self.sensitivity is None else self.sensitivity.of(block)
+        self.found[block.name] = result = _reconstruct_block(data, sites, self.options, extras)
+        if self.sensitivity is not None:
+            self.sensitivity.drop(block)
+        log.debug("%s: %s", block.name, result)
+
+    def tell(self, method: Method, *, has_named_blocks: bool) -> None:
+        found, put_back = self.found, [name for name, result in self.found.items() if not result.is_kept]
+        log.info("%s: %d of %d blocks reconstructed", method, len(found) - len(put_back), len(found))
+        if put_back:
+            log.info("%s: these stay as they were, since their error did not fall: %s", method, ", ".join(put_back))
+        if len(put_back) * 2 > len(found) > 1:
+            log.warning(
+                "%s: %d of %d blocks stay as they were, since what was learned did not lower their error on other "
+                "samples; give more calibration samples",
+                *(method, len(put_back), len(found)),
+            )
+        if self.empty and has_named_blocks:
+            names = ", ".join(self.empty)
+            log.warning("reconstruct(): nothing can be learned in %s: no quantized weight or step size", names)
+        if self.reasons:
+            shown = "; ".join(f"{name}: {reason}" for name, reason in self.reasons.items())
+            log.warning("reconstruct() left %d weights as they were: %s", len(self.reasons), shown)
 
 
 # --- one block
