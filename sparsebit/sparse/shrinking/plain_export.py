@@ -18,7 +18,7 @@ from sparsebit.execution.batches import as_call
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """What `torch.onnx.export` takes by the same names."""
+    """Arguments of `torch.onnx.export`, under the same names."""
 
     input_names: Sequence[str] | None = None
     output_names: Sequence[str] | None = None
