@@ -1,3 +1,3 @@
-"""The command line: what a person types. Importing it loads no torch; every verb loads what it needs when it runs."""
+"""The command line. Importing it does not load torch; every verb imports the modules that it needs when it runs."""
 
 from __future__ import annotations

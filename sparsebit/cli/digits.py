@@ -25,7 +25,7 @@ class Digits:
 
 
 def load_digits() -> Digits:
-    """1,200 images to learn from, and the last 597, which no model sees before it is judged."""
+    """1,200 images for training, and the last 597, which no model sees before its test."""
     try:
         from sklearn import datasets
     except Exception:  # a broken package raises anything
@@ -39,7 +39,7 @@ def load_digits() -> Digits:
 
 
 class DigitNet(nn.Module):
-    """What makes CNNs hard to quantize, in small: batch norms to fold, residual adds, a depthwise convolution."""
+    """A small net with typical difficulties of CNNs: batch norms to fold, residual adds, a depthwise convolution."""
 
     def __init__(self, width: int = 24) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class DigitNet(nn.Module):
 
 
 class Residual(nn.Module):
-    """Two convolutions around which the input is added."""
+    """Two convolutions with the input added to their output."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Residual(nn.Module):
 
 
 def train(digits: Digits, *, epochs: int, seed: int) -> DigitNet:
-    """A network trained from random weights, in eval mode; the same seed gives the same network on the same machine."""
+    """Train a network from random weights; returned in eval mode. Deterministic per seed and machine."""
     batch_size = 64
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -46,7 +46,7 @@ class Verbs(TyperGroup):
     """The verbs, with every error that the user can fix turned into one message on stderr and an exit code."""
 
     def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Where `--version` and `--help` are answered: the output may be a full disk."""
+        """Parses the arguments. `--version` and `--help` are printed here, so a full disk is handled here too."""
         is_traced = "--traceback" in args
         try:
             with _output_written():
@@ -58,7 +58,7 @@ class Verbs(TyperGroup):
             raise typer.Exit(1) from None
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """One screen: the verbs by job, a line each."""
+        """One screen: the verbs grouped by job, one line each."""
         lines = ["Usage: sparsebit VERB [OPTIONS]", "", str(self.help), ""]
         for job, names in JOBS.items():
             lines.append(typer.style(job, bold=True))
@@ -77,7 +77,7 @@ class Verbs(TyperGroup):
             _print("interrupted", "nothing was left half-written")
             raise typer.Exit(TERMINATED if isinstance(stop, Terminated) else INTERRUPTED) from None
         except (SparsebitError, OSError, MemoryError, RuntimeError, SystemExit) as fault:
-            # A closed pipe (`| head`) is not an error; typer ends quietly on it, and so does rich, by SystemExit.
+            # A closed pipe (`| head`) is not an error; typer ends silently on it, and so does rich, by SystemExit.
             is_closed_pipe = isinstance(fault, BrokenPipeError) or isinstance(fault.__context__, BrokenPipeError)
             message = None if is_closed_pipe else _message(fault)
             if ctx.params.get("traceback") or message is None:
@@ -94,7 +94,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 config_app = typer.Typer(help="Check a config and show what it does to a model.", no_args_is_help=True)
-config_app.callback()(lambda: None)  # so that `check` stays a verb of its own
+config_app.callback()(lambda: None)  # so that `check` stays a separate verb
 app.add_typer(config_app, name="config")
 app.add_typer(llm.app, name="llm")
 
@@ -204,20 +204,20 @@ def _options(
         bool, typer.Option("--traceback", help="Show the whole traceback of an error.", envvar="SPARSEBIT_TRACEBACK")
     ] = False,
 ) -> None:
-    # What the flags do is done by `_version` and by `Verbs.invoke`.
+    # The flags are handled by `_version` and by `Verbs.invoke`.
     del version, traceback
 
 
 @contextlib.contextmanager
 def _output_written() -> Iterator[None]:
-    """At the end, everything printed is written, so that a full disk is an error here and not after the last line."""
+    """Flush all output at the end, so that a full disk raises here and not after the last line."""
     try:
         yield
     finally:
         try:
             sys.stdout.flush()
         except OSError:
-            # What could not be written is still in the buffer: the interpreter would try again as it ends, and fail.
+            # The buffer still holds the unwritten output: the interpreter would try again at exit, and fail.
             with contextlib.suppress(OSError, ValueError):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, sys.stdout.fileno())
@@ -227,7 +227,7 @@ def _output_written() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ending_cleanly() -> Iterator[None]:
-    """Inside, SIGTERM is an exception, so that half-written results are removed."""
+    """Inside, SIGTERM raises an exception, so that half-written results are removed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

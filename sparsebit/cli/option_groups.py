@@ -4,14 +4,14 @@ A verb is a function of one dataclass:
 
     @dataclass(frozen=True, kw_only=True)
     class Draw:
-        common: ClassVar = ("model", "output")  # shown first in `--help`; all others stand under their headings
+        common: ClassVar = ("model", "output")  # listed first in `--help`; all others are under their headings
         model: ModelOptions  # a group: its fields are options too
         output: Path | None = option(None, "The file to write (default: stdout).", "FILE", short="-o")
 
     @grouped
     def draw(asked: Draw) -> None: ...
 
-The option of a field has its name (`batch_size`: `--batch-size`). A dataclass may give the `heading` of its fields.
+The option of a field has its name (`batch_size`: `--batch-size`). A dataclass may set the `heading` of its fields.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sparsebit.cli import options
 from sparsebit.option_fields import options_of
 from sparsebit.records.parity import Tolerance
 
-# Values of an options dataclass that were given on the command line, by the names of its fields; see `grouped`.
+# Values of an options dataclass that were given on the command line, by field name; see `grouped`.
 Given: TypeAlias = dict[str, Any]
 NUM_TEST_SAMPLES = 1000
 _SOURCES = "an image folder, a .npz or .safetensors file, or MODULE:FACTORY that yields batches"
@@ -46,7 +46,7 @@ def option(default: Any, text: str, metavar: str | None = None, *, short: str = 
 
 
 def argument(default: Any, text: str, metavar: str, **more: Any) -> Any:
-    """A field that is an argument: a word without `--` in front."""
+    """A field that is an argument: a word without a leading `--`."""
     return _field(default, typer.Argument, help=text, metavar=metavar, **more)
 
 
@@ -72,7 +72,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedModel(ModelOptions):
-    """A model whose weights matter: random ones give a warning."""
+    """A model whose weights matter: random weights cause a warning."""
 
     random_weights: bool = option(False, "The weights are meant to be random: do not warn.")
 
@@ -108,7 +108,7 @@ class DataOptions:
             raise typer.BadParameter(f"{', '.join(given)} cannot be used with {source}")
 
     def refuse_without_data(self) -> None:
-        """A usage error for options that describe data where there is none."""
+        """A usage error for options that describe data if no data is given."""
         self.refuse(("size", "resize", "mean", "std", "gray", "batch_size", "arrays"), "no --data")
 
 
@@ -158,7 +158,7 @@ class PlacementOptions:
 
 @dataclass(frozen=True)
 class Limits:
-    """How far a file may be from the reference, beyond the limits of the parity check."""
+    """Tolerances for a file beyond the limits of the parity check."""
 
     heading: ClassVar = "Limits: fail (exit code 1) if the outputs differ more"
 
@@ -167,7 +167,7 @@ class Limits:
     allow_nan: bool = option(False, "Accept NaN that is on both sides.")
 
     def given(self) -> list[str]:
-        """The options that were used, as they are typed."""
+        """The given options, as they are typed."""
         return typed(self)
 
     def __bool__(self) -> bool:
@@ -197,13 +197,13 @@ class FileOptions:
     limits: Limits = Limits()
 
     def given(self) -> list[str]:
-        """The options that were used, as they are typed."""
+        """The given options, as they are typed."""
         return [*typed(self), *self.limits.given()]
 
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """What to measure, and on which data; None: not given."""
+    """The metric and its data; None: not given."""
 
     heading: ClassVar = "Accuracy"
 
@@ -234,7 +234,7 @@ class SpeakingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions(SpeakingOptions):
-    """How to print the result, and where to keep a record of it."""
+    """How to print the result, and where to write a record of it."""
 
     record: Path | None = option(None, "Add the result to this record of the model.", "FILE.json")
 
@@ -244,7 +244,7 @@ def grouped(verb: Callable[..., None]) -> Callable[..., None]:
 
     A dataclass in a default (`data: DataOptions = DataOptions(num_samples=64)`) sets the defaults of its options.
     A parameter `Annotated[Given, Recipe]` becomes the fields of the library's `Recipe` that are declared with
-    `sparsebit.option_fields.option`; the verb gets the values that were given, by the names of the fields.
+    `sparsebit.option_fields.option`; the verb receives the given values by field name.
     """
     hints = typing.get_type_hints(verb, include_extras=True)
     own = inspect.signature(verb).parameters
@@ -288,7 +288,7 @@ def _expanded(kind: Any, given: Any, common: tuple[str, ...]) -> Iterator[inspec
 
 
 def _info(field: dataclasses.Field[Any], heading: str | None) -> Any:
-    """What typer knows of a field that `option` or `argument` made."""
+    """Typer's description of a field that `option` or `argument` made."""
     given = dict(field.metadata)
     if given.pop("kind") is typer.Argument:
         return typer.Argument(**given)
@@ -303,7 +303,7 @@ def _spelled(field: dataclasses.Field[Any]) -> str:
 
 
 def _value(name: str, hint: Any, values: dict[str, Any]) -> Any:
-    """What the verb gets for a parameter, of the values of all options."""
+    """The value that the verb receives for a parameter, taken from the values of all options."""
     declared = _declared(hint)
     if declared is not None:
         given = {field: values[field] for field in options_of(declared)}
@@ -319,7 +319,7 @@ def _value(name: str, hint: Any, values: dict[str, Any]) -> Any:
 
 
 def _made_of(kind: type) -> Iterator[inspect.Parameter]:
-    """A typer option for each declared field of an options dataclass; None where it is not given."""
+    """A typer option for each declared field of an options dataclass; None if it is not given."""
     hints = typing.get_type_hints(kind)
     for name, (option, default) in options_of(kind).items():
         typed = option.name or f"--{'no-' if default is True else ''}{name.replace('_', '-')}"
@@ -344,7 +344,7 @@ def _typed_as(hint: Any) -> Any:
 
 
 def _parsed(kind: type, name: str, value: Any) -> Any:
-    """The value of a field: a flag `--no-...` turns it off, and text of a tuple is cut at its commas."""
+    """The value of a field: a flag `--no-...` turns it off, and text for a tuple is split at its commas."""
     default = options_of(kind)[name][1]
     if isinstance(default, bool):
         return not default
@@ -367,7 +367,7 @@ def _is_group(hint: Any) -> bool:
 
 
 def typed(group: Any, names: Iterable[str] | None = None) -> list[str]:
-    """The options of a group that were used (of those in `names`), as they are typed: `--dynamic-batch`."""
+    """The given options of a group (of those in `names`), as they are typed: `--dynamic-batch`."""
     values = {field: getattr(group, field.name) for field in dataclasses.fields(group) if field.metadata}
     used = {
         field.name: _spelled(field) for field, value in values.items() if value not in (None, "") and value is not False

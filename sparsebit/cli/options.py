@@ -13,7 +13,7 @@ LARGEST_SIDE = 16_384  # pixels
 
 
 class Arguments(NamedTuple):
-    """What a factory is called with."""
+    """The arguments of a factory call."""
 
     positional: tuple[Any, ...] = ()
     keywords: dict[str, Any] = {}  # noqa: RUF012  (a NamedTuple's default; never written to)

@@ -1,4 +1,4 @@
-"""`Verb`: a command whose `--help` reads well at 80 columns, and that takes lists of numbers in either spelling."""
+"""`Verb`: a command whose `--help` fits 80 columns, and that accepts lists of numbers in either spelling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 _LIST = "N,N,..."  # the metavar of options that take whole numbers
-_SIMILAR = 0.75  # of names that may be meant; at less they are unrelated
+_SIMILAR = 0.75  # similarity of a suggested name; below, names are unrelated
 _CONFIG = "is a key of the config: give a file to --config (sparsebit config check BACKEND --full prints one)"
 _HINTS = {
     "bit": f"W.QUANTIZER.BIT {_CONFIG}",
@@ -23,12 +23,12 @@ _HINTS = {
     "labels": "labels are part of the data; --test-data names labelled data",
     "state-dict": "--weights names the file of weights",
 }
-_UsageError: Any = typer.BadParameter.__mro__[1]  # of click, or of the copy of it in newer versions of typer
+_UsageError: Any = typer.BadParameter.__mro__[1]  # click's, or the one of the copy of click in newer versions of typer
 _WIDTH = 76  # of an example: typer indents by one, and a terminal has 80 columns
 
 
 class Verb(TyperCommand):
-    """Prose flows with the terminal, examples are lines for a shell, and flags have no type."""
+    """Help in which prose is wrapped to the terminal, examples stay shell commands, and flags have no type."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -39,7 +39,7 @@ class Verb(TyperCommand):
                 parameter.metavar = ""
             elif parameter.metavar is None and getattr(parameter, "min", None) is not None:
                 parameter.metavar = "N"
-            parameter._get_number_range_help_str = str  # `[x>=1]` takes the place of the description
+            parameter._get_number_range_help_str = str  # otherwise `[x>=1]` replaces the description
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         lists = {name for one in self.params if one.metavar == _LIST for name in one.opts}
@@ -62,7 +62,7 @@ class Verb(TyperCommand):
 
 
 def joined(args: list[str], lists: set[str]) -> list[str]:
-    """The whole numbers behind the options that take lists, as one word.
+    """Joins the whole numbers after options that take lists into one word.
 
     >>> joined(["m", "--candidate-bits", "2", "3", "4", "--quiet"], {"--candidate-bits"})
     ['m', '--candidate-bits', '2,3,4', '--quiet']
@@ -77,7 +77,7 @@ def joined(args: list[str], lists: set[str]) -> list[str]:
 
 
 def flowing(text: str) -> str:
-    r"""Paragraphs as one line each, to be wrapped at any width; those that are commands broken as a shell reads them.
+    r"""Each paragraph as one line, to be wrapped at any width; commands are wrapped as shell commands.
 
     >>> print(flowing("One\ntwo.\n\nsparsebit demo\n--bits 8"))
     One two.

@@ -1,1 +1,1 @@
-"""Graphs of models: capture, matching, rewriting. Knows torch.fx and nothing of quantization."""
+"""Model graphs: capture, pattern matching and rewriting with torch.fx. Does not depend on quantization."""

@@ -74,8 +74,8 @@ def capture(
 ) -> Captured:
     """A copy of `model` whose code is captured as torch.fx graphs.
 
-    `example` (args, kwargs) tells which optional arguments are used, everywhere in the model; `form` does so for the
-    model's own `forward` alone. Without either, optional arguments are taken as not given.
+    `example` (args, kwargs) shows which optional arguments are used, everywhere in the model; `form` does so for the
+    model's own `forward` only. Without either, optional arguments are assumed not to be passed.
     """
     with undisturbed_randomness():
         copied = decompose(copy_model(uncompiled(model)))
@@ -179,7 +179,7 @@ class _Explorer:
                 return None
             if parameter.default is not parameter.empty:
                 defaults[name] = parameter.default
-        # A child of an opaque module may be called with any of its optional arguments: only an example tells which.
+        # A child of an opaque module may be called with any of its optional arguments: only an example shows which.
         return defaults if is_root or not defaults else None
 
     def _why_not_tried(self, module: nn.Module, is_root: bool) -> str:
@@ -208,7 +208,7 @@ def _modules_read(region: Region) -> set[int]:
 
 
 def _mark_shared(captured: Captured) -> None:
-    """Tell each graph which of its leaves others call too: `meta["shared"]`, by target."""
+    """Store in each graph which of its leaves other code calls too: `meta["shared"]`, by target."""
     leaves = {
         path: {target: id(region.graph_module.get_submodule(target)) for target in _called(region.graph_module)}
         for path, region in captured.regions.items()
@@ -225,7 +225,7 @@ def _called(graph_module: fx.GraphModule) -> set[str]:
 
 
 def _check_names(module: nn.Module, path: str) -> None:
-    """A region below an opaque module is read by its code, which must find the module's own attributes."""
+    """A region below an opaque module is read by that module's code, which must find the original attributes."""
     taken = [name for name in NAMES_OF_A_REGION if hasattr(module, name)]
     if path and taken:
         raise fx.proxy.TraceError(f"its attribute {taken[0]!r} has a name that a captured region uses itself")

@@ -10,7 +10,7 @@ from torch import fx
 def to_mermaid(
     graph: fx.Graph, label: Callable[[fx.Node], str], style: Callable[[fx.Node], str] = lambda node: ""
 ) -> str:
-    """`flowchart TD` text; `label` names a node, `style` gives its Mermaid class (empty = none)."""
+    """`flowchart TD` text; `label` names a node, `style` returns its Mermaid class (empty = none)."""
     lines = ["flowchart TD"]
     for node in graph.nodes:
         text = label(node).replace('"', "'").replace("\n", "<br/>")

@@ -87,7 +87,8 @@ class Region(StandIn):
         self.graph_module.update_source()
         if self.before_source is not None:
             self.before_source(self, (args, kwargs))
-        # A quantizer saves what it reads, also where the float layer saves nothing, and this code may overwrite it.
+        # A quantizer saves its input for the backward even where the float layer does not, and this code may overwrite
+        # it.
         is_risky = torch.is_grad_enabled() and not is_symbolic([]) and module_may_write(self.source)
         with saved_tensors_hooks(_own_copy, _as_is) if is_risky else contextlib.nullcontext():
             return self.source(*args, **kwargs)
@@ -101,9 +102,10 @@ class Region(StandIn):
                 refuse_hook(f"a hook on {path}")
 
     def attempt(self, inputs: dict[str, Any]) -> Any:
-        """The graph on `inputs`; a GuardError, and nothing changed, where the graph does not cover such a call.
+        """Run the graph on `inputs`; a GuardError, and no change, if the graph does not cover such a call.
 
-        Guards ask for sizes, types and numbers, never for values: inputs of one form always give the same answers.
+        Guards read sizes, types and numbers, never tensor values: inputs of one form always have the same guard
+        results.
         """
         return with_own_tensors(self._attempt(inputs), inputs)
 
@@ -142,7 +144,7 @@ class Region(StandIn):
 
         try:
             if torch.is_grad_enabled() and self._writes_inputs():
-                # The values of an input can be put back, its history cannot: the guards are asked with copies.
+                # The values of an input can be restored, but not its history: the guards are evaluated on copies.
                 self.graph_module(**cloned(((), inputs))[1])
                 restore()
             output = self.graph_module(**inputs)
@@ -227,7 +229,7 @@ NAMES_OF_A_REGION = (
 
 
 def form_of(inputs: dict[str, Any]) -> Any:
-    """What guards can read of the inputs, hashable; None where something in them cannot be described."""
+    """A hashable description of what guards can read of the inputs; None if some value cannot be described."""
     leaves, structure = pytree.tree_flatten(inputs)
     parts: list[Any] = [torch.is_grad_enabled()]  # decides what requires a gradient
     for leaf in leaves:

@@ -40,8 +40,8 @@ _WITHOUT_EFFECT = ("training", "momentum", "inplace")
 
 
 def structure_of(captured: Captured, source: nn.Module) -> dict[str, list[str]]:
-    """By the path of each graph, its lines; under `OWN_CODE`, those of modules whose own code runs;
-    under `SETTINGS`, the plain values of these, and of layers that no graph calls. Called before
+    """The lines of each graph, by its path; under `OWN_CODE`, those of modules that run their own code; under
+    `SETTINGS`, the plain values of these modules and of layers that no graph calls. Must be called before
     passes change the graphs. `source`: the captured model's own code.
     """
     lines = {path or ".": _lines(region.graph_module) for path, region in captured.regions.items()}
@@ -58,7 +58,7 @@ def structure_of(captured: Captured, source: nn.Module) -> dict[str, list[str]]:
 
 
 def _modules_of(source: nn.Module, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
-    """Every module by its first path; those that graphs stand for in their place."""
+    """Every module by its first path; a region is replaced by the module that it replaces."""
     seen = set() if seen is None else seen
     module = source.source if isinstance(source, Region) else source
     if id(module) in seen:
@@ -71,7 +71,7 @@ def _modules_of(source: nn.Module, path: str = "", seen: set[int] | None = None)
 
 
 def difference(saved: Structure, now: Structure) -> str:
-    """What differs, in a few lines; empty where nothing does."""
+    """The differences in a few lines; empty if there are none."""
     found: list[str] = []
     for path in dict.fromkeys([*saved, *now]):
         if path == OWN_CODE:
@@ -221,7 +221,7 @@ def _hooks_of(module: nn.Module) -> list[types.FunctionType]:
 
 
 def _code_digest(module: nn.Module) -> str:
-    """Of the methods of the user's classes, and of hooks; comments, blank lines and docstrings do not count."""
+    """A digest of the methods of the user's classes, and of hooks; ignores comments, blank lines and docstrings."""
     digest = hashlib.sha256()
     functions = [(hook.__name__, hook) for hook in _hooks_of(module)]
     for base in type(module).__mro__:

@@ -1,4 +1,4 @@
-"""Sparsity: criteria and masks, channel groups that are proved, and models that are made smaller."""
+"""Sparsity: criteria, masks, proved channel groups, and their removal to get a smaller model."""
 
 from __future__ import annotations
 

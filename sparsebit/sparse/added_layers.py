@@ -1,4 +1,4 @@
-"""Which weights make channels that are added to others: those of residual streams."""
+"""Which weights produce channels that are added to other activations: those of residual streams."""
 
 from __future__ import annotations
 

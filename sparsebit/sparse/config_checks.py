@@ -29,9 +29,9 @@ def maskable_weights(
     groups: Callable[[], ChannelGroups],
     blocks: Callable[[], ResidualBlocks],
 ) -> list[str]:
-    """The names of the weights that get masks; raises where the config does not fit the model.
+    """The names of the weights that get masks; raises if the config does not fit the model.
 
-    `groups`, `blocks`: what finds them, asked only where the config is about them.
+    `groups`, `blocks`: functions that find them, called only if the config concerns them.
     """
     layers = layers_with_weights(model)
     if config.SPARSER.is_of_blocks:
@@ -61,7 +61,7 @@ def layers_with_weights(model: nn.Module) -> list[str]:
 
 
 def check_globs(config: SparseConfig, layers: Collection[str]) -> None:
-    """Raise where a glob of `SPARE` or `SPECIFIC` has no effect: no layer matches, or an earlier one always wins."""
+    """Raise if a glob of `SPARE` or `SPECIFIC` has no effect: no layer matches, or an earlier one always wins."""
     sparser = config.SPARSER
     wrong = [
         UnmatchedGlob("SPARSER.SPARE", glob, near_names(glob, layers))
@@ -82,7 +82,7 @@ def check_globs(config: SparseConfig, layers: Collection[str]) -> None:
 
 
 def _warn_of_ratios(config: SparseConfig, layers: Collection[str], prunable: Collection[str]) -> None:
-    """Name the entries of `SPECIFIC` that ask for zeros in layers of which nothing can be pruned."""
+    """Warn of entries of `SPECIFIC` that set a ratio for layers of which nothing can be pruned."""
     selector = Selector(config.SPARSER.SPECIFIC)
     for override in selector.overrides:
         named = [name for name in layers if selector.first(name) is override]
@@ -99,7 +99,7 @@ def _warn_of_ratios(config: SparseConfig, layers: Collection[str], prunable: Col
 
 
 def check_groups(config: SparseConfig, groups: ChannelGroups) -> None:
-    """Raise where no channel can be removed of the kind that `GRANULARITY` names; warn where none at all can be."""
+    """Raise if no channel of the kind in `GRANULARITY` can be removed; warn if no channel at all can be."""
     if wanted_groups(groups, config):
         return
     if not groups.groups:
@@ -118,7 +118,7 @@ def check_groups(config: SparseConfig, groups: ChannelGroups) -> None:
 
 
 def check_blocks(blocks: ResidualBlocks) -> None:
-    """Raise where no residual block can be removed."""
+    """Raise if no residual block can be removed."""
     if not blocks.blocks:
         reasons = [f"{entry.name}: {entry.reason}" for entry in blocks.spared]
         raise ConfigError(
@@ -128,7 +128,7 @@ def check_blocks(blocks: ResidualBlocks) -> None:
 
 
 def check_elements(weights: ElementWeights) -> None:
-    """Raise where the model has no weight that single elements are pruned from."""
+    """Raise if the model has no weight that single elements can be pruned from."""
     if not weights.pruned:
         reasons = [f"{name}: {reason}" for name, reason in weights.left_alone.items()]
         raise ConfigError(
@@ -138,7 +138,7 @@ def check_elements(weights: ElementWeights) -> None:
 
 
 def block_names(blocks: ResidualBlocks) -> list[str]:
-    """The names by which a config may mean blocks: of those that can be removed, and of those that stay."""
+    """The names that a config may use for blocks: of those that can be removed, and of those that stay."""
     return [*(block.name for block in blocks.blocks), *(entry.name for entry in blocks.spared)]
 
 

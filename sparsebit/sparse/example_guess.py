@@ -1,4 +1,4 @@
-"""A batch for a model that came without one: the first layer says what it takes, and the model must run on it."""
+"""Guesses a batch for a model without one: the first layer shows its input, and the model must run on it."""
 
 from __future__ import annotations
 

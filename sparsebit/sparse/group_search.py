@@ -33,7 +33,7 @@ from sparsebit.sparse.proof.uncalled_layers import scenes_of_uncalled
 from sparsebit.sparse.shrinking.surgery import ChannelPlan
 
 _log = logging.getLogger(__name__)
-_SHARE = 0.5  # of the units that a proof removes, in the mean
+_SHARE = 0.5  # of the units that a proof removes, on average
 _SPREAD = 0.3  # of the shares of single groups
 _NUM_DRAWS = 2
 _NUM_REPAIRS = 5  # that are compared where one has carried the run further: two attributes may have the same number
@@ -42,7 +42,7 @@ _NUM_SAMPLES = 2  # with one, a dimension of size 1 could hide an error
 
 @dataclass(frozen=True)
 class SearchCost:
-    """What a search took: groups before the proof, and seconds of finding and of proving."""
+    """The cost of a search: groups before the proof, and seconds of finding and of proving."""
 
     num_found: int
     finding_seconds: float
@@ -51,7 +51,7 @@ class SearchCost:
 
 @dataclass(frozen=True)
 class ChannelGroups:
-    """What can be removed from a model, what is spared and why. Its text is the report."""
+    """The removable groups of a model, and its spared channels with the reasons. Printing it shows the report."""
 
     groups: tuple[Group, ...]
     spared: tuple[Spared, ...]
@@ -233,7 +233,7 @@ class _Search:
                 self._spare(failure, dead)
 
     def widen(self) -> None:
-        """What cannot leave activations may still leave layers: it is found among the rest, and proved too."""
+        """Find channels that cannot leave activations but can still leave layers, and prove those too."""
         analysis = self.analysis
         first = {(axis.tensor, axis.dim): axis.first for axis in analysis.sets.axes}
         unproved = [

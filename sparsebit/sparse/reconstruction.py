@@ -1,9 +1,9 @@
-"""Reconstruction: the weights that pruning left are fitted such that each layer gives again what the dense one gave.
+"""Reconstruction: fits the remaining weights after pruning so that each layer reproduces the dense layer's output.
 
-Layers are visited in the order of the forward, each with the input that the pruned layers in front of it give now and
-with the one of the dense model. Its remaining weights are the solution of a least squares problem in closed form
-(`sparsebit.numerics.rounding.pruning_math`): the input channels that are left take up what the removed ones gave. The
-mean error goes into the bias, or into the running mean of the batch norm behind the layer. No labels, no gradients.
+Layers are visited in the order of the forward, each with its current input in the pruned model and its input in the
+dense one. Its remaining weights are the solution of a least squares problem in closed form
+(`sparsebit.numerics.rounding.pruning_math`): the remaining input channels compensate for the removed ones. The mean
+error goes into the bias, or into the running mean of the batch norm behind the layer. No labels, no gradients.
 Padded positions (by an attention mask) do not count.
 """
 
@@ -49,7 +49,7 @@ _DAMPING = 0.01  # of a single batch, which has no second half to judge by
 
 @dataclass(frozen=True)
 class LayerFit:
-    """The squared error of one layer's output beside the energy of the dense one's, before and after the fit."""
+    """The squared error of one layer's output and the energy of the dense output, before and after the fit."""
 
     before: float
     after: float
@@ -120,7 +120,7 @@ class _Session:
     # --- through the captured graph: every layer runs once
 
     def by_graph(self, listed: list[Call], memory_budget: int) -> bool:
-        """False, and nothing is changed, where the model's own code cannot be captured as one graph."""
+        """False, without any change, if the model's own code cannot be captured as one graph."""
         try:
             root, dense_root = (capture(model, example=listed[0]).model for model in (self.pruned, self.dense))
         except CaptureError as error:
@@ -157,7 +157,7 @@ class _Session:
         return True
 
     def _take(self, graph: fx.GraphModule) -> None:
-        """What was fitted in the captured copy, into the model itself."""
+        """Copy the weights fitted in the captured copy into the model itself."""
         own = {**dict(self.pruned.named_parameters()), **dict(self.pruned.named_buffers())}
         for name, tensor in itertools.chain(graph.named_parameters(), graph.named_buffers()):
             target = own.get(source_path(name))
@@ -207,7 +207,7 @@ class _Session:
 
 @torch.no_grad()
 def fit_layer(layer: _Layer, inputs: Inputs) -> LayerFit:
-    """Fit one layer; its bias, or the running mean behind it, takes up the mean error."""
+    """Fit one layer; its bias, or the running mean behind it, absorbs the mean error."""
     form, weight, bias = layer.form, layer.pruned.get_parameter("weight"), layer.pruned._parameters.get("bias")
     halves, energy = _moments(layer, inputs)
     moments = InputMoments(halves[0].dtype)
@@ -240,7 +240,7 @@ def fit_layer(layer: _Layer, inputs: Inputs) -> LayerFit:
 
 
 def _moments(layer: _Layer, inputs: Inputs) -> tuple[tuple[InputMoments, InputMoments], Tensor]:
-    """Of both inputs over all processes, for each half of the batches, and the mean energy of each dense output."""
+    """Input moments of both models over all processes, for each half of the batches; mean energy of dense outputs."""
     weight = layer.dense.get_parameter("weight")
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
     W = layer.form.matrix(weight).to(dtype)
@@ -327,7 +327,7 @@ class _Reached(Exception):
 
 
 def _input(model: nn.Module, layer: nn.Module, call: Call) -> Tensor:
-    """What the layer reads in a run of the model."""
+    """The input of the layer in a run of the model."""
     found: list[Tensor] = []
 
     def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`parse_sconfig`: a sparsity config out of a YAML file, a dict or YAML text; strict as quantization configs are."""
+"""`parse_sconfig`: reads a sparsity config from a YAML file, a dict or YAML text; as strict as quantization configs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LayerSparsity(Section):
 
 
 class SparserConfig(LayerSparsity):
-    """What is pruned, by which criterion, and how much of it."""
+    """Which weights are pruned, by which criterion, and how many."""
 
     TYPE: Annotated[str, OneOf.registered(SPARSERS)] = Field(
         "structured",
@@ -83,7 +83,7 @@ class ScheduleConfig(Section):
     STEPS: Annotated[int, Field(ge=1)] = Field(1, description="The number of steps of `linear` and `cubic`.")
 
     def share(self, step: int) -> float:
-        """The part of the ratio that holds after a step, counted from 1.
+        """The part of the ratio that applies after a step, counted from 1.
 
         >>> [ScheduleConfig(TYPE="cubic", STEPS=2).share(step) for step in (1, 2, 3)]
         [0.875, 1.0, 1.0]
@@ -141,7 +141,7 @@ class SparseConfig(Section):
         return Selector(self.SPARSER.SPECIFIC)
 
     def ratio_of(self, layers: str | tuple[str, ...]) -> float:
-        """The ratio of a layer, or of a group of layers: a spared one gives 0, then the first matching glob wins."""
+        """The ratio of a layer, or of a group of layers: 0 for a spared one, else that of the first matching glob."""
         names = (layers,) if isinstance(layers, str) else layers
         if any(matches_any(self.SPARSER.SPARE, name) for name in names):
             return 0.0
@@ -154,7 +154,7 @@ class SparseConfig(Section):
         return 1 - pattern[0] / pattern[1] if pattern else self.SPARSER.RATIO
 
     def is_overridden(self, layers: tuple[str, ...]) -> bool:
-        """Whether `SPARE` or `SPECIFIC` says something about one of these layers."""
+        """Whether `SPARE` or `SPECIFIC` mentions one of these layers."""
         return any(matches_any(self.SPARSER.SPARE, name) or self._selector.matching(name) for name in layers)
 
 

@@ -1,4 +1,4 @@
-"""`SparseModel`: the life of a pruned model: find what can go, score it, mask it, train it, make it small."""
+"""`SparseModel`: the steps of pruning a model: find what can be removed, score, mask, train, shrink."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ class _Given(tuple[nn.Module]):
 class SparseModel(MaskedModule):
     """A copy of a model whose pruned weights are zero and stay zero.
 
-    `config`: what `parse_sconfig` takes. `example_inputs`: a batch, by which channels are found; without one it is
+    `config`: as for `parse_sconfig`. `example_inputs`: a batch, used to find channels; without one it is
     guessed from the first layer. The copy is `model`: an instance of the user's own class with a mask (a buffer) for
-    every weight that may be pruned. Masks are in force in every forward of `model` and of its layers, in `state_dict()`
+    every weight that may be pruned. Masks are active in every forward of `model` and of its layers, in `state_dict()`
     and in copies; gradients of pruned weights are zero. Weights that a layer computes (weight norm, spectral norm) are
-    plain weights in the copy, with the values of now.
+    plain weights in the copy, with their current values.
     """
 
     @ordinary_tensors()
@@ -101,34 +101,35 @@ class SparseModel(MaskedModule):
 
     @property
     def groups(self) -> ChannelGroups:
-        """The channel groups, found (and proved) when they are first asked for. Its text is the report."""
+        """The channel groups, found (and proved) on first access. Printing it shows the report."""
         if self._groups is None:
             self._groups = find_groups(self.model, self.example_batch)
         return self._groups
 
     @property
     def blocks(self) -> ResidualBlocks:
-        """The residual blocks that `GRANULARITY: residual_block` removes, found (and proved) when first asked for."""
+        """The residual blocks that `GRANULARITY: residual_block` removes, found (and proved) on first access."""
         if self._blocks is None:
             self._blocks = find_residual_blocks(self.model, self.example_batch)
         return self._blocks
 
     @property
     def example_batch(self) -> Any:
-        """The batch by which channels are found: the one that was given, or a guess."""
+        """The batch used to find channels: the one that was given, or a guess."""
         if self.example_inputs is None:
             self.example_inputs = guessed_example(self.model)
         return self.example_inputs
 
     @property
     def device(self) -> torch.device:
-        """The device of the model's parameters; of the config, where it has none."""
+        """The device of the model's parameters; the config's device if it has none."""
         first = next(self.model.parameters(), None)
         return torch.device(self.config.DEVICE) if first is None else first.device
 
     @property
     def zeros(self) -> Zeros:
-        """How many of all weights masks put to zero, and which weights are left alone and why. Its text is the report.
+        """How many weights the masks set to zero, and which weights are not pruned and why. Printing it shows the
+        report.
 
         A weight is a parameter with rows and columns that is not of a norm; biases do not count.
         """
@@ -136,12 +137,12 @@ class SparseModel(MaskedModule):
 
     @property
     def sparsity(self) -> dict[str, float]:
-        """The share of zeros that masks put into each weight; 0 for weights that are left alone."""
+        """The share of zeros that masks put into each weight; 0 for weights that are not pruned."""
         masked = {name: 1 - float(mask.float().mean()) for name, mask in self.masks.items()}
         return {**self.zeros.by_weight, **masked}
 
     def disable_sparse_before_add(self) -> None:
-        """Leave the layers alone whose outputs are added to others: the channels of residual streams."""
+        """Do not prune layers whose outputs are added to others: the channels of residual streams."""
         if self.config.SPARSER.is_of_blocks:
             raise ConfigError(
                 f"disable_sparse_before_add: SPARSER.GRANULARITY={BLOCKS} removes what is added to a residual stream; "
@@ -150,13 +151,16 @@ class SparseModel(MaskedModule):
         self._before_add = weights_before_add(self.groups)
 
     def prepare_calibration(self) -> None:
-        """Do nothing: scripts of the first Sparsebit call it. Criteria that need batches get them in `calc_params`."""
+        """Does nothing: scripts of the first Sparsebit call it. Criteria that need batches get them in
+        `calc_params`.
+        """
 
     # Masks
 
     @ordinary_tensors()
     def calc_params(self, batches: Iterable[Any] | None = None, loss: Loss | None = None) -> None:
-        """Compute the masks of the next step of the schedule (the only one, by default) and put zeros in.
+        """Compute the masks of the next step of the schedule (the only one, by default) and set the pruned weights to
+        zero.
 
         `batches`, `loss`: for criteria that need data: batches of inputs, and (outputs, batch) -> scalar.
         """
@@ -195,7 +199,7 @@ class SparseModel(MaskedModule):
             forget_run_state(self.model, self._groups.bench.model)
 
     def rewind(self, state: Mapping[str, Tensor]) -> None:
-        """Take weights of an earlier time (a state_dict of the model that was given) and keep the masks."""
+        """Load weights of an earlier time (a state_dict of the original model) and keep the masks."""
         if self._folded:  # a state of the model that was given has what its weights are computed from
             given = copy_model(uncompiled(self._given[0]))
             given.load_state_dict(dict(state))
@@ -227,16 +231,16 @@ class SparseModel(MaskedModule):
         """Choose the ratio of each group such that the smaller model keeps the budgets; `calc_params` then uses them.
 
         `budgets`: `{"macs": 0.7}`, of `macs`, `bytes`, `latency`; up to 1 it is a share of the dense model, above 1 a
-        number (of MACs for one sample). `batches`: what an option costs is the change of the model's output on them; a
-        few dozen inputs are enough. Groups that `SPARE` or `SPECIFIC` name keep what the config says. The sizes are
+        number (of MACs for one sample). `batches`: the cost of an option is the change of the model's output on them; a
+        few dozen inputs are enough. Groups that `SPARE` or `SPECIFIC` name keep the config's ratio. The sizes are
         those of the smaller model, counted.
 
-        `round_to`: widths stay multiples of this where they were. Of several, as `(16, 8, 1)`, it is the first with
-        which the budgets can be kept: the choice names it. `calc_params` and `shrink` then round to it too.
+        `round_to`: widths stay multiples of this where they were. If several are given, as `(16, 8, 1)`, the first that
+        can keep the budgets is used, and the choice names it. `calc_params` and `shrink` then round to it too.
 
         `latency`: the time of one sample in ONNX Runtime on this machine, with `num_threads`, as a share of the dense
         float file's. Layers are timed at several widths; the smaller model is exported and timed, and chosen anew until
-        it is within 5 % of what was asked. `stopwatch`: what measures, for tests.
+        it is within 5 % of the budget. `stopwatch`: the timer, replaced in tests.
         """
         check_budgets(budgets)
         listed = list(batches_of(batches))
@@ -273,12 +277,12 @@ class SparseModel(MaskedModule):
         loss: Loss | None = None,
         round_to: int = 1,
     ) -> RatioOptions:
-        """What each ratio of each group would cost, measured on the batches: what `choose_ratios` chooses from."""
+        """The cost of each ratio of each group, measured on the batches: the options of `choose_ratios`."""
         sparser = self.config.SPARSER
         if not sparser.is_structured or sparser.SCOPE == "global" or sparser.is_of_blocks:
             kind = f"GRANULARITY={BLOCKS}" if sparser.is_of_blocks else f"TYPE={sparser.TYPE}, SCOPE={sparser.SCOPE}"
             raise ConfigError(
-                f"choose_ratios: SPARSER.{kind}: it gives each group of channels a ratio of its own; set TYPE: "
+                f"choose_ratios: SPARSER.{kind}: it sets a ratio for each group of channels; set TYPE: "
                 "structured, SCOPE: layer and a GRANULARITY of channels, heads or neurons"
             )
         listed = list(batches_of(batches))
@@ -299,12 +303,12 @@ class SparseModel(MaskedModule):
         )
 
     def config_of(self, ratios: Mapping[str, float]) -> SparseConfig:
-        """The config that alone gives each group this ratio (`RatioChoice.ratios`), by the names of its layers."""
+        """The config that sets the ratio of each group (`RatioChoice.ratios`), by the names of its layers."""
         layers = {group_name(group): layers_of(group) for group in wanted_groups(self.groups, self.config)}
         return config_of_ratios(self.config, {name: layers[name] for name in ratios}, ratios)
 
     def _element_ratios(self) -> dict[str, float]:
-        """What the config asks for in each weight that single elements are pruned from."""
+        """The config's ratio for each weight that single elements are pruned from."""
         return {
             name: 0.0 if name in self._before_add else self.config.ratio_of(self._elements.layers[name])
             for name in self._elements.pruned
@@ -321,11 +325,11 @@ class SparseModel(MaskedModule):
     def reconstruct(
         self, batches: Iterable[Any], teacher: nn.Module | None = None, *, max_rows: int = 32768
     ) -> dict[str, LayerFit]:
-        """Fit the weights that are left, layer by layer, to what the dense model computes; gives what each one gained.
+        """Fit the remaining weights, layer by layer, to the outputs of the dense model; returns the gain of each layer.
 
-        `batches`: a few hundred inputs, without labels. `teacher`: the dense model, by default the one that was given
-        at first. Call it after `calc_params` and before training: the weights are fitted anew from the dense ones, in
-        closed form. `max_rows`: about so many positions of a layer's input are read; fewer are faster.
+        `batches`: a few hundred inputs, without labels. `teacher`: the dense model, by default the original one. Call
+        it after `calc_params` and before training: the weights are fitted anew from the dense ones, in closed form.
+        `max_rows`: about so many positions of a layer's input are read; fewer are faster.
         """
         dense = folded_copy(uncompiled(self._given[0] if teacher is None else teacher), self._folded)
         self.apply_masks()
@@ -351,9 +355,9 @@ class SparseModel(MaskedModule):
     def shrink(self, round_to: int | None = None) -> nn.Module:
         """A plain, smaller model of the user's own class, equal to this one.
 
-        Channels that are masked as a whole are removed; a residual block becomes a module that gives its input.
-        `round_to`: as many channels stay (as zeros) as make every width that was a multiple of it a multiple again,
-        which kernels like; by default what `choose_ratios` took, which leaves no zeros, and 1 without it.
+        Channels that are masked as a whole are removed; a residual block becomes a module that returns its input.
+        `round_to`: some masked channels stay (as zeros), so that every width that was a multiple of it is one again,
+        which makes kernels fast; default: the one of `choose_ratios`, which leaves no zeros, and 1 without it.
         """
         if not self.config.SPARSER.is_structured:
             raise ConfigError(
@@ -384,7 +388,7 @@ class SparseModel(MaskedModule):
         verbose: bool = False,
         extra_info: bool = False,
     ) -> None:
-        """Write the masked model, in float, as an ONNX file; of a smaller model use `shrink` and its own export."""
+        """Write the masked model, in float, as an ONNX file; for a smaller model use `shrink` and its own export."""
         if extra_info:
             raise ConfigError(
                 "extra_info=True: a masked model is float, so there are no bit widths to write; leave it out"

@@ -1,4 +1,4 @@
-"""What the first Sparsebit let users register: sparsers (how a mask is made) and sparse modules (whose weights)."""
+"""Extension points of the first Sparsebit: sparsers (how a mask is made) and sparse modules (whose weights)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPARSERS: Registry[object] = Registry("sparser")
 class Sparser(ABC):
     """Makes the mask of one weight. A class of your own, registered, is a `SPARSER.TYPE`.
 
-    `config` is the whole config, `name` the weight's (`layer1.0.conv1.weight`), `ratio` what the config asks for there.
+    `config` is the whole config, `name` the weight's (`layer1.0.conv1.weight`), `ratio` the config's ratio for it.
     """
 
     def __init__(self, config: Section, name: str, ratio: float) -> None:
@@ -51,7 +51,9 @@ def register_sparser(name: str | S | None = None, *, replace: bool = False) -> A
 
 
 def _refuse_former_sparser(kind: type) -> None:
-    """Raise for a class of the first Sparsebit, which was filed by its STRATEGY and made with `(config, opr)`."""
+    """Raise for a class of the first Sparsebit, which was registered by its STRATEGY and created with `(config,
+    opr)`.
+    """
     arguments = signature(kind).parameters
     if "opr" in arguments or ("STRATEGY" in vars(kind) and "TYPE" not in vars(kind)):
         raise ConfigError(
@@ -142,6 +144,6 @@ class SVectors(SparseOpr):
 
 
 def pruned_weights(module: nn.Module) -> tuple[type[nn.Module], tuple[str, ...]]:
-    """The class by which unstructured sparsity knows a module, and the globs of the parameters that it prunes."""
+    """The class under which unstructured sparsity handles a module, and the globs of the parameters that it prunes."""
     kind = next(kind for kind in type(module).__mro__ if kind in SMODULE_MAP)
     return kind, SMODULE_MAP[kind].weights

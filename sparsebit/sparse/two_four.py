@@ -1,8 +1,8 @@
 """2:4 on the GPU: whether torch's semi-structured kernels are faster than dense ones here, measured for each shape.
 
-A weight with two zeros in every four neighbours takes half the products on tensor cores that know the pattern. Whether
-this is faster depends on the shape, the GPU and the library, so it is measured, in turns with the dense product, and
-only what was faster is recommended.
+A weight with two zeros in every four neighbours takes half the products on tensor cores that support the pattern.
+Whether this is faster depends on the shape, the GPU and the library, so it is measured, in turns with the dense
+product, and only the faster shapes are recommended.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ Timer = Callable[[Mapping[str, Callable[[], object]]], Mapping[str, Sequence[flo
 Compress = Callable[[Tensor], Tensor]
 
 _DENSE = "dense"
-_MARGIN = 1.03  # what is faster by less is within the noise of a GPU's clock
+_MARGIN = 1.03  # a smaller speedup is within the noise of a GPU's clock
 _ROUNDS, _SAMPLE_S = 25, 2e-3
 
 
 @dataclass(frozen=True)
 class TwoFourAdvice:
-    """What was measured for one shape: an input of (rows, in_features) times a weight of (out_features, in_features).
+    """The measurement of one shape: an input of (rows, in_features) times a weight of (out_features, in_features).
 
-    `ratio`: the time of the dense product over that of the 2:4 product, the median over rounds; None where it cannot
-    run. `low`: its lower quartile. `kernels`: whose were the fastest: `cutlass`, `cusparselt`, or `cusparselt:4` where
-    its fourth algorithm is faster than the one it takes by default. `use`: recommended; `reason` says why, or why not.
+    `ratio`: the time of the dense product over that of the 2:4 product, the median over rounds; None if it cannot
+    run. `low`: its lower quartile. `kernels`: the fastest backend: `cutlass`, `cusparselt`, or `cusparselt:4` if
+    its fourth algorithm is faster than its default one. `use`: recommended; `reason`: why, or why not.
     """
 
     rows: int
@@ -98,7 +98,9 @@ def measure_2_4(
     timer: Timer | None = None,
     kernels: Mapping[str, Compress] | None = None,
 ) -> TwoFourAdvice:
-    """Time one shape on the GPU. `kernels`: what makes a 2:4 weight of a pruned one, by name; by default torch's."""
+    """Time one shape on the GPU. `kernels`: functions that compress a pruned weight to 2:4, by name; default:
+    torch's.
+    """
     shape = (rows, out_features, in_features)
 
     def dense(reason: str) -> TwoFourAdvice:
@@ -184,7 +186,7 @@ def _timed(run: Callable[[], object], calls: int) -> float:
 
 
 def _missing(device: torch.device) -> str:
-    """Why there are no 2:4 kernels here; empty where there are."""
+    """Why there are no 2:4 kernels here; empty if there are."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return "2:4 kernels need a CUDA GPU, and there is none here"
     major, minor = torch.cuda.get_device_capability(device)
@@ -192,18 +194,18 @@ def _missing(device: torch.device) -> str:
 
 
 def _kernels(x: Tensor, weight: Tensor) -> dict[str, Compress]:
-    """What packs a 2:4 weight, for each of torch's backends, and for cuSPARSELt's best algorithm for this shape."""
+    """Functions that pack a 2:4 weight, for each of torch's backends, and for cuSPARSELt's best algorithm here."""
     names = ["cusparselt", "cutlass"]
     try:
         found = torch._cslt_sparse_mm_search(torch._cslt_compress(weight), x.t())
         names += [f"cusparselt:{int(found)}"] if int(found) > 0 else []
-    except (RuntimeError, AttributeError):  # no cuSPARSELt in this torch, or not for this shape: told where it is tried
+    except (RuntimeError, AttributeError):  # no cuSPARSELt in this torch, or not for this shape: reported when tried
         pass
     return {name: _compress(name) for name in names}
 
 
 def _compress(kernels: str) -> Compress:
-    """What packs a weight for these kernels (`TwoFourAdvice.kernels`)."""
+    """A function that packs a weight for these kernels (`TwoFourAdvice.kernels`)."""
     from torch.sparse import SparseSemiStructuredTensorCUSPARSELT, SparseSemiStructuredTensorCUTLASS
 
     name, _, algorithm = kernels.partition(":")

@@ -22,7 +22,7 @@ Predictor = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Answers:
-    """How many samples one model gets right, and how its answers differ from the first model's.
+    """How many samples one model classifies correctly, and how its answers differ from the first model's.
 
     `lost`: right for the first model and wrong for this; `gained`: the other way around.
     """
@@ -36,7 +36,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Top-1 of several models on the same samples. `data` describes them, `note` is a remark on them."""
+    """Top-1 accuracy of several models on the same samples. `data` describes them, `note` is a remark on them."""
 
     models: tuple[Answers, ...]
     num_samples: int
@@ -116,7 +116,7 @@ def measure(
 ) -> Accuracy:
     """One pass over the data, in which every model answers every batch.
 
-    `models`: each with its device. `source`: the model that the batches are made for, or its number of inputs.
+    `models`: each with its device. `source`: the model for whose inputs batches are split, or its number of inputs.
     `labelled=False`: the answers of the first model are the labels (agreement).
     """
     counts = {name: [0, 0, 0, 0] for name in models}
@@ -145,7 +145,7 @@ def measure(
 
 
 def unknown_classes(where: str, num_folders: int | None, num_classes: int | None) -> str:
-    """The message for folders whose classes are not the model's."""
+    """The message for folders whose classes differ from the model's."""
     return (
         f"{where}: {num_folders} folders, and the model has scores of {num_classes} classes: which is which is not "
         "known; name the folders by the numbers of the classes, or give --metric agreement, which needs no labels"
@@ -175,7 +175,7 @@ def difference_margin(lost: int, gained: int, total: int) -> float:
 
 
 def _parted(batch: Any, source: nn.Module | int) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], Tensor | None]:
-    """The call and the labels of a batch, where it has any: whole numbers."""
+    """The call and the labels of a batch; labels, if there are any, are whole numbers."""
     if isinstance(batch, Mapping):
         name = next((name for name in LABELS if _are_labels(batch.get(name))), None)
         inputs: Any = {key: value for key, value in batch.items() if key != name}
@@ -195,7 +195,7 @@ def _parted(batch: Any, source: nn.Module | int) -> tuple[tuple[tuple[Any, ...],
 
 
 def _tensor(value: Any) -> Any:
-    """Labels are often numpy arrays, next to tensors of images."""
+    """Convert labels, which are often numpy arrays next to tensors of images."""
     is_array = type(value).__module__ == "numpy" and hasattr(value, "astype") and value.dtype.kind in "iu"
     return torch.as_tensor(value.astype("int64")) if is_array else value
 

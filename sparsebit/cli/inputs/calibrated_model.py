@@ -1,4 +1,4 @@
-"""From the names of config, model and data to a calibrated model; for the verbs that quantize."""
+"""Loads the named config, model and data and returns a calibrated model; for the verbs that quantize."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sparsebit.quantization.quant_config import as_qconfig, require_device
 
 @dataclass(frozen=True)
 class Subject:
-    """The float model with its data, tried together."""
+    """The float model with its data, checked to fit together."""
 
     model: nn.Module
     data: Data
@@ -35,7 +35,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """The quantized model and what calibration took."""
+    """The quantized model and the cost of calibration."""
 
     qmodel: QuantModel
     num_samples: int
@@ -43,7 +43,7 @@ class Calibrated:
 
 
 def load_subject(source: TrainedModel, data: str, options: DataOptions, *, saved: Path | None = None) -> Subject:
-    """The model and the data, and the first batch run through the model. `saved`: the folder with its weights."""
+    """Load the model and the data, and run the first batch. `saved`: the folder with its weights."""
     net = load_net(source, saved)
     batches = load_data(data, options, Inputs.of(net))
     return Subject(net, batches, run_first_batch(net, batches))
@@ -72,7 +72,7 @@ def calibrated(
 
 
 class _Counted:
-    """The batches, with the samples of the last time that all of them were read."""
+    """The batches; counts the samples of the last full pass."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject, self.num_samples = subject, 0
@@ -97,7 +97,7 @@ def without_data(net: nn.Module, config: QuantConfig) -> Calibrated:
 
 
 def load_saved(folder: Path, net: nn.Module, device: str | None = None) -> QuantModel:
-    """The quantized model of a folder, on `device` where one is named."""
+    """Load the quantized model of a folder, on `device` if given."""
     try:
         return QuantModel.load(folder, net, device=device)
     except CheckpointError as error:
@@ -109,7 +109,7 @@ def load_saved(folder: Path, net: nn.Module, device: str | None = None) -> Quant
 
 
 def scored_models(qmodel: QuantModel) -> dict[str, tuple[Callable[..., Any], str]]:
-    """The float model in a saved one, where algorithms have not changed its weights, and the simulation."""
+    """The float model in a saved one, if algorithms have not changed its weights, and the simulation."""
 
     def unquantized(*args: Any, **kwargs: Any) -> Any:
         switches = qmodel.is_quantized("weight"), qmodel.is_quantized("activation")
@@ -125,7 +125,7 @@ def scored_models(qmodel: QuantModel) -> dict[str, tuple[Callable[..., Any], str
 
 
 def read_config(source: str, device: str | None = None, *, model: str | None = None) -> QuantConfig:
-    """A config file or a backend's default, on `device` where one is named; a GPU that is not there is an error.
+    """A config file or a backend's default, on `device` if given; a missing GPU is an error.
 
     The module of `model` is imported first: it may register the observers and quantizers that the config names.
     """
@@ -142,7 +142,7 @@ def read_config(source: str, device: str | None = None, *, model: str | None = N
 
 
 def formats(config: QuantConfig) -> str:
-    """`W8 A8 on virtual`: the config in short."""
+    """The config in short: `W8 A8 on virtual`."""
     parts = [
         f"{kind}{part.QUANTIZER.BIT if format_of(part) == 'integer' else part.QUANTIZER.TYPE}"
         for kind, part in (("W", config.W), ("A", config.A))
@@ -152,12 +152,12 @@ def formats(config: QuantConfig) -> str:
 
 
 def planned(source: ModelOptions, config: str, data: str | None = None) -> QuantModel:
-    """The model with its quantizers placed but not calibrated: enough to see the plan, on any DEVICE.
+    """The model with its quantizers placed but not calibrated: enough to show the plan, for any DEVICE.
 
-    One sample of `data` shows how the model is called, which some models cannot be traced without.
+    One sample of `data` shows how the model is called; some models cannot be traced without it.
     """
     qconfig = read_config(config, "cpu", model=source.model)
-    net = make_model(source.model, source.model_args).model  # a plan does not depend on values, but on widths
+    net = make_model(source.model, source.model_args).model  # a plan depends on widths, not on values
     net = (net if source.weights is None else filled(net, source.weights)).eval()
     if data is None:
         return QuantModel(net, qconfig)

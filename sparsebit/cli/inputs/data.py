@@ -54,10 +54,11 @@ class Data:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What takes the data. `owner`: its description (`parameters of Net.forward`); `takes_any`: other names too.
+    """The inputs that data is read for. `owner`: their description (`parameters of Net.forward`); `takes_any`: other
+    names are allowed too.
 
-    `in_order`: arrays of which none has a name in `names` are taken in their order, if they are as many.
-    `takes_bytes`: uint8 arrays are given as they are, not as normalised images.
+    `in_order`: if no array has a name in `names`, arrays are matched in order, provided their number is equal.
+    `takes_bytes`: uint8 arrays are passed as they are, not as normalised images.
     """
 
     names: tuple[str, ...]
@@ -69,7 +70,7 @@ class Inputs:
 
     @staticmethod
     def of(model: nn.Module) -> Inputs:
-        """The parameters of the model's forward; float data takes the type of its weights."""
+        """The parameters of the model's forward; float data is converted to the type of its weights."""
         parameters = inspect.signature(model.forward).parameters
         return Inputs(
             tuple(parameters),
@@ -80,7 +81,7 @@ class Inputs:
 
 
 def load_data(source: str, options: DataOptions, inputs: Inputs, *, labelled: bool = False) -> Data:
-    """The batches that `source` names, as `inputs` wants them.
+    """Load the batches that `source` names, in the form that `inputs` requires.
 
     `labelled`: with the class of every sample, `(batch, labels)`, or in a mapping as `labels`.
     """
@@ -99,7 +100,9 @@ def load_data(source: str, options: DataOptions, inputs: Inputs, *, labelled: bo
 
 
 def fitting(options: DataOptions, source: str, other: str | None) -> DataOptions:
-    """The options for `source`: without those that only data of another kind takes, where `other` is of another."""
+    """The options for `source`: if `other` is data of another kind, options that only that kind supports are
+    dropped.
+    """
     kinds = [None if one is None else _kind(one) for one in (source, other)]
     if kinds[0] == kinds[1] or other is None:
         return options
@@ -214,13 +217,13 @@ def _factory(source: str, options: DataOptions) -> Data:
             if batch is None:
                 return
             yield batch
-            seen += min(input_rows(batch), default=1)  # where its tensors differ, rather too many samples
+            seen += min(input_rows(batch), default=1)  # if its tensors differ, rather too many samples than too few
 
     return Data(f"up to {options.num_samples} samples of {source}", walk)
 
 
 def spread(total: int, wanted: int) -> list[int]:
-    """At most `wanted` of `total` places at even distances, so that sorted data (classes) is drawn from all over.
+    """At most `wanted` of `total` positions, evenly spaced, so that sorted data (classes) is sampled everywhere.
 
     >>> spread(10, 4)
     [0, 2, 5, 7]
@@ -232,7 +235,7 @@ def spread(total: int, wanted: int) -> list[int]:
 def _chosen(
     arrays: Mapping[str, Tensor], wanted: Sequence[str] | None, inputs: Inputs, file: Path
 ) -> Mapping[str, Tensor]:
-    """The arrays that are `wanted`; by default all but labels that no input is named after."""
+    """The arrays that are `wanted`; default: all but labels that are not named after an input."""
     if wanted is not None:
         missing = [name for name in wanted if name not in arrays]
         if missing:
@@ -245,7 +248,7 @@ def _chosen(
 
 
 def _as_arguments(names: list[str], inputs: Inputs, file: Path) -> dict[str, str]:
-    """Array -> the input that it is for: the one of the same name, or "" for the only array, which needs no name."""
+    """Array -> its input: the one of the same name, or "" for a single array, which needs no name."""
     if inputs.takes_any and len(names) > 1:
         return {name: name for name in names}
     others = [name for name in names if name not in inputs.names]
@@ -269,7 +272,7 @@ def _read_npz(file: Path) -> Mapping[str, Tensor]:
     try:
         with numpy.load(file, allow_pickle=False) as archive:
             arrays = {name: numpy.ascontiguousarray(archive[name]) for name in archive.files}
-            # torch takes this machine's byte order alone.
+            # torch only accepts this machine's byte order.
             native = {name: array.astype(array.dtype.newbyteorder("="), copy=False) for name, array in arrays.items()}
             return {name: torch.from_numpy(array) for name, array in native.items()}
     except (OSError, ValueError, EOFError, TypeError) as error:  # also zipfile.BadZipFile's base
@@ -287,7 +290,7 @@ def _read_safetensors(file: Path) -> Mapping[str, Tensor]:
 
 
 def _readable(files: list[Path], read: Callable[[Path], Tensor]) -> Iterator[tuple[Path, Tensor]]:
-    """The images that can be read; the others are reported, and are an error where they are more than a tenth."""
+    """The readable images; the others are reported, and are an error if they are more than a tenth."""
     faults: list[str] = []
     for file in files:
         image = _read_or_none(file, read, faults)

@@ -1,4 +1,4 @@
-"""Runs one batch through the float model, to check that model and data fit, and to compare with later."""
+"""Runs one batch through the float model, to check that model and data fit, and for later comparisons."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class FirstBatch:
         return self.samples.count
 
     def again(self, model: nn.Module, device: str) -> FirstBatch:
-        """The same call, answered by another model."""
+        """The same call with the outputs of another model."""
         args, kwargs = to_device(self.call, device)
         with torch.no_grad():
             return replace(self, outputs=[output.cpu() for output in _floats(model(*args, **kwargs))])
 
     def sqnr_db(self, quantized: nn.Module, device: str) -> float:
-        """Signal against quantization noise over all float outputs, in decibels."""
+        """Signal to quantization noise over all float outputs, in decibels."""
         answers = self.again(quantized, device).outputs
         signal = sum(float(x.double().square().sum()) for x in self.outputs)
         noise = sum(float((x - y).double().square().sum()) for x, y in zip(self.outputs, answers, strict=True))

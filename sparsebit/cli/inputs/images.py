@@ -17,21 +17,21 @@ from sparsebit.cli.options import Size
 from sparsebit.errors import MissingExtraError
 
 SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
-# Images too, which Pillow reads only with a plugin or not at all.
+# These are images too, but Pillow reads them only with a plugin or not at all.
 _OTHER_SUFFIXES = frozenset({".avif", ".cr2", ".dng", ".heic", ".heif", ".jp2", ".jxl", ".nef", ".psd", ".svg"})
-_MOST_PIXELS = 1 << 28  # of an image that is scaled up
+_MOST_PIXELS = 1 << 28  # limit for an image that is scaled up
 _ORIENTATION = 0x0112  # a tag of EXIF and TIFF: above 4, rows and columns are exchanged
 _TO_8_BITS = 255 / 65535  # 16 bits -> 8
 
 
 class UnreadableImage(LoadingError):
-    """One image that cannot be read; the others may."""
+    """One image that cannot be read; others may still be readable."""
 
 
 def image_files(folder: Path) -> list[Path]:
     """The images of a folder and of the folders in it (classes, links to them too), in the order of their paths.
 
-    Hidden ones are left out. Kinds of images that cannot be read give a warning.
+    Hidden files are left out. Formats that cannot be read cause a warning.
     """
     suffixes, others = _suffixes()
     found = sorted(_files(folder, set()))
@@ -49,7 +49,7 @@ def image_files(folder: Path) -> list[Path]:
 
 
 def read_image(file: Path, size: Size, *, resize: int | None = None, gray: bool = False) -> Tensor:
-    """The centre of an image as bytes, (channels, *size), upright as its EXIF says; of an animation, the first frame.
+    """The centre of an image as bytes, (channels, *size), rotated as its EXIF says; the first frame of an animation.
 
     The image is first scaled so that its shorter side has `resize` pixels, or else so that it just covers `size`.
     """
@@ -120,7 +120,7 @@ def _files(folder: Path, above: set[str]) -> Iterator[Path]:
 
 
 def _suffixes() -> tuple[frozenset[str], frozenset[str]]:
-    """Suffixes of images that Pillow reads here, and of those that it does not."""
+    """Suffixes of images that the installed Pillow reads, and of those that it does not."""
     try:
         from PIL import Image
     except ImportError:
@@ -139,7 +139,7 @@ def _readable(image: Any) -> Any:
 def _eight_bits(image: Any) -> Any:
     """Images of 16 bits scaled to 8 (Pillow cuts them off at 255); palettes with transparent colours resolved."""
     if image.mode.startswith("I;16"):
-        image = image.convert("I")  # has no format any more
+        image = image.convert("I")  # the converted image has no `format`
     if image.mode == "I":
         low, high = image.getextrema()
         holds_bytes = image.format == "TIFF" and 0 < high < 256  # 32 bits: these may be numbers of 8 bits or of 16

@@ -1,4 +1,4 @@
-"""The class of every sample: from the folders of the images, or from an array of numbers in the file of the inputs."""
+"""The class of every sample: from the folders of the images, or from an array in the same file as the inputs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ NAMES = frozenset({"class", "classes", "label", "labels", "target", "targets", "
 
 
 def is_labels(name: str, array: Tensor) -> bool:
-    """Whether an array of a file is called like labels and may be some."""
+    """Whether an array of a file is named like labels and can hold labels."""
     return name.lower() in NAMES and array.dim() <= 2
 
 
 def folder_classes(folder: Path, files: Sequence[Path]) -> tuple[dict[Path, int], int | None]:
     """The class of each file by the folder of `folder` that it lies in, and the number of classes.
 
-    Folders that are all called by numbers are these classes, and how many there are in all is not known (None). Others
-    count in the order of their names, as torchvision's ImageFolder does.
+    If all folders have numbers as names, these are the classes, and the number of classes is unknown (None). Otherwise
+    classes count in the order of the names, as torchvision's ImageFolder does.
     """
     names = {}
     for file in files:

@@ -37,7 +37,7 @@ _WRAPPERS = ("state_dict", "model_state_dict", "model")
 
 
 class LoadingError(SparsebitError):
-    """A model, weights or data that the command line names and that cannot be loaded."""
+    """A model, weights or data named on the command line that cannot be loaded."""
 
 
 def load_model(
@@ -50,8 +50,8 @@ def load_model(
 ) -> nn.Module:
     """The model in eval mode: the result of `package.module:factory`, or the object itself, with the weights.
 
-    `weights`: a state_dict, or the folder of a pruned model. Without them, weights that seem to be random are a
-    warning, unless `random_weights` are wanted. `saved`: the folder of the quantized model whose weights replace them.
+    `weights`: a state_dict, or the folder of a pruned model. Without them, weights that seem to be random cause a
+    warning, unless `random_weights` is set. `saved`: the folder of the quantized model whose weights replace them.
     """
     log.info("weights: %s", weights_source(name, weights, saved))
     made = make_model(name, arguments)
@@ -74,7 +74,7 @@ def load_net(source: TrainedModel, saved: Path | None = None) -> nn.Module:
 
 
 class Made(NamedTuple):
-    """A model, what makes another (None for one that is not made by a call), and the seconds that it took."""
+    """A model, a function that makes another (None if it does not come from a call), and the seconds that it took."""
 
     model: nn.Module
     factory: Callable[[], Any] | None = None
@@ -113,7 +113,7 @@ def weights_source(name: str, weights: Path | None, saved: Path | None = None) -
 
 
 def pruned_folder(weights: Path) -> Path | None:
-    """The folder of a pruned model that `weights` is, or that it is a file of; None for others."""
+    """The folder of a pruned model that `weights` is, or that `weights` is a file in; None otherwise."""
     from sparsebit.sparse.shrinking.pruned_folder import CHANNELS, TENSORS
 
     folder = weights.expanduser()
@@ -123,7 +123,7 @@ def pruned_folder(weights: Path) -> Path | None:
 
 
 def refuse_weights(weights: Path | None, saved: Path) -> None:
-    """Refuse weights where a saved quantized model holds its own; a pruned folder is how its layers are made small."""
+    """Raise if weights are given and a saved quantized model has its own; a pruned folder only shrinks its layers."""
     if weights is not None and pruned_folder(weights) is None:
         raise typer.BadParameter(
             f"--weights: {saved} holds the weights; leave {weights} out (of a pruned model, give the pruned folder)"
@@ -179,7 +179,7 @@ def resolve(name: str, option: str) -> Any:
 
 
 def read_weights(file: Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint by name. Nothing is ever unpickled but tensors and plain containers."""
+    """The tensors of a checkpoint by name. Only tensors and plain containers are ever unpickled."""
     if file.is_dir():
         raise LoadingError(f"--weights {file}: {_folder_hint(file)}")
     if not file.is_file():
@@ -219,14 +219,14 @@ def _unpickled(file: Path) -> Any:
         raise LoadingError(f"--weights {file}: not a file of torch.save (it starts with {start!r})")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of pickles of other programs; errors are handled below
+            warnings.simplefilter("ignore")  # warnings on pickles of other programs; errors are handled below
             return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise LoadingError(
             f"--weights {file}: holds Python objects, which may run code when they are loaded, so it was not opened; "
             "save tensors only: torch.save(model.state_dict(), ...), or a .safetensors file"
         ) from None
-    except Exception as error:  # the reader of pickles raises whatever its bytes lead to
+    except Exception as error:  # a damaged pickle may raise anything
         if "TorchScript" in str(error):
             raise LoadingError(
                 f"--weights {file}: is a TorchScript archive; save its tensors: "
@@ -236,7 +236,7 @@ def _unpickled(file: Path) -> Any:
 
 
 def fill(model: nn.Module, tensors: dict[str, Tensor], file: Path) -> None:
-    """Load a state_dict; one that does not fit is an error that lists what is missing and what is left over."""
+    """Load a state_dict; if it does not fit, the error lists missing and unexpected names."""
     if all(name.startswith("module.") for name in tensors):  # saved from DataParallel
         tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
     own = model.state_dict()
@@ -247,7 +247,7 @@ def fill(model: nn.Module, tensors: dict[str, Tensor], file: Path) -> None:
         if isinstance(tensor, Tensor)
         and name not in tensors
         and not name.endswith("num_batches_tracked")  # files from before torch 0.4.1 have none
-        and tensor.data_ptr() not in storages  # tied to a tensor that is there
+        and tensor.data_ptr() not in storages  # tied to a tensor that is in the file
     ]
     unexpected = [name for name in tensors if name not in own]
     shapes = [
@@ -266,10 +266,10 @@ def fill(model: nn.Module, tensors: dict[str, Tensor], file: Path) -> None:
 
 @contextlib.contextmanager
 def users_code(what: str, *, for_type_errors: str = "", hint: str = "", theirs_alone: bool = True) -> Iterator[None]:
-    """Around the user's own code: what it raises becomes a LoadingError that begins with `what`.
+    """For calls of the user's own code: its exceptions become a LoadingError that begins with `what`.
 
-    So does `sys.exit`, which would end the command as if all had gone well. Where sparsebit runs between (not
-    `theirs_alone`), what its own code raises stays as it is.
+    So does `sys.exit`, which would otherwise end the command with success. If sparsebit's own code also runs inside
+    (not `theirs_alone`), exceptions of that code stay as they are.
     """
     try:
         yield
@@ -294,13 +294,13 @@ def cause(error: BaseException) -> str:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether sparsebit's own code raised it: a bug of Sparsebit, which should show its traceback."""
+    """Whether sparsebit's own code raised it: a bug of Sparsebit, whose traceback should be shown."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and frames[-1].filename.startswith(_SPARSEBIT) and not isinstance(error, SystemExit)
 
 
 def _refuse_files(name: str) -> None:
-    """A file where a model is named: what to do instead."""
+    """Raise for a file in the place of a model; the message says what to do instead."""
     suffix = Path(name).suffix.lower()
     if suffix == ".onnx":
         raise LoadingError(
@@ -313,7 +313,7 @@ def _refuse_files(name: str) -> None:
 
 
 def _folder_hint(folder: Path) -> str:
-    """What to give in place of a folder that is not that of a pruned model."""
+    """Advice for a folder that is not that of a pruned model."""
     if (folder / "sparsebit.json").is_file():
         return (
             "is the folder of a quantized model; name it as DIR of sparsebit export, --against of sparsebit check or "

@@ -1,4 +1,4 @@
-"""Whether the weights that a factory makes are random; checked if no file of weights is given."""
+"""Whether a factory returns random weights; checked if no file of weights is given."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-MOST_SECONDS = 30.0  # of a call that is made twice
+MOST_SECONDS = 30.0  # a slower factory is not called a second time
 MOST_BYTES = 4 << 30
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def why_random(model: nn.Module, factory: Callable[[], Any] | None, seconds: float = 0.0) -> str:
-    """Why the model's weights seem to be random; empty where they do not.
+    """Why the model's weights seem to be random; empty if they do not.
 
-    The factory is called again: random weights differ from call to call, those that it loads, or makes from a fixed
-    seed, do not. A model that it cannot or should not make twice (an object, a cached model, a slow or large one) is
-    judged by its normalization layers, whose parameters training changes.
+    The factory is called again: random weights differ between calls; loaded weights, and those from a fixed seed, do
+    not. If it cannot or should not be called again (an object, a cached model, a slow or large one), the model's
+    normalization layers are checked instead, because training changes their parameters.
     """
     again = None
     if factory is not None and seconds <= MOST_SECONDS and _num_bytes(model) <= MOST_BYTES:
@@ -42,9 +42,9 @@ def why_random(model: nn.Module, factory: Callable[[], Any] | None, seconds: flo
 
 
 def _made_again(factory: Callable[[], Any]) -> nn.Module | None:
-    """Another model, without a trace: what the factory prints is dropped, and the random generators stay as they are.
+    """Call the factory again without side effects: its prints are dropped, and the random generators are restored.
 
-    None where the factory cannot be called twice.
+    None if the factory cannot be called twice.
     """
     with (
         _same_generators(),
@@ -62,7 +62,7 @@ def _made_again(factory: Callable[[], Any]) -> nn.Module | None:
 
 @contextlib.contextmanager
 def _same_generators() -> Iterator[None]:
-    """Leaves the global generators of torch, Python and numpy as they were."""
+    """Restore the global generators of torch, Python and numpy at the end."""
     numpy = sys.modules.get("numpy")
     of_python, of_numpy = random.getstate(), None if numpy is None else numpy.random.get_state()
     with torch.random.fork_rng():
@@ -93,7 +93,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:
     if is_lazy(one) or is_lazy(other) or "meta" in (one.device.type, other.device.type):
-        return True  # no values yet
+        return True  # not initialized yet
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(*(tensor.detach().reshape(-1).view(torch.uint8) for tensor in (one, other)))  # NaN equals NaN

@@ -1,4 +1,4 @@
-"""An ONNX file on batches of data: its arrays in the batch size that it takes, and the file as a callable model."""
+"""Runs an ONNX file on batches of data: arrays in its batch size, and the file as a callable model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Feeds = dict[str, Any]
 
 
 class FileData:
-    """The user's data as one file takes it, made when the file is open; `description` is set then."""
+    """The user's data in the form that one file needs, made when the file is open; `description` is set then."""
 
     def __init__(self, data: str, options: DataOptions, file: str) -> None:
         self.data, self.options, self.file = data, options, file
@@ -35,13 +35,13 @@ class FileData:
 
 
 def inputs_of(session: Session, file: str) -> Inputs:
-    """What the file takes."""
+    """The inputs of the file."""
     takes_bytes = "uint8" in session.input_types.values()
     return Inputs(session.inputs, f"inputs of {file}", in_order=True, takes_bytes=takes_bytes)
 
 
 def feeds(data: Iterable[Any], session: Session, file: str, size: int | None) -> Iterator[Feeds]:
-    """Numpy arrays by input name: batch by batch, or cut into pieces of `size` samples, the fixed batch of the file."""
+    """Numpy arrays by input name: batch by batch, or split into `size` samples, the fixed batch size of the file."""
     for batch in data:
         arrays = as_feeds(batch, session, file)
         samples = _sample_inputs(arrays, session, size)
@@ -59,9 +59,9 @@ def feeds(data: Iterable[Any], session: Session, file: str, size: int | None) ->
 
 
 def as_feeds(batch: Any, session: Session, file: str) -> Feeds:
-    """One batch: a mapping holds inputs by name; its tensors, or those of a tuple, go to the inputs in order.
+    """One batch: a mapping holds inputs by name; a tensor or a tuple of tensors is matched to the inputs in order.
 
-    A tuple may hold more than the file takes, so that `(images, labels)` feeds a file of images.
+    A tuple may be longer than the inputs, so that `(images, labels)` fits a file of images.
     """
     names = session.inputs
     if isinstance(batch, Mapping) and any(name in batch for name in names):
@@ -93,7 +93,7 @@ def _typed(value: Any, kind: str, name: str, file: str) -> Any:
 
 
 def _sample_inputs(arrays: Feeds, session: Session, size: int | None) -> list[str]:
-    """The inputs whose rows may be samples: those that have `size` rows in the file, or any number of them."""
+    """The inputs whose rows may be samples: those with `size` rows in the file, or with any number of rows."""
     shapes = session.input_shapes
     return [name for name, array in arrays.items() if array.ndim and shapes[name] and shapes[name][0] in (size, None)]
 
@@ -107,10 +107,10 @@ def _hint(size: int) -> str:
 
 
 class FileModel(nn.Module):
-    """Runs the file in the session that users open, in the batch size that it takes.
+    """Runs the file in the same session as users do, in the file's batch size.
 
-    `signature`: that of the model's forward, where keywords are called like its parameters; else they are called like
-    the file's inputs.
+    `signature`: the signature of the model's forward if keywords are named as its parameters; otherwise they are named
+    as the file's inputs.
     """
 
     def __init__(self, file: Path, runtime: str | None = None, signature: inspect.Signature | None = None) -> None:
@@ -131,13 +131,13 @@ class FileModel(nn.Module):
         rows = {name for name, number in counts.items() if number == count}
         parts = []
         for start in range(0, count, size):
-            places = [min(place, count - 1) for place in range(start, start + size)]  # the last one fills up
+            places = [min(place, count - 1) for place in range(start, start + size)]  # the last sample pads the piece
             parts.append(self.session.run({k: v[places] if k in rows else v for k, v in feeds.items()}))
         return _outputs([_joined([part[place] for part in parts], size, count) for place in range(len(parts[0]))])
 
 
 def _joined(parts: list[Any], size: int, count: int) -> Any:
-    """The outputs of single runs behind each other, without those of the samples that filled up the last one."""
+    """The outputs of single runs concatenated, without those of the padding samples."""
     import numpy
 
     if not parts[0].ndim or len(parts[0]) != size:

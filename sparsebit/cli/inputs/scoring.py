@@ -30,10 +30,10 @@ def load_test(
     data: str | None,
     how: DataOptions,
 ) -> Test | None:
-    """The test; None if there is nothing to measure. A test that was asked for runs on one batch before the work.
+    """The test; None if there is nothing to measure. A requested test runs on one batch before the long work.
 
-    `source`: the model that batches are made for, or the number of inputs. `data`: measured on if no --test-data is
-    given, if it holds labels.
+    `source`: the model for whose inputs batches are split, or the number of inputs. `data`: used if no --test-data is
+    given and it has labels.
     """
     if scored.metric is not None and ":" in scored.metric:
         return Test(scored, None, source)
@@ -65,19 +65,19 @@ def load_test(
 
 @dataclass(frozen=True)
 class Test:
-    """A metric with its data; None: the metric has data of its own. `is_implied`: not asked for by an option."""
+    """A metric with its data; None: the metric has its own data. `is_implied`: not requested by an option."""
 
     options: ScoreOptions
     data: Data | None
     source: nn.Module | int
     is_implied: bool = False
 
-    __test__ = False  # not one of pytest's
+    __test__ = False  # not a test class of pytest
 
     def run(self, models: Mapping[str, tuple[Predictor, str]], *, calibrated: bool = False) -> Accuracy | Scores | None:
         """Every model, called with tensors on its device. `calibrated`: --data holds the calibration samples.
 
-        None where accuracy was not asked for and the data has no labels, or other ones.
+        None if accuracy was not requested and the data has no labels, or labels that do not fit.
         """
         if self.data is None:
             name = str(self.options.metric)

@@ -54,8 +54,8 @@ def convert(
 ) -> None:
     """Write a packed model in another file format; codes and scales stay as they are.
 
-    Before it is kept, the result is loaded, and its logits have to be those of the original. With --gguf-type, weights
-    are rounded to a type of llama.cpp; how far that moves the logits is reported.
+    Before the result is kept, it is loaded, and its logits must equal those of the original. With --gguf-type, weights
+    are rounded to a type of llama.cpp, and the resulting change of the logits is reported.
 
     sparsebit llm convert llama-w4/ -o llama-w4-gptq/ --to gptq
 

@@ -1,4 +1,4 @@
-"""`sparsebit llm eval`: perplexity of a language model, or scores in tasks; a packed one is measured packed."""
+"""`sparsebit llm eval`: perplexity of a language model, or scores in tasks; packed weights stay packed."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def evaluate(
 ) -> None:
     """Measure the perplexity of a float or packed model on a text, or its scores in tasks of lm-eval, or both.
 
-    The text is cut into windows one after another; in each one every token but the first is predicted from those in
-    front of it. The weights of a packed model stay packed while it is measured. A GGUF file is measured by llama.cpp.
+    The text is cut into consecutive windows; in each one every token but the first is predicted from the tokens before
+    it. The weights of a packed model stay packed while it is measured. A GGUF file is measured by llama.cpp.
 
     sparsebit llm eval llama-w4/ --text heldout.txt --length 2048
 

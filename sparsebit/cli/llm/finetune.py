@@ -34,7 +34,7 @@ class TrainingOptions:
 
 @dataclass(frozen=True)
 class MergeText:
-    """The text that a merged model is measured on, and the one that it is rounded with."""
+    """The text for measuring a merged model, and the text for rounding it."""
 
     text: Annotated[
         Path | None,
@@ -114,7 +114,7 @@ def merge(
     ] = 0.1,
     trust_remote_code: llm_options.TrustRemoteCode = False,
 ) -> None:
-    """Write an adapter and its model as one model, and report how much of the adapter's effect that loses.
+    """Write an adapter and its model as one model, and report how much of the adapter's effect is lost.
 
     sparsebit llm merge adapter/ -o llama-tuned/ --to bfloat16
 

@@ -1,4 +1,4 @@
-"""`sparsebit llm generate`: text from a float or packed language model, shown as it is made."""
+"""`sparsebit llm generate`: text from a float or packed language model, shown while it is generated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparsebit.cli.outputs.output import Output, speaking
 
 @dataclass(frozen=True)
 class TokenOptions:
-    """How tokens are chosen, how many, and in what form the prompt is."""
+    """How tokens are chosen, how many, and whether the prompt uses the chat template."""
 
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Tokens at most.")] = 128
     temperature: Annotated[
@@ -66,7 +66,7 @@ def generate(
         tokens = tokens.to(loading.device)
         hot = {"do_sample": True, "temperature": how.temperature}
         settings: dict[str, Any] = hot if how.temperature else {"do_sample": False}
-        settings["num_beams"] = 1  # a beam search, which a model's settings may ask for, is not shown while it goes on
+        settings["num_beams"] = 1  # a beam search, which a model's settings may request, cannot be shown token by token
         compiling = 0.0
         if how.compile_step:
             compiling = compiled_generation.compile_step(loaded, tokens, how.max_new_tokens)
@@ -107,7 +107,7 @@ def _asked(tokenizer: Any, prompt: str) -> str:
     messages = [{"role": "user", "content": prompt}]
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # templates raise any kind of exception
         raise ConfigError(f"--chat: the model's chat template refuses the prompt ({error})") from error
 
 

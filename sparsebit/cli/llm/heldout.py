@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def heldout_windows(
     model: Path, text: Path, length: int, num_windows: int | None, *, trust_remote_code: bool
 ) -> Tensor:
-    """The windows of the text, as `sparsebit llm eval` cuts them; read before hours of work are spent."""
+    """The windows of the text, as `sparsebit llm eval` cuts them; read first, before hours of work."""
     from sparsebit.llm import token_stream, windows
     from sparsebit.llm.models.hub_classes import load_tokenizer
 

@@ -50,7 +50,7 @@ Activations = Annotated[
 
 
 def is_first_process() -> bool:
-    """Whether this process prints the result: under torchrun only the first one does."""
+    """Whether this process prints the result: under torchrun only the first process does."""
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -26,7 +26,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class TextOptions:
-    """The text that is read: for calibration, and to measure both models at the end."""
+    """The texts: for calibration, and to measure both models at the end."""
 
     text: Annotated[
         list[Path] | None,
@@ -50,7 +50,7 @@ class TextOptions:
     ] = None
 
     def calibration(self, drawn: Mapping[str, Any]) -> Calibration | None:
-        """`drawn`: the options of the calibration that were given; `--length` is that of the held-out windows too."""
+        """`drawn`: the given calibration options; `--length` also applies to the held-out windows."""
         unused = drawn.keys() - ({"length"} if self.heldout is not None else set())
         if not self.text and unused:
             raise typer.BadParameter("without calibration text nothing is drawn of it", param_hint="--text")
@@ -61,7 +61,7 @@ class TextOptions:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How the run computes; the result is the same bits, but for `dtype`."""
+    """How the run computes; only `dtype` changes the result."""
 
     batch_size: llm_options.BatchSize = 4
     memory_budget: Annotated[
@@ -119,7 +119,7 @@ def quantize(
 
     Blocks are read, quantized and kept one at a time; a run that was killed continues after its last finished block
     when the same command is given again. The result is a compressed-tensors folder. Before it is kept, plain
-    transformers loads it, and its logits have to be those of the packed model.
+    transformers loads it, and its logits must equal those of the packed model.
 
     sparsebit llm quantize llama/ -o llama-w4/ --text books.txt --bits 4 --group-size 128
 
@@ -218,7 +218,7 @@ def _facts(made: QuantizedModel) -> dict[str, str]:
 
 
 def _calibrated(windows: Mapping[str, int]) -> str:
-    """How many windows of which text."""
+    """How many windows were drawn from which text."""
     if not windows:
         return ""
     each = ", ".join(f"{count} of {name}" for name, count in windows.items())
@@ -227,7 +227,7 @@ def _calibrated(windows: Mapping[str, int]) -> str:
 
 
 def _next(target: str, made: QuantizedModel) -> str:
-    """The command that writes the file of the target, where it does not read the folder."""
+    """The command that writes the target's file, if the target does not read the folder."""
     from sparsebit.llm.converting.targets import TARGETS
 
     file_format = TARGETS[target].format
@@ -253,7 +253,7 @@ def _experts(experts: Mapping[str, ExpertCalibration]) -> str:
 
 
 def _scaled(inputs: Mapping[str, ScaledInput]) -> str:
-    """How many inputs were scaled, and why others were not."""
+    """How many inputs were scaled, and why the others were not."""
     if not inputs:
         return ""
     reasons: dict[str, set[str]] = {}
@@ -266,7 +266,7 @@ def _scaled(inputs: Mapping[str, ScaledInput]) -> str:
 
 
 def _experts_table(experts: Mapping[str, ExpertCalibration]) -> list[Table]:
-    """The layers of experts that too few calibration tokens reached."""
+    """The expert layers that got too few calibration tokens."""
     few = {name: expert for name, expert in experts.items() if expert.fallback is not None}
     if not few:
         return []

@@ -1,4 +1,4 @@
-"""`--output model.onnx`: write an ONNX file, and compare it with the simulation before it is kept."""
+"""`--output model.onnx`: write an ONNX file, and compare it with the simulation before keeping it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _EVEN = 0.03  # ratios this near 1 are the machine's noise
 class Exported:
     """The file, and the results of its checks; None or empty: not checked.
 
-    `advice`: TensorRT's rules that the file breaks and that cost speed only. A file that breaks others is not written.
+    `advice`: rules of TensorRT that the file breaks and that only cost speed. A file that breaks others is not written.
     `untimed`: why its time was not compared with float.
     """
 
@@ -63,7 +63,7 @@ class Exported:
 
     @property
     def runs(self) -> str:
-        """What runs in integers, as text."""
+        """Which layers run in integers, as text."""
         return "" if self.audit is None else verdict(replace(self.audit, latency={}))
 
     def warnings(self, placement: str = "default") -> tuple[str, ...]:
@@ -79,7 +79,7 @@ class Exported:
 
     @property
     def ratio(self) -> float | None:
-        """The file against the weights in float."""
+        """The file's size divided by that of the weights in float."""
         return self.num_bytes / self.float_bytes if self.float_bytes else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -99,12 +99,12 @@ class Exported:
         return file_facts(self.file, float_bytes=self.float_bytes, advice=advice)
 
     def results(self, data: str | None) -> list[ParityCheck | Audit]:
-        """The results for a record. `data`: describes what the file was run on."""
+        """The results for a record. `data`: describes the data that the file was run on."""
         found = [] if self.parity is None else [ParityCheck(self.parity, data=data)]
         return [*found, *([] if self.audit is None else [self.audit])]
 
     def facts(self) -> dict[str, str]:
-        """A line or two for each fact."""
+        """One or two lines for each fact."""
         share = "" if self.ratio is None else f", {self.ratio:.2f} of the float weights"
         found = {"file": f"{self.file}, {kilobytes(self.num_bytes)}{share}"}
         found["parity"] = "not checked" if self.parity is None else str(self.parity)
@@ -118,7 +118,7 @@ class Exported:
 
 
 def checked_file(path: Path, backend: str, options: FileOptions) -> Path:
-    """The path, if the file can be written there and the packages for it are installed: asked before the work."""
+    """The path, if the file can be written and the required packages are installed; checked before the work."""
     target = checked_path(path.expanduser())
     runtime = PROFILES[backend].executes or "onnxruntime"
     require(*PACKAGES, *([] if options.no_check else [runtime]))
@@ -130,7 +130,7 @@ def checked_file(path: Path, backend: str, options: FileOptions) -> Path:
 
 
 def check_names(subject: Subject, options: FileOptions) -> None:
-    """Raise, before the work, for names that the model's inputs cannot have."""
+    """Raise, before the work, for names that do not fit the model's inputs."""
     _named_inputs(subject, options.input_names)
 
 
@@ -172,12 +172,12 @@ def export(subject: Subject, qmodel: QuantModel, target: Path, options: FileOpti
 
 
 def scored_file(file: Path, model: nn.Module) -> dict[str, tuple[Callable[..., Any], str]]:
-    """The file, called like the model that it was exported from."""
+    """The file as a callable with the signature of its model."""
     return {"file": (FileModel(file, signature=inspect.signature(model.forward)), "cpu")}
 
 
 def _audited(subject: Subject, file: Path, runtime: str, options: FileOptions, num_bytes: int) -> tuple[Audit, str]:
-    """How the runtime executes the file, and its time against float; where it was not timed, the reason."""
+    """How the runtime executes the file, and its time against float; if it was not timed, the reason."""
     if num_bytes > _LARGEST_TIMED:
         return audit(file, runtime=runtime, repeats=0), f"the file is larger than {kilobytes(_LARGEST_TIMED)}"
     (args, kwargs), _ = example_of(subject, options)
@@ -192,8 +192,8 @@ def _audited(subject: Subject, file: Path, runtime: str, options: FileOptions, n
 
 
 def example_of(subject: Subject, options: FileOptions) -> tuple[Call, dict[str, dict[int, str]] | None]:
-    """The call that is exported, and its dynamic axes."""
-    # One sample would be taken for a fixed size by torch.export: two where the number is open.
+    """The exported call, and its dynamic axes."""
+    # torch.export would take one sample as a fixed size: use two if the number is open.
     call = _sized(subject.first_batch, 2 if options.dynamic_batch else 1)
     return call, _batch_axes(subject, options.input_names) if options.dynamic_batch else None
 
@@ -214,6 +214,6 @@ def _named_inputs(subject: Subject, given: Names | None) -> dict[str, Tensor]:
 
 
 def _sized(batch: FirstBatch, size: int) -> Call:
-    """The call with `size` of its samples; one sample is repeated where two are wanted."""
+    """The call with `size` of its samples; a single sample is repeated if two are needed."""
     call: Call = batch.samples.of(batch.call, [row % batch.num_samples for row in range(size)])
     return call

@@ -1,4 +1,4 @@
-"""What a verb prints: its result on stdout, everything else (progress, remarks, warnings) on stderr."""
+"""The output of a verb: its result on stdout, everything else (progress, remarks, warnings) on stderr."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-# A table in a file or a pipe: wide enough for the names of layers.
+# The width of a table in a file or a pipe: enough for the names of layers.
 _WIDTH_OF_FILES = 120
 
 
@@ -31,7 +31,7 @@ class Output:
         self._stdout = stdout
 
     def result(self, record: Mapping[str, Any], *shown: RenderableType, details: Sequence[RenderableType] = ()) -> None:
-        """The verb's one result: `record` for programs, the rest for people; `--quiet` leaves the `details` out."""
+        """The verb's only result: `record` for programs, the rest for people; `--quiet` leaves out the `details`."""
         if self.as_json:
             self.raw(json.dumps(plain({**record, "warnings": self.warnings}), indent=2, allow_nan=False) + "\n")
             return
@@ -44,13 +44,13 @@ class Output:
         self._stdout.flush()  # a full disk is an error here, not when the interpreter ends
 
     def next_steps(self, *commands: str) -> None:
-        """What to type next, on stderr; for people only."""
+        """Suggested next commands, on stderr; for people only."""
         if not self.as_json:
             for command in commands:
                 self.remark(f"next: {command}")
 
     def raw(self, text: str) -> None:
-        """Text as it is: no wrapping, no colour."""
+        """Text without wrapping or colour."""
         self._stdout.write(text)
         self._stdout.flush()
 
@@ -68,11 +68,11 @@ class Output:
 
 @contextlib.contextmanager
 def speaking(*, as_json: bool, quiet: bool) -> Iterator[Output]:
-    """Around a verb's work: what the user's own code prints goes to stderr, and warnings become single lines there."""
+    """For a verb's work: prints of the user's own code go to stderr, and warnings become single lines there."""
     output = Output(sys.stdout, as_json=as_json, quiet=quiet)
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("always", UserWarning)
-        warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch, where numpy is not wanted
+        warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # from torch if numpy is not installed
         warnings.showwarning = lambda message, *_, **__: output.warn(str(message))
         from sparsebit import progress
 
@@ -91,7 +91,7 @@ def speaking(*, as_json: bool, quiet: bool) -> Iterator[Output]:
 
 
 class _Shown(logging.Handler):
-    """Shows what the library logs as a warning, and what the command line's own files log as a remark."""
+    """Shows warnings that the library logs, and messages that the command line's own files log as remarks."""
 
     def __init__(self, output: Output) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class _Shown(logging.Handler):
 
 
 def plain(value: Any) -> Any:
-    """The same values as JSON knows them: infinities and NaN become null."""
+    """The same values in JSON's types: infinities and NaN become null."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -132,7 +132,7 @@ def table(
 
 
 def facts_table(facts: Mapping[str, str]) -> Table:
-    """A line for each fact, with its name in front; empty facts are left out."""
+    """A line for each fact, after its name; empty facts are left out."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""Where verbs write: a result is written completely or not at all, and an older one stays until then."""
+"""Writes results: completely or not at all; an older result is kept until then."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sparsebit.quantization.saving.checkpoint import foreign_files
 
 
 def checked_target(folder: Path) -> Path:
-    """The folder's true path if a result may stand there: asked before the work, so that no work is lost."""
+    """The folder's true path if a result may be written there; checked before the work, so that no work is lost."""
     target = folder.expanduser().resolve()
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"--output {folder} is a file; give the name of a folder")
@@ -27,7 +27,7 @@ def checked_target(folder: Path) -> Path:
 
 
 def need_own_text(file: Path, *starts: str) -> None:
-    """Refuse, before the work, a file that is not an older result: those begin with one of `starts`."""
+    """Raise, before the work, for a file that is not an older result: those begin with one of `starts`."""
     target = file.expanduser()
     if not target.is_file() or not target.stat().st_size:
         return
@@ -40,8 +40,8 @@ def need_own_text(file: Path, *starts: str) -> None:
 
 
 def replace_text(file: Path, text: str) -> None:
-    """`text` as the whole of the file."""
-    target = file.expanduser().resolve()  # what a link points to is replaced, not the link
+    """Replace the whole content of the file by `text`."""
+    target = file.expanduser().resolve()  # replace the target of a link, not the link
     if target.is_dir():
         raise CheckpointError(f"--output {file} is a folder; name a file in it")
     if not target.parent.is_dir():

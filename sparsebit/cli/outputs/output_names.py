@@ -1,4 +1,4 @@
-"""What the name of an output says: a folder, or a file of some kind. A name that says something else is refused."""
+"""Checks that the name of an output fits its kind: a folder, or a file with a certain ending."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FILES = (
 
 
 def check_folder_name(path: Path, *, instead: str = "") -> None:
-    """Refuse a name that ends like a file where a folder is written. `instead`: what else may be named."""
+    """Raise for a name that ends like a file if a folder is written. `instead`: other possible outputs."""
     suffix = path.suffix.lower()
     if suffix in _FILES and not path.is_dir():
         raise typer.BadParameter(
@@ -25,7 +25,7 @@ def check_folder_name(path: Path, *, instead: str = "") -> None:
 
 
 def check_onnx_name(path: Path) -> None:
-    """Refuse a name that does not end in .onnx where such a file is written."""
+    """Raise for a name that does not end in .onnx if an ONNX file is written."""
     if path.suffix.lower() != ".onnx" and not path.is_dir():  # a folder gets a message of its own
         raise typer.BadParameter(
             f"{path}: the result is an ONNX file; write {path.with_suffix('.onnx')}", param_hint="--output"

@@ -1,4 +1,4 @@
-"""`--record FILE`: a verb adds its findings to the record of the model, which other verbs have written too."""
+"""`--record FILE`: a verb adds its findings to the record of the model, which several verbs may extend."""
 
 from __future__ import annotations
 
@@ -38,28 +38,28 @@ class Recording:
         self._out.remark(text)
 
     def expect(self, model: nn.Module, name: str) -> None:
-        """Raise for the record of another model, before any long work."""
+        """Raise, before any long work, if the record is of another model."""
         if self.path is not None:
             from sparsebit.quantization.recording import architecture_facts
 
             check_same_architecture(self._old, RunRecord(model=architecture_facts(model, name)), str(self.path))
 
     def expect_numbers(self, qmodel: QuantModel, name: str) -> None:
-        """Raise for the record of the same model with other numbers, before any long work."""
+        """Raise, before any long work, if the record is of the same model with other numbers."""
         if self.path is not None:
             from sparsebit.quantization.recording import model_facts
 
             merged(self._old, RunRecord(model=model_facts(qmodel, name)), str(self.path))
 
     def expect_file(self, file: Path) -> None:
-        """Raise for the record of another file, before any long work."""
+        """Raise, before any long work, if the record is of another file."""
         if self.path is not None:
             from sparsebit.deploy.onnx_graph.model_file import file_facts
 
             merged(self._old, RunRecord(file=file_facts(file)), str(self.path))
 
     def write(self, record: RunRecord) -> None:
-        """Add to the file; a warning names older parts that no longer fit."""
+        """Add to the file; a warning names earlier parts that no longer fit."""
         if self.path is not None:
             _, dropped = extend_record(self.path, record)
             if dropped:
@@ -68,12 +68,12 @@ class Recording:
                 )
 
     def values(self) -> dict[str, Any]:
-        """Its values for `--json`."""
+        """The record's values for `--json`."""
         return {} if self.path is None else {"record": str(self.path)}
 
 
 @contextlib.contextmanager
 def working(said: SpeakingOptions, verb: str) -> Iterator[tuple[Output, Recording]]:
-    """Around a verb's work, which is timed. A record that cannot be extended is an error before the work."""
+    """Run and time a verb's work. A record that cannot be extended raises before the work."""
     with speaking(as_json=said.json, quiet=said.quiet) as out, measured(verb) as run:
         yield out, Recording(said.record if isinstance(said, OutputOptions) else None, run, out)

@@ -42,7 +42,7 @@ def _tables(found: Audit) -> list[RenderableType]:
 
 
 def _is_between(group: tuple[LayerRun, ...]) -> bool:
-    """Whether light layers are worth a line: they are quantized in part; what is float all over costs no conversion."""
+    """Whether light layers need a line: only if they are partly quantized; all-float layers cost no conversions."""
     return group[0].cause != "it is not quantized" and not group[0].on_purpose
 
 

@@ -87,7 +87,9 @@ def _check(asked: CheckOptions) -> None:
 def _compare_model(
     asked: CheckOptions, runtime: str, recorded: Recording
 ) -> tuple[FileParity, str, QuantModel | None, Accuracy | Scores | None]:
-    """The file against the float model, or against the simulation of the saved one; the data's description; scores."""
+    """Compare the file with the float model, or with the simulation of the saved one; also describes the data,
+    scores.
+    """
     file, folder, limits = asked.file, asked.saved, asked.limits
     if folder is not None:
         refuse_weights(asked.net.weights, folder)
@@ -112,7 +114,7 @@ def _compare_model(
 
 
 def _score_files(asked: CheckOptions, runtime: str) -> Accuracy | Scores | None:
-    """The accuracy of the file, and of the float file where there is one."""
+    """The accuracy of the file, and of the float file if there is one."""
     model = FileModel(asked.file, runtime)
     inputs = inputs_of(model.session, str(asked.file))
     test = load_test(asked.scored, model, len(model.session.inputs), inputs, asked.data, asked.how)
@@ -125,7 +127,7 @@ def _score_files(asked: CheckOptions, runtime: str) -> Accuracy | Scores | None:
 def _record(
     asked: CheckOptions, qmodel: QuantModel | None, found: FileParity, fault: str, data: str, to: Recording
 ) -> RunRecord:
-    """What was found of the file; and of the quantized model, if it was compared with that."""
+    """The findings on the file, and on the quantized model if the file was compared with it."""
     divergence = None if found.divergence is None else str(found.divergence)
     check = ParityCheck(found.parity, fault or None, data, divergence)
     if qmodel is None:
@@ -145,7 +147,7 @@ def _fault(found: FileParity, runtime: str) -> str:
 
 
 def _missed(parity: Parity, min_top1: float | None) -> list[str]:
-    """The user's own limit that is not kept."""
+    """The user's own limits that are not kept."""
     scored = [output for output in parity.outputs if output.top1 is not None]
     if min_top1 is not None and not scored:
         raise DeploymentError(f"--min-top1 {min_top1}: no output of {parity.file} is (samples, classes)")

@@ -1,4 +1,4 @@
-"""`sparsebit config check`: is this config right, and what would it do to this model?"""
+"""`sparsebit config check`: validate a config, and show its effect on a model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check(asked: ConfigOptions, out: Output, recorded: Recording) -> None:
     ):
         raise typer.BadParameter("needs --model", param_hint=", ".join(given))
     if model:
-        resolve(model, "--model")  # it may register the observers and quantizers that the config names
+        resolve(model, "--model")  # the module may register the observers and quantizers that the config names
     qconfig = as_qconfig(config)
     record: dict[str, Any] = {"config": qconfig.to_dict(defaults=True)}
     shown: list[RenderableType] = []
@@ -47,7 +47,7 @@ def check(asked: ConfigOptions, out: Output, recorded: Recording) -> None:
 
 
 def _full_yaml(config: QuantConfig) -> str:
-    """The config with its defaults; a comment names what the backend decides layer by layer."""
+    """The config with its defaults; a comment names the keys that the backend decides for each layer."""
     values = config.to_dict(defaults=True)
     comment = ""
     if config.BACKEND != "virtual" and not config.is_set("A.QADD.ENABLE_QUANT"):
@@ -70,7 +70,7 @@ def _winners(config: QuantConfig, coverage: Coverage) -> dict[str, dict[str, str
 
 
 def _plan(coverage: Coverage) -> list[RenderableType]:
-    """Tables of what is quantized and of what is not, and a closing line."""
+    """Tables of quantized and of float layers, and a closing line."""
     quantized = []
     for layer in coverage.quantized:
         dtypes = [

@@ -1,4 +1,4 @@
-"""`sparsebit demo`: a small network trained on the spot, quantized to fewer and fewer bits, and exported as a file."""
+"""`sparsebit demo`: a small network, trained on the spot, quantized to fewer and fewer bits, and exported."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from sparsebit.quantization import QuantModel
 from sparsebit.records import Coverage, LayerError
 
 _PROFILED_BITS = 4  # the worst layers are shown at these bits
-_NUM_RAISED = 3  # ... and so many of them get 8 bits in the last row
+_NUM_RAISED = 3  # this many of them get 8 bits in the last row
 _NUM_SHOWN = 5
 _NUM_CALIBRATION = 256
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way to quantize and what came out. `raised`: layers that have 8 bits; None: not asked of the float model."""
+    """One way to quantize and its result. `raised`: layers with 8 bits; None: not applicable to the float model."""
 
     bits: int
     accuracy: float
@@ -61,14 +61,14 @@ def demo(asked: DemoOptions, out: Output, recorded: Recording) -> None:
         need_own(kept, "give another name, or remove it")
     digits = load_digits()
     num_threads = torch.get_num_threads()
-    # On 8x8 images threads gain little, and with one the sums, hence the figures, are the same on every run.
+    # On 8x8 images threads gain little, and with one thread the sums, hence the figures, are the same on every run.
     torch.set_num_threads(1)
     try:
         out.remark(f"training a small CNN on {len(digits.train_images):,} handwritten digits (about 20 seconds) ...")
         start = time.monotonic()
         model = train(digits, epochs=asked.epochs, seed=asked.seed)
         trained = time.monotonic() - start
-        # Calibration and profile see training images only: the test images judge, and do nothing else.
+        # Calibration and profile use training images only: test images are only used for testing.
         batches = list(digits.train_images[:_NUM_CALIBRATION].split(64))
         rows, worst, coverage = _sweep(model, digits, batches, asked.bits)
         out.remark("writing the 8-bit network as an ONNX file, and running that (about 10 seconds) ...")

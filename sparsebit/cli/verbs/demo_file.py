@@ -1,4 +1,4 @@
-"""The demo's end: its network at 8 bits as an ONNX file, with what was found when the file was run."""
+"""The demo's last step: its network at 8 bits as an ONNX file, and the results of running the file."""
 
 from __future__ import annotations
 

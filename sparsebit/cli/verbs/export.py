@@ -91,7 +91,7 @@ def export(asked: ExportOptions, out: Output, recorded: Recording) -> None:
 
 
 def _of_test(asked: ExportOptions) -> DataOptions:
-    """Without data, --size is that of a made-up image, which test data in arrays does not take."""
+    """Without data, --size is that of a generated image, but test data in arrays cannot have a --size."""
     no_fit = asked.data is not None or asked.scored.test_data is None
     return asked.how if no_fit else fitting(asked.how, asked.scored.test_data or "", ".")
 
@@ -99,7 +99,7 @@ def _of_test(asked: ExportOptions) -> DataOptions:
 def _record(
     name: str, net: nn.Module, qmodel: QuantModel | None, done: Exported, words: str | None, to: Recording
 ) -> RunRecord:
-    """What is known of the model, and the file that it became."""
+    """The facts of the model, and the exported file."""
     facts, found = done.file_facts(), done.results(words)
     if qmodel is None:
         return float_record(net, name, facts, *found, run=to.run, warnings=to.warnings)
@@ -108,7 +108,7 @@ def _record(
 
 
 def made_up(how: DataOptions, qmodel: QuantModel | None) -> Data:
-    """One batch of random numbers in the shape that is known: an image's, or that of the saved model's example."""
+    """One batch of random numbers in the known shape: an image's, or that of the saved model's example."""
     if how.size is not None:
         image = torch.randn(2, 1 if how.gray else 3, *how.size)
         return Data(f"random images of {how.size}", lambda: iter([image]))

@@ -1,4 +1,4 @@
-"""`sparsebit profile --gains N`: the accuracy that comes back when each of the worst layers is float."""
+"""`sparsebit profile --gains N`: the accuracy that is regained when each of the worst layers is float."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sparsebit.records import AccuracyGains
 
 
 def load_gain_data(asked: ProfileOptions, model: nn.Module, first_batch: FirstBatch) -> Data | None:
-    """The data, with labels if the metric needs them; None if nothing is to be measured."""
+    """The data, with labels if the metric needs them; None if no gains are measured."""
     scored = asked.scored
     if asked.gains is None:
         if given := typed(scored):

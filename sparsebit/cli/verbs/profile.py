@@ -1,4 +1,4 @@
-"""`sparsebit profile`: which layers lose most, as a table."""
+"""`sparsebit profile`: which layers have the largest quantization errors, as a table."""
 
 from __future__ import annotations
 
@@ -74,17 +74,17 @@ def profile(asked: ProfileOptions, out: Output, recorded: Recording) -> None:
 
 
 def _own_reference(qmodel: QuantModel) -> str:
-    """What the model computes with its quantizers off."""
+    """Describes the model with its quantizers off."""
     if not qmodel.float_values_are_lost and not len(qmodel.float_parameters):
         return _FLOAT
     return f"the weights that {', '.join(qmodel.applied_algorithms) or 'algorithms'} left"
 
 
 def _saved(folder: Path, subject: Subject, *, has_weights: bool) -> tuple[QuantModel, FirstBatch, str]:
-    """A saved model, the first batch through the model that it is compared with, and that model's name.
+    """A saved model, the first batch through its reference model, and that model's name.
 
-    It is the model with its own weights unquantized: those of the model given do not matter. Where algorithms changed
-    them, a float model whose weights were given by name (`has_weights`) is what the outputs are compared with.
+    The reference is the saved model with its own weights unquantized: the weights of the given model do not matter. If
+    algorithms changed them and the float model got its weights by name (`has_weights`), outputs are compared with that.
     """
     qmodel = load_saved(folder, subject.model)
     reference = _own_reference(qmodel)
@@ -100,7 +100,7 @@ def _saved(folder: Path, subject: Subject, *, has_weights: bool) -> tuple[QuantM
 def _record(
     name: str, subject: Subject, qmodel: QuantModel, output: OutputError, errors: ErrorProfile, to: Recording
 ) -> RunRecord:
-    """What is known of the model, and what it loses."""
+    """The facts of the model, and its errors."""
     words = subject.data.description
     found = replace(errors, data=words)
     made = record(qmodel, output, found, name=name, run=to.run, warnings=to.warnings)
@@ -119,7 +119,7 @@ def error_table(errors: list[LayerError], coverage: Coverage) -> Table:
     rows: list[list[str | Text]] = []
     for error in errors:
         name = error.layer
-        # A layer quantizes its inputs; a site between layers (`conv.output`) has a row of its own.
+        # A layer quantizes its inputs; a site between layers (`conv.output`) has a separate row.
         own = [
             dtype
             for site, dtype in dtypes.items()

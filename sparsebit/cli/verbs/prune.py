@@ -115,12 +115,12 @@ def _widths(round_to: int, *, was_given: bool) -> str:
 
 
 def _notes(smodel: SparseModel) -> list[str]:
-    """What the proof of the channels does not cover."""
+    """The limits of the proof of the channels."""
     return [] if smodel.config.SPARSER.is_of_blocks else list(smodel.groups.notes)
 
 
 def _removed(smodel: SparseModel) -> dict[str, Any]:
-    """What could be removed, what was, and what must stay, for the record."""
+    """For the record: the removable, the removed and the spared parts."""
     if smodel.config.SPARSER.is_of_blocks:
         names = smodel.removed_blocks()
         return {
@@ -135,7 +135,7 @@ def _removed(smodel: SparseModel) -> dict[str, Any]:
 
 
 def _check_removed(smodel: SparseModel) -> None:
-    """Raise where the ratio removes nothing: the folder would hold the dense model."""
+    """Raise if the ratio removes nothing: the folder would hold the dense model."""
     if smodel.config.SPARSER.is_of_blocks:
         found, removed, what = [len(smodel.blocks.blocks)], len(smodel.removed_blocks()), "residual blocks"
     else:
@@ -158,7 +158,7 @@ def _removed_words(smodel: SparseModel) -> str:
 
 
 def _read_config(asked: PruneOptions) -> SparseConfig:
-    """The config with what the options say; the model's module is imported first, as it may register criteria."""
+    """The config with the options applied; the model's module is imported first, as it may register criteria."""
     resolve(asked.net.model, "--model")
     config = parse_sconfig({} if asked.config is None else asked.config)
     given = {"SPARSER.RATIO": asked.ratio, "SPARSER.STRATEGY": asked.strategy, "DEVICE": asked.device}

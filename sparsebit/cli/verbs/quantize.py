@@ -58,13 +58,13 @@ def quantize(asked: QuantizeOptions, out: Output, recorded: Recording) -> None:
         if file is not None:
             check_names(subject, written)
         out.remark(f"calibrating {net.model} ({formats(qconfig)}) on {subject.data.description}")
-        resume = asked.resume if qconfig.ALGORITHMS else None  # an effort may have left nothing to do
+        resume = asked.resume if qconfig.ALGORITHMS else None  # with a low effort no algorithm may be left
         done = calibrated(subject, qconfig, asym=asked.asym, placed=asked.placed, resume=resume)
         if asked.placed.save_placement is not None:
             done.qmodel.placement.save(asked.placed.save_placement)
         sqnr = subject.first_batch.sqnr_db(done.qmodel, qconfig.DEVICE)
     coverage, weight, placement = done.qmodel.coverage, weight_size(done.qmodel), done.qmodel.placement
-    if folder is not None:  # first: it is of use even if the file then fails
+    if folder is not None:  # saved first: it is useful even if the file then fails
         done.qmodel.save(folder)
     exported = None
     if file is not None and subject is not None:
@@ -113,7 +113,7 @@ def quantize(asked: QuantizeOptions, out: Output, recorded: Recording) -> None:
 
 
 def _next_steps(asked: QuantizeOptions, where: Outputs) -> list[str]:
-    """Where the accuracy went, and how the file runs."""
+    """Commands that show where accuracy was lost, and how the file runs."""
     steps = [f"sparsebit audit {where.file}   # which layers run in integers, and why not"] if where.file else []
     if where.folder is not None and asked.data is not None:
         named = f"-m {asked.net.model} --quantized {where.folder} -d {asked.data}"
@@ -124,7 +124,7 @@ def _next_steps(asked: QuantizeOptions, where: Outputs) -> list[str]:
 def _record(
     name: str, subject: Subject | None, done: Calibrated, sqnr: float | None, exported: Exported | None, to: Recording
 ) -> RunRecord:
-    """All that is known of the model at the end."""
+    """All known facts of the model at the end."""
     words = None if subject is None else subject.data.description
     found = [] if exported is None else exported.results(words)
     output = None if subject is None or sqnr is None else OutputError(sqnr, subject.first_batch.num_samples)
@@ -136,7 +136,7 @@ def _record(
 
 
 class Outputs(NamedTuple):
-    """Where the result goes."""
+    """The paths of the results."""
 
     folder: Path | None
     file: Path | None
@@ -196,7 +196,7 @@ def _measured(subject: Subject | None, done: Calibrated, sqnr: float | None) -> 
 
 
 def _left_out(coverage: Coverage) -> dict[str, str]:
-    """What stays float and why, by reason; ops that another op absorbs cost nothing and are left out."""
+    """The float layers by reason; ops that are absorbed by another op cost nothing and are left out."""
     reasons = Counter(layer.reason for layer in coverage.float_layers if not layer.reason.startswith("absorbed by"))
     shown = [f"{count} x {reason}" if count > 1 else reason for reason, count in reasons.most_common()]
     untraced = [f"{module.path or '(model)'} [{module.module_type}]: {module.reason}" for module in coverage.opaque]

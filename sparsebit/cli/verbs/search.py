@@ -59,7 +59,7 @@ def search(asked: SearchOptions, out: Output, recorded: Recording) -> None:
 
 
 def check_latency(asked: SearchOptions, budgets: dict[str, float]) -> None:
-    """Raise before the work for a latency that cannot be searched, and for options that cannot be used with it."""
+    """Raise, before the work, for a latency that cannot be searched, and for options that exclude it."""
     if any(not limit > 0 for limit in asked.latency or ()):
         raise typer.BadParameter("a share of the float file's time, above 0, as 0.6", param_hint="--latency")
     if others := [name for name in budgets if name != "bytes"]:

@@ -1,4 +1,4 @@
-"""What one call of a module does: its result, and what it writes into its inputs and buffers."""
+"""The observable effects of one module call: its result, and its writes into inputs and buffers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Buffers = Callable[[], Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """`inputs`: every tensor of the call, after it; `written`: which of them changed; `buffers`: those that changed;
-    `gradients`: where they were asked for, by the name of an input or parameter.
+    """`inputs`: every tensor of the call, as it is afterwards; `written`: those that changed; `buffers`: those that
+    changed; `gradients`: by the name of an input or parameter, where they were requested.
     """
 
     output: Any
@@ -35,7 +35,7 @@ class Outcome:
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
 
     def difference(self, expected: Outcome) -> str | None:
-        """A sentence on the first difference; None where there is none."""
+        """A sentence on the first difference; None if there is none."""
         found = difference(self.output, expected.output)
         for index in sorted(self.written | expected.written) if not found else ():
             found = found or difference(self.inputs[index], expected.inputs[index], f"what is left in input {index}")
@@ -52,7 +52,7 @@ class Outcome:
 
 
 class Notes:
-    """The values before a call, to find what the call wrote. `buffers` gives the buffers to watch, by name."""
+    """The values before a call, used to find what the call wrote. `buffers` returns the buffers to watch, by name."""
 
     def __init__(self, call: Call, buffers: Buffers = dict) -> None:
         self.tensors, self.buffers = tensors_of(call), buffers
@@ -73,7 +73,7 @@ class Notes:
 
 
 def outcome_of(run: Callable[..., Any], call: Call, buffers: Buffers = dict) -> Outcome:
-    """Call `run` and note what it did."""
+    """Call `run` and record its effects."""
     notes = Notes(call, buffers)
     return notes.outcome(run(*call[0], **call[1]))
 
@@ -83,7 +83,7 @@ def with_gradients(
 ) -> Outcome:
     """Call `run` and differentiate `loss` of its output by the call's float tensors and by `parameters`.
 
-    The parameters' own `grad` is left alone. What the loss does not depend on has a gradient of zeros.
+    The parameters' own `grad` is left alone. Tensors that the loss does not depend on get a gradient of zeros.
     """
     args, kwargs = map_nested(Tensor, _differentiable, call)
     wanted = {f"input {index}": tensor for index, tensor in enumerate(tensors_of((args, kwargs)))}
@@ -107,7 +107,7 @@ def _differentiable(tensor: Tensor) -> Tensor:
 
 
 def cloned(call: Call) -> Call:
-    """The call with its tensors copied: what is written into these is not seen by others. Aliases stay aliases."""
+    """The call with its tensors copied, so that writes into them stay in the copy. Aliases stay aliases."""
     copies: dict[int, Tensor] = {}
 
     def clone(tensor: Tensor) -> Tensor:
@@ -201,12 +201,14 @@ def _at(module: Any, path: str) -> Any:
 
 
 def _version(tensor: Tensor) -> Any:
-    """A value that changes with every write into the tensor; inference tensors, which count none, give their values."""
+    """A value that changes with every write into the tensor; for inference tensors, which have no counter, their
+    values.
+    """
     return _Values(tensor.detach().clone()) if tensor.is_inference() else tensor._version
 
 
 def _is_same(tensor: Tensor, value: Tensor) -> bool:
-    """Whether no number differs; of sparse and nested tensors, which few operators know, nothing is said."""
+    """Whether no number differs; sparse and nested tensors, which support few operators, are not compared."""
     is_plain = tensor.layout is torch.strided and not tensor.is_nested
     return not is_plain or _Values(tensor) == _Values(value)
 

@@ -30,7 +30,7 @@ from sparsebit.graph.state.outer_state import undisturbed_outer_state
 from sparsebit.graph.values.copying import copy_model
 from sparsebit.graph.values.nested import map_nested
 
-# Gives a stand-in for the module at a path of the model, made for such a call, to be compared with the module itself,
+# Returns a stand-in for the module at a path of the model, made for such a call, to be compared with the module itself,
 # and the stand-in's buffers.
 Part = tuple[nn.Module, Buffers]
 BuildPart = Callable[[str, nn.Module, Call], Part]
@@ -39,7 +39,7 @@ _CALLS_LOOKED_AT = 2  # of a module that a forward calls several times
 
 
 class Reference:
-    """The model's own code on one device, in one mode, but for modules that `modes` has another one for, by path."""
+    """The model's own code on one device, in one mode, except for the modules in `modes`, by path."""
 
     def __init__(
         self, model: nn.Module, device: torch.device, *, training: bool, modes: Mapping[str, bool] | None = None
@@ -47,13 +47,13 @@ class Reference:
         self.model, self.device, self.training, self.modes = model, device, training, modes or {}
 
     def outcome(self, call: Call, randomness: Randomness | None = None) -> Outcome:
-        """What the model does with `call`, whose tensors it may write into."""
+        """Run the model on `call` and record its effects. The model may write into the tensors of `call`."""
         module = self.fresh()
         with undisturbed_randomness(randomness), undisturbed_outer_state(module):
             return outcome_of(module, call, buffers_of(module))
 
     def fresh(self) -> nn.Module:
-        """The model in the state that it has now; what it does to its state is not seen in the original."""
+        """A copy of the model in its current state; changes of its state do not reach the original."""
         parameters = self.model.parameters()
         is_here = all(parameter.device == self.device for parameter in parameters)
         module = copy_model(self.model, share_parameters=is_here and not may_write_parameters(self.model))
@@ -71,7 +71,7 @@ class Reference:
             return with_gradients(module, call, loss, dict(module.named_parameters()))
 
     def repeats(self, call: Call, expected: Outcome, randomness: Randomness) -> bool:
-        """Whether the model itself does the same again."""
+        """Whether a second run of the model itself has the same outcome."""
         return self.outcome(call, randomness).difference(expected) is None
 
     def smallest_differing(
@@ -83,9 +83,9 @@ class Reference:
         *,
         compare: Compare | None = None,
     ) -> dict[str, str]:
-        """The innermost modules among `paths` whose stand-in does something else, and what: path -> difference.
+        """The innermost modules among `paths` whose stand-in differs: path -> difference.
 
-        `compare` tells what a module and its stand-in do differently with a call, where outcomes are not enough.
+        `compare` describes how a module and its stand-in differ on a call, where outcomes are not enough.
         """
         module = self.fresh()
         watch = _Watch(self.model, build, compare)
@@ -149,7 +149,7 @@ class _Watch:
 
 
 def is_within(path: str, other: str) -> bool:
-    """Whether the module at `path` is the one at `other`, or stands inside it."""
+    """Whether the module at `path` is the one at `other`, or is inside it."""
     return path == other or not other or path.startswith(f"{other}.")
 
 

@@ -83,7 +83,7 @@ def written_by(node: fx.Node, root: fx.GraphModule) -> list[fx.Node]:
 
 
 def is_users_function(node: fx.Node) -> bool:
-    """Whether the node calls a function that is neither torch's nor ours, so that what it does is not known."""
+    """Whether the node calls a function that is neither torch's nor ours, so that its effects are unknown."""
     function = node.target
     is_function = node.op == "call_function" and isinstance(function, FunctionType)
     return is_function and function.__module__.partition(".")[0] not in ("torch", "sparsebit")
@@ -98,7 +98,7 @@ def _writes(node: fx.Node, root: fx.GraphModule) -> bool:
 
 
 def writes_by_name(target: Any) -> bool:
-    """Whether a function or method of that name writes into its first argument: `x.add_`, `torch.relu_`, `x += y`."""
+    """Whether a function or method with that name writes into its first argument: `x.add_`, `torch.relu_`, `x += y`."""
     if getattr(target, "__module__", None) == "_operator":
         return target is operator.setitem or target in OPERATORS
     name = str(getattr(target, "__name__", target))
@@ -116,7 +116,7 @@ def is_inplace_call(node: fx.Node) -> bool:
 
 
 def written_later(graph_module: fx.GraphModule) -> set[fx.Node]:
-    """Nodes whose value, or what it is a view of, some node overwrites: to be kept as they are, not as copies."""
+    """Nodes whose value, or the base of that view, is overwritten by some node: they must be kept, not copied."""
     families = Families()
     sources: list[fx.Node] = []
     for node in graph_module.graph.nodes:

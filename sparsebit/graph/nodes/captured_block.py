@@ -1,4 +1,4 @@
-"""`CapturedBlock`: what a graph holds instead of a block that it was traced through."""
+"""`CapturedBlock`: replaces, in a graph, a block whose forward was traced."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class OfSource(nn.Module):
     """A module of a graph whose plain attributes are those of the module that was traced (`_traced`)."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What the traced module's code reads is set there; a graph holds plain values as constants."""
+        """Attributes are set on the traced module, whose code reads them; the graph holds plain values as constants."""
         traced: tuple[nn.Module, list[str]] | None = self.__dict__.get(_TRACED)
         is_own = (
             name in GRAPH_MODULE_NAMES
@@ -40,8 +40,8 @@ def _shows(traced: tuple[nn.Module, list[str]] | None, name: str) -> bool:
 
 
 def show_attributes_of(module: nn.Module, traced: nn.Module, new_names: list[str]) -> None:
-    """From now on `module` has the plain attributes of `traced` too; `new_names` gets those that it did not have when
-    they are set.
+    """From now on `module` also has the plain attributes of `traced`. `new_names` collects attributes that are set and
+    that `traced` did not have.
     """
     # As values: a `__getattr__` would cost a compiled model a guard for each attribute that it reads.
     for name, value in vars(traced).items():
@@ -58,7 +58,7 @@ GRAPH_MODULE_NAMES = frozenset(dir(fx.GraphModule({}, fx.Graph())))
 class CapturedBlock(OfSource):
     """Holds a block's layers, parameters and buffers under the block's name. The graph calls the layers directly.
 
-    A hook on it would never fire, and it has no code that a call could run: both are refused.
+    A hook on it would never fire, and a call would have no code to run: both raise an error.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -1,8 +1,8 @@
 """Example values during a trace: every traced value also has an example value, without data and without compute.
 
 With it, questions that a trace cannot answer by itself (`if x.dim() == 4`, `for k in features`, `(*x.shape[:-1], -1)`)
-are answered from the example. Each answer that another input could change becomes a guard in the graph: a call for
-which it does not hold is noticed, and runs the module's own code instead.
+are answered from the example. Each answer that another input could change becomes a guard in the graph: if the guard
+fails for a call, that call runs the module's own code instead.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def guard(value: Any, expected: Any, line: str) -> None:
 
 
 def kind_of(value: Any) -> str:
-    """A node of captured graphs: the name of the value's class. Torch's own kinds of tensors count as tensors."""
+    """A node of captured graphs: the name of the value's class. Subclasses that torch defines count as tensors."""
     is_fake = isinstance(value, torch.Tensor) and hasattr(value, "_class_of_original")
     return class_name(value._class_of_original if is_fake else type(value))
 
@@ -215,7 +215,7 @@ class _Answers:
         return tuple(self._specialise(tuple(value)))
 
     def _attribute(self, name: str) -> Any:
-        """`x.name`: a lazy attribute, or its value where the example already gives it."""
+        """`x.name`: a lazy attribute, or its value where the example already determines it."""
         if name in ("items", "keys", "values", "get"):
             method = self._mapping_method(name)
             if method is not None:
@@ -247,7 +247,7 @@ def _inplace_method(inplace: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-# fx takes `x += y` for `x = x + y`; code that holds the same tensor by another name would not see the write.
+# torch.fx treats `x += y` as `x = x + y`; code that holds the same tensor by another name would not see the write.
 for _inplace in OPERATORS:
     setattr(_Answers, f"__{_inplace.__name__}__", _inplace_method(_inplace))
 

@@ -25,15 +25,16 @@ from sparsebit.graph.nodes.captured_block import (
 )
 
 _REGISTRIES = ("_parameters", "_buffers", "_non_persistent_buffers_set")
-NAME_KEY = "sparsebit_name"  # where `node.meta` holds the name that `node_names` gives
+NAME_KEY = "sparsebit_name"  # the key in `node.meta` of the name from `node_names`
 
 
 class CapturedGraph(OfSource, fx.GraphModule):
     """`source`'s forward as a graph.
 
     Leaves are the source's own modules, and parameters and buffers that the graph reads by themselves live in the same
-    registries, so that `to`, `train` and `load_state_dict` reach both or neither. Children whose names a GraphModule
-    needs for itself (`graph`, `code`) are filed as `user_graph`, `user_code`: `source_path` gives the name back.
+    registries, so that `to`, `train` and `load_state_dict` reach both or neither. Children with a name that a
+    GraphModule uses itself (`graph`, `code`) are registered as `user_graph`, `user_code`; `source_path` returns the
+    original name.
     """
 
     def __init__(self, source: nn.Module, graph: fx.Graph) -> None:
@@ -158,7 +159,7 @@ class CapturedGraph(OfSource, fx.GraphModule):
         return _restored, (self._state(), type(self).__name__, _to_rows(self.graph))
 
     def _state(self) -> dict[str, Any]:
-        # Nor a forward in the instance, which is put there for training.
+        # A forward set on the instance, as training does, is not copied either.
         return {name: value for name, value in self.__dict__.items() if name not in ("_graph", "forward")}
 
 

@@ -26,13 +26,13 @@ def module_may_write(module: nn.Module) -> bool:
 
 
 def code_may_write(model: nn.Module) -> bool:
-    """Whether code in a captured model that is no graph may write into tensors that layers have read."""
+    """Whether code of a captured model that runs outside its graphs may write into tensors that layers have read."""
     return _any_may_write([part for part in model.modules() if not isinstance(part, CapturedGraph)])
 
 
 def function_may_write(function: Any) -> bool:
-    """Whether a call of a function of the user's own may write into its arguments, or a function that it calls by name
-    into those that it gets.
+    """Whether a call of a user's function may write into its arguments. Functions that it calls by name count too, with
+    the arguments that they get.
     """
     return _may_write(function) or any(map(_writes_into_arguments, _called_by_name(function)))
 
@@ -183,7 +183,9 @@ _PARAMETERS = frozenset({"data", "parameters", "named_parameters", "_parameters"
 
 
 def _is_written_in(node: Any, own: set[str]) -> bool:
-    """Whether the write goes into something that `self` holds, as far as its line tells; a plain counter does too."""
+    """Whether the write may go into something that `self` holds, judged by that line alone; plain counters count
+    too.
+    """
     if isinstance(node, ast.AugAssign):
         places: list[Any] = [node.target]
     elif isinstance(node, ast.Assign):

@@ -1,8 +1,8 @@
 """Names of nodes for configs, reports and files: the path of the module whose forward calls the op, and the op.
 
 `layer1.0.add`, `blocks.3.attn.matmul`, the second one there `blocks.3.attn.matmul_1`; in the model's own forward `add`.
-What other modules compute has no influence. Names that torch.fx gives count over the whole graph, and a change in one
-block would rename the ops of all that follow.
+A name does not depend on other modules. torch.fx numbers ops over the whole graph instead, so a change in one block
+would rename the ops of all later blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NOT_IN_NAMES = re.compile(r"[^0-9a-zA-Z_]+")
 
 
 def node_name(node: fx.Node) -> str:
-    """The node's name inside its graph: of a module's call the module's path, else what the tracer noted."""
+    """The node's name inside its graph: for a module call the module's path, else the name that the tracer recorded."""
     name: str | None = node.meta.get(NAME_KEY)
     if name is not None:
         return name
@@ -27,7 +27,7 @@ def node_name(node: fx.Node) -> str:
 
 
 class NodeNames:
-    """Gives names that nothing else in the graph has; `taken`: paths of modules and of tensors.
+    """Makes names that are unique in the graph; `taken`: paths of modules and of tensors.
 
     >>> names = NodeNames(["stem", "stem.add"])
     >>> [names.new("", "add"), names.new("", "add"), names.new("stem", "add"), names.new("stem", "cat")]
@@ -39,7 +39,7 @@ class NodeNames:
         self._numbers: Counter[str] = Counter()
 
     def new(self, path: str, op: str) -> str:
-        """The name of one more `op` that the module at `path` calls; a second call of the module counts on."""
+        """The name of one more `op` that the module at `path` calls; the number continues over calls of the module."""
         plain = _NOT_IN_NAMES.sub("_", op)
         wanted = f"{path}.{plain}" if path else plain
         name = wanted

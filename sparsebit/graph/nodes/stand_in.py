@@ -1,4 +1,4 @@
-"""`StandIn`: a module that replaces another one and answers `isinstance` as that one does."""
+"""`StandIn`: a module that replaces another one and has its class in `isinstance`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class StandIn(nn.Module):
-    """Code that asks `isinstance(layer, nn.Linear)` gets the answer of the module that this one replaces."""
+    """`isinstance(layer, nn.Linear)` has the same result as for the module that this one replaces."""
 
     def _stands_for(self) -> nn.Module | None:
         """That module; None where there is none (yet)."""
@@ -17,9 +17,9 @@ class StandIn(nn.Module):
 
     @property
     def __class__(self) -> type:
-        """What `isinstance` asks besides the real type, which `type()` gives.
+        """The replaced module's class, which `isinstance` also tests; `type()` still returns the real type.
 
-        Torch itself gets the real type: its compiler looks for the forward there, `fully_shard` derives from it.
+        Torch itself sees the real type: its compiler looks for the forward there, and `fully_shard` derives from it.
         """
         if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "torch":
             return type(self)
@@ -32,12 +32,12 @@ class StandIn(nn.Module):
         vars(object)["__class__"].__set__(self, kind)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """By the real type: pickle would take `__class__` for it."""
+        """Pickles by the real type; by default pickle would use `__class__`."""
         return _blank, (type(self),), self.__dict__
 
 
 def without_stand_ins(module: nn.Module) -> nn.Module:
-    """The same module, with what stands in for a module below it replaced by that module."""
+    """The same module, with each stand-in below it undone: the module that it replaces is put back."""
     for name, child in module._modules.items():
         while isinstance(child, StandIn) and (replaced := child._stands_for()) is not None:
             child = replaced

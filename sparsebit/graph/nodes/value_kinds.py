@@ -1,4 +1,4 @@
-"""Which nodes give tensors, and which give sizes and other Python values."""
+"""Which nodes produce tensors, and which produce sizes and other Python values."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def python_values(graph: fx.Graph) -> set[fx.Node]:
 
 
 def static_values(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that no input's values reach: made of weights, constants and sizes (a position table, say)."""
+    """Nodes that do not depend on any input's values: made of weights, constants and sizes (a position table, say)."""
     found = python_values(graph)
     for node in graph.nodes:
         if node.op not in ("placeholder", "output") and all(source in found for source in node.all_input_nodes):
@@ -47,7 +47,7 @@ def static_values(graph: fx.Graph) -> set[fx.Node]:
 
 
 def copied(value: Any) -> Any:
-    """A copy of a tensor; a number that stands in its place (`gain=1.0`) as it is."""
+    """A copy of a tensor; a number in its place (`gain=1.0`) as it is."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 

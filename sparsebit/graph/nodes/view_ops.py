@@ -1,4 +1,4 @@
-"""Which functions and methods of torch may give (a view of) their first input, by torch's own schemas."""
+"""Which functions and methods of torch may return (a view of) their first input, by torch's own schemas."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ Functions = tuple[Callable[..., Any], ...]
 
 
 class OpKind(Enum):
-    """What an op does with the values of its inputs, as far as quantization asks."""
+    """How an op treats the values of its inputs, as far as quantization needs to know."""
 
     WEIGHTED = "weighted"  # quantizes its input and its weight
     UNARY = "unary"  # quantizes its one input
@@ -38,10 +38,10 @@ class OpKind(Enum):
 
 @dataclass(frozen=True)
 class OpRow:
-    """`inputs`: names of the leading parameters, "" for one that is no quantizable tensor, "*" in front for varargs (a
-    list-valued one counts as several); `weight`, `bias`: their names, and their places among the function's parameters;
-    `channel_axis`: the weight's output channels. `is_activation`: may be absorbed by the layer in front. `names`:
-    classes and functions of packages that are not imported here.
+    """`inputs`: names of the leading parameters, "" for one that is not a quantizable tensor, a leading "*" for varargs
+    (a list-valued one counts as several); `weight`, `bias`: their names, and their places among the function's
+    parameters; `channel_axis`: the weight's output channels. `is_activation`: may be fused into the layer before it.
+    `names`: classes and functions of packages that are not imported here.
     """
 
     name: str

@@ -17,7 +17,7 @@ from sparsebit.graph.nodes.random_ops import class_may_draw
 def decompose(model: nn.Module) -> nn.Module:
     """`model` with every decomposable attention replaced, in place; shared modules stay shared."""
     held = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
-    # Random ops draw in the order of memory: where there are some, outputs lie in memory as torch's own do.
+    # Random ops draw in the order of memory: if the model has some, outputs get the memory layout of torch's own.
     kinds: list[Any] = [type(module) for module in model.modules() if not isinstance(module, nn.MultiheadAttention)]
     draws = any(map(class_may_draw, kinds))
     plain = {
@@ -54,7 +54,7 @@ class PlainMultiheadAttention(nn.Module):
     in_proj_weight = None
 
     def __init__(self, original: nn.MultiheadAttention, *, keeps_layout: bool = False) -> None:
-        """`keeps_layout`: the output lies in memory as the original's does."""
+        """`keeps_layout`: the output has the memory layout of the original's."""
         super().__init__()
         self.keeps_layout = keeps_layout
         self.embed_dim, self.num_heads, self.head_dim = original.embed_dim, original.num_heads, original.head_dim
@@ -121,7 +121,7 @@ class PlainMultiheadAttention(nn.Module):
 
 
 def _copies(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """A copy of each tensor; what is one tensor stays one."""
+    """A copy of each tensor; arguments that are the same tensor share one copy."""
     copies = {id(tensor): tensor.clone() for tensor in tensors}
     return tuple(copies[id(tensor)] for tensor in tensors)
 

@@ -33,7 +33,7 @@ _NORMS: dict[type, tuple[type[nn.Module], ...]] = {
 
 
 def fold_factor(norm: _BatchNorm) -> torch.Tensor:
-    """What `norm` multiplies each channel by: `g/sqrt(v+eps)`, float64 `(C,)`."""
+    """The factor of `norm` for each channel: `g/sqrt(v+eps)`, float64 `(C,)`."""
     assert norm.running_var is not None
     # float64: the running variance of dead channels is tiny, and the product is stored for good.
     variance = norm.running_var.double()
@@ -64,7 +64,7 @@ def fold_into(layer: nn.Module, norm: _BatchNorm) -> None:
 
 
 def neutralize(norm: _BatchNorm) -> None:
-    """Make the norm an identity, in place: layers compute its part."""
+    """Make the norm an identity, in place, because layers now compute its part."""
     with torch.no_grad():
         neutral = {"running_mean": 0.0, "running_var": 1.0 - norm.eps, "weight": 1.0, "bias": 0.0}
         for name, value in neutral.items():
@@ -81,19 +81,19 @@ class Folded(Absorbed):
 
 
 class FoldedBatchNorm1d(Folded, nn.BatchNorm1d):
-    """Gives its input."""
+    """Returns its input."""
 
 
 class FoldedBatchNorm2d(Folded, nn.BatchNorm2d):
-    """Gives its input."""
+    """Returns its input."""
 
 
 class FoldedBatchNorm3d(Folded, nn.BatchNorm3d):
-    """Gives its input."""
+    """Returns its input."""
 
 
 class FoldedSyncBatchNorm(Folded, nn.SyncBatchNorm):
-    """Gives its input."""
+    """Returns its input."""
 
 
 _FOLDED: dict[type, type] = {
@@ -105,7 +105,7 @@ _FOLDED: dict[type, type] = {
 
 
 def can_fold(layer: nn.Module | None, norm: nn.Module | None) -> bool:
-    """Whether `norm` after `layer` scales the layer's output channels, by numbers that are known."""
+    """Whether `norm` after `layer` scales the layer's output channels by known constants."""
     if type(norm) not in _NORMS.get(type(layer), ()) or not isinstance(norm, _BatchNorm) or norm.running_mean is None:
         return False
     assert layer is not None
@@ -159,7 +159,7 @@ class FoldBatchNorm(ReplacePatternBase):
 
 
 def fold_batchnorm(graph_module: fx.GraphModule) -> int:
-    """Fold every foldable batch norm in place; gives how many."""
+    """Fold every foldable batch norm in place; returns how many."""
     return FoldBatchNorm().apply(graph_module)
 
 
@@ -170,7 +170,7 @@ def feeds_alone(layer: fx.Node, norm: fx.Node) -> bool:
 
 
 def is_shared(node: fx.Node, root: fx.GraphModule) -> bool:
-    """Whether others than this call would be changed by a change of the module."""
+    """Whether a change of the module would affect anything besides this call."""
     module = module_of(node, root)
     calls = [other for other in root.graph.find_nodes(op="call_module") if module_of(other, root) is module]
     if len(calls) > 1 or node.target in root.meta.get("shared", ()):

@@ -20,7 +20,7 @@ from sparsebit.graph.passes.fold_batchnorm import (
 from sparsebit.graph.rewriting.patterns import Match, MatchingNode
 from sparsebit.graph.rewriting.rewrite import ReplacePatternBase
 
-# Norms that take a batch of images alone: axis 1 is that of the channels.
+# Norms that only take a batch of images: axis 1 is the channel axis.
 _NORMS = (nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -54,12 +54,12 @@ class FoldConcatenated(ReplacePatternBase):
 
 
 def fold_concatenated(graph_module: fx.GraphModule) -> int:
-    """Fold the batch norms behind concatenated convolutions in place; gives how many."""
+    """Fold the batch norms behind concatenated convolutions in place; returns how many."""
     return FoldConcatenated().apply(graph_module)
 
 
 def _parts(cat: fx.Node) -> list[fx.Node]:
-    """The calls of modules that are concatenated along the channels; none where it is something else."""
+    """The module calls that are concatenated along the channels; empty if it concatenates anything else."""
     tensors = cat.args[0] if cat.args else cat.kwargs.get("tensors")
     dim = cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", cat.kwargs.get("axis", 0))
     if dim != 1 or not isinstance(tensors, Sequence):
@@ -69,7 +69,7 @@ def _parts(cat: fx.Node) -> list[fx.Node]:
 
 
 def _split(norm: _BatchNorm, sizes: Sequence[int]) -> list[_BatchNorm]:
-    """The norm of each part; none where the parts are not its channels."""
+    """The norm of each part; empty if the parts are not the norm's channels."""
     if sum(sizes) != norm.num_features or not all(sizes):
         return []
     norms: list[_BatchNorm] = []

@@ -15,9 +15,10 @@ from sparsebit.graph.rewriting.rewrite import ReplacePatternBase
 
 
 class FoldFlattened(ReplacePatternBase):
-    """Folds where the layer's features are the norm's channels, and nothing but its shape is read besides.
+    """Folds where the layer's features are the norm's channels, and where nothing else reads more than the layer's
+    shape.
 
-    What gives the norm's output the shape of the layer's again (`reshape_as`) goes too.
+    An op that reshapes the norm's output to the layer's output shape (`reshape_as`) is removed too.
     """
 
     nodes = (
@@ -45,7 +46,7 @@ class FoldFlattened(ReplacePatternBase):
 
 
 def fold_flattened(graph_module: fx.GraphModule) -> int:
-    """Fold the batch norms behind flattened linear layers in place; gives how many."""
+    """Fold the batch norms behind flattened linear layers in place; returns how many."""
     return FoldFlattened().apply(graph_module)
 
 

@@ -25,7 +25,7 @@ _RESHAPES = ("reshape", "view")
 
 
 def fold_scales(graph_module: fx.GraphModule) -> int:
-    """Fold every factor that can be, in place; gives how many."""
+    """Fold every foldable factor in place; returns how many."""
     found = [node for node in graph_module.graph.nodes if _fold(node, graph_module)]
     if found:
         sweep(graph_module)
@@ -33,7 +33,7 @@ def fold_scales(graph_module: fx.GraphModule) -> int:
 
 
 def _fold(product: fx.Node, root: fx.GraphModule) -> bool:
-    """Take the product out of the graph, if one operand is a layer's output and the other its factors."""
+    """Take the product out of the graph if one operand is a layer's output and the other its factors."""
     is_product = product.op in ("call_function", "call_method") and product.target in _PRODUCTS
     if not is_product or len(product.args) != 2 or product.kwargs:
         return False
@@ -63,7 +63,7 @@ def _fold(product: fx.Node, root: fx.GraphModule) -> bool:
 
 
 def _layer_behind(value: fx.Node, root: fx.GraphModule) -> fx.Node | None:
-    """The call that gives the value, in front of dropout, which a factor may pass."""
+    """The call that produces the value. Dropout after it is skipped, since a factor may be moved before dropout."""
     while type(module_of(value, root)) is nn.Dropout:
         source = value.args[0]
         if not isinstance(source, fx.Node) or len(source.users) != 1:
@@ -73,7 +73,7 @@ def _layer_behind(value: fx.Node, root: fx.GraphModule) -> fx.Node | None:
 
 
 def _parameter_of(factors: fx.Node, root: fx.GraphModule) -> nn.Parameter | None:
-    """The parameter that a node gives, reshaped or not, if nothing else reads it."""
+    """The parameter that a node reads, reshaped or not, if nothing else reads it."""
     source = factors.args[0] if _is_reshape(factors) else factors
     if not isinstance(source, fx.Node) or source.op != "get_attr" or len(source.users) != 1 or len(factors.users) != 1:
         return None

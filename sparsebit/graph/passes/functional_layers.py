@@ -49,7 +49,7 @@ def _lift(node: fx.Node, graph_module: fx.GraphModule, layers: dict[Any, str]) -
     if bias is not None and not _is_parameter(bias, graph_module):
         return
     if kind is nn.Linear and graph_module.get_parameter(str(weight.target)).dim() != 2:
-        return  # F.linear also takes a vector, which gives one value per row
+        return  # F.linear also takes a vector, and then returns one value per row
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     if any(isinstance(part, fx.Node) for part in pytree.tree_leaves(options)):
         return
@@ -90,7 +90,7 @@ def _make(
 
 
 def _owner(weight: fx.Node, bias: fx.Node | None, root: fx.GraphModule) -> nn.Module | None:
-    """The module that has just this weight and bias under these names: it shall see what becomes of them."""
+    """The module with exactly this weight and bias under these names, so that it is updated together with them."""
     path, _, name = source_path(str(weight.target)).rpartition(".")
     owner = root.source.get_submodule(path) if isinstance(root, CapturedGraph) else None
     if owner is None or name != "weight" or owner._parameters.keys() != {"weight", "bias"}:

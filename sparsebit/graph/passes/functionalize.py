@@ -39,7 +39,7 @@ def functionalize(graph_module: fx.GraphModule) -> fx.GraphModule:
                 for reader in [user for user in source.users if order[user] > order[node]]:
                     reader.replace_input_with(source, node)
                     relied_on.update({node.target} if node.op == "call_module" else ())
-                python.discard(node)  # `x[0] = y` gives nothing, but what takes its place gives a tensor
+                python.discard(node)  # `x[0] = y` has no value, but the op that replaces it produces a tensor
                 node.meta["example"] = value_of(source)
             plain.add(node)
             continue

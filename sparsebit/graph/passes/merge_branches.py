@@ -26,27 +26,27 @@ _OPERATORS = {1: operator.add, -1: operator.sub}
 
 
 class MergedConv1d(Absorbed, nn.Conv1d):
-    """Gives zeros."""
+    """Returns zeros."""
 
 
 class MergedConv2d(Absorbed, nn.Conv2d):
-    """Gives zeros."""
+    """Returns zeros."""
 
 
 class MergedConv3d(Absorbed, nn.Conv3d):
-    """Gives zeros."""
+    """Returns zeros."""
 
 
 class MergedBatchNorm1d(Absorbed, nn.BatchNorm1d):
-    """Gives zeros."""
+    """Returns zeros."""
 
 
 class MergedBatchNorm2d(Absorbed, nn.BatchNorm2d):
-    """Gives zeros."""
+    """Returns zeros."""
 
 
 class MergedBatchNorm3d(Absorbed, nn.BatchNorm3d):
-    """Gives zeros."""
+    """Returns zeros."""
 
 
 _MERGED: dict[type, type] = {
@@ -69,7 +69,7 @@ class _Branch:
 
 
 def merge_branches(graph_module: fx.GraphModule) -> int:
-    """Merge all branches that can be, in place; gives how many layers were taken into others."""
+    """Merge all mergeable branches in place; returns how many layers were merged into others."""
     count = 0
     for top in list(graph_module.graph.nodes):
         if _is_addition(top) and not _is_inside(top):
@@ -94,7 +94,7 @@ def _is_inside(node: fx.Node) -> bool:
 
 
 def _parts(addition: fx.Node, sign: int = 1) -> Iterator[tuple[fx.Node | float, int]]:
-    """What a sum adds up, with signs: the terms of the sums inside of it, not these."""
+    """The terms of a sum, with signs; an inner sum is replaced by its own terms."""
     for part, own in zip(addition.args, (sign, sign * _SIGNS[addition.target]), strict=True):
         if isinstance(part, fx.Node) and _is_addition(part) and len(part.users) == 1:
             yield from _parts(part, own)
@@ -103,7 +103,7 @@ def _parts(addition: fx.Node, sign: int = 1) -> Iterator[tuple[fx.Node | float, 
 
 
 def _by_input(top: fx.Node, root: fx.GraphModule) -> list[list[_Branch]]:
-    """The branches of a sum, those with the same input together."""
+    """The branches of a sum, grouped by their input."""
     found: dict[fx.Node, list[_Branch]] = {}
     for node, sign in _parts(top):
         if not isinstance(node, fx.Node) or len(node.users) != 1 or len(node.args) != 1 or node.kwargs:
@@ -131,7 +131,7 @@ def _is_plain(layer: _ConvNd | _BatchNorm) -> bool:
 
 
 def _merge(branches: list[_Branch]) -> list[_Branch]:
-    """Take the branches into the convolution with the largest kernel; those that were."""
+    """Merge the branches into the convolution with the largest kernel; returns those that were merged."""
     hosts = [branch.layer for branch in branches if isinstance(branch.layer, _ConvNd) and branch.sign > 0]
     if not hosts:
         return []
@@ -199,7 +199,7 @@ def _add(host: _ConvNd, weight: Tensor, bias: Tensor) -> None:
 
 @torch.no_grad()
 def _empty(layer: _ConvNd | _BatchNorm) -> None:
-    """Let the layer give zeros, for code that still adds them."""
+    """Make the layer return zeros, for code that still adds them."""
     if layer.weight is None:  # a norm without factors
         layer.weight, layer.bias = (nn.Parameter(torch.zeros_like(layer.running_mean)) for _ in range(2))
     layer.weight.zero_()
@@ -209,7 +209,7 @@ def _empty(layer: _ConvNd | _BatchNorm) -> None:
 
 
 def _leave_out(top: fx.Node, merged: set[fx.Node]) -> None:
-    """Make the sum one of the other terms; zeros, with which Python's `sum` begins, are left out too."""
+    """Reduce the sum to the other terms; the zero with which Python's `sum` begins is left out too."""
     inner = _inner_additions(top)
     kept = [(term, sign) for term, sign in _parts(top) if term not in merged and (isinstance(term, fx.Node) or term)]
     kept.sort(key=lambda one: -one[1])  # one that is added comes first: that which took in the others, at the latest

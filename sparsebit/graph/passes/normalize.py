@@ -17,10 +17,10 @@ _CLASSES: tuple[type[_BatchNorm], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.Bat
 
 
 def normalize(graph_module: fx.GraphModule, source: nn.Module) -> fx.GraphModule:
-    """Rewrite in place. `source`, the module that the graph was traced from, tells which layer owns the statistics.
+    """Rewrite in place. `source`, the module that the graph was traced from, shows which layer owns the statistics.
 
-    Subclasses of BatchNorm (norm + activation in one layer) trace to `F.batch_norm` with the eval branch taken. The
-    owner's base class gives back both modes.
+    Subclasses of BatchNorm (norm + activation in one layer) trace to `F.batch_norm` with the eval branch taken. Calling
+    the owner's base class restores both modes.
     """
     for node in list(graph_module.graph.nodes):
         if node.op == "call_function" and node.target in (F.batch_norm, torch.batch_norm):

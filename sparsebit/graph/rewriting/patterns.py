@@ -113,7 +113,7 @@ class SubgraphMatcher:
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
-    """The nodes among the arguments, in order, as often as they stand there (`x + x`: twice)."""
+    """The nodes among the arguments, in order, with repetitions (`x + x`: twice)."""
     found: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), found.append)
     return found

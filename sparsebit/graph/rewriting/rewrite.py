@@ -29,7 +29,7 @@ from sparsebit.graph.rewriting.patterns import JointChecker, Match, MatchingNode
 class ReplacePatternBase:
     """Base of graph passes that replace a pattern of nodes.
 
-    A subclass gives `nodes` (and `joint_checkers`) and writes `replace`. It is called once for each place of the
+    A subclass sets `nodes` (and `joint_checkers`) and defines `replace`. It is called once for each place of the
     graph, or with `until_stable` until nothing changes.
     """
 
@@ -43,14 +43,15 @@ class ReplacePatternBase:
         refuse_former_methods(cls, "make_nodes", "make_joint_checkers", "make_matching_strategy", "get_new_graph")
 
     def replace(self, match: Match, graph_module: fx.GraphModule) -> dict[str, fx.Node]:
-        """Which node takes the place of which matched one; new nodes are made here, and may read the matched ones.
+        """The replacement of each replaced node, by pattern name; new nodes are made here, and may read the matched
+        ones.
 
         An empty dict leaves the graph alone (what was changed in the matched modules stays).
         """
         raise NotImplementedError(f"{type(self).__name__} must define replace(match, graph_module)")
 
     def apply(self, graph_module: fx.GraphModule) -> int:
-        """Rewrite `graph_module` in place; gives the number of places. One that never stops matching is an error."""
+        """Rewrite `graph_module` in place; returns the number of places. A pass that matches forever is an error."""
         matcher = SubgraphMatcher(self.nodes, self.joint_checkers)
         limit = 1000 + 10 * len(graph_module.graph.nodes)
         total = 0
@@ -97,7 +98,7 @@ def sweep(graph_module: fx.GraphModule) -> None:
 
 
 def _has_effects(node: fx.Node, root: fx.GraphModule) -> bool:
-    """Whether a call does more than give a value: draws random numbers, runs hooks or a user's code, counts batches."""
+    """Whether a call has side effects: draws random numbers, runs hooks or a user's code, counts batches."""
     module = module_of(node, root)
     if module is None:
         return is_users_function(node) or (node.op in ("call_function", "call_method") and may_draw(node.target))

@@ -133,9 +133,10 @@ class FrozenValues:
         self._watch_inside(value, place, reads, 0, is_outside=True)
 
     def _watch_inside(self, value: Any, place: str, reads: _Reads, depth: int, *, is_outside: bool = False) -> None:
-        """What a container or a plain object holds, also deeper.
+        """Watch the contents of a container or a plain object, several levels deep.
 
-        Of a dictionary outside of the model only the entries that it has now: code may keep its own results there.
+        For a dictionary outside of the model, only its current entries are watched: code may keep its own results
+        there.
         """
         if type(value).__module__ == "numpy" and getattr(value, "nbytes", _MAX_BYTES) < _MAX_BYTES:
             self._groups.append(_Group(_BYTES, value, value.tobytes(), (place,), is_outside))
@@ -169,13 +170,17 @@ class FrozenValues:
                 self._watch_inside(inner, f"{place}.{name}", reads, depth + 1, is_outside=is_outside)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FrozenValues:
-        """The same for a copy of the modules, which is made with the same `memo`: what has changed here has there."""
+        """The same for a copy of the modules, which is made with the same `memo`: values changed here count as changed
+        there.
+        """
         new = FrozenValues(())
         new._groups = [group if group.is_outside else _copied(group, memo) for group in self._groups]
         return new
 
     def follow(self, original: FrozenValues) -> None:
-        """For a copy whose functions were made to refer to it: what has not changed in the original has not here."""
+        """For a copy whose functions were made to refer to it: values unchanged in the original count as unchanged
+        here.
+        """
         for place, (group, theirs) in enumerate(zip(self._groups, original._groups, strict=True)):
             if not group.is_outside and not theirs.is_changed:
                 self._groups[place] = replace(group, held=group.read(group.holder))
@@ -332,7 +337,7 @@ def _reads_of(kind: Any) -> _Reads:
 
 
 def _reads_of_functions(members: Iterable[Any]) -> _Reads:
-    """Of functions, and of those that they call by name."""
+    """The names that these functions look up, and those of the functions that they call by name."""
     found, waiting, seen = _Reads(), list(members), set[int]()
     while waiting and len(seen) < _MAX_FUNCTIONS:
         function = function_of(waiting.pop())
@@ -358,8 +363,8 @@ def _reads_of_functions(members: Iterable[Any]) -> _Reads:
 def _note_surroundings(
     function: types.FunctionType, attributes: frozenset[str], names: frozenset[str], found: _Reads
 ) -> list[Any]:
-    """Note where the code around a function keeps values for it. The answer: members of the classes and modules that it
-    names.
+    """Record where the code around a function keeps values for it. Returns the members of the classes and modules that
+    the function names.
     """
     reached: list[Any] = []
     for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):

@@ -97,7 +97,7 @@ def _is_data(value: Any) -> bool:
 
 
 def _is_memo(before: Any, now: Any, print_before: Any) -> bool:
-    """Tensors that no input decides, kept for the next call: a graph computes them at every call."""
+    """Tensors that do not depend on any input and are kept for the next call: a graph computes them at every call."""
     if before is None:
         return _is_fixed(now)
     if type(now) is not dict or now is not before or len(now) > _MAX_ITEMS or print_before[0] != "container":
@@ -129,7 +129,7 @@ def _places_of(module: nn.Module, known: dict[type, list[Place]]) -> list[Place]
 
 
 def _code_of(hook: Any) -> Any:
-    """The function that a hook runs: of a callable object that of its class."""
+    """The function that a hook runs; for a callable object, the one of its class."""
     hook = hook.func if isinstance(hook, functools.partial) else hook
     return hook if function_of(hook) is not None else type(hook).__call__
 

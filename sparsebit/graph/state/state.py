@@ -78,7 +78,7 @@ class ModuleState:
             undo()
 
     def _is_memo(self, name: str) -> bool:
-        """A value that weights alone decide, kept for the next call: a graph computes it at every call."""
+        """A value that depends on weights only and is kept for the next call: a graph computes it at every call."""
         value, print_before = self.module.__dict__.get(name), self.prints.get(name)
         if isinstance(value, fx.Proxy):
             return print_before == _NOTHING and not depends_on_input(value.node)
@@ -140,7 +140,7 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 
 def states_of(root: nn.Module, *, inside: bool = True) -> list[ModuleState]:
-    """Of `root` and, by default, of every module inside; compiled ones keep theirs elsewhere."""
+    """The state of `root` and, by default, of every module inside; compiled modules keep theirs elsewhere."""
     modules = root.modules() if inside else [root]
     return [ModuleState(module) for module in modules if not isinstance(module, torch.jit.ScriptModule)]
 
@@ -241,14 +241,14 @@ def kept_iterator(value: Any) -> Any:
 
 
 def _kept_state(state: Any) -> Any:
-    """Of an iterator: the iterators inside, and the list in which `cycle` collects what it repeats."""
+    """A copy of an iterator's state: of the iterators inside, and of the list in which `cycle` collects its items."""
     if isinstance(state, tuple):
         return tuple(map(_kept_state, state))
     return list(state) if type(state) is list else kept_iterator(state)
 
 
 def _position(value: Any) -> Any:
-    """Of an iterator where it stands; of what it stands on how much that is, which shrinks or grows."""
+    """An iterator's position and the length of what it iterates over, which may shrink or grow."""
     if is_iterator(value):
         return type(value), _position(value.__reduce__()[1:])
     if isinstance(value, tuple):
@@ -276,7 +276,7 @@ def _items(value: Any, undo: list[Callable[[], None]], seen: set[int], depth: in
 
 
 def _inside(value: Any, undo: list[Callable[[], None]], seen: set[int], depth: int) -> Any:
-    """What an object holds, as far as that can be known."""
+    """The contents of an object, as far as they can be known."""
     if isinstance(value, random.Random):
         state = value.getstate()
         undo.append(lambda: value.setstate(state))
@@ -311,7 +311,7 @@ def _set_back(generator: torch.Generator, state: torch.Tensor) -> None:
 
 
 def _slots(value: Any) -> dict[str, Any]:
-    """What an object of a class with `__slots__` holds."""
+    """The attribute values of an object of a class with `__slots__`."""
     lists = [kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__]
     names = [name for listed in lists for name in ((listed,) if isinstance(listed, str) else listed)]
     return {name: getattr(value, name) for name in names if not name.startswith("__") and hasattr(value, name)}

@@ -16,7 +16,7 @@ from sparsebit.graph.values.failures import forward_line, user_line
 class TrainingFlag:
     """Passed on as an argument it is read at run time; as a condition it is False, as in eval mode, and is reported.
 
-    A module without weights that asks is refused: it runs its own code, in both modes.
+    A module without weights that branches on it is not traced: it runs its own code, in both modes.
     """
 
     def __init__(self, tracer: Any, path: str, owner: nn.Module) -> None:

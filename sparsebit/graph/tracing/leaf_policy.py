@@ -30,8 +30,8 @@ _COMPOSITES: tuple[type[nn.Module], ...] = (
 class LeafPolicy:
     """Leaves: modules of `torch.nn` except containers and composites, `skip` globs, and the classes in `extra`.
 
-    By path, with the reason: `own_code`, modules that are not traced but run their own code, with their layers seen
-    one by one; `untouched`, modules that stay as they are, with everything inside.
+    By path, with the reason: `own_code`, modules that run their own code untraced while their layers are handled one by
+    one; `untouched`, modules that stay as they are, with everything inside.
     """
 
     skip: tuple[str, ...] = ()

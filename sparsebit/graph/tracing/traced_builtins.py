@@ -184,7 +184,7 @@ def has_attribute(tracer: Any, value: Any, name: str) -> bool:
 def _may_vary(tracer: Any, node: fx.Node) -> bool:
     """Whether another call could bring a value of another class.
 
-    Without an example a value is taken to be a tensor, and guarded; but not what unknown code gives.
+    Without an example a value is assumed to be a tensor, and guarded; a result of unknown code is not.
     """
     module = tracer.root.get_submodule(str(node.target)) if node.op == "call_module" else None
     is_known = type(module).__module__.startswith("torch.nn.") and not isinstance(module, _OF_TUPLES)

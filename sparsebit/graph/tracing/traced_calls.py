@@ -1,7 +1,7 @@
-"""Around each call of a module whose code is traced: an error where the call does what no graph represents.
+"""Around each call of a module whose code is traced: raises an error if the call does what a graph cannot represent.
 
-That is: state that the next call reads (attributes, globals, an assigned buffer), hooks, Python's randomness, and what
-the tracer refused while the code ran, even if that code caught the error.
+This covers state that the next call reads (attributes, globals, an assigned buffer), hooks, Python's randomness, and
+whatever the tracer refused while the code ran, even if that code caught the error.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ class TracedCalls:
         self._refusals: list[str] = []
 
     def refuse(self, reason: str) -> NoReturn:
-        """End the trace of the module whose code runs now; noted too, since that code may catch the error."""
+        """End the trace of the module whose code runs now. The reason is also recorded, as that code may catch the
+        error.
+        """
         self._refusals.append(reason)
         raise fx.proxy.TraceError(reason)
 
     @contextlib.contextmanager
     def kept_faithful(self, module: nn.Module, path: str) -> Iterator[None]:
-        """Inside, one call of `module` runs. What it changed is put back."""
+        """Inside, one call of `module` runs. Its changes of state are undone."""
         refusals, randomness = len(self._refusals), PythonRandomness()
         states, outside = states_of(module), OuterState([module], self.places)
         try:

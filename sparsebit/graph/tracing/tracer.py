@@ -1,10 +1,10 @@
 """The symbolic tracer: which modules are leaves, and what happens where torch.fx alone would fail or be wrong.
 
-What differs from `torch.fx.Tracer`:
+Differences to `torch.fx.Tracer`:
 
 * a submodule that cannot be traced becomes one leaf call and is reported (`Untraced`); the rest of the trace goes on;
-* `self.training` stays alive: passed on (`F.dropout(x, training=self.training)`) it is read from the module at run
-  time, branched on it takes the eval branch and is reported, a module without weights that branches on it is a leaf;
+* `self.training` stays dynamic: passed on (`F.dropout(x, training=self.training)`) it is read from the module at run
+  time; a branch on it takes the eval path and is reported; a module without weights that branches on it is a leaf;
 * factories (`torch.arange(h)`) accept traced sizes;
 * nodes are named after the module whose code calls the op (`node_names.py`);
 * values have examples, where example inputs are given (`example.py`), and answer Python's questions from them.
@@ -62,7 +62,7 @@ from sparsebit.graph.values.failures import (
 
 
 class LeafTracer(fx.Tracer):
-    """Traces `root` once, whatever is inside; `prefix`: where it stands in the whole model (for globs and reports)."""
+    """Traces `root` once, with everything inside; `prefix`: its path in the whole model (for globs and reports)."""
 
     def __init__(
         self,
@@ -101,7 +101,9 @@ class LeafTracer(fx.Tracer):
         return self._thread == threading.get_ident() and not self._values.is_evaluating
 
     def refuse(self, reason: str) -> NoReturn:
-        """End the trace of the module whose code runs now; noted too, since that code may catch the error."""
+        """End the trace of the module whose code runs now. The reason is also recorded, as that code may catch the
+        error.
+        """
         self._calls.refuse(reason)
 
     def class_of(self, obj: fx.Proxy) -> type:
@@ -157,7 +159,7 @@ class LeafTracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
-        """Placeholders by name, keyword-only parameters among them; parameters in `self.constants` are no inputs."""
+        """Placeholders by name, keyword-only parameters among them; parameters in `self.constants` are left out."""
         assert isinstance(self.root, nn.Module)
         self.graph._graph_namespace.create_name("self", None)  # the compiled forward's own: no node may take it
         signature = inspect.signature(self.root.forward)
@@ -237,12 +239,14 @@ class LeafTracer(fx.Tracer):
         return ExampleProxy(node, self)
 
     def write(self, operation: Callable[..., Any], proxy: fx.Proxy, other: Any) -> Any:
-        """`proxy += other`: a write into a tensor; of a size, a new number."""
+        """`proxy += other`: a write into a tensor; for a size, a new number."""
         target = OPERATORS[operation] if proxy.node in python_values(self.graph) else operation
         return self.create_proxy("call_function", target, (proxy, other), {})
 
     def add_guard(self, node: fx.Node, answer: Any) -> None:
-        """Remember in the graph that `node` was taken to be `answer`. What weights alone decide needs no guard."""
+        """Record in the graph that the trace assumed `answer` for `node`. A node that reads weights alone needs no
+        guard.
+        """
         guards = [user.args[1] for user in node.users if user.target is guard]
         is_known = any(type(known) is type(answer) and known == answer for known in guards)
         if not depends_on_input(node):

@@ -120,7 +120,7 @@ def _patch_all(tracer: Any, stack: contextlib.ExitStack) -> None:
 
 
 def _patch_entropy(tracer: Any, stack: contextlib.ExitStack) -> None:
-    """What generators without a seed begin with. NumPy's get it from `secrets`, which reads `random._urandom`."""
+    """Refuse the sources that seed unseeded generators. NumPy's use `secrets`, which reads `random._urandom`."""
     reason = "draws from a random generator without a seed, or from the system's: other numbers at every call"
 
     def refuse() -> None:

@@ -1,1 +1,1 @@
-"""Values that a model takes and gives: nested, copied, compared."""
+"""Values that a model takes and returns: nested, copied, compared."""

@@ -14,7 +14,7 @@ CallForm = dict[str, Any]
 
 
 def call_form(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallForm:
-    """What a call looks like: per parameter its constant value (None, bool, str, defaults) or VARYING."""
+    """The form of a call: per parameter its constant value (None, bool, str, defaults) or VARYING."""
     signature = signature_of(module)
     given = flattened(signature.bind(*args, **kwargs))
     form: CallForm = {name: value if is_constant(value) else VARYING for name, value in given.items()}

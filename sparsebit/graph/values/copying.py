@@ -39,8 +39,8 @@ def copy_model(model: nn.Module, *, share_parameters: bool = False, share: Itera
     memo.update(without_history(model))
     memo.update(_empty_containers(model))
     try:
-        # In inference mode copies would be such that no gradient can be taken of; with gradients on, the parameters of
-        # a ScriptModule's copy would pass theirs to the original's.
+        # In inference mode the copies could not require a gradient; with gradients on, the parameters of a
+        # ScriptModule's copy would pass theirs to the original's.
         with torch.inference_mode(False), torch.no_grad():
             copied = copy.deepcopy(model, memo)
     except Exception as error:
@@ -122,7 +122,7 @@ def is_held(root: nn.Module, part: nn.Module) -> bool:
 
 
 def _leaves(value: Any, depth: int = 4) -> Iterator[Any]:
-    """What plain containers hold, a few levels down."""
+    """The contents of plain containers, a few levels down."""
     if isinstance(value, _CONTAINERS) and depth:
         for item in value.values() if isinstance(value, dict) else value:
             yield from _leaves(item, depth - 1)

@@ -1,4 +1,4 @@
-"""`torch.inference_mode()` gives tensors that no gradient can be taken through, ever: algorithms need ordinary ones."""
+"""Ordinary tensors in place of those of `torch.inference_mode()`, which can never take part in a backward."""
 
 from __future__ import annotations
 

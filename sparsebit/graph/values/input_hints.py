@@ -1,4 +1,4 @@
-"""What often is wrong with a batch of images: its layout, its type or its range."""
+"""Hints on common mistakes in a batch of images: its layout, its type or its range."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _BRIGHT = 16.0  # normalised pixels stay below, bytes are above
 
 
 def input_hint(call: Any) -> str:
-    """What to try for inputs that a model does not run on; empty where nothing is unusual."""
+    """Advice for inputs that a model does not run on; empty if nothing is unusual."""
     return "".join(f"; {hint}" for hint in _hints(call))
 
 
 def range_hint(call: Any) -> str:
-    """What to check for inputs that look like images with pixels from 0 to 255; empty where none do."""
+    """Advice for inputs that look like images with pixels from 0 to 255; empty if none do."""
     for tensor in pytree.tree_leaves(call):
         if isinstance(tensor, Tensor) and tensor.is_floating_point() and _is_image(tensor) and tensor.numel():
             low, high = float(tensor.min()), float(tensor.max())

@@ -1,8 +1,8 @@
-"""Views that are made without a record for the backward, as tensors of their own.
+"""Turns views that were made without a record for the backward into tensors of their own.
 
-A quantized copy is contiguous, even of a tensor that is not. On it an op may give a view of a temporary where it gives
-the model a new tensor: `F.linear` and `reshape` do. Autograd refuses to write into a view that was made under
-`torch.no_grad()` once gradients are recorded again.
+A quantized copy is contiguous even if its original is not. On such a copy an op (`F.linear`, `reshape`) may return a
+view of a temporary where it would return a new tensor to the model. Autograd refuses to write into a view that was
+made under `torch.no_grad()` once gradients are recorded again.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Methods that make a quantized model better, one a file."""
+"""Algorithms that improve a calibrated model, one per file."""

@@ -23,11 +23,11 @@ def apply_algorithms(
     memory_budget: int = 1024 * MIB,
     resume: str | os.PathLike[str] | None = None,
 ) -> list[tuple[str, Any]]:
-    """Run the `ALGORITHMS` of the config on a calibrated model, in place; gives each one's name and result.
+    """Run the `ALGORITHMS` of the config on a calibrated model, in place; returns each one's name and result.
 
-    `data`: batches as for calibration. Every algorithm reads them from the start, so that it is a list or a DataLoader,
-    not an iterator. `memory_budget`: bytes of activations in memory. `resume`: a folder that keeps what is finished; a
-    run that was killed goes on after it.
+    `data`: batches as for calibration. Every algorithm reads them from the start, so it must be a list or a DataLoader,
+    not an iterator. `memory_budget`: bytes of activations in memory. `resume`: a folder that keeps finished work; a
+    run that was killed continues from there.
 
     >>> apply_algorithms(qmodel, batches)  # doctest: +SKIP
     [('gptq', {'conv1': LayerRounding(nearest=0.0113, rounded=0.0021), ...})]

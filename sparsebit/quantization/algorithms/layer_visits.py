@@ -1,4 +1,4 @@
-"""What algorithms that change one layer at a time ask about the layer and its values."""
+"""Helpers for algorithms that change one layer at a time: the layer's input, the owners of its weight, its codes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sparsebit.quantization.quantizers.base import Quantizer
 
 
 def is_first_call(node: fx.Node) -> bool:
-    """Whether no node in front of it calls the same layer: its parameters are changed once."""
+    """Whether no earlier node calls the same layer, so that its parameters are changed only once."""
     root = node.graph.owning_module
     assert root is not None
     layer = root.get_submodule(str(node.target))
@@ -29,7 +29,7 @@ def is_first_call(node: fx.Node) -> bool:
 
 
 def has_one_input(node: fx.Node) -> bool:
-    """Whether the layer is called with its input alone."""
+    """Whether the layer is called with its input only."""
     return len(node.args) + len(node.kwargs) == 1 and len(node.all_input_nodes) == 1
 
 
@@ -48,7 +48,7 @@ def num_owners(model: nn.Module) -> dict[int, int]:
         owners.update(id(parameter) for parameter in module._parameters.values())
     graph = getattr(model, "graph", None)
     for node in [] if graph is None else graph.find_nodes(op="get_attr"):
-        # The path is that in the user's model: a wrapped layer gives its parameters under it too.
+        # The path is that in the user's model: a wrapped layer lists its parameters under it too.
         owners[id(operator.attrgetter(str(node.target))(model))] += 1
     return owners
 
@@ -64,13 +64,13 @@ def weights_outside(model: nn.Module) -> list[str]:
 
 
 def folder_name(algorithm: str, options: dict[str, Any]) -> str:
-    """Of the folder that keeps finished layers of a run with these options."""
+    """The name of the folder that keeps finished layers of a run with these options."""
     return f"{algorithm}-{hashlib.sha256(repr(sorted(options.items())).encode()).hexdigest()[:12]}"
 
 
 @torch.no_grad()
 def store_codes(quantizer: Quantizer, weight: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor) -> None:
-    """Write the scales, and the values of the codes as the weight: rounded to nearest it gives these codes again."""
+    """Write the scales, and the dequantized codes as the weight, so that rounding to nearest returns the same codes."""
     quantizer.store_qparams(scale, zero_point)
     weight.copy_(dequantize(codes.to(weight.device), *quantizer.qparams(), quantizer.spec, torch.float64))
     again = codes_of(weight, *quantizer.qparams(), quantizer.spec)

@@ -23,7 +23,7 @@ from sparsebit.registry import ALGORITHMS
 
 AlgorithmFunction = TypeVar("AlgorithmFunction", bound=Callable[..., Any])
 
-# Keywords about how an algorithm runs, not about what it computes: a call gives them, not a config.
+# Keywords about how an algorithm runs, not about what it computes: they are set in a call, not in a config.
 _OF_THE_RUN = ("memory_budget", "resume")
 
 
@@ -35,7 +35,7 @@ def register_algorithm(
     Its keyword-only arguments with a default are the options, in upper case: `ALGORITHMS: [{mine: {STEPS: 20}}]` calls
     `mine(qmodel, data, steps=20)`. `memory_budget` and `resume` are not options; they are passed where the function
     takes them. Types and bounds (`steps: Annotated[int, Field(ge=1)] = 20`) are checked in configs and in calls.
-    `options`: a `Section` in the place of the one that is made of the keywords.
+    `options`: a `Section` that replaces the one made from the keywords.
 
     >>> @register_algorithm("halve")
     ... def halve(qmodel, data, *, layers: int = 1):
@@ -65,13 +65,13 @@ def register_algorithm(
 def run_step(
     step: Step, qmodel: Any, data: Any, *, memory_budget: int, resume: str | os.PathLike[str] | None = None
 ) -> Any:
-    """Call the registered function with the options of the step; gives what it gives."""
+    """Call the registered function with the options of the step, and return its result."""
     function: Any = ALGORITHMS.get(step.name)
     given = {key.lower(): value for key, value in step.options}
     of_the_run = {"memory_budget": memory_budget, "resume": resume}
     taken = inspect.signature(function).parameters
     if resume is not None and "resume" not in taken:
-        of_the_run.pop("resume")  # quick: it is done again from the start
+        of_the_run.pop("resume")  # a quick algorithm: it starts again from the beginning
     return function(qmodel, data, **given, **{key: of_the_run[key] for key in of_the_run if key in taken})
 
 
@@ -93,7 +93,7 @@ def options_of_keywords(name: str, function: Callable[..., Any]) -> type[Section
 
 
 def _check_call(function: Callable[..., Any], options: type[Section], given: Mapping[str, Any]) -> None:
-    """An error for keywords of a call that are not what the options take; unknown ones are left to Python."""
+    """Raise for keywords of a call that the options do not allow; unknown ones are left to Python."""
     values = {key.upper(): value for key, value in given.items() if key.upper() in options.model_fields}
     if faults := all_faults(values, options):
         told = (f"{'.'.join(fault.key).lower()}{fault.given}: {fault.reason}" for fault in faults)
@@ -104,7 +104,7 @@ _MENTION = re.compile(r"(?:^|(?<=\s))`(\w+)`: ")
 
 
 def _explained(docstring: str) -> dict[str, str]:
-    """Of "`steps`: how often. `seed`: of the draws." the sentence after each name, up to the next name or paragraph."""
+    """By name, the text that follows "`name`: " in a docstring, up to the next name or paragraph."""
     parts = _MENTION.split(docstring)
     texts = (text.split("\n\n")[0] for text in parts[2::2])
     return {key: " ".join(text.split()) for key, text in zip(parts[1::2], texts, strict=True)}

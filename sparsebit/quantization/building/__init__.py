@@ -1,1 +1,1 @@
-"""The plan as modules: quantizers and quantized ops in the graph."""
+"""Turns the plan into modules: quantizers and quantized ops in the graph."""

@@ -34,13 +34,13 @@ from sparsebit.quantization.quantizers.base import Quantizer, rounds_by_operator
 
 _LAYERS = frozenset({"conv", "linear", "addmm"})
 _BINARY = {"add": IntegerAdd, "mul": IntegerProduct}
-_CLIPS = frozenset({"relu", "relu6", "hardtanh"})  # they commute with rounding on a grid that holds their ends
+_CLIPS = frozenset({"relu", "relu6", "hardtanh"})  # they commute with rounding if the grid contains their bounds
 
 
 def attach_integer_ops(captured: Captured, profile: RuntimeProfile) -> None:
-    """In place, after the quantizers are there; nothing where the runtime adds biases in float.
+    """Must be called after quantizers are attached; in place; does nothing if the runtime adds biases in float.
 
-    What an earlier call attached is removed first: quantizers may have been replaced since.
+    Parts attached by an earlier call are removed first, because quantizers may have been replaced since.
     """
     if profile.bias != "int32":
         return
@@ -78,7 +78,7 @@ def attach_integer_ops(captured: Captured, profile: RuntimeProfile) -> None:
 
 
 def make_room_for_biases(model: nn.Module) -> None:
-    """Raise scales of weights where a layer's bias would not fit into int32 otherwise."""
+    """Raise scales of weights if a layer's bias would otherwise not fit into int32."""
     for layer in model.modules():
         if isinstance(layer, (WeightedQuantOpr, FunctionalWeightedQuantOpr)):
             bias = layer.stored_bias()
@@ -88,7 +88,7 @@ def make_room_for_biases(model: nn.Module) -> None:
 
 
 def _detach(captured: Captured) -> dict[FunctionalWeightedQuantOpr, Tensor]:
-    """Remove what `attach_integer_ops` has put into graphs and layers; gives the biases that calibration has seen."""
+    """Remove everything that `attach_integer_ops` added; returns the biases recorded during calibration."""
     seen: dict[FunctionalWeightedQuantOpr, Tensor] = {}
     layers = [loose.module for loose in captured.loose.values()]
     for region in captured.regions.values():
@@ -114,7 +114,7 @@ def _detach(captured: Captured) -> dict[FunctionalWeightedQuantOpr, Tensor]:
 
 @dataclass(frozen=True)
 class _Call:
-    """The quantizers of a call's input and output; `front`: the module that gives the input."""
+    """The quantizers of a call's input and output; `front`: the module that produces the input."""
 
     source: Quantizer | None
     output: Quantizer | None = None
@@ -122,7 +122,7 @@ class _Call:
 
 
 def _attach_calls(layer: WeightedQuantOpr, calls: list[_Call], *, is_exact: bool) -> None:
-    """All calls have a quantized input, or none is in integers."""
+    """Attach integer arithmetic to all calls; to none if one of them has a float input."""
     outputs: dict[Quantizer, Quantizer | None] = {}
     for call in calls:
         if call.source is None or not _fits(layer, call.source):
@@ -167,7 +167,7 @@ def _arithmetic(
 
 
 def _constants(region: Region) -> set[fx.Node]:
-    """Values that the file can hold as they are: made of parameters alone, and quantized nowhere on the way."""
+    """Values that the file can hold as constants: made of parameters alone, without a quantizer in between."""
     static, found = static_values(region.graph_module.graph), set()
     for node in region.graph_module.graph.nodes:
         if node in static and all(source in found for source in node.all_input_nodes):
@@ -180,8 +180,8 @@ def _constants(region: Region) -> set[fx.Node]:
 def _adds_plainly(node: fx.Node, layer: FunctionalWeightedQuantOpr, constants: set[fx.Node]) -> bool:
     """Whether the call is `x @ weight + bias` without factors, and a bias, if there is one, is constant.
 
-    A kernel takes its int32 bias from the file, and no QuantizeLinear makes one: a bias that depends on the input stays
-    float, and with it the layer.
+    A kernel takes its int32 bias from the file, and there is no QuantizeLinear to int32: a bias that depends on the
+    input stays float, and so does the layer.
     """
     place = bias_argument(layer.row, node.args, node.kwargs)
     bias = node.kwargs[place] if isinstance(place, str) else None if place is None else node.args[place]
@@ -190,7 +190,7 @@ def _adds_plainly(node: fx.Node, layer: FunctionalWeightedQuantOpr, constants: s
 
 
 def _attach_binary(node: fx.Node, region: Region) -> None:
-    """In `add(QIdentity, QIdentity) + relu + QIdentity`; `mul` likewise."""
+    """Handle `add(QIdentity, QIdentity) + relu + QIdentity`; `mul` likewise."""
     root = region.graph_module
     row = row_of(node, root) if node.op in ("call_function", "call_method") else None
     if row is None or row.name not in _BINARY or len(node.args) != 2 or node.kwargs:
@@ -220,13 +220,13 @@ def _module(node: object, region: Region) -> object:
 
 
 def _quantizer_of(source: object, region: Region) -> Quantizer | None:
-    """The quantizer that alone made this value."""
+    """The quantizer that alone produced this value."""
     module = _module(source, region)
     return module.input_quantizer if isinstance(module, (QIdentity, QShared)) else None
 
 
 def _input_quantizer(node: fx.Node, layer: QuantOpr, region: Region) -> Quantizer | None:
-    """The quantizer inside the layer, or the one that stands alone right in front of it."""
+    """The quantizer inside the layer, or the separate one directly before it."""
     if not layer.input_quantizer.fake_fused:
         return layer.input_quantizer
     return _quantizer_of(_input_of(node, layer), region)
@@ -239,7 +239,7 @@ def _input_of(node: fx.Node, layer: QuantOpr) -> object:
 
 
 def _output_quantizer(node: fx.Node, region: Region) -> Quantizer | None:
-    """The quantizer behind the op, with at most clipping in between."""
+    """The quantizer after the op, with at most clipping in between."""
     while len(node.users) == 1:
         node = next(iter(node.users))
         found = _quantizer_of(node, region)

@@ -1,8 +1,8 @@
 """Quantizers for weights that no op of the graph owns: stacked experts, gates of recurrent layers, factors in own code.
 
-A parameter is a weight where a matrix product reads it. In a graph that is seen from the nodes; in a module's own code
-(and in ops that are not registered) it is observed in one forward on the example inputs. Without an example a sizeable
-stack of matrices is taken to be weights. Scales are per output channel, of each matrix of a stack its own.
+A parameter is a weight if a matrix product reads it. In a graph the nodes show that; for a module's own code
+(and for ops that are not registered) one forward on the example inputs is observed. Without an example, a sizeable
+stack of matrices is assumed to be weights. Scales are per output channel, separate for each matrix of a stack.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from sparsebit.quantization.ops.parameter_use import axis_of, observe_use
 from sparsebit.quantization.planning.float_reasons import SWITCHED_OFF, TABLE, UNCALLED, UNEXPLAINED
 from sparsebit.quantization.planning.sites import LEFT_OUT, Plan, Site, site_of, spec_of
 
-# Of all parameters: a smaller stack that no example explains is no weight worth a guess.
+# Share of all parameters: a smaller stack without an example is not quantized by a guess.
 SIZEABLE = 0.01
 PRODUCTS: dict[str, tuple[int | None, ...]] = {"matmul": (-1, -2), "bmm": (-1, -2), "baddbmm": (None, -1, -2)}
-# Backends without a form for an integer weight in front of a float op.
+# Backends that cannot read an integer weight before a float op.
 _INTEGER_LAYERS_ONLY = frozenset({"tensorrt"})
 
 
 @dataclass
 class _Candidate:
-    """A parameter without a quantizer. `axis`: along which products sum it up; `channel_axis`: of a convolution's
+    """A parameter without a quantizer. `axis`: the one that products sum over; `channel_axis`: of a convolution's
     kernel; `reads`: where graphs read it.
     """
 
@@ -52,7 +52,7 @@ class _Candidate:
     parameter: Tensor
     axis: int | None = None
     channel_axis: int | None = None
-    is_watched: bool = False  # whether code reads it that only an example explains
+    is_watched: bool = False  # whether code reads it whose use only an example shows
     reads: list[tuple[fx.GraphModule, fx.Node]] = field(default_factory=list)
 
     @property
@@ -66,7 +66,7 @@ class _Candidate:
 
 @dataclass
 class _Notes:
-    """What is added to the plan."""
+    """The additions to the plan."""
 
     floats: dict[str, str]
     given: Plan | None
@@ -74,14 +74,14 @@ class _Notes:
     layers: list[str] = field(default_factory=list)
 
     def note(self, candidate: _Candidate, reason: str) -> None:
-        if candidate.path not in self.floats:  # that of the whole layer says more
+        if candidate.path not in self.floats:  # the reason of the whole layer is more informative
             self.floats[candidate.site] = reason
 
 
 def attach_parameter_quantizers(captured: Captured, plan: Plan, example: Any = None, given: Plan | None = None) -> Plan:
-    """Put them into the captured model, in place; gives the plan with their sites, and why the others stay float.
+    """Attach them to the captured model, in place; returns the plan with their sites, and why the others stay float.
 
-    `given`: a plan that says what is quantized, and how.
+    `given`: a plan that decides what is quantized, and how.
     """
     config, notes = plan.config, _Notes(dict(plan.floats), given)
     candidates = _candidates(captured, notes, config)
@@ -136,7 +136,7 @@ def _candidates(captured: Captured, notes: _Notes, config: QuantConfig) -> list[
     for owned in owned_parameters(captured.model):
         if id(owned.parameter) in known or id(owned.parameter) in found or not is_matrix(owned.parameter):
             continue
-        is_fixed = isinstance(owned.owner, (fx.GraphModule, torch.jit.ScriptModule))  # nothing is put into these
+        is_fixed = isinstance(owned.owner, (fx.GraphModule, torch.jit.ScriptModule))  # these cannot get new modules
         if owned.layer is not None or is_fixed or type(owned.owner) in (nn.Module, CapturedBlock):
             if owned.layer is None:
                 notes.floats.setdefault(owned.full_name, UNCALLED)
@@ -152,12 +152,12 @@ def _candidates(captured: Captured, notes: _Notes, config: QuantConfig) -> list[
 
 
 def is_matrix(parameter: Tensor) -> bool:
-    """Whether it may be a weight: two axes or more are longer than 1."""
+    """Whether it may be a weight: at least two axes are longer than 1."""
     return parameter.is_floating_point() and sum(size > 1 for size in parameter.shape) >= 2
 
 
 def _is_left_alone(candidate: _Candidate, policy: LeafPolicy) -> bool:
-    """Whether the user keeps its module in float."""
+    """Whether the user's config keeps its module in float."""
     parts = candidate.path.split(".")
     above = [".".join(parts[: end + 1]) for end in range(len(parts))]
     return any(policy.is_skipped(path) for path in above)
@@ -190,7 +190,7 @@ def _look_at_readers(candidate: _Candidate, node: fx.Node, root: fx.GraphModule)
 
 
 def _summed_by_einsum(user: fx.Node, source: fx.Node) -> int | None:
-    """The operand's axis, counted from its end, that the equation sums up; None where that is not one axis."""
+    """The operand's axis, counted from its end, that the equation sums over; None if that is not one axis."""
     equation, *operands = user.args
     if not isinstance(equation, str) or "." in equation or "->" not in equation or operands.count(source) != 1:
         return None
@@ -205,7 +205,7 @@ def _operand_axis(user: fx.Node, source: fx.Node, axes: tuple[int | None, ...]) 
 
 
 def _moved(user: fx.Node, source: fx.Node, value: Any) -> Any:
-    """What the op makes of the operand on the meta device; None where other values of the graph decide that."""
+    """The op's result for the operand on the meta device; None if it depends on other values of the graph."""
     if len(user.all_input_nodes) != 1 or not isinstance(value, Tensor):
         return None
     args, kwargs = fx.map_arg((user.args, user.kwargs), lambda node: value)
@@ -213,12 +213,12 @@ def _moved(user: fx.Node, source: fx.Node, value: Any) -> Any:
         if user.op == "call_method":
             return getattr(args[0], str(user.target))(*args[1:], **kwargs)
         return user.target(*args, **kwargs) if callable(user.target) else None
-    except Exception:  # an op that has no form on the meta device: nothing is known then
+    except Exception:  # an op that does not support the meta device: the result is unknown
         return None
 
 
 def _guess(candidates: list[_Candidate], captured: Captured, notes: _Notes) -> None:
-    """Without an example: sizeable stacks of matrices `[n, out, in]`, or `[n, in, out]` where the module says
+    """Without an example: sizeable stacks of matrices `[n, out, in]`, or `[n, in, out]` if the module has
     `is_transposed`.
     """
     total = sum(owned.parameter.numel() for owned in owned_parameters(captured.model))
@@ -254,7 +254,7 @@ def _quantized(candidate: _Candidate, notes: _Notes, config: QuantConfig) -> Qua
     try:
         site = site_of(name, wanted, 0).replace(spec=_spec(wanted, candidate))
         site = site if notes.given is None else notes.given[name]
-        # The runtime reads it as float numbers: any format will do.
+        # The runtime reads it as float numbers, so any format works.
         num_scales = num_rows(candidate.parameter.shape, site.spec.granularity)
         quantizer = quantizer_of(site, "virtual", num_scales)
     except SpecError as error:
@@ -265,13 +265,13 @@ def _quantized(candidate: _Candidate, notes: _Notes, config: QuantConfig) -> Qua
 
 
 def _config_of(candidate: _Candidate, config: QuantConfig) -> WeightConfig:
-    """Under the parameter's name; where no glob matches that, under its module's."""
+    """The config for the parameter's name; if no glob matches that, for its module's."""
     found = config.resolve("W", candidate.site)
     return found if found != config.resolve("W", "") else config.resolve("W", candidate.path)
 
 
 def _spec(config: WeightConfig, candidate: _Candidate) -> TensorSpec:
-    """Per channel: a scale for each run along the axis that products sum up, so that every output has its own."""
+    """Per channel: a scale for each row along the summed axis, so that every output has its own."""
     if candidate.axis is None:
         assert candidate.channel_axis is not None
         return spec_of(config, candidate.channel_axis)

@@ -1,4 +1,4 @@
-"""Puts the quantizers of a plan into the graphs: inside wrapped ops, or alone as a `QIdentity`."""
+"""Inserts the quantizers of a plan into the graphs: inside wrapped ops, or alone as a `QIdentity`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from sparsebit.quantization.quantizers.registration import build_quantizer
 
 
 def attach_quantizers(captured: Captured, plan: Plan, placement: Placement) -> None:
-    """Put every planned quantizer into the captured model, in place; a site that the plan lacks stays in float."""
+    """Insert every planned quantizer into the captured model, in place; a site that the plan lacks stays in float."""
     maker = _Maker(plan)
     writes_outside = code_may_write(captured.model) or any(
         _writes_behind_code(region.graph_module) for region in captured.regions.values()
@@ -55,7 +55,7 @@ def attach_quantizers(captured: Captured, plan: Plan, placement: Placement) -> N
 
 
 def _writes_behind_code(root: CapturedGraph) -> bool:
-    """Whether a graph writes into what it has given to a module that runs code of its own."""
+    """Whether a graph writes into a value that it passed to a module with its own code."""
     calls = [
         node
         for node in root.graph.find_nodes(op="call_module")
@@ -76,7 +76,7 @@ class _RegionAttacher:
         self.root = region.graph_module
         self.calls = Counter(node.target for node in self.root.graph.nodes if node.op == "call_module")
         self.quantized_outputs: dict[fx.Node, fx.Node] = {}
-        # The quantizers in front of an op, which other ops may read too, by the names that errors show.
+        # The quantizers before an op, which other ops may read too, by the names that errors show.
         self.served: dict[fx.Node, dict[str, Quantizer]] = {}
         self.homes = _homes(self.root, region.source)
         self.writes = Writes(self.root, outside=writes_outside)
@@ -136,11 +136,11 @@ class _RegionAttacher:
             self.quantized_outputs[tensor.source] = node
 
     def _divides_by(self, source: fx.Node, reader: fx.Node) -> bool:
-        """Whether the reader must not see zeros that rounding has made."""
+        """Whether the reader must not get zeros that come from rounding."""
         return reader in self.divisor_makers or source in reads_as_divisor(reader)
 
     def _copy_for(self, node: fx.Node, source: fx.Node) -> None:
-        """Let a quantizer read a copy of memory that is written later: the backward needs what it has read."""
+        """Let a quantizer read a copy of memory that is written later: the backward needs the values that it read."""
         with self.root.graph.inserting_before(node):
             copy = self.root.graph.call_function(copied, (source,))
         node.replace_input_with(source, copy)
@@ -220,7 +220,9 @@ class _Maker:
 
 
 def quantizer_of(site: Site, backend: str, num_scales: int, observed_as: Target | None = None) -> Quantizer:
-    """A fresh quantizer for the site. `observed_as`: how its observer sees the tensor, where that is not its role."""
+    """A fresh quantizer for the site. `observed_as`: the role for its observer, if it differs from the tensor's
+    role.
+    """
     return build_quantizer(
         site.quantizer,
         site.spec,

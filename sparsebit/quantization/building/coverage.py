@@ -1,4 +1,4 @@
-"""The captured, quantized model -> what is quantized, what is float, and why; of every parameter too."""
+"""Describes the quantized model: which layers and parameters are quantized, which are float, and why."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sparsebit.records import Coverage, FloatLayer, OpaqueModule, ParameterRecor
 
 
 def describe_coverage(model: nn.Module, captured: Captured, plan: Plan) -> Coverage:
-    """The coverage of the model as it is now (quantizers that are off for good do not count)."""
+    """The current coverage of the model (quantizers that are switched off for good do not count)."""
     layers: dict[str, QuantizedLayer] = {}
     unseen: dict[str, str] = {}
     own_code: Counter[str] = Counter()
@@ -51,7 +51,7 @@ def describe_coverage(model: nn.Module, captured: Captured, plan: Plan) -> Cover
         tuple(
             OpaqueModule(path, failure.module_type, failure.reason, failure.line, _below(path, layers))
             for path, failure in captured.untraced.items()
-            if row_of_name(failure.module_type) is None  # a known op that happens to be written in Python
+            if row_of_name(failure.module_type) is None  # otherwise it is a known op that is written in Python
         ),
         (
             *(
@@ -97,7 +97,7 @@ def _add_site(layers: dict[str, QuantizedLayer], module: nn.Module, quantizer: Q
 
 
 def _weighted(model: nn.Module) -> list[bool]:
-    """For each layer with a quantizable weight: is it quantized?"""
+    """For each layer with a quantizable weight: whether it is quantized."""
     found: list[bool] = []
     inside: set[int] = set()
     owners: dict[int, bool] = {}
@@ -134,13 +134,13 @@ def _record(owned: OwnedParameter, quantizer: Quantizer | None, floats: dict[str
 
 
 def _why_float(owned: OwnedParameter, quantizer: Quantizer | None, floats: dict[str, str]) -> str:
-    """The reason that the plan has for the parameter, its layer, or a module around it; else that of its kind."""
+    """The plan's reason for the parameter, its layer, or an enclosing module; else that of its kind."""
     if owned.full_name in floats:
         return floats[owned.full_name]
     is_matrix = sum(size > 1 for size in owned.parameter.shape) >= 2
     if is_matrix or quantizer is not None:
         path = owned.path
-        while path:  # the nearest module around it that is float as a whole
+        while path:  # the nearest enclosing module that is float as a whole
             if path in floats and not floats[path].startswith("absorbed by"):
                 return floats[path]
             path = path.rpartition(".")[0]

@@ -1,6 +1,7 @@
-"""`FloatParameters`: what weights and biases were in the float model, where an algorithm has changed them since.
+"""`FloatParameters`: the float model's values of weights and biases that an algorithm has changed.
 
-Algorithms write the values of codes into the weights. The next algorithm compares with the float model all the same.
+Algorithms write the dequantized codes into the weights, but the next algorithm still needs the float model to compare
+with.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class _Kept:
     value: Tensor  # of the float model, on the CPU
-    changed_to: str  # the checksum of what an algorithm made of it
+    changed_to: str  # the checksum of the algorithm's result
 
 
 class FloatParameters:
-    """By the parameter's path in the graph. They are in no file: a model that is loaded has none."""
+    """By the parameter's path in the graph. They are not saved: a loaded model has none."""
 
     def __init__(self) -> None:
         self._kept: dict[str, _Kept] = {}
 
     def get(self, path: str) -> Tensor | None:
-        """What the parameter is in the float model; None where it is as it was."""
+        """The parameter's value in the float model; None if it is unchanged."""
         kept = self._kept.get(path)
         return None if kept is None else kept.value
 
@@ -48,7 +49,7 @@ class FloatParameters:
         return digest({path: kept.value for path, kept in self._kept.items()}) if self._kept else ""
 
     def drop_outdated(self, graph_module: fx.GraphModule) -> None:
-        """Forget what something else changed since: training, a loaded state, a folded norm."""
+        """Forget parameters that something else changed since: training, a loaded state, a folded norm."""
         now = dict(graph_module.named_parameters(remove_duplicate=False))
         for path, kept in list(self._kept.items()):
             if path not in now or _digest(now[path]) != kept.changed_to:
@@ -56,18 +57,18 @@ class FloatParameters:
                 del self._kept[path]
 
     def changed(self, graph_module: fx.GraphModule) -> list[tuple[nn.Parameter, Tensor]]:
-        """The parameters that algorithms have changed, each with what it is in the float model."""
+        """The parameters that algorithms have changed, each with its value in the float model."""
         self.drop_outdated(graph_module)
         now = dict(graph_module.named_parameters(remove_duplicate=False))
         return [(now[path], kept.value) for path, kept in self._kept.items()]
 
     def clear(self) -> None:
-        """The parameters are those of the float model again."""
+        """Forget all values: the current parameters count as those of the float model."""
         self._kept.clear()
 
     @contextlib.contextmanager
     def keeping(self, block: Block) -> Iterator[None]:
-        """Inside, parameters of the block may be changed; what they were before the first change is kept."""
+        """Inside, parameters of the block may be changed; their values before the first change are kept."""
         before = {path: registry[name] for path, registry, name in _places(block)}
         copies = {path: t.detach().cpu().clone() for path, t in before.items() if t is not None}
         yield

@@ -1,6 +1,6 @@
-"""Multiplications by a factor per channel that were put into a graph after it was built, and their records.
+"""Multiplications by a factor per channel that were inserted into a built graph, and their records.
 
-A saved model has the records: a graph that is built again gets them before its tensors are loaded.
+A saved model contains the records: they are inserted into a rebuilt graph before its tensors are loaded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ChannelFactor(nn.Module):
 
 @dataclass(frozen=True)
 class InsertedFactor:
-    """One multiplication: its path in the graph, the node that it reads, those that read it, the factor's shape."""
+    """One multiplication: its path in the graph, the node that it reads, its readers, and the factor's shape."""
 
     name: str
     source: str
@@ -52,7 +52,7 @@ class InsertedFactor:
 
 
 def insert(root: fx.GraphModule, factors: Iterable[InsertedFactor]) -> None:
-    """Put the multiplications into the graph, in place, each with a factor of one."""
+    """Insert the multiplications into the graph, in place, each with a factor of one."""
     for record in factors:
         nodes = {node.name: node for node in root.graph.nodes}
         missing = [name for name in (record.source, *record.readers) if name not in nodes]
@@ -73,7 +73,7 @@ def insert(root: fx.GraphModule, factors: Iterable[InsertedFactor]) -> None:
 
 
 def remove(root: fx.GraphModule, factors: Iterable[InsertedFactor]) -> None:
-    """Take the multiplications out of the graph, in place."""
+    """Remove the multiplications from the graph, in place."""
     for record in factors:
         for node in [node for node in root.graph.find_nodes(op="call_module") if node.target == record.name]:
             node.replace_all_uses_with(node.all_input_nodes[0])

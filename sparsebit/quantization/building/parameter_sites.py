@@ -1,4 +1,4 @@
-"""Every parameter of a captured model: its name in the original, who owns it, and the quantizer that it is read by."""
+"""Every parameter of a captured model: its name in the original, its owner, and the quantizer that reads it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sparsebit.quantization.quantizers.base import Quantizer
 
 
 class OwnedParameter(NamedTuple):
-    """`path`: of the module that has it, as in the original model; `layer`: the op that wraps that module, if any."""
+    """`path`: of the owning module in the original model; `layer`: the op that wraps that module, if any."""
 
     path: str
     name: str
@@ -31,7 +31,7 @@ class OwnedParameter(NamedTuple):
 
 
 def owned_parameters(model: nn.Module) -> list[OwnedParameter]:
-    """Every parameter once, with the name that it has first; scales that quantizers learn are none of the model's."""
+    """Every parameter once, under its first name; scales that quantizers learn are not parameters of the model."""
     found: dict[int, OwnedParameter] = {}
     for path, module, layer in _modules(model):
         for name, parameter in module._parameters.items():
@@ -41,8 +41,9 @@ def owned_parameters(model: nn.Module) -> list[OwnedParameter]:
 
 
 def quantizers_of_parameters(model: nn.Module) -> dict[int, Quantizer]:
-    """By the parameter's id, the quantizer through which the model reads it: as a layer's weight, as the weight that a
-    function is given, or as an operand. A weight that is computed from parameters (a parametrization) counts for them.
+    """By the parameter's id, the quantizer through which the model reads it: as a layer's weight, as the weight
+    argument of a function, or as an operand. For a weight computed from parameters (a parametrization), these
+    parameters count.
     """
     found: dict[int, Quantizer] = {}
     for module in model.modules():
@@ -61,7 +62,7 @@ def quantizers_of_parameters(model: nn.Module) -> dict[int, Quantizer]:
 def _modules(
     module: nn.Module, path: str = "", layer: QuantOpr | None = None, seen: set[int] | None = None
 ) -> Iterator[tuple[str, nn.Module, QuantOpr | None]]:
-    """Modules with their paths in the original model, without what capture and quantization put around them."""
+    """Modules with their paths in the original model, without the wrappers that capture and quantization add."""
     seen = set() if seen is None else seen
     if id(module) in seen or isinstance(module, Quantizer | QuantizedParameter | QIdentity):
         return
@@ -101,7 +102,7 @@ def _reads(root: fx.GraphModule) -> Iterator[tuple[fx.Node, Quantizer]]:
 
 
 def _parameters_behind(node: fx.Node, root: fx.GraphModule) -> list[Tensor]:
-    """The parameters that a value is made of which no input reaches."""
+    """The parameters that a value is computed from, if it does not depend on any input."""
     found: list[Tensor] = []
     todo, seen = [node], {node}
     while todo:

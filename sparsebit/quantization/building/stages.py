@@ -1,6 +1,6 @@
 """The stages of building a quantized model, each a function: capture, prepare, transform, plan, attach.
 
-`QuantModel` runs them in this order; a tool that wants one of them alone calls it:
+`QuantModel` runs them in this order; a tool can call one of them separately:
 
     captured = capture(model, example=((x,), {}))
     prepare(captured, folds_batchnorm=True)
@@ -48,7 +48,7 @@ def prepare(
 ) -> dict[str, str]:
     """Bring every graph into the form that plans are made for, in place.
 
-    Gives the graphs (by path) that cannot be prepared, with the reason: their modules are to run their own code.
+    Returns the graphs (by path) that cannot be prepared, with the reason: their modules must run their own code.
     """
     wanted = {
         fold_batchnorm: folds_batchnorm,
@@ -84,9 +84,9 @@ def name_of(step: Transform) -> str:
 def attach(
     captured: Captured, plan: Plan, placement: Placement, *, example: Any = None, given: Plan | None = None
 ) -> Plan:
-    """Put the plan's quantizers into the captured model, in place; gives the completed plan.
+    """Insert the plan's quantizers into the captured model, in place; returns the completed plan.
 
-    `given`: a plan that decides about the sites of parameters that no op owns; they are found here.
+    `given`: a plan that decides the sites of parameters that no op owns; those parameters are found here.
     """
     attach_quantizers(captured, plan, placement)
     for region in captured.regions.values():
@@ -106,7 +106,7 @@ def _why_not_prepared(region: Region, passes: Sequence[Transform]) -> str:
 
 
 def _prepare(region: Region, passes: Sequence[Transform]) -> None:
-    """The native passes, in order, and those that are asked for."""
+    """Run the native passes, in order, and the optional ones."""
     functionalize(region.graph_module)
     simplify(region.graph_module)
     normalize(region.graph_module, region.source)

@@ -1,1 +1,1 @@
-"""Observers' runs over the data."""
+"""Runs observers over the data and computes scales and zero points."""

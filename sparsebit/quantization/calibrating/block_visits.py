@@ -41,9 +41,9 @@ Blocks = Sequence[str] | Literal["layers", "network"] | None
 
 @dataclass(frozen=True)
 class FloatRun:
-    """What an algorithm needs to run the float model before the first block is visited.
+    """Lets an algorithm run the float model before the first block is visited.
 
-    `inputs_of(i)`: the graph's inputs of batch i by name. Inside `as_float(block)` a block computes what it computes in
+    `inputs_of(i)`: the graph's inputs of batch i by name. Inside `as_float(block)` a block computes the same as in
     the float model.
     """
 
@@ -66,14 +66,14 @@ def visit_blocks(
     hold_out: HoldOut | None = None,
     views: int = 1,
 ) -> None:
-    """Call `visit(block_data)` for each block in order: its inputs from the quantized blocks in front of it, its
-    float inputs and targets, on `data` (batches as for calibration), with all that is calibrated switched on.
+    """Call `visit(block_data)` for each block in order: its inputs from the quantized blocks before it, its
+    float inputs and targets, on `data` (batches as for calibration), with all calibrated quantizers switched on.
 
     `blocks`: module paths, "layers" for single layers, "network" for all as one, or None to find them. `resume`: a
-    folder that keeps each finished block; a run that was killed goes on after them. `memory_budget`: bytes of
+    folder that keeps each finished block; a run that was killed continues after them. `memory_budget`: bytes of
     activations in memory. `prepare`: called once, before the first block, with a `FloatRun`. `hold_out`: some
-    samples are not among those of `block_data`, but in `block_data.held_out`. `views`: so many of each image
-    (itself, and copies that are mirrored and shifted).
+    samples are not among those of `block_data`, but in `block_data.held_out`. `views`: the number of views of each
+    image (itself, and copies that are mirrored and shifted).
     """
     require_whole(qmodel, "visit_blocks")
     check_ready(qmodel, "visit_blocks")
@@ -124,7 +124,9 @@ def visit_blocks(
 
 @contextlib.contextmanager
 def _bound_inputs(qmodel: SimulatedModel, root: Region, data: Any, memory_budget: int) -> Iterator[SharedData]:
-    """The graph's inputs of each batch by name. A guard of the graph that fails inside is a `CalibrationError`."""
+    """The graph's inputs of each batch by name. If a guard of the graph fails inside, a `CalibrationError` is
+    raised.
+    """
     inputs = SharedData(device_bytes=0, host_bytes=min(_INPUT_BYTES, memory_budget))
     for args, kwargs in calls(data, qmodel.original, qmodel.device):
         bound = root.bind(args, kwargs)
@@ -197,7 +199,7 @@ def block_state(block: Block) -> Mapping[str, Tensor]:
 
 @torch.no_grad()
 def load_block_state(block: Block, state: dict[str, Tensor]) -> None:
-    """Write into the block's parameters and buffers what `block_state` gave."""
+    """Write a result of `block_state` into the block's parameters and buffers."""
     here = _tensors(block)
     if {path: t.shape for path, t in here.items()} != {path: t.shape for path, t in state.items()}:
         raise CheckpointError(

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Calibration:
-    """From `prepare` to `calc_qparams` there is a `runner`, which sees every forward."""
+    """Between `prepare` and `calc_qparams` there is a `runner`, which observes every forward."""
 
     def __init__(self, qmodel: SimulatedModel, proof: Proof) -> None:
         self.qmodel, self.proof = qmodel, proof
@@ -51,16 +51,16 @@ class Calibration:
         self.runner.record(inputs)
 
     def require_no_statistics(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise if calibration has begun, and would be lost when the model is captured again for this call."""
+        """Raise if calibration has begun, because capturing the model again for this call would discard it."""
         qmodel, has_batches = self.qmodel, self.runner is not None and self.runner.num_batches
         if has_batches or any(quantizer.is_calibrated for quantizer in qmodel.quantizers()):
             raise CaptureError(
-                f"this call gives {shown(call_form(qmodel.source, args, kwargs))}, but the model was captured and "
+                f"this call has {shown(call_form(qmodel.source, args, kwargs))}, but the model was captured and "
                 f"calibrated for {shown(qmodel.call_form or {})}; build the QuantModel with example_inputs of this form"
             )
 
     def restart(self) -> None:
-        """Called after the model was captured again, with new quantizers."""
+        """Called after the model was captured again and has new quantizers."""
         if self.runner is not None:
             training = self.qmodel.training
             self.runner.finish()
@@ -69,7 +69,7 @@ class Calibration:
 
     @ordinary_tensors()
     def calc_qparams(self, asym: bool = False, w_quant: bool = False, a_quant: bool = False) -> None:
-        """Scales and zero points from what was gathered; see `QuantModel.calc_qparams`."""
+        """Scales and zero points from the gathered statistics; see `QuantModel.calc_qparams`."""
         qmodel, runner = self.qmodel, self.runner
         if runner is None:
             raise CalibrationError(

@@ -1,4 +1,4 @@
-"""What weights and biases were in the float model, where algorithms have changed them since."""
+"""Access to the float model's values of weights and biases that algorithms have changed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WITHOUT_ROUNDING = (BATCHNORM_TUNING, "equalize", "smooth")
 
 @contextlib.contextmanager
 def in_float(qmodel: SimulatedModel) -> Iterator[None]:
-    """Inside, the model computes what the float model does: quantization off, the float model's parameters."""
+    """Inside, the model computes the same as the float model: quantization off, the float model's parameters."""
     switches = {quantizer: quantizer.use_quant for quantizer in qmodel.quantizers()}
     with contextlib.ExitStack() as stack:
         if qmodel.built.root is not None:
@@ -38,13 +38,13 @@ def in_float(qmodel: SimulatedModel) -> Iterator[None]:
 
 
 def forget_float_parameters(qmodel: SimulatedModel) -> None:
-    """Note that the float model's outputs can no longer be computed: its batch norms have new statistics."""
+    """Record that the float model's outputs can no longer be computed: its batch norms have new statistics."""
     qmodel.float_parameters = FloatParameters()
     qmodel.float_values_are_lost = True
 
 
 def warn_if_lost(qmodel: SimulatedModel, consequence: str) -> None:
-    """Log what follows from the float model's values not being known any more."""
+    """Log the consequence of the float model's values being lost."""
     if qmodel.float_values_are_lost:
         log.warning(
             "algorithms changed weights of this model before it was saved or pickled, or tuned its batch norms: "

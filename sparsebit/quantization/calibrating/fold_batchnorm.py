@@ -1,4 +1,4 @@
-"""Batch-norm tuning: running statistics taken again under quantization, then folded into the quantized layers.
+"""Batch-norm tuning: re-estimates running statistics under quantization, then folds norms into quantized layers.
 
 Quantized weights and activations shift the statistics that batch norms were trained with; a few forwards correct that
 (Sun et al., "Hybrid 8-bit Floating Point Training and Inference for Deep Neural Networks", 2019).
@@ -29,12 +29,12 @@ from sparsebit.quantization.quantizers.base import Quantizer, rounds_by_operator
 
 log = logging.getLogger(__name__)
 
-# (name of the layer, layer, norm behind it) -> whether the norm works on the layer's output channels.
+# (name of the layer, layer, norm after it) -> whether the norm works on the layer's output channels.
 MayFold = Callable[[str, nn.Module, _BatchNorm], bool]
 
 
 def fold_norms(qmodel: SimulatedModel, may_fold: MayFold) -> None:
-    """Fold batch norms into the quantized layers in front of them, which get their biases and integer ops anew."""
+    """Fold batch norms into the quantized layers before them; their biases and integer ops are then made again."""
     for path, region in qmodel.built.captured.regions.items():
         _FoldQuantized(path, may_fold, qmodel.built.folded_layers).apply(region.graph_module)
     attach_integer_ops(qmodel.built.captured, PROFILES[qmodel.config.BACKEND])
@@ -77,15 +77,15 @@ class _FoldQuantized(ReplacePatternBase):
 
 @torch.no_grad()
 def rescale(quantizer: Quantizer, weight: Tensor, channel_axis: int, factor: Tensor) -> bool:
-    """Move the grid of a weight whose output channels were multiplied by `factor` (out,): the codes stay as they are.
+    """Rescale the grid of a weight whose output channels were multiplied by `factor` (out,): the codes do not change.
 
-    So what was trained, and what the statistics were taken with, is what runs. Channels with a negative factor have
-    their codes mirrored: of a symmetric grid the lowest, which has no counterpart, becomes the highest, and weights
-    that were clipped at the upper end stay clipped there. False where the grid cannot follow: one scale for all
-    channels, or a quantizer with arithmetic of its own.
+    So the trained codes, with which the statistics were estimated, are those that run. Channels with a negative factor
+    have their codes mirrored: on a symmetric grid the lowest code, which has no counterpart, becomes the highest, and
+    weights that were clipped at the upper end stay clipped there. False if the grid cannot be rescaled: one scale for
+    all channels, or a quantizer with its own arithmetic.
     """
     spec = quantizer.spec
-    shape = scale_shape(weight.shape, spec.granularity)  # (), (out,), or that of the weight in groups
+    shape = scale_shape(weight.shape, spec.granularity)  # () or (out,), or the scale's shape of a weight in groups
     place = channel_axis if len(shape) > 1 else 0
     if not quantizer.is_calibrated or not rounds_by_operator(quantizer) or not shape or shape[place] != len(factor):
         if quantizer.is_calibrated and any(True for _ in quantizer.parameters()):

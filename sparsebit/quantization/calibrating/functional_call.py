@@ -25,7 +25,7 @@ class GivenWeights:
         layer.__dict__["compute_layer"] = self.compute_layer
 
     def note_own(self) -> None:
-        """Take the parameters as they are now for the layer's own, as at the beginning of a forward of the model."""
+        """Treat the current parameters as the layer's own, as at the beginning of a forward of the model."""
         self.own = _contents(self.layer.op)
 
     def remove(self) -> None:
@@ -40,7 +40,7 @@ class GivenWeights:
 
 
 class _Content:
-    """A tensor and what was written into it, to be compared with another state of a module."""
+    """A tensor and its version, to be compared with another state of a module."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor

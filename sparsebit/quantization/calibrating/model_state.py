@@ -1,4 +1,4 @@
-"""What a verb of `QuantModel` requires of the model's state, and states that hold inside a `with` block only."""
+"""Checks of the model's state for verbs of `QuantModel`, and states that hold inside a `with` block only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparsebit.quantization.faithful.simulation import SimulatedModel
 
 
 def require_whole(qmodel: SimulatedModel, verb: str) -> None:
-    """Raise if parameters are spread over the ranks, or a value that the graph holds as a constant has changed."""
+    """Raise if parameters are spread over the ranks, or if a value that the graph holds as a constant has changed."""
     if is_sharded(qmodel):
         raise CalibrationError(
             f"{verb}() on parameters that are spread over the ranks; call it before shard(), or save() the model "
@@ -23,7 +23,7 @@ def require_whole(qmodel: SimulatedModel, verb: str) -> None:
 
 
 def require_captured_values(qmodel: SimulatedModel, verb: str) -> None:
-    """Raise if a plain attribute or global that a graph holds as a constant has another value by now."""
+    """Raise if a plain attribute or global that a graph holds as a constant has changed since."""
     for path, region in qmodel.built.captured.regions.items():
         changed = region.frozen_values and region.frozen_values.changed()
         if changed:
@@ -53,7 +53,7 @@ def check_ready(qmodel: SimulatedModel, verb: str) -> None:
     """Raise if nothing of the model is quantized, or nothing calibrated; `verb` is what the user called."""
     quantizers = [quantizer for quantizer in qmodel.quantizers() if not quantizer.fake_fused]
     if not quantizers and qmodel.is_float_by_plan:
-        return  # asked for: the file is a float one
+        return  # quantization is switched off on purpose: the file is a float one
     if not quantizers:
         raise DeploymentError(
             f"{verb}(): nothing of the model is quantized with BACKEND: {qmodel.config.BACKEND}; its coverage says why"
@@ -82,7 +82,7 @@ def switched_on(qmodel: SimulatedModel) -> Iterator[None]:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, all of `model` is in eval mode; afterwards each module is in its own mode again."""
+    """Inside, all of `model` is in eval mode; afterwards each module has its own mode again."""
     modes = {module: module.training for module in model.modules()}
     try:
         model.eval()

@@ -1,4 +1,4 @@
-"""`CalibrationRunner`: the user's forward passes -> every quantizer's scale and zero point.
+"""`CalibrationRunner`: computes every quantizer's scale and zero point from the user's forward passes.
 
 Without `asym`, statistics are gathered during the forwards and no activation is kept. With `asym`, layers are
 calibrated in order, each on inputs that come from quantized predecessors; for that the *inputs* of the forwards are
@@ -46,7 +46,7 @@ class CalibrationRunner:
         self.inputs = SharedData(device_bytes=0, host_bytes=min(_INPUT_BYTES, memory_budget)) if keep_inputs else None
         self.num_batches = 0
         self._given_weights: list[GivenWeights] = []
-        self._given: Any = None  # the inputs of a forward that has begun
+        self._given: Any = None  # the inputs of the running forward
         self._handle: RemovableHandle | None = None
         self._weights_handle: RemovableHandle | None = None
         self.layers = [
@@ -58,7 +58,7 @@ class CalibrationRunner:
         owned = {id(layer.weight_quantizer) for layer in self.layers}
         quantizers = (m for m in model.modules() if isinstance(m, Quantizer))
         self.data_quantizers = [q for q in quantizers if id(q) not in owned and not q.fake_fused]
-        # Those that only calls off the captured path reach.
+        # Quantizers that are reached only by calls off the captured path.
         reached = set(self.data_quantizers) if root is None else _called_by(root)
         self.uncalled_quantizers = [q for q in self.data_quantizers if q not in reached]
 
@@ -71,20 +71,20 @@ class CalibrationRunner:
             self._handle = self.model.register_forward_pre_hook(self._copy_inputs, with_kwargs=True)
 
     def _copy_inputs(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the forward, which may write into its inputs; so may the caller, for the next batch."""
+        """Copy the inputs before the forward, as the model, or the caller for the next batch, may write into them."""
         self._given = pytree.tree_map_only(
             torch.Tensor, torch.clone, kwargs if self.root is not None else (args, kwargs)
         )
 
     def record(self, call: Any | None) -> None:
-        """A forward is done; None: it cannot be repeated from its inputs."""
+        """Called after a forward; None: it cannot be repeated from its inputs."""
         self.num_batches += 1
         if self.inputs is not None and call is not None:
             self.inputs.put(len(self.inputs), self._given)
         self._given = None
 
     def check(self, *, asym: bool) -> None:
-        """Refuse what cannot be calibrated, before anything is changed."""
+        """Raise for states that cannot be calibrated, before anything is changed."""
         expected = [quantizer for quantizer in self.data_quantizers if quantizer not in self.uncalled_quantizers]
         if expected and not sum(gather(self.num_batches)):
             raise CalibrationError(
@@ -125,7 +125,7 @@ class CalibrationRunner:
             self._handle = None
 
     def calc_qparams(self, *, asym: bool, w_quant: bool, a_quant: bool) -> list[str]:
-        """Fill every quantizer; gives the names of those that never saw a float tensor (they are off from now on)."""
+        """Fill every quantizer; returns the names of those that never saw a float tensor (they are off from now on)."""
         self._stop_copying()
         given = self._merged_given_weights()
         self._forget_given_weights()
@@ -159,7 +159,7 @@ class CalibrationRunner:
         self._given_weights.clear()
 
     def _calibrate_on_data(self, quantizers: list[Quantizer]) -> set[int]:
-        """Ranges from what was observed, on all ranks; gives the quantizers (by id) that had observed something."""
+        """Ranges from the observed values, on all ranks; returns the quantizers (by id) that had observed something."""
         merge_across_ranks(quantizers)
         infinite = set().union(*gather({q.name for q in quantizers if q.saw_infinity}))
         self._refuse_infinite_inputs(infinite)
@@ -171,18 +171,20 @@ class CalibrationRunner:
         return {id(quantizer) for quantizer in seen}
 
     def _refuse_infinite_inputs(self, hidden: set[str]) -> None:
-        """A mask hides values with infinity in front of a softmax; a layer multiplies them by its weights."""
+        """Raise for infinite inputs of a layer, which multiplies them; before a softmax they are a mask, and
+        allowed.
+        """
         layers = {split_site(layer.weight_quantizer.name)[0] for layer in self.layers}
         if wrong := sorted(name for name in hidden if split_site(name)[0] in layers):
             raise CalibrationError(
-                f"{wrong[0]}: infinite values, of which no range can be made; check that the float model gives finite "
+                f"{wrong[0]}: infinite values, so no range can be computed; check that the float model returns finite "
                 "values for this input, and look into the calibration data"
             )
 
     # --- in order
 
     def _calibrate_in_order(self, w_quant: bool, a_quant: bool) -> set[int]:
-        # The graph does not reach these: they have the ranges that the forwards showed them.
+        # The graph does not reach these: they keep the ranges from the forwards.
         seen = self._calibrate_on_data(self.uncalled_quantizers)
         for quantizer in self.data_quantizers:
             quantizer.observing = False
@@ -212,7 +214,7 @@ class CalibrationRunner:
         switches: dict[str, bool],
         done: Iterable[int] = (),
     ) -> set[int]:
-        """Calibrate the module's quantizers one after the other, in the order in which its code reaches them."""
+        """Calibrate the module's quantizers one after the other, in the order in which its code calls them."""
         wanted = {id(quantizer) for quantizer in self.data_quantizers}.difference(done)
         pending = [m for m in module.modules() if isinstance(m, Quantizer) and id(m) in wanted]
         seen: set[int] = set()
@@ -230,13 +232,13 @@ class CalibrationRunner:
     def _run_model(self) -> Iterator[Any]:
         assert self.inputs is not None
         for index in range(len(self.inputs)):
-            # A copy: the model may write into its inputs, which are needed once more.
+            # A copy: the model may write into its inputs, which are needed again.
             args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, self.inputs.get(index))
             yield self.model(*args, **kwargs)
 
 
 def _masked(quantizers: list[Quantizer], infinite: set[str]) -> set[str]:
-    """The names of sites that hold a mask's numbers; they stay float, which is noted in them and reported."""
+    """The names of sites that hold a mask's numbers; they stay float, which is recorded and reported."""
     found = {}
     for quantizer in quantizers:
         if quantizer.name in infinite:
@@ -274,7 +276,7 @@ def _tell_of_far_samples(quantizers: list[Quantizer]) -> None:
 
 
 def calibrate_weight(layer: WeightedQuantOpr | QuantizedParameter, *, with_observed: bool = False) -> None:
-    """Scale and zero point of the weight that the layer has now; `with_observed`: and of those that were observed."""
+    """Scale and zero point of the layer's current weight; `with_observed`: also of the observed weights."""
     weight = layer.parameter if isinstance(layer, QuantizedParameter) else current_weight(layer.op)
     if not with_observed:
         layer.weight_quantizer.observer.reset()

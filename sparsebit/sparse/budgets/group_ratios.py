@@ -1,4 +1,4 @@
-"""Which groups of channels a config is about, and the ratio of each."""
+"""Which groups of channels a config applies to, and the ratio of each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def wanted_groups(groups: ChannelGroups, config: SparseConfig) -> list[Group]:
 def group_ratios(
     groups: Iterable[Group], config: SparseConfig, chosen: Mapping[str, float], spared: Collection[str]
 ) -> list[float]:
-    """The ratio of each group: the one that was chosen for it, else the config's; 0 where a spared weight makes it."""
+    """The ratio of each group: the one chosen for it, else the config's; 0 if a spared weight produces its channels."""
     return [
         0.0 if is_made_by(group, spared) else chosen.get(group_name(group), config.ratio_of(layers_of(group)))
         for group in groups
@@ -30,5 +30,5 @@ def group_ratios(
 
 
 def is_made_by(group: Group, weights: Collection[str]) -> bool:
-    """Whether one of these weights makes the channels of a group."""
+    """Whether one of these weights produces the channels of a group."""
     return any(dim == 0 and tensor in weights for tensor, dim in group.axes)

@@ -1,9 +1,9 @@
-"""How long the layers of a model take in ONNX Runtime at several widths: what a budget of latency is made of.
+"""Measures how long a model's layers take in ONNX Runtime at several widths, as the basis of a latency budget.
 
-The model is exported as it is and with all groups pruned alike, at a few ratios, and the fused regions of these files
-are timed side by side. A layer's time is then a function of the share of its multiplications that is left, linear
-between the measured points. What belongs to no layer with a weight (additions, norms, changes of the memory layout)
-is spread over the groups by the size of their activations.
+The model is exported unpruned and with all groups pruned alike, at a few ratios, and the fused regions of these files
+are timed in turns. A layer's time is then a function of the remaining share of its multiplications, linear between
+the measured points. The time of ops without a weight (additions, norms, layout changes) is spread over the groups by
+the size of their activations.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ TOLERANCE = 0.05
 POINTS = (0.25, 0.5, 0.75)  # ratios at which all groups are pruned alike and timed
 _SECONDS = 3.0
 _SCOPES = "pkg.torch.onnx.name_scopes"
-_ROOT = "module"  # the model inside the call that is exported
+_ROOT = "module"  # the model's name inside the exported call
 _LARGEST = 1 << 30  # bytes: files are kept in memory
 _DENSE = "dense"
 
-# Share of the multiplications that is left, milliseconds; from less to more.
+# (remaining share of the multiplications, milliseconds), from less to more.
 Curve = tuple[tuple[float, float], ...]
 
 
@@ -48,7 +48,7 @@ class Latency:
     """The time of the smaller model in the runtime, as a share of the dense one's, both as float files.
 
     `asked`: the budget. `ratio`: as measured. `predicted`: by the sum of measured regions. `tries`: how many smaller
-    models were exported and timed. `reason`: why `ratio` is more than 5 % from `asked`; empty where it is not.
+    models were exported and timed. `reason`: why `ratio` is more than 5 % from `asked`; empty if it is not.
     """
 
     asked: float
@@ -80,7 +80,7 @@ def at_share(curve: Curve, share: float) -> float:
 
 
 class Clock:
-    """The model's files in the runtime: times of layers at several widths, and of smaller models as a whole."""
+    """Times the model's files in the runtime: layers at several widths, and smaller models as a whole."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Clock:
         self.tries = 0
 
     def ratio(self, small: nn.Module) -> float:
-        """The time of a smaller model over that of the dense one, measured in turns."""
+        """The time of a smaller model divided by that of the dense one, measured in turns."""
         return self.times(small)[1].ratio
 
     def times(self, small: nn.Module, seconds: float = _SECONDS) -> tuple[Timed, Timed]:
@@ -111,9 +111,9 @@ class Clock:
     def curves(
         self, points: Mapping[float, Sequence[Unit]], shares: Callable[[str, float], float | None]
     ) -> tuple[dict[str, Curve], Curve]:
-        """The time of every weight's layer by the share of it that is left, and that of the rest by 1 - ratio.
+        """The time of every weight's layer by the remaining share of it, and the time of the rest by 1 - ratio.
 
-        `points`: what is removed at each ratio. `shares(weight, ratio)`: what is left of a weight then; None where the
+        `points`: the removed units at each ratio. `shares(weight, ratio)`: the remaining share of a weight; None if the
         name is not a weight's.
         """
         files = {_DENSE: self.dense}
@@ -133,7 +133,7 @@ class Clock:
 
 
 def _by_weight(times: RegionTimes, is_weight: Callable[[str], bool]) -> tuple[dict[str, float], float]:
-    """Milliseconds of the regions by the first weight in each; and of all others together."""
+    """Milliseconds of the regions, by the first weight in each; and the total of all others."""
     found: dict[str, float] = {}
     others = 0.0
     for region in times.regions:
@@ -147,7 +147,7 @@ def _by_weight(times: RegionTimes, is_weight: Callable[[str], bool]) -> tuple[di
 
 
 def _rising(points: Iterable[tuple[float, float]]) -> Curve:
-    """Sorted by share, the mean for each; a smaller layer is never slower, but for noise."""
+    """Sorted by share, with the mean of each share, made non-decreasing: a smaller layer is slower only by noise."""
     found: dict[float, list[float]] = {}
     for share, ms in sorted(points):
         found.setdefault(share, []).append(ms)
@@ -175,7 +175,7 @@ def onnx_bytes(model: nn.Module, call: Call) -> bytes:
 
 
 def _one_sample(call: Call, model: nn.Module) -> Call:
-    """The first sample of a batch: latency is that of one."""
+    """The first sample of a batch: latency is measured with one sample."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return copy_model(model).eval()(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""What the layers of a model take of a budget at each width of their groups, and the integer program over them.
+"""How much of a budget each layer uses at each width of its groups, and the integer program that chooses the widths.
 
-The MACs, the bytes and the time of a layer depend on the share of its weight that is left: the product of what is left
-of the groups that its two axes lie in. So they are pairs in the program.
+The MACs, the bytes and the time of a layer depend on the remaining share of its weight, which is the product of the
+remaining shares of the two groups on its axes. So layers are pairs in the program.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ LATENCY = "latency"
 
 @dataclass(frozen=True)
 class LayerWeight:
-    """What one parameter takes as a whole, and which groups its first two axes lie in: (group, share per unit).
+    """The full cost of one parameter, and the groups on its first two axes: (group, share per unit).
 
     `outputs`: how many numbers its layer computes in one call; `made`: the group of these channels. `times`: of its
-    layer, by the share of the parameter that is left.
+    layer, by the remaining share of the parameter.
     """
 
     name: str
@@ -38,14 +38,14 @@ class LayerWeight:
     times: Curve = ()
 
     def amount(self, budget: str, share: float) -> float:
-        """What is taken of a budget when this share of the parameter is left."""
+        """How much of a budget it uses when this share of the parameter remains."""
         if budget == LATENCY:
             return at_share(self.times, share)
         size: float = getattr(self, budget)
         return size * share
 
     def share(self, counts: Mapping[str, int]) -> float:
-        """What is left when this many units of each group are removed."""
+        """The remaining share when this many units of each group are removed."""
         left = 1.0
         for group, each in self.axes:
             left *= 1 - each * counts[group]
@@ -53,7 +53,7 @@ class LayerWeight:
 
 
 def weights_of(model: nn.Module, groups: Mapping[str, Group], call: Call) -> list[LayerWeight]:
-    """What every parameter takes, with the groups of its axes."""
+    """The cost of every parameter, with the groups of its axes."""
     positions = _positions(model, call)
     sizes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     shares: dict[tuple[str, int], tuple[str, float]] = {}
@@ -73,7 +73,7 @@ def weights_of(model: nn.Module, groups: Mapping[str, Group], call: Call) -> lis
 
 
 def _positions(model: nn.Module, call: Call) -> dict[str, float]:
-    """How often each weight of a convolution or a linear layer is multiplied with for one sample of the call."""
+    """How many times one sample of the call uses each weight of a convolution or linear layer in a multiplication."""
     found: dict[str, float] = {}
     handles = []
     for path, module in model.named_modules():
@@ -103,7 +103,7 @@ def choose_options(
     weights: Iterable[LayerWeight],
     limits: Mapping[str, float],
 ) -> Choice:
-    """The options with the least cost whose weights stay within the limits: shares of what the dense model takes.
+    """The cheapest options whose weights stay within the limits, which are shares of the dense model's cost.
 
     `counts`: how many units of a group each option removes.
     """
@@ -133,7 +133,7 @@ def choose_options(
                 for row, a in zip(table, kept[first], strict=True):
                     for place, b in enumerate(kept[second]):
                         row[place] += weight.amount(name, a * b)
-        if costs:  # what no option changes counts in each option of one group, so that errors have the whole numbers
+        if costs:  # fixed costs are added to each option of one group, so that errors show the full numbers
             item = next(iter(costs))
             single[item] = [amount + fixed for amount in single.get(item, [0.0] * len(costs[item]))]
         told = f"{name} (ms)" if name == LATENCY else name
@@ -144,9 +144,9 @@ def choose_options(
 def timed_weights(
     weights: Sequence[LayerWeight], points: Mapping[float, Mapping[str, list[Unit]]], clock: Clock
 ) -> list[LayerWeight]:
-    """The weights with the measured times of their layers; and for each group, its part of the time of all else.
+    """The weights with the measured times of their layers; and for each group, its part of the remaining time.
 
-    `points`: at each ratio, what is removed from each group.
+    `points`: the units removed from each group at each ratio.
     """
     known = {weight.name: weight for weight in weights}
     counts = {ratio: {name: len(units) for name, units in removed.items()} for ratio, removed in points.items()}

@@ -1,4 +1,4 @@
-"""How long one sample takes in ONNX Runtime, before and after pruning: fewer MACs are not always less time."""
+"""The time of one sample in ONNX Runtime, before and after pruning: fewer MACs do not always take less time."""
 
 from __future__ import annotations
 

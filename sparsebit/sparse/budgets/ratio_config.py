@@ -1,4 +1,4 @@
-"""Ratios of groups -> a config that asks for them, by the names of layers."""
+"""Turns ratios of groups into a config that sets them by the names of layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sparsebit.sparse.sparse_config import SparseConfig
 def config_of_ratios(
     config: SparseConfig, layers: Mapping[str, tuple[str, ...]], ratios: Mapping[str, float]
 ) -> SparseConfig:
-    """The config whose `SPECIFIC` gives each group its ratio; `layers`: those that each group lies in.
+    """The config whose `SPECIFIC` sets each group's ratio; `layers`: the layers of each group.
 
     A layer lies in several groups: that of its inputs, and that of its outputs. The first entry that names a layer of
     a group decides, so a group is written by a layer all of whose other groups were written before (or have the same
@@ -24,7 +24,7 @@ def config_of_ratios(
         found = _next(list(open_groups), layers, ratios)
         if found is None:
             raise ConfigError(
-                f"no order of SPECIFIC gives each group its own ratio: each layer of {next(iter(open_groups))} lies in "
+                f"no order of SPECIFIC can set each group's own ratio: each layer of {next(iter(open_groups))} lies in "
                 "another group too; use the ratios in Python, or give these layers one ratio"
             )
         layer, group = found
@@ -45,7 +45,7 @@ def config_of_ratios(
 def _next(
     names: list[str], layers: Mapping[str, tuple[str, ...]], ratios: Mapping[str, float]
 ) -> tuple[str, str] | None:
-    """A layer by which one of these groups, and no other with another ratio, can be named."""
+    """A layer that belongs to one of these groups and to no other group with another ratio."""
     for name in names:
         for layer in layers[name]:
             if all(ratios[other] == ratios[name] for other in names if layer in layers[other]):

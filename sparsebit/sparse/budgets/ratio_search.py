@@ -1,9 +1,9 @@
-"""Ratios per group under a budget: how much of each group goes, by the integer program that also chooses bits.
+"""Ratios per group under a budget: how much of each group is removed, by the integer program that also chooses bits.
 
-Each group of channels is an item, each ratio an option. An option costs what the model's output loses when this group
-alone is pruned so far, measured on data. The MACs and bytes of a layer are a product of the widths of the two groups
-that its weight lies in, so they are pairs in the program. So is its time, as measured in ONNX Runtime at several widths
-(`latency_table.py`).
+Each group of channels is an item, each ratio an option. The cost of an option is the change of the model's output when
+this group alone is pruned to that ratio, measured on data. The MACs and bytes of a layer are a product of the widths of
+the two groups on its weight's axes, so they are pairs in the program. So is its time, as measured in ONNX Runtime at
+several widths (`latency_table.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 BUDGETS = ("macs", "bytes", LATENCY)
 CANDIDATES = (0.0, 0.0625, 0.125, 0.1875, 0.25, 0.375, 0.5, 0.625, 0.75)
 KERNEL_WIDTHS = (16, 8, 1)  # float kernels work in blocks of 16 channels (8 without AVX-512)
-_MOST_TRIES, _MOST_PROGRAMS = 5, 12  # smaller models that are timed, and choices that are made
+_MOST_TRIES, _MOST_PROGRAMS = 5, 12  # limits on smaller models that are timed, and on solved programs
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RatioChoice:
     """The ratio of each group, by the first of its axes, and the size of the model before and after.
 
     `costs`: for each group the relative squared error of the model's output at the chosen ratio, when it is pruned
-    alone. `latency`: what was measured, where it was a budget. `round_to`: widths stay multiples of this where they
+    alone. `latency`: the measurements, if it was a budget. `round_to`: widths stay multiples of this where they
     were.
     """
 
@@ -56,7 +56,7 @@ class RatioChoice:
 
     @property
     def is_in_time(self) -> bool:
-        """Whether a budget of latency was kept, as near as times are measured."""
+        """Whether a latency budget was kept, within the accuracy of the measurement."""
         return self.latency is None or self.latency.is_near or self.latency.ratio <= self.latency.asked
 
     def __str__(self) -> str:
@@ -95,9 +95,9 @@ def check_budgets(budgets: Mapping[str, float]) -> None:
 
 @dataclass(frozen=True)
 class RatioOptions:
-    """What may be chosen: for each group its ratios, what each costs, the scores of its units, and all weights.
+    """The options of a choice: for each group its ratios, the cost of each, the scores of its units, and all weights.
 
-    `sizes`: the shapes of all tensors, of which widths stay multiples of `round_to`.
+    `sizes`: the shapes of all tensors; their widths stay multiples of `round_to`.
     """
 
     groups: Mapping[str, Group]
@@ -129,9 +129,9 @@ def ratio_options(
     sizes: Mapping[str, tuple[int, ...]],
     round_to: int = 1,
 ) -> RatioOptions:
-    """What each ratio of each group costs on the data.
+    """The measured cost of each ratio of each group on the data.
 
-    `scores`: of the units of each group. `sizes`: the shapes of all tensors, of which widths stay multiples of
+    `scores`: of the units of each group. `sizes`: the shapes of all tensors; their widths stay multiples of
     `round_to`.
     """
     costs = measured_costs(model, groups, scores, ratios, calls)
@@ -147,9 +147,9 @@ def search_ratios(
     example: Any,
     clock: Callable[[], Clock] | None = None,
 ) -> RatioChoice:
-    """The ratio of each group with which the smaller model keeps the budgets and loses least.
+    """The ratio of each group for which the smaller model keeps the budgets with the least loss.
 
-    `plan`: what removes units. MACs and bytes are counted on the smaller model itself, and its time is measured by
+    `plan`: removes units. MACs and bytes are counted on the smaller model itself, and its time is measured by
     `clock`.
     """
     before = model_size(model, example)
@@ -196,7 +196,7 @@ class _Search:
     before: ModelSize
 
     def within(self, wanted: Mapping[str, float], time: float | None = None) -> _Found:
-        """The best choice whose smaller model, counted, keeps the shares; `time`: by the table."""
+        """The best choice whose smaller model keeps the shares when it is counted; `time`: by the table."""
         counts = {name: [len(units) for units in options] for name, options in self.removed.items()}
         limits = dict(wanted)
         while True:
@@ -210,7 +210,7 @@ class _Search:
             over = {name: getattr(after, name) / getattr(self.before, name) / share for name, share in wanted.items()}
             if max(over.values(), default=0.0) <= 1:
                 break
-            # The program counts layers; what the model computes or holds beside them is only seen in the model itself.
+            # The program counts layers only; the cost of everything else in the model shows only in the model itself.
             limits = {name: share * min(1.0, 0.998 / over[name]) for name, share in limits.items()}
         kept = {name: found[options[name]] for name, found in counts.items()}
         dense = sum(weight.amount(LATENCY, 1.0) for weight in self.weights) or 1.0
@@ -218,7 +218,7 @@ class _Search:
         return _Found(options, small, after, predicted)
 
     def in_time(self, wanted: Mapping[str, float], asked: float, clock: Clock) -> tuple[_Found, Latency]:
-        """The choice whose smaller model was measured nearest to the time; what is aimed at is corrected by it."""
+        """The choice whose smaller model was measured nearest to the time; each try corrects the next target."""
         tried: list[tuple[_Found, Latency]] = []
         aim = asked
         for _ in range(_MOST_PROGRAMS):
@@ -227,9 +227,9 @@ class _Search:
             except BudgetError:
                 if not tried:
                     raise
-                break  # nothing is as fast as the correction asks for
+                break  # no option is as fast as the corrected target
             known = next((latency for other, latency in tried if other.options == found.options), None)
-            if known is not None:  # one that was timed already: on in the same direction
+            if known is not None:  # it was timed already: continue in the same direction
                 aim *= 0.98 if known.ratio > asked else 1.02
                 continue
             tried.append((found, Latency(asked, clock.ratio(found.small), found.predicted, len(tried) + 1)))
@@ -287,6 +287,6 @@ def measured_costs(
 
 
 def _outputs(model: nn.Module, call: Call) -> list[Tensor]:
-    """What the model gives for the call, without padded positions."""
+    """The model's outputs for the call, without padded positions."""
     real = real_positions(call, model)
     return [real_rows(x.double(), real) for x in tensors_of(model(*call[0], **call[1])) if x.is_floating_point()]

@@ -1,1 +1,1 @@
-"""Which channels belong together: labels that flow through the graph, and the groups they form."""
+"""Which channels must be removed together: labels that flow through the graph, and the groups they form."""

@@ -1,7 +1,7 @@
-"""Convolutions that compute their weight out of parameters (weight standardization), made plain.
+"""Turns convolutions that compute their weight from parameters (weight standardization) into plain ones.
 
-A weight that is standardized over its input channels changes when some of them go, so that a smaller layer of the same
-class would be another function. In a pruned model such a layer has the weight that it computed, once and for all.
+A weight that is standardized over its input channels changes when some of them are removed, so a smaller layer of the
+same class would compute another function. In a pruned model such a layer holds its computed weight as a constant.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PLAIN: tuple[type[nn.modules.conv._ConvNd], ...] = (nn.Conv1d, nn.Conv2d, nn.Co
 
 
 class SamePaddedConv2d(nn.Conv2d):
-    """A convolution whose padding follows the size of its input, as TensorFlow's SAME."""
+    """A convolution whose padding depends on the size of its input, as TensorFlow's SAME."""
 
     def forward(self, input: Tensor) -> Tensor:
         pads: list[int] = []
@@ -41,9 +41,9 @@ class SamePaddedConv2d(nn.Conv2d):
 
 
 def computed_layers(model: nn.Module, call: Call) -> dict[str, str]:
-    """The convolutions whose weight mixes input channels of their parameter, and what each becomes: `plain` or `same`.
+    """The convolutions whose weight mixes input channels of their parameter, and their new form: `plain` or `same`.
 
-    Each is compared with its plain form on what it gets in the model.
+    Each is compared with its plain form on its input in the model.
     """
     candidates = [path for path, module in model.named_modules() if path and _has_own_code(module)]
     candidates = [path for path in candidates if _mixes_inputs(model.get_submodule(path))]
@@ -54,7 +54,7 @@ def computed_layers(model: nn.Module, call: Call) -> dict[str, str]:
     for path in candidates:
 
         def note(_: nn.Module, args: tuple[Any, ...], output: Any, path: str = path) -> None:
-            if path not in seen:  # cloned: what runs behind may write into them
+            if path not in seen:  # cloned: later code may write into them
                 seen[path] = map_nested(Tensor, torch.clone, (args, output))
 
         watched.get_submodule(path).register_forward_hook(note)
@@ -66,7 +66,7 @@ def computed_layers(model: nn.Module, call: Call) -> dict[str, str]:
 
 
 def make_plain(model: nn.Module, layers: Mapping[str, str]) -> None:
-    """Give these layers the weights that they compute, in place."""
+    """Replace the weights of these layers by their computed values, in place."""
     for path, form in layers.items():
         module = model.get_submodule(path)
         if form == FOLDED:
@@ -76,7 +76,7 @@ def make_plain(model: nn.Module, layers: Mapping[str, str]) -> None:
 
 
 def folded_copy(model: nn.Module, layers: Mapping[str, str]) -> nn.Module:
-    """A copy whose layers have the weights that they compute; the model itself where there are none."""
+    """A copy whose layers hold their computed weights; the model itself if there are none."""
     if not layers:
         return model
     copied = copy_model(model)
@@ -119,7 +119,7 @@ def _mixes_inputs(module: nn.Module) -> bool:
 
 
 def _form(module: nn.Module, args: tuple[Any, ...], output: Any) -> str | None:
-    """What a convolution becomes with a plain weight; None where neither form gives its output."""
+    """The form that a convolution with a plain weight needs for the same output; None if neither form fits."""
     for form in ("plain", "same"):
         if form == "same" and not isinstance(module, nn.Conv2d):
             continue
@@ -137,7 +137,7 @@ def _form(module: nn.Module, args: tuple[Any, ...], output: Any) -> str | None:
 
 
 class _Weights(TorchDispatchMode):
-    """Notes the weights of convolutions."""
+    """Records the weights of convolutions."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -150,7 +150,7 @@ class _Weights(TorchDispatchMode):
 
 
 def _computed_weight(module: nn.Module) -> Tensor | None:
-    """The weight with which a convolution works; None where that is not one tensor of the parameter's shape."""
+    """The weight that a convolution uses; None if that is not one tensor of the parameter's shape."""
     assert isinstance(module, nn.modules.conv._ConvNd)
     extent = [size * step for size, step in zip(module.kernel_size, module.dilation, strict=True)]
     blank = torch.zeros(1, module.in_channels, *extent, dtype=module.weight.dtype, device=module.weight.device)

@@ -1,7 +1,7 @@
-"""Which channels live and die together: units, and groups of units that share axes.
+"""Units (positions that are removed together) and groups of units that share axes.
 
-`find_groups` watches one run of the model (`channel_trace.py`), joins channels as the operators tie them together, and
-then proves what it found (`channel_proof.py`): channels that cannot be proved to be removable are spared.
+`find_groups` watches one run of the model (`trace.py`), joins channels as the operators tie them together, and
+then proves the result (`channel_proof.py`): channels that cannot be proved to be removable are spared.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sparsebit.sparse.channels.labels import LabelSets
 
 @dataclass(frozen=True)
 class Unit:
-    """What is removed at once: for each (tensor, dimension), the positions. `label` is its name in the analysis."""
+    """The positions, per (tensor, dimension), that are removed together. `label` is its name in the analysis."""
 
     label: int
     members: tuple[tuple[str, int, tuple[int, ...]], ...]
@@ -91,7 +91,7 @@ def units_of(sets: LabelSets) -> tuple[list[Unit], list[tuple[Unit, str]], list[
 def without(
     units: Iterable[Unit], spared: Iterable[Spared], pinned: Mapping[int, str]
 ) -> tuple[list[Unit], list[Spared]]:
-    """What `units_of` gives after some sets were pinned, with their reasons, and nothing else was changed."""
+    """The result of `units_of` after some sets were pinned, with their reasons, without any other change."""
     left: list[Unit] = []
     more: dict[tuple[str, int, str], int] = {(x.tensor, x.dim, x.reason): x.num_positions for x in spared}
     for unit in units:
@@ -147,7 +147,7 @@ def positions_of(units: Iterable[Unit]) -> dict[tuple[str, int], list[int]]:
 
 
 def kept_positions(dead: Iterable[Unit], sizes: Mapping[str, tuple[int, ...]]) -> Kept:
-    """For each tensor and dimension that loses positions, those that stay, in order."""
+    """For each tensor and dimension that loses positions, the positions that stay, in order."""
     kept: Kept = {}
     for (tensor, dim), places in positions_of(dead).items():
         lost = set(places)

@@ -2,7 +2,7 @@
 
 A label is a number. `FIXED` marks a position that must stay (a channel of the input image), `FREE` one that exists at
 any size (a value that is broadcast). All other labels stand for *atoms*: one position of one axis of a parameter or a
-buffer. Atoms that must live and die together are joined into one set; a set that must stay is pinned, with the reason.
+buffer. Atoms that must be removed together are joined into one set; a set that must stay is pinned, with the reason.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LabelSets:
         self._reasons: dict[int, str] = {}
         self._wide: list[tuple[Tensor, str]] = []
         self._listed: list[int] | None = None
-        self.num_unions = 0  # a change of it says that representatives may have changed
+        self.num_unions = 0  # if it changed, representatives may have changed
 
     def __len__(self) -> int:
         return self._size
@@ -105,7 +105,7 @@ class LabelSets:
         self._pin(pinned, [reason] * pinned.numel())
 
     def _united(self, low: Tensor, high: Tensor) -> Tensor:
-        """Unite pairs of representatives; gives those that are none any more."""
+        """Unite pairs of representatives; returns those that are no longer representatives."""
         merged = []
         while low.numel():
             self._listed = None
@@ -113,7 +113,7 @@ class LabelSets:
             merged.append(high)
             self._parent.scatter_reduce_(0, high, low, "amin")
             one, other = self.roots(low), self.roots(high)
-            differ = one != other  # a representative that had two partners has one of them now
+            differ = one != other  # a representative that had two partners now has only one of them
             low, high = torch.minimum(one, other)[differ], torch.maximum(one, other)[differ]
         return torch.cat(merged) if merged else high
 

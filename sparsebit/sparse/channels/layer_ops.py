@@ -89,7 +89,7 @@ def _grouped(
 
 
 def _contracted(sets: LabelSets, first: Tensor | None, second: Tensor | None, size: int, call: Call) -> None:
-    """A sum of products: what one factor removes, the other must remove too."""
+    """A sum of products: positions removed from one factor must be removed from the other too."""
     if first is None and second is None:
         return
     reason = f"{call.described()} sums over values that must stay"

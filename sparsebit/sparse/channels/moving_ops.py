@@ -1,4 +1,4 @@
-"""Operators that only move values: they are run on the labels themselves, which gives their index map.
+"""Operators that only move values: they are run on the labels themselves, which yields their index map.
 
 So every chain of views, permutations, slices, paddings and concatenations needs no rule of its own.
 """
@@ -103,7 +103,7 @@ def _move_free(call: Call, source: Tensor, dim: int, found: list[list[Tensor | N
 
 def joined(sets: LabelSets, call: Call) -> list[Axes]:
     """`cat` and `stack`: along the new order of one dimension; every other dimension is shared by all parts."""
-    # Parts without elements (no token before the image's, no channel beside the rotated ones) bind nothing.
+    # Parts without elements (no token before the image's, no channel next to the rotated ones) bind nothing.
     parts = [tensor for tensor in call.args[0] if tensor.numel()] or list(call.args[0])
     output = call.outputs[0]
     along = call.argument("dim", 0) % output.dim()

@@ -1,4 +1,4 @@
-"""One operator call, as the rules of channels see it, and what several rules do with labels."""
+"""One operator call, as the channel rules see it, and operations on labels that several rules share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparsebit.sparse.channels.labels import FIXED, FREE, Axes, LabelSets
 
 @dataclass(frozen=True)
 class Call:
-    """One operator call of a run: what it got, what it gave, and where in the model it was."""
+    """One operator call of a run: its inputs, its outputs, and its place in the model."""
 
     op: Any
     args: tuple[Any, ...]
@@ -25,11 +25,11 @@ class Call:
     axes_of: Callable[[Any], Axes]
     # (kind, number of options, labels) -> the option to take; asked wherever labels can be carried in several ways.
     choose: Callable[[str, int, Tensor], int]
-    # Takes sizes that are no dimension of a tensor: the labels of the groups of a convolution.
+    # Takes sizes that are not a dimension of a tensor: the labels of the groups of a convolution.
     note_groups: Callable[[Tensor], None]
-    # (labels, reason): they must stay if anything uses what the call gives.
+    # (labels, reason): they must stay if anything uses the result of the call.
     pin_when_used: Callable[[Tensor | None, str], None]
-    # (labels, reason): they must keep their places in activations if anything uses what the call gives.
+    # (labels, reason): they must keep their places in activations if anything uses the result of the call.
     keep_width_when_used: Callable[[Tensor | None, str], None]
 
     @property
@@ -57,7 +57,7 @@ def pin_all(sets: LabelSets, call: Call, reason: str) -> list[Axes]:
 
 
 def shared(sets: LabelSets, found: list[Tensor | None], size: int, call: Call) -> Tensor | None:
-    """One dimension that several tensors have in common: position by position they live and die together."""
+    """One dimension that several tensors have in common: position by position, their labels are removed together."""
     if all(labels is None for labels in found):
         return None
     reason = f"{call.described()} combines them with values that must stay"

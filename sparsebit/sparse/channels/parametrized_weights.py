@@ -1,7 +1,7 @@
 """Weights that a module computes out of other parameters (weight norm, spectral norm, orthogonal), made plain.
 
-A mask holds single numbers of a weight at zero, so the weight must be a parameter: one that is computed anew in every
-forward would bring them back, or has none of its own.
+A mask holds single numbers of a weight at zero, so the weight must be a parameter: a weight that every forward
+computes anew would undo the zeros, or cannot be masked at all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sparsebit.sparse.sparse_config import SparseConfig
 
 log = logging.getLogger(__name__)
 _OF_CHANNELS = frozenset(("WeightNorm", "_WeightNorm", "_SpectralNorm"))  # classes under which channels cannot go
-FOLDED = "folded"  # what such a layer becomes, in a channel plan
+FOLDED = "folded"  # the new form of such a layer, in a channel plan
 
 
 def computed_tensors(module: nn.Module) -> dict[str, str]:
@@ -32,7 +32,7 @@ def computed_tensors(module: nn.Module) -> dict[str, str]:
 
 
 def without_channels(model: nn.Module) -> dict[str, str]:
-    """The layers from whose computed weights no channel can go, as a part of a channel plan: they become plain."""
+    """The layers whose computed weights cannot lose channels, as a part of a channel plan: they become plain."""
     named = {path: set(computed_tensors(module).values()) for path, module in model.named_modules()}
     return {path: FOLDED for path, kinds in named.items() if kinds & _OF_CHANNELS}
 
@@ -63,7 +63,7 @@ def hook_tensor(hook: object) -> str:
 
 
 def fold_parametrizations(module: nn.Module) -> None:
-    """Make the computed tensors plain parameters, with the values of now; a module without any is left as it is."""
+    """Make the computed tensors plain parameters with their current values; without any, the module is unchanged."""
     for name in computed_tensors(module):
         if parametrize.is_parametrized(module, name):
             # torch removes a property from the class, which copies share with the original.

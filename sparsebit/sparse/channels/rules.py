@@ -2,8 +2,8 @@
 
 Few rules are written down (`layer_ops.py`, and reductions and look-ups here); operators that move values are run on
 the labels (`moving_ops.py`). For all others it is *measured* whether an output slice depends on the same input slice
-alone: values of some slices are changed, and the other slices must stay as they were. What fits no rule pins its
-channels: they are spared.
+alone: values of some slices are changed, and the other slices must stay as they were. The channels of operators that
+fit no rule are pinned, and therefore spared.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from sparsebit.sparse.channels.op_call import Call, pin_all, shared
 
 # Sums over channels: a removed channel counts as zero. The proof decides whether it was zero.
 _SUMS = frozenset(("sum", "linalg_vector_norm", "norm"))
-# They count channels, and zeros too: exact where zeros keep their places.
+# They count channels, and zeros too: exact if zeros keep their places.
 _MEANS = frozenset(("mean", "var", "std", "var_mean", "std_mean"))
 _REDUCTIONS = frozenset((
     *_MEANS, "amax", "amin", "max", "min", "argmax", "argmin", "prod", "any",
     "all", "logsumexp", "median", "nansum",
 ))  # fmt: skip
-# Element-wise, but without torch's tag.
+# Element-wise, but not tagged so by torch.
 _POINTWISE = frozenset((
     "hardswish", "hardswish_", "_prelu_kernel", "hardsigmoid", "mish", "log_sigmoid_forward", "masked_fill",
     "masked_fill_", "copy", "copy_", "hardtanh", "hardtanh_", "native_dropout", "bernoulli", "zeros_like",
     "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "leaky_relu", "elu", "celu", "selu", "softplus",
     "hardshrink", "softshrink", "threshold", "gelu", "silu", "relu6", "clamp_min", "clamp_max",
 ))  # fmt: skip
-# They write values into a tensor that is there already.
+# They write values into an existing tensor.
 _FILLS = frozenset(("fill_", "zero_", "normal_", "uniform_", "bernoulli_", "exponential_", "random_"))
-# One value at every place: such a tensor could be made with any size.
+# One value at every place: such a tensor could be created with any size.
 _CONSTANTS = frozenset(("zeros", "ones", "full", "new_zeros", "new_ones", "new_full"))
 _LOOKUPS = frozenset(("index", "_unsafe_index", "index_select", "gather"))
 
@@ -99,7 +99,7 @@ def _slicewise(sets: LabelSets, call: Call) -> list[Axes]:
             ]
             found = [call.axes_of(inputs[number])[axis] for number, axis in taking]
             if call.name.endswith("_") and taking and taking[0][0] == 0 and is_free(found[0]):
-                found[0] = None  # what is written into a constant has its size
+                found[0] = None  # values written into a constant have its size
             if all(labels is None for labels in found):
                 continue
             if not is_pointwise and not stays_apart(call, [inputs[number] for number, _ in taking], place, dim):

@@ -1,7 +1,7 @@
-"""What a forward leaves behind in a model: tensors in plain attributes, computed once and kept for the next run.
+"""State that a forward leaves in a model: tensors in plain attributes, computed once and kept for the next run.
 
-A cached value has the widths and the weights of the time when it was computed. When weights are masked or removed it
-is stale, so it is forgotten, and the next forward computes it anew.
+A cached value has the widths and the weights of the time when it was computed. Masking or removing weights makes it
+stale, so it is forgotten, and the next forward computes it anew.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules")
 def forget_run_state(model: nn.Module, fresh: nn.Module) -> None:
     """Set attributes of `model` that hold tensors back to what they are in `fresh`, which was never run.
 
-    `fresh`: a model of the same structure. What holds tensors there too is no trace of a run, and stays.
+    `fresh`: a model of the same structure. Attributes that hold tensors there too do not come from a run, and stay.
     """
     originals = dict(fresh.named_modules())
     for path, module in model.named_modules():

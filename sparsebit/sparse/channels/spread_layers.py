@@ -1,8 +1,9 @@
-"""Layers that compute some of their outputs and read some of their inputs, while activations keep their width.
+"""Layers that compute only some of their outputs and read only some of their inputs; activations keep their width.
 
 Where code between two layers relies on a width (a norm over channels, `x.reshape(batch, length, 768)`), channels can
-leave the layers but not the activations: the first layer computes fewer outputs and puts zeros in the places of the
-others, the second reads the places that are left. That is what masked layers compute, whatever the code between does.
+be removed from the layers but not from the activations: the first layer computes fewer outputs and puts zeros in the
+places of the others, the second reads the remaining places. The result equals that of masked layers for any code
+between.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch import Tensor, nn
 class _Spread:
     """Buffers of both sides. None: this side is as in every layer. They follow from a plan, and are not saved.
 
-    `spread_reads`: the places that are read. `spread_writes`: for each place of the output, which computed channel goes
-    there; the number of computed channels stands for zero.
+    `spread_reads`: the places that are read. `spread_writes`: for each place of the output, the index of its computed
+    channel; the number of computed channels means zero.
     """
 
     spread_reads: Tensor | None
@@ -36,7 +37,7 @@ class _Spread:
         return zeros.index_select(self.channel_dim, self.spread_writes)
 
     def extra_repr(self) -> str:
-        """What the layer says of itself, and how many channels it reads and computes."""
+        """The layer's own text, and how many channels it reads and computes."""
         said: str = super().extra_repr()  # type: ignore[misc]
         said += "" if self.spread_reads is None else f", reads={self.spread_reads.numel()}"
         return said + ("" if self.spread_writes is None else f", computes={int(self.spread_writes.max())}")
@@ -90,10 +91,10 @@ def can_spread(module: nn.Module) -> bool:
 
 
 def spread_layer(module: nn.Module, reads: Sequence[int] | None, writes: Sequence[int] | None) -> None:
-    """Give a layer whose weight has been made smaller its other form, in place.
+    """Change a layer whose weight has been made smaller to its spread form, in place.
 
-    `reads`, `writes`: the places of the activations that it still has; None: all. Called before the layer's numbers of
-    channels follow the smaller weight.
+    `reads`, `writes`: the remaining places of the activations; None: all. Must be called before the layer's numbers of
+    channels are set from the smaller weight.
     """
     assert isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
     device = module.weight.device

@@ -30,14 +30,14 @@ from sparsebit.sparse.channels.run_state import nested_tensors
 
 _ATTRIBUTE = "_sparsebit_axes"
 _SOURCES = "_sparsebit_sources"  # the steps whose values a tensor holds
-_PINS = "_sparsebit_pins"  # what must stay, or keep its places, if the tensor is used
-# For each output of a step: dimension -> the positions that are looked at.
+_PINS = "_sparsebit_pins"  # labels that must stay, or keep their places, if the tensor is used
+# For each output of a step: dimension -> the positions that are compared.
 Survivors = Sequence[Mapping[int, Tensor]]
 
 
 @dataclass(frozen=True)
 class Step:
-    """One operator call: its name, the module whose forward made it, and the labels of what went in and came out."""
+    """One operator call: its name, the module whose forward made it, and the labels of its inputs and outputs."""
 
     name: str
     where: str
@@ -71,7 +71,7 @@ class Choice:
 
 @dataclass
 class Trace:
-    """What one run showed."""
+    """The result of one run."""
 
     steps: list[Step] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Trace:
     # The module whose own code failed, where no operator did.
     failed_in: str | None = None
     outputs: list[Tensor] = field(default_factory=list)
-    # For every step that computes: two numbers that stand for the values of each output.
+    # For every step that computes: two numbers that represent the values of each output.
     digests: list[list[tuple[float, float]]] = field(default_factory=list)
     # The numbers of those among them whose results are used or returned.
     used: set[int] = field(default_factory=set)
@@ -234,7 +234,7 @@ def watch(
 ) -> Trace:
     """Run the model once. An exception ends the run and is kept in the trace.
 
-    `sets`: where labels are joined. `values`: keep digests of what is computed, for each step of these positions alone.
+    `sets`: where labels are joined. `values`: keep digests of results, for each step of these positions only.
     """
     trace = Trace()
     paths = ModulePaths(model)
@@ -254,7 +254,7 @@ def watch(
 
 
 def enact_pins(sets: LabelSets, used: Iterable[Tensor]) -> None:
-    """Do what was noted for the case that these tensors are used."""
+    """Apply the pins that were recorded for the case that these tensors are used."""
     for tensor in used:
         number, pins = getattr(tensor, _PINS, (0, ()))
         if number == sets.number:
@@ -264,7 +264,7 @@ def enact_pins(sets: LabelSets, used: Iterable[Tensor]) -> None:
 
 
 def outputs_of(model: nn.Module, call: ModelCall) -> list[Tensor]:
-    """What the model gives, by the same operators as in a run that is watched."""
+    """The model's outputs, by the same operators as in a run that is watched."""
     args, kwargs = cloned(call)
     with plain_operators():
         return tensors_of(model(*args, **kwargs))
@@ -272,7 +272,7 @@ def outputs_of(model: nn.Module, call: ModelCall) -> list[Tensor]:
 
 @contextlib.contextmanager
 def plain_operators(*, with_grad: bool = False) -> Iterator[None]:
-    """One operator for a whole attention or encoder layer would hide its parts."""
+    """Turn off torch's fused operator for a whole attention or encoder layer, which would hide its parts."""
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

@@ -1,8 +1,8 @@
-"""Groups whose channels leave layers but not activations, since code between the layers relies on their number.
+"""Groups whose channels are removed from layers but not from activations, since code in between relies on their number.
 
 They are hidden channels that a norm or a mean is taken over, and groups whose removal was tried and failed (the code
-holds a width). In the smaller model their layers have the form of `spread_layers.py`. A residual stream that norms read
-is spared: every layer of the network would have to gather and to spread.
+hard-codes a width). In the smaller model their layers have the form of `spread_layers.py`. A residual stream that norms
+read is spared: every layer of the network would have to gather and to spread.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class WideGroups:
     axes: frozenset[Axis] = frozenset()
 
     def without(self, failing: Iterable[Group]) -> WideGroups:
-        """The others."""
+        """All groups but these."""
         labels = {unit.label for group in failing for unit in group.units}
         left = tuple(group for group in self.groups if group.units[0].label not in labels)
         reasons = {label: reason for label, reason in self.reasons.items() if label not in labels}
         return WideGroups(left, reasons, frozenset(axis for group in left for axis in group.axes) & self.axes)
 
     def leaving(self, unit: Unit) -> Unit:
-        """A unit with those of its positions alone that can be removed."""
+        """The unit with only those of its positions that can be removed."""
         return replace(unit, members=tuple(entry for entry in unit.members if entry[:2] in self.axes))
 
 
@@ -51,7 +51,7 @@ def find_wide_groups(
     """The units that layers can lose.
 
     `normalized`: units, with the reason, that norms and means are taken over; `unproved`: those that failed. `narrow`:
-    groups that leave activations too; what shares an axis with them is spared.
+    groups that leave activations too; units that share an axis with them are spared.
     """
     layers = _Layers(model, steps, sets)
     taken = {axis for group in narrow for axis in group.axes}
@@ -71,7 +71,7 @@ def find_wide_groups(
 
 
 class _Layers:
-    """What is known of the weights of linear layers and convolutions."""
+    """Facts about the weights of linear layers and convolutions."""
 
     def __init__(self, model: nn.Module, steps: Iterable[Step], sets: LabelSets) -> None:
         called = {step.where for step in steps}
@@ -93,16 +93,18 @@ class _Layers:
                     self.modules[name] = module
 
     def has_ends(self, unit: Unit) -> bool:
-        """Whether one layer makes a channel and another reads it."""
+        """Whether one layer produces a channel and another reads it."""
         return all(self._uses(unit))
 
     def is_between(self, unit: Unit) -> bool:
-        """Whether layers make a channel before others read it: a residual stream is written again after it was read."""
+        """Whether layers produce a channel before others read it: a residual stream is written again after it was
+        read.
+        """
         makers, readers = self._uses(unit)
         return max(makers, default=0) < min(readers, default=0)
 
     def _uses(self, unit: Unit) -> tuple[list[int], list[int]]:
-        """When weights that make a channel, and weights that read it, are first used."""
+        """When the weights that produce a channel, and the weights that read it, are first used."""
         found = [(self.order[t], dim == self.rows[t]) for t, dim, _ in unit.members if t in self.rows and dim < 2]
         return [order for order, makes in found if makes], [order for order, makes in found if not makes]
 

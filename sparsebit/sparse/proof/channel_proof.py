@@ -1,10 +1,9 @@
-"""Proof of channel groups: the shrunk model must compute what the masked model computes.
+"""Proof of channel groups: the shrunk model must compute the same as the masked model.
 
-Units are drawn at random. One copy of the model gets zeros in all their parameters, another loses them. Both run; the
-sizes that every operator of the smaller one gives are compared with the sizes that the labels foretell, so that a
-failure names the operator, the module and the groups that meet there. Attributes of the user's modules that hold a
-size (`num_heads`) are changed where that carries the run further (`size_repairs.py`). Groups that still fail are
-spared.
+Units are drawn at random. In one copy of the model all their parameters become zero, in another they are removed. Both
+run; the sizes that every operator of the smaller one returns are compared with the sizes that the labels predict, so
+that a failure names the operator, the module and the groups that meet there. Attributes of the user's modules that hold
+a size (`num_heads`) are changed if the run then gets further (`size_repairs.py`). Groups that still fail are spared.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from sparsebit.sparse.shrinking.surgery import Attribute, ChannelPlan, apply_pla
 
 TOLERANCE = 1e-5
 # A linear layer is one of these, by the strides of its input; `mm` and `bmm` are then followed by an `add`.
-# Their values are not defined, or drawn anew.
+# Their values are undefined, or random.
 _UNDEFINED = frozenset((
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "rand", "randn",
     "rand_like", "randn_like", "bernoulli", "bernoulli_", "normal_", "uniform_",
@@ -51,15 +50,15 @@ class SizeRule:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a shrunk model is not the masked one: where it shows, and which labels meet there."""
+    """Why a shrunk model differs from the masked one: where the difference shows, and which labels meet there."""
 
-    # How far the run came: the operators that compute, then those that move values.
+    # How far the run came: the number of operators that compute, then of those that move values.
     position: tuple[int, int]
     where: str
     reason: str
     labels: frozenset[int]
     steps: tuple[Step, ...] = ()
-    # Where the example agrees and another scene does not.
+    # Set if the example agrees and another scene does not.
     scene: Scene | None = None
 
 
@@ -72,7 +71,7 @@ class Computed(NamedTuple):
 
 
 class Bench:
-    """A model, an example call and the labels of one traced run: what every proof needs."""
+    """A model, an example call and the labels of one traced run: the inputs of every proof."""
 
     def __init__(
         self,
@@ -158,7 +157,7 @@ class Bench:
         return copied
 
     def compare(self, dead: Sequence[Unit], rules: Sequence[SizeRule]) -> Failure | None:
-        """None where the shrunk model equals the masked one on the example and in all scenes."""
+        """None if the shrunk model equals the masked one on the example and in all scenes."""
         if not dead:
             return None  # nothing is removed
         failure = self._compare_on_example(dead, rules)
@@ -169,7 +168,7 @@ class Bench:
     def compare_in(
         self, scene: Scene, dead: Sequence[Unit], rules: Sequence[SizeRule], number: int = 0
     ) -> Failure | None:
-        """None where the outputs of the shrunk model equal those of the masked one in a scene."""
+        """None if the outputs of the shrunk model equal those of the masked one in a scene."""
         masked = scene.outputs(self.masked(dead))
         shrunk = self.shrunk(dead, rules)
         paths, where = ModulePaths(shrunk), ""
@@ -343,7 +342,7 @@ def _agrees(masked: Sequence[Tensor], shrunk: Sequence[Tensor], dense: Sequence[
             return False
         error, scale = float((one - other).abs().max()), float(one.abs().max())
         effect = float((one - whole).abs().max())
-        # Where removing has a small effect, an error of its size would hide below the tolerance.
+        # Where the removal has a small effect, an error of the same size would be below the tolerance.
         if error > TOLERANCE * scale or (error > 1e-3 * effect and error > 1e-7 * scale):
             return False
     return True

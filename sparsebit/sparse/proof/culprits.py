@@ -1,4 +1,4 @@
-"""Which channels are to blame where a shrunk model is not the masked one."""
+"""Finds the channels that cause a difference between the shrunk and the masked model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparsebit.sparse.proof.scenes import Scene
 def guilty_units(
     bench: Bench, rules: Sequence[SizeRule], groups: Sequence[Group], suspects: set[int], dead: Sequence[Unit]
 ) -> set[int]:
-    """Of the units that meet at a failure, those whose group fails alone; all of them where none does."""
+    """The units that meet at a failure and whose group also fails alone; all units that meet there if none does."""
     met = [{unit.label for unit in group.units} for group in groups]
     met = [labels for labels in met if labels & suspects]
     if len(met) > 1:

@@ -1,4 +1,4 @@
-"""The labels of one traced run, and the units and groups that they leave free."""
+"""The labels of one traced run, and the resulting removable units and groups."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ class Analysis:
     def _visit_other_values(
         self, model: nn.Module, call: Call, names: Mapping[int, str], options: Mapping[str, int]
     ) -> None:
-        """Where code reads values of tensors, other inputs may take other paths: some are tried, and tied too."""
+        """If code reads tensor values, other inputs may take other paths: a few are run, and their labels joined
+        too.
+        """
         readers = sorted({step.where for step in self.trace.steps if step.name in _READS})
         if not readers:
             return

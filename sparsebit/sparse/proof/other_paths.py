@@ -83,7 +83,7 @@ class Paths:
     uncalled: tuple[str, ...] = ()
 
     def notes(self) -> Iterator[str]:
-        """What is not proved, for the user."""
+        """Text for the user on the parts that are not proved."""
         if self.unrun:
             yield (
                 f"not proved on {len(self.unrun)} branches of the code that the example cannot run: "
@@ -132,12 +132,12 @@ class _Search:
         self.waiting: deque[tuple[Branch, Scene]] = deque()
         self.forced: list[Scene] = []
         self.shapes: tuple[tuple[int, ...], ...] = ()  # of the outputs for the example
-        # What the variables of a function's frame hold at a fork: tensors with labels.
+        # The values of the variables in a function's frame at a fork: tensors with labels.
         self.held: dict[tuple[int, int], dict[str, tuple[LabelSets, Axes]]] = {}
         self.carrying: set[int] = set()
 
     def visit(self, scene: Scene) -> None:
-        """Run the scene, and note what it takes; nothing where the model does not run."""
+        """Run the scene, and record its arms; records nothing if the model does not run."""
         num_known = len(self.functions)
         while True:
             called: dict[CodeType, FunctionType | None] = {}
@@ -180,7 +180,7 @@ class _Search:
         return tuple(_atoms(sets, axes_of(output, sets)) for output in run.outputs)
 
     def _add(self, called: Mapping[CodeType, FunctionType | None]) -> bool:
-        """Note the functions of these codes that are new."""
+        """Add the functions of these codes that are new."""
         whole = {code: one for code, one in called.items() if not code.co_name.endswith(("comp>", "genexpr>"))}
         new = {code: function for code, function in whole.items() if code not in self.codes}
         self.codes |= new.keys()
@@ -200,7 +200,7 @@ class _Search:
         return Branch(function, function.forks[arm.fork], arm)
 
     def force(self) -> None:
-        """Run the arms that wait, each together with those of the scene that led to it."""
+        """Run the waiting arms, each together with those of the scene that led to it."""
         num_runs = 0
         while self.waiting and num_runs < 2 * _MOST_FORCED and len(self.forced) < _MOST_FORCED:
             branch, scene = self.waiting.popleft()
@@ -258,7 +258,7 @@ class _Search:
         return found
 
     def _held_before(self, branch: Branch) -> dict[str, tuple[LabelSets, Axes]]:
-        """What variables hold at the fork; where it was never reached, at all forks of the function before it."""
+        """The values of variables at the fork; if it was never reached, at all forks of the function before it."""
         found: dict[str, tuple[LabelSets, Axes]] = {}
         for number in range(ENTRY, branch.arm.fork + 1):
             found |= self.held.get((branch.function.number, number), {})

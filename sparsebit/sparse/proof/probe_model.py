@@ -1,4 +1,4 @@
-"""Copies of a model to experiment with: nothing in them hides an error."""
+"""Copies of a model for experiments, in which zero or constant parameters cannot hide an error."""
 
 from __future__ import annotations
 

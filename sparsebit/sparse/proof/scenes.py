@@ -31,7 +31,7 @@ Atom = tuple[str, int, int]  # tensor, dimension, position
 
 
 class Trial(NamedTuple):
-    """What a run does: the arms that it takes, the shapes of its outputs, and the names of the modules it calls."""
+    """The observations of one run: the taken arms, the shapes of its outputs, and the names of the called modules."""
 
     taken: set[Arm]
     shapes: tuple[tuple[int, ...], ...]
@@ -76,10 +76,10 @@ class Scene:
                 yield taken
 
     def trial(self, model: nn.Module) -> Trial | None:
-        """What a copy of the model does; None where it does not run here.
+        """One run on a copy of the model; None if the model does not run here.
 
-        Outputs that are not finite cannot be compared. A forced branch that writes into parameters is not run again:
-        its place in the code says when that may be done.
+        Outputs that are not finite cannot be compared. A forced branch that writes into parameters is not run again,
+        because the code around it decides when such a write may happen.
         """
         copied = copy_model(model, share_parameters=not self.arms)
         called: set[nn.Module] = set()
@@ -159,7 +159,7 @@ def _other_sizes(call: Call, three: Call) -> Iterator[tuple[str, Call]]:
 
 
 class _Constants(TorchDispatchMode):
-    """Random operators give constants: a smaller model would draw other numbers at the same places."""
+    """Random operators return constants: a smaller model would draw other numbers at the same places."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -187,7 +187,7 @@ _RANDOM = frozenset((
 
 @contextlib.contextmanager
 def _same_draws() -> Iterator[None]:
-    """What code draws from generators is the same in every run, and theirs goes on as if there was none."""
+    """Draws from random generators are the same in every run; afterwards the generators continue as if unused."""
     state = random.getstate()
     random.seed(0)
     try:

@@ -22,7 +22,7 @@ Sizes = dict[int, list[tuple[Tensor, Source | None]]]
 def find_repairs(
     bench: Bench, failure: Failure, dead: Sequence[Unit], rules: Sequence[SizeRule]
 ) -> Iterator[list[SizeRule]]:
-    """Sets of attributes, most likely first, whose change could carry the run over a failure."""
+    """Sets of attributes, most likely first, whose change could get the run past a failure."""
     frames = _Frames(bench, dead)
     for option in itertools.islice(_options(bench, failure, frames, rules), _MOST_OPTIONS):
         yield _everywhere(bench, option, frames)

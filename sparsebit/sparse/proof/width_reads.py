@@ -49,7 +49,7 @@ _HARMLESS = frozenset((
 
 
 def may_count(code: Iterable[ast.AST], sizes: Collection[str] = (), functions: Collection[str] = ()) -> bool:
-    """Whether code may use the number of channels, or mix them: it reads a size, or calls what is not known.
+    """Whether code may use the number of channels, or mix them: it reads a size, or calls an unknown function.
 
     `sizes`: variables that hold sizes. `functions`: names of the user's functions and modules.
     """

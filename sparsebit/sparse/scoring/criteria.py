@@ -1,6 +1,6 @@
-"""Criteria: how important each number of a weight is. The least important go first.
+"""Criteria: how important each number of a weight is. The least important are pruned first.
 
-A criterion is a function from the `Evidence` about one parameter to scores of the same shape, or None where it does
+A criterion is a function from the `Evidence` about one parameter to scores of the same shape, or None if it does
 not judge this kind of parameter. `register_criterion` adds one:
 
 >>> @register_criterion("distance_to_one")
@@ -34,13 +34,13 @@ class LayerMoments:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known about one parameter.
+    """The data about one parameter that criteria may use.
 
     `gradient` and `squared_gradient`: means over batches; `input_norms`: the L2 norm of each input channel of the
     layer, over all data, one per column of the weight. `moments`: the second moments of the layer's input. `outputs`:
     one number for each output channel: the share of positive values ("signs") or the mean rank of its maps ("ranks"),
-    behind the norm that reads the layer, if there is one. They are None unless the criterion needs them. `ratio`: what
-    the config asks for in this layer; None where all layers share one. `pattern`: (n, m) of N:M.
+    behind the norm that reads the layer, if there is one. They are None unless the criterion needs them. `ratio`: the
+    config's ratio for this layer; None if all layers share one. `pattern`: (n, m) of N:M.
     """
 
     name: str
@@ -67,13 +67,13 @@ class Evidence:
 
 
 Score = Callable[[Evidence], Tensor | None]
-# (evidence, mask) -> the weight that takes up what the mask removes
+# (evidence, mask) -> the weight that compensates for the removed elements
 Update = Callable[[Evidence, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Criterion:
-    """A registered criterion: its function, the data that it needs, and how the weights that stay are changed."""
+    """A registered criterion: its function, the data that it needs, and how the remaining weights are changed."""
 
     score: Score
     needs: Need | None = None
@@ -99,7 +99,7 @@ def register_criterion(
 
     `needs`: "gradients" (of a loss), "inputs" (norms of the layers' inputs), "moments" (their second moments), "signs"
     or "ranks" (of the layers' outputs): `calc_params` is then given batches. `update`: (evidence, mask) -> the weight
-    that takes up what the mask removes.
+    that compensates for the removed elements.
     """
 
     def file(score: Score) -> Score:
@@ -116,7 +116,7 @@ def criterion(name: str) -> Criterion:
 
 @register_criterion("l0norm", aliases=("l0",))
 def l0norm(evidence: Evidence) -> Tensor | None:
-    """1 where a weight is not zero: a channel's score is how many weights it has left after unstructured pruning."""
+    """1 where a weight is not zero: a channel's score is its number of remaining weights after unstructured pruning."""
     return (evidence.weight != 0).to(evidence.weight.dtype) if evidence.is_matrix else None
 
 
@@ -169,7 +169,7 @@ def wanda(evidence: Evidence) -> Tensor | None:
 
 
 def _taken_up(evidence: Evidence, mask: Tensor) -> Tensor:
-    """The weight under the mask whose outputs are nearest to those of the whole one."""
+    """The weight under the mask whose outputs are nearest to those of the unmasked one."""
     weight = evidence.weight
     if evidence.moments is None:
         return weight * mask
@@ -180,7 +180,7 @@ def _taken_up(evidence: Evidence, mask: Tensor) -> Tensor:
 
 @register_criterion("obs", needs="moments", update=_taken_up)
 def obs(evidence: Evidence) -> Tensor | None:
-    """weight^2 / (H^-1)_jj: what is lost if the others take a weight up, as they then do (Hassibi and Stork 1993)."""
+    """weight^2 / (H^-1)_jj: the loss of removing a weight when the others compensate (Hassibi and Stork 1993)."""
     if evidence.moments is None:
         return None
     form, hessian = evidence.moments.form, evidence.moments.hessian
@@ -203,7 +203,7 @@ def sparsegpt(evidence: Evidence) -> Tensor | None:
 
 
 def _of_outputs(evidence: Evidence) -> Tensor | None:
-    """What is known of each output channel, for all weights of it."""
+    """One value per output channel, expanded to all weights of the channel."""
     if evidence.outputs is None or evidence.outputs.shape != evidence.weight.shape[:1]:
         return None
     return evidence.outputs.view([-1] + [1] * (evidence.weight.dim() - 1)).expand_as(evidence.weight)

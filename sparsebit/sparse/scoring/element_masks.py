@@ -27,7 +27,7 @@ def num_pruned(ratio: float, count: int) -> int:
 
 
 def lowest(scores: Tensor, count: int) -> Tensor:
-    """True for all but the `count` lowest scores; among equal ones the first go."""
+    """True for all but the `count` lowest scores; among equal ones the first are pruned."""
     mask = torch.ones(scores.numel(), dtype=torch.bool, device=scores.device)
     mask[scores.flatten().sort(stable=True).indices[:count]] = False
     return mask.view_as(scores)
@@ -53,7 +53,7 @@ def block_shape(granularity: str) -> tuple[int, int] | None:
 
 
 def n_of_m_mask(scores: Tensor, n: int, m: int) -> Tensor:
-    """Of every m neighbours along the flattened columns of each row, the n highest stay; a rest stays whole."""
+    """In every m neighbours along the flattened columns of each row, keeps the n highest; a remainder is kept whole."""
     rows = scores.flatten(1)
     width = rows.shape[1] // m * m
     groups = rows[:, :width].unflatten(1, (-1, m)) if width else rows.new_zeros(rows.shape[0], 0, m)
@@ -74,7 +74,7 @@ def block_scores(scores: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def from_blocks(blocks: Tensor, block: tuple[int, int], like: Tensor) -> Tensor:
-    """The mask of elements that a mask of blocks means."""
+    """The mask of elements that corresponds to a mask of blocks."""
     rows = like.flatten(1)
     wide = blocks.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     return wide[: rows.shape[0], : rows.shape[1]].reshape(like.shape)

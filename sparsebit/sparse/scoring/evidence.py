@@ -145,7 +145,7 @@ class _RealRows:
 
 
 def _run(model: nn.Module, batches: Iterable[Any], handles: Iterable[RemovableHandle], rows: _RealRows) -> int:
-    """Run all batches with the hooks, then take these away; gives the number of batches."""
+    """Run all batches with the hooks, then remove the hooks; returns the number of batches."""
     count = 0
     try:
         for batch in batches:
@@ -232,7 +232,7 @@ def _positive(channels: Tensor) -> Tensor:
 
 
 def _ranks(channels: Tensor) -> Tensor:
-    """The mean rank of the maps of each channel; outputs that are no maps have the rank 1 where they are not zero."""
+    """The mean rank of the maps of each channel; other outputs have rank 1 where they are not zero."""
     maps = channels if channels.dim() >= 4 else channels.flatten(1)[..., None, None]
     ranks: Tensor = torch.linalg.matrix_rank(maps.float())
     return ranks.flatten(1).float().mean(1)

@@ -1,4 +1,4 @@
-"""Padded positions of a batch of sequences: computed, but of no use, so that no fit may follow them."""
+"""Padded positions of a batch of sequences: they are computed but not used, so fits must ignore them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MASKS = {"attention_mask": False, "key_padding_mask": True, "src_key_padding_ma
 
 
 def real_positions(call: Call, model: nn.Module) -> Tensor | None:
-    """`(batch, length)`: True where a token is real, by the mask that the call gives; None where nothing is padded."""
+    """`(batch, length)`: True where a token is real, by the call's mask; None if nothing is padded."""
     try:
         given = inspect.signature(model.forward).bind_partial(*call[0], **call[1]).arguments
     except TypeError:

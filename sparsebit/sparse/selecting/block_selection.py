@@ -1,4 +1,4 @@
-"""Which residual blocks go: the lowest mean scores of their weights, over all blocks that share a ratio."""
+"""Which residual blocks are removed: those with the lowest mean scores, over all blocks that share a ratio."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def select_blocks(
     share: float,
     gone: frozenset[str] = frozenset(),
 ) -> list[ResidualBlock]:
-    """The blocks that go in this step: of all that have the same ratio, `share` of it.
+    """The blocks that are removed in this step: `share` of the ratio, among all blocks with the same ratio.
 
     `scores`: of parameters, by name. A name in `SPARE` or `SPECIFIC` is that of the block or of a layer in it. `gone`:
-    names of the blocks that went before; they go first, so that steps of a schedule only add.
+    names of the blocks that were removed before; they are chosen first, so that steps of a schedule only add.
     """
     sets: dict[tuple[bool, float], list[ResidualBlock]] = {}
     for block in blocks:

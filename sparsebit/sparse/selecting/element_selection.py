@@ -1,4 +1,4 @@
-"""Which single weights, blocks or N of M go: the lowest scores, in each layer or over all layers together."""
+"""Which single weights, blocks or N of M are pruned: the lowest scores, in each layer or over all layers together."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from sparsebit.sparse.sparse_config import SparseConfig
 def left_alone(
     scores: Mapping[str, Tensor], masks: Mapping[str, Tensor], ratios: Mapping[str, float], config: SparseConfig
 ) -> dict[str, str]:
-    """The weights that a ratio is asked for and that cannot be pruned, with the reason; raises where none can be.
+    """The weights that have a ratio and cannot be pruned, with the reason; raises if no weight can be pruned.
 
-    The criterion has no scores of a weight, or the weight is smaller than what goes at once.
+    Reasons: the criterion has no scores of a weight, or the weight is smaller than the unit of pruning.
     """
     asked = [name for name, ratio in ratios.items() if ratio > 0]
     strategy, granularity = config.SPARSER.STRATEGY, config.SPARSER.GRANULARITY
@@ -65,10 +65,10 @@ def select_elements(
     config: SparseConfig,
     share: float,
 ) -> dict[str, Tensor]:
-    """The new masks of the weights that lose something, by name.
+    """The new masks of the weights that lose elements, by name.
 
-    `masks`: those of now; what is pruned already stays pruned, so that steps of a schedule only add. `layers`: of each
-    weight. `ratios`: of each weight, at the end; `share`: of them, that holds after this step.
+    `masks`: the current ones; pruned elements stay pruned, so that steps of a schedule only add. `layers`: of each
+    weight. `ratios`: of each weight, at the end; `share`: the share of these ratios that applies after this step.
     """
     sparser = config.SPARSER
     lowest_first = {name: scores[name].masked_fill(~masks[name], -math.inf) for name in masks if ratios[name] > 0}
@@ -93,12 +93,12 @@ def select_elements(
 def with_ratios(
     evidence: Mapping[str, Evidence], config: SparseConfig, layers: Mapping[str, tuple[str, ...]], share: float
 ) -> dict[str, Evidence]:
-    """Evidence of all weights with what the config asks for in their `layers`; `share` as above."""
+    """Evidence of all weights with the config's ratio and pattern for their `layers`; `share` as above."""
     return {name: _with_ratio(entry, config, layers.get(name, ()), share) for name, entry in evidence.items()}
 
 
 def _with_ratio(evidence: Evidence, config: SparseConfig, layers: tuple[str, ...], share: float) -> Evidence:
-    """With what the config asks for in the layers of a weight, where it asks for something in each; as above."""
+    """Evidence with the config's ratio for the layers of a weight, if it has one for each; `share` as above."""
     sparser = config.SPARSER
     is_shared = sparser.SCOPE == "global" and not config.is_overridden(layers)
     ratio = None if is_shared or block_shape(sparser.GRANULARITY) else share * config.ratio_of(layers)

@@ -86,9 +86,9 @@ def _reason(module: nn.Module, path: str, own: str, weight: Tensor) -> str:
 
 @dataclass(frozen=True)
 class Zeros:
-    """How many weights are zero by masks: `num_zeros` of `num_weights`, and by weight. Its text is the report.
+    """How many weights are zero by masks: `num_zeros` of `num_weights`, and by weight. Printing it shows the report.
 
-    `left_alone`: weights that are counted, and that no mask is for, with the reason.
+    `left_alone`: weights that are counted but have no mask, with the reason.
     """
 
     num_zeros: int
@@ -106,7 +106,7 @@ class Zeros:
 
 
 def count_zeros(weights: ElementWeights, masks: Mapping[str, Tensor], left_alone: Mapping[str, str]) -> Zeros:
-    """What masks (True: kept) leave of all weights."""
+    """Count the zeros that masks (True: kept) put into all weights."""
     counts = {name: int((~masks[name]).sum()) if name in masks else 0 for name in weights.layers}
     by_weight = {name: counts[name] / max(1, size) for name, size in weights.sizes.items()}
     return Zeros(sum(counts.values()), sum(weights.sizes.values()), by_weight, left_alone)

@@ -1,11 +1,11 @@
-"""Whole residual blocks: modules that give `x + f(x)`, so that without them the model still runs.
+"""Whole residual blocks: modules that compute `x + f(x)`, so that the model still runs without them.
 
-A module is such a block if it gives its input again when all its parameters are zero: then `f` is zero. This is tried,
-not guessed from the code: it holds for the blocks of ResNets (`relu(x + f(x))` behind another ReLU), inverted residuals
-and transformer layers with norms inside the branches, and not for blocks that change the width or the resolution. Where
-norms stand behind the additions (`norm(x + f(x))`, encoders as BERT), all parameters but theirs are zero, and the block
-becomes `norm(x)`. Each block is proved: the model with zeros in it and the model without it must agree, for each block
-alone and for all of them together.
+A module is such a block if it returns its input when all its parameters are zero: then `f` is zero. This is tested by
+running it, not guessed from the code: it holds for the blocks of ResNets (`relu(x + f(x))` behind another ReLU),
+inverted residuals and transformer layers with norms inside the branches, and not for blocks that change the width or
+the resolution. If norms follow the additions (`norm(x + f(x))`, encoders as BERT), all parameters but theirs are set to
+zero, and the block becomes `norm(x)`. Each block is proved: the model with zeros in it and the model without it must
+agree, for each block alone and for all of them together.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class ResidualBlock:
-    """A module that gives its input again when its parameters are zero; `parameters`: their names in the model.
+    """A module that returns its input when its parameters are zero; `parameters`: their names in the model.
 
-    `norms`: parts of it, by their names in it, that the input passes one after the other; they stay.
+    `norms`: names of inner norms that stay, and that the input passes one after the other.
     """
 
     name: str
@@ -53,7 +53,7 @@ class SparedBlock:
 
 @dataclass(frozen=True)
 class ResidualBlocks:
-    """The blocks that can be removed, in the order of the model, and those that must stay. Its text is the report."""
+    """The blocks that can be removed, in model order, and those that must stay. Printing it shows the report."""
 
     blocks: tuple[ResidualBlock, ...]
     spared: tuple[SparedBlock, ...]
@@ -69,12 +69,12 @@ class ResidualBlocks:
 def find_residual_blocks(model: nn.Module, example_inputs: Any) -> ResidualBlocks:
     """The residual blocks of a model, each proved on the example. The model is not changed.
 
-    Of nested ones (a stage that has blocks of one width alone) the innermost count.
+    If blocks are nested (a stage that only has blocks of one width), the innermost count.
     """
     call = as_call(example_inputs, model)
     device = next((p.device for p in model.parameters()), None)
     call = to_device(call[0], device), to_device(call[1], device)
-    # Random values in fresh norms and layer scales: a branch that is zero would prove nothing.
+    # Random values in fresh norms and layer scales: a branch that is zero cannot prove anything.
     probe = probe_copy(model)
     precise, precise_call = double_precision(probe, call)
     if _outputs(copy_model(precise), precise_call) is not None:
@@ -124,7 +124,7 @@ class _Seen:
 
 
 def _candidates(model: nn.Module, call: Call) -> dict[str, tuple[str, ...]]:
-    """Modules that are called once and, with zeros, give their input or norms of it; and which norms."""
+    """Modules that are called once and, with zeros, return their input or norms of it; and which norms."""
     seen: dict[str, _Seen] = {}
     handles = []
     for name, module in model.named_modules():
@@ -135,7 +135,7 @@ def _candidates(model: nn.Module, call: Call) -> dict[str, tuple[str, ...]]:
                 x = first_tensor(args, kwargs)
                 seen[name] = _Seen(times, ((), {}), False)
                 if isinstance(output, Tensor) and x is not None and output.shape == x.shape:
-                    copied = x.clone()  # code behind may write into it
+                    copied = x.clone()  # later code may write into it
                     call = (
                         tuple(copied if a is x else a for a in args),
                         {key: copied if a is x else a for key, a in kwargs.items()},
@@ -151,7 +151,7 @@ def _candidates(model: nn.Module, call: Call) -> dict[str, tuple[str, ...]]:
 
 
 def _norms_behind(model: nn.Module, name: str, seen: _Seen) -> tuple[str, ...] | None:
-    """The norms that a block with zeros elsewhere sends its input through, in order; None: it is no such block."""
+    """The norms that a block with zeros elsewhere applies to its input, in order; None if it is not such a block."""
     x = first_tensor(*seen.call)
     assert x is not None
     if _is_same(_zeroed_output(copy_model(model.get_submodule(name)), set(), seen.call), x):
@@ -175,7 +175,7 @@ def _norms_behind(model: nn.Module, name: str, seen: _Seen) -> tuple[str, ...] |
 
 
 def _zeroed_output(module: nn.Module, staying: set[int], call: Call) -> Any:
-    """What a module gives with zeros in all parameters but these (ids); None where its code fails."""
+    """The module's output with zeros in all parameters but these (ids); None if its code fails."""
     for parameter in module.parameters():
         if id(parameter) not in staying:
             parameter.zero_()
@@ -203,9 +203,9 @@ def _innermost(names: Iterable[str]) -> list[str]:
 def _difference(
     model: nn.Module, call: Call, blocks: Sequence[ResidualBlock], dense: Sequence[Tensor] | None = None
 ) -> str:
-    """Why the model without these blocks is not the one with zeros in them; empty where it is.
+    """Why the model without these blocks differs from the one with zeros in them; empty if it does not.
 
-    `dense`: what the whole model gives, where it is to depend on the blocks.
+    `dense`: the outputs of the whole model, for a check that they depend on the blocks.
     """
     if not all(block.parameters for block in blocks):
         return "all its parameters are used elsewhere too"
@@ -224,15 +224,15 @@ def _difference(
 
 
 def _negated_difference(model: nn.Module, call: Call, blocks: Sequence[ResidualBlock]) -> str:
-    """As `_difference`, on the inputs with the other sign: `relu(x + f(x))` gives an `x` again that is never negative,
-    and images between 0 and 1 would hide that others may be.
+    """As `_difference`, on negated inputs: `relu(x + f(x))` returns `x` only if it is never negative, and images
+    between 0 and 1 would hide that other inputs may be negative.
     """
     negated: Call = map_nested(Tensor, lambda x: -x if x.is_floating_point() else x, call)
     return "" if _outputs(copy_model(model), negated) is None else _difference(model, negated, blocks)
 
 
 def _outputs(model: nn.Module, call: Call) -> list[Tensor] | None:
-    """What the model gives; None where it fails."""
+    """The model's outputs; None if it fails."""
     try:
         found = [x for x in tensors_of(model(*call[0], **call[1])) if x.is_floating_point()]
     except Exception:

@@ -1,4 +1,4 @@
-"""Which units go: scores of elements become scores of units, and the lowest go, by group or over all groups."""
+"""Which units are removed: element scores become unit scores, and the lowest go, by group or over all groups."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ def select_units(
     share: float,
     gone: frozenset[int] = frozenset(),
 ) -> list[Unit]:
-    """The units that go in this step. `ratios`: of each group, at the end; `share`: of them, that holds after it.
+    """The units that are removed in this step. `ratios`: of each group, at the end; `share`: the share of these ratios
+    that applies after this step.
 
     With `SCOPE: global`, groups for which the config has no ratio of their own share one. `gone`: labels of the units
-    that went before; they go first, so that steps of a schedule only add.
+    that were removed before; they are chosen first, so that steps of a schedule only add.
     """
     wanted = [(group, share * ratio) for group, ratio in zip(groups, ratios, strict=True) if share * ratio > 0]
     strategy, is_global = config.SPARSER.STRATEGY, config.SPARSER.SCOPE == "global"
@@ -54,7 +55,7 @@ def mask_units(masks: Mapping[str, Tensor], dead: Sequence[Unit]) -> None:
 
 def dead_units(units: Sequence[Unit], masks: Mapping[str, Tensor]) -> list[Unit]:
     """The units all of whose weights are masked."""
-    # For each axis: whether anything of a position is left.
+    # For each axis: whether a position has any weight left.
     left = {
         (name, dim): mask.movedim(dim, 0).flatten(1).any(1).tolist() if mask.dim() > 1 else mask.tolist()
         for name, mask in masks.items()
@@ -72,7 +73,7 @@ def unit_scores(group: Group, scores: Mapping[str, Tensor], strategy: str) -> Te
     """One score for each unit: the mean over the axes it lies in, each axis scaled to a mean of 1.
 
     So a layer with large weights counts as much as one with small weights, and units of different groups compare.
-    Every axis counts: what makes a channel, and what reads it.
+    Every axis counts, both of weights that produce a channel and of weights that read it.
     """
     total = torch.zeros(len(group.units), dtype=torch.float64)
     count = torch.zeros(len(group.units), dtype=torch.float64)
@@ -132,8 +133,8 @@ def _taken(ordered: Sequence[tuple[Group, int]], count: int) -> list[Unit]:
 def rounded(
     groups: Sequence[Group], dead: Sequence[Unit], sizes: Mapping[str, tuple[int, ...]], multiple: int
 ) -> list[Unit]:
-    """The dead units without the last ones, as many as make every axis keep a multiple of `multiple` positions, where
-    they suffice.
+    """The dead units, minus as many of the last ones as every axis needs to keep a multiple of `multiple` positions,
+    if they suffice.
     """
     if multiple == 1:
         return list(dead)
@@ -152,7 +153,7 @@ def _fits(going: Sequence[Unit], sizes: Mapping[str, tuple[int, ...]], multiple:
     for unit in going:
         for tensor, dim, places in unit.members:
             lost[tensor, dim] = lost.get((tensor, dim), 0) + len(places)
-    # An axis that was no multiple before (a head of 12 channels) cannot be asked to become one.
+    # An axis that was not a multiple before (a head of 12 channels) cannot be required to become one.
     return all(
         (sizes[tensor][dim] - count) % multiple == 0
         for (tensor, dim), count in lost.items()

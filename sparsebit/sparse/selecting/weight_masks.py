@@ -1,4 +1,4 @@
-"""Masks of weights: buffers next to the parameters, zeros that stay zero, and gradients that are zero there.
+"""Masks of weights: buffers next to the parameters that keep pruned weights and their gradients at zero.
 
 The masks act inside the model, by hooks of its modules: in every mode, through every way into the model, and in copies
 (`copy.deepcopy`, pickle, an average of models), which make their own gradient hooks at their first forward.
@@ -25,8 +25,8 @@ class WeightMasks:
 
     The buffer is 0 where the weight is kept and another number where it is pruned. An average of models averages
     buffers too: zeros stay zeros in every average, and a weight that is pruned in one of the models is pruned in the
-    average. A weight's gradient is zero where it is pruned, so that an optimizer leaves it alone; what momentum from
-    before moves all the same, `apply` sets back to zero.
+    average. A weight's gradient is zero where it is pruned, so that an optimizer leaves it alone; earlier momentum may
+    still move it, and `apply` sets it back to zero.
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:

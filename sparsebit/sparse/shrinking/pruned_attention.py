@@ -1,7 +1,7 @@
 """`nn.MultiheadAttention` with fewer heads than its width has room for.
 
-Torch's own code takes one number for the width of the input and of all heads together, so that heads cannot be removed
-from it alone. `apply_plan` gives an attention that lost heads this class; its parameters keep their names.
+Torch's own code uses one number for the width of the input and of all heads together, so heads alone cannot be
+removed from it. `apply_plan` changes an attention that lost heads to this class; its parameters keep their names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class PrunedMultiheadAttention(nn.MultiheadAttention):
     The operators are those of torch, in the same order.
     """
 
-    # What `sparsebit.quantize` may write out as projections, products and softmax.
+    # The class `sparsebit.quantize` may decompose into projections, products and softmax.
     is_decomposable = True
 
     def forward(

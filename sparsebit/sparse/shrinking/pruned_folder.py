@@ -1,7 +1,7 @@
 """A pruned model as a folder: `model.safetensors` and `channels.json`, from which the unpruned class is made small.
 
-The folder holds no code and nothing pickled. It appears as a whole: the files are completed in a hidden folder
-beside it, which then takes its place.
+The folder holds neither code nor pickled data. It appears as a whole: the files are completed in a hidden folder next
+to it, which then replaces it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sparsebit.version import __version__
 TENSORS, CHANNELS = "model.safetensors", "channels.json"
 _FORMAT = 2
 _KEYS = frozenset(("format", "class", "aliases", "sha256", "plan"))
-# What a damaged plan, or one of another model, makes fail while it is applied.
+# Errors that a damaged plan, or one of another model, raises while it is applied.
 _DAMAGE = (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError, AssertionError)
 
 
@@ -82,7 +82,8 @@ def checked_folder(folder: str | os.PathLike[str]) -> Path:
 
 
 def load(folder: str | os.PathLike[str], model: nn.Module) -> nn.Module:
-    """The pruned model of a folder. `model`: one of the original, unpruned class, as its constructor gives it.
+    """The pruned model of a folder. `model`: an instance of the original, unpruned class, as its constructor returns
+    it.
 
     It is not changed; the result is a smaller copy with the saved weights.
     """

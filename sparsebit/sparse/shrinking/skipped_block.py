@@ -1,4 +1,4 @@
-"""What a residual block becomes when it is removed: a module that gives its input, or norms of it."""
+"""The replacement of a removed residual block: a module that returns its input, or norms of it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _OF_MODULES = frozenset(nn.Module().__dict__)
 
 
 class SkippedBlock(nn.Identity):
-    """Gives its first tensor, whatever else a block was called with.
+    """Returns its first tensor argument and ignores all others.
 
-    `norms`: parts of the block that stay, by their names in it: where norms stand behind the additions of a block, its
-    input passes them one after the other. Plain attributes of the block that it replaces (a stride, a name of a kind of
-    attention) stay, since code around may read them.
+    `norms`: names of parts of the block that stay: if norms follow the additions of a block, its input passes them one
+    after the other. Plain attributes of the replaced block (a stride, the name of an attention type) stay, since code
+    outside may read them.
     """
 
     def __init__(self, block: nn.Module, norms: Sequence[str] = ()) -> None:
@@ -36,7 +36,7 @@ class SkippedBlock(nn.Identity):
             above.add_module(own, block.get_submodule(path))
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The first tensor of the call, behind the norms."""
+        """The first tensor of the call, passed through the norms."""
         found = first_tensor(args, kwargs)
         assert found is not None, "a block of the model is called without a tensor"
         for path in self.norms_behind:

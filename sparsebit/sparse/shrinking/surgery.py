@@ -1,7 +1,7 @@
-"""Physical removal of channels: parameters and buffers lose positions, and layers' attributes follow.
+"""Physical removal of channels: parameters and buffers lose positions, and layers' attributes are updated.
 
-A `ChannelPlan` says it all in plain numbers, so that a folder can hold it and `apply_plan` can repeat it on the
-original, unpruned class.
+A `ChannelPlan` describes the removal in plain numbers, so that a folder can store it and `apply_plan` can repeat it on
+the original, unpruned class.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from sparsebit.sparse.shrinking.skipped_block import skip_blocks
 
 _PLAN = "_sparsebit_channel_plan"
 _MOST_POSITIONS = 1 << 28  # of one dimension: more is damage
-# What an attribute of a module becomes: a number, or a tuple or list of numbers.
+# The new value of a module's attribute: a number, or a tuple or list of numbers.
 Attribute = int | tuple[int, ...] | list[int]
 
 
 @dataclass(frozen=True)
 class ChannelPlan:
-    """Which positions of which tensors stay, and what attributes of modules become."""
+    """Which positions of which tensors stay, and the new values of modules' attributes."""
 
     # tensor -> dimension -> the positions that stay, in order
     kept: Mapping[str, Mapping[int, tuple[int, ...]]] = field(default_factory=dict)
-    # module -> attribute -> new value; what follows from the shapes of a torch.nn layer is not written down
+    # module -> attribute -> new value; attributes that follow from the shapes of a torch.nn layer are left out
     attributes: Mapping[str, Mapping[str, Attribute]] = field(default_factory=dict)
     # residual blocks that are removed as a whole: names of modules
     skipped: tuple[str, ...] = ()
-    # convolutions that get the weights that they compute, and what each becomes
+    # convolutions that get their computed weights, and the new form of each
     computed: Mapping[str, str] = field(default_factory=dict)
     # layers whose activations keep their width: on which sides, of "in" and "out"
     spread: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class ChannelPlan:
         }
 
     def after(self, earlier: ChannelPlan) -> ChannelPlan:
-        """The plan that does to the original what `earlier` and then this one do."""
+        """The plan with the combined effect of `earlier` and then this one."""
         kept = {tensor: dict(dims) for tensor, dims in earlier.kept.items()}
         for tensor, dims in self.kept.items():
             for dim, places in dims.items():
@@ -161,7 +161,7 @@ def apply_plan(model: nn.Module, plan: ChannelPlan) -> None:
 
 
 def _replaced(value: Any, smaller: Mapping[int, Tensor], depth: int = 4) -> Any:
-    """An attribute that holds parameters or buffers once more (a list of weights) holds the smaller ones."""
+    """An attribute that also holds parameters or buffers (a list of weights), with the smaller ones in their place."""
     if isinstance(value, Tensor):
         return smaller.get(id(value), value)
     if type(value) not in (list, tuple, dict) or not depth:
@@ -174,7 +174,7 @@ def _replaced(value: Any, smaller: Mapping[int, Tensor], depth: int = 4) -> Any:
 
 
 def plan_of(model: nn.Module) -> ChannelPlan | None:
-    """What was removed from a model since it was built from its class; None: nothing."""
+    """The plan of everything removed since the model was built from its class; None: nothing was removed."""
     found: ChannelPlan | None = model.__dict__.get(_PLAN)
     return found
 

@@ -261,7 +261,7 @@ class TestCalls:
 
         qmodel = calibrated(Masked(), [torch.randn(3)])
         with pytest.raises(
-            CaptureError, match=r"this call gives x, mask, but the model was captured and calibrated for x"
+            CaptureError, match=r"this call has x, mask, but the model was captured and calibrated for x"
         ):
             qmodel(torch.randn(3), torch.rand(3))
 

@@ -1,8 +1,8 @@
-"""Which layers share the channels of a tensor: where a factor per channel can go in and where it can come out again.
+"""Which layers share the channels of a tensor: where a factor per channel can be applied and where it is undone.
 
 A `ChannelPair` is one source (a linear layer, a convolution, or the scale and shift of a norm) and all the layers that
 read its channels. The source's parameters are divided by a factor per channel, those of the readers multiplied by it,
-and what the model computes stays the same. Pairs are found by following the channels through the graph
+and the model's function stays the same. Pairs are found by following the channels through the graph
 (`channel_pairs_rules.py`); nothing depends on names or classes of blocks.
 """
 
@@ -77,7 +77,7 @@ class Reader:
 
 @dataclass(frozen=True)
 class Clip:
-    """An op in between that clips to `[low, high]`; `labels`: of the channels in its input."""
+    """An op between the layers that clips to `[low, high]`; `labels`: of the channels in its input."""
 
     node: fx.Node
     low: float
@@ -101,7 +101,7 @@ class ChannelPair:
     clips: tuple[Clip, ...] = ()
     reasons: dict[str, str] = field(default_factory=dict)
     between: tuple[fx.Node, ...] = ()
-    only_moves: bool = True  # nothing between but ReLU and moves: a constant stays one
+    only_moves: bool = True  # only ReLU and moves in between, so that a constant stays one
 
     @property
     def num_channels(self) -> int:
@@ -109,15 +109,15 @@ class ChannelPair:
 
     @property
     def reason(self) -> str:
-        """Why nothing can be scaled, or not all; "" where everything can."""
+        """Why nothing can be scaled, or not all; "" if everything can."""
         return "; ".join(f"{name}: {why}" for name, why in self.reasons.items())
 
 
 def find_pairs(root: fx.GraphModule, values: dict[fx.Node, Value]) -> list[ChannelPair]:
     """Every source of the graph with the layers that read its channels, in the order of the graph.
 
-    `values`: what each node gave on an example. A pair whose channels are all held has no free ones, and
-    says why.
+    `values`: the value of each node on an example. A pair whose channels must all keep their scale has no free ones,
+    and `reasons` explain it.
     """
     owners = _Owners(root)
     found = []
@@ -131,7 +131,7 @@ def find_pairs(root: fx.GraphModule, values: dict[fx.Node, Value]) -> list[Chann
 
 
 def changeable_layers(root: fx.GraphModule) -> list[fx.Node]:
-    """Linear layers and convolutions whose weight may be changed: it is theirs alone, and they are called once."""
+    """Linear layers and convolutions with a changeable weight: no other layer uses it, and they are called once."""
     owners, found = _Owners(root), []
     for node in root.graph.find_nodes(op="call_module"):
         op = op_of(node, root)
@@ -149,7 +149,7 @@ _Source = tuple[nn.Module | None, tuple[Scaled, ...], Tensor]
 
 
 def _source(node: fx.Node, root: fx.GraphModule, values: dict[fx.Node, Value], owners: _Owners) -> _Source | None:
-    """The layer, the parameters to divide, and the labels of the output, of a node that can be scaled."""
+    """The layer, the parameters to divide, and the labels of the output, for a node that can be scaled."""
     shape = values[node].shape
     if node.op not in ("call_module", "call_function", "call_method") or shape is None:
         return None
@@ -212,7 +212,7 @@ def _labels(num_channels: int, axis: int, shape: Sequence[int], device: torch.de
 
 
 class _Owners:
-    """Who uses each parameter of a graph: a change is allowed where one layer, called once, has it."""
+    """Who uses each parameter of a graph: a change is allowed if one layer, called once, uses it."""
 
     def __init__(self, root: fx.GraphModule) -> None:
         self.root = root
@@ -244,7 +244,7 @@ class _Owners:
         return ""
 
     def parameter_at(self, source: Any) -> Tensor | None:
-        """The parameter that a node reads, where nothing else reads it."""
+        """The parameter that a node reads, if nothing else reads it."""
         while isinstance(source, fx.Node) and source.op == "call_module" and len(source.users) == 1:
             op = op_of(source, self.root)
             if op.row is None or op.row.name != "identity" or len(source.all_input_nodes) != 1:
@@ -306,7 +306,7 @@ def _follow(
                 hold(read, node, str(refusal))
         node = node.next
     if not readers and not reaches_layer:
-        reasons = {}  # no layer reads the channels: there is nothing to tell
+        reasons = {}  # no layer reads the channels, so there is nothing to report
     between = tuple(n for n in labels if n is not source)
     moves = all(op_of(n, root).name in _KEEP_CONSTANTS for n in between)
     name = layer_name("", source)
@@ -329,12 +329,12 @@ def _reader(op: Op, read: list[Any], owners: _Owners) -> Reader:
 
 
 def _is_python(value: Value | None) -> bool:
-    """Whether the node gives a size or another Python value."""
+    """Whether the node's value is a size or another Python value."""
     return value is not None and value.shape is None and not value.holds_tensors
 
 
 def _memory(tensor: Tensor) -> int:
-    """What two parameters have in common that share memory."""
+    """A key that is equal for parameters that share memory."""
     return tensor.untyped_storage().data_ptr() or id(tensor)
 
 

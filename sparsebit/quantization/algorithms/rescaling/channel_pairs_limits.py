@@ -1,4 +1,4 @@
-"""What data says about pairs of layers: the values of each channel, and how far clips let a channel be scaled."""
+"""Statistics of data for pairs of layers: the values of each channel, and how far clips let a channel be scaled."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ChannelValues:
 
     @classmethod
     def of(cls, num_channels: int, device: torch.device) -> ChannelValues:
-        """Of no value yet."""
+        """Statistics without any value yet."""
         blank = torch.full((num_channels,), torch.inf, dtype=torch.float64, device=device)
         return cls(blank, -blank)
 
@@ -46,14 +46,14 @@ class ChannelValues:
 
     @property
     def largest(self) -> Tensor:
-        """The largest magnitude of each channel; 0 of one that had no value."""
+        """The largest magnitude of each channel; 0 for a channel without values."""
         return torch.maximum(self.high, -self.low).nan_to_num(0.0, 0.0, 0.0).clamp_min(0)
 
     @property
     def surely_lowest(self) -> Tensor:
-        """A value that hardly any other will be below: the lowest one, less three mean gaps between the values.
+        """A bound that new values hardly ever fall below: the lowest value minus three mean gaps between the values.
 
-        Of few values the next one may well be lower than all; the gap of a thousand is nothing.
+        With few values, the next one may well be lower than all; with a thousand, the gap is negligible.
         """
         return self.low - (self.high - self.low) * 3 / max(self.count - 1, 1)
 
@@ -67,7 +67,7 @@ class ChannelValues:
 
 @dataclass(frozen=True)
 class Limits:
-    """`is_free`: channels that may be scaled. `smallest`: what their factor must be at least, `(channels,)`."""
+    """`is_free`: channels that may be scaled. `smallest`: the lower bound of their factor, `(channels,)`."""
 
     is_free: Tensor
     smallest: Tensor
@@ -75,7 +75,7 @@ class Limits:
 
 
 class SeenValues:
-    """Watches runs of the float model: the values in front of clips, and those that readers get.
+    """Watches runs of the float model: the inputs of clips, and the inputs of readers.
 
     `readers_of`: the pairs whose readers are watched.
     """
@@ -100,11 +100,11 @@ class SeenValues:
             values.add(value, _fitted(labels, value))
 
     def inputs(self, pair: ChannelPair) -> ChannelValues | None:
-        """What the readers of the pair get, per channel; None where that was not watched."""
+        """The inputs of the pair's readers, per channel; None if they were not watched."""
         return self._inputs[pair.name].merged() if pair.name in self._inputs else None
 
     def limits(self, pair: ChannelPair, *, has_data: bool = True) -> Limits:
-        """How far clips between the layers let the channels be scaled, so that none of them clips more or less."""
+        """How far the channels may be scaled without any clip between the layers clipping more or less."""
         is_free, reasons = pair.is_free.clone(), []
         smallest = torch.zeros(pair.num_channels, dtype=torch.float64, device=is_free.device)
         for clip in pair.clips:
@@ -125,7 +125,7 @@ class SeenValues:
 
 
 def _labels_of(reader: Reader) -> Tensor:
-    """The labels of the reader's input along its last axes, to be spread over the shape of a value."""
+    """The labels of the reader's input along its last axes, in a form that broadcasts to the shape of a value."""
     count = len(reader.layer.kernel_size) if isinstance(reader.layer, _ConvNd) else 0
     return reader.channels.reshape(-1, *([1] * count))
 

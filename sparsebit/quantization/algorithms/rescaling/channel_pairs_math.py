@@ -12,13 +12,13 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 
 def num_inputs(layer: nn.Module) -> int:
-    """Of the channels that the layer reads."""
+    """The number of channels that the layer reads."""
     assert isinstance(layer, (nn.Linear, _ConvNd))
     return layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels
 
 
 def num_outputs(layer: nn.Module) -> int:
-    """Of the channels that the layer gives."""
+    """The number of channels that the layer outputs."""
     assert isinstance(layer, (nn.Linear, _ConvNd))
     return layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
 
@@ -60,7 +60,7 @@ def along_inputs(layer: nn.Module, factor: Tensor) -> Tensor:
 def largest_by_channel(values: Tensor, channels: Tensor, num_channels: int) -> Tensor:
     """The largest of the `values` that belong to each channel, `(num_channels,)`; 0 where a channel has none.
 
-    `channels`: the channel of each value, -1 of one that belongs to none; values are 0 or more.
+    `channels`: the channel of each value, -1 for a value without channel; values are 0 or more.
     """
     flat, places = values.flatten(), channels.flatten()
     found = torch.zeros(num_channels, dtype=values.dtype, device=values.device)

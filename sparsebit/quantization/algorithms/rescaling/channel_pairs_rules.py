@@ -1,8 +1,9 @@
-"""Where each channel of a tensor is after an op: the op itself moves labels in the place of values.
+"""Where each channel of a tensor is after an op: the op itself is run on labels instead of values.
 
 A label tensor has the shape of the values and holds, at each place, the number of the channel that a scale there
-belongs to; -1 where no scale is. Ops that only move values are run on the labels, so that nothing about views, splits
-or head layouts is assumed. Ops that compute keep a label where a positive factor on their input is one on their output.
+belongs to; -1 if there is no scale. Ops that only move values are run on the labels, so that nothing about views,
+splits or head layouts is assumed. Ops that compute keep a label if a positive factor on their input is a factor on
+their output.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ _IDENTITY = next(row for row in ROWS if row.name == "identity")
 
 
 class Refused(Exception):
-    """A scale in front of the op is not one behind it; the message says why."""
+    """A scale on the op's input does not become one on its output; the message explains why."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """What a node gave on an example: a tensor's shape, or a Python value."""
+    """The value of a node on an example: a tensor's shape, or a Python value."""
 
     shape: torch.Size | None
     python: Any = None
@@ -54,7 +55,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Op:
-    """A node's op without its quantizers. `row` is None for one that is not known."""
+    """A node's op without its quantizers. `row` is None for an unknown op."""
 
     node: fx.Node
     row: OpRow | None
@@ -86,9 +87,9 @@ def op_of(node: fx.Node, root: fx.GraphModule) -> Op:
 
 
 def carried(op: Op, root: fx.GraphModule, labels: dict[fx.Node, Any], values: dict[fx.Node, Value]) -> Any:
-    """The labels of what the op gives: a tensor, or a tuple of them for an op that splits.
+    """The labels of the op's output: a tensor, or a tuple of them for an op that splits.
 
-    `labels`: of the nodes in front that have some. Raises `Refused` where a scale does not pass.
+    `labels`: of the preceding nodes that have some. Raises `Refused` if a scale cannot be moved past the op.
     """
     row, node = op.row, op.node
     if op.is_watched:
@@ -106,7 +107,7 @@ def carried(op: Op, root: fx.GraphModule, labels: dict[fx.Node, Any], values: di
         raise Refused(f"{row.name} reads the channels twice")
     shape = values[node].shape
     if shape is None:
-        raise Refused(f"{row.name} gives several values")
+        raise Refused(f"{row.name} returns several values")
     if row.name == "attention":
         return _attended(op, labels, shape)
     (source,) = labelled
@@ -141,7 +142,7 @@ def scored_by(op: Op) -> list[fx.Node]:
 
 
 def clip_bounds(op: Op) -> tuple[float, float] | None:
-    """The ends that an op clips its input to; None for an op that does not clip."""
+    """The bounds to which an op clips its input; None for an op that does not clip."""
     if op.row is None or op.row.name not in _CLIPS:
         return None
     if op.row.name == "relu6":
@@ -172,7 +173,7 @@ def is_constant_along(labels: Tensor, axis: int) -> bool:
 
 
 def vector_along(labels: Tensor, axis: int) -> Tensor | None:
-    """The labels along one axis, where they depend on nothing else; `(size of the axis,)`."""
+    """The labels along one axis, if they depend on nothing else; `(size of the axis,)`."""
     axis %= labels.ndim
     if not all(is_constant_along(labels, other) for other in range(labels.ndim) if other != axis):
         return None
@@ -289,7 +290,9 @@ def _windowed(op: Op, given: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _product(op: Op, source: fx.Node, given: Tensor, shape: torch.Size) -> Tensor:
-    """`a @ b`: what `b` has along its last axis, or `a` along its axis before the last, is there in the product."""
+    """`a @ b`: the labels of `b` along its last axis, or of `a` along the axis before its last, appear in the
+    product.
+    """
     places = list(tensor_arguments(op.row, op.node.args, dict(op.node.kwargs)).values()) if op.row is not None else []
     if len(places) != 2 or places.count(source) != 1 or min(given.ndim, len(shape)) < 2:
         raise Refused("the product cannot be followed")
@@ -300,7 +303,7 @@ def _product(op: Op, source: fx.Node, given: Tensor, shape: torch.Size) -> Tenso
 
 
 def _is_torchs(op: Op) -> bool:
-    """Whether the module is exactly what its row says; what is named a dropout is an identity in eval mode."""
+    """Whether the module is exactly the class of its row; modules named dropout are identities in eval mode."""
     assert op.row is not None
     if isinstance(op.call, (QIdentity, QShared, ChannelFactor)):
         return True

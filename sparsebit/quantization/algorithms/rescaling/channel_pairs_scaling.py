@@ -1,7 +1,7 @@
-"""Scaling the channels of a calibrated model: values seen on data, factors applied, and the proof that nothing changed.
+"""Scales the channels of a calibrated model: watches values on data, applies factors, and proves the result.
 
-What the float model computes must be the same before and after. It is compared on the data; a pair that changes it is
-undone.
+The float model must compute the same before and after. Its outputs are compared on the data; a pair that changes them
+is undone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _INPUT_BYTES = 32 * MIB
 Factors = dict[str, Tensor]  # by the pair's name, `(channels,)` float64
 
 
-# What is seen of a run: a node, and what it gives.
+# A callback for each node of a run and its value.
 Watch = Callable[[fx.Node, Any], None]
 
 
@@ -62,7 +62,7 @@ class FloatRuns:
         self._numbers = {q: {key: value.clone() for key, value in q.state_dict().items()} for q in qmodel.quantizers()}
 
     def _made_up_call(self) -> Call:
-        """A call like the example that the model was captured with, where no activation needs data."""
+        """A call like the example that the model was captured with, used if no activation needs data."""
         quantizers = self.qmodel.quantizers()
         if any(q.target == "activation" and q.is_calibrated and not q.fake_fused for q in quantizers):
             raise CalibrationError(
@@ -92,7 +92,7 @@ class FloatRuns:
 
     @property
     def judge(self) -> HeldOutJudge:
-        """What decides on samples that are held out; made when it is first asked for, with quantization off."""
+        """Decides on held-out samples; created on first access, with quantization off."""
         if self._judge is None:
             self._judge = HeldOutJudge(self.qmodel, self.batches)
         return self._judge
@@ -100,7 +100,9 @@ class FloatRuns:
     def keep_better(
         self, pairs: Sequence[ChannelPair], change: Callable[[Sequence[ChannelPair]], None], *, asym: bool
     ) -> list[ChannelPair]:
-        """Apply the change of the pairs that do not raise the quantization error on held-out samples; gives these."""
+        """Apply the changes of those pairs that do not raise the quantization error on held-out samples; returns
+        them.
+        """
         if not self.has_data:
             change(pairs)
             return list(pairs)
@@ -124,7 +126,7 @@ class FloatRuns:
         return find_pairs(self.root, found)
 
     def observe(self, watch: Watch) -> None:
-        """Run all batches through the float model: `watch` sees every node and its value; outputs are kept."""
+        """Run all batches through the float model: `watch` gets every node and its value; outputs are kept."""
         with torch.no_grad(), full_float32(), interpreted(self.root, watch):
             for index, (piece, is_held) in enumerate(track(self.judge.pieces, self.verb)):
                 self.is_held = is_held
@@ -132,7 +134,7 @@ class FloatRuns:
                 self.outputs.put(index, self.qmodel(*args, **kwargs))
 
     def changed(self) -> str | None:
-        """What differs from the outputs that were kept, on any process; None where nothing does."""
+        """The first difference from the kept outputs, on any process; None if there is none."""
         found = None
         with torch.no_grad(), full_float32():
             for index, (piece, _) in enumerate(self.judge.pieces):
@@ -142,13 +144,13 @@ class FloatRuns:
                     break
         return next(filter(None, gather(found)), None)
 
-    # --- what algorithms did before
+    # --- effects of earlier algorithms
 
     @torch.no_grad()
     def start_from_float(self) -> None:
-        """Give the parameters that algorithms have changed the float model's values; what they did is lost.
+        """Reset the parameters that algorithms have changed to the float model's values; the algorithms' work is lost.
 
-        Ranges change with the channels. What was rounded for the old ones would be rounded once more.
+        The ranges change with the channels, so weights that were rounded for the old ranges would be rounded twice.
         """
         changed = self.qmodel.float_parameters.changed(self.root)
         for parameter, value in changed:
@@ -169,7 +171,7 @@ class FloatRuns:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Every parameter, scale and zero point as it was, after an error."""
+        """Restore every parameter, scale and zero point after an error."""
         self.restore()
         for quantizer, state in self._numbers.items():
             quantizer.load_state_dict(state)
@@ -180,7 +182,7 @@ class FloatRuns:
 
     @torch.no_grad()
     def apply(self, pairs: Sequence[ChannelPair], factors: Factors) -> None:
-        """Divide the sources by the factors and multiply the readers by them. What was there before is kept."""
+        """Divide the sources by the factors and multiply the readers by them. The previous values are kept."""
         for pair in pairs:
             factor = factors[pair.name].double()
             for parameter, spread in pair.divided:
@@ -192,17 +194,17 @@ class FloatRuns:
                 parameter.copy_(parameter.double() * spread(factor).to(parameter.device))
 
     def remember(self, parameter: Tensor) -> None:
-        """Keep what the parameter holds, once."""
+        """Keep the parameter's value, on the first call for it."""
         self._saved.setdefault(id(parameter), (parameter, parameter.detach().clone()))
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Every parameter as it was before the first factor."""
+        """Restore every parameter to its value before the first factor."""
         for parameter, before in self._saved.values():
             parameter.copy_(before)
 
     def apply_proved(self, pairs: Sequence[ChannelPair], factors: Factors) -> dict[str, str]:
-        """Apply the factors that leave the float output as it is; gives the pairs that would not, and why."""
+        """Apply the factors that leave the float output unchanged; returns the other pairs, each with the reason."""
         refused: dict[str, str] = {}
         kept = self._proved([], list(pairs), factors, refused)
         self.restore()
@@ -214,7 +216,9 @@ class FloatRuns:
     def _proved(
         self, kept: list[ChannelPair], tried: list[ChannelPair], factors: Factors, refused: dict[str, str]
     ) -> list[ChannelPair]:
-        """`kept` and those of `tried` that, beside them, change nothing; halves are tried by themselves."""
+        """`kept` plus those of `tried` that change nothing in addition to it; if all together do, each half is
+        tried.
+        """
         if not tried:
             return kept
         self.restore()
@@ -265,7 +269,7 @@ def float_runs(qmodel: QuantModel, data: Any, *, verb: str, asym: bool, memory_b
 
 @contextlib.contextmanager
 def interpreted(root: fx.GraphModule, watch: Watch) -> Iterator[None]:
-    """Inside, the graph runs node by node, and `watch` sees what each one gives."""
+    """Inside, the graph runs node by node, and `watch` gets the value of each."""
     placeholders = [(node, str(node.target)) for node in root.graph.find_nodes(op="placeholder")]
 
     class Watched(fx.Interpreter):

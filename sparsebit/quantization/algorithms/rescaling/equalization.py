@@ -1,4 +1,4 @@
-"""Cross-layer equalization of a calibrated model: weights of neighbouring layers get channels of equal size.
+"""Cross-layer equalization of a calibrated model: each channel gets equally large weights in neighbouring layers.
 
 The arithmetic is in `equalization_math.py`, which layers share channels in `channel_pairs.py`.
 """
@@ -36,16 +36,16 @@ from sparsebit.quantization.model.quant_model import QuantModel
 
 log = logging.getLogger(__name__)
 
-_ENOUGH_VALUES = 32  # of a channel: fewer say nothing about the lowest that others will have
+_ENOUGH_VALUES = 32  # of a channel: fewer cannot show how low values of other samples will be
 
 
 @dataclass(frozen=True)
 class Equalized:
-    """What became of one source of channels and the layers that read them.
+    """The result for one source of channels and the layers that read them.
 
     `num_scaled` of `num_channels` channels have another scale now, by at most a factor of `largest`. `before`, `after`:
     how much of the ranges of both sides' weights the channels use (1: all are equally large).
-    `absorbed`: the largest bias that the readers took over. `reason`: why channels, or all, are as they were.
+    `absorbed`: the largest bias that the readers took over. `reason`: why some channels, or all, are unchanged.
     """
 
     readers: tuple[str, ...]
@@ -71,17 +71,17 @@ def equalize(
 ) -> dict[str, Equalized]:
     """Equalize the weights of a calibrated model across layers, in place, on `data` (batches as for calibration).
 
-    For linear layers and convolutions of every kind, depthwise ones among them, with only channel-wise, positively
-    homogeneous ops between them (ReLU, pooling, reshapes, ...). Where a ReLU6 is between, channels that it clips on the
-    data keep their scale, and the others so much of it that it clips none of them. The float model computes the same
-    afterwards, which is checked on the data. Ranges are calibrated again, on the same data. Gives what became of each
-    source of channels, by the layer's name; one that stays as it was has the reason.
+    For linear layers and convolutions of every kind, including depthwise ones, with only channel-wise, positively
+    homogeneous ops between them (ReLU, pooling, reshapes, ...). If a ReLU6 is between, channels that it clips on the
+    data keep their scale, and the scales of the others are limited so that it clips none of them. The float model's
+    function stays the same, which is checked on the data. Ranges are calibrated again, on the same data. Returns the
+    result for each source of channels, by the layer's name; unchanged sources have the reason.
 
-    `data`: None where only weights are quantized; then nothing is known about a ReLU6, and nothing crosses it.
-    `iterations`: at most so many rounds over all pairs; it ends when nothing moves any more. `largest_scale`: no
-    channel is scaled by more than this. `absorb_bias`: what a channel's values have at least goes into the bias of the
-    layers that read it. `asym`: as for `calc_qparams`, for the calibration afterwards. `memory_budget`: bytes of values
-    kept in memory.
+    `data`: None if only weights are quantized; then nothing is known about a ReLU6, and no pair crosses it.
+    `iterations`: the largest number of rounds over all pairs; rounds end when no scale changes any more.
+    `largest_scale`: the largest factor by which a channel may be scaled. `absorb_bias`: move the part of a channel's
+    values that is always present into the bias of the layers that read it. `asym`: as for `calc_qparams`, for the
+    calibration afterwards. `memory_budget`: bytes of values kept in memory.
 
     >>> equalize(qmodel, batches)  # doctest: +SKIP
     {'conv1': Equalized(readers=('conv2',), num_channels=32, num_scaled=32, ...), ...}
@@ -93,7 +93,7 @@ def equalize(
 
         def watch(node: fx.Node, value: Any) -> None:
             clipped(node, value)
-            if not runs.is_held:  # the held-out samples show whether the constants hold for others
+            if not runs.is_held:  # the held-out samples test whether the constants hold for others
                 seen(node, value)
 
         runs.observe(watch)
@@ -147,7 +147,7 @@ def _tell(found: dict[str, Equalized]) -> None:
 def _converged(
     runs: FloatRuns, pairs: list[ChannelPair], limits: dict[str, Limits], iterations: int, largest: float
 ) -> Factors:
-    """The factor of each pair after rounds over all of them, until nothing moves; weights are as they were then."""
+    """The factor of each pair after rounds over all of them, until no scale changes; the weights are restored."""
     total = {pair.name: torch.ones_like(pair.is_free, dtype=torch.float64) for pair in pairs}
     for _ in range(iterations):
         moved = 0.0
@@ -168,7 +168,7 @@ def _converged(
 
 
 def _sizes(pair: ChannelPair) -> tuple[Tensor, Tensor]:
-    """How large each channel is where it is made and where it is read, `(channels,)` float64."""
+    """How large the weights of each channel are at its source and at its readers, `(channels,)` float64."""
     assert pair.layer is not None
     read = torch.zeros(pair.num_channels, dtype=torch.float64, device=pair.is_free.device)
     for reader in pair.readers:
@@ -185,14 +185,14 @@ def _used(pair: ChannelPair) -> float:
 
 
 def _can_absorb(pair: ChannelPair) -> bool:
-    """Whether a constant that is taken from each channel arrives at every reader as that constant."""
+    """Whether a constant subtracted from each channel reaches every reader as that constant."""
     if pair.layer is None or pair.layer._parameters.get("bias") is None or pair.clips:
         return False
     return pair.only_moves and all(_takes_constant(reader.layer) for reader in pair.readers)
 
 
 def _takes_constant(layer: nn.Module) -> bool:
-    """A convolution that pads sees zeros beside the constant, and a transposed one covers its border less often."""
+    """A padded convolution reads zeros next to the constant; a transposed one covers its border less often."""
     if layer._parameters.get("bias") is None or isinstance(layer, _ConvTransposeNd):
         return False
     return not isinstance(layer, _ConvNd) or not any(layer._reversed_padding_repeated_twice)
@@ -200,7 +200,7 @@ def _takes_constant(layer: nn.Module) -> bool:
 
 @torch.no_grad()
 def _absorb(runs: FloatRuns, pairs: list[ChannelPair], factors: Factors, seen: SeenValues) -> dict[str, float]:
-    """Move constant parts into the readers' biases, all or none of them; gives the largest one of each pair."""
+    """Move constant parts into the readers' biases, all or none of them; returns the largest one of each pair."""
     found: dict[str, float] = {}
     changed: list[tuple[Tensor, Tensor]] = []
     for pair in pairs:

@@ -15,9 +15,9 @@ def equalizing_scale(made: Tensor, read: Tensor) -> Tensor:
     """`s = sqrt(p1 / p2)` with `p = r / max r`: afterwards both sides use `sqrt(p1 p2)` of their range.
 
     `made`, `read`: the largest weight `r` of each channel, in front and behind, `(channels,)`. This is equation 11 up
-    to one factor for all channels, which is free there. Here it keeps both ranges as they are, so that channels which
-    must keep their scale stay as large, beside the others, as they were. A channel that is zero on one side has nothing
-    to equalize.
+    to one factor for all channels, which the equation leaves open. Here it keeps both ranges as they are, so that
+    channels which must keep their scale keep their size relative to the others. A channel that is zero on one side has
+    nothing to equalize.
     """
     is_used = (made > 0) & (read > 0)
     one = torch.ones_like(made)
@@ -34,9 +34,9 @@ def precision(made: Tensor, read: Tensor) -> float:
 
 
 def absorbed_bias(lowest: Tensor) -> Tensor:
-    """What each channel's bias can give to the next layer (section 4.1.3): the part of its values that is always there.
+    """The part of each channel's values that is always present and can move to the next layer's bias (section 4.1.3).
 
     `lowest`: the smallest value of each channel behind the activation, on data, `(channels,)`. The paper takes
-    `max(0, mean - 3 std)`, which changes what the model computes where a value is below it; the smallest one does not.
+    `max(0, mean - 3 std)`, which changes the model's output for values below it; the smallest value does not.
     """
     return lowest.clamp_min(0)

@@ -1,8 +1,8 @@
-"""Which scaled pairs stay: those that do not raise the quantization error on samples that nothing was fitted to.
+"""Which scaled pairs are kept: those that do not raise the quantization error on held-out samples.
 
 Scaled channels fit the ranges of the samples that were seen. With few samples, others exceed these ranges. So some
-samples are held out; for each choice of pairs the model is calibrated on the others and judged on them. Of fewer than
-32 samples each is held out once, in up to 4 folds: a handful of them would decide by chance.
+samples are held out; for each choice of pairs the model is calibrated on the others and judged on them. With fewer than
+32 samples, each is held out once, in up to 4 folds, because a handful of samples would decide by chance.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ log = logging.getLogger(__name__)
 REVERTED = "it raises the quantization error on held-out samples: reverted"
 _HOLD_OUT, _ENOUGH, _NUM_FOLDS = HoldOut(1 / 8), 32, 4
 _MOST_TRIALS = 7  # calibrations: all pairs, then halves and quarters
-_NOISE = 1.02  # a difference of 0.1 dB on a few samples says nothing
+_NOISE = 1.02  # a difference of 0.1 dB on a few samples is noise
 
 
 class HeldOutJudge:
-    """Samples of the batches on which quantized models are compared. A single one is calibrated and judged on."""
+    """Samples of the batches on which quantized models are compared. A single sample serves calibration and
+    judgement.
+    """
 
     def __init__(self, qmodel: QuantModel, batches: SharedData) -> None:
         self.qmodel, self.batches = qmodel, batches
-        # The first split's part in the last error: what was fitted to samples has not seen those that it holds out.
+        # The first split's part of the last error: factors fitted on samples have not seen those that it holds out.
         self._first_noise = 0.0
 
         samples = find_samples(len(batches), batches.get, self._answer)
@@ -67,9 +69,9 @@ class HeldOutJudge:
         *,
         asym: bool,
     ) -> list[ChannelPair]:
-        """The pairs whose change stays, applied. `change(pairs)`: the model with the change of these pairs alone.
+        """The pairs whose change is kept, applied. `change(pairs)`: the model with the change of only these pairs.
 
-        All of them are tried first; where that raises the error, halves are tried by themselves, a few times.
+        All of them are tried first; if that raises the error, halves are tried separately, a few times.
         """
         change([])
         if not pairs:

@@ -1,8 +1,8 @@
 """Smoothing of a calibrated model: activations with a few large channels become easier to quantize.
 
-The arithmetic is in `smoothing_math.py`, which layers share channels in `channel_pairs.py`. A scale is folded into the
-norm or layer that makes the channels. Where it cannot be, because a residual sum or a GELU reads or makes them, it is
-applied only on request, as a multiplication in front of the layer.
+The arithmetic is in `smoothing_math.py`, the search for layers that share channels in `channel_pairs.py`. A scale is
+folded into the norm or layer that produces the channels. If a residual sum or a GELU reads or produces them, folding
+is impossible, and the scale is applied only on request, as a multiplication before the layer.
 """
 
 from __future__ import annotations
@@ -43,22 +43,21 @@ from sparsebit.quantization.quantizers.base import Quantizer
 
 log = logging.getLogger(__name__)
 
-# Up to 0.7: with more, channels that are larger in use than in calibration are clipped.
+# At most 0.7: with more, channels that are larger in use than in calibration are clipped.
 ALPHAS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
-# Of the largest channel. MiniLM's first MLP has one that is 4 times the second largest.
+# As a share of the largest channel. MiniLM's first MLP has one that is 4 times the second largest.
 CAPS = (1 / 2, 1 / 4, 1 / 8)
 _NUM_IMAGES = 8
 
 
 @dataclass(frozen=True)
 class Smoothed:
-    """What became of one source of channels and the layers that read them.
+    """The result for one source of channels and the layers that read them.
 
-    `alpha`: how much of the difficulty went from activations to weights; None where nothing did by a power of the
-    channels' sizes. `cap`: channels larger than this share of the largest are made smaller until they are not; 1:
-    none. `before`, `after`: the squared error of the readers' outputs, relative to these, with inputs and weights
-    quantized; on the data.
-    `is_inserted`: the scale is a multiplication of its own. `reason`: why channels, or all, are as they were.
+    `alpha`: how much of the difficulty moved from activations to weights; None if no power of the channels' sizes was
+    used. `cap`: channels larger than this share of the largest are scaled down to it; 1: none. `before`, `after`: the
+    squared error of the readers' outputs relative to their energy, with inputs and weights quantized; on the data.
+    `is_inserted`: the scale is a separate multiplication. `reason`: why some channels, or all, are unchanged.
     """
 
     readers: tuple[str, ...]
@@ -74,7 +73,7 @@ class Smoothed:
 
 @dataclass(frozen=True)
 class _Choice:
-    """How scales are computed: by a power, or not (None); then by a cap, or not (1)."""
+    """How scales are computed: by a power (`alpha`, None: without), then by a cap (1: without)."""
 
     alpha: float | None
     cap: float = 1.0
@@ -99,17 +98,17 @@ def smooth(
     """Smooth the activations of a calibrated model, in place, on `data` (batches as for calibration, no labels).
 
     Channels are scaled between a norm, a linear layer or a convolution and all the layers that read them: norm to
-    q/k/v and to the first linear of an MLP, v to the projection behind attention, up to down. The float model computes
-    the same afterwards, which is checked on the data. Ranges are calibrated again, on the same data. Gives what became
-    of each source of channels; one that stays as it was has the reason.
+    q/k/v and to the first linear of an MLP, v to the projection behind attention, up to down. The float model's
+    function stays the same, which is checked on the data. Ranges are calibrated again, on the same data. Returns the
+    result for each source of channels; unchanged sources have the reason.
 
     `alpha`: from 0 (equal weights) to 1 (equal activations), for all; None searches for each source the one with the
     smallest error of the layers' outputs, then a cap for the few channels that are far larger than all others, and
-    keeps the channels as they are where nothing is better. `insert`: where a
-    scale cannot be folded, multiply in front of the linear layer, if that makes its error smaller by a tenth or more;
-    it costs one elementwise op at run time. `num_samples`: rows of activations (a handful of images) that the search
-    looks at. `largest_scale`: no channel is scaled by more than this. `asym`: as for `calc_qparams`, for the
-    calibration afterwards. `memory_budget`: bytes of values kept in memory.
+    leaves the channels unchanged if nothing is better. `insert`: if a scale cannot be folded, multiply before the
+    linear layer, provided that this reduces its error by a tenth or more; it costs one elementwise op at run time.
+    `num_samples`: rows of activations (a handful of images) that the search uses. `largest_scale`: the largest factor
+    by which a channel may be scaled. `asym`: as for `calc_qparams`, for the calibration afterwards. `memory_budget`:
+    bytes of values kept in memory.
 
     >>> smooth(qmodel, batches)  # doctest: +SKIP
     {'blocks.0.norm1': Smoothed(readers=('blocks.0.attn.qkv',), alpha=0.6, ...), ...}
@@ -206,7 +205,7 @@ def _smooth(
 
 
 class _Samples:
-    """Watches a run: some of what each reader gets."""
+    """Watches a run and keeps some of each reader's inputs."""
 
     def __init__(self, pairs: Sequence[ChannelPair], num_batches: int, num_samples: int, memory_budget: int) -> None:
         self._store = SharedData(device_bytes=memory_budget, host_bytes=memory_budget)
@@ -222,7 +221,7 @@ class _Samples:
         self._seen[node] += 1
         for num_dims in self._wanted.get(node, ()):
             wanted = _NUM_IMAGES if num_dims else self._num_samples
-            # Of many batches only some, so that what is kept does not grow with their number.
+            # Of many batches only some are kept, so that memory does not grow with their number.
             stride = max(self._num_batches // wanted, 1)
             if batch % stride:
                 continue
@@ -232,7 +231,7 @@ class _Samples:
                 self._parts.setdefault((node, num_dims), []).append(batch)
 
     def of(self, reader: Reader) -> tuple[list[Tensor], list[Tensor]]:
-        """Two halves: one that ranges are found on, one that they are judged by. Images may differ in size."""
+        """Two halves: one to find ranges, one to judge them. Images may differ in size."""
         node, num_dims = reader.node.all_input_nodes[0], _num_dims(reader.layer)
         parts = [self._store.get((node, num_dims, batch)) for batch in self._parts.get((node, num_dims), ())]
         if len(parts) == 1 and len(parts[0]) > 1:
@@ -244,26 +243,26 @@ class _Samples:
 
 
 def _num_dims(layer: nn.Module) -> int:
-    """Of the images that a convolution reads; 0 for a linear layer."""
+    """The number of spatial dimensions of a convolution's input; 0 for a linear layer."""
     return len(layer.kernel_size) if isinstance(layer, _ConvNd) else 0
 
 
 def _chosen(value: Tensor, num_dims: int, count: int) -> Tensor:
-    """About so many images, or rows of a linear layer's input, of one batch: a copy."""
+    """About this many images, or rows of a linear layer's input, of one batch: a copy."""
     if num_dims:
         images = value[None] if value.ndim == num_dims + 1 else value
         return images[:: max(len(images) // count, 1)][:count].clone()
     rows = value.reshape(-1, value.shape[-1])
     step = max(len(rows) // count, 1)
-    # Not every so-many-th: that would be the same token of each sentence.
+    # Not every n-th row: that would be the same token of each sentence.
     return rows[drawn_positions(len(rows), step, rows.device)][:count]
 
 
 class _Search:
     """The best factors of one pair, by the error of its readers' outputs.
 
-    Scales and ranges are found on one half of the samples, and judged on the other: with activations that are made
-    equal, every channel that is larger elsewhere is clipped.
+    Scales and ranges are found on one half of the samples, and judged on the other: once activations are equalized,
+    every channel that is larger in other samples is clipped.
     """
 
     def __init__(self, root: fx.GraphModule, pair: ChannelPair, limits: Limits, samples: _Samples) -> None:
@@ -271,10 +270,10 @@ class _Search:
         self.trials = [_Trial(root, reader, *samples.of(reader)) for reader in pair.readers]
 
     def best(self, inputs: Tensor, alpha: float | None, largest: float) -> tuple[_Choice, Tensor, float, float]:
-        """What is chosen, factors, the error before and after. `inputs`: channels' sizes. `alpha`: a fixed one.
+        """The choice, its factors, the error before and after. `inputs`: channels' sizes. `alpha`: a fixed one.
 
-        The power first; then caps, beside the best power and beside none: where a single channel is far larger than
-        all others, a power that makes it small makes the weights of many others large.
+        The power first; then caps, with the best power and without any: if a single channel is far larger than all
+        others, a power that makes it small makes the weights of many others large.
         """
         weights = torch.zeros_like(inputs)
         for reader in self.pair.readers:
@@ -299,7 +298,7 @@ class _Search:
             for choice in choices:
                 if choice not in losses:
                     losses[choice] = self.loss(scale_of(sampled, choice))
-            return min(losses, key=losses.__getitem__)  # of equal ones the first
+            return min(losses, key=losses.__getitem__)  # the first of equal ones
 
         before = self.loss(one)
         if alpha is not None:
@@ -328,7 +327,7 @@ class _Trial:
             self.targets = [forward_with(layer, self.weight, self.bias, (x,), {}) for x in judged]
 
     def input_sizes(self, num_channels: int) -> Tensor:
-        """How large each channel is where ranges are found, `(channels,)`."""
+        """How large each channel is in the half that ranges are found on, `(channels,)`."""
         axis = -1 - len(self.reader.layer.kernel_size) if isinstance(self.reader.layer, _ConvNd) else -1
         sizes = torch.stack([x.abs().movedim(axis, 0).flatten(1).amax(1) for x in self.seen]).amax(0)
         return largest_by_channel(sizes.double(), self.reader.channels.long(), num_channels)
@@ -349,7 +348,7 @@ class _Trial:
 
 
 def _input_quantizer(root: fx.GraphModule, node: fx.Node, wrapper: nn.Module) -> Quantizer | None:
-    """The one that rounds what the layer reads; None where that stays in float."""
+    """The quantizer of the layer's input; None if the input stays in float."""
     if isinstance(wrapper, WeightedQuantOpr) and not wrapper.input_quantizer.fake_fused:
         return wrapper.input_quantizer
     source = node.all_input_nodes[0]
@@ -360,7 +359,7 @@ def _input_quantizer(root: fx.GraphModule, node: fx.Node, wrapper: nn.Module) ->
 
 
 def _quantized(quantizer: Quantizer | None, seen: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors on a grid like the quantizer's, calibrated on what was seen."""
+    """The tensors on a grid like the quantizer's, calibrated on `seen`."""
     if quantizer is None or quantizer.fake_fused:
         return tensors
     own = copy.deepcopy(quantizer)
@@ -376,7 +375,7 @@ def _quantized(quantizer: Quantizer | None, seen: list[Tensor], tensors: list[Te
 
 
 def _insert(qmodel: QuantModel, runs: FloatRuns) -> list[InsertedFactor]:
-    """Multiplications by one, in front of the linear layers whose input no norm or layer can scale."""
+    """Insert multiplications by one before the linear layers whose input no norm or layer can scale."""
     root, taken = runs.root, {name for name, _ in runs.root.named_modules()}
     pairs = runs.pairs()
     covered = {reader.node for pair in pairs if bool(pair.is_free.any()) for reader in pair.readers}
@@ -394,7 +393,7 @@ def _insert(qmodel: QuantModel, runs: FloatRuns) -> list[InsertedFactor]:
     found = []
     for (source, quantizer), layers in groups.items():
         if quantizer is not None and set(quantizer.users) != set(layers):
-            continue  # others read the same grid
+            continue  # other ops read the same grid
         first = root.get_submodule(str(layers[0].target))
         assert isinstance(first, WeightedQuantOpr) and isinstance(first.op, nn.Linear)
         readers = [quantizer] if quantizer is not None else layers

@@ -1,4 +1,4 @@
-"""Batch-norm tuning as a step of `ALGORITHMS`: statistics taken again on the calibration data, then folded.
+"""Batch-norm tuning as a step of `ALGORITHMS`: re-estimates statistics on the calibration data, then folds the norms.
 
 Folding them is in `calibrating/fold_batchnorm.py`.
 """
@@ -31,7 +31,7 @@ _TINY = 1e-30
 
 
 class Statistics(NamedTuple):
-    """Of a norm: each channel's mean and variance, and the number of batches."""
+    """The mean and variance of each channel of a norm, and the number of batches."""
 
     mean: Tensor
     variance: Tensor
@@ -41,20 +41,20 @@ class Statistics(NamedTuple):
 @register_algorithm(BATCHNORM_TUNING, aliases=("bn_tuning",))
 @torch.no_grad()
 def tune_batchnorms(qmodel: QuantModel, data: Iterable[Any], *, method: Method = "difference") -> dict[str, float]:
-    """Take the statistics of batch norms again, with the calibrated model quantized, on `data` (batches as for
+    """Re-estimate the statistics of batch norms, with the calibrated model quantized, on `data` (batches as for
     calibration, no labels), and fold the norms into their layers, in place.
 
-    Quantization shifts the means and variances that norms were trained with. Dropout stays off, so that two runs give
-    the same. The integers of the weights stay as they are. The model must have kept its norms: a config with
-    `ALGORITHMS: [batchnorm_tuning]` or `SCHEDULE.BN_TUNING: true` does that. It is the last step: behind it the float
-    model's statistics are gone.
+    Quantization shifts the means and variances that norms were trained with. Dropout stays off, so the result is
+    deterministic. The integers of the weights do not change. The model must have kept its norms: a config with
+    `ALGORITHMS: [batchnorm_tuning]` or `SCHEDULE.BN_TUNING: true` does that. It is the last step, since it discards the
+    float model's statistics.
 
-    `method`: "difference" runs the data through the float model too, and changes the trained means and variances such
-    that each norm's output has the mean and the variance that it has in the float model. "replace" takes the
-    statistics of the data as they are, as `batchnorm_tuning()` does: for data that is like what the norms were trained
-    on, augmentation included, and much of it.
+    `method`: "difference" runs the data through the float model too, and changes the trained means and variances so
+    that each norm's output has the mean and the variance that it has in the float model. "replace" uses the
+    statistics of the data directly, as `batchnorm_tuning()` does: for data that is like the training data of the norms,
+    augmentation included, and much of it.
 
-    Gives how far the mean of each norm moved: the largest of its channels, in standard deviations.
+    Returns the change of each norm's mean: the largest of its channels, in standard deviations.
 
     >>> tune_batchnorms(qmodel, batches)  # doctest: +SKIP
     {'layer1.0.bn1': 0.12, ...}
@@ -90,7 +90,7 @@ def tune_batchnorms(qmodel: QuantModel, data: Iterable[Any], *, method: Method =
 
 
 def _float_statistics(qmodel: QuantModel, norms: Iterable[_BatchNorm], data: Any) -> dict[_BatchNorm, Statistics]:
-    """Those of the float model on the data; the norms have their own again afterwards."""
+    """The statistics of the float model on the data; afterwards the norms have their own again."""
     before = {norm: _statistics(norm) for norm in norms}
     try:
         with restarted_statistics(qmodel.model, "batchnorm_tuning: no batch norm with running statistics"):
@@ -103,7 +103,7 @@ def _float_statistics(qmodel: QuantModel, norms: Iterable[_BatchNorm], data: Any
 
 
 def _run(qmodel: QuantModel, norms: Iterable[_BatchNorm], data: Any) -> None:
-    qmodel.eval()  # the norms alone take part in it: dropout would be random
+    qmodel.eval()  # only the norms run in train mode: dropout would be random
     for norm in norms:
         norm.train()
     try:
@@ -132,7 +132,7 @@ def _store(norm: _BatchNorm, statistics: Statistics) -> None:
 
 
 def _corrected(trained: Statistics, expected: Statistics, seen: Statistics, eps: float) -> Statistics:
-    """Statistics with which the norm's output has the mean and the variance of the float model's.
+    """Statistics for which the norm's output has the mean and the variance of the float model's.
 
     With mean m and variance v of the float model on the data, m' and v' of the quantized one, and the trained M, V:
     `V' + eps = (V + eps) v' / v` and `M' = m' - sqrt(v' / v) (m - M)`. A channel that is constant keeps its variance.

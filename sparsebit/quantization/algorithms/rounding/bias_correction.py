@@ -1,4 +1,4 @@
-"""Bias correction of a calibrated model: each layer's bias takes back what quantization shifts its mean output by.
+"""Bias correction of a calibrated model: each layer's bias compensates for the shift of its mean output.
 
 The arithmetic is in `bias_correction_math.py`.
 """
@@ -48,14 +48,14 @@ def correct_biases(
 ) -> dict[str, float]:
     """Correct the biases of a calibrated model on `data` (batches as for calibration, no labels), in place.
 
-    `method`: "analytic" is `(W - V) E[x]`, with the mean input of the float model: what the rounding of this layer's
-    weight shifts, alone. It is for weights that were rounded to nearest: after `gptq` the difference of the weights is
-    not the rounding. "empirical" measures each layer's output beside that of the float model, layer by layer, so that
-    the layers behind it see what is corrected: what weights and activations shift, together. Then every layer's mean is
-    that of the float model, but where a residual sum has drifted this can make the whole worse: compare the two.
+    `method`: "analytic" is `(W - V) E[x]`, with the mean input of the float model: only the shift caused by rounding
+    this layer's weight. It assumes weights rounded to nearest: after `gptq` the difference of the weights is not the
+    rounding error. "empirical" compares each layer's output with that of the float model, layer by layer, so that later
+    layers see the corrections: the shift caused by weights and activations together. Then every layer's mean is
+    that of the float model, but if a residual sum has drifted this can make the whole model worse: compare the two.
 
-    Gives the largest correction of each layer. Layers without a bias stay as they are.
-    `resume`: a folder that keeps each finished layer; a run that was killed goes on after them.
+    Returns the largest correction of each layer. Layers without a bias are unchanged.
+    `resume`: a folder that keeps each finished layer; a run that was killed continues after them.
 
     >>> correct_biases(qmodel, batches)  # doctest: +SKIP
     {'conv1': 0.031, ...}
@@ -84,7 +84,7 @@ def correct_biases(
             raise CalibrationError(
                 f"{data.block.name}: its mean input or output is not finite; a batch has NaN or infinity"
             )
-        # A second time the correction is that of the float model's bias, not one on top of the first.
+        # On a second run the correction replaces the first one: it is relative to the float model's bias.
         kept, path = qmodel.float_parameters, f"{node.target}.op"
         before = kept.get(f"{path}.bias") if method == "analytic" and kept.get(f"{path}.weight") is None else None
         bias.copy_((bias if before is None else before.to(bias)) + shift.to(bias))

@@ -1,8 +1,8 @@
-"""Bias correction: what quantization shifts the mean of a layer's output by, per channel.
+"""Bias correction: how far quantization shifts the mean of a layer's output, per channel.
 
-Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction" (2019), section 4.2: a weight `V`
-in the place of `W` shifts the mean of the output by `(V - W) E[x]`, which a bias can take back. Appendix D: the shift
-measured as the difference of the two outputs' means, which has the effect of quantized activations in it too.
+Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction" (2019), section 4.2: replacing a
+weight `W` by `V` shifts the mean of the output by `(V - W) E[x]`, which a bias can undo. Appendix D: the shift
+measured as the difference of the two outputs' means, which includes the effect of quantized activations.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from sparsebit.errors import CalibrationError
 
 
 def analytic_shift(W: Tensor, V: Tensor, mean: Tensor) -> Tensor:
-    """`(W - V) E[x]`, what the bias has to grow by: `W`, `V (groups, rows, columns)`, `mean (groups, columns)`."""
+    """`(W - V) E[x]`, the correction of the bias: `W`, `V (groups, rows, columns)`, `mean (groups, columns)`."""
     return ((W - V) @ mean[..., None])[..., 0]
 
 
 def empirical_shift(targets: Means, outputs: Means) -> Tensor:
-    """`E[float output] - E[output]`, what the bias has to grow by."""
+    """`E[float output] - E[output]`, the correction of the bias."""
     return targets.value - outputs.value
 
 
@@ -32,7 +32,7 @@ class Means:
         self.count, self._sum = 0, torch.zeros((), dtype=torch.float64)
 
     def add(self, x: Tensor, axis: int, weight: int = 1) -> None:
-        """Count every position of every sample, `weight` times; `axis`: that of the channels."""
+        """Count every position of every sample, `weight` times; `axis`: the channel axis."""
         rows = x.detach().movedim(axis, 0).flatten(1) if x.ndim > 1 else x.detach()[:, None]  # (channels, positions)
         self._add(weight * rows.shape[1], weight * rows.sum(1, dtype=torch.float64))
 

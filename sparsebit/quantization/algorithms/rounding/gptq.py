@@ -1,8 +1,8 @@
-"""GPTQ on a calibrated model: each layer's weight is rounded such that its output stays near that of the float model.
+"""GPTQ on a calibrated model: rounds each layer's weight so that its output stays near that of the float model.
 
-The arithmetic is in `sparsebit.numerics.rounding.gptq_math`. Here layers are visited in order, each with the input
-that the quantized layers in front of it give; afterwards the weight holds the values of its codes, and the quantizer
-the scales that belong to them.
+The arithmetic is in `sparsebit.numerics.rounding.gptq_math`. This file visits the layers in order, each with the input
+from the quantized layers before it; afterwards the weight holds the dequantized values of its codes, and the quantizer
+the matching scales.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from sparsebit.quantization.quantizers.base import Quantizer, rounds_by_operator
 
 log = logging.getLogger(__name__)
 
-# Below so many rows for each column of a layer, its second moments are those of the data at hand more than of others.
+# With fewer rows for each column of a layer, its second moments describe the given data more than other data.
 _FEWEST_ROWS = 4
 _DAMPING = 0.01
-# Below so many, the damping is chosen by held-out data. ResNet-20 with 28 rows per column gained nothing by the choice,
-# and calibration with GPTQ took 1.5 times as long.
+# With fewer rows, the damping is chosen by held-out data. ResNet-20 with 28 rows per column gained nothing by the
+# choice, and calibration with GPTQ took 1.5 times as long.
 _PLENTY_OF_ROWS = 16
 # Factors that are tried for each scale. With "gptq" each one costs a whole rounding; the refit is finer than both.
 _NUM_CANDIDATES: dict[ScaleSearch, int] = {"none": 1, "nearest": 24, "gptq": 12}
@@ -63,9 +63,9 @@ _NUM_CANDIDATES: dict[ScaleSearch, int] = {"none": 1, "nearest": 24, "gptq": 12}
 
 @dataclass(frozen=True)
 class LayerRounding:
-    """The squared error of one layer's output (mean over its input rows, summed over channels), by how it is rounded.
+    """The squared error of one layer's output (mean over its input rows, summed over channels), by rounding method.
 
-    `nearest`: each weight to the nearest value of the calibrated grid. `rounded`: as GPTQ left it.
+    `nearest`: each weight to the nearest value of the calibrated grid. `rounded`: after GPTQ.
     """
 
     nearest: float
@@ -102,22 +102,22 @@ def gptq(
 ) -> dict[str, LayerRounding]:
     """Round the weights of a calibrated model with GPTQ, in place, on `data` (batches as for calibration, no labels).
 
-    Linear layers and convolutions of every kind are rounded, in the order of the graph; gives what each one gained.
-    Other weights (embeddings, tied or computed ones) stay rounded to nearest, and are logged.
+    Linear layers and convolutions of every kind are rounded, in graph order; returns the errors of each before and
+    after. Other weights (embeddings, tied or computed ones) stay rounded to nearest, and are logged.
 
     `act_order`: columns with the largest inputs first. `damping`: of the Hessian, as a share of its mean diagonal;
-    "auto": 0.01, or more in a layer with few rows of data for each of its columns, if that serves one half of the data
-    better when weights are rounded for the other.
+    "auto": 0.01, or more in a layer with few rows of data for each of its columns, if that lowers the error on one half
+    of the data when weights are rounded on the other half.
     `scale_search`: scales are multiplied by the best factor in [0.5, 1], judged by the error of round-to-nearest
     ("nearest"), by that of GPTQ itself ("gptq", slower), or not ("none"). `refit`: scales are fitted to the codes in
     closed form. `sweeps`: how often codes are improved one by one afterwards. `input_correction`: how much of the
-    difference between the quantized and the float input the weight takes up, from 0 (nothing) to 1; "auto": in each
-    layer as much as one half of the data shows to hold for the other. `correct_bias`: the bias takes up the mean error.
-    `keep_variance`: scales are multiplied such that each channel of the output varies as much as in the float model.
-    `block_size`: columns between two updates of the whole weight; it changes the time, not the method. `max_rows`:
-    about so many rows of a layer's input (of a convolution: positions) are read, or 8 for each of its columns where
-    that is more; None: all. `resume`: a folder that keeps each finished layer; a run that was killed goes on after
-    them.
+    difference between the quantized and the float input the weight compensates for, from 0 (nothing) to 1; "auto": in
+    each layer as much as one half of the data confirms for the other. `correct_bias`: the bias absorbs the mean error.
+    `keep_variance`: scales are multiplied so that each channel of the output varies as much as in the float model.
+    `block_size`: columns between two updates of the whole weight; it affects the time, not the method.
+    `max_rows`: about this many rows of a layer's input (of a convolution: positions) are read, or 8 for each of its
+    columns if that is more; None: all. `resume`: a folder that keeps each finished layer; a run that was killed
+    continues after them.
 
     >>> gptq(qmodel, batches)  # doctest: +SKIP
     {'conv1': LayerRounding(nearest=0.0113, rounded=0.0021), ...}
@@ -155,7 +155,7 @@ class _Run:
         (layer,) = data.block.modules.values()
         if not isinstance(layer, WeightedQuantOpr) or not is_first_call(data.block.nodes[0]):
             return
-        if not layer.weight_quantizer.is_enable:  # as the config has it
+        if not layer.weight_quantizer.is_enable:  # switched off by the config
             return
         name = data.block.name
         form = _matrix_form(layer, data.block.nodes[0], self.owners)
@@ -188,7 +188,7 @@ class _Run:
 
 
 def _matrix_form(layer: WeightedQuantOpr, node: fx.Node, owners: dict[int, int]) -> LayerMatrix | str:
-    """How the layer is a matrix product, or the reason why its weight stays as it is."""
+    """The layer as a matrix product, or the reason why its weight is not changed."""
     weight, quantizer = layer.op._parameters.get("weight"), layer.weight_quantizer
     form = layer_matrix(layer.op)
     if is_parametrized(layer.op) or weight is None:
@@ -213,10 +213,10 @@ def _matrix_form(layer: WeightedQuantOpr, node: fx.Node, owners: dict[int, int])
 def _round_layer(
     layer: WeightedQuantOpr, form: LayerMatrix, data: BlockData, options: _Options, float_parameters: FloatParameters
 ) -> tuple[LayerRounding, float]:
-    """What the layer gained, and how many rows of data there were for each of its columns."""
+    """The layer's errors, and how many rows of data there were for each of its columns."""
     op, quantizer = layer.op, layer.weight_quantizer
     weight, bias = op.get_parameter("weight"), op._parameters.get("bias")
-    # An algorithm may have been here before: what is rounded is the float model's weight.
+    # If an algorithm ran before, its result is discarded: the float model's weight is rounded.
     path = data.block.nodes[0].target
     weight_before, bias_before = (float_parameters.get(f"{path}.op.{name}") for name in ("weight", "bias"))
     float_weight = form.matrix(weight.detach() if weight_before is None else weight_before.to(weight))
@@ -296,10 +296,10 @@ def _moments(
     with_originals: bool,
     max_rows: int | None,
 ) -> tuple[tuple[InputMoments, InputMoments], _OutputPower]:
-    """Of the layer's quantized input and of its float input, over all processes, for each half of the batches.
+    """The moments of the layer's quantized and float inputs, over all processes, for each half of the batches.
 
-    Of a single batch, for each half of its rows. And, with `float_weight`, of the float output for the same rows.
-    Samples that are far larger than nearly all others hardly count.
+    A single batch is split into halves of its rows. With `float_weight`, also the power of the float output for the
+    same rows. Samples that are far larger than nearly all others get a small weight.
     """
     device = layer.op.get_parameter("weight").device
     dtype = torch.float64 if layer.op.get_parameter("weight").dtype == torch.float64 else torch.float32
@@ -315,7 +315,7 @@ def _moments(
             step = max(1, form.num_rows(x) * data.num_batches // wanted)
         original = input_of(data, data.float_inputs, index) if with_originals else x
         for place, (part, other) in enumerate(_parts(form, x, original, whole=data.num_batches * num_ranks > 1)):
-            # Ranks have every so-many-th batch, as samplers deal them out: the halves are those of one process.
+            # Each rank has every n-th batch, as samplers distribute them: the halves equal those of one process.
             half = halves[(index * num_ranks + rank + place) % 2]
             for own, float_own, weight in _by_weight(part, other, usual):
                 if not with_originals:
@@ -335,9 +335,9 @@ def _moments(
 
 
 def _usual_level(form: LayerMatrix, data: BlockData) -> int | None:
-    """The usual level of the float inputs' samples, of all processes; None where no sample is far above it.
+    """The usual level of the float inputs' samples, over all processes; None if no sample is far above it.
 
-    Only of images, whose first dimension is their samples for certain.
+    Only for images, whose first dimension certainly is the batch.
     """
     counts: Counter[int] = Counter()
     for index in range(data.num_batches if form.num_dims >= 2 else 0):
@@ -350,7 +350,7 @@ def _usual_level(form: LayerMatrix, data: BlockData) -> int | None:
 
 
 def _by_weight(x: Tensor, original: Tensor, usual: int | None) -> Iterator[tuple[Tensor, Tensor, float]]:
-    """The samples that count alike, quantized and float, and how much they count."""
+    """Groups of samples with the same weight, quantized and float, and that weight."""
     if usual is None:
         yield x, original, 1.0
         return
@@ -380,7 +380,7 @@ def _grid(layer: WeightedQuantOpr, form: LayerMatrix) -> Grid:
     index = broadcast_to(numbers, weight.shape, quantizer.spec.granularity).expand(weight.shape)
     smallest, bias = torch.full_like(scale, SMALLEST_SCALE), layer.stored_bias()
     for rounding, _ in layer.arithmetics:
-        if bias is not None and rounding is not None:  # twice as much: the bias may be corrected
+        if bias is not None and rounding is not None:  # twice the room, because the bias may be corrected
             smallest = torch.maximum(smallest, 2 * rounding.smallest_scale(bias).to(scale))
     scale = torch.maximum(scale.abs(), smallest)
     return Grid(scale, zero_point.round().expand_as(scale), form.matrix(index), quantizer.spec, smallest)

@@ -1,7 +1,7 @@
-"""What a reconstruction learns at a quantizer: the rounding of a weight, the step size of an activation.
+"""The learned parameters of a reconstruction at a quantizer: the rounding of a weight, the step size of an activation.
 
-For as long as they are in place, a quantizer's forward is theirs; `store` writes what was learned into the model, where
-the quantizer itself gives it again.
+While they are in place, they replace the quantizer's forward; `store` writes the result into the model, where the
+quantizer itself then computes the same values.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Rates:
 
 
 class LearnedWeight:
-    """A weight whose rounding, and where wanted its scale, is learned. `original`: its float values.
+    """A weight whose rounding, and optionally its scale, is learned. `original`: its float values.
 
-    It begins with the codes that the weight has now.
+    It starts with the current codes of the weight.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class LearnedWeight:
         return [rounding] * (learned.kind != "none") + [scales] * self.learns_scale
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The weight as it is being learned; `x` is the stored one, and is not read."""
+        """The current value of the learned weight; `x`, the stored weight, is ignored."""
         return self.learned.values().to(x.dtype)
 
     @torch.no_grad()
     def store(self) -> int:
-        """Write codes and scales into the model; gives how many codes differ from those of the start."""
+        """Write codes and scales into the model; returns how many codes differ from the initial ones."""
         scale, zero_point = self.learned.grid()
         codes = (self.learned.steps(scale, zero_point, hard=True) + self._wide(zero_point)).round()
         store_codes(self.quantizer, self.weight, codes, scale, zero_point)
@@ -89,7 +89,7 @@ class LearnedWeight:
 
 
 class LearnedStep:
-    """The step size of an activation, and on an affine grid its zero point (LSQ+), relative to those of the start.
+    """The step size of an activation, and on an affine grid its zero point (LSQ+), relative to the initial ones.
 
     `drop`: in training, the share of the elements that stay in float (QDrop, section 3.3).
     """
@@ -99,7 +99,7 @@ class LearnedStep:
         self.scale, self.zero_point = (number.detach().clone() for number in quantizer.qparams())
         spec = quantizer.spec
         self.log_factor = torch.zeros_like(self.scale).requires_grad_(is_learned)
-        # A grid that begins at zero is that of a ReLU: it stays there.
+        # A grid that starts at zero is that of a ReLU: its start stays fixed.
         moves = is_learned and not spec.symmetric and bool((self.zero_point > spec.qmin).all())
         self.shift = torch.zeros_like(self.zero_point).requires_grad_(moves)
         self.is_training = True
@@ -120,7 +120,7 @@ class LearnedStep:
         return torch.where(self._dropped(x), x, y)
 
     def _dropped(self, x: Tensor) -> Tensor:
-        """Which elements stay in float: a random window of random numbers, which are drawn once.
+        """A mask of the elements that stay in float: a random window of random numbers, which are drawn once.
 
         Drawing one number for each element in each step would take as long as the layer.
         """
@@ -146,7 +146,7 @@ class LearnedStep:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is learned."""
+    """Switches: which parameters are learned."""
 
     rounding: RoundingKind
     step_sizes: bool
@@ -156,7 +156,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Sites:
-    """What is learned in one block. `biases`: each with the size that its learning rate is relative to."""
+    """The learned parameters of one block. `biases`: each with the size that its learning rate is relative to."""
 
     weights: tuple[LearnedWeight, ...]
     steps: tuple[LearnedStep, ...]
@@ -169,7 +169,7 @@ class Sites:
         return found + [ParameterGroup((bias,), rates.bias * size, "cosine") for bias, size in self.biases]
 
     def store(self) -> int:
-        """Write what was learned into the model; gives how many codes of weights changed."""
+        """Write the learned values into the model; returns how many codes of weights changed."""
         for step in self.steps:
             step.store()
         return sum(weight.store() for weight in self.weights)
@@ -184,9 +184,9 @@ def find_sites(
     generator: torch.Generator,
     reasons: dict[str, str],
 ) -> Sites:
-    """What of the block can be learned; why a weight cannot goes into `reasons`.
+    """The parameters of the block that can be learned; `reasons` collects why a weight cannot.
 
-    A layer that is called again behind the block is learned with its first call.
+    A layer that later blocks call again is learned with its first call.
     """
     weights: list[LearnedWeight] = []
     steps: dict[Quantizer, LearnedStep] = {}
@@ -209,7 +209,7 @@ def find_sites(
 
 
 def why_not_learned(layer: WeightedQuantOpr, owners: dict[int, int]) -> str:
-    """The reason why the layer's weight stays as it is; empty where it can be learned."""
+    """The reason why the layer's weight is not learned; empty if it is."""
     weight, quantizer = layer.op._parameters.get("weight"), layer.weight_quantizer
     if is_parametrized(layer.op) or weight is None:
         return "its weight is computed (pruning, a norm of the weight)"
@@ -238,7 +238,7 @@ def _learned_weight(
     weight, original = layer.op.get_parameter("weight"), float_parameters.get(f"{path}.op.weight")
     smallest, bias = None, layer.stored_bias()
     for rounding, _ in layer.arithmetics:
-        if bias is not None and rounding is not None:  # twice as much: the bias may move
+        if bias is not None and rounding is not None:  # twice the room, because the bias may be learned
             least = 2 * rounding.smallest_scale(bias)
             smallest = least if smallest is None else torch.maximum(smallest, least)
     return LearnedWeight(
@@ -252,7 +252,7 @@ def _learned_weight(
 
 
 def _row_norm(layer: WeightedQuantOpr) -> float:
-    """By how much an output changes with its inputs: a bias's learning rate is relative to it."""
+    """How strongly an output changes with its inputs: a bias's learning rate is relative to it."""
     weight = layer.op.get_parameter("weight").detach()
     return float(weight.flatten(1).norm(dim=1).mean()) if weight.ndim > 1 else 1.0
 
@@ -274,7 +274,7 @@ def _stores_scale(quantizer: Quantizer) -> bool:
 
 @contextlib.contextmanager
 def in_place(sites: Sites, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, the quantizers compute what is being learned, and layers what they compute in training: plain fake-quant
+    """Inside, the quantizers compute with the learned values, and layers as in training: with plain fake-quant
     instead of a runtime's integer arithmetic, which has no gradient.
     """
     parts = [part for module in modules for part in module.modules()]

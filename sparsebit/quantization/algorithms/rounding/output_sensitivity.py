@@ -1,8 +1,8 @@
-"""How much each element of a block's output counts for the network's output: weights for a reconstruction's error.
+"""How strongly each element of a block's output affects the network's output: weights for a reconstruction's error.
 
 BRECQ (Li et al., ICLR 2021, section 3.2) weighs the error of a block's output by the diagonal of the Fisher
 information. Here it is that of the squared error of the network's output `y`, the diagonal of `J^T J` with
-`J = dy / d(block output)`, which needs no labels and does not vanish where a classifier is sure. It is estimated with
+`J = dy / d(block output)`, which needs no labels and does not vanish if a classifier is certain. It is estimated with
 random vectors `r`: `E[(J^T r)^2] = diag(J^T J)`.
 """
 
@@ -42,9 +42,9 @@ class OutputSensitivity:
                 self.store.put((block.name, index), tuple(found[node] for node in block.outputs))
 
     def of(self, block: Block) -> BatchValues:
-        """One weight for each element of each output, with a mean of 1; ones where the network does not read it.
+        """One weight for each element of each output, with a mean of 1; ones if the network does not read the output.
 
-        In the structure of the outputs: of a split, a tuple of tensors.
+        The structure is that of the outputs: for a split, a tuple of tensors.
         """
         return BatchValues(self.num_batches, lambda index: self._values(block, index))
 
@@ -75,7 +75,7 @@ def _forward(run: FloatRun, index: int, wanted: set[fx.Node]) -> tuple[dict[fx.N
     given = run.inputs_of(index)
     placeholders = [node for node in run.graph_module.graph.nodes if node.op == "placeholder"]
     arguments = [given.get(str(node.target), node.args[0] if node.args else None) for node in placeholders]
-    (network,) = whole_graph(run.graph_module)  # what lies between blocks computes in float too
+    (network,) = whole_graph(run.graph_module)  # ops between blocks compute in float too
     with run.as_float(network), torch.inference_mode(False), torch.enable_grad():
         output = Keeping(run.graph_module).run(*arguments)
     return kept, [tensor for tensor in tensors_of(output) if tensor.is_floating_point() and tensor.requires_grad]
@@ -84,7 +84,7 @@ def _forward(run: FloatRun, index: int, wanted: set[fx.Node]) -> tuple[dict[fx.N
 def _squared_gradients(
     values: dict[fx.Node, Any], outputs: list[Tensor], generator: torch.Generator
 ) -> dict[fx.Node, Any]:
-    """The weights of each node's tensors, in the structure of what it gives."""
+    """The weights of each node's tensors, in the structure of the node's value."""
     tensors = list({id(t): t for t in tensors_of(list(values.values())) if t.is_floating_point()}.values())
     totals: dict[int, Tensor] = {}
     for draw in range(_DRAWS if outputs else 0):

@@ -1,4 +1,4 @@
-"""Reconstruction of a calibrated model: rounding, scales and biases are trained, block by block, such that each block's
+"""Reconstruction of a calibrated model: rounding, scales and biases are trained block by block, so that each block's
 output stays near that of the float model.
 
 AdaRound, BRECQ, QDrop, AutoRound and distillation are settings of this one procedure (`METHODS`). The arithmetic is in
@@ -45,7 +45,7 @@ Unit = Literal["layers", "blocks", "network"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What makes one method different from another."""
+    """The settings in which methods differ."""
 
     unit: Unit
     rounding: RoundingKind
@@ -60,7 +60,7 @@ class Settings:
         return replace(self, **{name: wish for name, wish in wishes.items() if wish is not None})
 
 
-# How far the rounding of a weight may be moved in all steps together, beside one code to the other: more makes the
+# How far all steps together may move the rounding of a weight, relative to the distance between codes: with more, the
 # signed steps oscillate between codes.
 _TRAVEL: dict[RoundingKind, float] = {"sigmoid": 5.0, "sign": 0.3, "latent": 0.8, "none": 0.0}
 _MARGIN = 1.5
@@ -75,12 +75,12 @@ METHODS: dict[Method, Settings] = {
 
 @dataclass(frozen=True)
 class BlockReconstruction:
-    """The squared error of one block's output beside the float output's energy, before and after, and how many of the
-    weights' codes changed.
+    """The squared error of one block's output relative to the float output's energy, before and after, and how many of
+    the weights' codes changed.
 
-    `before`, `after`: on the samples that it was learned from, as the block was and as it is now. `held_before`,
-    `held_after`: on the held-out samples, as the block was and as it was learned; None where no sample was held out.
-    `is_kept`: whether it is as it was learned; otherwise it was put back.
+    `before`, `after`: on the training samples, initially and now. `held_before`, `held_after`: on the held-out samples,
+    initially and after training; None if no sample was held out. `is_kept`: whether the trained values are kept;
+    otherwise the block was restored.
     """
 
     before: float
@@ -130,32 +130,32 @@ def reconstruct(
 ) -> dict[str, BlockReconstruction]:
     """Train rounding and scales of a calibrated model, in place, on `data` (batches as for calibration, no labels).
 
-    Blocks are visited in order, each with the inputs that the quantized blocks in front of it give; gives what each one
-    gained. It begins with the codes that the weights have now, so it goes on from what `gptq` found. A block whose
-    error on samples that were held out did not fall stays as it was. Weights that cannot be learned (tied or computed
-    ones) stay too, and are logged.
+    Blocks are visited in order, each with the inputs from the quantized blocks before it; returns the result of each.
+    It starts with the current codes of the weights, so it continues from the result of `gptq`. A block whose error on
+    held-out samples did not fall is restored. Weights that cannot be learned (tied or computed ones) are unchanged,
+    and are logged.
 
-    `method`: a row of settings; each of them can be given by itself. "adaround": each layer, rounding alone. "brecq":
-    blocks, step sizes of activations too, errors weighted by `fisher`. "qdrop": blocks, step sizes too, with `drop`.
-    "autoround": blocks, sign-gradient rounding and scales of weights. "distill": the whole network, its weights (any
-    code), scales, step sizes and biases, against the outputs of the float model.
+    `method`: the name of a set of defaults; each of them can be set separately. "adaround": each layer, rounding alone.
+    "brecq": blocks, step sizes of activations too, errors weighted by `fisher`. "qdrop": blocks, step sizes too, with
+    `drop`. "autoround": blocks, sign-gradient rounding and scales of weights. "distill": the whole network, its weights
+    (any code), scales, step sizes and biases, against the outputs of the float model.
 
     `blocks`: "layers", "blocks" (found in the graph), "network" (all at once, against the float model's outputs), or
     module paths. `steps`: per block. `batch_size`: samples of a step. `rounding`: "sigmoid" (AdaRound), "sign"
     (AutoRound), "latent" (the weights themselves, with straight-through gradients: any code), or "none" (codes stay).
-    `lr`: of the rounding, in codes; by default as much as moves a weight from one code to the other in all steps.
-    `scale_lr`: of step sizes and scales, as a share of them. `bias_lr`: of biases, beside the norm of the weight's
-    rows. `learn_step_sizes`: those of activations. `learn_weight_scales`, `learn_biases`: also these. `drop`: share of
-    each activation's elements that stay in float in a step. `fisher`: weigh the errors of a block's output by what they
-    change in the network's. `float_share`: share of the inputs' elements that come from the float model.
-    `penalty`: weight of the sigmoid rounding's regularizer. `patience`: stop a block when its loss has not fallen for
-    so many tenths of the steps; 0: never. `bf16`: compute in bfloat16 on a GPU. `held_out`: share of the samples that
-    nothing is learned from, and that decide which blocks stay as they were; at least 8 of them (or a quarter of all, if
-    that is less), at most 64. 0, or fewer than 4 samples: the samples that were learned from decide. `views`: learn
-    from so many views of each image: itself, and copies that are mirrored and shifted by up to an eighth. Inputs that
-    are not images, (N, C, H, W), have one. `seed`: two runs with one seed have equal bits. `memory_budget`: bytes of
-    activations in memory; others are on disk. `resume`: a folder that keeps each finished block; a run that was killed
-    goes on after them.
+    `lr`: of the rounding, in codes; by default as much as moves a weight from one code to the next in all steps.
+    `scale_lr`: of step sizes and scales, as a share of them. `bias_lr`: of biases, relative to the norm of the weight's
+    rows. `learn_step_sizes`: learn the step sizes of activations. `learn_weight_scales`: learn the scales of weights.
+    `learn_biases`: learn biases. `drop`: share of each activation's elements that stay in float in a step. `fisher`:
+    weigh the errors of a block's output by their effect on the network's output. `float_share`: share of the inputs'
+    elements that come from the float model. `penalty`: weight of the sigmoid rounding's regularizer. `patience`: stop a
+    block when its loss has not fallen for so many tenths of the steps; 0: never. `bf16`: compute in bfloat16 on a GPU.
+    `held_out`: share of the samples that are not used for training and that decide which blocks are restored; at least
+    8 of them (or a quarter of all, if that is less), at most 64. With 0, or fewer than 4 samples, the training samples
+    decide. `views`: learn from so many views of each image: itself, and copies that are mirrored and shifted by up to
+    an eighth. Inputs that are not images, (N, C, H, W), have one. `seed`: two runs with one seed have equal bits.
+    `memory_budget`: bytes of activations in memory; others are on disk. `resume`: a folder that keeps each finished
+    block; a run that was killed continues after them.
 
     >>> reconstruct(qmodel, batches, method="brecq")  # doctest: +SKIP
     {'layer1.0': BlockReconstruction(before=0.0398, after=0.0215, num_changed=412), ...}
@@ -244,7 +244,7 @@ class _Run:
 def _reconstruct_block(
     data: BlockData, sites: Sites, options: _Options, weights: BatchValues | None
 ) -> BlockReconstruction:
-    """`weights`: of the errors of each element, for all batches of the run."""
+    """`weights`: of each element's error, for all batches of the run."""
     state = {name: tensor.clone() for name, tensor in block_state(data.block).items()}
     extras = None if weights is None else weights.part(data.batches)
 
@@ -255,7 +255,7 @@ def _reconstruct_block(
     before, held_before = error(data), None if held_out is None else error(held_out)
 
     def distance(outputs: Values, targets: Values, extras: Values) -> Tensor:
-        # Beside the error of the start, so that the penalty's weight fits every block.
+        # Relative to the initial error, so that one penalty weight fits every block.
         return squared_error(outputs, targets, extras) / max(before, 1e-12)
 
     def penalty(progress: float) -> Tensor | None:
@@ -274,7 +274,7 @@ def _reconstruct_block(
     if held_before is not None and held_after is not None:
         is_kept = held_after < held_before
     else:
-        # What was fitted to the same data before looks better on it than it is: compare with a margin then.
+        # If it was fitted to the same data before, its error there is too optimistic: compare with a margin.
         is_kept = after < before * (_MARGIN if sites.were_fitted else 1.0)
     if not is_kept:
         load_block_state(data.block, state)
