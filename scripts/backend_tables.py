@@ -171,7 +171,12 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
     pages = {
-        "reference/backends": {"placement": placement(), "recommended": recommended(), "costs": costs(), "files": files()},
+        "reference/backends": {
+            "placement": placement(),
+            "recommended": recommended(),
+            "costs": costs(),
+            "files": files(),
+        },
         "reference/onnx-files": {"types": types()},
         "reference/onnxruntime": {"profile": one_profile("onnxruntime")},
         **{f"guides/{name}": {"profile": one_profile(name)} for name in ("openvino", "tensorrt")},
