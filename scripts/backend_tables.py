@@ -20,7 +20,6 @@ from sparsebit.deploy.onnx_graph.number_types import ACTIVATION_WIDTHS, FLOAT8, 
 from sparsebit.deploy.runtimes import PROFILES, RuntimeProfile
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-RUNTIMES = ("onnxruntime", "openvino", "tensorrt")
 
 # What a rule asks for, in words; the rule itself knows only where it is broken.
 ASKED = {
@@ -172,9 +171,15 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
     pages = {
-        "guides/backends": {"placement": placement(), "recommended": recommended(), "costs": costs(), "files": files()},
+        "reference/backends": {
+            "placement": placement(),
+            "recommended": recommended(),
+            "costs": costs(),
+            "files": files(),
+        },
         "reference/onnx-files": {"types": types()},
-        **{f"guides/{name}": {"profile": one_profile(name)} for name in RUNTIMES},
+        "reference/onnxruntime": {"profile": one_profile("onnxruntime")},
+        **{f"guides/{name}": {"profile": one_profile(name)} for name in ("openvino", "tensorrt")},
     }
     pages["guides/tensorrt"]["rules"] = rules()
     return max(update(DOCS / f"{name}.md", sections, check=check) for name, sections in pages.items())

@@ -2,7 +2,7 @@
 
 All other pages are files, so that they can be read in the repository too. Those that list what the code knows are
 written, or checked by a test, from the code: `reference/config.md` (docs/generate_config_reference.py),
-`guides/backends.md` (scripts/backend_tables.py), `benchmarks/*.md` (scripts/benchmark_tables.py),
+`reference/backends.md` (scripts/backend_tables.py), `benchmarks/*.md` (scripts/benchmark_tables.py),
 `reference/command-line.md` (tests/cli/test_main.py).
 """
 

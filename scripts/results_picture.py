@@ -17,7 +17,7 @@ from benchmark_tables import Record, read
 
 ROOT = Path(__file__).resolve().parent.parent
 
-WIDTH, LABEL, BAR = 640, 250, 250  # of the picture, of the names on the left, and of the longest bar
+WIDTH, LABEL, BAR = 540, 222, 176  # of the picture, of the names on the left, and of the longest bar
 OURS, THEIRS, FLOAT = "#4f5bd5", "#a3a9b5", "#d3d7df"
 STYLE = """
   text { font: 15px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #24292f }
@@ -145,7 +145,7 @@ def picture(shown: Iterable[Panel]) -> str:
         y += 8
     size = f'viewBox="0 0 {WIDTH} {y + 8}" width="{WIDTH}" height="{y + 8}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
-    title = "<title>Sparsebit beside other tools: accuracy at 4 bits, speed and accuracy of int8 files</title>"
+    title = "<title>Sparsebit and other tools: accuracy at 4 bits, speed and accuracy of int8 files</title>"
     card = f'<rect class="card" width="{WIDTH}" height="{y + 8}" rx="10"/>'
     return "\n".join([head, title, f"<style>{STYLE}</style>", card, *rows, "</svg>"]) + "\n"
 

@@ -357,8 +357,9 @@ class TestShards:
         assert block.startswith("shard(): the model has no block 'secnd'") and "second" in block
 
 
-def test_guide_runs_in_two_processes(project_root: Path, tmp_path: Path) -> None:
-    page = (project_root / "docs" / "guides" / "distributed-training.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("guide", ["distributed-training", "qat-sharded"])
+def test_guide_runs_in_two_processes(guide: str, project_root: Path, tmp_path: Path) -> None:
+    page = (project_root / "docs" / "guides" / f"{guide}.md").read_text(encoding="utf-8")
     script = tmp_path / "train.py"
     script.write_text("".join(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)))
     launch(project_root, str(script))

@@ -1,4 +1,4 @@
-"""The tables of the guides are in step with profiles, number types and rules."""
+"""The tables of the pages are in step with profiles, number types and rules."""
 
 from __future__ import annotations
 
