@@ -26,6 +26,7 @@ DESCRIPTION = {
     "switches": {"weight": True, "activation": True},
     "folded_layers": [],
     "sites": {},
+    "graphs": {},
 }
 
 

@@ -197,7 +197,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; save the model again")
     try:
-        _check_tensors(path, key, description.get("files", {}).get(TENSORS, {}).get("sha256"))
+        _check_tensors(path, key, description["files"][TENSORS]["sha256"])
         tensors = load_file(path)
         return description, tensors | {name: tensors[other] for name, other in description["aliases"].items()}
     except CheckpointError:
@@ -206,11 +206,11 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise CheckpointError(f"{path} is damaged ({error}); save the model again") from None
 
 
-def _check_tensors(path: Path, key: str, sha256: str | None) -> None:
+def _check_tensors(path: Path, key: str, sha256: str) -> None:
     found = _key_of(path)
     if found not in (key, None):
         raise CheckpointError(f"{path} and {MANIFEST} come from different savings; save the model again")
-    if found is None or (sha256 is not None and sha256_of(path) != sha256):
+    if found is None or sha256_of(path) != sha256:
         raise CheckpointError(
             f"{path} is damaged (it is not the file that {MANIFEST} was written with: its checksum differs); save the "
             "model again, or take the file from a copy"

@@ -1,9 +1,7 @@
 """`sparsebit.json`, the manifest of a saved model: how it is written, and what is checked when it is read.
 
-It holds a checksum of itself and of the file of tensors. A manifest of version 1 has none; its parts are checked. Since
-version 3 functions are named by the module that calls them (`layer1.0.add`), before by their number in the graph. Since
-version 4 the switch of activations is called `activation`, before `feature`. Since version 5 `graphs` holds the
-structure of the captured graphs, which is compared when the folder is loaded.
+It holds a checksum of itself and of the file of tensors. `graphs` holds the structure of the captured graphs, which is
+compared when the folder is loaded.
 """
 
 from __future__ import annotations
@@ -15,20 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from sparsebit.errors import CheckpointError
 from sparsebit.version import __version__
 
 NAME = "sparsebit.json"
 FORMAT = "sparsebit-quantized"
-VERSION = 5
-_READABLE = (1, 2, 3, 4, 5)
+VERSION = 5  # the first that was released
 
 
 class _Switches(BaseModel):
     weight: bool
-    activation: bool = Field(validation_alias=AliasChoices("activation", "feature"))
+    activation: bool
 
 
 class _Site(BaseModel):
@@ -52,8 +49,8 @@ class _Manifest(BaseModel):
     sites: dict[str, _Site]
     aliases: dict[str, str]
     folded_layers: list[str]
-    files: dict[str, _File] = {}
-    graphs: dict[str, list[str]] | None = None
+    files: dict[str, _File]
+    graphs: dict[str, list[str]]
 
 
 def written(description: Mapping[str, Any], key: str, aliases: Mapping[str, str], files: Mapping[str, Any]) -> str:
@@ -86,12 +83,11 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a sparsebit checkpoint; give a folder that QuantModel.save() wrote")
     version = manifest.get("version")
-    if version not in _READABLE:
+    if version != VERSION:
         raise CheckpointError(
-            f"{path} has format version {version}; this sparsebit reads versions {', '.join(map(str, _READABLE))}"
+            f"{path} has format version {version}; this sparsebit reads version {VERSION}; save the model again"
         )
-    checksum = manifest.pop("checksum", None)
-    if (checksum is not None or version != 1) and checksum != _checksum(manifest):
+    if manifest.pop("checksum", None) != _checksum(manifest):
         raise _damaged(path, "it is not what was saved: its checksum differs")
     try:
         _Manifest.model_validate(manifest)
@@ -99,32 +95,6 @@ def read(path: Path) -> dict[str, Any]:
         faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg'].lower()}" for fault in error.errors()[:3]]
         raise _damaged(path, "; ".join(faults)) from None
     return manifest
-
-
-def switches_of(description: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Whether weights and activations were quantized."""
-    found = _Switches.model_validate(description["switches"])
-    return found.weight, found.activation
-
-
-def site_of(description: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """What is known of a quantizer; nothing of one that was not in use. An error where its name may be another."""
-    if name not in description["sites"] and description.get("version", VERSION) < 3:
-        raise KeyError(f"no quantizer is called {name}")
-    site: Mapping[str, Any] = description["sites"].get(name, {})
-    return site
-
-
-def naming_notice(manifest: Mapping[str, Any]) -> str:
-    """Why the tensors of an older folder may not fit, and what to do; empty for a new one."""
-    if manifest["version"] >= 3:
-        return ""
-    writer = manifest.get("sparsebit", "of an unknown version")
-    return (
-        f"; or its names are out of date: it was written by sparsebit {writer}, "
-        "which numbered functions over the whole graph (add_1), while they are now named after the module that calls "
-        "them (layer1.0.add). Quantize and save the model again, or load the folder with the sparsebit that wrote it"
-    )
 
 
 def _damaged(path: Path, how: str) -> CheckpointError:

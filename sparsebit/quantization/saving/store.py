@@ -32,7 +32,7 @@ from sparsebit.quantization.faithful.simulation import SimulatedModel, code_modu
 from sparsebit.quantization.planning.sites import Plan
 from sparsebit.quantization.quant_config import parse_qconfig
 from sparsebit.quantization.quantizers.base import Quantizer
-from sparsebit.quantization.saving import checkpoint, manifest
+from sparsebit.quantization.saving import checkpoint
 
 Model = TypeVar("Model", bound=SimulatedModel)
 
@@ -62,7 +62,7 @@ def load(
 ) -> Model:
     """The saved model; see `QuantModel.load`."""
     description, tensors = checkpoint.read(folder)
-    saved, given = description.get("transforms", []), [name_of(step) for step in transforms]
+    saved, given = description["transforms"], [name_of(step) for step in transforms]
     if saved != given:
         raise CheckpointError(
             f"{folder} was built with transforms={saved}, load() is given {given}; give those functions"
@@ -79,7 +79,7 @@ def load(
     except Exception as error:  # whatever torch and the model's own code raise when the tensors do not fit
         raise CheckpointError(
             f"{folder} was saved from another model than the {type(model).__name__} given, or needs the "
-            f"example_inputs that it was built with{manifest.naming_notice(description)}:\n{error}"
+            f"example_inputs that it was built with:\n{error}"
         ) from error
 
 
@@ -145,30 +145,31 @@ def revived(
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the user was warned when the model was built first
-        config, saved = parse_qconfig(description["config"]), description.get("plan")
+        config, saved = parse_qconfig(description["config"]), description["plan"]
         plan = Plan.from_dict({**saved, "config": config.to_dict()}) if saved else None
-        cuts = {name: description.get(name, {}) for name in ("own_code", "untouched")}
+        cuts = {name: description[name] for name in ("own_code", "untouched")}
         policy = leaf_policy(config, **cuts)
         blueprint = Blueprint.of(
-            model, config, policy, plan=plan, transforms=transforms, saved_structure=description.get("graphs")
+            model, config, policy, plan=plan, transforms=transforms, saved_structure=description["graphs"]
         )
         qmodel = kind.built_from(blueprint, example)
     fold_norms(qmodel, lambda name, *_: name in description["folded_layers"])
-    if inserted := [InsertedFactor.from_dict(record) for record in description.get("inserted_factors", [])]:
+    if inserted := [InsertedFactor.from_dict(record) for record in description["inserted_factors"]]:
         insert_factors(qmodel, inserted)
     for quantizer in (q for q in qmodel.quantizers() if not q.fake_fused):
-        site = manifest.site_of(description, quantizer.name)
+        site = description["sites"].get(quantizer.name, {})  # nothing of one that was not in use
         quantizer.set_bit(site.get("bits", quantizer.spec.bits))
     if sites is None:
         is_unchanged = all(torch.equal(p, tensors.get(name, p)) for name, p in qmodel.named_parameters())
         qmodel.load_state_dict(tensors)
         if is_unchanged:  # a pickled model whose weights are still those of the float model
             qmodel.note_weights()
-        qmodel.set_quant(*manifest.switches_of(description))
+        switches = description["switches"]
+        qmodel.set_quant(switches["weight"], switches["activation"])
     else:
         _load_all_but_quantizers(qmodel, tensors)
-    qmodel.applied_algorithms = tuple(description.get("algorithms", ()))
-    qmodel.float_values_are_lost = bool(description.get("weights_changed", False))
+    qmodel.applied_algorithms = tuple(description["algorithms"])
+    qmodel.float_values_are_lost = description["weights_changed"]
     return qmodel.eval()
 
 

@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from sparsebit import tensor_files
-from sparsebit.errors import CheckpointError, SparsebitError
+from sparsebit.errors import CheckpointError
 from sparsebit.folders import exchange
 from sparsebit.quantization import QuantModel
-from sparsebit.quantization.saving import checkpoint, manifest
+from sparsebit.quantization.saving import checkpoint
 from tests.quantization.tiny import Opaque, Residual, TwoLayers, calibrated, qconfig, run, site, sites
 
 CONFIGS = {
@@ -75,33 +75,6 @@ class TestRoundTrip:
         qmodel.set_quant(w_quant=w_quant, a_quant=a_quant)
         loaded = QuantModel.load(qmodel.save(tmp_path / "saved"), TwoLayers())
         assert (loaded.is_quantized("weight"), loaded.is_quantized("activation")) == (w_quant, a_quant)
-
-    @pytest.mark.parametrize("version", [1, 3])
-    @pytest.mark.parametrize(("w_quant", "a_quant"), [(True, False), (False, True)])
-    def test_a_folder_with_the_older_word(self, tmp_path: Path, version: int, w_quant: bool, a_quant: bool) -> None:
-        """Before version 4 the switch of activations was called `feature`."""
-        qmodel = calibrated(TwoLayers(), [torch.randn(4, 6)])
-        qmodel.set_quant(w_quant=w_quant, a_quant=a_quant)
-        folder = qmodel.save(tmp_path / "saved")
-        written = json.loads((folder / "sparsebit.json").read_text())
-        assert written["switches"] == {"weight": w_quant, "activation": a_quant} and written["version"] == 5
-        older = {**written, "version": version, "switches": {"weight": w_quant, "feature": a_quant}}
-        del older["checksum"]
-        if version == 1:
-            del older["files"]
-        else:
-            older["checksum"] = manifest._checksum(older)
-        (folder / "sparsebit.json").write_text(json.dumps(older))
-        loaded = QuantModel.load(folder, TwoLayers())
-        assert (loaded.is_quantized("weight"), loaded.is_quantized("activation")) == (w_quant, a_quant)
-
-    def test_a_pickle_with_the_older_word(self) -> None:
-        qmodel = calibrated(TwoLayers(), [torch.randn(4, 6)])
-        qmodel.set_quant(w_quant=False, a_quant=True)
-        make, (kind, training, model, description, *rest) = qmodel.__reduce__()
-        older = {**description, "switches": {"weight": False, "feature": True}}
-        loaded = make(kind, training, model, older, *rest)
-        assert not loaded.is_quantized("weight") and loaded.is_quantized("activation")
 
     def test_bits_changed_by_hand_are_kept(self, tmp_path: Path) -> None:
         qmodel, x = calibrated(TwoLayers(), [torch.randn(4, 6)]), torch.randn(4, 6)
@@ -243,9 +216,9 @@ class TestFaults:
             ('{"format": "other"}', "is not a sparsebit checkpoint"),
             (
                 '{"format": "sparsebit-quantized", "version": 99}',
-                "has format version 99; this sparsebit reads versions 1, 2, 3",
+                "has format version 99; this sparsebit reads version 5; save the model again",
             ),
-            ('{"format": "sparsebit-quantized", "version": 1}', "is damaged .*config: field required"),
+            ('{"format": "sparsebit-quantized", "version": 5}', "is damaged .*its checksum differs"),
         ],
     )
     def test_a_foreign_or_damaged_manifest(self, folder: Path, text: str, message: str) -> None:
@@ -382,11 +355,6 @@ class TestOnDisk:
         file.write_text(json.dumps(json.loads(file.read_text())))
         QuantModel.load(folder, TwoLayers())
 
-    def test_a_folder_of_version_1_is_read(self, tmp_path: Path) -> None:
-        qmodel, x = calibrated(TwoLayers(), [torch.randn(4, 6)]), torch.randn(4, 6)
-        loaded = QuantModel.load(as_version_1(qmodel.save(tmp_path / "saved")), TwoLayers())
-        assert torch.equal(loaded(x), qmodel(x))
-
     def test_a_link_to_a_folder_stays_one(self, folder: Path) -> None:
         link = folder.parent / "link"
         link.symlink_to(folder, target_is_directory=True)
@@ -502,16 +470,6 @@ class TestDamage:
                 assert description == expected[0]
                 assert all(torch.equal(tensors[name], tensor) for name, tensor in expected[1].items())
 
-    def test_files_without_checksums(self, tmp_path: Path) -> None:
-        """Another model may come of it, as nothing tells; but nothing else is raised."""
-        whole = as_version_1(calibrated(TwoLayers(), [torch.randn(4, 6)]).save(tmp_path / "whole"))
-        draw = random.Random(1)
-        for _ in range(150):
-            folder = shutil.copytree(whole, tmp_path / "damaged", dirs_exist_ok=True)
-            damage(folder / draw.choice(["sparsebit.json", "sparsebit.json", "model.safetensors"]), draw)
-            with contextlib.suppress(SparsebitError):
-                QuantModel.load(folder, TwoLayers())
-
     @pytest.mark.parametrize(
         "state",
         [
@@ -534,13 +492,6 @@ class TestDamage:
         found[next(name for name in found if name.endswith("_extra_state"))] = state
         with pytest.raises(CheckpointError, match="state of a quantizer"):
             qmodel.load_state_dict(found)
-
-
-def as_version_1(folder: Path) -> Path:
-    manifest = json.loads((folder / "sparsebit.json").read_text())
-    del manifest["checksum"], manifest["files"]
-    (folder / "sparsebit.json").write_text(json.dumps({**manifest, "version": 1}))
-    return folder
 
 
 def damage(file: Path, draw: random.Random) -> None:
