@@ -46,19 +46,19 @@ log = logging.getLogger(__name__)
 
 
 class SimulatedModel(nn.Module):
-    """A captured copy of a model, with quantizers where the config and the backend want them: what it was built from,
-    and how it runs. `QuantModel` is one; so are the copies of single modules that a proof compares. Made by `_set_up`.
+    """A captured copy of a model with quantizers as the config and the backend require: its origin and how it runs.
+    `QuantModel` is one; so are the copies of single modules that a proof compares. Made by `_set_up`.
     """
 
     model: nn.Module
-    unproved = ""  # why the copy is not known to compute what the model computes
-    _saved_structure: Structure | None = None  # of the saved model that this one is made again from
+    unproved = ""  # why the copy may not compute the same as the model
+    _saved_structure: Structure | None = None  # of the saved model that this one is rebuilt from
     _has_fitting_plan = False  # a call of another form, captured later, may lack sites of the plan
     is_calibrating = False  # between prepare_calibration() and calc_qparams()
     # Whether algorithms changed weights before the model was saved, or tuned its norms; `float_parameters` is empty.
     float_values_are_lost = False
     float_parameters: FloatParameters  # weights and biases of the float model, of those that algorithms have changed
-    applied_algorithms: tuple[str, ...] = ()  # what has changed the calibrated model, by the names of `ALGORITHMS`
+    applied_algorithms: tuple[str, ...] = ()  # algorithms that changed the calibrated model, by name in `ALGORITHMS`
 
     # --- building
 
@@ -76,7 +76,7 @@ class SimulatedModel(nn.Module):
         _require_values(model)
         self.float_parameters = FloatParameters()
         self.config, self._given_plan, self._transforms = config, plan, tuple(transforms)
-        # In a tuple, so that it is no child module. It is kept to capture again if a call has another form.
+        # In a tuple, so that it is not a child module. It is kept to capture again if a call has another form.
         model = ordinary_model(uncompiled(model))
         self._original = (model,)
         self.training = model.training  # when the model is captured again, all modules are put into this mode
@@ -85,7 +85,7 @@ class SimulatedModel(nn.Module):
 
     def _build(self, example: Call | None, form: CallForm | None = None) -> None:
         """Capture, plan, attach. An example on the meta device has shapes only: its values are zeros."""
-        # Parameters that are made in inference mode could never be trained.
+        # Parameters that are created in inference mode could never be trained.
         with torch.inference_mode(False), undisturbed_randomness():
             self._build_trainable(example, form)
         self.note_weights()
@@ -120,8 +120,8 @@ class SimulatedModel(nn.Module):
         log.info("captured: %s; %s", str(coverage).splitlines()[0], coverage.weights)
 
     def _capture(self, example: Call | None, form: CallForm | None) -> tuple[Captured, Structure]:
-        """The captured model, ready for a plan, and what a saving compares with it. A module whose graph cannot be made
-        ready runs its own code.
+        """The captured model, ready for a plan, and the structure that saving compares. A module whose graph cannot be
+        prepared runs its own code.
         """
         while True:
             captured = capture(self.original, self._policy, example=example, form=form)
@@ -144,12 +144,12 @@ class SimulatedModel(nn.Module):
 
     @property
     def _root(self) -> Region | None:
-        """The graph of the whole model; None where the model itself could not be traced."""
+        """The graph of the whole model; None if the model itself could not be traced."""
         return self._captured.regions.get("")
 
     @property
     def call_form(self) -> CallForm | None:
-        """How `forward` is called: constants by value, the other parameters as varying; None for an opaque model."""
+        """How `forward` is called: constants by value, other parameters as varying; None for an opaque model."""
         if self._root is None:
             return None
         return {**self._root.constants, **dict.fromkeys(self._root.inputs, VARYING)}
@@ -179,7 +179,7 @@ class SimulatedModel(nn.Module):
         return output
 
     def _record(self, call: Any) -> None:
-        """Called after every forward with its inputs; None where the forward cannot be repeated from them."""
+        """Called after every forward with its inputs; None if the forward cannot be repeated from them."""
 
     def _warn_of_source(self, error: GuardError) -> None:
         if not self._ran_source:
@@ -195,18 +195,18 @@ class SimulatedModel(nn.Module):
         assert self._root is not None
         form = call_form(self._root.source, args, kwargs)
         log.warning(
-            "captured again for a call that gives %s: parameters are new objects; build the QuantModel with "
+            "captured again for a call with %s: parameters are new objects; build the QuantModel with "
             "example_inputs like this call's to avoid it",
             shown(form),
         )
         state = CarriedState.of(self._built_state, self.original, self.source, folded_tensors(self))
         self._rebuild((args, kwargs))
         if self._root is not None and self._root.bind(args, kwargs) is None:
-            raise CaptureError(f"a call that gives {shown(form)} cannot be captured; see coverage")
+            raise CaptureError(f"a call with {shown(form)} cannot be captured; see coverage")
         state.put_into(self.source)
 
     def _rebuild(self, example: Call | None) -> None:
-        """Capture again; the parameters stay the same objects where they are the same."""
+        """Capture again; parameters that do not change stay the same objects."""
         if not self.has_built_weights:
             raise CaptureError(
                 "the model has to be captured again for this call, but its weights have changed since it was built, "
@@ -214,18 +214,18 @@ class SimulatedModel(nn.Module):
             )
         before, training = dict(self.named_parameters()), self.training
         self._build(example)
-        if training != self.original.training:  # else the modes are those of the original, module by module
+        if training != self.original.training:  # otherwise the modes are those of the original, module by module
             self.train(training)
         _keep_parameters(self, before)
         self.note_weights()
 
     @property
     def has_built_weights(self) -> bool:
-        """Whether the weights, here and in the original, are those that the model was built with."""
+        """Whether the weights, here and in the original, are unchanged since the model was built."""
         return self._built_weights == _versions(self)
 
     def note_weights(self) -> None:
-        """The weights, as they are now, count as those that the model was built with."""
+        """The current weights count from now on as those that the model was built with."""
         self._built_weights = _versions(self)
 
     # --- looking inside
@@ -248,23 +248,23 @@ class SimulatedModel(nn.Module):
 
     @property
     def is_float_by_plan(self) -> bool:
-        """Whether the model was built from a plan without sites: all of it is meant to be float."""
+        """Whether the model was built from a plan without sites, so that all of it is float on purpose."""
         return self._given_plan is not None and not self._given_plan.sites
 
     @property
     def cfg(self) -> QuantConfig:
-        """The config, by the name that the first Sparsebit had for it."""
+        """The config, under its name in the first Sparsebit."""
         return self.config
 
     @property
     def device(self) -> torch.device:
-        """The device of the model now; the config's `DEVICE` is the one that it was built on."""
+        """The current device of the model; the config's `DEVICE` is the one that it was built on."""
         return next((parameter.device for parameter in self.parameters()), torch.device(self.config.DEVICE))
 
     def set_quant(self, w_quant: bool = False, a_quant: bool = False) -> None:
         """Switch weight and activation quantization on or off."""
         wanted = {"weight": w_quant, "activation": a_quant}
-        # Uncalibrated ones first, as they refuse. Replaced ones last: they refuse to differ from their replacements.
+        # Uncalibrated ones first, as they raise. Replaced ones last: they must not differ from their replacements.
         quantizers = sorted(self.quantizers(), key=lambda q: (bool(q.replaced_by), q.is_calibrated))
         for quantizer in quantizers:
             if wanted[quantizer.target]:
@@ -279,12 +279,12 @@ class SimulatedModel(nn.Module):
         return any(q.is_enable for q in self.quantizers() if q.target == wanted)
 
     def quantizers(self) -> list[Quantizer]:
-        """Every quantizer, those that are off for good among them; `sites` has those of the plan by name."""
+        """Every quantizer, including those that are switched off for good; `sites` has those of the plan by name."""
         return [module for module in self.model.modules() if isinstance(module, Quantizer)]
 
     @property
     def coverage(self) -> Coverage:
-        """What is quantized, what is float and why."""
+        """Which layers are quantized, which are float, and why."""
         found = describe_coverage(self.model, self._captured, self.plan)
         return dataclasses.replace(found, notes=(*found.notes, self.unproved)) if self.unproved else found
 
@@ -295,7 +295,7 @@ class SimulatedModel(nn.Module):
 
 
 def leaf_policy(config: QuantConfig, **cuts: Mapping[str, str]) -> LeafPolicy:
-    """Which modules are no part of a graph. `cuts`: `own_code` and `untouched`, as the policy has them."""
+    """Which modules are left out of graphs. `cuts`: the `own_code` and `untouched` of the policy."""
     return LeafPolicy(config.SKIP_TRACE_MODULES, registered_module_types(), **cuts)
 
 
@@ -309,7 +309,7 @@ def folds_batchnorm(config: QuantConfig) -> bool:
 
 
 def code_modules(qmodel: SimulatedModel) -> list[nn.Module]:
-    """Every module whose own Python code may run, those behind captured graphs among them."""
+    """Every module whose own Python code may run, including those behind captured graphs."""
     sources = (qmodel.source, *(region.source for region in qmodel._captured.regions.values()))
     return list({id(module): module for source in sources for module in source.modules()}.values())
 
@@ -321,13 +321,13 @@ def folded_tensors(qmodel: SimulatedModel) -> set[int]:
 
 
 def _versions(qmodel: SimulatedModel) -> tuple[Any, ...]:
-    """Another value after any change to the weights, in the copy or in the original."""
+    """A value that differs after any change to the weights, in the copy or in the original."""
     models = (qmodel.original, qmodel.model)
     return tuple((id(p), p._version, p.dtype) for module in models for p in module.parameters())
 
 
 def _keep_parameters(qmodel: SimulatedModel, before: dict[str, nn.Parameter]) -> None:
-    """Put the parameters of the last capture back where they are the same: an optimizer may hold them."""
+    """Restore unchanged parameters of the last capture, because an optimizer may hold them."""
     same = {
         id(new): old
         for name, new in qmodel.named_parameters()
@@ -371,7 +371,7 @@ def _warn_of_unmatched_globs(model: nn.Module, config: QuantConfig, plan: Plan) 
 
 
 def _require_values(model: nn.Module) -> None:
-    """Raise if tensors of the model hold no values, or its forward returns none."""
+    """Raise if tensors of the model have no values, or if its forward returns none."""
     tensors = (*model.named_parameters(), *model.named_buffers())
     if unmade := [name for name, tensor in tensors if is_lazy(tensor)]:
         raise CaptureError(
@@ -387,7 +387,7 @@ def _require_values(model: nn.Module) -> None:
         )
     if inspect.iscoroutinefunction(model.forward) or inspect.isasyncgenfunction(model.forward):
         raise CaptureError(
-            f"{type(model).__name__}.forward is `async def`: a call gives a coroutine, not values; quantize a module "
+            f"{type(model).__name__}.forward is `async def`: a call returns a coroutine, not values; quantize a module "
             "whose forward is a plain function"
         )
 
@@ -399,7 +399,7 @@ def shown(form: CallForm) -> str:
 
 
 def users_level() -> int:
-    """How far up the stack, from the function that asks, the first caller outside this package is."""
+    """The number of stack levels from the calling function up to the first caller outside this package."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and _is_passed(frame.f_globals.get("__name__", "")):
         frame, level = frame.f_back, level + 1
@@ -407,4 +407,4 @@ def users_level() -> int:
 
 
 def _is_passed(name: str) -> bool:
-    return name.startswith("sparsebit.") or name == "contextlib"  # whose decorators stand in between
+    return name.startswith("sparsebit.") or name == "contextlib"  # its decorators add stack frames
