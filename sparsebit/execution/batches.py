@@ -64,8 +64,8 @@ def require_repeatable(data: object, reader: str) -> None:
     """An error for data that can be read only once."""
     if isinstance(data, Iterator):
         raise CalibrationError(
-            f"{reader} read the calibration data more than once, and an iterator ({type(data).__name__}) gives it "
-            "once; pass a list of batches or a DataLoader"
+            f"{reader} read the calibration data more than once, and an iterator ({type(data).__name__}) yields "
+            "it once; pass a list of batches or a DataLoader"
         )
 
 

@@ -1,9 +1,9 @@
-"""`sparsebit.json`, the manifest of a saved model: how it is written, and what is checked when it is read.
+"""`sparsebit.json`, the manifest of a saved model: how it is written, and how it is checked on reading.
 
 It holds a checksum of itself and of the file of tensors. A manifest of version 1 has none; its parts are checked. Since
-version 3 functions are named by the module that calls them (`layer1.0.add`), before by their number in the graph. Since
-version 4 the switch of activations is called `activation`, before `feature`. Since version 5 `graphs` holds the
-structure of the captured graphs, which is compared when the folder is loaded.
+version 3, functions are named by the module that calls them (`layer1.0.add`), before by their number in the graph.
+Since version 4, the switch of activations is called `activation`, before `feature`. Since version 5, `graphs` holds
+the structure of the captured graphs, which is compared when the folder is loaded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _File(BaseModel):
 
 
 class _Manifest(BaseModel):
-    """What loading reads."""
+    """The fields that loading reads."""
 
     model_config = ConfigDict(strict=True)
     key: str
@@ -57,7 +57,7 @@ class _Manifest(BaseModel):
 
 
 def written(description: Mapping[str, Any], key: str, aliases: Mapping[str, str], files: Mapping[str, Any]) -> str:
-    """The manifest as text. `files`: of each file beside it, its `bytes` and `sha256`."""
+    """The manifest as text. `files`: `bytes` and `sha256` of each file next to it."""
     manifest = {
         "format": FORMAT,
         "version": VERSION,
@@ -108,7 +108,7 @@ def switches_of(description: Mapping[str, Any]) -> tuple[bool, bool]:
 
 
 def site_of(description: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """What is known of a quantizer; nothing of one that was not in use. An error where its name may be another."""
+    """The facts of a quantizer; empty for one that was not in use. Raises if the site may have another name."""
     if name not in description["sites"] and description.get("version", VERSION) < 3:
         raise KeyError(f"no quantizer is called {name}")
     site: Mapping[str, Any] = description["sites"].get(name, {})
