@@ -14,7 +14,7 @@ Format = Literal["integer", "float8"]
 
 @dataclass(frozen=True)
 class NumberRules:
-    """The formats one backend runs for one kind of tensor. `advice` ends every refusal: what a user should set."""
+    """The formats one backend runs for one kind of tensor. `advice` ends every error: what a user should set."""
 
     bits: frozenset[int]
     granularities: frozenset[Granularity]
@@ -25,7 +25,7 @@ class NumberRules:
 
 @dataclass(frozen=True)
 class Backend:
-    """`weight_only` replaces `weight` where the layer's activations stay float.
+    """`weight_only` replaces `weight` if the layer's activations stay float.
 
     `group_bits`: the bits that weights in groups may have; None: those of `weight_only`. `whole_groups`: a group's size
     divides the weight's inputs.

@@ -52,11 +52,11 @@ class CheckpointError(SparsebitError):
 
 
 class DeploymentError(SparsebitError):
-    """A model that cannot be exported, or a file that a runtime does not take or runs differently."""
+    """A model that cannot be exported, or a file that a runtime rejects or runs differently."""
 
 
 class BudgetError(SparsebitError):
-    """Budgets that no choice keeps, or no choice found in the time given."""
+    """Budgets that no choice keeps, or no choice found within the time limit."""
 
 
 class RecordError(SparsebitError):
@@ -75,10 +75,10 @@ class MissingExtraError(SparsebitError, ImportError):
 
 
 def import_problem(module: str) -> str:
-    """`is not installed:`, or why a module that is there cannot be imported, of the exception that is being handled.
+    """`is not installed:`, or why an installed module cannot be imported; for the exception being handled.
 
     A package imports others, and one of those may be missing or broken: the innermost exception, and the package that
-    was imported when it was raised, are the cause.
+    was being imported when it was raised, are the cause.
     """
     error = sys.exc_info()[1]
     if error is None or (isinstance(error, ModuleNotFoundError) and error.name and not _frames(error)[1:]):
@@ -118,7 +118,7 @@ def install_command(extra: str, package: str) -> str:
 
 
 def _packages_of(extra: str) -> set[str]:
-    """The requirements of an extra in this installation's metadata; of a copy that is not installed: none."""
+    """The requirements of an extra in this installation's metadata; empty for a copy that is not installed."""
     try:
         listed = metadata.requires("sparsebit") or []
     except metadata.PackageNotFoundError:
@@ -128,7 +128,7 @@ def _packages_of(extra: str) -> set[str]:
         requirement, _, condition = (part.strip() for part in line.partition(";"))
         if not re.search(rf"""extra == ["']{re.escape(extra)}["']""", condition):
             continue
-        if own := re.fullmatch(r"sparsebit\[(.*)\]", requirement):  # an extra that holds other extras
+        if own := re.fullmatch(r"sparsebit\[(.*)\]", requirement):  # an extra that includes other extras
             found.update(*(_packages_of(other.strip()) for other in own[1].split(",")))
         else:
             found.add(requirement)

@@ -1,7 +1,7 @@
 """Import paths of the first Sparsebit (2022-2023): each name leads to today's, or to an error that shows today's line.
 
-`FORMER` is the whole table. A value "module:name" is where the name lives now; any other text is the line that replaces
-it. `add_former_modules` makes the modules that no longer exist, and adds the lost names to those that do.
+`FORMER` is the whole table. A value "module:name" is the name's present place; any other text is the line that
+replaces it. `add_former_modules` makes the modules that no longer exist, and adds the lost names to those that do.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CONFIG = "a config is frozen: config = config.replace('W.QUANTIZER.BIT', 4)"
 _DEFAULTS = "parse_qconfig and parse_sconfig fill in the defaults, and docs/reference/config.md lists them"
 _TREE = "torch.utils._pytree.tree_map(lambda t: t.cpu(), x), or t.to(device), t.detach()"
 
-# Ops that still have quantizers of their own: today one class QuantOpr wraps them all, and `.op` is the original.
+# Ops that still have their own quantizers: today one class QuantOpr wraps them all, and `.op` is the original.
 _OPS: dict[str, dict[str, tuple[str, ...]]] = {
     "activations": {
         "QReLU": ("relu",),
@@ -238,7 +238,7 @@ def former_names(path: str) -> Callable[[str], Any]:
     return attribute
 
 
-# Methods that classes of users overrode, and what they write today.
+# Methods that users' classes overrode, and their replacements.
 _OVERRIDDEN = {
     "build_quantizer": "the plan attaches the quantizers; choose their formats in the config (W, A, SPECIFIC)",
     "prepare_input_quantizer": "the plan puts QIdentity in front of each input; name the inputs: "

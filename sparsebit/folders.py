@@ -31,8 +31,8 @@ def staging_folder(target: Path, *, inside: bool = False, alone: bool = False) -
     """An empty hidden folder next to `target` (or `inside` it), which is removed when the block ends.
 
     Next to it is usually the same file system, so that a rename is one step. Folders of killed runs are removed first.
-    Folders above that did not exist are made, and removed again where nothing was put into them. `alone`: a target
-    that another process is writing now is an error.
+    Missing parent folders are created, and removed again if nothing was put into them. `alone`: a target
+    that another process is currently writing is an error.
     """
     parent = target if inside else target.parent
     above = [folder for folder in (parent, *parent.parents) if not folder.exists()]
@@ -69,7 +69,7 @@ def is_staging_folder(name: str) -> bool:
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Swap two files or folders in one step; False, and nothing is changed, where the system cannot."""
+    """Swap two files or folders in one step; False, without any change, if the system cannot."""
     rename = _renameat2()
     if rename is None:
         return False
@@ -77,7 +77,7 @@ def exchange(first: Path, second: Path) -> bool:
 
 
 def put_in_place(made: Path, target: Path) -> None:
-    """Give what was completed its name; an error where `target` exists by now: it is kept."""
+    """Rename a completed result to `target`; if `target` exists by now, it is kept, and an error is raised."""
     rename = _renameat2()
     with ignored_interrupts():
         if rename is not None:
@@ -109,7 +109,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def replace_text(target: Path, text: str) -> None:
-    """`text` as the whole of the file, in one step: a process that reads it meanwhile sees the older one or this."""
+    """Replace the whole file by `text` in one step: a process that reads it meanwhile sees the old or the new text."""
     if target.exists() and not target.is_file():  # a device or a pipe, such as /dev/stdout
         write_text(target, text)
         return
@@ -117,8 +117,8 @@ def replace_text(target: Path, text: str) -> None:
 
 
 def replace_file(target: Path, write: Callable[[Path], object]) -> None:
-    """Have `write(path)` make a file, which takes the place of `target` in one step when it is on the disk."""
-    target = target.resolve()  # what a link points to is replaced, not the link
+    """Have `write(path)` create a file, which replaces `target` in one step when it is on the disk."""
+    target = target.resolve()  # replace the target of a link, not the link
     with staging_folder(target) as folder:
         made = folder / target.name
         write(made)
@@ -130,7 +130,7 @@ def replace_file(target: Path, write: Callable[[Path], object]) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Only one process at a time runs the block for this folder; without effect where the file system has no locks."""
+    """Only one process at a time runs the block for this folder; without effect if the file system has no locks."""
     lock = _locked(folder, wait=True)
     try:
         yield
@@ -142,8 +142,8 @@ def locked(folder: Path) -> Iterator[None]:
 def flush(path: Path) -> None:
     """Have a file, or the names in a folder, written to the disk.
 
-    A file that cannot be written is an error. Names are not: some file systems cannot flush them, and a result that
-    has its name is there.
+    A file that cannot be written is an error. Names are not: some file systems cannot flush them, and the result
+    exists under its name anyway.
     """
     if path.is_dir():
         with contextlib.suppress(OSError):
@@ -164,7 +164,7 @@ def _flush(path: Path) -> None:
 def alone_in(folder: Path) -> Iterator[None]:
     """Inside, no other process gets here for the same folder: BlockingIOError if one is in it already.
 
-    When a process ends, also by a kill, the folder is free again. On a system without file locks nothing is checked.
+    When a process ends, even by a kill, the folder is free again. On a system without file locks nothing is checked.
     """
     try:
         import fcntl
@@ -212,7 +212,7 @@ def _made(parent: Path, prefix: str) -> tuple[Path, int | None]:
         folder = parent / f"{prefix}{secrets.token_hex(8)}"
         folder.mkdir()
         lock = _locked(folder)
-        if folder.is_dir():  # else another run took it for abandoned, in the moment before it was locked
+        if folder.is_dir():  # otherwise another run removed it as abandoned, just before it was locked
             return folder, lock
         if lock is not None:
             os.close(lock)

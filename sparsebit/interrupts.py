@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def ignored_interrupts() -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM are ignored: for short work that must not be cut in half, such as a rename."""
+    """Inside, SIGINT and SIGTERM are ignored: for short work that must not be interrupted, such as a rename."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,7 +1,7 @@
-"""Fields of an options dataclass that say what is allowed and what they mean.
+"""Fields of an options dataclass, with their limits and help.
 
 A verb's options are one frozen dataclass. `option(...)` declares a field with its help and its limits: `check_options`
-checks the limits in `__post_init__`, and the command line makes its options of the fields
+checks the limits in `__post_init__`, and the command line creates its options from the fields
 (`sparsebit.cli.option_groups`).
 """
 
@@ -18,9 +18,9 @@ _KEY = "sparsebit.option"
 
 @dataclass(frozen=True)
 class Option:
-    """`least`, `most`: limits that are allowed themselves; `above`, `below`: limits that are not. `usual`: advice.
+    """`least`, `most`: inclusive limits; `above`, `below`: exclusive limits. `usual`: advice.
 
-    `name`: on the command line; None: made of the field's name. `panel`: where its help is shown.
+    `name`: on the command line; None: derived from the field's name. `panel`: the group of its help.
     """
 
     help: str
@@ -70,7 +70,7 @@ def options_of(kind: type) -> dict[str, tuple[Option, Any]]:
 
 
 def check_options(value: Any) -> None:
-    """Raise for a field that is outside of its limits; None is allowed where it is the default."""
+    """Raise for a field that is outside of its limits; None is allowed if it is the default."""
     for name, (option, default) in options_of(type(value)).items():
         given = getattr(value, name)
         if not (given is None and default is None) and not option.allows(given):

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, plain lines where the output is a file or a pipe.
+"""Progress of long work: a bar on a terminal, plain lines if the output is a file or a pipe.
 
 Library code wraps loops in `track` and uncounted work in `phase`; `heartbeat`, which the CLI opens, prints a line at
 least once a minute. Bars are shown by rich; the lines are our own, since rich prints nothing useful into a log file.
@@ -22,10 +22,10 @@ T = TypeVar("T")
 # Seconds. A finished item prints a line if the last line and its work are at least `LEAST` old; `heartbeat` prints one
 # if the last line is `MOST` old, so that short work prints nothing and long work is never silent.
 LEAST, MOST = 10.0, 60.0
-_RECENT = 16  # items whose mean time predicts the rest; finished blocks of a resumed run take no time
+_RECENT = 16  # items whose mean time predicts the remaining time; finished blocks of a resumed run take none
 
 _quiet = False
-_notes: list[Callable[[str], None]] = []  # of the bars that are shown, the innermost last
+_notes: list[Callable[[str], None]] = []  # one for each visible bar, the innermost last
 _clock = time.monotonic
 
 
@@ -37,7 +37,7 @@ def set_quiet(quiet: bool) -> None:
 
 @dataclass(eq=False)
 class _Work:
-    """Work that is under way. `total`: None, if the number of its items is unknown. `ends`: times of recent items."""
+    """Running work. `total`: None, if the number of its items is unknown. `ends`: times of recent items."""
 
     what: str
     total: int | None
@@ -60,13 +60,13 @@ class _Work:
 
 
 class _Lines:
-    """The work that is under way, the innermost last, and when the last line about it was printed."""
+    """The running work, the innermost last, and the time of the last line about it."""
 
     def __init__(self) -> None:
         self.works: list[_Work] = []
         self.started: float | None = None  # of the heartbeat
         self.printed = 0.0
-        # The heartbeat has a thread of its own. Reentrant: a garbage collection inside may end a generator of `track`.
+        # The heartbeat has a separate thread. Reentrant: a garbage collection inside may end a generator of `track`.
         self.lock = threading.RLock()
 
     @contextlib.contextmanager
@@ -85,7 +85,7 @@ class _Lines:
                 self.works.remove(made)
 
     def finished(self, work: _Work) -> None:
-        """An item of the work is done."""
+        """Called when an item of the work is done."""
         now = _clock()
         with self.lock:
             work.done += 1
@@ -122,9 +122,9 @@ def known_length(items: Iterable[object]) -> int | None:
 
 
 def track(items: Iterable[T], what: str, *, fewest: int = 10, total: int | None = None) -> Iterator[T]:
-    """The same items, with a bar (on a terminal, from `fewest` items on) or lines while they are worked through.
+    """The same items, with a bar (on a terminal, from `fewest` items on) or lines while they are processed.
 
-    `total`: how many there are, where `items` does not know it; then a percentage and the time left are shown.
+    `total`: their number, if `items` does not have it; then a percentage and the remaining time are shown.
     """
     size = len(items) if isinstance(items, Sequence) else total
     if _prints_lines():
@@ -154,13 +154,13 @@ def track(items: Iterable[T], what: str, *, fewest: int = 10, total: int | None 
 
 @contextlib.contextmanager
 def phase(what: str) -> Iterator[None]:
-    """Names work whose steps are not counted, for the lines of `heartbeat`; also a decorator of a function."""
+    """Name work whose steps are not counted, for the lines of `heartbeat`; also a decorator of a function."""
     with _lines.work(what, None):
         yield
 
 
 def note(text: str) -> None:
-    """Show a few words (a loss, a name) with the progress of the work that is under way, where it is shown."""
+    """Show a few words (a loss, a name) with the progress of the running work, if it is shown."""
     if _notes:
         _notes[-1](text)
 

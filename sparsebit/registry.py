@@ -47,7 +47,7 @@ class Registry(Generic[T]):
             if options is not None:
                 self._options[key] = options
             elif not _extends(entry, self._entries.get(key)):
-                self._options.pop(key, None)  # those of the entry that is replaced
+                self._options.pop(key, None)  # the options of the replaced entry
             self._entries[key] = entry
             self._aliases.update({alias.lower(): name.lower() for alias in aliases})
             return entry
@@ -55,7 +55,9 @@ class Registry(Generic[T]):
         return file
 
     def canonical(self, name: str) -> str:
-        """The one spelling of `name`: lower case, aliases resolved. A miss is an error that lists the near ones."""
+        """The canonical spelling of `name`: lower case, aliases resolved. An unknown name raises, and lists near
+        ones.
+        """
         key = self._aliases.get(name.lower(), name.lower())
         if key not in self._entries:
             near = difflib.get_close_matches(key, [*self._entries, *self._aliases], n=3)
@@ -69,7 +71,7 @@ class Registry(Generic[T]):
     def options_of(self, name: str) -> tuple[str, type[Any] | None]:
         """The class of the options that `name` takes, and the name that they were registered with; None: it takes none.
 
-        A class that was registered without options has those of the class that it extends, under that class's name.
+        A class that was registered without options inherits those of its base class, under that class's name.
         """
         key = self.canonical(name)
         entry = self._entries[key]

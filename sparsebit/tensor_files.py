@@ -15,9 +15,9 @@ from sparsebit.errors import CheckpointError
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """`safetensors.torch.save_file` without numpy, which the core does without; OSError if the disk is full.
+    """`safetensors.torch.save_file` without numpy, which the core does not require; OSError if the disk is full.
 
-    The file has the rights that the user's umask sets for new files: safetensors alone makes them private (0600).
+    The file gets the permissions of the user's umask: safetensors itself makes files private (0600).
     """
     path.touch()
     mode = path.stat().st_mode
@@ -33,7 +33,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, 
     }
     try:
         serialize_file(specs, path, metadata=metadata)
-    except SafetensorError as error:  # raised for a full disk, in place of an OSError
+    except SafetensorError as error:  # raised for a full disk, instead of an OSError
         raise OSError(f"{path} cannot be written ({error})") from None
     path.chmod(stat.S_IMODE(mode))
 

@@ -6,7 +6,7 @@ import warnings
 from importlib import metadata
 
 __version__ = "0.1.0"
-_SCRIPT = "sparsebit.cli.main:app"  # which every installation of this project has
+_SCRIPT = "sparsebit.cli.main:app"  # every installation of this project has this entry point
 
 
 def warn_of_the_index_package() -> None:

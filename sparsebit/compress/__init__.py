@@ -1,4 +1,4 @@
-"""Several methods at once: channels and bits in one choice."""
+"""Combines several methods: channels and bits in one choice."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""`choose_channels_and_bits`: how many channels go and how many bits weights have, in one integer program.
+"""`choose_channels_and_bits`: chooses channels to remove and bits of weights together, in one integer program.
 
-Each group of channels is an item, and its options are pairs: a ratio, and the bits of the weights that make these
-channels. So layers that write the same channels (a residual stream) have the same bits. A weight whose channels stay
-(the last layer) is an item with its bits alone. The cost of an option is the noise of the model's output,
-relative to its signal, when the group alone is pruned so far and its weights alone have these bits: both are measured.
-Bytes and bit operations of a weight are a product of its bits and of what is left of its two axes: a pair of items.
+Each group of channels is an item, and its options are pairs: a ratio, and the bits of the weights that produce these
+channels. So layers that write the same channels (a residual stream) have the same bits. A weight whose channels all
+stay (the last layer) is an item with its bits only. The cost of an option is the noise of the model's output,
+relative to its signal, when only the group is pruned to this ratio and only its weights have these bits; both are
+measured. Bytes and bit operations of a weight are a product of its bits and of the remaining shares of its two axes,
+so they are pairs of items.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class JointChoice:
     """A ratio per group and bits per weight. To rebuild: prune by `sconfig`, shrink, then quantize by `qconfig`.
 
     `ratios`: of each group. `bits`: of each weight. `cost`: the sum of the noise of all choices. `spent`: the bytes or
-    bit operations of the smaller, quantized model as shares of the dense float model's; `limits`: what was allowed.
+    bit operations of the smaller, quantized model as shares of the dense float model's; `limits`: the budgets.
     """
 
     sconfig: SparseConfig
@@ -74,11 +75,11 @@ def choose_channels_and_bits(
     candidates: Sequence[float] = CANDIDATES,
     round_to: int = 1,
 ) -> JointChoice:
-    """The ratio of each group of channels and the bits of each weight that together keep the budgets and lose least.
+    """The ratio of each group of channels and the bits of each weight that keep the budgets with the least loss.
 
     `budgets`: "bytes" of all parameters with the scales of weights, "bops" (products of the bits of a layer's weight
-    and input, times its multiplications): shares of what the dense float model has. `weight_bits`: the candidates;
-    activations keep what `qconfig` says. `round_to`: as `shrink` will be called. The model stays as it is.
+    and input, times its multiplications): shares of the dense float model's. `weight_bits`: the candidates;
+    activations have the bits of `qconfig`. `round_to`: as for `shrink`. The model is not changed.
 
     >>> found = choose_channels_and_bits(model, batches, {"bytes": 0.12})  # doctest: +SKIP
     >>> smodel = SparseModel(model, found.sconfig, batches[0])  # doctest: +SKIP
@@ -104,7 +105,7 @@ def choose_channels_and_bits(
             small, smodel.groups.plan([unit for name, ratio in ratios.items() for unit in options.dead(name, ratio)])
         )
         spent = program.shares(places)
-        if "bytes" in budgets:  # counted, with what the program does not know: buffers, scales
+        if "bytes" in budgets:  # counted on the model, including parts outside of the program: buffers, scales
             spent["bytes"] = _num_bytes(small, bits) / _num_bytes(smodel.model, {})
         over = {name: spent[name] / limit for name, limit in budgets.items()}
         if max(over.values()) <= 1:
@@ -126,7 +127,7 @@ def _check(budgets: Mapping[str, float]) -> None:
 
 
 class _Program:
-    """Items are groups (options: ratio and bits) and weights that no group makes (options: bits)."""
+    """Items are groups (options: ratio and bits) and weights without a group (options: bits)."""
 
     def __init__(
         self, options: RatioOptions, noise: Mapping[str, Mapping[int, float]], activation_bits: Mapping[str, int]
@@ -178,7 +179,7 @@ class _Program:
         return found
 
     def _item(self, weight: LayerWeight) -> str:
-        """The item that decides the bits of a weight; none where it stays float."""
+        """The item that decides the bits of a weight; empty if it stays float."""
         if weight.name not in self.noise:
             return ""
         return weight.made or _own(weight.name)

@@ -1,1 +1,1 @@
-"""Reading configs: YAML -> typed, frozen, checked values. Import from the defining files."""
+"""Reads configs: YAML -> typed, frozen, checked values. Import from the defining files."""

@@ -41,7 +41,7 @@ def read_steps(value: object) -> tuple[Step, ...]:
 
 
 def wrong_order(steps: tuple[Step, ...]) -> Iterator[Fault]:
-    """A fault where algorithms follow the one that has to be the last."""
+    """Yield a fault if algorithms follow the one that must be the last."""
     names = [step.name for step in steps]
     if BATCHNORM_TUNING in names[:-1]:
         later = ", ".join(names[names.index(BATCHNORM_TUNING) + 1 :])

@@ -20,12 +20,12 @@ from sparsebit.config.fields import Model, Names, choices, complete, describe, f
 from sparsebit.config.reading import Document
 from sparsebit.errors import ConfigError, printable
 
-MISSING = "missing; "  # how the reason begins where a key should be there
+MISSING = "missing; "  # start of the reason if a required key is missing
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`W.QUANTIZER.BIT=17 at layer1.*: reason`. `place` is the key path whose line in the file it is shown with."""
+    """`W.QUANTIZER.BIT=17 at layer1.*: reason`. `place` is the key path whose line in the file is shown."""
 
     key: Names
     reason: str
@@ -44,7 +44,7 @@ class Fault:
 
 
 class Faults(ValueError):
-    """Carries faults out of a pydantic validator; users see the ConfigError that `error` makes of it."""
+    """Carries faults out of a pydantic validator; users see the ConfigError that `error` makes from it."""
 
     def __init__(self, faults: Iterable[Fault]) -> None:
         self.faults = list(dict.fromkeys(faults))
@@ -91,7 +91,7 @@ def faults_of(invalid: ValidationError, model: Model, prefix: Names = ()) -> lis
 
 
 def all_faults(values: Mapping[str, Any], model: Model) -> list[Fault]:
-    """The faults of single keys, then those between keys: wrong keys are removed before these are checked.
+    """The faults of single keys, then those between keys: wrong keys are removed before rules are checked.
 
     Rules that are broken only because a key was removed are not reported.
     """
@@ -112,13 +112,13 @@ def all_faults(values: Mapping[str, Any], model: Model) -> list[Fault]:
 
 
 def _follows_from(fault: Fault, removed: set[Names]) -> bool:
-    """Whether a key is wrong because one was taken out: itself, a section around it, or a misspelt neighbour."""
+    """Whether a key is wrong because one was removed: itself, a section around it, or a misspelt neighbour."""
     is_missing = fault.reason.startswith(MISSING)
     return any(fault.key[: len(path)] == path or (is_missing and fault.key[:-1] == path[:-1]) for path in removed)
 
 
 def _take_out(values: dict[str, Any], path: Names) -> bool:
-    """Removes a key of nested values, or the nearest section around it that is there."""
+    """Remove a key of nested values, or the nearest enclosing section that exists."""
     section: Any = values
     for name in path[:-1]:
         if not isinstance(section.get(name), dict):
@@ -150,7 +150,7 @@ def unknown_key(model: Model, path: Names, value: object = ..., prefix: Names = 
 
 def _wrong_value(model: Model, entry: ErrorDetails, cause: object, prefix: Names) -> Fault:
     path, value = _path(entry), entry["input"]
-    while path and field_at(model, path) is None:  # below a key that takes several types, pydantic names the type
+    while path and field_at(model, path) is None:  # for a key with several types, pydantic appends the type
         path = path[:-1]
     field = field_at(model, path)
     if field is None:  # a rule between the keys of the model itself
@@ -165,13 +165,13 @@ def _wrong_value(model: Model, entry: ErrorDetails, cause: object, prefix: Names
         reason += f"; did you mean {near}?"
     elif isinstance(value, str) and field.annotation in (int, float, bool) and _is_number(value):
         reason += "; it was given as text: take the quotes off"
-    elif cause is not None and not names:  # what a validator of the section says
+    elif cause is not None and not names:  # the message of a section's validator
         reason += f"; {cause}"
     return Fault((*prefix, *path), reason, given(value))
 
 
 def _path(entry: ErrorDetails) -> Names:
-    # Places in lists (a wrong item of SKIP_TRACE_MODULES) are dropped: the fault names the key.
+    # Positions in lists (a wrong item of SKIP_TRACE_MODULES) are dropped: the fault names the key.
     return tuple(part for part in entry["loc"] if isinstance(part, str))
 
 
@@ -188,7 +188,7 @@ _SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxstring, _SHORT.maxlon
 
 
 def given(value: object) -> str:
-    """`=4`, `='x'`: the value as the user gave it, cut where it is long."""
+    """`=4`, `='x'`: the value as the user gave it, shortened if it is long."""
     try:
         return f"={_SHORT.repr(list(value) if isinstance(value, tuple) else value)}"
     except ValueError:  # an integer of more digits than Python is willing to print

@@ -1,7 +1,7 @@
 """Descriptions of config keys: allowed values, all keys of a model, and the key nearest to a misspelt one.
 
 Everything is read from pydantic's fields and their `Annotated` marks, so that errors, the generated reference and the
-CLI describe a key alike. `OneOf` marks a text that is one of some names, `Allowed` a key whose type says too little.
+CLI describe a key alike. `OneOf` marks a text that is one of some names, `Allowed` a key whose type is not specific.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class OneOf:
     def registered(cls, registry: Registry[object], target: str = "") -> OneOf:
         """The names that are registered at the time of the check, not at the time of the import.
 
-        `target`: those are listed whose class is made for it (`TARGETS`); the others are left to the rules.
+        `target`: only names whose class is made for it (`TARGETS`) are listed; the rules check the others.
         """
         return cls(lambda: registered_for(registry, target), registry.canonical)
 
@@ -57,13 +57,13 @@ class OneOf:
 
 
 def registered_for(registry: Registry[object], target: str = "") -> list[str]:
-    """The registered names whose class is made for a target: it says so in TARGETS, one that does not is for all."""
+    """The registered names whose class is made for a target: those in its TARGETS; without TARGETS, all."""
     return [name for name in registry if is_for(registry.get(name), target)]
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """Marks a field with the words for what it takes, where its type does not say it."""
+    """Marks a field with a description of its allowed values, if its type does not show them."""
 
     text: str
 
@@ -118,7 +118,7 @@ def _bounds(marks: Iterable[Any]) -> Iterator[str]:
 
 
 def choices(field: FieldInfo) -> list[str]:
-    """The names a text may be, or none where it is not bound to names."""
+    """The names a text may be; empty if it is not restricted to names."""
     names = [name for mark in field.metadata if isinstance(mark, OneOf) for name in mark.names()]
     literal = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
     return [*names, *(name for name in literal if isinstance(name, str))]
@@ -131,7 +131,7 @@ def section_of(field: FieldInfo) -> Model | None:
 
 
 def complete(model: Model) -> Model:
-    """The model with all its keys: some depend on what is registered."""
+    """The model with all its keys, as some depend on the registered classes."""
     found: Model = model.complete() if hasattr(model, "complete") else model
     return found
 
@@ -155,7 +155,9 @@ def field_at(model: Model, path: Names) -> FieldInfo | None:
 
 
 def meant(model: Model, path: Names) -> Names | None:
-    """The existing key path nearest to one that does not exist: a neighbour of like name, else that name elsewhere."""
+    """The existing key path nearest to one that does not exist: a neighbour of similar name, else that name
+    elsewhere.
+    """
     section = complete(model) if len(path) == 1 else section_of(field_at(model, path[:-1]) or FieldInfo())
     leaf = path[-1].upper()
     if section and (close := nearest(leaf, section.model_fields)):

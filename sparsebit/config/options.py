@@ -20,10 +20,10 @@ _CHANGEABLE = (list, dict, set)
 
 
 class WithOptions(Section):
-    """A section with a `TYPE` out of a registry, and with a section of options for each class registered with some.
+    """A section with a `TYPE` from a registry, and with a section of options for each class registered with some.
 
     They are looked up when a config is read, so that classes can be registered at any time. The sections are fields of
-    a subclass (`complete`), which is made once for each set of them.
+    a subclass (`complete`), which is created once for each set of them.
     """
 
     # Lower case: no section of options has such a name.
@@ -38,7 +38,7 @@ class WithOptions(Section):
 
     @classmethod
     def complete(cls) -> type[Self]:
-        """This section with the options of all that is registered now."""
+        """This section with the options of all currently registered classes."""
         return cls if cls.is_complete else _completed(cls, tuple(_registered(cls)))
 
     @classmethod
@@ -63,14 +63,14 @@ def selected_options(section: WithOptions) -> Section:
     name, options = section.registry.options_of(section.TYPE)
     if options is None:
         return Section()
-    found: Section = getattr(section, name.upper(), options())  # of another target there are none in the config
+    found: Section = getattr(section, name.upper(), options())  # the config has no options of another target
     if not isinstance(found, options):  # the name was registered again after the config was read
         found = options.from_dict(found.to_dict())
     return found
 
 
 def check_options(options: type[Any], kind: str, name: str, *sections: type[WithOptions]) -> None:
-    """Refuses a class of options that cannot be a section of configs; `sections`: where it will be a key."""
+    """Raise for a class of options that cannot be a section of configs; `sections`: where it will be a key."""
     if faults := list(_unsuitable(options, name, {key for section in sections for key in section.model_fields})):
         shown = getattr(options, "__name__", repr(options))
         raise ConfigError(f"{kind} {name!r}: options={shown}: {'; '.join(faults)}")
@@ -108,7 +108,7 @@ Named = tuple[str, type[Section]]
 
 
 def _registered(section: type[WithOptions]) -> Iterator[Named]:
-    """The options that are keys of a section: those of classes for its target, where they are for it themselves."""
+    """The options that are keys of a section: those of classes for its target, if they are for it themselves."""
     for name, options in section.registry.own_options().items():
         if is_for(section.registry.get(name), section.target) and is_for(options, section.target):
             yield name, options

@@ -1,4 +1,4 @@
-"""Path, mapping or YAML text -> the plain values of a config, with the line of each key.
+"""Reads a path, mapping or YAML text as the plain values of a config, with the line of each key.
 
 Files may be hostile or damaged: sizes are bounded before and after aliases are followed, tags are not executed, and
 every failure is a ConfigError with its line. Values are not checked here; `section.from_dict` does that.
@@ -19,7 +19,7 @@ from sparsebit.errors import ConfigError
 KeyPath = tuple[str, ...]
 Source = Union[str, "os.PathLike[str]", Mapping[str, Any]]
 
-# Far above the size of real configs; a hostile file (huge, or with aliases that multiply) must not use up the memory.
+# Far above the size of real configs; a hostile file (huge, or with multiplying aliases) must not use up the memory.
 MAX_BYTES = 1 << 18
 MAX_NODES = 100_000
 
@@ -39,14 +39,14 @@ class Document(dict[str, Any]):
         self.lines = dict(lines or {})
 
     def line_of(self, path: KeyPath) -> int | None:
-        """The line of the key, or of the nearest section around it that was written."""
+        """The line of the key, or of the nearest enclosing section that was written."""
         return next((self.lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.lines), None)
 
 
 def read(source: Source) -> Document:
     """The config's values, unchecked.
 
-    A string is taken as YAML when it has several lines or starts with a key (`BACKEND: virtual`), else as a path.
+    A string is treated as YAML if it has several lines or starts with a key (`BACKEND: virtual`), else as a path.
     """
     if isinstance(source, Document):
         return source
@@ -131,7 +131,7 @@ _KINDS = {str: "text", list: "a list", int: "a number", float: "a number", bool:
 def _check_node(
     node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], sizes: dict[int, int | None], where: str
 ) -> int:
-    """Notes the line of every key, refuses a key given twice, and bounds the size after aliases are followed."""
+    """Record the line of every key, raise for duplicate keys, and bound the size after aliases are followed."""
     if id(node) in sizes:
         size = sizes[id(node)]
         if size is None:
@@ -178,7 +178,7 @@ def _yaml_fault(error: yaml.YAMLError) -> str:
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """A copy made of dicts and lists only, so that no later edit of the user's mapping is seen here."""
+    """A copy made of dicts and lists only, so that later edits of the user's mapping have no effect here."""
     if depth > 32:
         raise ConfigError("the mapping is nested more than 32 deep; that is not a config")
     if isinstance(value, Mapping):

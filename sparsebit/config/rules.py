@@ -17,10 +17,10 @@ _ESCAPE = "BACKEND: virtual"
 def broken_rules(
     kind: Kind, tensor: TensorConfig, *, backend: str, weight_only: bool, bn_tuning: str | None
 ) -> Iterator[Fault]:
-    """The rules that one tensor's config breaks; none where it stays float.
+    """The rules that one tensor's config breaks; none if it stays float.
 
     `weight_only`: the activations of these layers stay float, which lets some backends run fewer bits.
-    `bn_tuning`: how the config would be written without it; None where it has none.
+    `bn_tuning`: the change of the config that switches it off; None if it is off.
     """
     if tensor.QUANTIZER.DISABLE:
         return
@@ -46,7 +46,7 @@ def schemes(rules: NumberRules) -> list[str]:
 
 
 def quantizers_for(kind: Kind) -> list[str]:
-    """The quantizers made for weights or activations: a class says so in TARGETS, one that does not is for both."""
+    """The quantizers made for weights or activations: by TARGETS of the class; without TARGETS, for both."""
     return registered_for(QUANTIZERS, _NOUNS[kind])
 
 

@@ -28,7 +28,7 @@ __all__ = ["ActivationConfig", "Kind", "QuantConfig", "Schedule", "TensorConfig"
 
 def default_device() -> str:
     """`cuda` if there is one, else `cpu`"""
-    import torch  # here, so that reading a config that names its device needs no torch
+    import torch  # here, so that a config that names its device can be read without torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -130,7 +130,7 @@ class UnmatchedGlob(NamedTuple):
         return f"{self.key}: the glob {self.glob!r} matches no layer, so its settings have no effect{near}"
 
 
-# Near names, which take time to find, are searched for so many unmatched globs at most.
+# Near names, which take time to find, are only searched for this many unmatched globs.
 MOST_NEAR_NAMES = 5
 
 
@@ -155,7 +155,7 @@ class QuantConfig(Section):
 
     @property
     def without_batchnorm_tuning(self) -> str | None:
-        """The change of the config that switches batch-norm tuning off; None where it is off.
+        """The change of the config that switches batch-norm tuning off; None if it is off.
 
         While they are to be tuned, batch norms are not folded, and weights have a scale per channel.
         """
@@ -170,8 +170,8 @@ class QuantConfig(Section):
     def resolve(self, kind: Kind, layer: str) -> TensorConfig:
         """The config of one layer's weights or activations: the winner of `SPECIFIC` applied, the rules checked.
 
-        Overrides of `W` and of `A` that are sound alone may break a rule together; that shows here, under the layer's
-        name.
+        Overrides of `W` and of `A` that are valid separately may break a rule together; that is reported here, under
+        the layer's name.
         """
         overrides = {section: self.winner(section, layer) for section in _KINDS}
         if faults := [fault.at(layer) for fault in self._broken(kind, overrides["W"], overrides["A"])]:
@@ -179,7 +179,7 @@ class QuantConfig(Section):
         return self._tensor(kind, overrides[kind])
 
     def winner(self, kind: Kind, layer: str) -> Override | None:
-        """The `SPECIFIC` entry for a layer's weights or activations; None where no glob matches."""
+        """The `SPECIFIC` entry for a layer's weights or activations; None if no glob matches."""
         return self._selectors[kind].first(layer)
 
     def unmatched_globs(self, layers: Iterable[str], kind: Kind | None = None) -> list[UnmatchedGlob]:
@@ -218,11 +218,11 @@ class QuantConfig(Section):
         return self
 
     def _all_broken(self, wrong: Container[tuple[Kind, int | None]]) -> Iterator[Fault]:
-        """The broken rules of the config as such, then those that come in with a `SPECIFIC` glob.
+        """The broken rules of the general config, then those that a `SPECIFIC` glob adds.
 
-        `wrong`: entries of `SPECIFIC` that no rule can be asked about.
+        `wrong`: entries of `SPECIFIC` whose rules cannot be checked.
         """
-        # A glob that matches every name, "" too, is the config as such.
+        # A glob that matches every name, also "", is the general config.
         sound = [[o for p, o in enumerate(self._section(kind).SPECIFIC) if (kind, p) not in wrong] for kind in _KINDS]
         weight, activation = (Selector(overrides).first("") for overrides in sound)
         general = {kind: list(self._broken(kind, weight, activation)) for kind in _KINDS}
@@ -255,7 +255,7 @@ class QuantConfig(Section):
             yield from (fault.at(glob) for fault in found[key])
 
     def _broken(self, kind: Kind, weight: Override | None, activation: Override | None) -> Iterator[Fault]:
-        """The broken rules of a tensor whose layer goes by these overrides."""
+        """The broken rules of a tensor whose layer has these overrides."""
         try:
             tensor = self._tensor(kind, weight if kind == "W" else activation)
         except pydantic.ValidationError as invalid:  # a rule between the keys of a section of options
@@ -298,7 +298,7 @@ C = TypeVar("C", bound=ActivationConfig)
 
 
 def without_effect(key: str, selector: Selector, names: list[str]) -> Iterator[UnmatchedGlob]:
-    """The globs that win for none of the layers, and why."""
+    """The globs that apply to none of the layers, and why."""
     matched: dict[int, int] = {}  # place in the list -> of the one that wins for a layer of it, itself where it can
     for name in names:
         places = selector.matching(name)
@@ -316,7 +316,7 @@ def without_effect(key: str, selector: Selector, names: list[str]) -> Iterator[U
 
 
 def _with_default_scheme(config: C, backend: str) -> C:
-    """The same config with the QSCHEME that the backend runs, where the user gave none."""
+    """The same config with the QSCHEME that the backend runs, if the user gave none."""
     if config.is_set("QSCHEME") or False in BACKENDS[backend].activation.symmetric:
         return config
     completed = config.model_copy(update={"QSCHEME": "per-tensor-symmetric"})
@@ -325,7 +325,7 @@ def _with_default_scheme(config: C, backend: str) -> C:
 
 
 def _wrong(kind: Kind, override: Override) -> Iterator[Fault]:
-    """The faults of the keys and values of one override, each by itself."""
+    """The faults of the keys and values of one override, each checked separately."""
     model = _MODELS[kind]
     for key, value in override.settings:
         path = tuple(key.split("."))
@@ -345,6 +345,6 @@ def _wrong(kind: Kind, override: Override) -> Iterator[Fault]:
             try:
                 model.model_validate(values)
             except pydantic.ValidationError as invalid:
-                # Rules between keys of a section are asked of all settings together.
+                # Rules between keys of a section are checked for all settings together.
                 faults = [fault for fault in faults_of(invalid, model, (kind,)) if fault.key == (kind, *path)]
         yield from (fault.at(override.glob) for fault in dict.fromkeys(faults))

@@ -1,4 +1,4 @@
-"""`Section`: the base of every config model: strict, frozen, and able to say which keys the user wrote."""
+"""`Section`: the base of every config model: strict, frozen, and aware of the keys that the user wrote."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ S = TypeVar("S", bound="Section")
 class Section(BaseModel):
     """A group of upper-case keys of a config, frozen: `replace` returns a changed, checked copy."""
 
-    # defer_build: the validators are made when a config is read, not when the package is imported.
+    # defer_build: the validators are built when a config is read, not when the package is imported.
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
     @classmethod
@@ -34,7 +34,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _constant(cls, value: object, info: ValidationInfo) -> object:
-        """YAML has lists, a frozen section has tuples."""
+        """Convert lists, which YAML has, to tuples, which a frozen section needs."""
         if not isinstance(value, list):
             return value
         return _as_tuple(value) if _holds_tuple(cls.model_fields[info.field_name or ""].annotation) else value
@@ -43,7 +43,7 @@ class Section(BaseModel):
         raise ConfigError(f"{name}{given(value)}: a config is frozen; `replace` returns a changed and checked copy")
 
     def is_set(self, key: str) -> bool:
-        """Whether the user wrote this key (`"A.QADD.ENABLE_QUANT"`), as opposed to a key that has its default."""
+        """Whether the user wrote this key (`"A.QADD.ENABLE_QUANT"`), as opposed to a default."""
         section: Any = self
         for name in self._existing(key):
             if name not in section.model_fields_set:
@@ -85,7 +85,7 @@ def _as_tuple(value: object) -> object:
 
 
 def put(values: dict[str, Any], path: Names, value: object) -> None:
-    """Sets one key of nested plain values, making the sections on the way."""
+    """Set one key of nested plain values, creating missing sections."""
     for name in path[:-1]:
         values = values.setdefault(name, {})
     values[path[-1]] = value

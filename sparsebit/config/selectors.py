@@ -23,12 +23,12 @@ _SHORT = reprlib.Repr()
 _WILD = re.compile(r"[*?\[]")
 _CLASS_OR_WILD = re.compile(r"\[!?\]?[^\]]*\]|[*?\[]")
 _HUMP = re.compile(r"(?<=[a-z])(?=[A-Z])")
-_NOT_IN_NAMES = re.compile(r"[^0-9a-z_*?\[\]]+")  # wild cards stay: `name` may be a glob, see `select`
+_NOT_IN_NAMES = re.compile(r"[^0-9a-z_*?\[\]]+")  # wild cards are kept: `name` may be a glob, see `select`
 
 
 @dataclass(frozen=True)
 class Override:
-    """One entry of `SPECIFIC`: the layers it is for, and the settings they get.
+    """One entry of `SPECIFIC`: its layers, and their settings.
 
     >>> Override("layer1.*", (("QUANTIZER.BIT", 4),)).to_entry()
     {'layer1.*': ['QUANTIZER.BIT', 4]}
@@ -65,7 +65,7 @@ def _kind(value: object) -> str:
 
 
 def _read_entry(entry: object) -> Iterator[Override | str]:
-    """The overrides of one entry; a text says what is wrong."""
+    """The overrides of one entry; a text describes an error."""
     if isinstance(entry, Override):
         yield entry
         return
@@ -90,10 +90,10 @@ def _read_entry(entry: object) -> Iterator[Override | str]:
 
 
 def matches(glob: str, name: str) -> bool:
-    """Whether `glob` means the layer `name`; case-sensitive, `*` crosses dots.
+    """Whether `glob` selects the layer `name`; case-sensitive, `*` crosses dots.
 
-    A layer matches by its module path and by the name of its torch.fx node, in which the configs of the first
-    Sparsebit are written:
+    A layer matches by its module path and by the name of its torch.fx node, which the configs of the first
+    Sparsebit use:
 
     >>> matches("patch_embed.proj", "patch_embed.proj"), matches("patch_embed_proj", "patch_embed.proj")
     (True, True)
@@ -108,9 +108,9 @@ def matches_any(globs: Iterable[str], name: str) -> bool:
 
 
 class Selector:
-    """Finds overrides by layer. The first that matches a layer wins, with all of its settings and no others.
+    """Finds overrides by layer. The first that matches a layer applies, with all of its settings and no others.
 
-    A look-up tries only globs whose longest literal part is in the name, so that it takes no longer in a long list.
+    A look-up tries only globs whose longest literal part is in the name, so it takes no longer in a long list.
 
     >>> overrides = read_overrides([{"layer1.0": ["QUANTIZER.BIT", 8]}, {"layer1.*": ["QUANTIZER.BIT", 4]}])
     >>> Selector(overrides).first("layer1.0").settings, Selector(overrides).first("layer1.1").settings
@@ -141,7 +141,7 @@ class Selector:
         return [place for place in places if self._matches(place, name)]
 
     def first(self, name: str) -> Override | None:
-        """The override that wins for a layer; None where none matches."""
+        """The override that applies to a layer; None if none matches."""
         found = self.matching(name)
         return self.overrides[found[0]] if found else None
 

@@ -12,7 +12,7 @@ _WORDS = ("activation", "feature")
 
 
 class _Activation(str):
-    """The word "activation", which equals "feature" too: code that compares with the older word keeps working.
+    """The word "activation", which also equals "feature": code that compares with the older word keeps working.
 
     As a key of a dict or a set it is "activation" only.
     """
@@ -52,6 +52,6 @@ def is_for(kind: object, target: str) -> bool:
 
 
 def mismatch(kind: object, target: str) -> str:
-    """`is for weight tensors, not for an activation`, of a class that is not made for a target."""
+    """`is for weight tensors, not for an activation`, for a class that is not made for a target."""
     article = "a" if target == "weight" else "an"
     return f"is for {' and '.join(targets_of(kind))} tensors, not for {article} {as_target(target)}"

@@ -1,1 +1,1 @@
-"""ONNX files and the runtimes that execute them."""
+"""Writes ONNX files, runs them in their runtimes, and compares, audits and times them."""

@@ -1,7 +1,7 @@
 """The ops that each runtime executes in integers, as data for the placement of quantizers: simulation and file agree.
 
-Op names are those of the op table. A profile is a default: a key that the user wrote wins, and `costs` says what that
-costs. The figures are int8 against float32 time on one x86 core with VNNI.
+Op names are those of the op table. A profile is a default: a key that the user wrote wins, and `costs` describes the
+consequence. The figures are int8 against float32 time on one x86 core with VNNI.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from sparsebit.backends import Format
 class RuntimeProfile:
     """The ops that a runtime executes in integers, and how its files are written.
 
-    `inputs`: ops whose tensor inputs are quantized (None: every known op). `conv_fed`: those of them that are worth it
-    only where a convolution feeds one of their inputs (residual adds of CNNs, not of transformers). `outputs`: ops
-    whose result is quantized, behind the activation that they absorb (`absorbs`). `gates`: activations `x * sigmoid(x)`
+    `inputs`: ops whose tensor inputs are quantized (None: every known op). `conv_fed`: those of them that only pay off
+    if a convolution feeds one of their inputs (residual adds of CNNs, not of transformers). `outputs`: ops
+    whose result is quantized, after the activation that they absorb (`absorbs`). `gates`: activations `x * sigmoid(x)`
     or `x * hardsigmoid(x)` that run as two integer ops, with the sigmoid quantized in between. `folds_batchnorm`:
-    unless the user says no. `bias`: added in integers, on the grid of the accumulator, or in float. `weight_widths`:
-    the integer types, by bits, in which its files hold weights. `narrow_weights`: int8 weights go without the code -128
-    (ONNX Runtime's depthwise kernel for Arm adds two products in 16 bits, and two of -128 * -128 overflow). `apart`:
-    formats of weights whose layers may not read quantized activations (ONNX Runtime fuses them into integer kernels
-    that then refuse the weight). `opset`: that of a file, unless the user or a type asks for another. `executes`: the
-    runtime here that runs the file as it will run in production; None: there is none, and the file's nodes are executed
-    one by one as they are defined. `costs`: `KEY=value` -> what it costs to set it so.
+    the default, which the user may change. `bias`: added in integers, on the grid of the accumulator, or in float.
+    `weight_widths`: the integer types, by bits, in which its files store weights. `narrow_weights`: int8 weights never
+    use the code -128 (ONNX Runtime's depthwise kernel for Arm adds two products in 16 bits, and two of -128 * -128
+    overflow). `apart`: formats of weights whose layers may not read quantized activations (ONNX Runtime fuses them into
+    integer kernels that then reject the weight). `opset`: that of a file, unless the user or a type requires another.
+    `executes`: the runtime here that runs the file as it will run in production; None: there is none, and the file's
+    nodes are executed one by one as defined. `costs`: `KEY=value` -> the consequence of setting it so.
     """
 
     name: str

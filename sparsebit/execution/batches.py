@@ -1,4 +1,4 @@
-"""Batches of any loader -> the arguments of a model's forward."""
+"""Converts batches of any loader to arguments of a model's forward."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 def as_call(batch: Any, model: nn.Module) -> Call:
     """One batch as (args, kwargs).
 
-    A tensor is the one argument. A tuple or list holds positional arguments, cut to those that forward requires, so
-    that `(images, labels)` feeds a model of images. A mapping (a tokenizer's output too) holds keywords, cut to those
-    that forward takes; where it names none of them and forward requires one argument, it is that argument.
+    A tensor is the only argument. A tuple or list holds positional arguments, cut to those that forward requires, so
+    that `(images, labels)` fits a model of images. A mapping (also a tokenizer's output) holds keywords, cut to those
+    that forward accepts; if forward requires one argument and the mapping names none, it is that argument.
     """
     if isinstance(batch, torch.Tensor):
         return (batch,), {}
@@ -55,7 +55,7 @@ def calls(batches: Iterable[Any], model: nn.Module, device: torch.device | str |
 
 
 def to_device(value: Any, device: torch.device | str | None) -> Any:
-    """The same nested structure with its tensors on `device`; those that were made in inference mode are copied."""
+    """The same nested structure with its tensors on `device`; tensors from inference mode are copied."""
     value = as_ordinary(value)
     return value if device is None else map_nested(torch.Tensor, lambda tensor: tensor.to(device), value)
 
@@ -64,16 +64,16 @@ def require_repeatable(data: object, reader: str) -> None:
     """An error for data that can be read only once."""
     if isinstance(data, Iterator):
         raise CalibrationError(
-            f"{reader} read the calibration data more than once, and an iterator ({type(data).__name__}) gives it "
-            "once; pass a list of batches or a DataLoader"
+            f"{reader} read the calibration data more than once, and an iterator ({type(data).__name__}) yields "
+            "it once; pass a list of batches or a DataLoader"
         )
 
 
 def num_samples(inputs: Any, outputs: Any) -> int:
     """How many samples a batch has: the first dimension that its tensors share; 1 if no tensor has a dimension.
 
-    Where the inputs differ in it (one is a mask or a table), the samples are the rows of the first output
-    that has as many rows as one of the inputs; where no output has, the whole batch is one sample.
+    If the inputs differ in it (one is a mask or a table), the samples are the rows of the first output
+    that has as many rows as one of the inputs; if no output has, the whole batch is one sample.
 
     >>> mask, x = torch.zeros(10, 10), torch.zeros(4, 10, 8)
     >>> num_samples((mask, x), outputs=torch.zeros(4, 3))
@@ -87,7 +87,7 @@ def num_samples(inputs: Any, outputs: Any) -> int:
 
 @torch.no_grad()
 def num_samples_run(call: Call, run: Callable[..., Any]) -> int:
-    """`num_samples` of a call; where its tensors differ in their first dimension, `run` returns the outputs."""
+    """`num_samples` of a call; `run` returns the outputs if its tensors differ in their first dimension."""
     outputs = None
     if len(input_rows(call)) > 1:
         args, kwargs = map_nested(torch.Tensor, torch.clone, call)  # a model may write into its inputs
@@ -96,7 +96,7 @@ def num_samples_run(call: Call, run: Callable[..., Any]) -> int:
 
 
 def input_rows(inputs: Any) -> set[int]:
-    """The first dimensions of the tensors in a batch: of most batches one, the number of samples."""
+    """The distinct first dimensions of the tensors in a batch: for most batches one, the number of samples."""
     return {len(tensor) for tensor in tensors_of(inputs) if tensor.ndim}
 
 

@@ -1,4 +1,4 @@
-"""Distillation: a quantized student learns what its float teacher answers (Hinton et al., 2015)."""
+"""Distillation: a quantized student learns the outputs of its float teacher (Hinton et al., 2015)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class DistillationLoss:
 
     `distance`: "kl" is the Kullback-Leibler divergence of both softmaxes over `dim` at `temperature` T, times T², so
     that T does not change the size of gradients; "mse" the mean squared difference of the outputs, for features and
-    embeddings. Without labels the distance counts alone.
+    embeddings. Without labels only the distance counts.
 
-    `x` is whatever the teacher takes: a tensor, a tuple of arguments, a mapping of keywords. Outputs may be tensors,
-    have or hold `logits` (Hugging Face), or begin with them. The teacher is put into eval mode and on
-    the student's device, and is run without gradients; otherwise it is left alone.
+    `x` is anything that the teacher accepts: a tensor, a tuple of arguments, a mapping of keywords. Outputs may be
+    tensors, have or contain `logits` (Hugging Face), or begin with them. The teacher is put into eval mode and on
+    the student's device, and is run without gradients; otherwise it is not changed.
     """
 
     def __init__(

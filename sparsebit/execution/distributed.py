@@ -23,7 +23,7 @@ def is_distributed() -> bool:
 
 
 def gather(value: Any) -> list[Any]:
-    """Every rank's `value`, in rank order, on every rank; alone, a list of one."""
+    """Every rank's `value`, in rank order, on every rank; a list of one in a single process."""
     if not is_distributed():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -43,7 +43,7 @@ def barrier() -> None:
 def once(name: str, act: Callable[[], object]) -> None:
     """Run `act` on rank 0 while the others wait; a single process just runs it. Its error is an error on all ranks.
 
-    Rank 0 itself does not wait: code that calls this on rank 0 only is right too. Ranks meet by `name` and by how
+    Rank 0 itself does not wait, so code that calls this on rank 0 only works too. Ranks meet by `name` and by how
     often they have used it.
     """
     if not is_distributed():
@@ -73,9 +73,9 @@ def is_sharded(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def gather_shards(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state with every spread tensor whole, on the CPU of rank 0; on the other ranks without them.
+    """The state with every spread tensor gathered, on the CPU of rank 0; other ranks get it without them.
 
-    All ranks have to call this where something is spread. Names of one tensor stay names of one tensor.
+    All ranks must call this if a tensor is spread. Names of one tensor stay names of one tensor.
     """
     whole: dict[int, Tensor] = {}
     for tensor in state.values():

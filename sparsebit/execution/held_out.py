@@ -1,6 +1,6 @@
-"""`split_samples`: some samples of the data are kept out of a training, to judge what was learned on the others.
+"""`split_samples`: keeps some samples of the data out of a training, to judge the result on them.
 
-The data is split in front of the first block, so that no block has seen the held-out samples.
+The data is split before the first block, so that no block has seen the held-out samples.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sparsebit.execution.sample_rows import independent_rows, is_row_tensor, row
 from sparsebit.graph.values.nested import tensors_of
 
 _FEWEST, _MOST = 8, 64
-_FEWEST_OF = 4  # to reach the fewest, at most one sample of so many
+_FEWEST_OF = 4  # to reach the minimum, at most one sample in this many is held out
 Inputs = dict[str, Any]
 
 
@@ -31,7 +31,7 @@ class HoldOut:
 class Piece:
     """Some samples of one batch: `rows` of the tensors that have rows (`has_rows`, in their order), or all of it.
 
-    `view`: which one of its views (`image_views.py`); 0: the samples as they are.
+    `view`: the number of its view (`image_views.py`); 0: the unchanged samples.
     """
 
     batch: int
@@ -40,13 +40,13 @@ class Piece:
     view: int = 0
 
     def of(self, inputs: Any) -> Any:
-        """The part of the inputs of its batch that the piece is."""
+        """The piece's part of the inputs of its batch."""
         return inputs if self.rows is None else rows_at(inputs, self.rows, self.has_rows)
 
 
 @dataclass(frozen=True)
 class Split:
-    """The pieces that are learned from, and those that are held out."""
+    """The pieces for learning, and the held-out ones."""
 
     learned: tuple[Piece, ...]
     held: tuple[Piece, ...] = ()
@@ -59,7 +59,7 @@ class Split:
 def num_held(num_samples: int, share: float) -> int:
     """How many samples are held out: the share, but at least 8 (or a quarter of all, if that is less), and at most 64.
 
-    Fewer than 8 say little of a block; more than 64 cost time and say hardly more.
+    Fewer than 8 are not enough to judge a block; more than 64 cost time and add hardly anything.
 
     >>> [num_held(count, 1 / 8) for count in (3, 16, 32, 63, 256, 1024)]
     [0, 4, 8, 8, 32, 64]
@@ -72,12 +72,12 @@ def num_held(num_samples: int, share: float) -> int:
 def split_samples(
     num_batches: int, inputs_of: Callable[[int], Inputs], run: Callable[[Inputs], Any], hold_out: HoldOut | None
 ) -> Split:
-    """Which samples of the batches are learned from, and which are held out.
+    """Which samples of the batches are for learning, and which are held out.
 
     `inputs_of(i)`: the inputs of batch i. `run`: the model on the inputs of a batch. A sample is a row of the inputs
-    where the model computes for some rows alone what it computes for them among the others, which is tried on the first
+    if the model computes the same for some rows separately as together with the others, which is tested on the first
     batch. Otherwise (no batch dimension, rows that depend on each other, a fixed batch size) it is a whole batch.
-    Always the same for the same data and seed.
+    Deterministic for the same data and seed.
     """
     if hold_out is None or not hold_out.share:
         return Split(tuple(Piece(index) for index in range(num_batches)))
@@ -86,7 +86,7 @@ def split_samples(
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples of some batches. `counts`: of each batch, 0 where it is one sample; `has_rows`: as in a `Piece`."""
+    """The samples of some batches. `counts`: of each batch, 0 if it is one sample; `has_rows`: as in a `Piece`."""
 
     counts: tuple[int, ...]
     has_rows: tuple[bool, ...]
@@ -95,11 +95,11 @@ class Samples:
         return sum(max(count, 1) for count in self.counts)
 
     def split(self, hold_out: HoldOut) -> Split:
-        """About a share of them is held out."""
+        """A split with about the given share held out."""
         return self._without(self._shuffled(hold_out.seed)[: num_held(len(self), hold_out.share)])
 
     def folds(self, count: int, seed: int = 0) -> tuple[Split, ...]:
-        """So many splits; each sample is held out in one of them."""
+        """This many splits; each sample is held out in one of them."""
         order = self._shuffled(seed)
         return tuple(self._without(order[first::count]) for first in range(count))
 
@@ -123,14 +123,14 @@ class Samples:
 
 
 def find_samples(num_batches: int, inputs_of: Callable[[int], Any], run: Callable[[Any], Any]) -> Samples:
-    """The samples of the batches, by what `split_samples` says of rows."""
+    """The samples of the batches, by the rule of `split_samples`."""
     has_rows = _which_have_rows(inputs_of(0), run)
     return Samples(tuple(_num_rows(inputs_of(index), has_rows) for index in range(num_batches)), has_rows)
 
 
 @torch.no_grad()
 def _which_have_rows(inputs: Any, run: Callable[[Any], Any]) -> tuple[bool, ...]:
-    """For each tensor of the inputs whether its rows are samples; False for all where rows are not independent."""
+    """For each tensor of the inputs whether its rows are samples; all False if rows are not independent."""
     whole = tensors_of(run(inputs))
     count = next((len(tensor) for tensor in whole if tensor.ndim), 0)
     if not all(is_row_tensor(tensor, count) for tensor in whole):
@@ -139,7 +139,7 @@ def _which_have_rows(inputs: Any, run: Callable[[Any], Any]) -> tuple[bool, ...]
 
 
 def _num_rows(inputs: Any, has_rows: Sequence[bool]) -> int:
-    """How many samples a batch has; 0 where it is one."""
+    """How many samples a batch has; 0 if it is one sample."""
     tensors = tensors_of(inputs)
     if not has_rows or len(tensors) != len(has_rows):
         return 0

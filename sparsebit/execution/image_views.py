@@ -1,4 +1,4 @@
-"""`image_view`: images as they are, mirrored or shifted, so that a training without labels has more to learn from."""
+"""`image_view`: unchanged, mirrored or shifted images, so that a training without labels has more to learn from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Inputs = dict[str, Any]
 
 
 def with_views(split: Split, count: int) -> Split:
-    """The split with `count` views of each piece, held-out ones too: algorithms before saw only the first view."""
+    """The split with `count` views of each piece, also held-out ones: earlier algorithms saw only the first view."""
     learned, held = (
         tuple(replace(piece, view=view) for view in range(count) for piece in pieces)
         for pieces in (split.learned, split.held)
@@ -28,7 +28,7 @@ def with_views(split: Split, count: int) -> Split:
 
 
 def view_of(piece: Piece, inputs: Inputs, seed: int) -> Inputs:
-    """The part of the inputs of its batch that the piece is, in its view."""
+    """The piece's part of the inputs of its batch, in its view."""
     own: Inputs = piece.of(inputs)
     if not piece.view:
         return own

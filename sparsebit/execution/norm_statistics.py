@@ -1,4 +1,4 @@
-"""Running statistics of batch norms taken anew, over the forwards of all processes."""
+"""Re-estimates running statistics of batch norms, over the forwards of all processes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from sparsebit.graph.rewriting.patterns import is_itself
 
 @contextlib.contextmanager
 def restarted_statistics(model: nn.Module, if_missing: str) -> Iterator[dict[nn.Module, int]]:
-    """Inside, running statistics start from nothing and become the plain average over the forwards of all processes.
+    """Inside, running statistics start from zero and become the plain average over the forwards of all processes.
 
-    A norm that no forward reached, and after an error every norm, gets back what it had. Yields the rank of each norm's
-    inputs, to be read afterwards. `if_missing`: what the error says where the model has no such norm.
+    A norm that no forward reached, and after an error every norm, gets its old statistics back. Yields the rank of each
+    norm's inputs, to be read afterwards. `if_missing`: the error message if the model has no such norm.
     """
     norms = [m for m in model.modules() if is_itself(m, _BatchNorm) and m.running_mean is not None]
     if not norms:
@@ -71,7 +71,7 @@ def _merge_across_processes(norms: list[_BatchNorm], ranks: dict[nn.Module, int]
 
 @torch.no_grad()
 def reestimate_norms(model: nn.Module, batches: Iterable[Any]) -> None:
-    """Take the running statistics of all batch norms anew, in place, as the mean over the batches; no labels.
+    """Re-estimate the running statistics of all batch norms, in place, as the mean over the batches; no labels.
 
     Only batch norms are in training mode meanwhile: dropout stays off.
     """

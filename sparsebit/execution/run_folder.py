@@ -1,6 +1,6 @@
 """`RunFolder`: the finished parts of a long run, so that a killed run continues after the last one.
 
-`run.json` says what the run is of; `00003.safetensors` holds what part 3 became. Each file appears whole or not at all,
+`run.json` describes the run; `00003.safetensors` holds the result of part 3. Each file appears whole or not at all,
 and carries a checksum of its tensors. `hold_run` reserves the folder `TARGET.partial` for one process.
 """
 
@@ -26,7 +26,7 @@ _RUN, _FORMAT = "run.json", 4
 
 
 class RunFolder:
-    """Finished parts in `path`. `settings`: all that decides the result, by names that an error can mention."""
+    """Finished parts in `path`. `settings`: everything that decides the result, by names that errors can mention."""
 
     def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any]) -> None:
         self.path = Path(path)
@@ -73,16 +73,16 @@ class RunFolder:
         return tensors, known
 
     def note(self, name: str) -> str | None:
-        """The text that was kept under this name."""
+        """The text that was stored under this name."""
         path = self.path / name
         return path.read_text(encoding="utf-8") if path.is_file() else None
 
     def keep_note(self, name: str, text: str) -> None:
-        """Keep a text that the rest of the run depends on."""
+        """Store a text that the rest of the run depends on."""
         replace_text(self.path / name, text)
 
     def remove(self) -> None:
-        """The result is kept elsewhere."""
+        """Remove the folder, after the result was written elsewhere."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _compare(self, file: Path) -> None:
@@ -124,10 +124,10 @@ def has_begun(path: Path) -> bool:
 
 
 def hold_run(target: Path, held: ExitStack) -> Path:
-    """The folder `TARGET.partial`, which no other process works in until `held` is closed.
+    """The folder `TARGET.partial`, reserved for this process until `held` is closed.
 
-    The run removes it when it ends, so a folder with files of something else is refused. If it is empty when `held` is
-    closed, it is removed, and so are the folders above that did not exist.
+    The run removes it when it ends, so a folder with other files is an error. If it is empty when `held` is
+    closed, it is removed, and so are the parent folders that did not exist before.
     """
     path = target.with_name(f"{target.name}.partial")
     above = [folder for folder in path.parents if not folder.exists()]
@@ -142,7 +142,7 @@ def hold_run(target: Path, held: ExitStack) -> Path:
     if not is_folder or not (has_begun(path) or all(is_staging_folder(one.name) for one in path.iterdir())):
         raise CheckpointError(f"{path} is not the folder of an interrupted run; remove it or give another output")
     held.callback(_remove_empty, path, *above)
-    need_new(target)  # made by a run that ended a moment ago
+    need_new(target)  # it may have been made by a run that ended a moment ago
     return path
 
 

@@ -1,7 +1,7 @@
 """`find_sample_rows`: which tensors of a batch have a row for each sample.
 
 A mask or a table among the inputs may have as many rows as there are samples. The model itself shows which is which:
-for some samples alone it computes what it computes for them among the others.
+it computes the same for some samples separately as together with the others.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch import Tensor
 from sparsebit.execution.batches import Call, input_rows, num_samples
 from sparsebit.graph.values.nested import map_nested, tensors_of
 
-# Of more tensors than so many, at most two are left out at a time: each trial is a run of the model.
+# With more tensors than this, at most two are left out at a time: each trial is a run of the model.
 _FEW = 4
 
 
 @dataclass(frozen=True)
 class SampleRows:
-    """The samples of a batch: how many, and of each of its tensors, in their order, whether its rows are they."""
+    """The samples of a batch: their number, and for each of its tensors, in order, whether its rows are samples."""
 
     count: int
     has_rows: tuple[bool, ...]
 
     def of(self, batch: Any, rows: Sequence[int]) -> Any:
-        """The batch with these of its samples alone."""
+        """The batch with only these of its samples."""
         return batch if tuple(rows) == tuple(range(self.count)) else rows_at(batch, rows, self.has_rows)
 
     def tensors(self, batch: Any) -> list[Tensor]:
@@ -41,10 +41,10 @@ class SampleRows:
 def find_sample_rows(call: Call, run: Callable[..., Any], outputs: Any = None) -> SampleRows:
     """The samples of a call.
 
-    Where more than one tensor has a row for each sample, or no output has, `run` is called with some of the samples.
-    Where no choice of tensors reproduces the outputs (rows that depend on each other), all of them count; where the
+    If more than one tensor has a row for each sample, or no output has, `run` is called with some of the samples.
+    If no choice of tensors reproduces the outputs (rows that depend on each other), all of them count; if the
     model does not run (no batch dimension, a fixed batch size), the call is one sample. `outputs`: of the whole call,
-    where they are known.
+    if they are known.
     """
 
     def answer(batch: Call) -> Any:
@@ -69,7 +69,7 @@ def find_sample_rows(call: Call, run: Callable[..., Any], outputs: Any = None) -
 
 @torch.no_grad()
 def independent_rows(batch: Any, count: int, outputs: Any, run: Callable[[Any], Any]) -> tuple[bool, ...]:
-    """For each tensor of the batch whether its rows are samples that `run` computes one by one; `()` where none are.
+    """For each tensor of the batch whether its rows are samples that `run` computes independently; `()` if none are.
 
     All tensors with `count` rows are tried first, then fewer of them. `outputs`: of the whole batch.
     """
@@ -96,8 +96,8 @@ def rows_at(batch: Any, rows: Sequence[int], has_rows: Sequence[bool]) -> Any:
 
 
 def is_alike(one: Tensor, other: Tensor) -> bool:
-    """Whether values are equal up to what other kernels for other batch sizes change: of a quantized block, a code here
-    and there.
+    """Whether values are equal up to the effect of other kernels for other batch sizes: for a quantized block, a few
+    different codes.
     """
     if one.shape != other.shape or not one.is_floating_point():
         return one.shape == other.shape
@@ -110,7 +110,7 @@ def is_row_tensor(tensor: Tensor, count: int) -> bool:
 
 
 def _some_of(count: int) -> range:
-    """Every second row, in another order."""
+    """Every second row, in a different order."""
     return range(count - 1, -1, -2)
 
 

@@ -1,4 +1,4 @@
-"""GPU kernels for fake-quant, in Triton. Importing this package puts them behind the operator for CUDA tensors.
+"""GPU kernels for fake-quant, in Triton. Importing this package registers them for CUDA tensors.
 
 They are compiled at first use. Without Triton, plain torch runs, and a warning says so once.
 """

@@ -1,6 +1,6 @@
-"""Activation functions that the kernels compute in the same pass as the fake-quant behind them.
+"""Activation functions that the kernels compute in the same pass as the fake-quant after them.
 
-Both keep their input for the backward when they run one after the other; in one pass only the function's is kept.
+In two separate ops, both keep their input for the backward; in one pass only the function's input is kept.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _silu_backward = torch.ops.aten.silu_backward.default
 
 
 class Activation(NamedTuple):
-    """`number`: what kernels call it. `gradient`: of the input, from that of the output and the input."""
+    """`number`: its number in the kernels. `gradient`: of the input, from that of the output and the input."""
 
     number: int
     value: Callable[[Tensor], Tensor]
@@ -45,8 +45,8 @@ def with_activation(
     rest: tuple[Any, ...],
     activation: str,
 ) -> Found:
-    """The gradients of x, scale and zero point, where `backward` is that of fake-quant alone: the function's own
-    backward runs in a pass of its own.
+    """The gradients of x, scale and zero point if `backward` is only that of fake-quant: the function's own
+    backward runs in a separate pass.
     """
     if not activation:
         return backward(grad, x, scale, zero_point, *rest)
@@ -56,7 +56,9 @@ def with_activation(
 
 
 def name_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Which one a call is; `args` without the input. None: none of them, or one that works in place."""
+    """The name of the function of a call; `args` without the input. None: another function, or one that works in
+    place.
+    """
     settings = dict(kwargs)
     settings.pop("input", None)
     if args or settings.pop("inplace", False):

@@ -1,4 +1,4 @@
-"""How torch's compilers are shown the kernels."""
+"""How the kernels are made visible to torch's compilers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def shows_kernels(x: Tensor) -> bool:
-    """Whether a compiler is shown our kernels for such a tensor (`show_kernels`)."""
+    """Whether a compiler sees our kernels for such a tensor (`show_kernels`)."""
     return x.is_cuda and HAS_TRITON and x.dtype in KERNEL_DTYPES
 
 
 def show_kernels(library: Any, name: str, function: Callable[..., Any], *, x_at: int) -> None:
-    """Let compilers trace into the operator of that name, where argument `x_at` is on a GPU.
+    """Let compilers trace into the operator of that name if argument `x_at` is on a GPU.
 
-    They see what `function` does with `in_graph=True`, and start its kernels as they start their own, without calling
+    They trace `function` with `in_graph=True`, and launch its kernels as they launch their own, without calling
     Python.
     """
 

@@ -1,7 +1,7 @@
 """CUDA's driver by ctypes: launches of programs that torch compiled, and tensor maps.
 
-torch's launcher takes longer to bring the arguments into their form than short programs take to run. And it cannot let
-a program start while the one before it ends (`overlapped`), which a chain of short programs in a CUDA graph gains from.
+torch's launcher takes longer to convert the arguments than short programs take to run. And it cannot let a program
+start while the one before it ends (`overlapped`), which speeds up a chain of short programs in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Program:
     ) -> None:
         """Run it on the current stream. `values`: tensors on the GPU, as pointers; numbers of 32 bits; structures.
 
-        `overlapped`: the program may start before the one in front of it on the stream has ended. It has to wait for
-        that by itself (`griddepcontrol.wait`) before it reads or writes anything that others write.
+        `overlapped`: the program may start before the previous one on the stream has ended. It must wait for that
+        itself (`griddepcontrol.wait`) before it reads or writes anything that others write.
         """
         numbers = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
         slots = (ctypes.c_int64 * len(numbers))(*(number if isinstance(number, int) else 0 for number in numbers))
@@ -81,7 +81,7 @@ class Program:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Inside, launches go to this GPU; nothing is done where they do already."""
+    """Inside, launches go to this GPU; does nothing if they do already."""
     if device.index == torch._C._cuda_getDevice():
         return nullcontext()
     return torch.cuda.device(device)
@@ -106,9 +106,9 @@ class TensorMap(ctypes.Structure):
 
 
 def rows_map(x: Tensor, height: int) -> TensorMap:
-    """Tiles of `height` rows and 64 numbers of 16 bits of the matrix x, swizzled; rows behind its last are zero.
+    """Tiles of `height` rows and 64 numbers of 16 bits of the matrix x, swizzled; rows after its last one are zero.
 
-    x is in one piece and begins at a multiple of 16 bytes; a row has a multiple of 8 numbers.
+    x is contiguous and begins at a multiple of 16 bytes; a row has a multiple of 8 numbers.
     """
     room = (ctypes.c_char * (ctypes.sizeof(TensorMap) + _ALIGNMENT))()
     found = TensorMap.from_buffer(room, -ctypes.addressof(room) % _ALIGNMENT)

@@ -1,14 +1,14 @@
-"""Fake-quant on a GPU: one pass over memory forward, one backward. Equal to `plain`, bit by bit but for sums.
+"""Fake-quant on a GPU: one pass over memory forward, one backward. Bitwise equal to `plain`, except for sums.
 
-A dense tensor is seen in the order of its memory, as one of two matrices of tiles, whatever its dimensions are called:
+A dense tensor is treated in the order of its memory, as one of two matrices of tiles, whatever its dimensions mean:
 
     rows      (rows, inner), one parameter per row, `row % num_params`: per tensor (1 row), per channel with something
-              behind the channel in memory, per group (as many rows as groups)
+              after the channel in memory, per group (as many rows as groups)
     columns   (rows, num_params), one parameter per column: channels-last activations
 
 Gradients of scale and zero point are summed in two stages, by programs that walk over many tiles and then over the
 programs, in a fixed order: runs repeat bit by bit. Rows with equal gaps between them (the heads of an attention) are
-read where they are, other tensors with gaps are copied first. `PLAIN` computes all other cases (float64, groups along
+read in place, other tensors with gaps are copied first. `PLAIN` computes all other cases (float64, groups along
 a slow axis, 32-bit codes).
 """
 
@@ -42,9 +42,9 @@ from sparsebit.numerics.spec import PerChannel, PerGroup
 
 
 class Cut(NamedTuple):
-    """Elements of a tile, warps of the program that works on it, programs at most, and tiles that one has in flight.
+    """Elements of a tile, warps of its program, the largest number of programs, and tiles that a program has in flight.
 
-    `fewest`: programs up to which it does not matter how few tiles each of them has (`TILES_EACH` else).
+    `fewest`: up to this many programs, the number of tiles of each does not matter (else `TILES_EACH`).
     """
 
     tile: int
@@ -55,7 +55,7 @@ class Cut(NamedTuple):
 
 
 class Cuts(NamedTuple):
-    """The best of a sweep on an H200 with 2^28 elements; `benchmarks/kernel_cuts.py` is for other GPUs."""
+    """The best values of a sweep on an H200 with 2^28 elements; `benchmarks/kernel_cuts.py` measures other GPUs."""
 
     rows_forward: Cut
     rows_backward: Cut
@@ -74,7 +74,7 @@ HALF = Cuts(
     Cut(2048, 4, 1 << 14, stages=3),
     Cut(4096, 4, 1 << 13, stages=3),
 )
-# With an activation function in front, which is arithmetic.
+# With an activation function before, which is arithmetic.
 ACTIVATED = Cuts(Cut(2048, 2), Cut(2048, 4, 1 << 13, stages=3, fewest=1 << 11), *HALF[2:])
 MOST_SUMS = 1 << 15  # programs, of any cut
 WIDEST = 256  # columns of a tile
@@ -83,8 +83,8 @@ WIDEST = 256  # columns of a tile
 class Launch:
     """A kernel with its grid and sizes.
 
-    The kernel that the first call compiled is called directly afterwards: a network starts hundreds, and triton would
-    look each of them up by all of its arguments again.
+    After the first call, the compiled kernel is called directly: a network launches hundreds, and triton would look
+    each of them up by all of its arguments again.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Launch:
         key = (flags, device, *[tensor.dtype for tensor in tensors])
         ready = self.ready.get(key)
         addresses = [tensor.data_ptr() for tensor in tensors]
-        # Compiled for aligned memory; a view may begin anywhere.
+        # Compiled for aligned memory; a view may begin at any address.
         is_aligned = not reduce(or_, addresses) & 15
         if ready is not None and is_aligned:
             run, function, metadata = ready
@@ -116,7 +116,7 @@ class Launch:
             self.ready[key] = (compiled.run, compiled.function, compiled.packed_metadata)
 
     def in_graph(self, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], flags: tuple[int, ...] = ()) -> None:
-        """The call for a compiler to look at: it starts the kernel as it does its own."""
+        """The call as a compiler traces it: it launches the kernel as it does its own."""
         arguments = (*tensors, *numbers, *self.sizes, *flags, *self.constants)
         torch.library.wrap_triton(self.kernel)[(self.grid,)](*arguments, num_warps=self.num_warps)
 
@@ -125,7 +125,7 @@ class Launch:
 class Tiles:
     """One form of tensor, cut for both kernels.
 
-    `sums_shape`: of what the backward's programs find for each of several parameters; one they add up themselves.
+    `sums_shape`: of the sums that the backward's programs write for several parameters; a single one is summed inside.
     """
 
     forward: Launch
@@ -152,7 +152,7 @@ def _columns(cuts: Cuts, num_rows: int, num_params: int) -> Tiles:
 
 
 def _rows(cuts: Cuts, outer: int, inner: int, num_params: int, pitch: int | None = None) -> Tiles:
-    """A parameter per row, `outer` times over. `pitch`: from row to row of x, where there are gaps."""
+    """A parameter per row, `outer` times over. `pitch`: from row to row of x, if there are gaps."""
 
     def tiled(cut: Cut, num_rows: int) -> tuple[int, int, int, int]:
         width = min(triton.next_power_of_2(inner), cut.tile)
@@ -189,7 +189,7 @@ def _tiles(
     num_params: int,
     is_activated: bool,
 ) -> Tiles | None:
-    """None where a tensor has no such form."""
+    """None if a tensor has no such form."""
     cuts = ACTIVATED if is_activated else WHOLE if itemsize == 4 else HALF
     num_elements = prod(shape)
     if num_elements == 0:
@@ -217,7 +217,7 @@ def _tiles(
 
 
 def _runs(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[tuple[int, int]]:
-    """The tensor in the order of its memory, as few (stride, size) as can be: one for a dense tensor."""
+    """The tensor in the order of its memory, as the fewest (stride, size) pairs: one for a dense tensor."""
     runs: list[tuple[int, int]] = []
     for step, size in sorted((pair for pair in zip(stride, shape, strict=True) if pair[1] != 1), reverse=True):
         if runs and runs[-1][0] == step * size:
@@ -246,7 +246,7 @@ def _plan(
     qmax: int,
     activation: str,
 ) -> tuple[Tensor, Tiles | None]:
-    """x, copied where its gaps are in the way, and how it is cut."""
+    """x, copied if its gaps prevent a plan, and how it is cut."""
     if x.dtype not in KERNEL_DTYPES or qmax > LARGEST_CODE or -qmin > LARGEST_CODE:
         return x, None
     if scale.device != x.device or zero_point.device != x.device or zero_point.numel() != scale.numel():
@@ -262,7 +262,7 @@ def _plan(
 def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> Tensor:
     """As `plain.fake_quantize`: `rest` is axis, group_size, qmin, qmax.
 
-    Two more arguments may follow: the type of the result, and the name of an activation function in front.
+    Two more arguments may follow: the type of the result, and the name of an activation function before it.
     """
     axis, group_size, qmin, qmax, *more = rest
     dtype, activation = (*more, "")[:2] if more else (None, "")
@@ -285,7 +285,7 @@ def _number(activation: str) -> int:
 def backward(
     grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """As `gradients.backward`; the name of an activation function in front may follow."""
+    """As `gradients.backward`; the name of an activation function before it may follow."""
     rest, activation = rest[:8], rest[8] if len(rest) > 8 else ""
     axis, group_size, qmin, qmax, gradient, needs_x, needs_scale, needs_zero_point = rest
     scale, zero_point = scale.contiguous(), zero_point.contiguous()
@@ -324,20 +324,20 @@ def _total(sums: Tensor | None, param: Tensor, tiles: Tiles) -> Tensor | None:
 
 
 def factors(size: int, qmax: int) -> tuple[float, float | None]:
-    """LSQ's factor as a number for the kernel, and the factor to apply to its sums: kernels do not take symbols."""
+    """LSQ's factor as a number for the kernel, and the factor to apply to its sums: kernels do not accept symbols."""
     factor = lsq_factor(size, 1, qmax)
     return (factor, None) if isinstance(factor, float) else (1.0, factor)
 
 
 def ceil_div(size: int, by: int) -> int:
-    """`size / by` rounded up; for a compiler's symbols too."""
+    """`size / by` rounded up; also for a compiler's symbols."""
     return -(-size // by)
 
 
 def fake_quantize_in_graph(
     x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, activation: str
 ) -> Tensor:
-    """As `fake_quantize`, with one scale for a dense `x` and a function in front, for a compiler to look at.
+    """As `fake_quantize`, with one scale for a dense `x` and a function before it, in a form that compilers trace.
 
     Its sizes may be symbols.
     """
@@ -352,7 +352,7 @@ def fake_quantize_in_graph(
 def backward_in_graph(
     grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, needs: list[bool], activation: str
 ) -> list[Tensor]:
-    """The gradients that are needed. Sums of programs are left to the compiler, which has those of other scales too."""
+    """The needed gradients. The compiler adds up the programs' sums, together with those of other scales."""
     cut = ACTIVATED.rows_backward
     size = x.numel()
     if grad.stride() != x.stride():
@@ -376,7 +376,7 @@ def backward_in_graph(
 
 
 class _Scratch:
-    """Memory of one stream for sums on their way. Its kernels run one after the other, so that they share it."""
+    """Memory of one stream for intermediate sums. Its kernels run one after the other, so they share it."""
 
     _known: ClassVar[dict[tuple[int, int], _Scratch]] = {}
 
@@ -391,7 +391,7 @@ class _Scratch:
         found = cls._known.get(key)
         if found is None:
             found = cls(x.device)
-            if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):  # else it is the graph's own
+            if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):  # otherwise it belongs to the graph
                 cls._known[key] = found
         return found
 

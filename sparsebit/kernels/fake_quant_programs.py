@@ -1,6 +1,6 @@
 """The Triton programs that the launchers of this package start.
 
-Time is memory's alone if few instructions are spent on an element: a true division takes twenty, so the reciprocal is
+Only memory costs time if few instructions are spent on an element: a true division takes twenty, so the reciprocal is
 rounded once per row and corrected with two fused multiply-adds (Markstein 1990), with the same bits as result.
 """
 
@@ -40,7 +40,7 @@ def _clamped(x, low, high):
 
 @triton.jit
 def _divided(x, step, reciprocal, low, high):
-    """The quotient, correctly rounded between the ends and a code beyond; further out, something further out."""
+    """The quotient, correctly rounded between the ends and a code beyond; a value further out stays further out."""
     if _HAS_FMA:
         near = _clamped(x * reciprocal, low - 1.0, high + 1.0)
         return tl.fma(tl.fma(-near, step, x), reciprocal, near)
@@ -53,7 +53,7 @@ def _activated(x, ACTIVATION: tl.constexpr):
     """An activation function of x and its derivative; the numbers are those of `activations`.
 
     GELU: the normal distribution as in Abramowitz and Stegun, 26.2.17, to 7.5e-8. It takes a third of the instructions
-    of an error function, and memory does not wait for them.
+    of an error function, and is hidden behind memory access.
     """
     if ACTIVATION == 1:
         density = 0.3989422804014327 * tl.exp2(x * x * -0.7213475204444817)
@@ -148,7 +148,7 @@ def backward_rows(
 ):  # fmt: skip
     """A program has one parameter, and every `num_splits`-th of its tiles.
 
-    With one parameter for all (`SPLITS` > 0) the program that ends last adds the sums up, in their order.
+    With one parameter for all (`SPLITS` > 0), the program that ends last adds up the sums, in their order.
     """
     param, split = tl.program_id(0) // num_splits, tl.program_id(0) % num_splits
     step, reciprocal, low, high, sign = _grid_of(scale_ptr, zero_point_ptr, param, True, qmin, qmax)
@@ -250,7 +250,9 @@ def forward_stacked(
     qmin, qmax, num_rows, inner, inner_tiles,
     PARTS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """Rows of x are `PARTS` long pieces of `inner`; each kind of piece has its own grid, and a tensor for itself."""
+    """Rows of x consist of `PARTS` pieces of `inner`; each kind of piece has its own grid, and its own output
+    tensor.
+    """
     part, tile = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS
     y_ptr = _one_of(part, y0_ptr, y1_ptr, y2_ptr)
     scale_ptr = _one_of(part, scale0_ptr, scale1_ptr, scale2_ptr)

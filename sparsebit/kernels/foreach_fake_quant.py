@@ -1,8 +1,8 @@
-"""Many weights fake-quantized at once, on a GPU: two kernels for a dozen layers, in the place of dozens.
+"""Fake-quantizes many weights at once, on a GPU: two kernels for a dozen layers, instead of dozens.
 
-A layer's weight is small; what it costs is starting kernels. The weights are laid one behind the other, each row (an
-output channel) with its scale, and quantized in one pass; so are their gradients. Values and gradients are those of the
-layers one by one.
+A layer's weight is small, so launching kernels dominates the cost. The weights are placed one after the other, each
+row (an output channel) with its scale, and quantized in one pass; so are their gradients. Values and gradients are
+those of separate layers.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class RowBatch:
         self._backward = Launch(backward_ragged, self.num_rows, (), (BLOCK,))
 
     def quantized(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """`x` and `scale`: those of all weights, one behind the other."""
+        """`x` and `scale`: those of all weights, one after the other."""
         y = torch.empty(self.numel, dtype=dtype, device=x.device)
         self._forward((x, scale, self.starts, self.qmins, self.qmaxs, y), ())
         return y
@@ -99,7 +99,7 @@ class _FakeQuantizeRows(torch.autograd.Function):
         weights, scales = tensors[: len(batch.forms)], tensors[len(batch.forms) :]
         x, scale = batch.flat(weights), torch.cat(scales)
         y = batch.quantized(x, scale, dtype)
-        # Without x: it is made of the weights again, which are there anyway.
+        # x is not kept: it is made from the weights again, which exist anyway.
         ctx.save_for_backward(scale, *weights)
         ctx.batch, ctx.learns = batch, learns
         ctx.set_materialize_grads(False)

@@ -1,4 +1,4 @@
-"""How a tensor lies in memory."""
+"""The memory layout of a tensor."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def is_dense(x: Tensor) -> bool:
 
 
 def stack_form(x: Tensor, dim: int) -> tuple[int, int] | None:
-    """(rows, elements): in memory, `x` is rows that hold as many elements of each part, one part behind the other.
+    """(rows, elements): in memory, `x` is rows that hold as many elements of each part, one part after the other.
 
-    None for another tensor, for one of more than three parts, and where a compiler does not know how long those are.
+    None for another tensor, for one of more than three parts, and if a compiler does not know their length.
     """
     num_parts, inner = x.shape[dim], x.stride(dim)
     if num_parts not in (2, 3) or not isinstance(inner, int) or not x.numel() or not is_dense(x):

@@ -1,8 +1,8 @@
 """`packed_linear`: a linear layer whose packed weight is unpacked inside the product, on Hopper GPUs and newer.
 
-The programs are in `packed_linear.cu`; torch compiles them with NVRTC at their first use, without a CUDA toolkit. By
-the number of rows of x one of four ways is taken, each the fastest where it was measured
-(`benchmarks/packed_linear.py`). `definition` is what all of them compute.
+The programs are in `packed_linear.cu`; torch compiles them with NVRTC at their first use, without a CUDA toolkit. The
+number of rows of x decides which of four programs runs, by measurement (`benchmarks/packed_linear.py`).
+`definition` is the reference for all of them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from sparsebit.kernels.tensor_core_layout import BITS, BLOCK, ROWS, arrange, bit
 DTYPES = (torch.bfloat16, torch.float16)
 GROUP_SIZES = (32, 64, 128)
 _KERNELS = ("few_rows", "some_rows", "dequantize", "reorder", "sum_parts", "many_rows", "sum_spans")
-# Rows of x up to which each way is taken; `many_rows` by bits.
+# The largest number of rows of x for each program; for `many_rows` by bits.
 _MOST_FEW, _MOST_SOME, _MOST_MANY = 16, 48, {2: 4096, 3: 2048, 4: 4096, 8: 1024}
 _MOST_SOME_OF_EIGHT_BITS = 64
-_MOST_SOME_OF_SMALL, _SMALL = 64, 1 << 25  # weights of 4 bits with that many numbers
+_MOST_SOME_OF_SMALL, _SMALL = 64, 1 << 25  # for weights of 4 bits with at most this many numbers
 # Of `many_rows`: shared memory that a block may have on Hopper, less what its barriers take; stages in it.
 _SHARED, _SPARE_SHARED, _MOST_STAGES = 226 * 1024, 1024, 8  # spare: to start at a multiple of 1024
 
@@ -63,7 +63,7 @@ def fragment_weight(codes: Tensor, scales: Tensor, zeros: Tensor | None = None, 
     """The weight `(codes - zeros) * scales` for `packed_linear`.
 
     `codes`: from 0 to `2**bits - 1`, `(outputs, inputs)`. `scales`: bfloat16 or float16, `(outputs, inputs / group)`.
-    `zeros`: whole numbers in the range of the codes and the shape of the scales; the middle where none are given.
+    `zeros`: whole numbers in the range of the codes and the shape of the scales; default: the middle.
     """
     if bits not in BITS:
         raise SpecError(f"{bits} bits; allowed: {', '.join(map(str, BITS))}")
@@ -100,7 +100,7 @@ def dequantized(weight: FragmentWeight) -> Tensor:
 
 
 def dense_weight(weight: FragmentWeight) -> Tensor:
-    """`dequantized` by the program for it where that runs: the weight for the backward of training."""
+    """`dequantized` by its GPU program if that runs: the weight for the backward of training."""
     if not runs_on(weight.words.device):
         return dequantized(weight)
     with on_device(weight.words.device):
@@ -109,7 +109,9 @@ def dense_weight(weight: FragmentWeight) -> Tensor:
 
 @cache
 def runs_on(device: torch.device) -> bool:
-    """Whether the programs run there: an NVIDIA GPU of compute capability 9.0 or newer, and a torch that compiles."""
+    """Whether the programs run there: an NVIDIA GPU of compute capability 9.0 or newer, and a torch that can
+    compile.
+    """
     if device.type != "cuda" or torch.version.hip or not hasattr(torch.cuda, "_compile_kernel"):
         return False
     return bool(torch.cuda.get_device_capability(device) >= (9, 0))
@@ -127,7 +129,7 @@ def packed_linear(x: Tensor, weight: FragmentWeight) -> Tensor:
     )
     if needs_operator or not len(rows) or not runs_on(x.device):
         y: Tensor = torch.ops.sparsebit.packed_linear(rows, weight.words, weight.scales, weight.zeros)
-    else:  # an operator in Python takes longer to call than its kernels take to run
+    else:  # calling an operator in Python takes longer than running its kernels
         y = _product(rows, weight)
     return y[:, : weight.outputs].reshape(*x.shape[:-1], weight.outputs)
 
@@ -148,7 +150,7 @@ def _product(x: Tensor, weight: FragmentWeight) -> Tensor:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """The same in one piece that begins at a multiple of 16 bytes, as programs load it; a view may begin anywhere."""
+    """A contiguous copy that begins at a multiple of 16 bytes, as programs load it; a view may begin anywhere."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % 16 else x
 
@@ -159,13 +161,13 @@ def _shape(x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None) -> Te
 
 
 class Product:
-    """One product: which program, with which sizes. `compute` chooses; benchmarks call each way."""
+    """One product: the program and its sizes. `compute` chooses; benchmarks call each of them."""
 
     def __init__(self, x: Tensor, weight: FragmentWeight) -> None:
         self.x, self.weight = x, weight
         self.num_rows, self.inputs, self.outputs = len(x), weight.inputs, weight.scales.shape[1]
         self.num_processors, self.capability = _processors(x.device)
-        zeros = weight.scales if weight.zeros is None else weight.zeros  # not read where there are none
+        zeros = weight.scales if weight.zeros is None else weight.zeros  # a placeholder that is not read
         given = [weight.words, weight.scales, zeros]
         self.operands = [tensor.contiguous() for tensor in given]
         self.are_copies = not all(tensor.is_contiguous() for tensor in given)
@@ -277,7 +279,7 @@ class Product:
         return y
 
     def num_parts(self, wanted: int, most: int) -> int:
-        """Into how many parts K is cut: a power of two, so that the blocks fill the GPU."""
+        """The number of parts of K: a power of two, so that the blocks fill the GPU."""
         found = max(1, min(wanted, most))
         return int(1 << (found.bit_length() - 1))
 

@@ -1,4 +1,4 @@
-"""How the programs of `packed_linear` are cut for a product: what each block of threads computes.
+"""How the programs of `packed_linear` divide a product: the part of each block of threads.
 
 The numbers were measured on an H200 (`benchmarks/packed_linear_ways.py`).
 """
@@ -13,7 +13,7 @@ from sparsebit.kernels.tensor_core_layout import BLOCK
 
 @dataclass(frozen=True)
 class FewRowsCut:
-    """How `few_rows` is cut: tiles of 16 outputs a block, its warps, blocks that a multiprocessor has at once.
+    """The sizes of `few_rows`: tiles of 16 outputs a block, its warps, blocks per multiprocessor at once.
 
     `depth`: how many groups ahead words are loaded; `scales_ahead`: scales with them.
     """
@@ -39,7 +39,7 @@ class ManyRowsCut:
 
     @property
     def pieces(self) -> int:
-        """Products of a tile by the same unpacked weight: one has at most 256 rows."""
+        """How many products of a tile use the same unpacked weight: one has at most 256 rows."""
         return -(-self.height // _MOST_PRODUCT_ROWS)
 
     @property
@@ -48,13 +48,13 @@ class ManyRowsCut:
         return 64 * self.groups * self.times
 
     def work(self, num_rows: int, outputs: int, inputs: int, most_blocks: int) -> Work:
-        """How a product of that many rows is shared out to the multiprocessors of a GPU."""
+        """The distribution of a product of that many rows over the multiprocessors of a GPU."""
         tiles = -(-num_rows // self.height) * (outputs // self.width)
         return Work.of(tiles, inputs // BLOCK, most_blocks)
 
 
 class Work(ctypes.Structure):
-    """How the tiles of `many_rows` are shared out: `waves` of whole ones to all blocks, then the rest in spans of K.
+    """The distribution of the tiles of `many_rows`: `waves` of whole ones to all blocks, the remainder in spans of K.
 
     `groups`: of 128 inputs, in a tile. See `packed_linear.cu`.
     """
@@ -69,7 +69,7 @@ class Work(ctypes.Structure):
 
     @classmethod
     def of(cls, tiles: int, groups: int, most_blocks: int) -> Work:
-        """Whichever takes the shorter time: spans that are parts of one tile each, spans as many as blocks, or none.
+        """The fastest of three: spans that are parts of one tile each, as many spans as blocks, or no spans.
 
         >>> found = [Work.of(tiles, 224, 132) for tiles in (16, 90, 192, 256)]
         >>> [(work.waves, work.rest, work.spans) for work in found]
@@ -87,7 +87,7 @@ class Work(ctypes.Structure):
 
     @property
     def time(self) -> float:
-        """In that of the products of a group: of the block that works longest, and of adding the spans of a tile."""
+        """In units of a group's products: of the block that works longest, and of adding the spans of a tile."""
         if not self.spans:
             return float(self.waves * self.groups)
         is_within_tiles = self.spans % self.rest == 0
@@ -108,12 +108,12 @@ _FEW = {
     (4, True, 1): FewRowsCut(4, 6, 2),
     (4, True, 2): FewRowsCut(4, 4, 2),
 }
-# Of `many_rows`: rows that one instruction multiplies at most; heights of a tile that it is compiled for (registers
-# hold the sums of 400 rows). Rows that could be multiplied in the time in which a weight is unpacked; groups in that in
-# which parts of tiles are written and added, and in that of spans that reach into two.
+# For `many_rows`: the most rows that one instruction multiplies; heights of a tile that it is compiled for (registers
+# hold the sums of 400 rows). Rows that could be multiplied in the time of unpacking a weight; groups in the time of
+# writing and adding parts of tiles, and in that of spans that reach into two.
 _MOST_PRODUCT_ROWS, _HEIGHTS = 256, (160, 192, 208, 256, 288, 320, 352, 384, 400)
 _UNPACKING, _ADDING_PARTS, _ADDING_SPANS = 100, 6, 16
-_LONG = 24  # groups of a block from which on wide tiles, whose words are not staged, are faster
+_LONG = 24  # from this many groups of a block, wide tiles whose words are not staged are faster
 
 
 def few_rows_cut(num_rows: int, outputs: int, bits: int, num_processors: int) -> FewRowsCut:

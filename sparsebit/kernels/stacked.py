@@ -26,7 +26,7 @@ def forward_launch(num_parts: int, num_rows: int, inner: int) -> Launch:
 
 
 def backward_launch(num_parts: int, num_rows: int, inner: int) -> tuple[Launch, int]:
-    """With the number of sums for each part."""
+    """The launch, and the number of sums for each part."""
     rows, width, inner_tiles = _tiled(BACKWARD, inner)
     num_tiles = ceil_div(num_rows, rows) * inner_tiles
     splits = num_splits(num_tiles, num_parts, BACKWARD)
@@ -35,7 +35,7 @@ def backward_launch(num_parts: int, num_rows: int, inner: int) -> tuple[Launch, 
     return Launch(backward_stacked, splits * num_parts, sizes, constants, BACKWARD.warps), splits
 
 
-# Not for a compiler, whose sizes may be symbols, which cannot be hashed.
+# Not cached for a compiler, whose sizes may be symbols, which cannot be hashed.
 _known_forward = lru_cache(maxsize=1024)(forward_launch)
 _known_backward = lru_cache(maxsize=1024)(backward_launch)
 
@@ -57,7 +57,7 @@ def forward(
     *,
     in_graph: bool = False,
 ) -> list[Tensor]:
-    """`pieces`: those of `x`, whose rows (`form[0]`) are made of them, `form[1]` elements each."""
+    """`pieces`: those of `x`, whose rows (`form[0]`) consist of them, `form[1]` elements each."""
     ys = [torch.empty_like(piece) for piece in pieces]
     launch = (forward_launch if in_graph else _known_forward)(len(ys), *form)
     tensors = (x, *_three(ys), *_three(scales), *_three(zero_points))
@@ -75,7 +75,7 @@ def backward(
     *rest: Any,
     in_graph: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradient of x, and the sums of those of all scales and of all zero points: a row for each part.
+    """The gradient of x, and the sums of the gradients of all scales and of all zero points: a row for each part.
 
     `rest`: qmin, qmax, and whether x, scales and zero points need gradients.
     """
@@ -94,7 +94,7 @@ def backward(
 
 
 def _like(grad: Tensor, piece: Tensor) -> Tensor:
-    """Dense, in the order of the memory of `piece`."""
+    """A dense tensor in the memory order of `piece`."""
     expected = 1
     steps = grad.stride()
     for _, dim in sorted((step, dim) for dim, step in enumerate(piece.stride())):
@@ -105,5 +105,5 @@ def _like(grad: Tensor, piece: Tensor) -> Tensor:
 
 
 def _three(tensors: Sequence[Any]) -> tuple[Any, ...]:
-    """The last one again, where there are fewer."""
+    """Three tensors; if there are fewer, the last one is repeated."""
     return (*tensors, *[tensors[-1]] * (MOST_PARTS - len(tensors)))

@@ -1,4 +1,4 @@
-"""Codes of 2, 3, 4 or 8 bits in the order in which lanes of a tensor-core product hold them.
+"""Codes of 2, 3, 4 or 8 bits in the order in which the lanes of a tensor-core product hold them.
 
 A weight of `(outputs, inputs)` is cut into tiles of 16 x 16. In a product `mma.m16n8k16`, lane `4 g + t` holds 8
 elements of a tile: rows `g` and `g + 8`, and of each two pairs of neighbours along k. Register `row_half + 2 * pair` is
@@ -72,7 +72,7 @@ def restore(words: Tensor) -> Tensor:
 
 
 def _places_of_lanes() -> list[int]:
-    """By lane; and by place the lane, since it is the same."""
+    """The lane of each place; the same list also maps lanes to places."""
     return [lane ^ (lane // 8 % 4) for lane in range(32)]
 
 
@@ -83,7 +83,7 @@ def bits_of(words: Tensor) -> int:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where `width` bits of a code, from its bit `bit` on, are: in word `word` of a lane, from bit `at` on."""
+    """The position of `width` bits of a code, from its bit `bit` on: in word `word` of a lane, from bit `at` on."""
 
     word: int
     at: int

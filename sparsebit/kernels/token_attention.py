@@ -1,7 +1,7 @@
 """`token_attention`: the attention of one token to a cache of keys and values, on a GPU.
 
 torch's kernels run one program per head. A token has few heads and many places in its cache, so most of a GPU
-waits; and heads that share keys read copies of them where there is a mask. Here each program computes the heads that
+is idle; and with a mask, heads that share keys read copies of them. Here each program computes the heads that
 share a key for a part of the places, and a second kernel adds up the parts. Excluded places at the ends of a part, as
 the free ones of a cache of fixed size, are not read.
 """
@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 log = logging.getLogger(__name__)
 
 # The best of a sweep on an H200, over 1 and 8 sequences and 1,024 and 8,192 places (benchmarks/token_attention.py).
-_PLACES = 32  # of the cache, that a program reads at once
+_PLACES = 32  # places of the cache that a program reads at once
 _PROGRAMS = 4  # for each multiprocessor
 _MOST_SCANNED = 1024  # places of the mask
 _MOST_PARTS = 64
@@ -48,7 +48,7 @@ def definition(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, s
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Whether `token_attention` computes this attention by its own kernels, where triton is installed."""
+    """Whether `token_attention` has kernels for this attention, if triton is installed."""
     return (
         query.shape[2] == 1
         and query.dtype in (torch.bfloat16, torch.float16, torch.float32)
@@ -63,13 +63,13 @@ def takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> boo
 
 
 def _fits(mask: Tensor, key: Tensor) -> bool:
-    """Whether the mask says of each place of the cache whether it is read; a shorter one would be read past its end."""
+    """Whether the mask covers each place of the cache; a shorter one would be read past its end."""
     return mask.dim() == 4 and mask.shape[0] in (1, key.shape[0]) and mask.shape[1:] == (1, 1, key.shape[2])
 
 
 @cache
 def has_triton() -> bool:
-    """Not asked for in a compiled step, which the compiler could not look into."""
+    """Must not be called in a compiled step, because a compiler cannot trace it."""
     return find_spec("triton") is not None
 
 
@@ -106,7 +106,7 @@ def _shape(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
 def in_parts(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, num_processors: int
 ) -> Tensor:
-    """By the two kernels, in as many parts as keep `num_processors` at work."""
+    """Run the two kernels, in as many parts as keep `num_processors` busy."""
     from triton import next_power_of_2
 
     from sparsebit.kernels.token_attention_programs import attend_parts, combine_parts
@@ -138,6 +138,6 @@ def in_parts(
 
 
 def _part_size(num_places: int, num_pairs: int, num_processors: int) -> int:
-    """Places of a part: a multiple of those read at once, such that each processor has about `_PROGRAMS`."""
+    """Places of a part: a multiple of those read at once, so that each processor has about `_PROGRAMS`."""
     num_parts = min(_MOST_PARTS, max(1, _PROGRAMS * num_processors // num_pairs))
     return max(1, math.ceil(num_places / num_parts / _PLACES)) * _PLACES

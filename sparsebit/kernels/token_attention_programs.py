@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_LOWEST = tl.constexpr(-3.0e38)  # differences of it are numbers, those of infinity are not
+_LOWEST = tl.constexpr(-3.0e38)  # its differences are finite, unlike those of infinity
 
 
 @triton.jit
@@ -31,9 +31,9 @@ def attend_parts(
 ):  # fmt: skip
     """One program: the `num_rows` heads that share a key head of one sequence, over one part of the places.
 
-    It leaves `sums`: exp2(score - largest) times the values, and `stats`: largest and the sum of the exponentials.
-    Places before the first or behind the last admitted one of the part are not read; a part without any leaves a sum
-    of 0 and no `sums`.
+    It writes `sums`: exp2(score - largest) times the values, and `stats`: largest and the sum of the exponentials.
+    Places before the first or after the last admitted one of the part are not read; for a part without any, it writes a
+    sum of 0 and no `sums`.
     """
     pair, part, num_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     sequence, head = (pair // num_shared).to(tl.int64), (pair % num_shared).to(tl.int64)

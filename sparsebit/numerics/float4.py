@@ -14,7 +14,7 @@ LARGEST_FLOAT4 = MAGNITUDES[-1]
 
 
 def float4_codes(x: Tensor) -> Tensor:
-    """The codes of the nearest numbers, uint8; what lies beyond the largest becomes the largest, halves go to even."""
+    """The codes of the nearest numbers, uint8; values beyond the largest become the largest, halves go to even."""
     table = torch.tensor(MAGNITUDES, dtype=x.dtype, device=x.device)
     borders = (table[1:] + table[:-1]) / 2
     size = x.abs()

@@ -4,8 +4,8 @@
 QuantizeLinear with saturation. Half precision computes in float32 and returns in its own type. NaN stays NaN; infinity
 takes the largest number. Backward is straight through where `x / scale` rounds to a number of the format, zero beyond.
 
-Its numbers lie close near zero and far apart at the ends: the error is relative to each value, 1/17 of it at most
-(but for subnormal numbers), and not to the largest one.
+Its numbers are close together near zero and far apart at the ends: the error is relative to each value, at most 1/17
+of it (except for subnormal numbers), and not to the largest one.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from sparsebit.numerics.plain import align, divide
 from sparsebit.numerics.reference import nearest_float8
 from sparsebit.numerics.spec import LARGEST_FLOAT8
 
-# Half a step beyond the largest number: what lies between rounds down to it.
+# Half a step beyond the largest number: values in between round down to it.
 _OUTSIDE = LARGEST_FLOAT8 + 16
 
 
 def fake_quantize(x: Tensor, scale: Tensor, axis: int | None, tag: str = "") -> Tensor:
     """The nearest product of a float8 and its scale to each value of `x`, in the form and type of `x`.
 
-    `scale`: one, or one per index along `axis`. `tag`: the name of the site, which export and errors show.
+    `scale`: one, or one per index along `axis`. `tag`: the name of the site for export and errors.
     """
     if not x.is_floating_point():
         raise SpecError(f"{tag or 'fake_float8'}: a tensor of {x.dtype}: only floating-point tensors are quantized")

@@ -14,7 +14,7 @@ import torch
 _OPS = tuple((backend, op) for backend in ("cuda", "mkldnn") for op in ("conv", "rnn", "matmul"))
 _LOCK = threading.Lock()
 _num_open = 0
-_before = contextlib.ExitStack()  # puts the user's settings back when it is closed
+_before = contextlib.ExitStack()  # restores the user's settings when it is closed
 
 
 @contextlib.contextmanager
@@ -23,10 +23,10 @@ def full_float32() -> Iterator[None]:
 
     By default cuDNN rounds the inputs of float32 convolutions to TF32, of 11 bits: the same function in another order
     then differs by 1e-3, which is more than a comparison of float outputs allows. Afterwards, also after an error, the
-    user's settings are back. A decorator too: `@full_float32()`.
+    user's settings are restored. Also a decorator: `@full_float32()`.
 
     The settings are those of the whole process. Blocks may be nested and may overlap in several threads: the first one
-    notes the settings, the last one restores them. Other threads compute in full float32 too meanwhile, and a
+    saves the settings, the last one restores them. Meanwhile other threads also compute in full float32, and a
     setting that they change is lost.
 
     >>> with full_float32():
@@ -50,8 +50,8 @@ def full_float32() -> Iterator[None]:
 def _switch_off() -> Callable[[], None]:
     """Switch to full float32; returns a function that restores the settings.
 
-    Torch has old switches (`allow_tf32`, `set_float32_matmul_precision`) and a setting for each op, and refuses to read
-    an old one that disagrees with those of its ops. So the old ones are set where they can be read, which sets their
+    Torch has old switches (`allow_tf32`, `set_float32_matmul_precision`) and a setting for each op, and raises when an
+    old one is read that disagrees with those of its ops. So the old ones are set if they can be read, which sets their
     ops, and then the ops that still round.
     """
     before = {op: _precision(op) for op in _OPS}
@@ -73,7 +73,7 @@ def _switch_off() -> Callable[[], None]:
                 torch.set_float32_matmul_precision(product)
         for op, precision in before.items():
             if _precision(op) != precision:
-                _set_precision(op, "none")  # which may be what it had: the backend's precision
+                _set_precision(op, "none")  # possibly its old value: the backend's precision
             if _precision(op) != precision:
                 _set_precision(op, precision)
 
@@ -81,7 +81,7 @@ def _switch_off() -> Callable[[], None]:
 
 
 def _readable(read: Callable[[], Any]) -> Any:
-    """The value of an old switch; None where its ops have settings that it cannot express."""
+    """The value of an old switch; None if its ops have settings that it cannot express."""
     try:
         with _no_words_about_old_switches():
             return read()

@@ -1,9 +1,9 @@
 """ONNX Runtime's integer kernels in torch, equal to the last bit.
 
-Fake-quant in float32 and the same layer in integers differ by some 1e-6 of a step. Where that decides a rounding, one
+Fake-quant in float32 and the same layer in integers differ by some 1e-6 of a step. If that decides a rounding, one
 code changes, the next layer's sums change with it, and after a few layers the two are as far apart as 0.5 % of the
-output range (the float32 and the float64 simulation of one ResNet-18 are, too). So the arithmetic itself is done as the
-kernels do it: exact sums, one multiplication in float32, one rounding.
+output range (the float32 and the float64 simulation of one ResNet-18 are, too). So the arithmetic is that of the
+kernels: exact sums, one multiplication in float32, one rounding.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def codes_from_zero(x: Tensor, scale: Tensor) -> Tensor:
-    """`q - zero_point` of values that lie on the grid already, as whole float numbers."""
+    """`q - zero_point` of values that are on the grid already, as whole float numbers."""
     return torch.div(x, scale).round_()
 
 
@@ -38,7 +38,7 @@ def add(
 ) -> Tensor:
     """`QLinearAdd` of two tensors on their grids: the sum on the grid of the output, not clipped yet.
 
-    Arm adds in fixed point and rounds halves away from zero, or in float32 where the scales are too far apart for that;
+    Arm adds in fixed point and rounds halves away from zero, or in float32 if the scales are too far apart for that;
     x86 adds in float32 (fused multiply-add), with the zero points folded into one constant. `machine`: as
     `platform.machine()` names it, by default this one.
     """
@@ -56,7 +56,7 @@ def add(
         total = codes_a.double().mul_(multiplier_a).add_(codes_b.double().mul_(multiplier_b))
         half_away = total.abs().add_(float(1 << (shift - 1))).mul_(2.0**-shift).floor_().mul_(total.sign())
         return _on_grid(half_away, scales[2], a)
-    # Products of float32 numbers are exact in float64: these are fused multiply-adds but for a double rounding.
+    # Products of float32 numbers are exact in float64: these are fused multiply-adds except for a double rounding.
     constant = _float32(zero_c - _float32(ratio_a * zero_a + _float32(ratio_b * zero_b)))
     partial = codes_b.add_(zero_b).double().mul_(ratio_b).add_(constant).float()
     total = codes_a.add_(zero_a).double().mul_(ratio_a).add_(partial).float()
@@ -86,7 +86,7 @@ def multiply(
 
 
 def saturates_as_hard_sigmoid(scale: float, zero_point: float, qmin: int, qmax: int) -> bool:
-    """Whether codes of this grid, clipped at its ends, are those of values that are clipped at 0 and 1."""
+    """Whether codes of this grid, clipped at its ends, correspond to values clipped at 0 and 1."""
     return round(zero_point) == qmin and (qmax - qmin) * scale <= 1 + scale / 2
 
 
@@ -101,7 +101,7 @@ def _is_arm(machine: str | None) -> bool:
 
 @lru_cache(maxsize=1024)
 def _fixed_point(ratio_a: float, ratio_b: float) -> tuple[int, int, int] | None:
-    """(shift, multipliers of 22 bits); None where the ratios of the scales are too far apart for it."""
+    """(shift, multipliers of 22 bits); None if the ratios of the scales are too far apart for it."""
     smallest, largest = 2.0**-14, 256.0
     if not all(smallest <= ratio < largest for ratio in (ratio_a, ratio_b)):
         return None

@@ -20,7 +20,7 @@ MAX_PACKED_BITS = 8
 
 
 def num_words(num_codes: int, bits: int) -> int:
-    """How many words a row of so many codes takes.
+    """How many words a row of this many codes takes.
 
     >>> num_words(128, 4), num_words(128, 3), num_words(33, 3)
     (16, 12, 4)
@@ -68,7 +68,7 @@ def unpack(words: Tensor, bits: int, num_codes: int) -> Tensor:
     for place in range(WORD):
         word, shift = divmod(place * bits, WORD)
         found = padded[..., word] >> shift
-        if shift + bits > WORD:  # a shift to the right repeats the sign: only the lowest bits are the word's own
+        if shift + bits > WORD:  # a shift to the right repeats the sign: only the lowest bits belong to the word
             own = WORD - shift
             found = (found & ((1 << own) - 1)) | (padded[..., word + 1] << own)
         codes[..., place] = found & mask
@@ -76,7 +76,7 @@ def unpack(words: Tensor, bits: int, num_codes: int) -> Tensor:
 
 
 def _pack_bytes(codes: Tensor, bits: int) -> Tensor:
-    """Where no code crosses the border of a byte."""
+    """For codes that do not cross the border of a byte."""
     per_byte = 8 // bits
     parts = pad(codes.to(torch.uint8), (0, -codes.shape[-1] % (WORD // bits))).unflatten(-1, (-1, per_byte))
     octets: Tensor = parts[..., 0].clone()
@@ -86,8 +86,8 @@ def _pack_bytes(codes: Tensor, bits: int) -> Tensor:
 
 
 def _unpack_bytes(words: Tensor, bits: int) -> Tensor:
-    """Where no code crosses the border of a byte."""
-    # Not `contiguous()`: transposed words of one column keep a stride that a view as bytes refuses.
+    """For codes that do not cross the border of a byte."""
+    # Not `contiguous()`: transposed words of one column keep a stride that cannot be viewed as bytes.
     octets = words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
     if bits == 8:
         return octets

@@ -1,4 +1,4 @@
-"""Fake-quant in few passes over memory, where a device has no kernels of its own: equal to `reference`, bit by bit.
+"""Fake-quant in few passes over memory, for devices without kernels: equal to `reference`, bit by bit.
 
 Passes are elementwise and in place, because memory traffic is the cost. A scale stays a tensor even when it is one
 number: torch wraps a Python number more slowly (5 us) than it runs a small kernel, and on a GPU it would not truly
@@ -21,7 +21,7 @@ from sparsebit.numerics.spec import PerChannel, PerGroup, PerTensor, axis_in, pa
 def fake_quantize(
     x: Tensor, scale: Tensor, zero_point: Tensor, axis: int | None, group_size: int, qmin: int, qmax: int
 ) -> Tensor:
-    """`reference.fake_quantize` into one new tensor (two where half precision computes in float32), strides kept."""
+    """`reference.fake_quantize` into one new tensor (two if half precision computes in float32), strides kept."""
     if axis is not None and group_size and x.shape[axis] % group_size:
         y = fake_quantize(pad_groups(x, axis, group_size), scale, zero_point, axis, group_size, qmin, qmax)
         return torch.empty_like(x).copy_(y.narrow(axis, 0, x.shape[axis]))
@@ -38,12 +38,12 @@ def fake_quantize(
 
 
 def as_blocks(x: Tensor, axis: int | None, group_size: int) -> Tensor:
-    """A view in which parameters broadcast: groups get a dimension of their own, `(8, 256)` -> `(8, 2, 128)`."""
+    """A view in which parameters broadcast: groups get a separate dimension, `(8, 256)` -> `(8, 2, 128)`."""
     return x if axis is None or not group_size else torch.unflatten(x, axis, (-1, group_size))
 
 
 def align(param: Tensor, x: Tensor, axis: int | None, group_size: int) -> Tensor:
-    """`param` in the type that `x` computes in, in a shape that meets its blocks: `()`, `(1, C, 1, 1)`, `(8, 2, 1)`."""
+    """`param` in the type of the arithmetic on `x`, shaped to match its blocks: `()`, `(1, C, 1, 1)`, `(8, 2, 1)`."""
     dtype = compute_dtype(x.dtype)
     if param.dtype != dtype:
         param = param.to(dtype)
@@ -73,9 +73,9 @@ def divide(x: Tensor, scale: Tensor, axis: int | None, group_size: int) -> Tenso
 
 
 def grid(zero_point: Tensor, qmin: int, qmax: int) -> tuple[int, int, Tensor | None]:
-    """(low, high, shift): `clamp(codes + shift, low, high)`, where the shift is none when the ends can take it in.
+    """(low, high, shift): `clamp(codes + shift, low, high)`, without a shift if the ends can absorb it.
 
-    That saves two passes over memory. It means reading the zero point: nothing on a CPU, a stall on a GPU.
+    That saves two passes over memory. It requires reading the zero point: free on a CPU, a stall on a GPU.
     """
     if zero_point.is_cpu:
         if zero_point.ndim == 0:
@@ -88,8 +88,8 @@ def grid(zero_point: Tensor, qmin: int, qmax: int) -> tuple[int, int, Tensor | N
 
 
 def aligned_shape(shape: tuple[int, ...], axis: int | None, group_size: int, num_params: int) -> tuple[int, ...]:
-    """The shape in which parameters meet the blocks of a tensor of this shape: each dimension inside a row is 1."""
-    if torch.compiler.is_compiling():  # which does not look into caches
+    """The shape in which parameters match the blocks of a tensor of this shape: each dimension inside a row is 1."""
+    if torch.compiler.is_compiling():  # compilers cannot trace caches
         return _aligned_shape(shape, axis, group_size, num_params)
     try:
         return _known_aligned_shape(shape, axis, group_size, num_params)

@@ -1,4 +1,4 @@
-"""Ranges -> scales and zero points, the shapes in which they broadcast against a tensor, and the checks on them.
+"""Scales and zero points from ranges, the shapes in which they broadcast against a tensor, and checks on them.
 
 Scales and zero points are flat float32 tensors with one number per row of `spec.to_rows`, or one number for all;
 `broadcast_to` adds the tensor's dimensions. Rows are defined by the granularity in `spec`.
@@ -31,7 +31,7 @@ def qparams_from_range(
     affine:    `scale = (max - min) / (qmax - qmin)`, `zero_point = clamp(round(qmin - min/scale), qmin, qmax)`.
 
     Zero is always a point of the grid. The empty range [0, 0] has scale 1 and zero point 0. One symmetric bit has no
-    positive code: its scale is the lower end. `check=False` skips the test of the values, which waits for a GPU.
+    positive code: its scale is the lower end. `check=False` skips the check of the values, which waits for a GPU.
     """
     if min_val.shape != max_val.shape:
         raise SpecError(
@@ -57,7 +57,7 @@ def qparams_from_range(
 
 
 def dequantized_range(scale: Tensor, zero_point: Tensor, spec: TensorSpec) -> tuple[Tensor, Tensor]:
-    """The lowest and the highest value that the grid holds: `((qmin - zp) * scale, (qmax - zp) * scale)`."""
+    """The lowest and the highest value on the grid: `((qmin - zp) * scale, (qmax - zp) * scale)`."""
     zero_point = zero_point.round()
     return (spec.qmin - zero_point) * scale, (spec.qmax - zero_point) * scale
 
@@ -66,7 +66,7 @@ def broadcast_to(param: Tensor, shape: Sequence[int], granularity: Granularity) 
     """`param` (one number per row, or one for all) in a form that broadcasts against a tensor of this shape.
 
     PerTensor: `()`. PerChannel(1) of `(N, C, H, W)`: `(1, C, 1, 1)`. PerGroup: each number repeated over its group, so
-    that `(4096, 8)` scales meet `(4096, 1000)` as `(4096, 1000)`.
+    that `(4096, 8)` scales match `(4096, 1000)` as `(4096, 1000)`.
     """
     if param.numel() == 1:
         return param if param.ndim == 0 else param.reshape(())
@@ -80,7 +80,7 @@ def broadcast_to(param: Tensor, shape: Sequence[int], granularity: Granularity) 
 
 
 def check_num_params(num_params: int, shape: Sequence[int], granularity: Granularity) -> None:
-    """Refuses scales or zero points that are neither one nor one per row of the tensor."""
+    """Raise for scales or zero points that are neither one nor one per row of the tensor."""
     expected = num_rows(shape, granularity)
     if num_params not in (1, expected):
         allowed = "1" if expected == 1 else f"1 or {expected}"
@@ -91,7 +91,7 @@ def check_num_params(num_params: int, shape: Sequence[int], granularity: Granula
 
 
 def check_backend(spec: TensorSpec, zero_point: Tensor, backend: str, site: str, role: Role | None = None) -> None:
-    """Refuses numbers that `backend` cannot run; the message carries the site's name.
+    """Raise for numbers that `backend` cannot run; the message contains the site's name.
 
     `role` chooses the rules (`sparsebit.backends`); without it the format must suit at least one kind of tensor.
     """
@@ -129,9 +129,9 @@ def check_backend(spec: TensorSpec, zero_point: Tensor, backend: str, site: str,
 def checked_qparams(
     scale: Tensor, zero_point: Tensor, spec: TensorSpec, num_scales: int | None, site: str
 ) -> tuple[Tensor, Tensor]:
-    """A given scale and zero point, one of each per scale: `()` or `(num_scales,)`; impossible numbers are refused.
+    """A given scale and zero point, one of each per scale: `()` or `(num_scales,)`; raises for impossible numbers.
 
-    `num_scales`: how many there are; None: as many as are given. A single number is meant for all of them.
+    `num_scales`: how many there are; None: as many as are given. A single number applies to all of them.
     """
     if not bool((torch.isfinite(scale) & (scale >= SMALLEST_SCALE)).all()):
         raise CalibrationError(f"{site}: scale {scale.min():g}: a scale is finite and at least {SMALLEST_SCALE:g}")

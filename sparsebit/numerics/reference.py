@@ -1,4 +1,4 @@
-"""Fake-quant in plain torch: the definition of truth that every fast path is tested against.
+"""Fake-quant in plain torch: the definition that every fast path is tested against.
 
 `zp = round(zero_point)`, `q = clamp(round(x / scale) + zp, qmin, qmax)`, `y = (q - zp) * scale`: a true division and
 round-half-to-even, as ONNX defines QuantizeLinear. Half precision computes in float32 and returns in its own type.
@@ -22,7 +22,7 @@ def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, spec: TensorSpec
 
 
 def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, spec: TensorSpec) -> Tensor:
-    """The codes of `x`, in `code_dtype(spec)`. NaN, which has no code, takes that of zero."""
+    """The codes of `x`, in `code_dtype(spec)`. NaN, which has no code, gets that of zero."""
     scale, zero_point = _params(x, scale, zero_point, spec)
     codes = _codes(x, scale, zero_point, spec)
     return torch.where(codes.isnan(), zero_point.clamp(spec.qmin, spec.qmax), codes).to(code_dtype(spec))

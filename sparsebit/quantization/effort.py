@@ -1,4 +1,4 @@
-"""`effort`: how much time post-training quantization may take, as a name for a ladder of algorithms."""
+"""`effort`: names for ladders of algorithms, by how much time post-training quantization may take."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from sparsebit.errors import ConfigError
 
 Effort = Literal["fast", "good", "best"]
 
-# What each one adds to a config, in the place of its ALGORITHMS, where weights have fewer than 8 bits. With 8 there is
-# hardly anything to gain, and on little data something to lose.
+# The algorithms that each one adds to a config, instead of its ALGORITHMS, if weights have fewer than 8 bits. With 8
+# bits there is hardly anything to gain, and on little data something to lose.
 LADDERS: dict[str, tuple[Any, ...]] = {
     "fast": (),
     "good": ({"gptq": {"SWEEPS": 0, "MAX_ROWS": 16384, "SCALE_SEARCH": "gptq"}},),
@@ -19,9 +19,9 @@ LADDERS: dict[str, tuple[Any, ...]] = {
 
 
 def with_effort(config: QuantConfig, effort: str | None) -> QuantConfig:
-    """The config with the algorithms of that effort; of "good" and "best" also ranges by `mse`, where none is chosen.
+    """The config with the algorithms of that effort; "good" and "best" also set ranges by `mse`, unless one is chosen.
 
-    With weights of 8 bits or more the ranges are all that changes.
+    With weights of 8 bits or more only the ranges change.
 
     >>> from sparsebit.quantization import parse_qconfig
     >>> config = parse_qconfig("{W: {QUANTIZER: {BIT: 4}}, A: {QUANTIZER: {BIT: 8}}}")

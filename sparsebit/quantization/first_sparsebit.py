@@ -1,4 +1,4 @@
-"""The first Sparsebit (2022-2023): its state dicts are recognised, and its names for parts of a quantizer stay."""
+"""State dicts of the first Sparsebit (2022-2023): recognises them, and loads their weights into the float model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def is_of_first_sparsebit(names: Iterable[str]) -> bool:
 
 
 def refuse_first_sparsebit(names: Iterable[str]) -> None:
-    """An error that says what to do, for keys of the first Sparsebit."""
+    """Raise for keys of the first Sparsebit, with an explanation of what to do."""
     if is_of_first_sparsebit(names):
         raise CheckpointError(_HOW)
 
@@ -36,8 +36,8 @@ def refuse_first_sparsebit(names: Iterable[str]) -> None:
 def weights_of_first_sparsebit(state_dict: Mapping[str, Any], model: nn.Module) -> dict[str, Tensor]:
     """The weights in a state_dict of the first Sparsebit, by the names of the float `model`.
 
-    It named layers after torch.fx nodes (`model.layer1_0_conv1.weight`). Scales are left out: calibrate again. Where it
-    had folded batch norms, their tensors are not there, and that is an error.
+    It named layers after torch.fx nodes (`model.layer1_0_conv1.weight`). Scales are left out: calibrate again. If it
+    had folded batch norms, their tensors are missing, and that is an error.
     """
     given = {_plain(name): value for name, value in state_dict.items() if "_quantizer." not in name}
     found: dict[str, Tensor] = {}

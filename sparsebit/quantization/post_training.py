@@ -26,7 +26,7 @@ from sparsebit.records.phases import note_calibration, phase
 
 log = logging.getLogger(__name__)
 
-# Below, the extremes of single samples are the ranges of all activations.
+# With fewer, the extremes of single samples are the ranges of all activations.
 FEWEST_SAMPLES = 8
 
 
@@ -42,18 +42,18 @@ def quantize(
     placement: PlacementProfile | str | os.PathLike[str] = "default",
     placement_seconds: float = 60.0,
 ) -> QuantModel:
-    """A calibrated `QuantModel` with quantization on, in eval mode; `model` is left as it was.
+    """A calibrated `QuantModel` with quantization on, in eval mode; `model` is not changed.
 
     `batches`: an iterable of tensors, tuples of positional arguments or mappings of keyword arguments (a DataLoader of
-    `(images, labels)` will do). None where only weights are quantized (`config="weights-only"`): their ranges are read
-    off the weights themselves. `config`: a config in any form that `parse_qconfig` reads, or a backend's name (8 bits
-    as that runtime wants them). `asym`: calibrate each layer on quantized predecessors. `effort`: "fast" (calibration
-    alone), "good" (GPTQ, seconds) or "best" (GPTQ and reconstruction, minutes), in the place of the config's
-    `ALGORITHMS`. `resume`: a folder that keeps what these have finished; a run that was killed goes on after it.
+    `(images, labels)` also works). None if only weights are quantized (`config="weights-only"`): their ranges are
+    computed from the weights themselves. `config`: a config in any form that `parse_qconfig` reads, or a backend's name
+    (8 bits in that runtime's formats). `asym`: calibrate each layer on quantized predecessors. `effort`: "fast"
+    (calibration alone), "good" (GPTQ, seconds) or "best" (GPTQ and reconstruction, minutes), instead of the config's
+    `ALGORITHMS`. `resume`: a folder that keeps their finished work; a run that was killed continues after it.
 
-    `placement`: which layers run in integers. "default": as the backend's profile says. "measured": the fastest choice
+    `placement`: which layers run in integers. "default": as in the backend's profile. "measured": the fastest choice
     in the runtime on this machine that keeps the accuracy, never slower than float, found in about `placement_seconds`;
-    `qmodel.placement` says what was measured. A profile that was saved, or its file: the choice made then.
+    `qmodel.placement` holds the measurements. A saved profile, or its file: the choice made then.
 
     >>> model = nn.Sequential(nn.Linear(4, 2), nn.ReLU())
     >>> qmodel = quantize(model, [torch.randn(8, 4)], "onnxruntime")
@@ -106,13 +106,13 @@ def quantize(
         qmodel = measure_placement(qmodel, [first], seconds=placement_seconds).qmodel
     elif profile is not None:
         qmodel = apply_placement(qmodel, profile)
-    if qconfig.ALGORITHMS and not qmodel.is_float_by_plan:  # of a float model there is nothing to round
+    if qconfig.ALGORITHMS and not qmodel.is_float_by_plan:  # a float model has nothing to round
         apply_algorithms(qmodel, batches, resume=resume)
     return qmodel
 
 
 def _profile(placement: PlacementProfile | str | os.PathLike[str]) -> PlacementProfile | None:
-    """The profile that is named; read before the work, so that a wrong name costs no time."""
+    """The named profile; read before the work, so that a wrong name costs no time."""
     if isinstance(placement, PlacementProfile) or placement in ("default", "measured"):
         return placement if isinstance(placement, PlacementProfile) else None
     return PlacementProfile.load(placement)
@@ -141,7 +141,7 @@ def _without_data(model: nn.Module, qconfig: QuantConfig) -> QuantModel:
 
 
 def _observe(qmodel: QuantModel, stream: Iterable[Call], *, total: int | None) -> int:
-    """Runs the calls, which the observers see; how many samples they were."""
+    """Run the calls for the observers; returns how many samples they had."""
     count = 0
     with torch.no_grad():
         for call in track(stream, "calibration", total=total):

@@ -1,4 +1,4 @@
-"""`parse_qconfig`: a quantization config out of a backend's name, a YAML file, a dict or YAML text.
+"""`parse_qconfig`: reads a quantization config from a backend's name, a YAML file, a dict or YAML text.
 
 `sparsebit/quantization/__init__.py` imports all built-in observers, quantizers and algorithms, which registers the
 names that a config may use.
@@ -24,8 +24,8 @@ def parse_qconfig(source: Source | QuantConfig) -> QuantConfig:
     """The checked, frozen config; everything wrong in it is named in one ConfigError.
 
     `source` is the path of a YAML file, a mapping, YAML text, or a name of `named_configs`: a backend's (`onnxruntime`:
-    8 bits as that runtime wants them) or `onnxruntime-weights-only`. A config that is checked already comes back as it
-    is.
+    8 bits in that runtime's formats) or `onnxruntime-weights-only`. A config that is already checked is returned
+    unchanged.
 
     >>> qconfig = parse_qconfig("{W: {QUANTIZER: {BIT: 4}}, A: {QUANTIZER: {BIT: 8}}}")
     >>> qconfig.W.QUANTIZER.BIT, qconfig.A.QSCHEME
@@ -54,7 +54,7 @@ def parse_qconfig(source: Source | QuantConfig) -> QuantConfig:
 
 
 def _with_implied_steps(config: QuantConfig) -> QuantConfig:
-    """`W.QUANTIZER.TYPE: adaround`, as the first Sparsebit had it, is a step of ALGORITHMS where none is named."""
+    """`W.QUANTIZER.TYPE: adaround`, as in the first Sparsebit, adds a missing `reconstruct` to ALGORITHMS."""
     kinds = {config.W.QUANTIZER.TYPE, *(dict(entry.settings).get("QUANTIZER.TYPE") for entry in config.W.SPECIFIC)}
     is_wanted = any(isinstance(kind, str) and kind.lower() == "adaround" for kind in kinds)
     if not is_wanted or any(step.name == "reconstruct" for step in config.ALGORITHMS):
@@ -63,12 +63,12 @@ def _with_implied_steps(config: QuantConfig) -> QuantConfig:
     return config.replace("ALGORITHMS", [*entries, {"reconstruct": {"METHOD": "adaround"}}])
 
 
-# What every place that takes a config does with it.
+# Applied by every function that accepts a config.
 as_qconfig = parse_qconfig
 
 
 def named_configs() -> dict[str, dict[str, Any]]:
-    """The configs that have names: a backend's own, and the same without activations, which needs no data."""
+    """The configs with names: a backend's own, and the same without activations, which needs no data."""
     named = {name: PROFILES[name].recommended() for name in BACKENDS}
     weights = {
         f"{name}-{WEIGHTS_ONLY}": {**config, "A": {"QUANTIZER": {"DISABLE": True}}} for name, config in named.items()
@@ -77,7 +77,7 @@ def named_configs() -> dict[str, dict[str, Any]]:
 
 
 def require_device(config: QuantConfig) -> None:
-    """Refuses a GPU that is not there, before any work is done."""
+    """Raise for a GPU that does not exist, before any work is done."""
     if not config.DEVICE.startswith("cuda"):
         return
     import torch

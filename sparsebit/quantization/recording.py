@@ -1,4 +1,4 @@
-"""`record`: a quantized model and what verbs found out about it -> one `RunRecord`."""
+"""`record`: turns a quantized model and the results of verbs into one `RunRecord`."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def record(
     run: Measured | None = None,
     warnings: tuple[str, ...] = (),
 ) -> RunRecord:
-    """A `RunRecord` of a quantized model, with the results that are given; None among them is left out.
+    """A `RunRecord` of a quantized model, with the given results; None among them is ignored.
 
-    `file`: the ONNX file that was exported from it; that of the results where they name one. `name`: what to call the
-    model; its class where it is not given. `run`: what `measured` gave, for timings, versions and the machine.
+    `file`: the ONNX file that was exported from it; default: the one that the results name. `name`: the model's name;
+    default: its class. `run`: the result of `measured`, for timings, versions and the machine.
 
     >>> from sparsebit.records import measured
     >>> import sparsebit, torch
@@ -75,7 +75,7 @@ def record(
 def file_record(
     file: str | os.PathLike[str] | FileFacts, *results: Result, run: Measured, warnings: tuple[str, ...] = ()
 ) -> RunRecord:
-    """The record of an ONNX file whose model is not known."""
+    """The record of an ONNX file whose model is unknown."""
     facts = file if isinstance(file, FileFacts) else file_facts(Path(file))
     return with_run(with_results(RunRecord(file=facts), list(results)), run, warnings)
 
@@ -83,7 +83,7 @@ def file_record(
 def float_record(
     model: nn.Module, name: str, facts: FileFacts, *results: Result, run: Measured, warnings: tuple[str, ...] = ()
 ) -> RunRecord:
-    """The record of a float model that was exported as it is."""
+    """The record of a float model that was exported unquantized."""
     made = RunRecord(model=float_facts(model, name), file=facts)
     return with_run(with_results(made, list(results)), run, warnings)
 
@@ -118,24 +118,24 @@ def with_run(made: RunRecord, run: Measured | None, warnings: tuple[str, ...]) -
 
 
 def model_facts(qmodel: QuantModel, name: str | None = None) -> ModelFacts:
-    """Which model it is: by its architecture, and by the numbers that quantization gave it."""
+    """Identifies the model: by its architecture, and by the numbers of its quantization."""
     model = qmodel.original
     config = qmodel.config.to_dict(defaults=True)
-    config.pop("DEVICE")  # where it runs changes nothing in what it is
+    config.pop("DEVICE")  # the device is not part of the model's identity
     sites = {quantizer.name: quantizer.describe() for quantizer in qmodel.quantizers() if not quantizer.fake_fused}
-    # Whether quantization is on is no property of the model.
+    # Whether quantization is on is not a property of the model.
     switches = {f"{path}._extra_state" for path, module in qmodel.named_modules() if isinstance(module, Quantizer)}
     tensors = {key: value for key, value in gather_shards(qmodel.state_dict()).items() if key not in switches}
     return _facts(model, name, _checksum(tensors, config, sites))
 
 
 def float_facts(model: nn.Module, name: str | None = None) -> ModelFacts:
-    """Which float model it is."""
+    """Identifies a float model."""
     return _facts(model, name, _checksum(gather_shards(model.state_dict()), "float"))
 
 
 def architecture_facts(model: nn.Module, name: str | None = None) -> ModelFacts:
-    """What is known of a model before it is quantized: enough to tell one architecture from another."""
+    """The facts of a model before it is quantized: enough to distinguish architectures."""
     return _facts(model, name, "")
 
 
@@ -159,12 +159,12 @@ def _checksum(tensors: Mapping[str, Any], *values: object) -> str:
 def _add_bytes(digest: Any, tensor: Tensor) -> None:
     plain = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
     size = plain.numel() * plain.element_size()
-    if size:  # without numpy, which is an optional package
+    if size:  # computed without numpy, which is an optional package
         digest.update((ctypes.c_char * size).from_address(plain.data_ptr()))
 
 
 def _one_file(results: list[Result], given: str | os.PathLike[str] | None) -> Path | None:
-    """The file that all of them are about."""
+    """The file that all results are about."""
     named = [result.parity.file if isinstance(result, ParityCheck) else result.file for result in _of_files(results)]
     paths = {os.path.realpath(path): Path(path) for path in (*named, *([] if given is None else [given]))}
     if len(paths) > 1:

@@ -1,4 +1,4 @@
-"""Plain, frozen results that go to JSON and to reports: of one verb, and of a whole run (`RunRecord`)."""
+"""Plain, frozen results for JSON and reports: of one verb, and of a whole run (`RunRecord`)."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ Arithmetic = Literal["integer", "weight-only", "float", "unknown"]
 class Latency:
     """One call's time in milliseconds: median and quartiles over the rounds.
 
-    `cpu_ms` is the time of the whole process, all its threads together: with one thread it is what the call costs, and
+    `cpu_ms` is the time of the whole process, all its threads together: with one thread it is the cost of the call, and
     other processes hardly change it. `wall_ratio` and `cpu_ratio` are against the first run of the same rounds: the
     median of the ratios round by round, which a changing clock frequency does not affect; 1 for the first run itself.
     """
@@ -35,10 +35,10 @@ class Latency:
 class LayerRun:
     """One layer of the file. `heavy`: it multiplies matrices; `weight-only`: low-bit weights, float activations.
 
-    A layer in float has a `cause` (the same words for all layers of its group), a `detail` of its own and a `remedy`.
-    `on_purpose`: that is intended; the profile leaves it so by design, or the config switched it off.
-    `rounds_weight`: the file keeps its weight in float, and the runtime rounds it to int8 all the same.
-    `meant_float`: the export noted that it is to be computed in float.
+    A layer in float has a `cause` (the same text for all layers of its group), a `detail` and a `remedy`.
+    `on_purpose`: the profile leaves it in float by design, or the config switched it off.
+    `rounds_weight`: the file stores its weight in float, and the runtime still rounds it to int8.
+    `meant_float`: the export marked it to be computed in float.
     """
 
     name: str
@@ -57,11 +57,11 @@ class LayerRun:
 
 @dataclass(frozen=True)
 class Audit:
-    """Which layers of a file run in integers, and how fast it is, as `audit` found.
+    """Which layers of a file run in integers, and how fast it is, as measured by `audit`.
 
-    `leftovers`: conversions left in the runtime's graph, by op. `latency` has the keys `float` and `quantized` where
-    both were timed; `float_source` is the path of the float file, or `twin` (the same file with its quantization taken
-    out). `feeds` says what the model was run on.
+    `leftovers`: remaining conversions in the runtime's graph, by op. `latency` has the keys `float` and `quantized` if
+    both were timed; `float_source` is the path of the float file, or `twin` (the same file without its quantization).
+    `feeds` describes the inputs of the model.
     """
 
     file: str

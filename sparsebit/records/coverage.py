@@ -1,6 +1,6 @@
 """`Coverage`: which layers and parameters of a model are quantized, which are float, and why.
 
-Plain data that goes to JSON (`run_record`): a field that is added or renamed changes the version there.
+Plain data for JSON (`run_record`): adding or renaming a field requires a new version there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class FloatLayer:
 
 @dataclass(frozen=True)
 class OpaqueModule:
-    """A module that could not be traced: where, why, and the layers inside that are quantized all the same."""
+    """A module that could not be traced: its place, the reason, and the layers inside that are still quantized."""
 
     path: str
     module_type: str
@@ -37,9 +37,9 @@ class OpaqueModule:
 
 @dataclass(frozen=True)
 class ParameterRecord:
-    """One parameter of the model: `format` is what it is read as (`int8`, `float32`), `reason` why it is float.
+    """One parameter of the model: `format` is the type that layers read (`int8`, `float32`), `reason` why it is float.
 
-    `float_bytes`: as the model has it; `bytes`: packed into its format, with its scales.
+    `float_bytes`: unquantized; `bytes`: packed into its format, with its scales.
     """
 
     name: str
@@ -58,7 +58,7 @@ class ParameterRecord:
 class Coverage:
     """The quantized and the float layers, with reasons. `notes`: properties of the capture that a user may not expect.
 
-    `parameters`: every one that the model has, biases and norms too; what a fold removed is not there any more.
+    `parameters`: every one of the model, including biases and norms; those that a fold removed are no longer included.
     """
 
     quantized: tuple[QuantizedLayer, ...] = ()
@@ -95,7 +95,7 @@ class Coverage:
     def sizeable_floats(self, above: float = 0.01) -> list[str]:
         """Float parameters that are more than `above` of all, by reason: the share, the names, the reason.
 
-        Names that differ in numbers alone are one: `layers.*.experts.down_proj`.
+        Names that differ only in numbers are merged: `layers.*.experts.down_proj`.
         """
         by_reason: dict[str, list[ParameterRecord]] = {}
         for parameter in self.parameters:

@@ -1,6 +1,6 @@
-"""`ErrorProfile`: the error of quantization in every layer's output and in every quantized tensor.
+"""`ErrorProfile`: the quantization error of every layer's output and of every quantized tensor.
 
-`AccuracyGains`: the accuracy that comes back when single layers of a quantized model are float.
+`AccuracyGains`: the accuracy that is regained when single layers of a quantized model are float.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ MOST_BINS = 64
 
 @dataclass(frozen=True)
 class LayerGain:
-    """One layer in float, all others quantized. `gain`: the score that comes back; negative where it gets worse."""
+    """One layer in float, all others quantized. `gain`: the change of the score; negative if it gets worse."""
 
     layer: str
     sqnr_db: float
@@ -25,7 +25,7 @@ class LayerGain:
 class AccuracyGains:
     """Scores of the float and of the quantized model, and of single layers, from `QuantModel.accuracy_gains`.
 
-    `metric`: its description; higher scores are better. `num_samples`: 0 where the metric has data of its own.
+    `metric`: its description; higher scores are better. `num_samples`: 0 if the metric has its own data.
     `layers`: those that were tried, the largest gain first. `together`: the score with all of them in float.
     """
 
@@ -60,7 +60,7 @@ class AccuracyGains:
 
 @dataclass(frozen=True)
 class LayerError:
-    """The error that quantization brings to one layer's output (or to the model's, sync)."""
+    """The quantization error of one layer's output (or of the model's, sync)."""
 
     layer: str
     error: float
@@ -71,7 +71,7 @@ class LayerError:
 class ValueHistogram:
     """How many values fell into each of at most 64 bins of equal width: bin `i` starts at `low + i * width`.
 
-    `width` is a power of two and `low` a multiple of it. Counted are the finite ones of a sample of the values.
+    `width` is a power of two and `low` a multiple of it. Only the finite values of a sample are counted.
     """
 
     low: float
@@ -85,11 +85,11 @@ class ValueHistogram:
 
 @dataclass(frozen=True)
 class SiteError:
-    """One quantizer on float values: the error of its own rounding and clipping, and what the values look like.
+    """One quantizer on float values: the error of its own rounding and clipping, and statistics of the values.
 
-    `low`, `high`: the extremes of the float values. `clip_low`, `clip_high`: the smallest and the largest value that
-    can come out; with several scales those of the widest. `clipped`: the share of values outside of their own scale's
-    range. `histogram`: None where it was not asked for.
+    `low`, `high`: the extremes of the float values. `clip_low`, `clip_high`: the smallest and the largest possible
+    output; with several scales, those of the widest. `clipped`: the share of values outside of their own scale's range.
+    `histogram`: None if it was not requested.
     """
 
     site: str
@@ -111,8 +111,8 @@ class ErrorProfile:
     """The errors of layers and of quantized tensors, as `QuantModel.profile` measures them.
 
     `sync`: the layers' errors are those of all layers quantized together; else of each alone.
-    Quantized tensors are measured on float inputs either way. `data`: a description of the inputs. `gains`: from
-    `QuantModel.accuracy_gains`; None where it was not asked for.
+    Quantized tensors are measured on float inputs in both cases. `data`: a description of the inputs. `gains`: from
+    `QuantModel.accuracy_gains`; None if it was not requested.
     """
 
     sync: bool

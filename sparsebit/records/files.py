@@ -12,7 +12,7 @@ from sparsebit.records.run_record import RunRecord
 
 
 def read_record(path: str | os.PathLike[str]) -> RunRecord:
-    """The record in a file; a RecordError where there is none, or one that this Sparsebit cannot read."""
+    """The record in a file; a RecordError if there is none, or one that this Sparsebit cannot read."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -30,7 +30,7 @@ def write_record(path: str | os.PathLike[str], record: RunRecord) -> None:
 def extend_record(path: str | os.PathLike[str], record: RunRecord) -> Merged:
     """Add to the record in the file, if there is one: newly filled sections replace older ones, the others stay.
 
-    A file that holds a record of another model, or anything else, is left as it is, and that is a RecordError. Several
+    A file with a record of another model, or with anything else, is not changed and raises a RecordError. Several
     processes may extend one file: each reads what the other has written.
     """
     target = checked_record_path(path)

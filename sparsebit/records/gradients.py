@@ -8,9 +8,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class GradientCheck:
-    """Which gradients of a training step equal those of the model's own code, as `verify_training` found.
+    """Which gradients of a training step equal those of the model's own code, from `verify_training`.
 
-    `not_compared`: parameters that have no counterpart, since a norm was folded into them or they were split.
+    `not_compared`: parameters without a counterpart, since a norm was folded into them or they were split.
     `own_code`: modules that run their own code from now on, since their gradients differed, with the reason.
     """
 

@@ -1,4 +1,4 @@
-"""Frozen dataclasses <-> plain JSON values, by their type hints: what one writes, the other reads back as it was.
+"""Converts frozen dataclasses to plain JSON values and back, by their type hints, without loss.
 
 JSON has no infinities and no NaN: a field of type float holds them as the strings `Infinity`, `-Infinity` and `NaN`.
 """
@@ -22,7 +22,7 @@ _NOT_FINITE = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def to_plain(value: Any, hint: Any, path: str = "record") -> Any:
-    """The value as JSON holds it."""
+    """The value in JSON form."""
     if value is None:
         return None
     if _is_record(hint):
@@ -42,7 +42,7 @@ def to_plain(value: Any, hint: Any, path: str = "record") -> Any:
 
 
 def from_plain(hint: type[T], value: Any, path: str) -> T:
-    """The value that `to_plain` made this of; anything else is a RecordError that names the place."""
+    """The value that `to_plain` converted to this; anything else is a RecordError that names the place."""
     return typing.cast("T", _read(hint, value, path))
 
 
@@ -128,7 +128,7 @@ def _float_text(value: float) -> float | str:
 
 
 def _checked_plain(value: Any, path: str) -> Any:
-    """Values without type hints (a config); raises where JSON would not restore them."""
+    """Check values without type hints (a config); raises if JSON would not restore them."""
     if isinstance(value, Mapping):
         return {str(key): _checked_plain(item, f"{path}.{key}") for key, item in value.items()}
     if isinstance(value, (list, tuple)):

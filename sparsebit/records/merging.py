@@ -1,4 +1,4 @@
-"""Two records of one model -> one: what the newer filled replaces the older, the rest stays.
+"""Merges two records of one model: newly filled sections replace older ones, the rest is kept.
 
 A record is about one model and one file of it. A newer record of another model or file is an error, since its figures
 do not belong to the older ones, unless the newer run made that model or file itself. Then the older sections that
@@ -19,14 +19,14 @@ _OF_FILE = ("file", "parity", "audits")
 
 
 class Merged(NamedTuple):
-    """The record, and the older sections that are not in it any more."""
+    """The merged record, and the older sections that were dropped."""
 
     record: RunRecord
     dropped: tuple[str, ...]
 
 
 def merged(old: RunRecord, new: RunRecord, source: str = "the record") -> Merged:
-    """Both in one; a RecordError where they are of different models or files. `source`: what messages call the old."""
+    """Merge both; a RecordError if they are of different models or files. `source`: the old one's name in messages."""
     made = {thing for run in new.runs for thing in run.made}
     check_same_architecture(old, new, source)
     if old.model is not None and new.model is not None and old.model.numbers != new.model.numbers:
@@ -58,7 +58,7 @@ def merged(old: RunRecord, new: RunRecord, source: str = "the record") -> Merged
     lists = {
         "errors": _joined(kept.errors, new.errors, lambda profile: profile.sync),
         "parity": _joined(kept.parity, new.parity, lambda check: (check.parity.runtime, check.parity.against)),
-        "audits": _joined(  # one without timings says nothing that one with timings does not
+        "audits": _joined(  # one with timings replaces one without
             sorted((*kept.audits, *new.audits), key=lambda audit: bool(audit.latency)),
             (),
             lambda audit: (audit.runtime, audit.num_threads),
@@ -67,12 +67,12 @@ def merged(old: RunRecord, new: RunRecord, source: str = "the record") -> Merged
     }
     filled = {name: getattr(new, name) for name in new.sections if name not in lists}
     if kept.file is not None and new.file is not None and "file" not in made:
-        filled["file"] = kept.file  # which knows more of it than one who only looked at it
+        filled["file"] = kept.file  # has more facts than a verb that only read the file
     return Merged(kept.replace(**filled, **lists), dropped)
 
 
 def check_same_architecture(old: RunRecord, new: RunRecord, source: str) -> None:
-    """Refuses two different models: known before any work, unlike their numbers."""
+    """Raise for two different models; unlike the numbers, the architecture is known before any work."""
     if old.model is not None and new.model is not None and old.model.architecture != new.model.architecture:
         raise RecordError(
             f"{source} is of another model ({old.model.name}, a {old.model.module_type} of "
@@ -82,7 +82,7 @@ def check_same_architecture(old: RunRecord, new: RunRecord, source: str) -> None
 
 
 def _joined(old: Iterable[T], new: Iterable[T], key: Callable[[T], Any]) -> tuple[T, ...]:
-    """All of them; of those with the same key, the last."""
+    """All of them; for each key, only the last."""
     return tuple({key(item): item for item in (*old, *new)}.values())
 
 

@@ -1,4 +1,4 @@
-"""`Parity`: how far two runs of one model are apart (differences, SQNR, top-1). `Tolerance`: how far they may be."""
+"""`Parity`: the distance between two runs of one model (differences, SQNR, top-1). `Tolerance`: its limits."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 class Tolerance:
     """How much the outputs of a file may differ from the simulation.
 
-    Both round; where a float op in between decides a rounding the other way, the two drift apart until they differ as
+    Both round; if a float op in between decides a rounding the other way, the two drift apart until they differ as
     much as quantized and float do. That is allowed: `noise_margin_db` below the SQNR of the simulation against float,
-    or `sqnr_db` where that is lower. `top1`: the share of samples with the same largest output, among those that the
-    drift cannot decide. `max_difference`: as a share of the output's range; None: no limit of its own. `min_sqnr_db`: a
+    or `sqnr_db` if that is lower. `top1`: the share of samples with the same largest output, among those that the
+    drift cannot decide. `max_difference`: as a share of the output's range; None: no limit. `min_sqnr_db`: a
     limit that no noise lowers; None: none.
 
     `exact`: True: every output bit by bit; False: within the limits above; None: bit by bit wherever the simulation has
-    the runtime's own arithmetic, and within the limits behind float ops. `allow_nan`: Accept NaN that is on both sides.
+    the runtime's own arithmetic, and within the limits after float ops. `allow_nan`: accept NaN that is on both sides.
     """
 
     sqnr_db: float = 35.0
@@ -34,9 +34,9 @@ class Tolerance:
 class OutputParity:
     """One output over all samples. Differences are shares of the expected output's range. `top1`: None without classes.
 
-    `noise_db`: SQNR of the expected values against the float model; None where that is not known. For whole numbers and
-    masks, `top1` is the share that is equal. `num_nan`: values that are NaN on both sides; `num_apart`: values that are
-    NaN or infinite on one side only.
+    `noise_db`: SQNR of the expected values against the float model; None if unknown. For whole numbers and
+    masks, `top1` is the share of equal values. `num_nan`: values that are NaN on both sides; `num_apart`: values that
+    are NaN or infinite on one side only.
     """
 
     name: str
@@ -51,12 +51,12 @@ class OutputParity:
 
     @property
     def is_exact(self) -> bool:
-        """Equal bit by bit, and numbers everywhere: NaN is equal to nothing."""
+        """Whether all outputs are equal bit by bit, without any NaN."""
         return self.is_equal and not self.num_nan
 
     @property
     def is_equal(self) -> bool:
-        """Like `is_exact`, where a NaN on both sides counts as equal."""
+        """Like `is_exact`, except that a NaN on both sides counts as equal."""
         return self.max_difference == 0 and self.mean_difference == 0 and not self.num_apart
 
     def fault(self, tolerance: Tolerance, against: str = "the simulation") -> str:
@@ -138,7 +138,7 @@ class Parity:
 
 @dataclass(frozen=True)
 class ParityCheck:
-    """A comparison with its verdict. `fault`: what is beyond the limits that applied; None where nothing is.
+    """A comparison with its verdict. `fault`: the exceeded limits; None if there are none.
 
     `data`: a description of the inputs. `first_divergence`: the first site whose integers differ, if searched for.
     """

@@ -1,4 +1,4 @@
-"""How long the phases of a run take: methods name their phases, and `measured` around the call times them.
+"""Times the phases of a run: methods name their phases, and `measured` around the call measures them.
 
 >>> with measured("nap") as run:
 ...     with phase("sleep"):
@@ -22,7 +22,7 @@ EXPORT = "export"
 
 
 class Measured:
-    """The time that a run has taken so far. It belongs to the block that measures, and to nothing else."""
+    """The time that a run has taken so far. It belongs only to the block that measures."""
 
     def __init__(self, verb: str) -> None:
         self.verb = verb
@@ -30,7 +30,7 @@ class Measured:
         self.phases: dict[str, float] = {}
         self.calibration: Calibration | None = None
         self._begin, self._end = time.perf_counter(), 0.0
-        self._inner = 0.0  # seconds of the phases that ended inside the one that runs
+        self._inner = 0.0  # seconds of the phases that ended inside the running one
 
     @property
     def seconds(self) -> float:
@@ -46,7 +46,7 @@ class Measured:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The time of the block is that of the phase, without the phases inside the block."""
+        """Add the time of the block to the phase, without the phases inside the block."""
         outer, self._inner, begin = self._inner, 0.0, time.perf_counter()
         try:
             yield
@@ -61,7 +61,7 @@ class Measured:
         return Run(self.verb, self.started, self.seconds, phases, sections, environment, self.made, warnings)
 
 
-# What the block around measures with. Context-local: threads and tasks do not see each other's.
+# The measurement of the enclosing block. Context-local: threads and tasks are separate.
 _CURRENT: ContextVar[Measured | None] = ContextVar("sparsebit_measured", default=None)
 
 
@@ -89,7 +89,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def note_calibration(num_samples: int, *, asym: bool) -> None:
-    """Say what a model was calibrated on; without effect outside of `measured`."""
+    """Record the calibration data of a model; without effect outside of `measured`."""
     run = _CURRENT.get()
     if run is not None:
         run.calibration = Calibration(num_samples, asym)

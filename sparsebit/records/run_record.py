@@ -1,6 +1,6 @@
-"""`RunRecord`: everything that is known of one quantized model, in one versioned JSON file.
+"""`RunRecord`: all facts of one quantized model, in one versioned JSON file.
 
-Each verb fills the sections that it knows; those that no verb filled are absent. `runs` says which verb filled what,
+Each verb fills its own sections; unfilled ones are absent. `runs` lists which verb filled which sections,
 when, how long it took and on which machine.
 """
 
@@ -20,10 +20,10 @@ from sparsebit.records.json_form import field_types, from_plain, to_plain
 from sparsebit.records.parity import ParityCheck
 
 FORMAT = "sparsebit-record"
-# Grows with every change after which an older reader would refuse a new file or misread it: a field that is added,
-# removed, renamed or means something else. Files of every older version stay readable.
+# Increased with every change after which an older reader would reject a new file or misread it: a field that is added,
+# removed, renamed or gets another meaning. Files of every older version stay readable.
 VERSION = 1
-# A list of numbers, each on a line of its own. Texts hold no line breaks in JSON, so nothing else looks like this.
+# A list of numbers, each on a separate line. Texts contain no line breaks in JSON, so nothing else has this form.
 _NUMBERS = re.compile(r"\[\n\s*(-?[\d.eE+-]+(?:,\n\s*-?[\d.eE+-]+)*)\n\s*\]")
 
 
@@ -33,7 +33,7 @@ class ModelFacts:
 
     `architecture`: a checksum of the float model's class name and of the names, shapes and types of its tensors.
     `numbers`: a checksum of the config and of all weights, scales and zero points: two models with the same one compute
-    the same. `name`: what the user calls it.
+    the same. `name`: the user's name for it.
     """
 
     name: str
@@ -45,7 +45,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The calibration data. `data`: a description; None where weights alone were quantized, without data."""
+    """The calibration data. `data`: a description; None if only weights were quantized, without data."""
 
     num_samples: int
     asym: bool = False
@@ -64,8 +64,8 @@ class OutputError:
 class FileFacts:
     """An ONNX file. `sha256`, `num_bytes`: of the file and its data files together.
 
-    `float_bytes`: the model's weights in float, where the model is known. `advice`: TensorRT's rules that the file
-    breaks and that cost speed only; None where they were not looked at.
+    `float_bytes`: the model's weights in float, if the model is known. `advice`: TensorRT's rules that the file
+    breaks and that only cost speed; None if they were not checked.
     """
 
     path: str
@@ -77,7 +77,7 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class Environment:
-    """Versions and machine. `packages`: the runtimes that are installed. `gpu`: None where none was used."""
+    """Versions and machine. `packages`: the installed runtimes. `gpu`: None if none was used."""
 
     sparsebit: str
     python: str
@@ -93,8 +93,8 @@ class Environment:
 class Run:
     """One verb that filled a part of the record.
 
-    `started`: UTC, ISO 8601. `seconds`: wall clock, in all. `phases`: of that, the parts that were measured; where one
-    runs inside another, its time counts for the inner one only. `made`: what the run created, as opposed to looked at.
+    `started`: UTC, ISO 8601. `seconds`: wall clock, in total. `phases`: its measured parts; if one
+    runs inside another, its time counts for the inner one only. `made`: what the run created, as opposed to read.
     """
 
     verb: str
@@ -109,11 +109,11 @@ class Run:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One quantized model: what it is, how it was made, what it loses, how it runs. None or empty: no verb filled it.
+    """One quantized model: its identity, origin, losses and speed. None or empty: no verb filled it.
 
     `plan`: every site with its number format, and what is float and why: `Plan.to_dict` without the config, which has a
-    section of its own. `coverage`: what became of it after calibration, and every parameter. `errors`: one profile for
-    `sync` and one without. `parity`: one comparison for each runtime and thing compared with. `audits`: one for each
+    separate section. `coverage`: the result after calibration, and every parameter. `errors`: one profile for
+    `sync` and one without. `parity`: one comparison for each runtime and reference. `audits`: one for each
     runtime and number of threads. The last two are of `file`.
     """
 

@@ -60,7 +60,7 @@ def audit(
     """Open a quantized ONNX file in its runtime, read the runtime's own graph, and time it against float in turns.
 
     `against`: the float file; without it the quantized file with its quantization taken out (`float_twin`).
-    `feeds`: arrays by input name; the others are made up (`made_up_feeds`), open dimensions by `shapes`.
+    `feeds`: arrays by input name; other inputs are random (`made_up_feeds`), with open dimensions from `shapes`.
     `repeats`: rounds of timing; None: as many as fit in `budget_s`; 0: no timing.
     """
     if runtime not in RUNTIMES:
@@ -160,7 +160,7 @@ def _float_file(model: Any, against: Any) -> Iterator[tuple[Path, int]]:
 
 @contextlib.contextmanager
 def _named(path: Path, graph: Graph) -> Iterator[Path]:
-    """The file, or a copy of it in which every node has a name of its own, by which runtimes keep track of it."""
+    """The file, or a copy of it in which every node has a unique name, by which runtimes identify it."""
     names = [node.name for node in graph.nodes]
     if "" not in names and len(set(names)) == len(names):
         yield path
@@ -203,9 +203,9 @@ def _warnings(graph: Graph, layers: tuple[LayerRun, ...], runtime: str) -> Itera
 
 
 def _is_rounded_against_the_plan(layer: LayerRun, runtime: str) -> bool:
-    """Whether a layer that the export noted as float runs in integers; ops that only move values are exempt.
+    """Whether a layer that the export marked as float runs in integers; ops that only move values are exempt.
 
-    OpenVINO's kernels for light ops read integers and compute in float; ONNX Runtime's have a rounding of their own.
+    OpenVINO's kernels for light ops read integers and compute in float; ONNX Runtime's have a separate rounding.
     """
     is_integer = layer.arithmetic in ("integer", "weight-only") and not layer.rounds_weight
     rounds = layer.heavy or runtime == "onnxruntime"
@@ -218,12 +218,12 @@ def _some(names: list[str]) -> str:
 
 
 def _with_types(model: Any) -> Any:
-    """The model with its values' types written out, where ONNX can infer them."""
+    """The model with its values' types added, if ONNX can infer them."""
     import onnx
 
     if model.ByteSize() > _TWO_GIGABYTES:
         return model
     try:
         return onnx.shape_inference.infer_shapes(model)
-    except Exception:  # operators of a runtime's own: the types in the file must do
+    except Exception:  # a runtime's own operators: keep the types in the file
         return model

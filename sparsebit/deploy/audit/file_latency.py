@@ -1,4 +1,4 @@
-"""`Stopwatch`: how fast files are in their runtime here; searches use it, and tests replace it."""
+"""`Stopwatch`: times files in their runtime on this machine; searches use it, and tests replace it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Timed:
 class Stopwatch:
     """Opens files in the runtime and runs them in turns on real samples (arrays in the order of the file's inputs).
 
-    With one thread CPU time counts, which other processes hardly change; with several, wall time.
+    With one thread, CPU time is measured, which other processes hardly change; with several, wall time.
     """
 
     def __init__(self, runtime: str, samples: Sequence[Sequence[Any]], num_threads: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""Why a layer runs in float and what to do: a table of patterns around the layer, read from top to bottom.
+"""Why a layer runs in float and what to do about it: a table of patterns around the layer, in order of priority.
 
 The patterns are those of ONNX Runtime's QDQ selectors (`qdq_selectors.cc`) and of OpenVINO's low-precision passes; the
 tests trigger every row of ONNX Runtime with a real file in the real runtime.
@@ -20,7 +20,7 @@ _SIGNED_LOWEST = {"int8": -128, "uint8": 0}
 
 _PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum", "attention"})  # of the op table
 
-# Where the runtimes have kernels on quantized numbers for an op of the file.
+# Ops of the file for which the runtimes have kernels on quantized numbers.
 INTEGER_KERNELS = {
     _ORT: frozenset(
         {"Conv", "Gemm", "MatMul", "Add", "Mul", "Concat", "MaxPool", "AveragePool", "GlobalAveragePool", "Resize"}
@@ -45,7 +45,7 @@ _NO_KERNEL = {
 class Reason:
     """`cause` groups layers and completes "because …"; `detail` is about this one; `remedy` says what to do.
 
-    `on_purpose`: that is intended.
+    `on_purpose`: the layer is float by design or by the config.
     """
 
     cause: str
@@ -56,7 +56,7 @@ class Reason:
 
 @dataclass(frozen=True)
 class Row:
-    """`applies`: whether the row holds; a text says so with a detail."""
+    """`applies`: whether the row holds; a returned text adds a detail."""
 
     cause: str
     remedy: str
@@ -66,7 +66,7 @@ class Row:
 
 
 def reason_for(site: Site, runtime: str) -> Reason:
-    """The first row that holds for a layer that `runtime` was seen to run in float."""
+    """The first row that holds for a layer that `runtime` executes in float."""
     has_kernel = site.op in INTEGER_KERNELS[runtime]
     for row in ROWS:
         if runtime not in row.runtimes or not (has_kernel or row.on_purpose):
@@ -83,7 +83,7 @@ def reason_for(site: Site, runtime: str) -> Reason:
 
 
 def _advice(remedy: str, site: Site, runtime: str) -> str:
-    """The remedy, without the advice to export for this runtime where the file was."""
+    """The remedy, without the advice to export for this runtime if the file was exported for it."""
     if site.graph.backend == runtime:
         for words in (f"; {_BACKEND}", f"{_BACKEND}; ", ", or BACKEND: {runtime}"):
             remedy = remedy.replace(words, "")
@@ -96,7 +96,7 @@ def _product_by_design(site: Site) -> bool:
 
 
 def _add_by_design(site: Site) -> bool:
-    """Profiles quantize the adds that a convolution feeds."""
+    """Whether the add is float by design: profiles only quantize adds that a convolution feeds."""
     makers = [site.graph.producer.get(name) for name in site.operands]
     is_fed = any(maker is not None and maker.op_type == "Conv" for maker in makers)
     return site.op == "Add" and site.profile is not None and not is_fed and not any(site.quantizations)
@@ -120,7 +120,7 @@ def _float_input(site: Site) -> str:
 
 
 def _flattened(site: Site) -> str:
-    """Quantization travels through Reshape, Transpose, Squeeze and Unsqueeze, but not through Flatten."""
+    """Quantization is moved through Reshape, Transpose, Squeeze and Unsqueeze, but not through Flatten."""
     node = site.graph.producer.get(site.operands[0]) if site.data is not None else None
     while node is not None and node.op_type in MOVES:
         if node.op_type == "Flatten":
@@ -144,7 +144,7 @@ def _activation_scales(site: Site) -> str:
 
 
 def _bias_of_another_backend(site: Site) -> bool:
-    """Files of ours whose biases are float because their backend's are."""
+    """Whether Sparsebit exported the file for a backend with float biases."""
     profile = PROFILES.get(site.graph.backend)
     return profile is not None and profile.bias == "float" and _float_bias(site)
 
@@ -177,7 +177,7 @@ def _read_by(*ops: str) -> Callable[[Site], str]:
 
 
 def _unabsorbed(site: Site) -> str:
-    """Relu and Clip vanish only where the integers cannot leave their range anyway."""
+    """Relu and Clip only disappear if the integers cannot leave their range anyway."""
     if site.activation is None or not site.quantizers:
         return ""
     found = site.quantizers[0]

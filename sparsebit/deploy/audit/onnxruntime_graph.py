@@ -1,7 +1,7 @@
 """The kernels that ONNX Runtime runs, read from the optimized graph that it writes when a session opens.
 
-Fusions rename and merge nodes, so a layer of the file is looked for by its name, by the names that fusions derive from
-it, and by the values that it or the ops fused behind it make (`Finder`).
+Fusions rename and merge nodes, so a layer of the file is found by its name, by the names that fusions derive from
+it, and by the outputs of the layer or of the ops fused after it (`Finder`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PRODUCTS = frozenset(
      "DynamicQuantizeMatMul", "MatMulNBits", "FusedMatMulActivation", "GemmFloat8", "Attention", "MultiHeadAttention",
      "QAttention"}
 )  # fmt: skip
-# The kernels that a heavy op of the file may have become.
+# The kernels that can replace a heavy op of the file.
 _FAMILIES = {
     "Conv": frozenset({"Conv", "FusedConv", "NhwcFusedConv", "QLinearConv", "ConvInteger"}),
     **dict.fromkeys(("Gemm", "MatMul"), _PRODUCTS),
@@ -65,7 +65,7 @@ def executed(
 
 
 def arithmetic_of(optimized: Graph, node: Any) -> Arithmetic:
-    """By the operator's name; ops that take any type (MaxPool, Concat, Resize) by what flows into them."""
+    """By the operator's name; for ops that accept any type (MaxPool, Concat, Resize), by their input type."""
     if node.op_type in _WEIGHT_ONLY:
         return "weight-only"
     if node.op_type.startswith("QLinear") or node.op_type in _INTEGER:
@@ -78,7 +78,7 @@ def _has_rounded_weight(optimized: Graph, node: Any) -> bool:
 
 
 def _is_byte(optimized: Graph, name: str) -> bool:
-    """Whether integers flow in this value; the values that a fusion added have no type in the file."""
+    """Whether the value is an integer tensor; the values that a fusion added have no type in the file."""
     if kind := optimized.type_of(name):
         return kind in _BYTES
     node = optimized.producer.get(name)
@@ -122,14 +122,14 @@ class Finder:
                 yield from self._optimized.readers[self._stored(name)]
 
     def _ends(self, value: str, depth: int = 4) -> Iterator[str]:
-        """The layer's output and the values that a fusion may end at: behind a Relu, an Add, a Q."""
+        """The layer's output and the values that a fusion may end at: after a Relu, an Add, a Q."""
         yield value
         for reader in self._graph.readers[value] if depth else ():
             if reader.op_type in _JOINED:
                 yield from self._ends(reader.output[0], depth - 1)
 
     def _stored(self, name: str) -> str:
-        """The initializer behind a weight; its name outlives the fusions."""
+        """The initializer of a weight; fusions keep its name."""
         node = self._graph.producer.get(name)
         while node is not None and node.op_type in {*MOVES, QUANTIZE, DEQUANTIZE}:
             name = node.input[0]
@@ -137,7 +137,7 @@ class Finder:
         return name if name in self._graph.initializers else ""
 
     def _makers(self, value: str) -> Iterator[Any]:
-        """The node that makes the value in the optimized graph, and those whose values were moved or cast into it."""
+        """The node that computes the value in the optimized graph, and those before ops that move or cast values."""
         node = self._optimized.producer.get(value)
         while node is not None:
             yield node
@@ -146,7 +146,7 @@ class Finder:
 
 
 def _may_be(node: Any, candidate: Any) -> bool:
-    """Whether the optimized node can be the layer; a light layer may be fused into the node that makes its output."""
+    """Whether the optimized node can be the layer; a light layer may be fused into the producer of its output."""
     if candidate.op_type in (*_CONVERSIONS, "Transpose", "Reshape", "ReorderOutput"):
         return False
     if not is_heavy(node.op_type):

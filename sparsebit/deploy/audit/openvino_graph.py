@@ -20,7 +20,7 @@ _HEAVY_TYPES = frozenset(
 _BYTES = ("i8", "u8")
 _LOW_BITS = (*_BYTES, "i4", "u4", "nf4", "u2")
 _CONVERSIONS = ("Subgraph", "FakeQuantize", "Eltwise", "Convert")
-# Nodes of the frontend's own making around a Q or DQ.
+# Nodes that the frontend creates around a Q or DQ.
 _FRONTEND = ("Convert_", "Subtract_", "Multiply_", "Constant_")
 
 
@@ -47,8 +47,8 @@ class Executed:
                 self._by_origin.setdefault(origin, []).append(op)
 
     def op_of(self, node: Any) -> ExecutedOp | None:
-        """The op that a node of the file went into."""
-        bias = Site(self.graph, node).bias_add  # a product goes by the name of the add that it took in
+        """The op that contains a node of the file."""
+        bias = Site(self.graph, node).bias_add  # a product is named after the add that it absorbed
         return _find(node, self._by_origin) or (_find(bias, self._by_origin) if bias is not None else None)
 
     def arithmetic_of(self, name: str) -> Arithmetic:
@@ -57,7 +57,7 @@ class Executed:
 
 
 class ExecutedOp:
-    """One op of the execution graph, in plain words."""
+    """One op of the execution graph, with readable fields."""
 
     def __init__(self, op: Any) -> None:
         info = op.get_rt_info()
@@ -75,7 +75,7 @@ class ExecutedOp:
 
 
 def _find(node: Any, by_origin: dict[str, list[ExecutedOp]]) -> ExecutedOp | None:
-    """The op that a layer went into; a heavy layer's is the heavy one of several."""
+    """The op that contains a layer; for a heavy layer, the heavy one of several."""
     found = [op for name in _names(node) for op in by_origin.get(name, ())]
     wanted = [op for op in found if op.heavy == is_heavy(node.op_type)]
     return next(iter(wanted or found), None)
@@ -89,7 +89,7 @@ def _names(node: Any) -> Iterator[str]:
 
 
 def _arithmetic(op: ExecutedOp) -> Arithmetic:
-    """A heavy kernel says so in its name; a light one runs on what its first input is."""
+    """A heavy kernel has the arithmetic in its name; a light one computes in the type of its first input."""
     integer = op.primitive.lower().endswith(("_i8", "_u8"))
     if op.heavy:
         if integer:

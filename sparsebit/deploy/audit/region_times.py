@@ -1,7 +1,7 @@
 """How long each fused region of an ONNX file takes in its runtime, by the runtime's own clock.
 
-A region is what the runtime executes as one kernel: a convolution with the activation that it absorbed, say. Its layers
-are the nodes of the file that went into it. Files of Sparsebit name them after the layers of the model. Conversions
+A region is one kernel of the runtime: a convolution with the activation that it absorbed, for example. Its layers
+are the nodes of the file that it computes. Files of Sparsebit name them after the layers of the model. Conversions
 between integers and floats and changes of the memory layout are regions without layers.
 """
 
@@ -33,7 +33,7 @@ class RegionTime:
     """One kernel of the runtime: the file's nodes that it computes, and the median of its time in milliseconds.
 
     `kernel`: the runtime's own name of the op (`QLinearConv`, `Reorder`). `layers` is empty for conversions and
-    reorders; `behind` names the layer whose result such a kernel converts, where one is known.
+    reorders; `behind` names the layer whose result such a kernel converts, if it is known.
     """
 
     kernel: str
@@ -48,7 +48,7 @@ class RegionTimes:
     """All regions of one file, in the order of execution, and under which conditions they were measured.
 
     `total_ms`: the sum of the regions' medians, which one interrupted call does not change. `noise`: of whole calls,
-    half the distance of the quartiles over the median: how busy the machine was.
+    half the distance of the quartiles over the median, as a measure of the machine's load.
     """
 
     runtime: str
@@ -90,10 +90,11 @@ def region_times(
     feeds: Mapping[str, Any] | None = None,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, RegionTimes]:
-    """The regions of every file, by the names that are given.
+    """The regions of every file, by the given names.
 
-    All files are open side by side and are called in turns, so that a busy machine slows them alike. `feeds`: arrays by
-    input name; the others are made up, open dimensions by `shapes`. Files may be paths or serialized models.
+    All files are open at the same time and are called in turns, so that a busy machine slows them alike. `feeds`:
+    arrays by input name; other inputs are random, with open dimensions from `shapes`. Files may be paths or serialized
+    models.
     """
     watch = _WatchedOnnxRuntime if runtime == "onnxruntime" else _WatchedOpenVino
     with tempfile.TemporaryDirectory() as folder:
@@ -194,7 +195,7 @@ def _layer_in_front(node: Any, optimized: Graph, layers: Mapping[str, tuple[str,
 
 
 def _upwards(node: Any, optimized: Graph, depth: int = 4) -> Iterator[str]:
-    """The first input of the node, of the node that makes it, and so on."""
+    """The first input of the node, of the node that computes it, and so on."""
     while node is not None and node.input and depth:
         yield node.input[0]
         node, depth = optimized.producer.get(node.input[0]), depth - 1

@@ -1,4 +1,4 @@
-"""TensorRT's rules for quantized ONNX files, as a table: what its parser refuses and what its optimizer cannot use.
+"""TensorRT's rules for quantized ONNX files, as a table: errors of its parser, and advice for its optimizer.
 
 TensorRT does not run here; this checks a file's structure. Sources, cited by their titles in the table:
 NVIDIA TensorRT documentation, "Working with Quantized Types" (types, symmetric scheme), "Explicit Quantization"
@@ -43,7 +43,7 @@ Found = Iterator[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Violation:
-    """`severity`: TensorRT refuses an `error`; what `advice` is about builds, but runs slower than it could."""
+    """`severity`: TensorRT rejects an `error`; a file with `advice` builds, but runs slower than it could."""
 
     node: str
     rule: str
@@ -82,7 +82,7 @@ def tensorrt_violations(model: str | os.PathLike[str] | Any) -> list[Violation]:
 
 
 def _pairs(graph: Graph) -> Iterator[tuple[Any, Quantization]]:
-    """Every Q and DQ node; not the DQ of an int32 bias, which has a rule of its own."""
+    """Every Q and DQ node, except the DQ of an int32 bias, which has a separate rule."""
     for node in graph.nodes:
         if node.op_type in (QUANTIZE, DEQUANTIZE):
             found = graph.quantization(node)
@@ -258,14 +258,14 @@ def _residual(graph: Graph) -> Found:
 
 
 def _output_axis(node: Any, rank: int) -> int:
-    """Where a weight's output channels are: K of KCRS for Conv, of CKRS for ConvTranspose, columns of a product."""
+    """The axis of a weight's output channels: K of KCRS for Conv, of CKRS for ConvTranspose, columns of a product."""
     if node.op_type == "Gemm":
         return 0 if attribute(node, "transB", 0) else 1
     return {"Conv": 0, "ConvTranspose": 1}.get(node.op_type, rank - 1)
 
 
 def _source(graph: Graph, dequantize: Any) -> str:
-    """The stored value behind a weight's DQ: the integers, or the float weight in front of the Q."""
+    """The stored value of a weight's DQ: the integers, or the float weight before the Q."""
     node = graph.producer.get(dequantize.input[0])
     return str(node.input[0] if node is not None and node.op_type == QUANTIZE else dequantize.input[0])
 

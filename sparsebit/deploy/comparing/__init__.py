@@ -1,1 +1,1 @@
-"""A file against its simulation, against its float twin, or against its own definition."""
+"""Compares a file with its simulation, with its float twin, or with its own definition."""

@@ -1,7 +1,7 @@
-"""Where a file must equal its simulation bit by bit: behind kernels that the simulation computes as the runtime does.
+"""Where a file must equal its simulation bit by bit: after kernels that the simulation computes as the runtime does.
 
-Float sums depend on their order, and where one decides a rounding, a code moves by a step and all behind it drifts. So
-a difference is explained where it lies behind a float op, or behind another difference. Integer kernels and ops that
+Float sums depend on their order, and if one decides a rounding, a code moves by a step and all later values drift. So
+a difference is explained if it is after a float op, or after another difference. Integer kernels and ops that
 only move or clip numbers explain nothing.
 """
 
@@ -36,7 +36,7 @@ class SimulatedKernels:
 
 @dataclass(frozen=True)
 class Stretch:
-    """From the sites in front (`sources`) to the next one, or to an output of the file (`end`)."""
+    """From the preceding sites (`sources`) to the next one, or to an output of the file (`end`)."""
 
     end: str
     sources: frozenset[str]
@@ -44,7 +44,7 @@ class Stretch:
 
 
 def unexplained(stretches: list[Stretch], is_equal: Mapping[str, bool]) -> Stretch | None:
-    """The first stretch that begins equal, is exact, and ends different."""
+    """The first stretch that has equal inputs, is exact, and has a different output."""
     for stretch in stretches:
         begins_equal = all(is_equal.get(source, False) for source in stretch.sources)
         if stretch.is_exact and begins_equal and not is_equal.get(stretch.end, True):
@@ -73,7 +73,7 @@ class _Walker:
     def stretch(self, end: str, value: str, site: str | None) -> Stretch:
         sources: set[str] = set()
         is_exact = True
-        # (value, whether only clips lie between it and the end)
+        # (value, whether there are only clips between it and the end)
         waiting, seen = [(value, True)], set()
         while waiting:
             name, is_direct = waiting.pop()

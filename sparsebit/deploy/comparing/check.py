@@ -1,7 +1,7 @@
 """Compares a file as its runtime executes it with the same file as it is written, or with a float file.
 
-A runtime rewrites the graph before it executes it. ONNX Runtime without its optimizations runs node by node what is
-written, which makes any QDQ file, of whatever tool, its own simulation.
+A runtime rewrites the graph before it executes it. ONNX Runtime without its optimizations runs node by node as
+written, which makes any QDQ file, of any tool, its own simulation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sparsebit.records.phases import phase
 AS_WRITTEN = "the file as it is written"
 
 Feeds = Mapping[str, Any]
-# Numpy arrays by the file's input names, batch by batch; or what makes them for the opened file and its batch size.
+# Numpy arrays by the file's input names, batch by batch; or a function of the opened file and its batch size.
 Batches = Iterable[Feeds] | Callable[[Session, int | None], Iterable[Feeds]]
 
 
@@ -38,7 +38,8 @@ Batches = Iterable[Feeds] | Callable[[Session, int | None], Iterable[Feeds]]
 class FileParity:
     """The comparison. `divergence`: the first site whose codes differ, only in a comparison with the file itself.
 
-    `fault`: why the runtime does not compute what the file says; empty where it does, or where that was not asked.
+    `fault`: how the runtime's results differ from the file's definition; empty if they do not, or if that was not
+    checked.
     """
 
     parity: Parity
@@ -47,7 +48,7 @@ class FileParity:
 
 
 def runtime_of(file: Path) -> str:
-    """The runtime that a file was exported for, by its own word; ONNX Runtime for files of other tools."""
+    """The runtime that a file was exported for, by its metadata; ONNX Runtime for files of other tools."""
     facts = {entry.key: entry.value for entry in load_model(file).metadata_props}
     profile = PROFILES.get(facts.get("sparsebit.backend", ""))
     return (profile.executes if profile is not None else None) or "onnxruntime"
@@ -57,7 +58,7 @@ def runtime_of(file: Path) -> str:
 def check_as_written(
     file: Path, batches: Batches, runtime: str | None = None, tolerance: Tolerance | None = None
 ) -> FileParity:
-    """Does the runtime compute what the file says? Where not, which site is the first to differ?"""
+    """Whether the runtime computes the file as it is written, and if not, the first site that differs."""
     tolerance = tolerance or Tolerance()
     runtime = runtime or runtime_of(file)
     session = open_session(file, runtime, options=EXACT.get(runtime))
@@ -85,7 +86,7 @@ def check_as_written(
 def check_against(
     file: Path, against: Path, batches: Batches, runtime: str | None = None, tolerance: Tolerance | None = None
 ) -> FileParity:
-    """How far is a quantized file from the float one? Inputs and outputs are matched in order."""
+    """The distance of a quantized file from the float one. Inputs and outputs are matched in order."""
     runtime = runtime or runtime_of(file)
     session, other = open_session(file, runtime), open_session(against, runtime)
     if len(session.inputs) != len(other.inputs):
@@ -98,7 +99,7 @@ def check_against(
         )
     names = dict(zip(session.inputs, other.inputs, strict=True))
     comparison = Comparison(session.outputs, judge_all=True)
-    # The file with a fixed batch size decides how the data is split.
+    # The file with a fixed batch size determines how the data is split.
     for feeds in _made(batches, session, session.batch_size or other.batch_size):
         with _running(against, feeds):
             renamed = {names[name]: array.astype(other.input_types[names[name]]) for name, array in feeds.items()}
@@ -115,7 +116,7 @@ def _made(batches: Batches, session: Session, batch_size: int | None) -> Iterabl
 
 
 def _twin(file: Path) -> Session | None:
-    """The file without its rounding, which shows how large the rounding noise is; None where it cannot be made."""
+    """The file without its rounding, which shows the size of the rounding noise; None if it cannot be made."""
     try:
         return open_session(_serialized(float_twin(file)), "onnxruntime")
     except DeploymentError:

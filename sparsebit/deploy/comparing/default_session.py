@@ -1,7 +1,7 @@
-"""Runs a file that is checked node by node also in ONNX Runtime's default session, which is the one that users open.
+"""Also runs a file that is checked node by node in ONNX Runtime's default session, which is the one that users open.
 
-The default session rewrites the graph first. For files that are written for no runtime in particular, or for one that
-does not run here, these rewrites may change the result: they round float biases and use integer kernels.
+The default session rewrites the graph first. For files without a certain runtime, or for a runtime that is not
+available here, these rewrites may change the result: they round float biases and use integer kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ADVICE = "the session option session.disable_quant_qdq=1 switches these optimiz
 
 
 class DefaultSession:
-    """Gathers the outputs of a default session batch by batch. `name`: what messages call the file.
+    """Gathers the outputs of a default session batch by batch. `name`: the file's name in messages.
 
     A file that a default session cannot load or run causes a warning: the user of such a session sees an error.
     """
@@ -31,7 +31,7 @@ class DefaultSession:
         self.session: Session | None = None
         self.comparison: Comparison | None = None
         try:
-            # Without VNNI 8-bit sums clip at 16 bits, whatever the file says.
+            # Without VNNI 8-bit sums clip at 16 bits, for any file.
             self.session = open_session(file, options=UNCLIPPED if saturates() else None)
             self.comparison = Comparison(self.session.outputs)
         except DeploymentError as error:
@@ -48,9 +48,10 @@ class DefaultSession:
             self._warn_of(error)
 
     def judge(self, tolerance: Tolerance, *, is_target: bool) -> str:
-        """Compares with the limits; the answer is a remark for the verdict, empty where the outputs are bit-exact.
+        """Compare with the limits; returns a remark for the verdict, empty if the outputs are bit-exact.
 
-        `is_target`: beyond the limits the file is refused. A file for a runtime that is not here causes a warning.
+        `is_target`: beyond the limits the file is an error. A file for a runtime that is not available causes a
+        warning.
         """
         if self.session is None or self.comparison is None:
             return ""
@@ -74,7 +75,7 @@ class DefaultSession:
 
 
 def _lossy(parity: Parity, tolerance: Tolerance) -> str:
-    """An output that a default session changes more than quantization does; empty where there is none."""
+    """An output that a default session changes more than quantization does; empty if there is none."""
     for output in parity.outputs:
         if output.noise_db is not None and output.sqnr_db < output.noise_db - tolerance.noise_margin_db:
             return (

@@ -1,7 +1,7 @@
 """Finds where a file differs from its simulation: compares the integer codes of every site in both.
 
-The output of a QuantizeLinear is made an output of the graph. That disturbs no fusion of a layer: the fused kernel
-writes the same tensor. (It keeps ONNX Runtime from merging two roundings in a row, which our files do not have.)
+The output of each QuantizeLinear is made an output of the graph. That changes no fusion of a layer: the fused kernel
+writes the same tensor. (It only prevents ONNX Runtime from merging two roundings in a row, which our files never have.)
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def site_differences(
     for site, codes in found.items():
         simulated = expected[site]
         if codes.ndim == simulated.ndim == 4:
-            codes = codes[:, : simulated.shape[1]]  # a layout may have added channels behind the others
+            codes = codes[:, : simulated.shape[1]]  # a layout may have added channels after the others
         if codes.shape != simulated.shape:
             continue
         gap = numpy.abs(codes.astype(numpy.int64) - simulated.astype(numpy.int64))
@@ -68,9 +68,9 @@ def site_codes(
     sites: Set[str] | None = None,
     options: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Site -> integer codes (numpy), in the order of the graph; of the `sites` only, where they are given.
+    """Site -> integer codes (numpy), in the order of the graph; only of the `sites`, if they are given.
 
-    In a file of another tool a site is called after the output of its QuantizeLinear.
+    In a file of another tool a site is named after the output of its QuantizeLinear.
     """
     import onnx
 
@@ -91,7 +91,7 @@ def site_codes(
 
 
 def kernel_fault(differences: Sequence[SiteDifference]) -> SiteDifference | None:
-    """A site that is more than a step off although everything in front of it is equal: no drift explains that."""
+    """A site that is more than a step off although all its inputs are equal, which drift cannot explain."""
     first = next((difference for difference in differences if difference.largest), None)
     return first if first is not None and first.largest > 1 else None
 
@@ -99,8 +99,8 @@ def kernel_fault(differences: Sequence[SiteDifference]) -> SiteDifference | None
 def first_divergence(differences: Sequence[SiteDifference], *, any_step: bool = True) -> SiteDifference | None:
     """The first site that is off by more than a step, else the first that differs at all.
 
-    `any_step=False`: that differs in many codes. Float sums in another order move single codes by a step, and that
-    explains no large difference.
+    `any_step=False`: the first that differs in many codes. Float sums in another order move single codes by a step,
+    which explains no large difference.
     """
     limit = 0.0 if any_step else MANY
     return next((d for d in differences if d.largest > 1), next((d for d in differences if d.share > limit), None))

@@ -1,6 +1,7 @@
 """Integer operators (QLinearConv, MatMulInteger, MatMulNBits, …) written as the corresponding float operators.
 
-A table: operator name -> what writes its float namesake. `writer` is the twin under construction (see `float_twin`).
+A table: operator name -> a function that writes the float operator. `writer` is the twin in progress (see
+`float_twin`).
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def _concat(writer: Any, node: Any) -> None:
 
 
 def _dynamic_quantize(writer: Any, node: Any) -> None:
-    """Its integers are the floats themselves, with scale 1 and zero point 0; what multiplies by the scale stays."""
+    """Its integers become the floats themselves, with scale 1 and zero point 0; later products with the scale stay."""
     import numpy as np
 
     writer.rename(node.output[0], node.input[0])
@@ -109,7 +110,7 @@ def _dynamic_quantize(writer: Any, node: Any) -> None:
 
 
 def _integer_product(op: str, axis: int) -> Callable[[Any, Any], None]:
-    """MatMulInteger(a, b, z_a, z_b), ConvInteger(x, w, z_x, z_w): their scales are multiplied in further down."""
+    """MatMulInteger(a, b, z_a, z_b), ConvInteger(x, w, z_x, z_w): later nodes multiply by their scales."""
 
     def write(writer: Any, node: Any) -> None:
         operands = [node.input[0], _weight(writer, node, 1, None, 3, axis=axis)]

@@ -1,4 +1,4 @@
-"""`float_twin`: a quantized ONNX file with its quantization taken out, to measure what quantization gains.
+"""`float_twin`: removes the quantization of a quantized ONNX file, to measure its speedup.
 
 Weights become float initializers with the dequantized values; Q/DQ pairs on activations are removed; integer
 operators become their float namesakes. Outputs differ from the quantized file's by the rounding of activations only.
@@ -53,7 +53,7 @@ def float_twin(file: str | os.PathLike[str] | Any) -> Any:
 
 
 def _without_dequantize(writer: _Writer, node: Any) -> None:
-    """A stored weight turns float; the DQ behind a Q falls away; one behind an integer input of the model stays."""
+    """A stored weight becomes float; the DQ after a Q is removed; one after an integer input of the model stays."""
     source = writer.current(node.input[0])
     values = writer.constant(node.input[0])
     if values is not None and writer.is_integer(node.input[0]):
@@ -71,7 +71,9 @@ def _without_dequantize(writer: _Writer, node: Any) -> None:
 
 
 def _with_float_table(writer: _Writer, node: Any) -> None:
-    """An embedding that is looked up as integers: the same numbers as floats, so that the Cast behind it is nothing."""
+    """An embedding that is looked up as integers: the same numbers as floats, so that the Cast after it does
+    nothing.
+    """
     import numpy
 
     table = f"{node.input[0]}/float"
@@ -81,7 +83,7 @@ def _with_float_table(writer: _Writer, node: Any) -> None:
 
 
 class _Writer:
-    """The twin's graph as it grows: nodes in order, float initializers, and what each old value is called now."""
+    """The twin's graph in progress: nodes in order, float initializers, and the new name of each old value."""
 
     def __init__(self, model: Any) -> None:
         self.graph = Graph(model)
@@ -97,7 +99,7 @@ class _Writer:
         return name
 
     def constant(self, name: str) -> Any:
-        """The array behind a name of the quantized file, None if it is computed."""
+        """The array of a name in the quantized file, None if it is computed."""
         return self.graph.constant(self.current(name))
 
     def is_integer(self, name: str) -> bool:
@@ -127,7 +129,7 @@ class _Writer:
             self._names[old] = new
 
     def store(self, name: str, values: Any, like: Any = None) -> str:
-        """A float initializer, of the type of `like` where that is a half-precision array."""
+        """A float initializer, of the type of `like` if that is a half-precision array."""
         from onnx import numpy_helper
 
         array = values if like is None else values.astype(like.dtype)

@@ -1,4 +1,4 @@
-"""`Comparison`: how far two runs of one model are apart, gathered batch by batch."""
+"""`Comparison`: the distance between two runs of one model, gathered batch by batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Comparison", "OutputParity", "Parity", "Tolerance", "decibels"]
 class Comparison:
     """Gathers batch after batch in constant memory.
 
-    `judge_all`: top-1 over every sample, also where the two best scores are nearer than what the drift moves them.
+    `judge_all`: top-1 over every sample, also if the two best scores differ by less than the drift.
     """
 
     def __init__(self, names: Sequence[str], *, judge_all: bool = False) -> None:
@@ -87,7 +87,7 @@ class _Output:
             self._judge(expected, found, difference)
 
     def _add_discrete(self, expected: Any, found: Any) -> None:
-        """Indices and masks are right or wrong; how far 3 is from 900 says nothing."""
+        """Compare indices and masks by equality, because their distances mean nothing."""
         is_same = expected == found
         self.count += expected.size
         self.num_samples += expected.shape[0] if expected.ndim else 1
@@ -97,7 +97,7 @@ class _Output:
         self.largest = max(self.largest, float(not is_same.all()))
 
     def _judge(self, expected: Any, found: Any, difference: Any) -> None:
-        """Top-1, where the two best scores are further apart than what the drift moves them."""
+        """Top-1 over the samples whose two best scores differ by more than the drift."""
         import numpy
 
         best = numpy.sort(expected, axis=1)[:, -2:]

@@ -6,7 +6,7 @@ from collections import Counter
 
 from sparsebit.records.audit import Audit, LayerRun
 
-# Ratios this near 1 are the machine's noise.
+# Ratios this near to 1 are noise of the machine.
 _EVEN = 0.03
 _KNOWN = ("integer", "weight-only")
 
@@ -80,7 +80,7 @@ def _floats(audit: Audit) -> list[LayerRun]:
 
 
 def _run(layers: tuple[LayerRun, ...]) -> str:
-    """How layers run of which none is in float."""
+    """Describes layers without any float one."""
     kinds = frozenset(layer.arithmetic for layer in layers)
     numbers = {
         frozenset({"integer"}): "in integers",
@@ -90,7 +90,7 @@ def _run(layers: tuple[LayerRun, ...]) -> str:
 
 
 def _conversions(audit: Audit) -> list[str]:
-    """Where everything heavy is in integers and the model is slow all the same: what is left between the layers."""
+    """The remaining conversions between layers, if all heavy layers are in integers and the model is still slow."""
     if audit.ratio is None or audit.ratio < 1 - _EVEN or _floats(audit):
         return []
     lights = [layer for layer in audit.layers if not layer.heavy and layer.arithmetic == "float"]

@@ -1,1 +1,1 @@
-"""torch to ONNX, and fake-quant operators to QuantizeLinear and DequantizeLinear."""
+"""Exports torch models to ONNX, and fake-quant operators to QuantizeLinear and DequantizeLinear."""

@@ -1,4 +1,4 @@
-"""Finds branches on dynamic sizes: an ONNX file holds only the branch that the example takes, for every size."""
+"""Finds branches on dynamic sizes: an ONNX file only contains the branch that the example takes, for every size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OURS = str(Path(__file__).parents[2]) + os.sep  # the whole package
 def branches_on_sizes() -> Iterator[list[str]]:
     """Inside, during an export, collects the lines of the model's code that branch on a dynamic size.
 
-    An `assert` is left out: where it fails, the model does not run either. Branches in torch's own code are too.
+    An `assert` is left out: if it fails, the model does not run either. Branches in torch's own code are left out too.
     """
     found: list[str] = []
     thread = threading.get_ident()
@@ -52,9 +52,9 @@ def _is_open(question: torch.SymBool) -> bool:
 
 
 def _asking_line(frame: types.FrameType | None) -> str | None:
-    """`file:line: code` of the model's own code that branches; None where torch's code does."""
+    """`file:line: code` of the model's own code that branches; None if torch's code does."""
     while frame is not None and frame.f_code.co_filename.startswith(_OURS):
-        if frame.f_code is guard.__code__:  # asked when the model was captured
+        if frame.f_code is guard.__code__:  # checked when the model was captured
             return str(frame.f_locals["line"])
         frame = frame.f_back
     if frame is None or frame.f_code.co_filename.startswith(_TORCH):

@@ -22,7 +22,7 @@ _ADVICE = {
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Inside, what the exporter prints and warns of is suppressed; errors are still raised."""
+    """Inside, prints and warnings of the exporter are suppressed; errors are still raised."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -41,7 +41,7 @@ def quiet() -> Iterator[None]:
 
 
 def export_fault(error: Exception, model: nn.Module, inputs: Sequence[str]) -> str:
-    """The innermost cause in a few lines, and where it comes from; torch's own message is pages long."""
+    """The innermost cause in a few lines, and its place; torch's own message is pages long."""
     causes: list[BaseException] = [error]
     while causes[-1].__cause__ is not None:
         causes.append(causes[-1].__cause__)
@@ -58,7 +58,7 @@ def export_fault(error: Exception, model: nn.Module, inputs: Sequence[str]) -> s
 
 
 def _shortened(text: str, inputs: Sequence[str]) -> str:
-    """The first lines, without what is for torch's developers; inputs by their names."""
+    """The first lines, without advice to torch's developers; inputs by their names."""
     text = text.partition("The following call raised this error")[0]
     lines = [
         line
@@ -92,7 +92,7 @@ def _module_place(frames: Sequence[FrameType], model: nn.Module) -> str:
 
 
 def _line(text: str) -> str:
-    """The user's line, where torch names it."""
+    """The user's line, if torch names it."""
     match = re.search(r'raised this error:\s+File "([^"]+)", line (\d+), in \w+\s+(.*)', text)
     return f", {match[1]}:{match[2]}: `{match[3].strip()}`" if match else ""
 

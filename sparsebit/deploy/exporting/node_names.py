@@ -1,4 +1,4 @@
-"""Nodes named after the layers that they come from; what the exporter noted for itself is dropped.
+"""Names nodes after the layers that they come from, and drops the exporter's own metadata.
 
 The exporter attaches Python stack traces to every node: half of a small file, and the paths of the user's machine.
 """
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 _OWN = "sparsebit."
 _SCOPES = "pkg.torch.onnx.name_scopes"
-_ROOT = "module.model."  # the quantized model inside the call that is exported
+_ROOT = "module.model."  # the quantized model inside the exported call
 
 
 def tidy(model: ir.Model, facts: Mapping[str, str], switched_off: Mapping[str, str] | None = None) -> None:
     """Rename and strip, in place; `facts` become the model's own metadata (`sparsebit.backend`…).
 
-    `switched_off`: layers and modules that the config keeps in float, and the key that says so; it is noted at their
+    `switched_off`: layers and modules that the config keeps in float, with the config key; it is stored at their
     nodes.
     """
     import onnx_ir as ir
@@ -56,7 +56,7 @@ def tidy(model: ir.Model, facts: Mapping[str, str], switched_off: Mapping[str, s
 
 
 def note_switched_off(model: ir.Model, switched_off: Mapping[str, str]) -> None:
-    """Note at the nodes of these layers and modules the key that keeps them in float, in place."""
+    """Store at the nodes of these layers and modules the config key that keeps them in float, in place."""
     import onnx_ir as ir
 
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
@@ -64,7 +64,7 @@ def note_switched_off(model: ir.Model, switched_off: Mapping[str, str]) -> None:
 
 
 def describe_sites(model: ir.Model, sites: Iterable[ExportedSite], more: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write every site's format, and what `more` knows of it, into the model's metadata as JSON."""
+    """Write every site's format, and its facts in `more`, into the model's metadata as JSON."""
     table = {site.site: {**site.to_dict(), **more.get(site.site, {})} for site in sites}
     model.metadata_props[f"{_OWN}sites"] = json.dumps(table)
 
@@ -79,9 +79,9 @@ def _layer_of(node: ir.Node) -> str | None:
 
 
 def _note_off(node: ir.Node, switched_off: Mapping[str, str]) -> str | None:
-    """Note at the node that the config switched it off; returns the layer's name where the node is the layer's op.
+    """Store at the node that the config switched it off; returns the layer's name if the node is the layer's op.
 
-    The exporter notes the modules that a node was called in, from the outside to the inside, and last its own name.
+    The exporter stores the modules that a node was called in, from outermost to innermost, and last its own name.
     """
     scopes = node.metadata_props.get(_SCOPES)
     paths = [path.removeprefix(_ROOT) for path in ast.literal_eval(scopes)[:-1]] if scopes else []

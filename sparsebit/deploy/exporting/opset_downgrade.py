@@ -1,4 +1,4 @@
-"""A graph in an opset that is older than torch's exporter writes, where every op has the same meaning there."""
+"""Converts a graph to an opset older than those of torch's exporter, if every op has the same meaning there."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def to_older_opset(model: ir.Model, opset: int) -> None:
             raise _refusal(node, opset, "it means something else there")
         _axes_to_attribute(node, old)
         for name in [name for name in node.attributes if name not in old.attributes]:
-            # An attribute that the older opset lacks must have the value that its op implies.
+            # An attribute that the older opset lacks must have the value that the older op implies.
             if node.attributes[name].value and not _says_nothing(node, name):
                 raise _refusal(node, opset, f"its attribute {name} is newer")
             del node.attributes[name]
@@ -55,9 +55,9 @@ def _axes_to_attribute(node: ir.Node, old: onnx.defs.OpSchema) -> None:
 
 
 def _says_nothing(node: ir.Node, attribute: str) -> bool:
-    """Whether the attribute changes nothing: a number of parts whose sizes are known, or a rule about absent zeros.
+    """Whether the attribute has no effect: a number of parts whose sizes are known, or a rule about absent zeros.
 
-    A computed shape holds a 0 only for an empty tensor.
+    A computed shape contains a 0 only for an empty tensor.
     """
     given = node.inputs[1] if len(node.inputs) > 1 else None
     if node.op_type == "Split":

@@ -1,9 +1,9 @@
 """`sparsebit::FakeQuantize` -> standard ONNX: stored integers + DequantizeLinear, or QuantizeLinear + DequantizeLinear.
 
 A constant (weight, bias) is stored as the integers that the simulation rounds it to, or as 8-bit floats (`FakeFloat8`);
-anything else gets a pair of nodes, with a Clip in front where the grid is narrower than its type. Nodes are named after
-their site (`conv1.input/q`) and carry site, role and bits in `metadata_props`: an attribute of that name would be
-refused by onnx.checker.
+anything else gets a pair of nodes, with a Clip before it if the grid is narrower than its type. Nodes are named after
+their site (`conv1.input/q`) and carry site, role and bits in `metadata_props`: onnx.checker does not allow an attribute
+with such a name.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class ExportedSite:
 def lower(model: ir.Model, weight_widths: frozenset[int], *, whole_groups: bool = False) -> list[ExportedSite]:
     """Replace every FakeQuantize, in place; returns the sites in the order of the graph.
 
-    `weight_widths`: the integer types, by bits, that the runtime reads for constants. `whole_groups`: it refuses a last
-    group that is shorter than the others.
+    `weight_widths`: the integer types, by bits, that the runtime reads for constants. `whole_groups`: a last group
+    shorter than the others is an error.
     """
     import onnx_ir as ir
 
@@ -83,7 +83,7 @@ def lower(model: ir.Model, weight_widths: frozenset[int], *, whole_groups: bool 
 
 
 def required_opset(sites: Iterable[tuple[int, int, int, bool]], weight_widths: frozenset[int]) -> int:
-    """The first opset with all the types; of each site (qmin, qmax, group size, is it a constant)."""
+    """The first opset with all the types; `sites`: (qmin, qmax, group size, is it a constant) of each."""
     needed = 13
     for qmin, qmax, group, is_constant in sites:
         widths = weight_widths if is_constant else ACTIVATION_WIDTHS
@@ -108,7 +108,7 @@ class _Site:
         attributes = {name: attribute.value for name, attribute in node.attributes.items()}
         tag = str(attributes["tag"]) or "site"
         name = ""
-        # A layer that the model calls twice has its sites twice; and the names of inputs and outputs are the user's.
+        # A layer that the model calls twice has its sites twice; the names of inputs and outputs are the user's.
         while not name or any(port.startswith(f"{name}/") for port in ports):
             names[tag] = names.get(tag, 0) + 1
             name = tag if names[tag] == 1 else f"{tag}#{names[tag]}"
@@ -171,7 +171,7 @@ def _lower_constant(
         )
     stored = _initializer(model, f"{site.name}/codes", codes, storage.name)
     scale, zero_point = _parameters(model, site, storage, weight.shape)
-    # A linear's zero point is written even where it is 0: without it ORT leaves a Gemm in float. All others would be
+    # A linear's zero point is written even if it is 0: without it ORT leaves a Gemm in float. All others would be
     # several per cent of a small file.
     is_linear = weight.ndim == 2 and site.bits < BIAS_BITS and not site.is_float8
     inputs = [stored, scale, *([zero_point] if is_linear or site.zero_point.any() else [])]
@@ -218,7 +218,7 @@ def _lower(model: ir.Model, node: ir.Node, site: _Site) -> ExportedSite:
 def _replace(
     node: ir.Node, steps: list[tuple[str, str, list[ir.Value], dict[str, int]]], site: _Site, storage: Storage
 ) -> None:
-    """The chain of steps in the node's place. Half precision computes in float32, as the simulation does."""
+    """Replace the node by a chain of steps. Half precision computes in float32, as the simulation does."""
     import onnx_ir as ir
 
     x, y = node.inputs[0], node.outputs[0]
@@ -307,7 +307,7 @@ def _tensor(value: Any, site: str) -> Tensor:
 
 
 def _shape(value: ir.Value, site: _Site) -> tuple[int, ...]:
-    """The sizes, 0 where they are free; of a tensor with one scale nothing need be known."""
+    """The sizes, 0 if they are free; for a tensor with one scale no sizes are needed."""
     if value.shape is None and site.axis is not None:
         raise DeploymentError(f"{site.name}: a scale per channel for a tensor whose number of dimensions is not known")
     shape = tuple(size if isinstance(size, int) else 0 for size in value.shape or ())

@@ -1,4 +1,4 @@
-"""torch -> ONNX: a module, as it runs on one example, as an `onnx_ir.Model` in which each fake-quant is one node.
+"""Converts a module, as it runs on one example, to an `onnx_ir.Model` in which each fake-quant is one node.
 
 The node is `sparsebit::FakeQuantize(x, scale, zero_point)`, or `FakeFloat8(x, scale)`, with the site's name in `tag`;
 `qdq` lowers it to standard ONNX. Inputs and outputs are flat and carry the user's names.
@@ -99,7 +99,7 @@ def input_names(
 
 
 def in_order(kwargs: Mapping[str, Any], signature: inspect.Signature) -> dict[str, Any]:
-    """Keywords in the order of forward's parameters: that of the file's inputs, however a call is written."""
+    """Keywords in the order of forward's parameters, which is that of the file's inputs, for any order in a call."""
     places = {name: place for place, name in enumerate(signature.parameters)}
     return dict(sorted(kwargs.items(), key=lambda item: places.get(item[0], len(places))))
 
@@ -115,7 +115,7 @@ def flat_outputs(output: Any) -> list[Tensor]:
 
 
 class _Call(nn.Module):
-    """The module with flat tensor inputs and outputs. Inputs that are the same tensor twice stay two."""
+    """The module with flat tensor inputs and outputs. The same tensor passed twice stays two inputs."""
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class _Call(nn.Module):
         self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
         self.places = [index for index, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
         given: list[Tensor] = [self.leaves[index] for index in self.places]
-        # torch.export takes one tensor object that is given twice for one input.
+        # torch.export treats one tensor object that is passed twice as one input.
         is_first = [all(tensor is not other for other in given[:index]) for index, tensor in enumerate(given)]
         self.tensors = [t if first else t.clone() for t, first in zip(given, is_first, strict=True)]
         self.paths = [path for path, _ in pytree.tree_flatten_with_path((args, kwargs))[0]]
@@ -187,7 +187,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         leaves = pytree.tree_leaves(value)
         if len(leaves) == 1 and leaves[0] is value:
             yield path, value
-        else:  # a registered class of the user's
+        else:  # a class that the user registered
             yield from ((f"{path}.{index}" if path else f"output.{index}", leaf) for index, leaf in enumerate(leaves))
 
 
@@ -199,7 +199,7 @@ def _key(entry: Any) -> str:
 
 
 def _node(op_type: str, parameters: Sequence[str], numbers: Sequence[str]) -> Any:
-    """The operator `op_type(x, *parameters)` of our own, with whole numbers and the site's tag as attributes."""
+    """Our own operator `op_type(x, *parameters)`, with whole numbers and the site's tag as attributes."""
     import onnx
     import onnxscript
 

@@ -1,1 +1,1 @@
-"""Rewrites of the graph into forms that runtimes have fast kernels for; outputs stay equal."""
+"""Rewrites the graph into forms that runtimes have fast kernels for; outputs stay equal."""

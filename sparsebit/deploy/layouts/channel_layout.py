@@ -1,9 +1,9 @@
-"""Numbers of channels that ONNX Runtime has fast integer kernels for.
+"""Pads channels to numbers for which ONNX Runtime has fast integer kernels.
 
-Its depthwise kernel takes multiples of 16 channels, its dense one multiples of 4 input channels; with any other number
+Its depthwise kernel needs multiples of 16 channels, its dense one multiples of 4 input channels; for any other number
 a slower one runs, at two fifths of the rate. The groups of a convolution are computed one by one: 8 channels wide at
-7 GMAC/s, 32 wide at 70 (x86 with VNNI, one thread). So channels of zeros are added inside of the model, and groups are
-joined with zeros between them. All other codes stay what they were.
+7 GMAC/s, 32 wide at 70 (x86 with VNNI, one thread). So zero channels are added inside the model, and groups are
+joined with zeros between them. All other codes stay the same.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from sparsebit.deploy.onnx_graph.initializers import stored_once
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-_DEPTHWISE, _FEWEST = 16, 12  # below that many channels the work on zeros costs as much as the kernel gains
+_DEPTHWISE, _FEWEST = 16, 12  # with fewer channels, the work on zeros costs as much as the kernel gains
 _DENSE = 4
-_GROUP, _MOST_DENSE = 32, 64  # the width that groups get; up to that many channels one group is as fast
+_GROUP, _MOST_DENSE = 32, 64  # the target width of groups; up to _MOST_DENSE channels one group is as fast
 _FEW_TAPS, _TAPS, _FEW_OUTPUTS = 25, 49, 32  # larger kernels read an image as fast with 3 channels
 _PADS = "channel_layout/pads"
 
@@ -28,7 +28,7 @@ _PADS = "channel_layout/pads"
 def lay_out_channels(model: ir.Model) -> None:
     """Widen sets of values and groups of convolutions that run in integers, in place."""
     if any(_has_graphs(node) for node in model.graph):
-        return  # these may read any value
+        return  # these nodes may read any value
     found = [StoredConvolution.read(node) for node in model.graph if node.op_type == "Conv"]
     layers = [layer for layer in found if layer is not None]
     for channels in channel_sets(model, layers):
@@ -47,10 +47,10 @@ def _has_graphs(node: ir.Node) -> bool:
 
 
 def _multiple(channels: ChannelSet) -> int:
-    """The number that should divide the number of channels."""
+    """The required divisor of the number of channels."""
     multiple = _DENSE if any(layer.is_integer for layer in channels.readers) else 1
     for layer in channels.through:
-        wanted = layer.group_inputs  # whole groups are added
+        wanted = layer.group_inputs  # add whole groups
         if layer.is_integer and layer.is_depthwise and channels.num_channels >= _FEWEST:
             wanted = _DEPTHWISE
         elif layer.is_integer:
@@ -60,7 +60,7 @@ def _multiple(channels: ChannelSet) -> int:
 
 
 def _joined_groups(layer: StoredConvolution, *, can_grow: bool) -> int:
-    """How many groups become one; where no groups can be added, the number must divide theirs."""
+    """How many groups become one; if no groups can be added, this must divide their number."""
     groups = layer.num_groups
     narrow = min(layer.group_inputs, layer.group_outputs)
     if layer.is_dense or layer.is_depthwise or narrow >= _GROUP:
@@ -80,7 +80,7 @@ def _gains_from_pad(layer: StoredConvolution) -> bool:
 
 
 def _pad_input(model: ir.Model, layer: StoredConvolution) -> None:
-    """Pad the codes of an image (1 to 3 channels) in front of the layer; weights of zero read what is added."""
+    """Pad the codes of an image (1 to 3 channels) before the layer; zero weights read the added channels."""
     import numpy
     import onnx_ir as ir
 

@@ -1,7 +1,7 @@
 """Values of an ONNX graph that have the same channels: channels can be added to all values of a set, or to none.
 
 `channel_sets` joins values node by node (a disjoint-set union by `ChannelSet` objects). Any op that is not known to
-treat each channel alone fixes the sets that it touches.
+treat each channel independently fixes the sets that it touches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sparsebit.deploy.onnx_graph.qdq_graph import DEQUANTIZE, QUANTIZE
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-# Ops that compute each channel by itself, with settings that hold for all of them; what they make of 0 is finite.
+# Ops that compute each channel independently, with the same settings for all; their result for 0 is finite.
 _BY_ITSELF = frozenset(
     {QUANTIZE, DEQUANTIZE, "Relu", "Clip", "Sigmoid", "HardSigmoid", "HardSwish", "LeakyRelu", "Elu", "Gelu", "Tanh",
      "Softplus", "Mish", "Cast", "Identity", "MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool"}
@@ -39,7 +39,9 @@ class ChannelSet:
         return _channels(self.values[0])
 
     def widen(self, count: int) -> None:
-        """Add channels, behind the others, that are zero where they are made and count nothing where they are read."""
+        """Add channels after the others; they are zero where they are computed, and have zero weights where they are
+        read.
+        """
         import onnx_ir as ir
 
         channels = self.num_channels + count
@@ -107,7 +109,7 @@ class _Finder:
             self.fix(y)
 
     def _joins_several(self, node: ir.Node) -> bool:
-        """Whether every operand has the channels of the result, or is one number; if so, they are joined."""
+        """Whether every operand has the channels of the result, or is a single number; if so, they are joined."""
         result = node.outputs[0]
         others = [value for value in node.inputs if value is not None and not _is_single(value)]
         if not all(_is_image(value) and _channels(value) == _channels(result) for value in others):
@@ -147,7 +149,7 @@ def _channels(value: ir.Value) -> int:
 
 
 def _is_single(value: ir.Value) -> bool:
-    """Whether the value is one number, whatever it is computed with."""
+    """Whether the value is a single number that combines with any shape."""
     shape = value.shape
     return shape is not None and len(shape) < 2 and all(size == 1 for size in shape)
 

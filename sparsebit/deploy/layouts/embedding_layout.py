@@ -1,8 +1,8 @@
 """Embeddings that are looked up as integers.
 
 `Gather(DequantizeLinear(table), ids)` dequantizes the whole table at every run: 12 million numbers of a BERT for 64
-tokens. Looking up the integers first, and their scales, costs as much as in float. A scale per row has no
-DequantizeLinear of its own behind the Gather, so the two steps of it are written out: Cast and Mul.
+tokens. Looking up the integers first, and their scales, costs as much as in float. There is no DequantizeLinear with
+a scale per row after the Gather, so its two steps are written out: Cast and Mul.
 """
 
 from __future__ import annotations

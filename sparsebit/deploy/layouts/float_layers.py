@@ -1,17 +1,17 @@
-"""Layers and ops that stay float in ONNX Runtime too.
+"""Keeps layers and ops float in ONNX Runtime that the simulation computes in float.
 
 ONNX Runtime's WeightBiasQuantization rounds the float weight of a Conv, ConvTranspose or Gemm to int8, with one scale
-for all channels, where the layer reads a DequantizeLinear and its output runs into a QuantizeLinear. Releases before
-1.22 do not even look at the output. A MatMul with a bias becomes a Gemm first. It leaves alone a layer whose input has
-a scale per channel. So such a layer gets a DequantizeLinear of its own, with the one scale repeated for every channel:
+for all channels, if the layer reads a DequantizeLinear and a QuantizeLinear reads its output. Releases before
+1.22 do not even check the output. A MatMul with a bias becomes a Gemm first. It does not change a layer whose input has
+a scale per channel. So such a layer gets a separate DequantizeLinear, with the one scale repeated for every channel:
 the same numbers, at the same cost.
 
 An Add, Mul, average pool, Softmax or product of two computed values between the two becomes a QLinear kernel, with a
-rounding of its own. Where the simulation computes it in float, a Max with the lowest float, which changes no number,
-keeps the runtime away: these kernels do not look at the number of scales, and fail on several.
+separate rounding. If the simulation computes it in float, a Max with the lowest float, which changes no number,
+prevents that: these kernels do not check the number of scales, and fail on several.
 
 The same transformer rounds the float bias of a quantized layer to int32, with the product of both scales. Files of
-backends that add biases in float (virtual, tensorrt) get such a Max behind a layer where that would change the result.
+backends that add biases in float (virtual, tensorrt) get such a Max after a layer if that would change the result.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _BIAS_ERROR = 1 / 16
 
 
 def keep_floats(model: ir.Model) -> None:
-    """Change the inputs of float layers and ops so that ONNX Runtime leaves them float, and note it, in place."""
+    """Change the inputs of float layers and ops so that ONNX Runtime leaves them float, and mark them, in place."""
     _keep_layers(model)
     _keep_ops(model)
 
 
 def keep_float_biases(model: ir.Model) -> None:
-    """Put a Max behind layers whose float bias or weight ONNX Runtime would round to other numbers, in place."""
+    """Insert a Max after layers whose float bias or weight ONNX Runtime would round to other numbers, in place."""
     for layer in list(model.graph):
         x = _dequantize_of(layer.inputs[0]) if layer.op_type in _LAYERS else None
         if x is None or (
@@ -67,7 +67,7 @@ def keep_float_biases(model: ir.Model) -> None:
 
 
 def _biased(layer: ir.Node) -> tuple[ir.Value, ir.Value | None]:
-    """The layer's output with its constant bias, and the bias; a MatMul has it in an Add of its own."""
+    """The layer's output with its constant bias, and the bias; for a MatMul it is in a separate Add."""
     output = layer.outputs[0]
     if layer.op_type != "MatMul":
         bias = layer.inputs[2] if len(layer.inputs) > 2 else None
@@ -81,7 +81,7 @@ def _biased(layer: ir.Node) -> tuple[ir.Value, ir.Value | None]:
 
 
 def _bias_error(bias: ir.Value, x: ir.Node, weight: ir.Value | None) -> float:
-    """How far the bias moves when it is rounded to int32 with the product of both scales."""
+    """The change of the bias when it is rounded to int32 with the product of both scales."""
     import numpy
 
     _, dequantize = _origin(weight, _CASTS)
@@ -120,7 +120,7 @@ def _keep_layers(model: ir.Model) -> None:
 
 
 def _keep_ops(model: ir.Model) -> None:
-    """Ops that round to a site of their own are in integers; one whose result only its reader rounds is in float."""
+    """Keep ops in float unless they round to a separate site; if only the reader rounds a result, the op is float."""
     kept: dict[ir.Value, ir.Value] = {}
     for op in list(model.graph):
         data = op.inputs[: _OPS.get(op.op_type, 0)]
@@ -131,7 +131,7 @@ def _keep_ops(model: ir.Model) -> None:
         roles = {node.metadata_props.get(ROLE_KEY) for node in _quantizes(op.outputs[0])}
         # A mean over images (`x.mean((2, 3))`) has no site, and the integer kernel computes the same numbers.
         is_mean = op.op_type == "GlobalAveragePool" and OFF_KEY not in op.metadata_props
-        # In front of a float value a product alone has an integer kernel (MatMulIntegerToFloat).
+        # Before a float value, only a product has an integer kernel (MatMulIntegerToFloat).
         if (not roles and op.op_type != "MatMul") or "output" in roles or is_mean:
             continue
         op.metadata_props[FLOAT_KEY] = op.op_type
@@ -143,7 +143,7 @@ def _keep_ops(model: ir.Model) -> None:
 
 
 def _quantizes(value: ir.Value) -> Iterator[ir.Node]:
-    """Every QuantizeLinear that the runtime may join to what makes the value."""
+    """Every QuantizeLinear that the runtime may join to the producer of the value."""
     for reader, _ in value.uses():
         if reader.op_type == QUANTIZE:
             yield reader
@@ -152,7 +152,7 @@ def _quantizes(value: ir.Value) -> Iterator[ir.Node]:
 
 
 def _origin(value: ir.Value | None, ops: Set[str]) -> tuple[ir.Value | None, ir.Node | None]:
-    """The value in front of a chain of these ops, and its producer."""
+    """The value before a chain of these ops, and its producer."""
     node = value.producer() if value is not None else None
     while node is not None and node.op_type in ops and len(node.outputs) == 1:
         value = node.inputs[0]
@@ -177,7 +177,7 @@ def _is_stored(x: ir.Value | None) -> bool:
 
 
 def _dequantize_of(x: ir.Value | None) -> ir.Node | None:
-    """The DequantizeLinear of one scale behind which `x` is still on its grid."""
+    """The DequantizeLinear of one scale whose grid `x` is still on."""
     _, node = _origin(x, _TRAVELS)
     if node is None or node.op_type != DEQUANTIZE:
         return None
@@ -186,11 +186,11 @@ def _dequantize_of(x: ir.Value | None) -> ir.Node | None:
 
 
 def _apart(model: ir.Model, x: ir.Value, source: ir.Node) -> ir.Value:
-    """The numbers of `x`, dequantized apart; what was moved behind its DequantizeLinear is put into integers again."""
+    """The numbers of `x`, dequantized separately; values moved after its DequantizeLinear become integers again."""
     import onnx_ir as ir
 
     axis = next((dim for dim in (1, *range(len(x.shape or ()))) if _size(x, dim) > 1), None)
-    if axis is None:  # nothing to repeat a scale along: an op that changes no number keeps the runtime away
+    if axis is None:  # no axis to repeat a scale along: an op that changes no number prevents the fusion
         return _unfused(model, x)
     codes, *grid = (value for value in source.inputs if value is not None)
     name, note = f"{source.name}/float", dict(source.metadata_props)
@@ -236,7 +236,7 @@ def _repeated(model: ir.Model, value: ir.Value, size: int) -> ir.Value:
 
 
 def _unfused(model: ir.Model, x: ir.Value) -> ir.Value:
-    """The same numbers behind a Max with the lowest float, which no integer kernel fuses."""
+    """The same numbers after a Max with the lowest float, which no integer kernel fuses."""
     import numpy
 
     lowest = stored_once(model, "sparsebit/lowest", numpy.array(numpy.finfo(numpy.float32).min))
@@ -244,7 +244,7 @@ def _unfused(model: ir.Model, x: ir.Value) -> ir.Value:
 
 
 def _size(x: ir.Value, axis: int) -> int:
-    """0 where it is free or not known."""
+    """The size, or 0 if it is free or unknown."""
     if x.shape is None or axis >= len(x.shape):
         return 0
     size = x.shape[axis]

@@ -1,4 +1,4 @@
-"""Hard sigmoids between quantized tensors in a form that ONNX Runtime has an integer kernel for.
+"""Rewrites hard sigmoids between quantized tensors into a form for which ONNX Runtime has an integer kernel.
 
 `hardsigmoid(x) = clip((x + 3) / 6, 0, 1)`. ONNX Runtime computes it in float, with a conversion on either side, and a
 hard swish with it: 2.5 ns per element against 1.0 ns in integers (x86, one thread). It has an integer kernel for the
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 _SLOPE, _MIDDLE, _SHIFT, _FACTOR = 1 / 6, 0.5, 3.0, 6
-_KEY = "sparsebit.computes"  # the op that a node of the file computes, where that is another one
+_KEY = "sparsebit.computes"  # the op that a node of the file computes, if it is another one
 
 
 def lay_out_hard_sigmoids(model: ir.Model) -> None:
     """HardSigmoid + QuantizeLinear -> Add + QuantizeLinear with six times the scale, in place.
 
-    The DequantizeLinear behind it keeps the gate's scale. Where saturation would not clip at 0 and 1, nothing changes.
+    The DequantizeLinear after it keeps the gate's scale. If saturation would not clip at 0 and 1, nothing changes.
     """
     import numpy
     import onnx_ir as ir
@@ -66,7 +66,7 @@ def hard_sigmoid_attributes() -> list[Any]:
 
 
 def _quantize_behind(node: ir.Node) -> ir.Node | None:
-    """The QuantizeLinear of a gate that alone reads a hard sigmoid, where it saturates at 0 and 1."""
+    """The QuantizeLinear of a gate that alone reads a hard sigmoid, if it saturates at 0 and 1."""
     if node.op_type != "HardSigmoid" or node.outputs[0].is_graph_output() or not _is_torchs(node):
         return None
     readers = [reader for reader, _ in node.outputs[0].uses()]
@@ -89,7 +89,7 @@ def _is_torchs(node: ir.Node) -> bool:
     return (
         slope is not None
         and abs(slope.as_float() - _SLOPE) < 1e-6
-        and (middle is None or middle.as_float() == _MIDDLE)  # ONNX's default too
+        and (middle is None or middle.as_float() == _MIDDLE)  # also ONNX's default
     )
 
 

@@ -1,8 +1,8 @@
-"""Linear layers in the form that runtimes turn into integer kernels.
+"""Rewrites linear layers into the form that runtimes turn into integer kernels.
 
-torch keeps a linear's weight as (out, in) and exports it as Gemm, or as Transpose + MatMul + Add where the input has
-more than two dimensions. A Transpose behind a DequantizeLinear hides the stored integers, and a weight-only Gemm never
-becomes MatMulNBits. So the integers themselves are stored transposed, (in, out), in front of a MatMul.
+torch keeps a linear's weight as (out, in) and exports it as Gemm, or as Transpose + MatMul + Add if the input has
+more than two dimensions. A Transpose after a DequantizeLinear hides the stored integers, and a weight-only Gemm never
+becomes MatMulNBits. So the integers themselves are stored transposed, (in, out), before a MatMul.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _transpose_in_place(value: ir.Value) -> None:
 
 
 def _stored_dequantize(value: ir.Value | None) -> ir.Node | None:
-    """The DequantizeLinear that makes `value` from a stored 2-D tensor, where it alone reads that tensor."""
+    """The DequantizeLinear that computes `value` from a stored 2-D tensor, if it alone reads that tensor."""
     node = value.producer() if value is not None else None
     if node is None or node.op_type != "DequantizeLinear":
         return None

@@ -1,6 +1,6 @@
-"""Zero padding that a convolution does itself.
+"""Moves zero padding into the convolution after it.
 
-Models from TensorFlow pad in front of their convolutions. Between two integer convolutions such a Pad runs in float,
+Models from TensorFlow pad before their convolutions. Between two integer convolutions such a Pad runs in float,
 with two conversions around it; as the convolution's own `pads` it costs nothing.
 """
 
@@ -49,7 +49,7 @@ def _move(
 
 
 def _zero_pads(pad: ir.Node) -> list[int] | None:
-    """The pads of height, width, … as Conv counts them; None where batch or channels, or other values, are padded."""
+    """The pads of height, width, … as Conv counts them; None if batch or channels, or other values, are padded."""
     mode = pad.attributes.get("mode")
     amounts = pad.inputs[1].const_value if len(pad.inputs) > 1 and pad.inputs[1] is not None else None
     if amounts is None or (mode is not None and mode.as_string() != "constant"):
@@ -72,7 +72,7 @@ def _takes(conv: ir.Node) -> bool:
 
 
 def _only_producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
-    """The node that makes the value, if it is of this kind and has no other reader."""
+    """The producer of the value, if it is of this kind and has no other reader."""
     node = value.producer() if value is not None else None
     if value is None or node is None or node.op_type != op_type or len(value.uses()) != 1 or value.is_graph_output():
         return None

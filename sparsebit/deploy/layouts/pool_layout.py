@@ -1,8 +1,8 @@
-"""Global average pools in the form that runtimes have an integer kernel for.
+"""Rewrites global average pools into the form for which runtimes have an integer kernel.
 
 torch exports `AdaptiveAvgPool2d(1)` and `x.mean((2, 3))` as ReduceMean, which ONNX Runtime executes in float, with a
-change of the memory layout in front of it. GlobalAveragePool is the same mean; quantization travels through a Squeeze
-behind it.
+change of the memory layout before it. GlobalAveragePool is the same mean; quantization can be moved through a Squeeze
+after it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _AXES = "height_and_width"
 
 
 def lay_out_pools(model: ir.Model) -> None:
-    """ReduceMean over height and width -> GlobalAveragePool, and Squeeze where the dimensions go; in place."""
+    """ReduceMean over height and width -> GlobalAveragePool, and Squeeze if the dimensions are dropped; in place."""
     import numpy
     import onnx_ir as ir
 

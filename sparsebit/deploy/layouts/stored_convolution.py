@@ -1,4 +1,4 @@
-"""A convolution of an ONNX graph together with the tensors that it alone reads, so that both can be changed as one.
+"""A convolution of an ONNX graph together with the tensors that only it reads, so that both can be changed together.
 
 Added channels are zeros in weight and bias; scales are repeated, since a scale of 0 is invalid. Weights with zero
 points other than 0 are left out, because stored zeros would not mean 0 there.
@@ -33,7 +33,7 @@ class StoredConvolution:
 
     @staticmethod
     def read(node: ir.Node) -> StoredConvolution | None:
-        """None where a tensor is computed, or read by another node too, or has zero points other than 0."""
+        """None if a tensor is computed, or read by another node too, or has zero points other than 0."""
         per_output: list[ir.Value] = []
         weight = _stored(node.inputs[1], per_output)
         bias = node.inputs[2] if len(node.inputs) > 2 else None
@@ -65,7 +65,7 @@ class StoredConvolution:
 
     @property
     def num_taps(self) -> int:
-        """Places of the kernel: height times width."""
+        """Positions of the kernel: height times width."""
         return int(math.prod(_array(self.weight).shape[2:]))
 
     @property
@@ -78,7 +78,7 @@ class StoredConvolution:
 
     @property
     def is_square(self) -> bool:
-        """Whether every group has as many outputs as inputs: the channels of both sides are then counted alike."""
+        """Whether every group has as many outputs as inputs, so that the channels of both sides correspond."""
         return self.group_inputs == self.group_outputs
 
     @property
@@ -97,7 +97,7 @@ class StoredConvolution:
         return bool(users) and all(user.op_type == QUANTIZE for user in users)
 
     def add_outputs(self, count: int) -> None:
-        """More output channels, behind the others, that are zero for every input."""
+        """Add output channels, after the others, that are zero for every input."""
         _extend(self.weight, 0, count)
         if self.bias is not None:
             _extend(self.bias, 0, count)
@@ -105,16 +105,16 @@ class StoredConvolution:
             _extend(value, 0, count, repeat=True)  # a scale must not be 0
 
     def add_inputs(self, count: int) -> None:
-        """More input channels in every group, behind the others, that change nothing."""
+        """Add input channels to every group, after the others, with zero weights."""
         _extend(self.weight, 1, count)
 
     def add_groups(self, count: int) -> None:
-        """More groups, behind the others, whose output is zero."""
+        """Add groups, after the others, whose output is zero."""
         self.add_outputs(count * self.group_outputs)
         self._set_groups(self.num_groups + count)
 
     def join_groups(self, count: int) -> None:
-        """Each `count` groups become one, with zeros for the inputs of other groups."""
+        """Join each `count` groups into one, with zeros for the inputs of other groups."""
         import numpy
 
         old, inputs, outputs = _array(self.weight), self.group_inputs, self.group_outputs
@@ -132,7 +132,7 @@ class StoredConvolution:
 
 
 def _stored(value: ir.Value | None, per_output: list[ir.Value]) -> ir.Value | None:
-    """The stored tensor behind `value`, its scales added to `per_output`; None where this cannot be changed alone."""
+    """The stored tensor of `value`; its scales are added to `per_output`; None if it cannot be changed separately."""
     if value is None or len(value.uses()) != 1 or value.is_graph_output():
         return None
     node = value.producer()
@@ -165,7 +165,7 @@ def _extend(value: ir.Value, axis: int, count: int, *, repeat: bool = False) -> 
 
 
 def _store(value: ir.Value, array: Any) -> None:
-    """New numbers of a stored tensor; what is made of them has their shape too."""
+    """Store new numbers of a tensor, and update its shape and those of derived values."""
     import onnx_ir as ir
 
     assert value.const_value is not None

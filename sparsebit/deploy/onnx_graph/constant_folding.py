@@ -28,7 +28,7 @@ def fold_constants(model: ir.Model, values: Iterable[ir.Value | None], *, stop: 
 
 
 def _constant_ancestors(node: ir.Node, stop: Callable[[ir.Node], bool]) -> set[ir.Node]:
-    """All nodes that the node's value is computed from; none where one of them reads an input of the model."""
+    """All nodes that the node's value is computed from; none if one of them reads an input of the model."""
     found: set[ir.Node] = set()
     stack = [node]
     while stack:

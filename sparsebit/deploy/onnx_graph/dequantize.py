@@ -1,4 +1,4 @@
-"""Stored integers back to float arrays, as DequantizeLinear and MatMulNBits define them."""
+"""Converts stored integers to float arrays, as DequantizeLinear and MatMulNBits define it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 def dequantize(values: Any, scale: Any, zero_point: Any = None, *, axis: int = 1, block: int = 0) -> Any:
     """`(values - zero_point) * scale` in float32.
 
-    One scale for the tensor; one per index of `axis`; or, where `scale` has the rank of `values`, one per block of
+    One scale for the tensor; one per index of `axis`; or, if `scale` has the rank of `values`, one per block of
     `block` elements along `axis` (the last block may be shorter).
     """
     import numpy as np

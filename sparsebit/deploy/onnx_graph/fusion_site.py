@@ -1,7 +1,7 @@
 """`Site`: the surroundings of one layer in a QDQ graph: how its operands are quantized, and who reads its output.
 
-Runtimes fuse a layer with the DequantizeLinear nodes in front of it and the QuantizeLinear behind it, past an
-activation that they absorb. The reasons in `audit.fusion_reasons` are questions to a `Site`. "Behind" looks through
+Runtimes fuse a layer with the DequantizeLinear nodes before it and the QuantizeLinear after it, past an
+activation that they absorb. The reasons in `audit.fusion_reasons` are questions to a `Site`. "After" looks through
 ops that only move elements.
 """
 
@@ -15,7 +15,7 @@ from sparsebit.deploy.runtimes import PROFILES, RuntimeProfile
 
 ABSORBED = frozenset({"Relu", "Clip"})
 
-# Layers that hold a model's time, with a word for each; then those that cost only memory traffic.
+# Layers that take most of a model's time, with a word for each; then those that cost only memory traffic.
 HEAVY = {
     "Conv": "convolution",
     "ConvTranspose": "transposed convolution",
@@ -47,18 +47,18 @@ _FLOATS = frozenset({"", "float", "float16", "bfloat16", "double"})
 
 
 def is_layer(graph: Graph, node: Any) -> bool:
-    """Whether the audit reports on this node: not on biases, shapes' arithmetic and what only moves elements."""
+    """Whether the audit reports on this node: not on biases, arithmetic on shapes and ops that only move elements."""
     if node.op_type in HEAVY or node.op_type in INTEGER_HEAVY or node.op_type.startswith("QLinear"):
         return True
     if node.op_type not in LIGHT or graph.type_of(node.output[0]) not in _FLOATS:
         return False
-    # A constant operand that is stored in float is a bias or a factor, part of the layer in front.
+    # A constant operand that is stored in float is a bias or a factor, part of the preceding layer.
     values = [name for name in node.input if name]
     return node.op_type not in ("Add", "Mul") or not any(graph.is_weight(name) for name in values)
 
 
 def kind(op: str) -> str:
-    """`convolution`, `linear layer`, …; a light op is called by its own name."""
+    """`convolution`, `linear layer`, …; for a light op, its own name."""
     return HEAVY.get(op) or INTEGER_HEAVY.get(op) or op.removeprefix("QLinear")
 
 
@@ -67,7 +67,7 @@ def is_heavy(op: str) -> bool:
 
 
 class Site:
-    """One float layer and its surroundings. `data` and `weight` are None where that operand is not quantized."""
+    """One float layer and its surroundings. `data` and `weight` are None if that operand is not quantized."""
 
     def __init__(self, graph: Graph, node: Any) -> None:
         self.graph, self.node = graph, node
@@ -76,7 +76,7 @@ class Site:
 
     @cached_property
     def operands(self) -> list[str]:
-        """The tensors that are computed with: data and weight of a heavy layer, all data of a light one."""
+        """The operands: data and weight of a heavy layer, all data of a light one."""
         names = [name for name in self.node.input if name]
         if self.heavy:
             return names[:2]
@@ -106,7 +106,7 @@ class Site:
 
     @cached_property
     def bias_add(self) -> Any:
-        """The Add of a constant right behind a MatMul, which ONNX Runtime joins to it; None if there is none."""
+        """The Add of a constant directly after a MatMul, which ONNX Runtime joins to it; None if there is none."""
         behind = self.readers
         if self.op == "MatMul" and len(behind) == 1 and behind[0].op_type == "Add":
             return behind[0] if any(self.graph.is_weight(name) for name in behind[0].input) else None
@@ -130,12 +130,12 @@ class Site:
 
     @property
     def switched_off(self) -> str:
-        """The key of the config that keeps the layer in float, as the export noted it; else empty."""
+        """The config key that keeps the layer in float, from the export's metadata; else empty."""
         return next((item.value for item in self.node.metadata_props if item.key == OFF_KEY), "")
 
     @property
     def is_meant_float(self) -> bool:
-        """Whether the export noted that the layer is to be computed in float."""
+        """Whether the export marked the layer to be computed in float."""
         return any(item.key in (OFF_KEY, FLOAT_KEY) for item in self.node.metadata_props)
 
     @property
@@ -157,7 +157,7 @@ class Site:
 
     @cached_property
     def end(self) -> str:
-        """The value behind the activation that may be absorbed: the one that should be quantized."""
+        """The value after the activation that may be absorbed, which is the one to be quantized."""
         return str((self.activation or self.node).output[0])
 
     @cached_property

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def stored_once(model: ir.Model, name: str, array: Any, dtype: ir.DataType | None = None) -> ir.Value:
-    """The initializer of this name, made of `array` where the file has none yet."""
+    """The initializer of this name, created from `array` if the file has none yet."""
     import onnx_ir as ir
 
     if name not in model.graph.initializers:

@@ -39,10 +39,10 @@ def named(paths: Sequence[str], given: Sequence[str] | None, key: str) -> list[s
 
 
 def apart(inputs: Sequence[str], outputs: Sequence[str], num_given: int) -> list[str]:
-    """The outputs' names, none of them an input's: ONNX has one space of names.
+    """Names for the outputs that differ from the inputs', because ONNX has one namespace.
 
-    An output that the model itself calls like an input (`{"x": …}`) becomes `output.x`; of the first `num_given` names,
-    which the user chose, none is changed.
+    An output that the model itself names like an input (`{"x": …}`) becomes `output.x`; the first `num_given` names,
+    which the user chose, are not changed.
     """
     both = [name for name in outputs[:num_given] if name in inputs]
     if both:
@@ -80,7 +80,7 @@ def _free_axes(name: str, tensor: Tensor, wanted: Any) -> dict[int, str]:
 
 
 def rename_ports(model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> None:
-    """Give the graph's inputs and outputs their names; a value inside that has one of them makes room."""
+    """Rename the graph's inputs and outputs; an inner value with one of these names is renamed first."""
     ports = [*model.graph.inputs, *model.graph.outputs]
     names = [*inputs, *outputs]
     inside = [value for node in model.graph for value in node.outputs] + list(model.graph.initializers.values())

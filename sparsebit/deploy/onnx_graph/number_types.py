@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from sparsebit.errors import DeploymentError
 from sparsebit.numerics.spec import LARGEST_FLOAT8
 
-# Bits of an ONNX integer type -> the first opset whose QuantizeLinear and DequantizeLinear take it.
+# Bits of an ONNX integer type -> the first opset whose QuantizeLinear and DequantizeLinear support it.
 _FIRST_OPSET = {2: 25, 4: 21, 8: 13, 16: 21, 32: 13}
 BLOCK_OPSET = 21
 ACTIVATION_WIDTHS = frozenset({8, 16})
@@ -34,7 +34,9 @@ def num_bits(qmin: int, qmax: int) -> int:
 
 
 def storage_for(qmin: int, qmax: int, widths: frozenset[int], site: str) -> Storage:
-    """The narrowest type among `widths` that holds the codes. A 3-bit weight is kept in int4, with its own codes."""
+    """The narrowest type among `widths` that can hold the codes. A 3-bit weight is stored in int4, with its own
+    codes.
+    """
     bits = num_bits(qmin, qmax)
     if bits == BIAS_BITS:
         widths = frozenset({BIAS_BITS})

@@ -18,18 +18,18 @@ from sparsebit.deploy.onnx_graph.model_file import need_file
 from sparsebit.errors import DeploymentError, MissingExtraError
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
-# Notes of an export: the backend of the model, the config key that keeps a node in float, and every
+# Metadata of an export: the backend of the model, the config key that keeps a node in float, and every
 # layer whose weight is float.
 BACKEND_KEY, OFF_KEY, FLOAT_KEY = "sparsebit.backend", "sparsebit.switched_off", "sparsebit.float"
-# Ops that only move elements: a scale in front of one is a scale behind it.
+# Ops that only move elements: a scale before one is equivalent to a scale after it.
 MOVES = frozenset({"Identity", "Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze"})
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """The parameters of one Q or DQ node. `scale` and `zero_point` are arrays, None where they are not constant.
+    """The parameters of one Q or DQ node. `scale` and `zero_point` are arrays, None if they are not constant.
 
-    `dtype` is ONNX's name of the integers (`uint8`, `int4`, `float8e4m3fn`), `axis` counts only where there are several
+    `dtype` is ONNX's name of the integers (`uint8`, `int4`, `float8e4m3fn`), `axis` only applies to several
     scales; `block` is 0 without blocks.
     """
 
@@ -50,7 +50,7 @@ class Quantization:
         return self.zero_point is None or not self.zero_point.astype("float32").any()
 
     def same_grid(self, other: Quantization) -> bool:
-        """Whether both round to the very same numbers."""
+        """Whether both round to exactly the same numbers."""
         if self.scale is None or other.scale is None or self.dtype != other.dtype:
             return False
         mine, theirs = ((q.scale.ravel().tolist(), _flat(q.zero_point, q.scale.size)) for q in (self, other))
@@ -58,7 +58,7 @@ class Quantization:
 
 
 def load_model(file: str | os.PathLike[str] | Any) -> Any:
-    """The ModelProto of a file (or the one given), its local functions written out, since runtimes inline them too."""
+    """The ModelProto of a file (or the given one), with its local functions inlined, as runtimes do too."""
     try:
         import onnx
         from onnx import inliner
@@ -79,7 +79,7 @@ def load_model(file: str | os.PathLike[str] | Any) -> Any:
 
 
 def _refuse_damaged(model: Any, file: str | os.PathLike[str]) -> None:
-    """Refuses a file whose stored tensors do not have the bytes that their shapes ask for."""
+    """Raise for a file whose stored tensors do not have the number of bytes that their shapes require."""
     for tensor in model.graph.initializer:
         if any(size < 0 for size in tensor.dims):
             raise DeploymentError(f"{file} is damaged: its tensor {tensor.name!r} has the shape {list(tensor.dims)}")
@@ -92,7 +92,7 @@ def _refuse_damaged(model: Any, file: str | os.PathLike[str]) -> None:
 
 
 def _num_bytes(data_type: int, count: int) -> int | None:
-    """Bytes of `count` stored numbers; None for a type that is not known."""
+    """Bytes of `count` stored numbers; None for an unknown type."""
     import onnx_ir as ir
 
     try:
@@ -103,7 +103,7 @@ def _num_bytes(data_type: int, count: int) -> int | None:
 
 
 class Graph:
-    """A view of a model's main graph, without nodes that no output needs; later changes of the model do not show."""
+    """A view of a model's main graph, without nodes that no output needs; later changes of the model have no effect."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -119,7 +119,7 @@ class Graph:
 
     @property
     def backend(self) -> str:
-        """The backend that an export of ours noted in the file; empty in files of other tools."""
+        """The backend in the metadata of our exports; empty in files of other tools."""
         return next((item.value for item in self.model.metadata_props if item.key == BACKEND_KEY), "")
 
     def constant(self, name: str) -> Any:
@@ -151,7 +151,7 @@ class Graph:
         )  # fmt: skip
 
     def dequantized(self, name: str) -> Quantization | None:
-        """How the value is quantized: its DQ node, also one in front of ops that only move elements."""
+        """How the value is quantized: its DQ node, also one before ops that only move elements."""
         node = self.producer.get(name)
         while node is not None and node.op_type in MOVES:
             node = self.producer.get(node.input[0])

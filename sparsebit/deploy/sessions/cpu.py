@@ -11,7 +11,7 @@ _VNNI = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
 
 @functools.cache
 def cpu_name() -> str:
-    """`Intel(R) Xeon(R) Platinum 8481C`, or the architecture where the system does not name it."""
+    """`Intel(R) Xeon(R) Platinum 8481C`, or the architecture if the system does not name it."""
     fields = _fields()
     return fields.get("model name") or platform.processor() or platform.machine()
 
@@ -21,7 +21,7 @@ def is_arm() -> bool:
 
 
 def saturates(machine: str = "", flags: str | None = None) -> bool:
-    """Whether sums of two uint8 x int8 products clip at 16 bits: on x86 without VNNI. Unknown counts as no.
+    """Whether sums of two uint8 x int8 products clip at 16 bits: on x86 without VNNI. Unknown counts as False.
 
     >>> saturates("x86_64", "sse4_2 avx2"), saturates("x86_64", "avx2 avx512_vnni"), saturates("aarch64", "asimd")
     (True, False, False)
@@ -34,7 +34,7 @@ def saturates(machine: str = "", flags: str | None = None) -> bool:
 
 @functools.cache
 def _fields() -> dict[str, str]:
-    """The first entry of /proc/cpuinfo; empty where there is none."""
+    """The first entry of /proc/cpuinfo; empty if there is none."""
     file = Path("/proc/cpuinfo")
     if not file.is_file():
         return {}

@@ -15,7 +15,7 @@ _PACKAGES = ("onnx", "onnxruntime", "openvino", "onnxscript", "torchvision", "ti
 
 
 def environment() -> Environment:
-    """The versions and the machine of this process. A GPU is named where torch has used one."""
+    """The versions and the machine of this process. A GPU is named if torch has used one."""
     torch = sys.modules.get("torch")
     uses_gpu = torch is not None and torch.cuda.is_initialized()
     return Environment(

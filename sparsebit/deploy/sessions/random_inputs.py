@@ -19,10 +19,10 @@ _NUMPY_NAMES = {"float": "float32", "double": "float64"}
 def made_up_feeds(
     model: Any, *, feeds: Mapping[str, Any] | None = None, shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Arrays by input name, and a word on each (`float32 1x3x224x224, random normal`).
+    """Arrays by input name, and a description of each (`float32 1x3x224x224, random normal`).
 
-    Arrays in `feeds` win. Floats are random normal numbers, integers 0, masks and booleans 1. An open dimension is 1
-    if it is the first or named after the batch, else `OPEN_SIZES`; `shapes` sets it otherwise.
+    Arrays in `feeds` take precedence. Floats are random normal numbers, integers 0, masks and booleans 1. An open
+    dimension is 1 if it is the first or named after the batch, else from `OPEN_SIZES`; `shapes` overrides it.
     """
     try:
         import numpy as np
@@ -62,7 +62,7 @@ def _shape(name: str, value: Any, wanted: tuple[int, ...] | None) -> tuple[int, 
 
 
 def _refuse_huge(name: str, shape: tuple[int, ...]) -> None:
-    """Refuse shapes that no machine has memory for, as a damaged or hostile file may declare."""
+    """Raise for shapes that no machine has memory for, as a damaged or hostile file may declare."""
     count = math.prod(shape)
     if count > LARGEST_INPUT:
         raise DeploymentError(

@@ -9,9 +9,9 @@ from sparsebit.records.audit import Arithmetic
 
 @dataclass(frozen=True)
 class Kernel:
-    """The runtime's kernel for a layer: the name of its own op, and on which numbers.
+    """The runtime's kernel for a layer: the name of its own op, and its arithmetic.
 
-    `rounds_weight`: the weight is float in the file, and the runtime makes integers of it by itself.
+    `rounds_weight`: the weight is float in the file, and the runtime itself rounds it to integers.
     """
 
     op: str
@@ -21,7 +21,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Execution:
-    """A runtime's own graph, read: the kernel of each layer, and the conversions that are left between them."""
+    """A runtime's own graph: the kernel of each layer, and the remaining conversions between them."""
 
     kernels: dict[str, Kernel]
     leftovers: dict[str, int]

@@ -19,17 +19,17 @@ from sparsebit.deploy.onnx_graph.model_file import need_file
 from sparsebit.errors import DeploymentError, MissingExtraError
 
 RUNTIMES = ("onnxruntime", "openvino")
-# By default both round the float activations in front of a weight-only linear to int8 (up to 1e-2 of the output off).
-# With these options such a layer computes what the file says: its integers times float activations.
+# By default both round the float activations before a weight-only linear to int8 (up to 1e-2 of the output off).
+# With these options such a layer computes as the file defines: its integers times float activations.
 EXACT = {
     "onnxruntime": {"session.qdq_matmulnbits_accuracy_level": "1"},
     "openvino": {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"},
 }
-# On x86 without VNNI, ONNX Runtime's sums of two 8-bit products clip at 16 bits; so it multiplies uint8 by uint8, which
-# is slower and exact. A file with weights that are dequantized for a float layer may not run with it.
+# On x86 without VNNI, ONNX Runtime's sums of two 8-bit products clip at 16 bits; with this option it multiplies uint8
+# by uint8, which is slower and exact. A file with weights that are dequantized for a float layer may not run with it.
 UNCLIPPED = {"session.x64quantprecision": "1"}
-# ONNX Runtime's fusions do not look whether a scale is one number, which their kernels (QLinearAdd, QLinearSigmoid,
-# MatMulIntegerToFloat) want; these are the complaints of those kernels.
+# ONNX Runtime's fusions do not check whether a scale is one number, as their kernels (QLinearAdd, QLinearSigmoid,
+# MatMulIntegerToFloat) require; these are the error messages of those kernels.
 _OF_ONE_SCALE = ("must be a scalar", "IsScalarOr1ElementVector", "QlinearBuildLookupTable")
 _PLAIN_ADVICE = (
     "it has activations with a scale per channel, which ONNX Runtime fuses into kernels that take one scale; open it "
@@ -40,7 +40,7 @@ _PLAIN_ADVICE = (
 class Session(ABC):
     """`inputs` and `outputs` in the file's order; `input_types[name]` is a numpy type's name (`float32`, `int64`…).
 
-    `input_shapes[name]`, `output_shapes[name]`: None for a dimension that is free.
+    `input_shapes[name]`, `output_shapes[name]`: None for a free dimension.
     """
 
     runtime: str
@@ -52,10 +52,10 @@ class Session(ABC):
 
     @property
     def batch_size(self) -> int | None:
-        """How many samples a call takes: the first dimension that the inputs share; None where it is free.
+        """The number of samples of a call: the first dimension that the inputs share; None if it is free.
 
-        Where they differ in it (a mask or a table next to the samples), the samples are the rows of the first output
-        that has as many rows as one of the inputs; where no output has, the number is not known, and None too.
+        If they differ in it (a mask or a table next to the samples), the samples are the rows of the first output
+        that has as many rows as one of the inputs; if no output has, the number is unknown, and None too.
         """
         sizes = [shape[0] for shape in self.input_shapes.values() if shape]
         if len(set(sizes)) <= 1:
@@ -79,10 +79,10 @@ def open_session(
 ) -> Session:
     """Open an ONNX file (a path, or a serialized model) in a runtime, on the CPU.
 
-    `num_threads`: 0 is the runtime's own choice. `optimize=False`: every node runs as it is written, which makes a QDQ
-    file its own simulation (ONNX Runtime only). `optimized_file`: where ONNX Runtime writes the graph that it executes.
-    `options`: the runtime's own (session config entries; OpenVINO properties). `profile_prefix`: ONNX Runtime times its
-    kernels and writes them to a file of this name when `session.end_profiling()` is called.
+    `num_threads`: 0 lets the runtime choose. `optimize=False`: every node runs as it is written, which makes a QDQ
+    file its own simulation (ONNX Runtime only). `optimized_file`: path to which ONNX Runtime writes the graph that it
+    executes. `options`: the runtime's own (session config entries; OpenVINO properties). `profile_prefix`: ONNX Runtime
+    times its kernels and writes them to a file of this name when `session.end_profiling()` is called.
     """
     if not isinstance(file, bytes):
         need_file(file)
@@ -94,7 +94,7 @@ def open_session(
 
 
 def require_runtime(runtime: str) -> None:
-    """Refuses, before any work, a runtime whose package is not installed."""
+    """Raise, before any work, if a runtime's package is not installed."""
     if importlib.util.find_spec(runtime) is None:
         raise MissingExtraError(runtime, "onnx" if runtime == "onnxruntime" else runtime, "running an ONNX file")
 
@@ -130,7 +130,7 @@ class _OnnxRuntime(Session):
         if profile_prefix is not None:
             settings.enable_profiling = True
             settings.profile_file_prefix = profile_prefix
-        # Threads of a session that waits would go on spinning, and slow down the one that is timed.
+        # Threads of an idle session would keep spinning, and slow down the one that is timed.
         settings.add_session_config_entry("session.force_spinning_stop", "1")
         for key, value in options.items():
             settings.add_session_config_entry(key, value)
@@ -182,14 +182,14 @@ class _OpenVino(Session):
 
 
 def _openvino_shape(shape: Any) -> tuple[int | None, ...]:
-    if not shape.rank.is_static:  # not even the number of dimensions is known
+    if not shape.rank.is_static:  # even the number of dimensions is unknown
         return ()
     return tuple(dimension.get_length() if dimension.is_static else None for dimension in shape)
 
 
 @contextlib.contextmanager
 def _errors_named(what: str, file: str | os.PathLike[str] | bytes = b"") -> Any:
-    """A DeploymentError with the runtime's message, or a better one where the fault is known."""
+    """Raise a DeploymentError with the runtime's message, or a better one for known faults."""
     try:
         yield
     except Exception as error:  # the runtimes' own exception classes differ by version
@@ -201,7 +201,7 @@ def _errors_named(what: str, file: str | os.PathLike[str] | bytes = b"") -> Any:
 
 
 def _check_shapes(feeds: Mapping[str, Any], expected: Mapping[str, tuple[int | None, ...]]) -> None:
-    """On one core OpenVINO computes something from an input with a wrong number of channels."""
+    """Check the shapes, because on one core OpenVINO computes something for a wrong number of channels."""
     for name, array in feeds.items():
         shape = expected.get(name)
         fits = shape is None or (

@@ -1,4 +1,4 @@
-"""Latency of several runs measured in turns, so that a busy machine slows all of them alike."""
+"""Measures the latency of several runs in turns, so that a busy machine slows all of them alike."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from sparsebit.records.audit import Latency
 
-# One sample is at least this long: shorter ones measure the clock and the interpreter.
+# The shortest length of one sample: shorter ones would measure the clock and the interpreter.
 _MIN_SAMPLE_S = 2e-3
 _MAX_ROUNDS = 2000
 
@@ -24,8 +24,8 @@ def interleaved(
 ) -> dict[str, Latency]:
     """Time every run once per round, in turns, for about `budget_s` seconds or exactly `num_rounds` rounds.
 
-    The first run is the one that the others are compared with. Each starts with `warmup` calls that do not count, and
-    every second round goes backwards, since the run behind a larger one finds the caches cold.
+    The first run is the reference of the ratios. Each starts with `warmup` calls that do not count, and
+    every second round is in reverse order, since a run after a larger one finds the caches cold.
 
     >>> latency = interleaved({"float": lambda: sum(range(2000)), "int8": lambda: sum(range(500))}, num_rounds=3)
     >>> latency["int8"].num_rounds
@@ -61,7 +61,7 @@ def interleaved(
 
 
 def _calls_per_round(run: Callable[[], object], warmup: int) -> int:
-    """Warm up, then see how many calls make one sample."""
+    """Warm up, then determine how many calls make one sample."""
     for _ in range(warmup):
         run()
     wall_s, _ = _timed(run, 1)

@@ -1,8 +1,8 @@
 """`run_blocks`: block by block instead of batch by batch, with every value kept only until its last reader.
 
-Two streams run side by side: what the float model computes, and what the model computes with the blocks in front as
-they are now (quantized, pruned). Only the values that cross from one block to the next are kept, in a store with a
-budget, so that memory does not grow with the number of batches. The model is never copied.
+Two streams run side by side: the values of the float model, and the values of the model with the preceding blocks in
+their current state (quantized, pruned). Only the values that cross from one block to the next are kept, in a store with
+a budget, so that memory does not grow with the number of batches. The model is never copied.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ AsFloat = Callable[[Block], AbstractContextManager[Any]]
 
 
 class BatchValues:
-    """A sequence with one tuple of values for each batch, read from the store when it is asked for."""
+    """A sequence with one tuple of values for each batch, read from the store on access."""
 
     def __init__(self, num_batches: int, get: Callable[[int], Values]) -> None:
         self._num_batches, self._get = num_batches, get
@@ -48,17 +48,17 @@ class BatchValues:
         return map(self._get, range(self._num_batches))
 
     def part(self, batches: range) -> BatchValues:
-        """The values of some neighbouring batches."""
+        """The values of a range of batches."""
         return BatchValues(len(batches), lambda index: self._get(batches[index]))
 
 
 class BlockData:
     """The argument of a visitor: the block, and its values of each batch.
 
-    `inputs`: from the blocks in front as they are now, `float_inputs`: from the float model; tuples in the order of
-    `block.inputs`. `targets`: what the float model computes here, in the order of `block.outputs`. The tensors may be
-    the stored ones: write into a copy. `held_out`: the same of the samples that must not be learned from, where there
-    are some (on any rank; on this one there may be none). `batches`: which ones of the run these are.
+    `inputs`: from the preceding blocks in their current state, `float_inputs`: from the float model; tuples in the
+    order of `block.inputs`. `targets`: the float model's values, in the order of `block.outputs`. The tensors may be
+    the stored ones: write into a copy. `held_out`: the same for the samples that must not be learned from, if there are
+    some (on any rank; on this one there may be none). `batches`: the numbers of these batches in the run.
     """
 
     def __init__(self, run: _Run, block: Block, batches: range, held_out: BlockData | None = None) -> None:
@@ -77,9 +77,9 @@ class BlockData:
         return self._values("float", self.block.outputs)
 
     def run(self, inputs: Values) -> Values:
-        """The block as it is now on `inputs`; returns the values of `block.outputs`.
+        """Run the block in its current state on `inputs`; returns the values of `block.outputs`.
 
-        Gradients follow torch's mode: a visitor is called with them on. Inputs are never written into.
+        Gradients follow torch's mode; they are on when a visitor is called. Inputs are never written into.
         """
         return self._runner(inputs)
 
@@ -114,16 +114,16 @@ def run_blocks(
 ) -> None:
     """Call `visit` for each block in order; nodes between the blocks run too, and are not visited.
 
-    `inputs_of(i)`: the graph's inputs of batch i by name; a missing one takes its default. `as_float(block)`: inside
-    this context the block computes what it computes in the float model, as far as switches decide; weights that a visit
-    changed earlier (a layer that two blocks call) are put back by the engine. Without it float values are not
-    computed. `resume`: finished blocks are loaded instead of visited. `num_held`: so many of the last
-    batches are `held_out` in what a visit gets; None: there are none on any rank.
+    `inputs_of(i)`: the graph's inputs of batch i by name; a missing one has its default. `as_float(block)`: inside
+    this context the block computes the same as in the float model, as far as switches decide; the engine restores
+    weights that a visit changed earlier (in a layer that two blocks call). Without it, float values are not
+    computed. `resume`: finished blocks are loaded instead of visited. `num_held`: this many of the last
+    batches are `held_out` for visits; None: there are none on any rank.
 
     On several ranks each has its own batches, and visits merge what they gather (`sparsebit.execution.distributed`).
     """
     store = SharedData() if store is None else store
-    # Values that are made in inference mode could never be part of a training step.
+    # Values that are created in inference mode could never be part of a training step.
     with torch.inference_mode(False), torch.no_grad():
         run = _Run(graph_module, blocks, num_batches, as_float, store, num_held)
         if resume is not None:
@@ -151,7 +151,7 @@ def mix(changed: Values, original: Values, share: float, generator: torch.Genera
 
 
 class _Run:
-    """One run of the engine: the store, what is kept outside of it, and when each value is read for the last time."""
+    """One run of the engine: the store, the values kept outside of it, and the last reader of each value."""
 
     def __init__(
         self,
@@ -174,9 +174,9 @@ class _Run:
         self.weights = SharedWeights(graph_module, [part for part, _ in self.parts])
 
     def _kept_whole(self) -> set[fx.Node]:
-        """Values that cross a border together with others that share their memory, which a later block writes into.
+        """Values that cross a border together with others that share their memory, if a later block writes into it.
 
-        A store would separate them, so they are kept as they are, in memory.
+        A store would separate them, so they are kept in memory.
         """
         crossing = set(self.last_part)
         written = self.flow.written(node for part, _ in self.parts for node in part.nodes) & crossing
@@ -198,7 +198,7 @@ class _Run:
         return tuple(self._get(stream, node, index) for node in nodes)
 
     def _streams(self, node: fx.Node) -> tuple[Stream, ...]:
-        """The streams that keep a value: inputs of the graph are the same in both, unless they are written into."""
+        """The streams that keep a value: inputs of the graph are the same in both unless they are written into."""
         if not self.has_float or (node.op == "placeholder" and node not in self._written_inputs):
             return ("changed",)
         return ("float", "changed")
@@ -211,7 +211,7 @@ class _Run:
 
     def _put(self, stream: Stream, node: fx.Node, index: int, value: Any) -> None:
         if node in self.kept_whole:
-            # An input of the graph belongs to the caller: it is not written into.
+            # An input of the graph belongs to the caller, so it must not be written into.
             is_input = node.op == "placeholder" and (stream, node, index) not in self.held
             self.held[stream, node, index] = map_nested(Tensor, torch.clone, value) if is_input else value
         else:

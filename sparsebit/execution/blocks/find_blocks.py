@@ -1,7 +1,7 @@
 """`Block`: consecutive nodes of a graph, with the values that cross its border.
 
 `named_blocks` cuts a graph at modules that the caller names, `single_layers` at every call of a module,
-`whole_graph` nowhere, and `find_blocks` (in `block_search.py`) where few tensors cross.
+`whole_graph` nowhere, and `find_blocks` (in `search.py`) where few tensors cross.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from sparsebit.graph.nodes.node_names import node_name
 class Block:
     """Consecutive nodes of one graph that are run and changed together.
 
-    `inputs`: values that it reads and that are made in front of it. `outputs`: values that it makes, or writes into,
-    and that something behind it reads; the graph's output counts. `written`: inputs that it writes into.
+    `inputs`: values that it reads and that earlier nodes compute. `outputs`: values that it computes or writes into,
+    and that a later node reads; the graph's output counts. `written`: inputs that it writes into.
     """
 
     name: str
@@ -41,12 +41,12 @@ class Block:
 
 
 class Flow:
-    """The nodes that make and read each value of a graph, and which values may share memory that is written."""
+    """The nodes that compute and read each value of a graph, and which values may share memory that is written."""
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
         self.graph_module = graph_module
         self.position = {node: index for index, node in enumerate(graph_module.graph.nodes)}
-        # Parameters and buffers are read from the module; inputs and the output belong to no block.
+        # Parameters and buffers are read from the module; inputs and the output are not part of any block.
         self.nodes = [n for n in self.position if n.op not in ("placeholder", "get_attr", "output")]
         self.last_read = {n: max((self.position[user] for user in n.users), default=-1) for n in self.position}
         families, self._written_by = Families(), {}
@@ -80,8 +80,8 @@ class Flow:
 def named_blocks(graph_module: fx.GraphModule, names: Sequence[str]) -> list[Block]:
     """A block for each module path, in the order of the graph.
 
-    A module's nodes must be neighbours. Nodes that a pass put next to them (a quantizer of a tensor that several ops
-    read, say) belong to the block that alone reads them, else to the block that makes what they read.
+    A module's nodes must be neighbours. Nodes that a pass inserted next to them (for example a quantizer of a tensor
+    that several ops read) are added to the block that alone reads them, else to the block that computes their inputs.
     """
     flow = Flow(graph_module)
     owners = {node: _owner(node, names) for node in flow.nodes}
@@ -121,7 +121,7 @@ def whole_graph(graph_module: fx.GraphModule, name: str = "network") -> list[Blo
 def with_gaps(flow: Flow, blocks: Sequence[Block]) -> list[tuple[Block, bool]]:
     """The blocks and, as blocks without a name, the nodes between them: (block, whether it is one of `blocks`).
 
-    Nodes behind the last block are left out.
+    Nodes after the last block are left out.
     """
     index = {node: number for number, node in enumerate(flow.nodes)}
     parts: list[tuple[Block, bool]] = []
@@ -141,7 +141,7 @@ def with_gaps(flow: Flow, blocks: Sequence[Block]) -> list[tuple[Block, bool]]:
 
 
 def uniquely_named(blocks: Iterable[Block]) -> list[Block]:
-    """The blocks, the second of a name as `name:1`."""
+    """The blocks, with the second one of a name as `name:1`."""
     counts: Counter[str] = Counter()
     found = []
     for block in blocks:
@@ -152,7 +152,7 @@ def uniquely_named(blocks: Iterable[Block]) -> list[Block]:
 
 
 def is_inserted(node: fx.Node, graph_module: fx.GraphModule) -> bool:
-    """Whether a pass put the node there: it calls a module that the traced model does not have, under no name of it."""
+    """Whether a pass inserted the node: it calls a module that the traced model does not have under any name."""
     source = getattr(graph_module, "source", None)
     if source is None or node.op != "call_module" or node_name(node) != source_path(str(node.target)):
         return False
@@ -172,7 +172,7 @@ def _owner(node: fx.Node, names: Sequence[str]) -> str | None:
 
 
 def _span(flow: Flow, name: str, owners: dict[fx.Node, str | None]) -> tuple[int, int, str]:
-    """The positions of the module's nodes in `flow.nodes`: the first, and one behind the last."""
+    """The positions of the module's nodes in `flow.nodes`: the first, and one after the last."""
     own = [index for index, node in enumerate(flow.nodes) if owners[node] == name]
     if not own:
         prefixes = {".".join(parts[:n]) for parts in (node_name(x).split(".") for x in flow.nodes) for n in range(1, 9)}
@@ -189,7 +189,7 @@ def _span(flow: Flow, name: str, owners: dict[fx.Node, str | None]) -> tuple[int
 
 
 def _is_read_within(flow: Flow, index: int, stop: int) -> bool:
-    """Whether the inserted node at `index` is read by the block behind it alone."""
+    """Whether only the next block reads the inserted node at `index`."""
     node = flow.nodes[index]
     last = flow.position[flow.nodes[stop - 1]]
     return is_inserted(node, flow.graph_module) and flow.last_read[node] <= last
@@ -202,7 +202,7 @@ def _reads_only(flow: Flow, index: int, start: int) -> bool:
 
 
 def _is_read_by(flow: Flow, index: int, spans: Sequence[tuple[int, int, str]]) -> bool:
-    """Whether the inserted node at `index` is what the next block alone reads."""
+    """Whether the inserted node at `index` is the value that only the next block reads."""
     return (
         bool(spans)
         and all(is_inserted(flow.nodes[between], flow.graph_module) for between in range(index, spans[0][0]))

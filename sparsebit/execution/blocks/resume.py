@@ -26,7 +26,7 @@ _STATE, _RANDOM = "state.", "random."
 class Resume:
     """Finished blocks in `folder`: written by `state_of(block)`, read back by `load_state(block, state)`.
 
-    The state holds everything that a visit changes, the same on all ranks. `settings`: whatever decides the
+    The state holds everything that a visit changes, the same on all ranks. `settings`: everything that decides the
     result besides model, data and blocks (the options of the algorithm). A folder of another run is an error.
     """
 
@@ -63,7 +63,7 @@ class Resume:
         self.num_finished = gather([*files, False].index(False))[0]  # rank 0's: it writes them
 
     def load(self, block: Block) -> bool:
-        """Whether the next block is finished; then it is as its visit left it."""
+        """Load the next block as its visit left it, if it is finished; returns whether it is."""
         if self._reached >= self.num_finished:
             return False
         assert self._run is not None
@@ -77,7 +77,7 @@ class Resume:
         return True
 
     def save(self, block: Block) -> None:
-        """The visit of the next block is done."""
+        """Store the next block after its visit."""
         run, number = self._run, self._reached
         assert run is not None
         state = {f"{_STATE}{name}": tensor for name, tensor in to_cpu(dict(self.state_of(block))).items()}

@@ -24,7 +24,7 @@ class BlockRunner:
         self._dying = _last_reads(block)
 
     def __call__(self, inputs: Values, *, in_place: Collection[fx.Node] = (), writes_buffers: bool = False) -> Values:
-        """Inputs that the block writes into are copied first, but for those `in_place`; so are buffers, unless the
+        """Inputs that the block writes into are copied first, except those `in_place`; so are buffers, unless the
         block `writes_buffers`.
         """
         values = dict(zip(self.block.inputs, inputs, strict=True))
@@ -49,7 +49,7 @@ class BlockRunner:
 
 
 def _last_reads(block: Block) -> dict[fx.Node, list[fx.Node]]:
-    """Per node, the values that neither the rest of the block nor anything behind it reads."""
+    """Per node, the values that neither the rest of the block nor any later node reads."""
     dying: dict[fx.Node, list[fx.Node]] = {node: [] for node in block.nodes}
     seen = set(block.outputs)
     for node in reversed(block.nodes):
@@ -61,7 +61,7 @@ def _last_reads(block: Block) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _copied(values: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
-    """Copies; values that share memory do so again, except where autograd follows them."""
+    """Copies; values that share memory share it again, except where autograd records them."""
     if any(tensor.requires_grad for tensor in tensors_of(list(values.values()))):
         return {node: map_nested(Tensor, torch.clone, value) for node, value in values.items()}
     return copy.deepcopy(values, {id(node): node for node in values})

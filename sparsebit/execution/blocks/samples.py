@@ -22,7 +22,7 @@ Mode = Literal["mixed", "within", "whole"]
 
 @dataclass(frozen=True)
 class Minibatch:
-    """Values of a few samples. `float_inputs` and `extras` are empty where they were not asked for."""
+    """Values of a few samples. `float_inputs` and `extras` are empty unless they were requested."""
 
     inputs: Values
     float_inputs: Values
@@ -34,8 +34,8 @@ class Samples:
     """The samples of all batches.
 
     A sample is a row of every tensor that crosses the block's border. Whether the rows are independent of each other
-    is tried on the first batch. Where they are, samples of several batches are mixed ("mixed"), or, where batches
-    differ in their other sizes, drawn from one batch at a time ("within"). Where they are not (the rows are positions,
+    is tested on the first batch. If they are, samples of several batches are mixed ("mixed"), or, if batches
+    differ in their other sizes, drawn from one batch at a time ("within"). If they are not (the rows are positions,
     or a size crosses the border), batches are used as they are ("whole").
     """
 
@@ -44,7 +44,7 @@ class Samples:
         self.mode = self._mode()
 
     def minibatches(self, size: int, generator: torch.Generator) -> Iterator[Minibatch]:
-        """Mini-batches without end, in an order that the generator decides."""
+        """An endless sequence of mini-batches, in an order that the generator decides."""
         while True:
             order = torch.randperm(self.data.num_batches, generator=generator).tolist()
             if self.mode == "whole":
@@ -91,7 +91,7 @@ class Samples:
 
     @torch.no_grad()
     def _has_independent_rows(self, batch: Minibatch) -> bool:
-        """Whether the block computes for some rows alone what it computes for them among the others."""
+        """Whether the block computes the same for some rows separately as together with the others."""
         count = num_rows(batch)
         if count < 2 or not all(is_row_tensor(tensor, count) for tensor in tensors_of(batch.targets)):
             return False
@@ -115,7 +115,7 @@ def _drawn(chunk: Sequence[Minibatch], size: int, generator: torch.Generator) ->
     owners = torch.repeat_interleave(torch.arange(len(chunk)), torch.tensor(counts))
     rows = torch.cat([torch.arange(count) for count in counts])
     order = torch.randperm(len(rows), generator=generator)
-    # A rest smaller than half a mini-batch is left to the next round: its gradient would be mostly chance.
+    # A remainder below half a mini-batch is kept for the next round: its gradient would be mostly chance.
     for chosen in order.split(size):
         if len(chosen) * 2 < size and len(chosen) < len(rows):
             continue
@@ -161,7 +161,7 @@ def _values(batch: Minibatch) -> Values:
 
 
 def _form(batch: Minibatch) -> tuple[Any, ...]:
-    """The properties that must be equal where samples of several batches are mixed."""
+    """The properties that must be equal to mix samples of several batches."""
     return tuple(
         tuple((tensor.shape[1:], tensor.dtype) for tensor in tensors_of(value)) or repr(value)
         for value in _values(batch)

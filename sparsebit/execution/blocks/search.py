@@ -3,8 +3,8 @@
 1. A cut is a place between two nodes that one tensor crosses. The nodes between two cuts are a region: a plain layer,
    or a residual block, since its shortcut crosses every place inside it.
 2. Some values live long: a U-Net's skips, a mask that every layer reads. They would join all layers to one region. So a
-   region of more than `_LARGEST` layers is cut again as if its longest-lived value did not cross, and so on.
-3. Regions without weights (activations, poolings) belong to the region in front of them.
+   region of more than `_LARGEST` layers is cut again as if its longest-lived value did not cross, repeatedly.
+3. Regions without weights (activations, poolings) are joined to the region before them.
 4. Regions of one repeated module (the attention and the MLP of a transformer layer) are joined to one block.
 """
 
@@ -24,7 +24,7 @@ from sparsebit.graph.nodes.value_kinds import static_values
 # Layers that a shortcut may span before it counts as a long-lived value: a decoder layer of T5 has 11, a block of
 # Inception 10.
 _LARGEST = 12
-# Functions that make a parameter of two or more dimensions a weight; a position table, which is added, is none.
+# Functions that make a parameter of two or more dimensions a weight; a position table, which is added, is not one.
 _PRODUCTS = {
     "addmm", "baddbmm", "bilinear", "bmm", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
     "conv_transpose3d", "einsum", "embedding", "linear", "matmul", "mm", "tensordot",
@@ -34,10 +34,10 @@ Span = tuple[int, int]
 
 
 def find_blocks(graph_module: fx.GraphModule, names: Sequence[str] | None = None) -> list[Block]:
-    """The graph as a sequence of blocks: the modules at the paths `names`, or blocks that are found.
+    """The graph as a sequence of blocks: the modules at the paths `names`, or blocks that are searched.
 
-    Found ones hold every node that computes. The nodes between named ones belong to none; the engine runs
-    these too. Residual blocks and transformer layers become one block each, plain layers one each, with the
+    Searched blocks contain every node that computes. The nodes between named ones are in no block; the engine runs
+    them too. Residual blocks and transformer layers become one block each, plain layers one each, with the
     activations and poolings that follow.
     """
     if names is not None:
@@ -48,7 +48,7 @@ def find_blocks(graph_module: fx.GraphModule, names: Sequence[str] | None = None
 
 
 class _Search:
-    """Spans are (start, stop) in `nodes`; a place `i` is the one in front of node `i`."""
+    """Spans are (start, stop) in `nodes`; a place `i` is the one before node `i`."""
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
         self.flow, self.graph_module = Flow(graph_module), graph_module
@@ -59,7 +59,7 @@ class _Search:
         self._written = self.flow.written(self.nodes)
 
     def regions(self, start: int, stop: int, carried: frozenset[fx.Node]) -> Iterator[Span]:
-        """The span cut where one value besides the carried ones crosses."""
+        """The span, cut at places that only one value besides the carried ones crosses."""
         crossing = self._crossing(start, stop)
         places = [i for i in range(start + 1, stop) if self._is_cut(crossing[i - start], carried)]
         for low, high in itertools.pairwise([start, *places, stop]):
@@ -76,7 +76,7 @@ class _Search:
         owners = [next((p for p in repeated if node_name(n).startswith(f"{p}.")), None) for n in self.nodes]
         spans: list[Span] = []
         owner: str | None = None  # of the last span
-        waiting: int | None = None  # where inserted nodes begin that belong to the next region
+        waiting: int | None = None  # start of inserted nodes that are joined to the next region
         for start, stop in regions:
             traced = [i for i in range(start, stop) if not is_inserted(self.nodes[i], self.graph_module)]
             if not traced and stop < len(self.nodes):
@@ -94,7 +94,7 @@ class _Search:
         return self._without_weightless(spans)
 
     def _without_weightless(self, spans: list[Span]) -> list[Span]:
-        """Spans without weights joined to the one in front; the first to the one behind it."""
+        """Join spans without weights to the one before; the first to the one after it."""
         found: list[Span] = []
         for start, stop in spans:
             if found and not (self._has_weights((start, stop)) and self._has_weights(found[-1])):
@@ -116,9 +116,9 @@ class _Search:
     # --- what crosses
 
     def _lifetimes(self) -> dict[fx.Node, Span]:
-        """Per value that inputs reach: the first and the last place that it crosses.
+        """Per value that depends on inputs: the first and the last place that it crosses.
 
-        An input of the graph is there all the time; it counts from its first reader on.
+        An input of the graph exists all the time; it counts from its first reader on.
         """
         static = static_values(self.flow.graph_module.graph)
         found = {}
@@ -142,7 +142,7 @@ class _Search:
     def _is_cut(self, crossing: set[fx.Node], carried: frozenset[fx.Node]) -> bool:
         if len(crossing - carried) > 1:
             return False
-        # Two values that share memory which is written cannot be kept apart from each other.
+        # Two values that share written memory cannot be kept separately.
         shared = crossing & self._written
         return not any(len(self.flow.shares(value) & shared) > 1 for value in shared)
 
@@ -162,7 +162,9 @@ class _Search:
         return any(_is_matrix(self.graph_module, str(source.target)) for source in read)
 
     def _repeated_modules(self) -> list[str]:
-        """Modules in a container that hold no container of several modules of one kind themselves; the outermost."""
+        """The outermost modules in a container that do not themselves hold a container of several modules of one
+        kind.
+        """
         source = getattr(self.graph_module, "source", None)
         if source is None:
             return []
@@ -187,7 +189,7 @@ class _Search:
 
 
 def _holds_repeated(module: nn.Module, path: str, called: set[str]) -> bool:
-    """Whether a container inside holds several modules of one class that are more than a layer."""
+    """Whether a container inside holds several modules of one class that are larger than a layer."""
     for inner, container in module.named_modules():
         if isinstance(container, _CONTAINERS) and f"{path}.{inner}" not in called:
             kinds = Counter(

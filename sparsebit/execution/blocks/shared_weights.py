@@ -1,6 +1,6 @@
 """`SharedWeights`: the original values of weights that more than one block uses.
 
-When the second block comes, a visit of the first has changed them, but the float model has not.
+When the second block is reached, a visit of the first has changed them, but the float model has not.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SharedWeights:
         self._originals: dict[tuple[int, str], Tensor] = {}
 
     def keep(self, number: int) -> None:
-        """Part `number` is about to be visited: keep what later parts need as it is now."""
+        """Called before part `number` is visited: keep the current values that later parts need."""
         here = {id(r[n]): r[n] for r, n in self._shared[self._parts[number]]}
         copies: dict[int, Tensor] = {}
         for part in self._parts[number + 1 :]:

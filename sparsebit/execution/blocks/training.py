@@ -1,6 +1,6 @@
-"""`train_block`: optimise some parameters of one block such that its output equals the float model's.
+"""`train_block`: optimises some parameters of one block so that its output equals the float model's.
 
-It knows nothing of quantization or pruning: what is learned, and what else a step costs, is the caller's.
+It does not depend on quantization or pruning: the caller defines the learned parameters and extra terms of the loss.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from sparsebit.graph.values.nested import tensors_of
 from sparsebit.progress import note
 
 Decay = Literal["constant", "linear", "cosine"]
-# (outputs, targets, extras) of some samples -> a number: how far apart they are, as a mean over the samples.
+# (outputs, targets, extras) of some samples -> their distance, as a mean over the samples.
 Distance: TypeAlias = Callable[[Values, Values, Values], Tensor]
-_CHECKS = 10  # of a training with early stop: how often it is asked whether the loss still falls
+_CHECKS = 10  # in a training with early stop: how often the loss is checked
 
 
 @dataclass(frozen=True)
 class Training:
     """How a block is trained.
 
-    `float_share`: share of the inputs' elements that come from the float model; the others come from the blocks in
-    front as they are now. `patience`: stop when the loss of so many tenths of the steps in a row was no better than the
-    best one before; 0: never. `bf16`: the forward in bfloat16, on a GPU.
+    `float_share`: share of the inputs' elements that come from the float model; the others come from the preceding
+    blocks in their current state. `patience`: stop when the loss of so many tenths of the steps in a row was no better
+    than the best one before; 0: never. `bf16`: the forward in bfloat16, on a GPU.
     """
 
     steps: int = 500
@@ -80,7 +80,7 @@ def train_block(
 
     A step's loss is `distance(outputs, targets, extras)` of a mini-batch plus `penalty(progress)`, with progress from 0
     to 1. Mini-batches are drawn from all samples in a fixed order, given by the seed and the block's name. `extras`:
-    more values for each batch that the distance wants, with one row per sample. On several ranks each draws from its
+    more values for each batch that the distance needs, with one row per sample. On several ranks each draws from its
     own samples, and gradients are averaged.
     """
     parameters = [parameter for group in groups for parameter in group.parameters]
@@ -103,7 +103,7 @@ def train_block(
             found = distance(outputs, batch.targets, batch.extras)
         extra_loss = penalty(progress)
         loss = found if extra_loss is None else found + extra_loss
-        # Gradients of these parameters alone: others of the model keep theirs as they are.
+        # Only the gradients of these parameters: those of others in the model are not changed.
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         for own, gradient in zip(learned, gradients, strict=True):
             own.grad = torch.zeros_like(own) if gradient is None else gradient.to(own.dtype)
@@ -120,7 +120,7 @@ def train_block(
 
 @torch.no_grad()
 def mean_distance(data: BlockData, distance: Distance, extras: BatchValues | None = None) -> float:
-    """The distance of the block as it is now, over all batches of all ranks."""
+    """The distance of the block in its current state, over all batches of all ranks."""
     total, count = 0.0, 0
     for index in range(data.num_batches):
         more = () if extras is None else extras[index]
@@ -141,7 +141,7 @@ def squared_error(outputs: Values, targets: Values, extras: Values = ()) -> Tens
     """The squared error relative to the targets' energy, summed over the block's float outputs.
 
     `extras`: one weight for each element of each output, in the outputs' structure (Fisher information); without them
-    all weigh the same.
+    all have the same weight.
     """
     total: Tensor | None = None
     weights = tensors_of(extras)
@@ -160,7 +160,7 @@ def squared_error(outputs: Values, targets: Values, extras: Values = ()) -> Tens
 
 
 class _Watch:
-    """The loss of the last steps, and whether it still falls."""
+    """The loss of the last steps, and whether it still decreases."""
 
     def __init__(self, training: Training) -> None:
         self._patience, self._window = training.patience, max(training.steps // _CHECKS, 1)
@@ -200,7 +200,7 @@ def _in_float32(groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
 
 @torch.no_grad()
 def _write(parameters: Sequence[Tensor], learned: Sequence[Tensor]) -> None:
-    """Into the parameters what was learned in copies of them."""
+    """Copy the learned values into the parameters."""
     for parameter, own in zip(parameters, learned, strict=True):
         if own is not parameter:
             parameter.copy_(own)

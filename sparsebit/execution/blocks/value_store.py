@@ -1,4 +1,4 @@
-"""`SharedData`: values by key under a budget of bytes: where they are, else on the host, else on disk."""
+"""`SharedData`: values by key under a budget of bytes: on their device, else on the host, else on disk."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class SharedData:
         return len(self._entries)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedData:
-        """A store of its own: files have one owner."""
+        """A separate store, because files have one owner."""
         copied = SharedData(device_bytes=self.device_budget, host_bytes=self.host_budget)
         for key in self._entries:
             copied.put(key, map_nested(Tensor, Tensor.clone, self.get(key)))
@@ -118,15 +118,15 @@ class SharedData:
 
 
 def _alone(tensor: Tensor, size: int) -> Tensor:
-    """A view of a larger tensor would keep the whole of it, in memory and in a file."""
+    """A copy of a view, which would otherwise keep the whole larger tensor, in memory and in a file."""
     is_view = tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > size
     return tensor.clone() if is_view else tensor
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """In pinned memory, if it comes from a CUDA device: copies from and to it are several times as fast.
+    """In pinned memory if it comes from a CUDA device, since copies from and to it are several times as fast.
 
-    They do not wait either; whatever reads it comes later on the same device.
+    They are also asynchronous; all readers run later on the same device.
     """
     if tensor.device.type != "cuda" or tensor.layout is not torch.strided:
         return tensor.cpu()

@@ -1,7 +1,7 @@
 """The solver behind `integer_program`: one objective under given limits, solved by HiGHS (in scipy).
 
 HiGHS has absolute tolerances (1e-6), so objective and budgets are scaled to the same magnitude first, and results back.
-scipy is optional (the extra `search`): it is imported here alone, when a `Solver` is made.
+scipy is optional (the extra `search`): it is only imported here, when a `Solver` is made.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from sparsebit.errors import BudgetError, MissingExtraError
 
 Row = tuple[dict[int, float], float, float]  # coefficients by variable, lowest and highest sum
-# The solver's tolerances are absolute (1e-6): the cost of the best choice is brought to this magnitude.
+# The solver's tolerances are absolute (1e-6): the cost of the best choice is scaled to this magnitude.
 _MAGNITUDE = 1000.0
 
 
@@ -36,7 +36,7 @@ class Program(Protocol):
 
 @dataclass(frozen=True)
 class Found:
-    """The variables of options that are 1, and a lower bound of all choices."""
+    """The variables of options that are 1, and a lower bound on the cost of every choice."""
 
     chosen: tuple[int, ...]
     bound: float
@@ -67,7 +67,7 @@ class Solver:
         given: dict[str, Any] = {"A_eq": self._matrix(equal), "b_eq": [high for *_, high in equal]}
         if bounded:
             given |= {"A_ub": self._matrix(bounded), "b_ub": [high for *_, high in bounded]}
-        # No upper end of 1, which the rows have already: it could take up what options cost, and none would be reduced.
+        # No upper end of 1, which the rows imply already: it could absorb an option's reduced cost.
         upper = [0.0 if place in self.program.barred else None for place in range(self.program.num_variables)]
         found = self._run(
             self.optimize.linprog,
@@ -80,12 +80,12 @@ class Solver:
             return None
         if found.status != 0:
             raise self._out_of_time(found.message)
-        # A variable that is 0 has its reduced cost at its lower end; one that is not may not be left out.
+        # A variable that is 0 has its reduced cost at its lower end; one that is not 0 may not be left out.
         reduced = [max(0.0, float(value)) / scale for value in found.lower.marginals]
         return float(found.fun) / scale, reduced
 
     def integer(self, kept: set[int], least: float, gap: float) -> Found | None:
-        """The best choice among the options at `kept`; None where there is none. `least`: of the relaxed program."""
+        """The best choice among the options at `kept`; None if there is none. `least`: of the relaxed program."""
         program = self.program
         size = max(abs(least), 1e-9 * max(self.objective)) or 1.0
         upper = self._upper(kept)
@@ -110,7 +110,7 @@ class Solver:
 
     def _run(self, solve: Any, *args: Any, gap: float | None = None, **kwargs: Any) -> Any:
         options = {"time_limit": max(0.1, self.ends_at - time.monotonic())}
-        if gap is not None:  # else 1e-4
+        if gap is not None:  # the default is 1e-4
             options["mip_rel_gap"] = gap
         with _without_prints():
             return solve(*args, options=options, **kwargs)

@@ -1,4 +1,4 @@
-"""One option per item such that the sum of costs is least, under budgets: an exact integer program.
+"""One option per item with the least sum of costs, under budgets: an exact integer program.
 
     minimize  sum_i sum_k cost[i][k] x[i][k]
     with      sum_k x[i][k] = 1                                    for each item i
@@ -23,18 +23,18 @@ from sparsebit.numerics.choices.reduced_costs import option_bounds
 Pair = tuple[str, str]
 # Options beyond one per item that the integer program is tried with first.
 _CORE = 64
-# How near to the best of these the first choice has to be: it only says which options are out of the question.
+# How near to the best of these the first choice must be: it only serves to exclude options.
 _CORE_GAP = 2e-5
-# A budget counts as kept where rounding errors of a sum alone exceed it.
+# A budget counts as kept if only the rounding errors of a sum exceed it.
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class Budget:
-    """An upper bound on what the chosen options take in all.
+    """An upper bound on the sum of what the chosen options use.
 
-    `costs[item][option]`: an item that is not in it takes nothing. `pair_costs[(a, b)][option of a][option of b]`: what
-    two items take together, beyond that. All of them are at least 0.
+    `costs[item][option]`: a missing item uses nothing. `pair_costs[(a, b)][option of a][option of b]`: the amount that
+    two items use together, in addition. All of them are at least 0.
     """
 
     name: str
@@ -50,9 +50,9 @@ class Budget:
 
 @dataclass(frozen=True)
 class Choice:
-    """The option of each item. `cost`: the sum of their costs. `bound`: no choice costs less, as the solver proved.
+    """The option of each item. `cost`: the sum of their costs. `bound`: a proven lower bound of every choice's cost.
 
-    `spent`: what is used of each budget.
+    `spent`: the used amount of each budget.
     """
 
     options: Mapping[str, int]
@@ -62,7 +62,7 @@ class Choice:
 
     @property
     def gap(self) -> float:
-        """How much less the best choice might cost, relative to this one; 0 where it is proven to be the best."""
+        """How much less the best choice might cost, relative to this one; 0 if this one is proven to be the best."""
         return max(0.0, self.cost - self.bound) / self.cost if self.cost > 0 else 0.0
 
 
@@ -80,8 +80,8 @@ def choose(
     `costs[item][option]`: infinity for an option that the item must not take. `ties`: items that must take the same
     option. `forbidden[(a, b)]`: pairs of options that two items must not take together. `gap`: a choice that is proven
     to be as near to the best as this (0.001: 0.1 %) is good enough. `time_limit`: seconds, after which the best choice
-    so far is given; its own `gap` says what is proven. Budgets that cannot be kept are a `BudgetError` that says the
-    least that can be reached. Deterministic, unless the time limit ends the search.
+    so far is returned; its own `gap` is the proven one. Budgets that cannot be kept are a `BudgetError` that names
+    the least that can be reached. Deterministic, unless the time limit ends the search.
 
     >>> costs = {"a": [9.0, 2.0, 0.0], "b": [2.0, 1.0, 0.0]}
     >>> size = Budget("bytes", 12, {"a": [2, 4, 8], "b": [2, 4, 8]})
@@ -153,7 +153,7 @@ class _Program:
         return found
 
     def _pair(self, one: str, other: str, i: int, j: int) -> int:
-        """The variable that is 1 where both groups take these options."""
+        """The variable that is 1 if both groups take these options."""
         if (other, one) in self.pairs:
             one, other, i, j = other, one, j, i
         n, m = self.num_options[one], self.num_options[other]
@@ -177,7 +177,7 @@ class _Program:
             self.rows.append(({one: 1.0, other: 1.0}, 0.0, 1.0))
 
     def solve(self, gap: float, time_limit: float) -> tuple[dict[str, int], float] | None:
-        """The options and a lower bound of their cost; None where the budgets cannot be kept."""
+        """The options and a lower bound of their cost; None if the budgets cannot be kept."""
         limits = [budget.limit for budget in self.budgets]
         bound = math.inf
         for _ in range(4):
@@ -195,7 +195,7 @@ class _Program:
         return None
 
     def least(self, place: int, kept: Container[int], time_limit: float) -> float | None:
-        """The least that can be spent of one budget while those at `kept` hold; None where they cannot."""
+        """The least amount of one budget while those at `kept` hold; None if they cannot."""
         objective = [0.0] * self.num_variables
         for variable, value in self.spending[place].items():
             objective[variable] = value
@@ -206,8 +206,8 @@ class _Program:
     def _solved(
         self, objective: Sequence[float], limits: Sequence[float], gap: float, time_limit: float
     ) -> tuple[dict[str, int], float] | None:
-        """Least sum of `objective`. The relaxed program is solved first, and says which options cannot be in the best
-        choice once a good one is known (reduced cost beyond the difference): few remain for the integer program.
+        """Least sum of `objective`. The relaxed program is solved first, and excludes options that cannot be in the
+        best choice once a good one is known (reduced cost beyond the difference): few remain for the integer program.
         """
         if any(limit < 0 for limit in limits):
             return None
@@ -220,7 +220,7 @@ class _Program:
         by_cost = sorted(range(self.num_binary), key=lambda place: extra[place])
         num_beside, chosen, best, bound = _CORE, None, math.inf, least
         while chosen is None or best - least > gap * abs(best):
-            # What costs more than the best choice so far is not in a better one.
+            # An option that costs more than the best choice so far cannot be in a better one.
             possible = [place for place in by_cost if extra[place] <= (best - least) * (1 + 1e-6)]
             num_kept = len(self.num_options) + num_beside
             is_whole = num_kept >= len(possible)
@@ -303,7 +303,7 @@ def _check(
 
 
 def _why_not(program: _Program, budgets: Sequence[Budget], time_limit: float) -> str:
-    """The least that can be reached of each budget: alone, and, where that suffices, with the others kept."""
+    """The least that can be reached of each budget: alone, and, if that suffices, with the others kept."""
     places = range(len(budgets))
     alone = [program.least(place, (), time_limit) for place in places]
     if any(least is None for least in alone) or not budgets:

@@ -1,9 +1,9 @@
-"""Lower bounds of what each option of a choice program costs, from the reduced costs of the relaxed program.
+"""Lower bounds of the cost of each option of a choice program, from the reduced costs of the relaxed program.
 
 Every choice costs `least + sum_k d[k] x[k] + sum_kl d[kl] z[kl]` or more, with the optimum `least` of the relaxed
 program and the reduced costs `d >= 0` of options and of pairs of options. With pairs, the cost of an option may be
-found on its pairs alone (`d[k] = 0`, all `d[kl] > 0`), so that `d[k]` says nothing about it. The least sum that has
-`x[k] = 1` does. Where pairs form trees, as an activation and the weights that read it do, two passes over them find it
+on its pairs only (`d[k] = 0`, all `d[kl] > 0`), so that `d[k]` is a useless bound. The least sum with `x[k] = 1` is
+a better one. If pairs form trees, as an activation and the weights that read it do, two passes over them find it
 (the min-sum algorithm; Wainwright and Jordan, "Graphical Models", 2008, section 2.5). Pairs that close a cycle are left
 out of the sum: it stays a lower bound.
 """
@@ -33,7 +33,7 @@ def option_bounds(
     pairs: Mapping[tuple[str, str], int],
     reduced: Sequence[float],
 ) -> list[float]:
-    """For each option, what a choice that has it costs beyond `least`, at least: the least sum over its tree.
+    """For each option, a lower bound of the cost beyond `least` of every choice with it: the least sum over its tree.
 
     `num_options`: of each group; `first`: its first variable. `pairs[(a, b)]`: the first variable of the pair.
 
@@ -52,7 +52,7 @@ def option_bounds(
     return extra
 
 
-_Tree = list[tuple[str, _Edge | None]]  # each group behind its parent, with the edge to it
+_Tree = list[tuple[str, _Edge | None]]  # each group after its parent, with the edge to it
 
 
 def _tree(root: str, edges: Mapping[str, list[_Edge]], seen: set[str]) -> _Tree:
@@ -71,7 +71,7 @@ def _tree(root: str, edges: Mapping[str, list[_Edge]], seen: set[str]) -> _Tree:
 def _bound_tree(
     order: _Tree, num_options: Mapping[str, int], first: Mapping[str, int], reduced: Sequence[float], extra: list[float]
 ) -> None:
-    """Writes the bounds of one tree's options to `extra`."""
+    """Write the bounds of one tree's options to `extra`."""
     sums = {group: list(reduced[first[group] : first[group] + num_options[group]]) for group, _ in order}
     sent: dict[str, list[float]] = {}  # by each group to its parent
     for group, edge in reversed(order):

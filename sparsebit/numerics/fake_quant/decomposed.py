@@ -1,8 +1,8 @@
 """Fake-quant as plain tensor algebra, which a compiler fuses with the ops around it (batch norm, ReLU, dropout).
 
-`torch.compile` with inductor takes this form in the place of the opaque operator: one kernel reads the convolution's
-output and writes what the next one reads, and the backward recomputes what it needs instead of loading it. Values are
-those of `plain`; a compiler that divides by a reciprocal may round a number that lies halfway to the other side.
+`torch.compile` with inductor uses this form instead of the opaque operator: one kernel reads the convolution's
+output and writes the input of the next one, and the backward recomputes its inputs instead of loading them. Values are
+those of `plain`; a compiler that divides by a reciprocal may round a number that is halfway to the other side.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def register() -> None:
 
     decomposition.register_decomposition([torch.ops.sparsebit.fake_quantize.default])(fake_quantize)
     decomposition.register_decomposition([torch.ops.sparsebit.fake_quantize_backward.default])(backward)
-    # A copy of the table that an earlier compilation may have made.
+    # An earlier compilation may have made a copy of the table.
     getattr(decomposition.fast_random_decomps, "cache_clear", lambda: None)()
 
 
@@ -43,13 +43,13 @@ def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> T
         return fake_quantize(wide, scale, zero_point, *rest).narrow(axis, 0, x.shape[axis])
     values, step, low, high = _on_grid(x, scale, zero_point, axis, group_size, qmin, qmax)
     codes = values.round()
-    # Comparisons let NaN through by themselves; minimum and maximum would test for it.
+    # Comparisons propagate NaN without a test; minimum and maximum would test for it.
     clipped = torch.where(codes < low, low, torch.where(codes > high, high, codes))
     return (clipped * step).reshape(x.shape).to(x.dtype)
 
 
 def backward(grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> list[Tensor]:
-    """As `gradients.backward`, the needed ones alone."""
+    """As `gradients.backward`, only the needed ones."""
     axis, group_size, qmin, qmax, gradient, needs_x, needs_scale, needs_zero_point = rest
     if _is_ragged(x, axis, group_size):
         wide_grad, wide_x = (pad_groups(t, axis, group_size) for t in (grad, x))
@@ -94,17 +94,17 @@ def _on_grid(
 def _summed(terms: Tensor, x: Tensor, param: Tensor, axis: int | None, group_size: int, factor: Tensor) -> Tensor:
     """The terms of each parameter, added up and multiplied with `factor`, which has the parameters' shape."""
     if param.numel() == 1:
-        # The factor comes first, so that nothing is left to do behind the last sum (`sums.JoinSums`).
+        # The factor comes first, so that nothing remains to be done after the last sum (`sums.JoinSums`).
         return (_first_sums(terms) * factor.reshape(())).sum().reshape(param.shape)
     total = terms.sum_to_size(aligned_shape(x.shape, axis, group_size, param.numel()))
     return total.reshape(param.shape) * factor
 
 
 def _first_sums(terms: Tensor) -> Tensor:
-    """A vector of the first of two sums; that has the form of the norm's in front, so that a compiler makes one pass.
+    """A vector of the first of two sums; it has the form of the norm's before it, so that a compiler makes one pass.
 
-    A batch norm's backward adds up all but the channels, a layer norm's the last dimension. Else it goes in the order
-    of memory: a compiler that walks a tensor in another is many times slower.
+    A batch norm's backward sums over all but the channels, a layer norm's over the last dimension. Otherwise it follows
+    the order of memory: a compiler that walks a tensor in another order is many times slower.
     """
     if terms.ndim == 4 and terms.stride(1) == 1 and terms.shape[1] > 1:
         return terms.sum((0, 2, 3))

@@ -1,4 +1,4 @@
-"""`fake_quantize`, which all code outside this package calls, and `register_kernels` for one device's kernels.
+"""`fake_quantize`, the function for all code outside this package, and `register_kernels` for one device's kernels.
 
 Without kernels, plain torch runs. `sparsebit.kernels` registers those for CUDA.
 """
@@ -21,9 +21,9 @@ def fake_quantize(
 ) -> Tensor:
     """The nearest value to each of `x` on the grid of `scale`, `zero_point` and `spec`, in the form and type of `x`.
 
-    `gradient`: "ste" (x only), "lsq" or "pact" (scale and zero point too, where they require it); "relu_ste" and
-    "relu_lsq" for a grid that begins at zero and so is a ReLU too. The magnitude of a scale counts, not its sign.
-    `tag`: the name of the site, which export and errors show.
+    `gradient`: "ste" (x only), "lsq" or "pact" (scale and zero point too, if they require it); "relu_ste" and
+    "relu_lsq" for a grid that begins at zero and so is a ReLU too. Only the magnitude of a scale counts, not its sign.
+    `tag`: the name of the site for export and errors.
     """
     granularity = spec.granularity
     if spec.format == "float8":
@@ -34,10 +34,10 @@ def fake_quantize(
 
 
 def register_kernels(device_type: str, kernels: Kernels | None) -> None:
-    """Puts one device's kernels behind the operator, or takes them out again (None): then plain torch runs.
+    """Register one device's kernels for the operator, or remove them (None): then plain torch runs.
 
-    Kernels take and return what `plain.fake_quantize` and `gradients.backward` do, and call `PLAIN` for the rest.
-    A compiler belongs inside them, at first use, never at import:
+    Kernels have the arguments and results of `plain.fake_quantize` and `gradients.backward`, and call `PLAIN` for
+    other cases. A compiler must be imported inside them, at first use, never at import:
 
     >>> def forward(x, *rest):
     ...     from my_kernels import fake_quantize

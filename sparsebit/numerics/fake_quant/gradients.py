@@ -12,9 +12,9 @@ PACT (Choi et al. 2018) clips before it rounds, inside = (qmin <= v + zp <= qmax
 dy/dscale = 0 inside, q - zp outside, with no factor.
 
 A grid that begins at zero (zp = qmin = 0) is a ReLU by itself: "relu_ste" and "relu_lsq" are the gradients of both, x
-being what the ReLU would be given: nothing goes to x <= 0.
+being the input of the ReLU: x <= 0 gets no gradient.
 
-The magnitude of a scale is what counts (`plain.magnitude`): a scale below zero gets the gradient with its sign turned.
+Only the magnitude of a scale counts (`plain.magnitude`): a negative scale gets the gradient with the opposite sign.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sparsebit.numerics.spec import pad_groups
 
 Gradient: TypeAlias = Literal["ste", "lsq", "pact", "relu_ste", "relu_lsq"]
 GRADIENTS: tuple[str, ...] = get_args(Gradient)
-LEARNING = frozenset({"lsq", "pact", "relu_lsq"})  # those that scale and zero point have a part in
+LEARNING = frozenset({"lsq", "pact", "relu_lsq"})  # those with gradients for scale and zero point
 
 # grad where low < self < high, else 0, in one pass: on a CPU two comparisons and a product take eight times as long.
 _where_inside = torch.ops.aten.hardtanh_backward
@@ -74,7 +74,7 @@ def backward(
 
     grad_x = grad_scale = grad_zero_point = None
     if needs_x or needs_zero_point:
-        # Into the memory order of x, whatever that of grad: compiled code relies on it.
+        # In the memory order of x, whatever that of grad: compiled code relies on it.
         grad_x = _where_inside.grad_input(grad, judged, *ends, grad_input=torch.empty_like(codes))
     factor = 1.0 if gradient == "pact" else lsq_factor(x.numel(), scale.numel(), qmax)
     if needs_scale:
@@ -97,21 +97,21 @@ def backward(
 
 @lru_cache(maxsize=256)
 def _beyond(end: int, direction: float) -> float:
-    """The next number of float32: strictly inside it is up to the end itself."""
+    """The next number of float32, so that a strict comparison includes the end itself."""
     return torch.nextafter(torch.tensor(float(end)), torch.tensor(direction)).item()
 
 
 def lsq_factor(num_elements: int, num_params: int, qmax: int) -> float:
     """1 / sqrt(N * qmax). One symmetric bit has qmax 0: it counts as 1. So does the size of an empty tensor.
 
-    In whole numbers up to the root: a compiler's sizes may be symbols, and one graph serves batches of every size.
+    Computed in whole numbers up to the root: a compiler's sizes may be symbols, and one graph serves all batch sizes.
     """
     factor: float = (max(num_elements // num_params, 1) * max(qmax, 1)) ** -0.5
     return factor
 
 
 def _summed(terms: Tensor, param: Tensor, axis: int | None, group_size: int, factor: float) -> Tensor:
-    """The elements' terms summed over the rows of `param`, by `factor`, in the shape and type of `param`."""
+    """The elements' terms summed over the rows of `param`, times `factor`, in the shape and type of `param`."""
     if param.numel() == 1:
         total = terms.sum()
     else:

@@ -1,7 +1,7 @@
 """`torch.ops.sparsebit.fake_quantize`: the one operator that simulation, training and export share.
 
 `torch.compile`, `torch.export` and the ONNX translation see one opaque node that carries the site's name (`tag`). Its
-derivative is an operator too, so that a device's backward kernel survives compilation. Inductor alone looks inside
+derivative is an operator too, so that a device's backward kernel survives compilation. Only inductor looks inside
 (`decomposed`): fused with its neighbours, fake-quant costs next to nothing.
 
 It is registered on the Autograd key by hand: `torch.library.register_autograd` does the same at twice the cost.
@@ -35,8 +35,8 @@ Found: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]  # gradien
 class Kernels:
     """One device's implementation: `forward` as `plain.fake_quantize`, `backward` as `gradients.backward`.
 
-    `fuses`: they compute more in the same pass. The forward also takes the type of the result and the name of an
-    activation function in front (`sparsebit.kernels.activations`), the backward that name.
+    `fuses`: they can fuse more into the same pass. The forward also accepts the type of the result and the name of an
+    activation function before it (`sparsebit.kernels.activations`), the backward that name.
     """
 
     forward: Callable[..., Tensor]
@@ -64,13 +64,13 @@ _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> Tensor:
-    """The operator. Where no compiler, tracer, mode or transform has to see it, its functions are called directly.
+    """The operator. If no compiler, tracer, mode or transform must see it, its functions are called directly.
 
     Going through torch's dispatcher and back into Python costs as much as the arithmetic on a small tensor.
     """
     if is_intercepted(x, scale, zero_point):
         if is_transformed() and not torch.compiler.is_compiling():
-            _needs_grad(x, scale, zero_point, *rest[-2:])  # which checks the arguments
+            _needs_grad(x, scale, zero_point, *rest[-2:])  # checks the arguments
             return _transformed(x, scale, zero_point, rest)[0]
         return OPERATOR(x, scale, zero_point, *rest)
     if _needs_grad(x, scale, zero_point, *rest[-2:]):
@@ -80,7 +80,7 @@ def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> T
 
 
 def kernels_for(x: Tensor) -> Kernels:
-    """Those that were registered for the tensor's device, else plain torch."""
+    """The kernels registered for the tensor's device, else plain torch."""
     return KERNELS.get("cuda" if x.is_cuda else x.device.type, PLAIN) if KERNELS else PLAIN
 
 
@@ -96,7 +96,7 @@ def _backward(grad: Tensor, x: Tensor, *rest: Any) -> list[Tensor]:
 
 
 def is_exporting() -> bool:
-    """Whether `torch.export` traces this. `torch.compiler.is_exporting()` of torch 2.11 says so of every compiler."""
+    """Whether `torch.export` traces this. `torch.compiler.is_exporting()` of torch 2.11 is true for every compiler."""
     return bool(getattr(torch.compiler, "_is_exporting_flag", False))
 
 
@@ -120,7 +120,7 @@ def grid_of(spec: TensorSpec) -> Grid:
 def gradients_of(
     grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, gradient: str, needs: tuple[bool, ...]
 ) -> Found:
-    """Below autograd: the gradients of x, scale and zero point, where they are needed and learned."""
+    """Below autograd: the gradients of x, scale and zero point, if they are needed and learned."""
     if gradient not in LEARNING:
         needs = (needs[0], False, False)
     backward = _backward_by_operator if is_intercepted(grad, x, scale) else kernels_for(x).backward
@@ -159,14 +159,14 @@ class _InterceptedFakeQuantize(_FakeQuantize):
 
 
 class _TransformedFakeQuantize(torch.autograd.Function):
-    """For `torch.func` (grad, vmap, jvp, hessian, ...) and forward-mode derivatives: by `x` alone.
+    """For `torch.func` (grad, vmap, jvp, hessian, ...) and forward-mode derivatives: with respect to `x` only.
 
     The derivative is a constant mask, so that derivatives of any order and direction follow from products with it.
     """
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-        """One after the other: scales of channels and groups keep their axis."""
+        """One element after the other: scales of channels and groups keep their axis."""
         tensors, dims = inputs[:3], in_dims[:3]
         found = []
         for index in range(info.batch_size):
@@ -212,7 +212,7 @@ _transformed: Callable[..., tuple[Tensor, Tensor]] = _TransformedFakeQuantize.ap
 
 
 def is_transformed() -> bool:
-    """Whether `torch.func` or forward-mode differentiation is at work."""
+    """Whether `torch.func` or forward-mode differentiation is active."""
     return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
@@ -226,7 +226,7 @@ _gradients_once = once_differentiable(_gradients)
 
 
 def _gradients_with_history(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """For derivatives of derivatives: what goes to `x` is a constant mask of the gradient."""
+    """For second derivatives: the gradient of `x` is a constant mask times the gradient."""
     if any(ctx.needs_input_grad[1:3]):
         return _gradients_once(ctx, grad)
     x, scale, zero_point = ctx.saved_tensors
@@ -238,7 +238,7 @@ def _gradients_with_history(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]
     return torch.where(mask > 0, grad, 0.0), None, None, None
 
 
-# `Function.apply` runs Python code for functorch first, whose transforms never get here.
+# `Function.apply` runs Python code for functorch first, whose transforms never reach this point.
 _record: Callable[..., Tensor] = super(torch.autograd.Function, _FakeQuantize).apply
 _record_intercepted: Callable[..., Tensor] = _InterceptedFakeQuantize.apply
 
@@ -256,7 +256,7 @@ def below_autograd(x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> 
 
 
 def _needs_grad(x: Tensor, scale: Tensor, zero_point: Tensor, gradient: str, tag: str) -> bool:
-    """Whether the call is to be recorded; here too, once for all ways, what the schema cannot say is checked."""
+    """Whether autograd must record the call; also checks what the schema cannot express, once for all ways."""
     if gradient not in GRADIENTS:
         raise SpecError(f"{tag or 'fake_quantize'}: gradient={gradient!r}: allowed: {', '.join(GRADIENTS)}")
     if not x.is_floating_point():
@@ -267,7 +267,7 @@ def _needs_grad(x: Tensor, scale: Tensor, zero_point: Tensor, gradient: str, tag
 
 
 def is_intercepted(x: Tensor, scale: Tensor, zero_point: Tensor) -> bool:
-    """Whether a compiler, mode, transform, tracer or tensor subclass is active that has to see the operator."""
+    """Whether a compiler, mode, transform, tracer or tensor subclass is active that must see the operator."""
     return bool(
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()

@@ -30,7 +30,7 @@ class ChannelScale:
 
 
 def channel_scale(magnitudes: Tensor, alpha: float) -> Tensor:
-    """`m^alpha`, such that the largest times the smallest is 1; a channel that is always zero has the scale 1."""
+    """`m^alpha`, scaled so that the largest times the smallest is 1; a channel that is always zero has the scale 1."""
     is_used = magnitudes > 0
     scale = torch.where(is_used, magnitudes, torch.ones_like(magnitudes)) ** alpha
     if not bool(is_used.any()):
@@ -48,8 +48,8 @@ def search_channel_scale(
 ) -> ChannelScale:
     """The scales of the channels that all `weights` read, with the smallest loss of these.
 
-    `owner (in,)`: the channel in front that each input is made from; inputs of one channel share a scale. `nearest`: of
-    each weight, the values of its grid nearest to a weight that it is given.
+    `owner (in,)`: the previous layer's channel that each input comes from; inputs of one channel share a scale.
+    `nearest`: for each weight, a function that rounds a given weight to the nearest values of its grid.
     """
     num_channels = int(owner.max()) + 1
     counts = torch.bincount(owner, minlength=num_channels).clamp(min=1)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class Replayed:
-    """`function(*reads, *writes)` for tensors of the same shapes at each call; it writes into `writes` alone.
+    """`function(*reads, *writes)` for tensors of the same shapes at each call; it only writes into `writes`.
 
-    Small kernels take less time than their launches. The first call on a GPU runs as it is, the second is recorded,
-    and from then on only copies in and out are launched besides the graph. Tensors of other shapes run as they are. The
+    Small kernels take less time than their launches. The first call on a GPU runs directly, the second is recorded, and
+    from then on only copies in and out are launched besides the graph. Tensors of other shapes run directly. The
     function must not wait for the GPU.
     """
 
@@ -38,7 +38,7 @@ class Replayed:
             tensor.copy_(own)
 
     def _recorded(self, tensors: Sequence[Tensor]) -> torch.cuda.CUDAGraph:
-        """Not by `torch.cuda.graph`, which frees all cached memory first: that takes longer than most loops."""
+        """Record without `torch.cuda.graph`, which frees all cached memory first: that takes longer than most loops."""
         self._own = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream(tensors[0].device)

@@ -1,18 +1,18 @@
-"""GPTQ: rounding a weight column by column, each error passed on to the columns that are still to be rounded.
+"""GPTQ: rounds a weight column by column, and passes each error on to the columns that are not rounded yet.
 
-Legend: `W (groups, rows, columns)` the weight that is wanted, `V` its values on the grid, `q` their codes,
+Legend: `W (groups, rows, columns)` the wanted weight, `V` its values on the grid, `q` their codes,
 `H (groups, columns, columns)` the second moments of the layer's input, `U` upper triangular with `H^-1 = U^T U`.
 The loss is the squared error of the layer's output, `tr((W - V) H (W - V)^T)`; rows are independent of each other.
 
 - `round_columns`: Frantar et al., "GPTQ" (2022), section 3, algorithm 1, with lazy updates in blocks.
 - `descend`: Behdin et al., "QuantEase" (2023), section 3: each code in turn the best one with the others fixed.
 - `refit_scale`: the loss is quadratic in the scales too; for one scale per row `s = (q H w) / (q H q)`.
-- `with_variance`: the loss is least for outputs that are smaller than wanted; their size is restored.
+- `with_variance`: the loss is least for outputs that are too small; their size is restored.
 
 Inside, weights are transposed (`Lines`): a column of a row-major matrix is slow to read and to write. The loops over
-columns are written for few kernels, since on a GPU their number is the time: codes are kept as steps from the zero
-point, parameters are gathered once per block of columns, results are written in place, and there the loop over a block
-is one CUDA graph (`Replayed`).
+columns use few kernels, since on a GPU their number determines the time: codes are kept as steps from the zero
+point, parameters are gathered once per block of columns, results are written in place, and on a GPU the loop over a
+block is one CUDA graph (`Replayed`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Rounded:
 
 
 class InverseFactor:
-    """The factor of the inverse Hessian, and the order of the columns that it was made for."""
+    """The factor of the inverse Hessian, and its order of the columns."""
 
     def __init__(self, H: Tensor, rounding: Rounding) -> None:
         self.block_size = rounding.block_size
@@ -54,7 +54,7 @@ class InverseFactor:
         self._only_rounds = False
 
     def only_rounds(self, dtype: torch.dtype) -> None:
-        """From here on only `round` is called, with weights of this type: the factor needs no more precision then."""
+        """Promise that from here on only `round` is called, with weights of this type, which needs less precision."""
         self.U, self._only_rounds = _shares_(self.U).to(dtype), True
 
     def solved(self, x: Tensor) -> Tensor:
@@ -65,12 +65,12 @@ class InverseFactor:
         return _columns(_columns(x, self.order) @ self.U.mT @ self.U, self.order.argsort(-1))
 
     def round(self, W: Tensor, grid: Grid) -> Tensor:
-        """The codes that GPTQ takes, column by column in the order of the factor."""
+        """The codes that GPTQ chooses, column by column in the order of the factor."""
         lines = grid.lines()
         return lines.codes(self.round_lines(W.mT.contiguous(), lines)).mT.contiguous()
 
     def round_lines(self, wanted: Tensor, lines: Lines) -> Tensor:
-        """The steps, of a weight by columns."""
+        """The steps for a weight by columns."""
         if self.order is None:
             return _round_lines(wanted.clone(), self.U, lines, self.block_size)
         steps = _round_lines(_lines(wanted, self.order), self.U, lines.ordered(self.order), self.block_size)
@@ -78,24 +78,24 @@ class InverseFactor:
 
 
 def quantize(W: Tensor, H: Tensor, grid: Grid, rounding: Rounding, factor: InverseFactor | None = None) -> Rounded:
-    """`W` on the grid, or on one with better scales, such that the loss is small: never above that of round-to-nearest.
+    """`W` on the grid, or on one with better scales, with a small loss: never above that of round-to-nearest.
 
     The steps: the scales are searched, GPTQ rounds, then `sweeps` times: scales are fitted to the codes (`refit`), and
     codes to the scales (`descend`). Without search, refit and sweeps this is plain GPTQ. `factor`: of `H` and
-    `rounding`, where it is known.
+    `rounding`, if it is known.
     """
     factor = factor or InverseFactor(H, rounding)
-    H = H.to(W)  # the factor alone needs float64
+    H = H.to(W)  # only the factor needs float64
     wanted, lines = W.mT.contiguous(), grid.lines()
     nearest_loss = _line_loss(wanted, _nearest(wanted, lines) * lines.spread().scale, H)
     chosen = search_scale(W, H, grid, lambda candidate: factor.round(W, candidate), rounding).lines()
     steps = factor.round_lines(wanted, chosen)
     chosen, steps, loss = _finish(wanted, H, chosen, steps, rounding)
-    is_worse = loss > nearest_loss  # GPTQ is greedy: it may lose, most often where the input hardly correlates
+    is_worse = loss > nearest_loss  # GPTQ is greedy: it may be worse, most often if the input hardly correlates
     if lines.rows_share_scales():
         is_worse = (loss.sum() > nearest_loss.sum()).expand_as(loss)
     codes = chosen.codes(steps)
-    if bool(is_worse.any()):  # rounded to nearest again: to keep that would cost memory, which large layers lack
+    if bool(is_worse.any()):  # rounded to nearest again: keeping that would need memory that large layers lack
         codes = torch.where(is_worse[:, None], lines.codes(_nearest(wanted, lines)), codes)
     scale, zero_point = chosen.grid.scale.clone(), chosen.grid.zero_point.clone()
     back = lines.index.mT[is_worse].flatten()
@@ -105,7 +105,7 @@ def quantize(W: Tensor, H: Tensor, grid: Grid, rounding: Rounding, factor: Inver
 
 
 def round_nearest(W: Tensor, H: Tensor, grid: Grid, rounding: Rounding) -> Rounded:
-    """`W` rounded to nearest, with scales and zero points that are searched if `rounding` says so."""
+    """`W` rounded to nearest, with scales and zero points that are searched if `rounding` requires it."""
     H = H.to(W)
     nearest_loss = row_loss(W, grid.values(grid.nearest(W)), H)
     chosen = search_scale(W, H, grid, None, rounding)
@@ -132,10 +132,10 @@ def _line_loss(wanted: Tensor, values: Tensor, H: Tensor) -> Tensor:
 
 
 def round_columns(W: Tensor, U: Tensor, grid: Grid, block_size: int = 128) -> Tensor:
-    """The codes that GPTQ takes, from the first column to the last.
+    """The codes that GPTQ chooses, from the first column to the last.
 
-    After a column is rounded, those behind it are moved by `-(w - v) / U_jj * U_j,:`, which takes up as much of its
-    error as they can. Columns behind a block are moved once per block.
+    After a column is rounded, later columns are moved by `-(w - v) / U_jj * U_j,:`, which compensates for its
+    error as far as possible. Columns after a block are moved once per block.
     """
     lines = grid.lines()
     return lines.codes(_round_lines(W.mT.contiguous(), U, lines, block_size)).mT.contiguous()
@@ -156,14 +156,16 @@ def _round_lines(rest: Tensor, U: Tensor, lines: Lines, block_size: int) -> Tens
 
 
 def _shares_(U: Tensor) -> Tensor:
-    """The shares of each column's error that later columns take up, in the memory of `U`; those of shares are equal."""
+    """The shares of each column's error that later columns absorb, in the memory of `U`; a call on shares changes
+    nothing.
+    """
     return U.div_(U.diagonal(dim1=-2, dim2=-1)[..., None].clone())
 
 
 def _round_block(spec: TensorSpec, shares: Tensor, *others: Tensor) -> None:
     """Round the columns of a block; five kernels a column.
 
-    `others`: the tensors of the spread, then `rest`, the weight, then `steps` and `errors`, which are written.
+    `others`: the tensors of the spread, then `rest`, the weight, then the outputs `steps` and `errors`.
     """
     *own_spread, rest, steps, errors = others
     spread = Spread.of(spec, own_spread)
@@ -184,7 +186,7 @@ def descend(W: Tensor, H: Tensor, codes: Tensor, grid: Grid, block_size: int = 1
 def _descend_lines(wanted: Tensor, H: Tensor, steps: Tensor, lines: Lines, block_size: int) -> Tensor:
     """`descend` by columns."""
     curvature = H.diagonal(dim1=-2, dim2=-1)[..., None]
-    # A column that no input reaches takes the nearest codes; they change nothing else.
+    # A column with a zero input gets the nearest codes; they change nothing else.
     if not bool((curvature > 0).all()):
         steps = torch.where(curvature > 0, steps, _nearest(wanted, lines))
     gradient = H @ (steps * lines.spread().scale).sub_(wanted)  # half of the loss's
@@ -200,14 +202,14 @@ def _descend_lines(wanted: Tensor, H: Tensor, steps: Tensor, lines: Lines, block
 
 
 def _descend_block(spec: TensorSpec, steps: Tensor, H: Tensor, *others: Tensor) -> None:
-    """Put the best steps of a block's columns into `better`, and how far values moved into `moves`.
+    """Write the best steps of a block's columns into `better`, and the changes of values into `moves`.
 
     Six kernels a column. `others`: the tensors of the spread, then `gradient`, `better` and `moves`.
     """
     *own_spread, gradient, better, moves = others
     spread = Spread.of(spec, own_spread)
     bend = H.diagonal(dim1=-2, dim2=-1)[..., None] * spread.scale
-    bend.masked_fill_(bend <= 0, torch.inf)  # nothing pulls there
+    bend.masked_fill_(bend <= 0, torch.inf)  # no gradient there
     parts = (part.unbind(1) for part in (steps, gradient, bend, better, moves))
     for number, (taken, pull, own_bend, best, move, own) in enumerate(zip(*parts, spread.by_column(), strict=True)):
         own.round_(torch.addcdiv(taken, pull, own_bend, value=-1, out=best))
@@ -216,10 +218,10 @@ def _descend_block(spec: TensorSpec, steps: Tensor, H: Tensor, *others: Tensor) 
 
 
 def refit_scale(W: Tensor, H: Tensor, codes: Tensor, grid: Grid) -> Grid:
-    """The grid with the scales that make the loss of these codes smallest.
+    """The grid with the scales that minimise the loss of these codes.
 
-    Where a row has several scales they are fitted in turn, each with the others fixed, so that the loss
-    never grows. Codes that are all zero say nothing of their scale.
+    If a row has several scales they are fitted in turn, each with the others fixed, so that the loss
+    never grows. Codes that are all zero do not determine their scale.
     """
     lines = grid.lines()
     return _refit_lines(W.mT.contiguous(), H, lines.steps(codes.mT.contiguous()), lines).grid
@@ -250,12 +252,12 @@ def _over_rows(per_row: Tensor, index: Tensor, lines: Lines) -> Tensor:
 
 
 def with_variance(rounded: Rounded, W: Tensor, H: Tensor, variance: Tensor) -> Rounded:
-    """The same codes, with scales such that each row's output has the variance that it has in the float model.
+    """The same codes, with scales for which each row's output has the variance that it has in the float model.
 
-    `variance (groups, rows)`: of the float output. Least squares from inputs with noise makes outputs smaller, by a
-    share that the noise decides (regression dilution), and in a deep network the shares multiply: the outputs of
-    EfficientNet-Lite0 with 4 bits were 0.76 of what they should be. Rows that share a scale get one factor. Factors are
-    held within [0.5, 2]; a row that is constant, rounded or not, keeps its scale.
+    `variance (groups, rows)`: of the float output. Least squares with noisy inputs makes outputs smaller, by a
+    share that depends on the noise (regression dilution), and in a deep network the shares multiply: the outputs of
+    EfficientNet-Lite0 with 4 bits were 0.76 of their correct size. Rows that share a scale get one factor. Factors are
+    clamped to [0.5, 2]; a row that is constant, rounded or not, keeps its scale.
     """
     grid, V = rounded.grid, rounded.values
     own = ((V @ H.to(V)) * V).sum(-1)
@@ -271,7 +273,7 @@ def with_variance(rounded: Rounded, W: Tensor, H: Tensor, variance: Tensor) -> R
 
 
 def _finish(wanted: Tensor, H: Tensor, lines: Lines, steps: Tensor, rounding: Rounding) -> tuple[Lines, Tensor, Tensor]:
-    """Scales fitted to the codes and codes to the scales, as often as `sweeps` says; the last step fits the scales."""
+    """Fit scales to the codes and codes to the scales, `sweeps` times; the last step fits the scales."""
     for _ in range(rounding.sweeps):
         if rounding.refit:
             lines = _refit_lines(wanted, H, steps, lines)

@@ -1,4 +1,4 @@
-"""The weight that GPTQ rounds where a layer's input is not that of the float model; legend: `gptq_math`.
+"""The weight that GPTQ rounds if a layer's input differs from the float model's; legend: `gptq_math`.
 
 `target_weight`: Li et al., "GPTAQ" (2025), section 4, and Zhang et al., "Qronos" (2025), section 3.
 """
@@ -21,8 +21,8 @@ def target_weight(W: Tensor, H: Tensor, cross: Tensor, damping: float = 0.01, sh
     """The weight whose output on the quantized model's inputs is nearest to that of `W` on the float model's.
 
     `cross = X_float^T X / n`. With `T = W cross H^-1` the error `|X_float W^T - X V^T|^2` is
-    `tr((T - V) H (T - V)^T)` and a rest that no `V` changes: GPTQ on `T` corrects for the inputs, without any change of
-    its own. Damped: `T = W + share * W (cross - H) (H + damping)^-1`, the ridge solution that stays near `W`.
+    `tr((T - V) H (T - V)^T)` and a remainder that no `V` changes: GPTQ on `T` corrects for the inputs, without any
+    change of GPTQ. Damped: `T = W + share * W (cross - H) (H + damping)^-1`, the ridge solution that stays near `W`.
     """
     U = inverse_factor(H, damping)
     return W + share * (W @ (cross - H) @ U.mT) @ U
@@ -31,10 +31,10 @@ def target_weight(W: Tensor, H: Tensor, cross: Tensor, damping: float = 0.01, sh
 def chosen_damping(
     W: Tensor, halves: Sequence[tuple[Tensor, Tensor]], dampings: Sequence[float] = (0.01, 0.1, 1.0)
 ) -> float | None:
-    """The damping with which `target_weight` serves data best that it was not fitted to; None: `W` itself is best.
+    """The damping for which `target_weight` is best on held-out data; None: `W` itself is best.
 
-    `halves`: `(H, cross)` of each half of the data. A fit to one is judged by the other. Where there are few
-    rows for each column, or samples differ, a fit to all of them would follow their noise.
+    `halves`: `(H, cross)` of each half of the data. A fit to one is judged by the other. With few
+    rows for each column, or with differing samples, a fit to all of them would follow their noise.
     """
     errors = dict.fromkeys((None, *dampings), 0.0)
     for fitted, judge in itertools.permutations(halves, 2):
@@ -52,11 +52,11 @@ def chosen_rounding(
     rounding: Rounding,
     dampings: Sequence[float] = (0.1, 1.0, 10.0),
 ) -> Rounding:
-    """The rounding, with its damping or the larger one that serves data best that it was not fitted to.
+    """The rounding, with its damping or a larger one, whichever is best on held-out data.
 
     `halves`: as for `chosen_damping`. `target`: the weight that is rounded, from `H` and `cross` of a half. GPTQ moves
-    errors to where the data has hardly any input. With few rows for each column there are many such directions, and
-    other data has inputs there: damping makes GPTQ trust them less, up to rounding to nearest.
+    errors to directions in which the data has hardly any input. With few rows for each column there are many such
+    directions, and other data has inputs there: damping moves the result towards rounding to nearest.
     """
     errors = dict.fromkeys((rounding.damping, *(d for d in dampings if d > rounding.damping)), 0.0)
     for fitted, judge in itertools.permutations(halves, 2):
@@ -68,6 +68,6 @@ def chosen_rounding(
 
 
 def _judged_error(W: Tensor, V: Tensor, judge: tuple[Tensor, Tensor]) -> float:
-    """The squared error of `V` on quantized inputs against `W` on float ones, less a constant."""
+    """The squared error of `V` on quantized inputs against `W` on float ones, minus a constant."""
     H, cross = judge
     return float(((V @ H - 2 * (W @ cross)) * V).sum())

@@ -1,4 +1,4 @@
-"""Second moments of a layer's input, and the factor of their inverse that GPTQ, SparseGPT and OBS work with.
+"""Second moments of a layer's input, and the factor of their inverse for GPTQ, SparseGPT and OBS.
 
 The squared error of a linear layer's output is quadratic in its weight, with the Hessian `2 H`, `H = X^T X / n`: one
 matrix for all rows of the weight, one per group of a grouped convolution. Shapes: `(groups, columns, columns)`.
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from sparsebit.errors import CalibrationError
 
-# How often the damping is raised tenfold for a matrix that has no Cholesky factor yet.
+# How often the damping is raised tenfold for a matrix without a Cholesky factor.
 _NUM_ATTEMPTS = 12
-# Columns of a matrix that are worked on at a time, where that saves memory.
+# Columns of a matrix that are processed at a time, to save memory.
 _BLOCK = 512
 _FACTOR_BLOCK = 2048
 
@@ -23,9 +23,9 @@ _FACTOR_BLOCK = 2048
 class InputMoments:
     """Means and second moments of a layer's input, gathered over batches: mergeable, and never larger than `columns^2`.
 
-    `inputs`: what the layer reads now. `originals`: what it reads in the float model, row by row; if they are given,
+    `inputs`: the layer's current inputs. `originals`: its inputs in the float model, row by row; if they are given,
     `cross = X_original^T X / n` is gathered too. Products are computed in `dtype`, and summed in float64. On a GPU,
-    inputs in half precision are multiplied as they are, with float32 sums: the same numbers, many times faster.
+    inputs in half precision are multiplied directly, with float32 sums: the same numbers, many times faster.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
@@ -48,7 +48,7 @@ class InputMoments:
             self._count(0, 0.0, sums, weight)
 
     def merge(self, other: InputMoments) -> None:
-        """Count what another one counted, as of another process."""
+        """Add the counts of another one, for example of another process."""
         if other._sums:
             if self._sums:
                 self._check_originals(other.has_originals)
@@ -76,7 +76,7 @@ class InputMoments:
 
     @property
     def is_finite(self) -> bool:
-        """Whether no input that was counted has NaN or infinity."""
+        """Whether no counted input had NaN or infinity."""
         return all(bool(part.isfinite().all()) for part in self._sums.values())
 
     @property
@@ -100,7 +100,8 @@ class InputMoments:
         return found - _outer(self.original_mean, self.mean) if centered else found
 
     def take(self) -> tuple[Tensor, Tensor | None]:
-        """`hessian()` and, if originals were given, `cross()`, in the memory of the sums: they count nothing any more.
+        """`hessian()` and, if originals were given, `cross()`, in the memory of the sums, which are then no longer
+        usable.
 
         A layer of 14336 columns has 1.6 GB of each.
         """
@@ -160,9 +161,9 @@ def _damp_(hessian: Tensor, damping: float) -> Tensor:
 def inverse_factor(hessian: Tensor, damping: float = 0.01, order: Tensor | None = None) -> Tensor:
     """The upper triangular `U` with `(H + damping)^-1 = U^T U`, for each group.
 
-    `order (groups, columns)`: of the columns; that of `hessian` if it is not given.
-    Where fewer rows were counted than there are columns `H` is singular, and `damping` makes it invertible. If it is
-    too small for that, it is raised tenfold, and again, for the groups that need it alone.
+    `order (groups, columns)`: of the columns; default: that of `hessian`.
+    If fewer rows were counted than there are columns, `H` is singular, and `damping` makes it invertible. If it is
+    too small for that, it is raised tenfold, repeatedly, only for the groups that need it.
     """
     if not bool(torch.isfinite(hessian).all()):
         raise CalibrationError("the second moments of a layer's input are not finite; an input has NaN or infinity")
@@ -184,7 +185,7 @@ def inverse_factor(hessian: Tensor, damping: float = 0.01, order: Tensor | None 
 def _factored_(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """The upper triangular `A` with `A A^T = matrix`, in its memory, and for each group whether there is none.
 
-    From the last columns to the first, in blocks: torch's own needs the memory of three matrices besides.
+    From the last columns to the first, in blocks: torch's own function needs the memory of three more matrices.
     """
     size = matrix.shape[-1]
     failed = torch.zeros(len(matrix), dtype=torch.bool, device=matrix.device)
@@ -221,7 +222,7 @@ def _inverse_of_upper_(matrix: Tensor) -> Tensor:
 
 
 def _ordered(hessian: Tensor, order: Tensor | None) -> Tensor:
-    """With the columns and the rows in the order given, as a copy; some rows at a time, to need no second one."""
+    """With the columns and the rows in the given order, as a copy; some rows at a time, to avoid a second one."""
     if order is None:
         return hessian.clone()
     found, size = torch.empty_like(hessian), hessian.shape[-1]

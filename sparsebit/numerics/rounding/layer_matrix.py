@@ -1,6 +1,6 @@
 """A linear layer or convolution as a matrix product: its weight as `(groups, rows, columns)`, its input as patches.
 
-Methods that need second moments of a layer's input (GPTQ, SparseGPT) see every layer in this one form:
+Methods that need second moments of a layer's input (GPTQ, SparseGPT) treat every layer in this one form:
 `output[group, position, row] = sum over columns of patches[group, position, column] * weight[group, row, column]`.
 """
 
@@ -28,9 +28,9 @@ _TRANSPOSED = (nn.ConvTranspose1d.forward, nn.ConvTranspose2d.forward, nn.ConvTr
 class LayerMatrix:
     """How one layer's weight and input become matrices; made by `layer_matrix`.
 
-    The weight's columns are its input channels times kernel positions, in the order of the weight's memory. In `parts`,
-    each group has its columns in so many groups of their own, and the layer's output is the sum of theirs: second
-    moments between two parts are not looked at.
+    The weight's columns are its input channels times kernel positions, in the order of the weight's memory. With
+    `parts`, the columns of each group are divided into that many separate groups, and the layer's output is the sum of
+    theirs: second moments between two parts are ignored.
     """
 
     groups: int
@@ -40,9 +40,9 @@ class LayerMatrix:
     parts: int = 1
 
     def in_parts(self, weight: Tensor, multiple: int = 1) -> LayerMatrix:
-        """The same, in as many parts as it takes to keep second moments small: one for all but very wide layers.
+        """The same, in as many parts as needed to keep second moments small: one, except for very wide layers.
 
-        A part has a multiple of `multiple` columns, and is not far smaller than it has to be. Where columns cannot be
+        A part has a multiple of `multiple` columns, and is not far smaller than necessary. If columns cannot be
         divided so, there is one part.
         """
         groups, _, columns = self.matrix(weight).shape
@@ -80,7 +80,7 @@ class LayerMatrix:
     def patches(self, x: Tensor, step: int = 1) -> Iterator[Tensor]:
         """The input in chunks of `(groups, positions, columns)`, so that large images stay within bounded memory.
 
-        `step`: of every so many positions one, drawn with a fixed seed: every so-many-th itself would be the same token
+        `step`: one of every `step` positions, drawn with a fixed seed: a regular stride would select the same token
         of each sentence, or the same column of each image.
         """
         if self.num_dims == 0:
@@ -120,16 +120,16 @@ class LayerMatrix:
 
 
 def drawn_positions(count: int, step: int, device: torch.device) -> Tensor:
-    """One of every `step` of so many positions: the same ones for the same count."""
+    """One of every `step` of this many positions: the same ones for the same count."""
     starts = torch.arange(0, count, step)
     offsets = torch.randint(step, starts.shape, generator=torch.Generator().manual_seed(count))
     return (starts + offsets).clamp(max=count - 1).to(device)
 
 
 def layer_matrix(layer: nn.Module) -> LayerMatrix | None:
-    """The matrix form of a linear layer, a convolution or a transposed one; None of any other layer.
+    """The matrix form of a linear layer, a convolution or a transposed one; None for any other layer.
 
-    A subclass with a forward of its own may do something else with its weight, so it has none.
+    A subclass with its own forward may use its weight in another way, so it has none.
     """
     forward: Any = type(layer).forward
     if "forward" in layer.__dict__:

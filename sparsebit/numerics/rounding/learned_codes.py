@@ -44,9 +44,10 @@ class StartGrid:
 
 
 class LearnedCodes:
-    """`original`: the float weight; `present`: its codes on `start`, with which it begins.
+    """`original`: the float weight; `present`: its initial codes on `start`.
 
-    Learned is `v`, one number for each weight, and `factors` of the range's two ends, or one of the scale.
+    The learned parameters are `v`, one number for each weight, and `factors` of the range's two ends, or one of the
+    scale.
     """
 
     def __init__(
@@ -64,12 +65,12 @@ class LearnedCodes:
         self.factors = [torch.ones_like(start.scale).requires_grad_(learns_scale) for _ in range(count)]
 
     def values(self) -> Tensor:
-        """The weight as it is now, with gradients for what is learned."""
+        """The current weight, with gradients for the learned parameters."""
         scale, zero_point = self.grid()
         return self.steps(scale, zero_point) * self.begin.wide(scale)
 
     def grid(self) -> tuple[Tensor, Tensor]:
-        """Scale and zero point as they are now."""
+        """The current scale and zero point."""
         begin = self.begin
         if len(self.factors) == 2:
             low, high = self.factors
@@ -80,7 +81,7 @@ class LearnedCodes:
         return (scale if begin.smallest_scale is None else torch.maximum(scale, begin.smallest_scale)), zero_point
 
     def steps(self, scale: Tensor, zero_point: Tensor, *, hard: bool = False) -> Tensor:
-        """Codes less the zero point; `hard`: as whole numbers."""
+        """Codes minus the zero point; `hard`: as whole numbers."""
         if self.kind == "none":
             return self.lower
         if self.kind == "sigmoid":

@@ -1,8 +1,8 @@
 """Learned rounding: soft rounding with a regularizer (AdaRound), bounded offsets (AutoRound) and latent weights (LSQ)
 with straight-through gradients.
 
-Legend: `W` the float weight, `s` its scale (in a form that broadcasts to `W`), `n` the code less the zero point, so
-that a weight's value is `s * n` with `low <= n <= high`; `u = W / s`; `v` what is learned, one number for each weight;
+Legend: `W` the float weight, `s` its scale (in a form that broadcasts to `W`), `n` the code minus the zero point, so
+that a weight's value is `s * n` with `low <= n <= high`; `u = W / s`; `v` the learned numbers, one for each weight;
 `h` the share in [0, 1] by which a weight is rounded up; `progress` from 0 to 1 over the training.
 """
 
@@ -15,11 +15,11 @@ from torch import Tensor
 
 # The sigmoid is stretched beyond [0, 1], so that it reaches both ends (Louizos et al., 2018; AdaRound, eq. 23).
 STRETCHED_TO, STRETCHED_FROM = 1.1, -0.1
-# How far from halfway a weight begins at least.
+# The smallest initial distance of a weight from halfway.
 _MARGIN = 0.05
-# The share by which a weight begins at its present code, where that is not the nearest.
+# The share by which a weight starts at its present code, if that is not the nearest.
 _AT_CODE = 0.9
-# How far from its present code a latent weight begins at most.
+# The largest initial distance of a latent weight from its present code.
 _NEAR_HALF = 0.49
 
 
@@ -32,17 +32,17 @@ def rectified_sigmoid(v: Tensor) -> Tensor:
 
 
 def inverse_rectified_sigmoid(h: Tensor) -> Tensor:
-    """The `v` with `rectified_sigmoid(v) == h`; the ends are taken a little inside, where there is a gradient."""
+    """The `v` with `rectified_sigmoid(v) == h`; the ends are moved slightly inside, where there is a gradient."""
     inside = h.clamp(1e-3, 1 - 1e-3)
     return -torch.log((STRETCHED_TO - STRETCHED_FROM) / (inside - STRETCHED_FROM) - 1)
 
 
 def soft_start(u: Tensor, n: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """The lower of the two codes between which each weight is rounded, and the `v` to begin with.
+    """The lower of the two codes between which each weight is rounded, and the initial `v`.
 
-    The two codes are those around `u`, or, where the present code `n` is neither (as after GPTQ), `n` and the one next
-    to it on the side of `u`. `v` begins such that the soft code is `u` itself where `u` rounds to `n`, and else
-    near `n`: the hard rounding of the start is the present one.
+    The two codes are those around `u`, or, if the present code `n` is neither (as after GPTQ), `n` and the one next
+    to it on the side of `u`. The initial `v` makes the soft code equal to `u` if `u` rounds to `n`, and otherwise
+    near `n`: the initial hard rounding is the present one.
     """
     lower = torch.minimum(torch.maximum(u.floor(), n - 1), n)
     lower = torch.minimum(torch.maximum(lower, low), high - 1)
@@ -61,7 +61,7 @@ def rounding_penalty(h: Tensor, beta: float) -> Tensor:
 def annealed_beta(progress: float, warm_up: float = 0.2, first: float = 20.0, last: float = 2.0) -> float | None:
     """The exponent of the penalty, by a cosine from `first` to `last`; None in the warm-up, which has no penalty.
 
-    A high exponent leaves all weights alone that are not almost decided.
+    A high exponent has no effect on weights that are not almost decided.
     """
     if progress < warm_up:
         return None
@@ -78,12 +78,12 @@ def straight_through_round(x: Tensor) -> Tensor:
 
 
 def offset_start(u: Tensor, n: Tensor) -> Tensor:
-    """The offset with which `round(u + v)` is the present code `n`: 0 where it is the nearest, else to `n` itself."""
+    """The offset for which `round(u + v)` is the present code `n`: 0 if it is the nearest, else the offset to `n`."""
     return torch.where((u - n).abs() <= 0.5, torch.zeros_like(u), n - u)
 
 
 def bounded_offset(v: Tensor, start: Tensor) -> Tensor:
-    """`v` within [-0.5, 0.5], so that a weight takes one of the two codes around it, or as far as it began (eq. 3)."""
+    """`v` within [-0.5, 0.5], so that a weight gets one of the two codes around it, or as far as it started (eq. 3)."""
     return torch.minimum(torch.maximum(v, start.clamp_max(-0.5)), start.clamp_min(0.5))
 
 
@@ -97,7 +97,7 @@ def clipped_grid(
 ) -> tuple[Tensor, Tensor]:
     """Scale and zero point of a range whose ends are multiplied by factors; the zero point is whole (eq. 4).
 
-    A symmetric grid is the case of equal factors: its zero point stays.
+    A symmetric grid is the case of equal factors: its zero point does not change.
     """
     low, high = (qmin - zero_point) * scale * low_factor, (qmax - zero_point) * scale * high_factor
     clipped = (high - low) / (qmax - qmin)
@@ -108,9 +108,9 @@ def clipped_grid(
 
 
 def latent_start(u: Tensor, n: Tensor) -> Tensor:
-    """The latent weight of the start: `u` where that rounds to the present code `n`, else the nearest number that does.
+    """The initial latent weight: `u` if that rounds to the present code `n`, else the nearest number that does.
 
-    It is at most 0.49 from `n`, so that the start's rounding is the present one.
+    It is at most 0.49 from `n`, so that the initial rounding is the present one.
     """
     return torch.minimum(torch.maximum(u, n - _NEAR_HALF), n + _NEAR_HALF)
 

@@ -1,7 +1,7 @@
-"""Samples that are far larger than the others: how large each is, and how much it counts in a sum of squared errors.
+"""Samples that are far larger than the others: how large each is, and its weight in a sum of squared errors.
 
-Networks may answer a few inputs in a hundred with activations fifty times as large as usual (measured: a RegNet, 3 of
-512 images). In a sum of squares these few are all that counts: a range that holds them leaves the others a few codes.
+Networks may respond to a few inputs in a hundred with activations fifty times as large as usual (measured: a RegNet, 3
+of 512 images). In a sum of squares only these few count: a range that contains them leaves few codes for the others.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-# The level that this share of the samples does not exceed is the reference; of fewer than 50 samples it is the highest.
+# The level that this share of the samples does not exceed is the reference; with fewer than 50 samples, the highest.
 _USUAL_SHARE = 0.98
-# Levels above the reference at which a sample still counts in full.
+# Levels above the reference at which a sample still has full weight.
 _MARGIN = 1
 
 
@@ -44,10 +44,10 @@ def usual_level(counts: Mapping[int, int]) -> int:
 
 
 def level_weight(level: int, usual: int) -> float:
-    """How much a sample counts: 1 up to an octave above the usual level, beyond it a sixteenth for each octave.
+    """The weight of a sample: 1 up to an octave above the usual level, beyond it a sixteenth for each octave.
 
-    A quarter would make all far larger samples weigh as much as one an octave above the usual level. That widens
-    ranges still, and in vain: what suits the others cannot hold these.
+    A quarter would give all far larger samples the weight of one an octave above the usual level. That would still
+    widen ranges, without benefit: a range that fits the others cannot contain these.
 
     >>> [level_weight(level, 1) for level in (0, 1, 2, 3, 4)]
     [1.0, 1.0, 1.0, 0.0625, 0.00390625]

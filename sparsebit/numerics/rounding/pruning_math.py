@@ -1,7 +1,7 @@
-"""Which weights of a layer go by its inputs, and least squares: what is left takes up what the removed part gave.
+"""Which weights of a layer are pruned by its inputs, and least squares: the rest compensates for the removed part.
 
-Legend: `W (groups, rows, columns)` the dense weight, `M` its mask (False: zero), `V` the weight that is looked for,
-`H = X^T X / n (groups, columns, columns)` of the inputs that the layer reads now, `C = X_dense^T X / n` with those of
+Legend: `W (groups, rows, columns)` the dense weight, `M` its mask (False: zero), `V` the unknown weight,
+`H = X^T X / n (groups, columns, columns)` of the layer's current inputs, `C = X_dense^T X / n` with those of
 the dense model. The loss is the squared error of the layer's output, `|X_dense W^T - X V^T|^2 / n`, plus
 `damping * mean(diagonal of H) * |V - W * M|^2`, over all `V` that are zero where `M` is. Rows are independent.
 """
@@ -31,16 +31,16 @@ def fit_masked(W: Tensor, H: Tensor, C: Tensor, M: Tensor, damping: float = 0.01
 
 
 def output_error(W: Tensor, V: Tensor, H: Tensor, C: Tensor) -> Tensor:
-    """The squared error of each row's output, less `|X_dense w|^2 / n`, which no `V` changes: `(groups, rows)`."""
+    """The squared error of each row's output, minus `|X_dense w|^2 / n`, which no `V` changes: `(groups, rows)`."""
     return ((V @ H - 2 * (W @ C)) * V).sum(-1)
 
 
 def held_out_damping(
     W: Tensor, M: Tensor, halves: Sequence[tuple[Tensor, Tensor]], dampings: Sequence[float] = (0.001, 0.01, 0.1, 1.0)
 ) -> float | None:
-    """The damping whose `V`, fitted to one half of the data, serves the other best; None: `W * M` is better still.
+    """The damping whose `V`, fitted to one half of the data, is best on the other; None: `W * M` is better still.
 
-    `halves`: `(H, C)` of each half. Where there are few rows for each column, a fit would follow their noise.
+    `halves`: `(H, C)` of each half. With few rows for each column, a fit would follow their noise.
     """
     (H, C), judge = halves
     errors: dict[float | None, float] = {None: float(output_error(W, W * M, *judge).sum())}
@@ -50,7 +50,7 @@ def held_out_damping(
 
 
 def obs_scores(W: Tensor, H: Tensor, damping: float = 0.01) -> Tensor:
-    """How much the loss grows when one weight alone is removed and the others take it up: `w^2 / (H^-1)_jj`.
+    """How much the loss grows when one weight is removed and the others compensate: `w^2 / (H^-1)_jj`.
 
     Hassibi and Stork, "Second order derivatives for network pruning" (1993).
     """
@@ -63,9 +63,9 @@ def sparse_gpt_scores(
 ) -> Tensor:
     """Scores of which the lowest are the weights that SparseGPT removes: Frantar and Alistarh (2023), algorithm 1.
 
-    From the first column to the last, a weight's score is `w^2 / U_jj^2` (`H^-1 = U^T U`) at its turn, when the columns
-    behind the removed ones have taken up what these gave. `ratio` is removed of each block of columns, or, with
-    `pattern` (n, m), all but n of every m columns of each row. Removed weights score below those that stay.
+    From the first column to the last, a weight's score is `w^2 / U_jj^2` (`H^-1 = U^T U`) at its turn, when the later
+    columns have compensated for the removed ones. `ratio` is removed of each block of columns, or, with
+    `pattern` (n, m), all but n of every m columns of each row. Removed weights have lower scores than kept ones.
     """
     U = inverse_factor(H, damping)
     rest, scores, removed = W.clone(), torch.empty_like(W), torch.zeros_like(W, dtype=torch.bool)
@@ -88,7 +88,7 @@ def sparse_gpt_scores(
                 here = slice(column, column + pattern[1])
                 found = own[..., here].square() / diagonal[..., here].square()
                 scores[..., start:stop][..., here] = found
-                if found.shape[-1] == pattern[1]:  # a rest stays whole
+                if found.shape[-1] == pattern[1]:  # a remainder stays whole
                     order = found.sort(dim=-1, stable=True).indices
                     gone[..., here] = torch.zeros_like(found).scatter_(-1, order[..., : -pattern[0]], 1.0).bool()
             error = torch.where(gone[..., column], own[..., column], 0.0) / factor[:, column, column, None]
@@ -100,14 +100,14 @@ def sparse_gpt_scores(
 
 
 def _shared_columns(M: Tensor) -> Tensor | None:
-    """The columns `(groups, columns)` that every row keeps that keeps any; None where rows differ."""
+    """The columns `(groups, columns)` kept by every row that keeps any; None if rows differ."""
     columns = M.any(1)
     is_dead = ~M.any(-1)
     return columns if bool(((columns[:, None] == M).all(-1) | is_dead).all()) else None
 
 
 def _solve(matrix: Tensor, wanted: Tensor, columns: Tensor) -> Tensor:
-    # A removed column gets the row and the column of the identity: its value is 0, and the others do not see it.
+    # A removed column gets the row and the column of the identity: its value is 0, without effect on the others.
     both = columns[:, :, None] & columns[:, None, :]
     identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     factor = torch.linalg.cholesky(torch.where(both, matrix, identity))

@@ -12,8 +12,8 @@ from torch import Tensor
 from sparsebit.numerics.weight_grid import Grid, Spread, shared_columns
 
 ScaleSearch = Literal["none", "nearest", "gptq"]
-# Elements that are worked on at a time. A CPU is fastest where they stay in its cache (1 MiB of float32 each for the
-# weight, the error and the product), a GPU where kernels are large.
+# Elements that are processed at a time. A CPU is fastest if they fit its cache (1 MiB of float32 each for the
+# weight, the error and the product), a GPU if kernels are large.
 _CPU_ELEMENTS, _GPU_ELEMENTS = 1 << 18, 1 << 26
 
 
@@ -37,9 +37,9 @@ def search_scale(
 ) -> Grid:
     """The grid with each scale multiplied by the factor in `[smallest_factor, 1]` that has the smallest loss.
 
-    The loss of a candidate is that of its nearest codes (`nearest`), or of those of `codes_of`, which GPTQ takes
+    The loss of a candidate is that of its nearest codes (`nearest`), or of the codes of GPTQ, `codes_of`
     (`gptq`). Each of several scales of a row is judged by the part of the loss inside its own columns.
-    `zero_point_shift`: zero points up to so many codes lower and higher are tried afterwards, with factors near the
+    `zero_point_shift`: zero points up to this many codes lower and higher are tried afterwards, with factors near the
     best, if there are any.
     """
     if rounding.scale_search == "none" or rounding.num_candidates < 2:
@@ -56,7 +56,7 @@ def search_scale(
 
 
 class _Search:
-    """The smallest loss found so far of each scale, and what was tried to find it."""
+    """The smallest loss found so far of each scale, and the change that led to it."""
 
     def __init__(self, W: Tensor, H: Tensor, grid: Grid, codes_of: Callable[[Grid], Tensor] | None) -> None:
         self.codes_of, self.lines = codes_of, grid.lines()
@@ -99,7 +99,7 @@ class _Search:
 
 @dataclass(frozen=True)
 class _Part:
-    """Sets of equally many columns: their numbers `sets`, `columns (sets, size)`, and of those the weight and `H`.
+    """Sets of equally many columns: their numbers `sets`, `columns (sets, size)`, and their weight and `H`.
 
     `wanted`: `(groups, sets, rows, size)`. `own`: `(groups, sets, size, size)`.
     """
@@ -114,7 +114,7 @@ class _Part:
 
 
 def _parts(W: Tensor, H: Tensor, grid: Grid) -> Iterator[_Part]:
-    """All sets, those of one size together, up to a number of elements that suits the device."""
+    """All sets, grouped by size, up to a number of elements that suits the device."""
     most = _CPU_ELEMENTS if W.device.type == "cpu" else _GPU_ELEMENTS
     sets = shared_columns(grid)
     sizes: dict[int, list[int]] = {}

@@ -170,7 +170,7 @@ def _require_values(model: nn.Module) -> None:
         )
     if inspect.iscoroutinefunction(model.forward) or inspect.isasyncgenfunction(model.forward):
         raise CaptureError(
-            f"{type(model).__name__}.forward is `async def`: a call gives a coroutine, not values; quantize a module "
+            f"{type(model).__name__}.forward is `async def`: a call returns a coroutine, not values; quantize a module "
             "whose forward is a plain function"
         )
 

@@ -37,20 +37,20 @@ WeightOwner = WeightedQuantOpr | QuantizedParameter
 
 
 def replace_quantizer(qmodel: SimulatedModel, site: str, quantizer: Quantizer | Site | Mapping[str, Any]) -> Quantizer:
-    """Put another quantizer at a site of the plan, and into `plan`; gives it back.
+    """Put another quantizer at a site of the plan, and update `plan`; returns the new quantizer.
 
     `quantizer`: a new one, of a registered class and with the site's target; or, to have it built, a `Site` or the
     fields of the site to change (`{"bits": 4}`, as for `plan.replace`). It gets the name, the device and the
     switches of the one that it replaces. If that was calibrated and the new one is not, a weight's scales are
-    computed from the weight, and those of an activation from its calibrated range. An optimizer does not know the
-    new parameters. What the backend cannot run is an error. Where an algorithm has rounded the layer's weight for
-    another format, weight and bias are those of the float model again, and that is logged.
+    computed from the weight, and those of an activation from its calibrated range. An existing optimizer does not
+    contain the new parameters. Bits that the backend cannot run are an error. If an algorithm rounded the layer's
+    weight for another format, weight and bias are reset to those of the float model, and that is logged.
     """
     require_settled(qmodel, "replace_quantizer")
     before = qmodel.sites.get(site)
     has_range = isinstance(quantizer, Quantizer) and quantizer.is_calibrated
     is_unchanged = qmodel.has_built_weights
-    with evaluating(qmodel):  # fused steps of training are chosen for the quantizers that there are
+    with evaluating(qmodel):  # fused training steps are chosen for the existing quantizers
         new = _replace(qmodel, site, quantizer)
     if before is not None and before.target == "weight" and before.spec != new.spec:
         _restore_float_weight(qmodel, new, needs_range=before.is_calibrated and not has_range)
@@ -64,11 +64,11 @@ def replace_quantizer(qmodel: SimulatedModel, site: str, quantizer: Quantizer | 
 
 
 def store_qparams(qmodel: SimulatedModel, site: str, scale: Tensor | float, zero_point: Tensor | float = 0) -> None:
-    """Set scale and zero point of a site's quantizer, which counts as calibrated then.
+    """Set scale and zero point of a site's quantizer, which then counts as calibrated.
 
     One number for all channels or groups, or one for each. The tensors stay the same objects, as an optimizer may
-    hold them. Numbers that the number format or the backend does not have are an error. A weight's scale is raised
-    where the layer's bias would not fit into int32 otherwise.
+    hold them. Numbers that the number format or the backend does not support are an error. A weight's scale is raised
+    if the layer's bias would otherwise not fit into int32.
     """
     require_settled(qmodel, "store_qparams")
     _quantizer_at(qmodel, site).store_qparams(scale, zero_point)
@@ -76,7 +76,7 @@ def store_qparams(qmodel: SimulatedModel, site: str, scale: Tensor | float, zero
 
 
 def insert_factors(qmodel: SimulatedModel, factors: Sequence[InsertedFactor]) -> None:
-    """Put multiplications by a factor per channel (one, at first) into the graph; a saved model has them too."""
+    """Insert multiplications by a factor per channel (one, at first) into the graph; a saved model keeps them."""
     require_settled(qmodel, "insert_factors")
     if qmodel.built.root is None:
         raise CaptureError("insert_factors() needs a graph of the whole model, which could not be traced: see coverage")
@@ -85,7 +85,7 @@ def insert_factors(qmodel: SimulatedModel, factors: Sequence[InsertedFactor]) ->
 
 
 def remove_factors(qmodel: SimulatedModel, names: Collection[str]) -> None:
-    """Take inserted multiplications out of the graph; what they multiplied by is lost."""
+    """Remove inserted multiplications from the graph; their factors are lost."""
     require_settled(qmodel, "remove_factors")
     gone = [factor for factor in qmodel.built.inserted_factors if factor.name in names]
     if gone and qmodel.built.root is not None:
@@ -106,7 +106,7 @@ def _quantizer_at(qmodel: SimulatedModel, site: str) -> Quantizer:
 
 @torch.no_grad()
 def _restore_float_weight(qmodel: SimulatedModel, quantizer: Quantizer, *, needs_range: bool) -> None:
-    """Give the layer of a weight's new quantizer its float parameters, where algorithms have changed them."""
+    """Reset the float parameters of the layer of a weight's new quantizer, if algorithms have changed them."""
     originals = originals_of(qmodel, [quantizer.name])
     if not originals:
         return
@@ -124,9 +124,10 @@ def _restore_float_weight(qmodel: SimulatedModel, quantizer: Quantizer, *, needs
 
 
 def _replace(qmodel: SimulatedModel, site: str, wanted: Quantizer | Site | Mapping[str, Any]) -> Quantizer:
-    """Put another quantizer at a site and change the plan, in place; gives the new quantizer.
+    """Put another quantizer at a site and change the plan, in place; returns the new quantizer.
 
-    Everything is checked before the model is changed. The caller attaches the integer ops again: they hold quantizers.
+    Everything is checked before the model is changed. The caller must attach the integer ops again: they hold
+    quantizers.
     """
     old, model, plan = _quantizer_at(qmodel, site), qmodel.model, qmodel.plan
     owner = next((m for m in model.modules() if isinstance(m, WeightOwner) and m.weight_quantizer is old), None)
@@ -165,7 +166,7 @@ def _replace(qmodel: SimulatedModel, site: str, wanted: Quantizer | Site | Mappi
 
 
 def _check_given(model: nn.Module, new: Quantizer, old: Quantizer) -> None:
-    """Raise if a quantizer cannot take the place of `old`."""
+    """Raise if a quantizer cannot replace `old`."""
     if any(module is new for module in model.modules()):
         raise ConfigError(f"{old.name}: the quantizer is that of {new.name!r} already; each site needs its own")
     if new.target != old.target or new.observed_as != old.observed_as:
@@ -183,7 +184,7 @@ def _check_given(model: nn.Module, new: Quantizer, old: Quantizer) -> None:
 
 
 def _site_of(quantizer: Quantizer, planned: Site) -> Site:
-    """The planned site with what a given quantizer brings."""
+    """The planned site, updated with the properties of a given quantizer."""
     return dataclasses.replace(
         planned,
         spec=quantizer.spec,

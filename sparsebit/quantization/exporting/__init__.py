@@ -1,1 +1,1 @@
-"""Quantizers as constants in an ONNX file, and the checks before it is kept."""
+"""Exports quantizers as constants of an ONNX file, and checks the file before it is kept."""

@@ -1,4 +1,4 @@
-"""Does what a model gives depend on earlier calls? A file has no place for such a state."""
+"""Whether a model's output depends on earlier calls: a file cannot keep such a state."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 
 
 def state_between_calls(qmodel: SimulatedModel, call: Call) -> list[str]:
-    """The names of attributes, buffers and globals that `call` changes, where the same call gives something else then.
+    """The names of attributes, buffers and globals that `call` changes, if a second identical call has another output.
 
-    Nothing of that is left behind. What changes without an effect on the output (a call counter, a kept attention map)
-    does not count.
+    All changes are undone. Changes without an effect on the output (a call counter, a kept attention map) do not
+    count.
     """
     source = qmodel.source
     outside = OuterState(source.modules(), {})
@@ -44,7 +44,7 @@ def state_between_calls(qmodel: SimulatedModel, call: Call) -> list[str]:
             randomness.restore()
             args, kwargs = cloned(call)
             second = qmodel(*args, **kwargs)
-        except Exception as error:  # the export tells it
+        except Exception as error:  # the export reports it
             log.debug("the model does not run on the export's inputs: %s: %s", type(error).__name__, error)
             return []
         return changed if difference(second, first) is not None else []

@@ -1,4 +1,4 @@
-"""`export_onnx`: a calibrated model -> an ONNX file of integers that computes what the simulation computes."""
+"""`export_onnx`: writes a calibrated model as an ONNX file of integers that computes the same as the simulation."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def export_onnx(
     check: Any = None,
     tolerance: Tolerance | None = None,
 ) -> Parity | None:
-    """Write a QDQ-ONNX file that computes what the simulation computes, with weights and biases as integers.
+    """Write a QDQ-ONNX file that computes the same as the simulation, with weights and biases as integers.
 
-    `dummy_data`: one batch in any form that calibration takes; the file has its shapes but for `dynamic_axes`
-    (`{"x": {0: "batch"}}`). Inputs are named after forward's parameters unless `input_names` says otherwise.
+    `dummy_data`: one batch in any form that calibration accepts; the file has its shapes except for `dynamic_axes`
+    (`{"x": {0: "batch"}}`). Inputs are named after forward's parameters unless `input_names` is given.
     `opset_version`: by default the lowest that has all the number formats, 21 or more (tensorrt: 20). `verbose`:
     torch logs its steps. `extra_info`: also write `<name>_extra.onnx`, with bits, format and observer of every
     site in its metadata.
@@ -71,7 +71,7 @@ def export_onnx(
     `check`: data (batches as for calibration) on which the file is run in its runtime and compared with the
     simulation; a difference beyond `tolerance` is an error that names the first site that differs. Returns the
     comparison. An older file of that name stays until the new one is complete and has passed. A calibrated model
-    whose quantization is off is exported quantized, and is off again afterwards.
+    whose quantization is off is exported quantized, and afterwards switched off again.
     """
     require_whole(qmodel, "export_onnx")
     check_ready(qmodel, "export_onnx")
@@ -101,7 +101,7 @@ def export_onnx(
 def build_onnx(
     qmodel: SimulatedModel, dummy_data: Any, options: OnnxOptions = _DEFAULTS
 ) -> tuple[ir.Model, list[ExportedSite]]:
-    """The model in memory, and its sites in the order of the graph."""
+    """The model in memory, and its sites in graph order."""
     model, opset = trace_onnx(qmodel, dummy_data, options)
     off = {layer: reason for layer, reason in qmodel.plan.floats.items() if reason in SWITCHED_OFF}
     note_switched_off(model, off)
@@ -145,7 +145,7 @@ def trace_onnx(qmodel: SimulatedModel, dummy_data: Any, options: OnnxOptions = _
 def lower_onnx(
     model: ir.Model, profile: RuntimeProfile, opset: int, *, pads_channels: bool = True
 ) -> list[ExportedSite]:
-    """Standard ONNX, laid out as the runtime wants it, in place; gives the sites in the order of the graph."""
+    """Lower to standard ONNX in the runtime's layout, in place; returns the sites in graph order."""
     sites = lower(model, profile.weight_widths, whole_groups=BACKENDS[profile.name].whole_groups)
     lay_out_linears(model)
     lay_out_pools(model)
@@ -168,7 +168,7 @@ def export_call(qmodel: SimulatedModel, dummy_data: Any) -> Call:
     """The example call: a tensor, positional arguments (a last dict may hold keywords), or a mapping of keywords."""
     model = qmodel.original
     signature = inspect.signature(model.forward)
-    args, kwargs = as_call(dummy_data, model)  # of (images, labels) the images
+    args, kwargs = as_call(dummy_data, model)  # for (images, labels), the images
     if isinstance(dummy_data, (tuple, list)):
         *first, last = dummy_data
         forms: list[Call] = [(tuple(dummy_data), {})]
@@ -182,12 +182,12 @@ def export_call(qmodel: SimulatedModel, dummy_data: Any) -> Call:
 
 
 def _refuse_number_types(qmodel: SimulatedModel, profile: RuntimeProfile) -> None:
-    """What the runtime has no kernels for, or none that compute in integers: the file would be of no use."""
+    """Raise for number types that the runtime has no kernels for, or none in integers: the file would be useless."""
     lacks = {torch.bfloat16: "no kernels", torch.float64: "no integer kernels"}
     dtype = next((p.dtype for p in qmodel.parameters() if p.dtype in lacks), None)
     if profile.name == "virtual" or dtype is None:
         return
-    # ONNX convolutions of TensorRT's opset have no bfloat16 either.
+    # ONNX convolutions in TensorRT's opset do not support bfloat16 either.
     runtime = profile.executes or f"ONNX Runtime, where files for {profile.name} are checked,"
     raise DeploymentError(
         f"export_onnx: the model computes in {str(dtype).removeprefix('torch.')}, for which {runtime} has "
@@ -196,7 +196,9 @@ def _refuse_number_types(qmodel: SimulatedModel, profile: RuntimeProfile) -> Non
 
 
 def _refuse_projections(qmodel: SimulatedModel) -> None:
-    """ONNX has no such layer, and torch writes a file that does not run."""
+    """Raise for recurrent layers with projections: ONNX has no such layer, and torch writes a file that does not
+    run.
+    """
     for name, module in qmodel.original.named_modules():
         if isinstance(module, torch.nn.LSTM) and module.proj_size:
             raise DeploymentError(

@@ -1,4 +1,4 @@
-"""Checks of an exported file: it is run in its runtime on real inputs and compared with the simulation."""
+"""Checks of an exported file: runs it in its runtime on real inputs and compares it with the simulation."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def check_parity(
 ) -> Parity:
     """Compare on the first `num_samples` of `data`; beyond the tolerance a DeploymentError names the first bad site.
 
-    `name`: what messages call the file.
+    `name`: the file's name in messages.
     """
     profile = PROFILES[qmodel.config.BACKEND]
     runtime = profile.executes or "onnxruntime"
@@ -71,7 +71,7 @@ def check_parity(
     tolerance, name = tolerance or Tolerance(), name or str(file)
     try:
         session = open_session(file, runtime, optimize=setting.optimize, options=setting.options)
-    except DeploymentError as error:  # the name that the user gave, not the temporary path
+    except DeploymentError as error:  # show the name that the user gave, not the temporary path
         raise DeploymentError(str(error).replace(str(file), name)) from error
     batches = list(_calls(qmodel.original, qmodel, qmodel.device, session, data, num_samples))
     stored = "" if tolerance.exact is False else stored_difference(qmodel, file)
@@ -87,7 +87,7 @@ def check_parity(
             parity = _check(case, session, unclipped)
         except DeploymentError as other:
             log.debug("with %s: %s", _options_told(UNCLIPPED), other)
-            is_wrong = _options_told(UNCLIPPED) in str(other)  # else it does not run with them
+            is_wrong = _options_told(UNCLIPPED) in str(other)  # otherwise it does not run with these options
             raise (other if is_wrong else error) from None
         log.warning(
             "%s: this CPU has no VNNI, and ONNX Runtime's sums of 8-bit products clip at 16 bits on it (%s); with the "
@@ -106,7 +106,7 @@ class _Setting(NamedTuple):
 
 
 class _Case(NamedTuple):
-    """A file and its simulation. `name`: what messages call the file; `stored`: what differs in the stored numbers."""
+    """A file and its simulation. `name`: the file's name in messages; `stored`: differences of the stored numbers."""
 
     qmodel: SimulatedModel
     file: Path
@@ -140,7 +140,7 @@ def _check(case: _Case, session: Session, setting: _Setting) -> Parity:
     fault = parity.fault(tolerance)
     assert first is not None
     if different is None and optimize and runtime == "onnxruntime":
-        different = _Batch(first)  # codes may differ where the outputs do not, on this data
+        different = _Batch(first)  # codes may differ even if the outputs do not, on this data
     if different is not None:
         traced = _trace(qmodel, file, session, different, setting)
         where = kernel_fault(traced.differences) if runtime == "onnxruntime" else None
@@ -180,7 +180,7 @@ def compare_model(
     num_samples: int = NUM_SAMPLES,
     name: str | None = None,
 ) -> Parity:
-    """How far a file, quantized or not, is from a float model; beyond `tolerance`, where one is given, is an error."""
+    """The distance of a file, quantized or not, from a float model; more than `tolerance`, if given, is an error."""
     runtime, name = runtime_of(file), name or str(file)
     session = open_session(file, runtime)
     comparison = Comparison(session.outputs, judge_all=True)
@@ -201,7 +201,7 @@ def _options_told(options: Mapping[str, str]) -> str:
 
 
 class _Batch(NamedTuple):
-    """One batch, and where its outputs differ those of the simulation and of the file."""
+    """One batch, and, if its outputs differ, those of the simulation and of the file."""
 
     call: Call
     expected: tuple[Any, ...] = ()
@@ -209,7 +209,7 @@ class _Batch(NamedTuple):
 
 
 class _Trace(NamedTuple):
-    """`unexplained`: a site or an output that differs without a known reason; empty where there is none."""
+    """`unexplained`: a site or an output that differs without a known reason; empty if there is none."""
 
     differences: list[SiteDifference]
     unexplained: str = ""
@@ -257,7 +257,7 @@ def _behind(differences: Sequence[SiteDifference]) -> str:
 
 
 def check_loads(qmodel: SimulatedModel, file: Path, name: str) -> None:
-    """Refuses a file in half or double precision, for no runtime in particular, that ONNX Runtime cannot open."""
+    """Raise if ONNX Runtime cannot open a file in half or double precision that is not for a certain runtime."""
     names = {torch.bfloat16: "half", torch.float16: "half", torch.float64: "double"}
     precision = next((names[p.dtype] for p in qmodel.parameters() if p.dtype in names), None)
     if precision is None or qmodel.config.BACKEND != "virtual" or importlib.util.find_spec("onnxruntime") is None:
@@ -272,7 +272,7 @@ def check_loads(qmodel: SimulatedModel, file: Path, name: str) -> None:
 
 
 def check_rules(file: Path, name: str) -> None:
-    """Refuses a file that TensorRT, which does not run here, would not take."""
+    """Raise if TensorRT, which is not available here, would reject the file."""
     broken = [str(violation) for violation in tensorrt_violations(file) if violation.severity == "error"]
     if broken:
         more = f"\n  and {len(broken) - _NUM_SHOWN} more" if len(broken) > _NUM_SHOWN else ""
@@ -282,7 +282,7 @@ def check_rules(file: Path, name: str) -> None:
 def _calls(
     model: nn.Module, run: Any, device: torch.device | str, session: Session, data: Any, num_samples: int
 ) -> Iterator[Call]:
-    """Batches in the size that the file takes. `run`: what computes the outputs of `model`'s calls on `device`."""
+    """Batches in the file's batch size. `run`: a callable that computes the outputs of `model`'s calls on `device`."""
     left = num_samples
     for args, keywords in calls(data, model, device):
         call = args, in_order(keywords, inspect.signature(model.forward))
@@ -291,7 +291,7 @@ def _calls(
         size = session.batch_size
         step = min(size or given, given) if size else min(given, left)
         if size and given < size:
-            if left < num_samples:  # the rest of a loader
+            if left < num_samples:  # the remainder of a loader
                 return
             raise DeploymentError(f"the file takes batches of {size}, the data has {given}; export with dynamic_axes")
         for start in range(0, given - step + 1, max(step, 1)):
@@ -302,10 +302,12 @@ def _calls(
 
 
 def _some_samples(call: Call, given: int, rows: range, session: Session) -> Call:
-    """The call with these of its samples: rows of the inputs of which the file takes as many, or any number."""
+    """The call with these of its samples: only rows of inputs whose size in the file equals their number, or is
+    open.
+    """
     if len(rows) == given:
         return call
-    shapes = zip(flat_inputs(*call), session.input_shapes.values(), strict=False)  # `_feeds` refuses other numbers
+    shapes = zip(flat_inputs(*call), session.input_shapes.values(), strict=False)  # `_feeds` rejects other numbers
     cut = {id(tensor) for tensor, shape in shapes if shape and shape[0] in (len(rows), None) and len(tensor) == given}
 
     def some(tensor: Tensor) -> Tensor:
@@ -317,7 +319,7 @@ def _some_samples(call: Call, given: int, rows: range, session: Session) -> Call
 
 @torch.no_grad()
 def _run(qmodel: SimulatedModel, call: Call, *, quantized: bool = True) -> list[Any]:
-    """The outputs as numpy arrays, of the simulation or of the float model in it."""
+    """The outputs of the simulation, or of the float model in it, as numpy arrays."""
     switched = [] if quantized else [quantizer for quantizer in qmodel.quantizers() if quantizer.use_quant]
     try:
         for quantizer in switched:
@@ -340,6 +342,6 @@ def _feeds(session: Session, call: Call) -> dict[str, Any]:
 
 
 def _array(tensor: Tensor) -> Any:
-    """The same numbers in numpy, which has no bfloat16."""
+    """The same numbers in numpy, which does not support bfloat16."""
     tensor = tensor.detach().cpu()
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()

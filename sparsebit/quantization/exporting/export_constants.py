@@ -26,8 +26,8 @@ from sparsebit.quantization.quantizers.base import Quantizer, rounds_by_operator
 class ConstantSite(nn.Module):
     """The fake-quant operator with fixed scale and zero point.
 
-    `transform`: what the quantizer applies first (DoReFa: tanh). `value`: of a weight, the result of `transform`.
-    `is_float8`: rounds to 8-bit floats, by their own operator.
+    `transform`: the function that the quantizer applies first (DoReFa: tanh). `value`: for a weight, the result of
+    `transform`. `is_float8`: rounds to 8-bit floats, by their own operator.
     """
 
     is_enable = True
@@ -71,7 +71,7 @@ class ConstantSite(nn.Module):
 
 @contextlib.contextmanager
 def quantizers_as_constants(model: nn.Module) -> Iterator[None]:
-    """Inside, every enabled quantizer and bias of `model` is a `ConstantSite`; afterwards all is as before.
+    """Inside, every enabled quantizer and bias of `model` is a `ConstantSite`; afterwards everything is restored.
 
     A quantizer whose `fake_quantize` is the user's own stays, and is exported op by op.
     """
@@ -114,7 +114,7 @@ def _is_own_weight(parent: nn.Module, quantizer: Quantizer) -> bool:
 def _computed_weights(model: nn.Module) -> dict[nn.Module, Tensor]:
     """Weight quantizer -> the weight that a graph computes for it from parameters alone (a standardized one).
 
-    As torch computes it: the same operations elsewhere may round to other codes.
+    Computed by torch: the same operations in another library may round to other codes.
     """
     found: dict[nn.Module, Tensor] = {}
     graphs = [module for module in model.modules() if isinstance(module, CapturedGraph)]
@@ -132,8 +132,8 @@ def _computed_weights(model: nn.Module) -> dict[nn.Module, Tensor]:
 
 
 def _constant_value(root: CapturedGraph, node: fx.Node) -> Any:
-    """What the node gives, where functions alone compute it from parameters and buffers that nothing overwrites, and
-    nothing is drawn at random; else None.
+    """The node's value, if functions alone compute it from parameters and buffers that nothing overwrites, without
+    random numbers; else None.
     """
     needed = {node}
     for current in reversed(root.graph.nodes):
@@ -154,7 +154,7 @@ def _constant_value(root: CapturedGraph, node: fx.Node) -> Any:
 
 @torch.no_grad()
 def _constant_site(parent: nn.Module, child: nn.Module, weight: Tensor | None) -> ConstantSite:
-    """`weight`: what the graph computes for the quantizer from parameters alone, where it is one of those."""
+    """`weight`: the quantizer's weight if the graph computes it from parameters alone."""
     if isinstance(child, BiasRounding):
         scale = child.scale()
         axis = None if scale.numel() == 1 else 0
@@ -172,14 +172,14 @@ def _constant_site(parent: nn.Module, child: nn.Module, weight: Tensor | None) -
 
 
 def _constant_weight(quantizer: Quantizer, weight: Tensor) -> ConstantSite:
-    """Rounds to what the quantizer gives, by its own rule for rounding too (AdaRound)."""
+    """A site that rounds to the quantizer's values, also for quantizers with their own rounding rule (AdaRound)."""
     simulated = quantizer.fake_quantize(weight).detach()
     for value in (quantizer.transform(weight).detach(), simulated):
         site = _site(quantizer.name, quantizer, value=value)
         if torch.allclose(site(weight), simulated, rtol=4 * torch.finfo(weight.dtype).eps, atol=0):
             return site
     raise DeploymentError(
-        f"{quantizer.name}: the quantizer {quantizer.TYPE!r} gives weights off the grid of its qparams(), and a file "
+        f"{quantizer.name}: the quantizer {quantizer.TYPE!r} returns weights off the grid of its qparams(), and a file "
         "stores weights as integers on that grid"
     )
 

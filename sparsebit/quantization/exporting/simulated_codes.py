@@ -21,7 +21,7 @@ from sparsebit.quantization.quantizers.base import Quantizer
 def simulated_codes(qmodel: SimulatedModel, call: Call) -> tuple[dict[str, Any], SimulatedKernels]:
     """Every activation site's integers in the simulation, and which sites its integer kernels round to.
 
-    Of a site that runs several times, the first integers.
+    For a site that runs several times, the integers of its first run.
     """
     found: dict[str, Any] = {}
     sums: dict[str, bool] = {}
@@ -35,7 +35,7 @@ def simulated_codes(qmodel: SimulatedModel, call: Call) -> tuple[dict[str, Any],
 
     def note_sum(kernel: IntegerAdd, inputs: tuple[Any, ...], _: Any) -> None:
         left, right = inputs
-        name = kernel.sources[2].name  # an addition that broadcasts is not computed in the kernel's steps
+        name = kernel.sources[2].name  # a broadcasting addition is not computed in the kernel's steps
         sums[name] = sums.get(name, True) and kernel.is_active and left.shape == right.shape
 
     quantizers = [q for q in qmodel.quantizers() if q.target == "activation" and q.is_enable]

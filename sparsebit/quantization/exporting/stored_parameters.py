@@ -1,6 +1,6 @@
 """Scales, zero points and integers that a file stores, compared with those of the simulation that it was made from.
 
-Outputs can be equal although these differ: where a later op clips all that a wrong zero point has moved, or where the
+Outputs can be equal although these differ: if a later op clips the effect of a wrong zero point, or if the
 samples do not reach a weight.
 """
 
@@ -29,10 +29,10 @@ _FLOATS = "module.model."  # float tensors of the model keep their names below t
 
 
 def stored_difference(qmodel: SimulatedModel, file: Path) -> str:
-    """The first stored tensor of the file that is not the simulation's, and how; empty where there is none.
+    """The first stored tensor of the file that differs from the simulation's, and how; empty if there is none.
 
-    Compared are tensors that an export names after a site or a parameter. One whose form the file's layout has changed
-    by more than a transposition is compared as a set of numbers.
+    Tensors that an export names after a site or a parameter are compared. If the file's layout has changed a tensor's
+    form by more than a transposition, it is compared as a set of numbers.
     """
     from onnx import numpy_helper
 
@@ -49,7 +49,7 @@ def stored_difference(qmodel: SimulatedModel, file: Path) -> str:
 
 
 def _expected(qmodel: SimulatedModel, simulated: dict[str, list[_Numbers]], name: str) -> tuple[list[Any], str]:
-    """What a stored tensor of this name may hold, and which part of a site it is."""
+    """The possible values of a stored tensor of this name, and the part of a site that it is."""
     if name.startswith(_FLOATS):
         value = tensor_at(qmodel.model, name.removeprefix(_FLOATS))
         is_float = value is not None and value.is_floating_point()
@@ -62,7 +62,7 @@ def _expected(qmodel: SimulatedModel, simulated: dict[str, list[_Numbers]], name
 
 
 class _Numbers(NamedTuple):
-    """Of one site of the simulation; `codes` where it rounds a constant, None where that is not known."""
+    """The numbers of one site of the simulation; `codes` if it rounds a constant, None if they are unknown."""
 
     scale: Any
     zero_point: Any
@@ -100,12 +100,12 @@ def _numbers(site: ConstantSite, value: Any) -> _Numbers:
 
 
 def _as_numbers(array: Any) -> Any:
-    """4-bit integers and 8-bit floats too are numbers that numpy computes with."""
+    """4-bit integers and 8-bit floats converted to numbers that numpy computes with."""
     return array if array.dtype.kind == "f" and array.dtype.itemsize >= 4 else array.astype("float64")
 
 
 def _unpadded(expected: Any, found: Any, part: str) -> tuple[Any, Any]:
-    """What a convolution with added channels has in the old order: the first scales, and all codes but zeros."""
+    """For a convolution with added channels, the original part: the first scales, and all codes but zeros."""
     if part in ("scale", "zero_point"):
         return expected.reshape(-1), found.reshape(-1)[: expected.size]
     return expected[expected != 0], found[found != 0]
@@ -120,11 +120,11 @@ def _difference(expected: Any, found: Any, part: str) -> str:
         expected, found = numpy.broadcast_arrays(expected.reshape(-1), found.reshape(-1))
     if expected.size != found.size:
         if expected.size > found.size or expected.ndim not in (1, 4):
-            return ""  # the layout has cut or padded it
+            return ""  # the layout has truncated or padded it
         expected, found = _unpadded(expected, found, part)
         if expected.size != found.size:
             return f"{found.size} numbers that are not 0 in the file, {expected.size} in the simulation"
-    # Linear layers are stored as (in, out). A square shape does not tell: the form that differs less is meant.
+    # Linear layers are stored as (in, out). For a square shape this is ambiguous: the form that differs less is used.
     forms = [form for form in (expected, expected.T) if form.shape == found.shape]
     expected = min(forms, key=lambda form: int((form != found).sum()), default=expected)
     if expected.shape != found.shape:

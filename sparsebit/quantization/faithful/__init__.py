@@ -1,1 +1,1 @@
-"""The proof that the captured copy computes what the model's own code computes."""
+"""The proof that the captured copy computes the same as the model's own code."""

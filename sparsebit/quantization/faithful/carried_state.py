@@ -19,7 +19,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, Tensor, type(None))
 
 
 class BuiltState:
-    """The attributes of a copy's modules (`source`: its own code) as they are now, by their paths in the original."""
+    """The attributes of a copy's modules (`source`: its own code) at present, by their paths in the original."""
 
     def __init__(self, original: nn.Module, source: nn.Module) -> None:
         twins = {path: (module, twin_at(source, path)) for path, module in original.named_modules()}
@@ -31,7 +31,7 @@ class BuiltState:
         }
 
     def of_copy(self, original: nn.Module, source: nn.Module) -> BuiltState:
-        """The same for a deep copy of the whole: what has changed here counts as changed there."""
+        """The same for a deep copy of everything: changes here count as changes there."""
         new = BuiltState(original, source)
         for path, name in self.changes():
             if path in new.states:
@@ -39,7 +39,7 @@ class BuiltState:
         return new
 
     def changes(self) -> dict[tuple[str, str], Any]:
-        """(path, attribute) -> what it holds now."""
+        """(path, attribute) -> its current value."""
         return {
             (path, name): state.module.__dict__.get(name, _MISSING)
             for path, state in self.states.items()
@@ -49,14 +49,14 @@ class BuiltState:
 
 @dataclass(frozen=True)
 class CarriedState:
-    """What calls have changed in a copy."""
+    """The changes that calls have made in a copy."""
 
     attributes: dict[tuple[str, str], Any]
     buffers: dict[str, Tensor]
 
     @classmethod
     def of(cls, built: BuiltState, original: nn.Module, source: nn.Module, without: Collection[int]) -> CarriedState:
-        """`without`: ids of buffers that are no state. An attribute that cannot be carried is an error."""
+        """`without`: ids of buffers that do not count as state. An attribute that cannot be carried is an error."""
         attributes = built.changes()
         for (path, name), value in attributes.items():
             if not _is_plain(value):
@@ -88,10 +88,10 @@ class CarriedState:
 
 
 def twin_at(source: nn.Module, path: str) -> nn.Module | None:
-    """The module at `path` in the copy's own code, without what stands in for it."""
+    """The module at `path` in the copy's own code; a stand-in is replaced by its module."""
     module: nn.Module | None = source
     for name in path.split(".") if path else ():
-        if module is None or isinstance(module, torch.jit.ScriptModule):  # which keeps its state elsewhere
+        if module is None or isinstance(module, torch.jit.ScriptModule):  # it keeps its state elsewhere
             return None
         module = module._modules.get(name)
         while isinstance(module, StandIn):

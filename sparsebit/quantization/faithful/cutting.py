@@ -50,7 +50,7 @@ def cut(
 ) -> None:
     """Capture again, with the smallest modules that differ running their own code.
 
-    Where such a module does already, the modules inside it do too; after that it stays untouched, in float.
+    If such a module already does, the modules inside it run their own code too; after that it is left in float.
     """
     policy = qmodel.blueprint.policy
     for path, why in differing(qmodel, call, found, reference, randomness, compare).items():
@@ -64,7 +64,7 @@ def cut(
 
 
 def captured_part(qmodel: SimulatedModel, path: str, module: nn.Module, call: Call) -> SimulatedModel:
-    """A copy of one module of the original, captured and with quantizers as in the whole, off."""
+    """A copy of one module of the original, captured with quantizers as in the whole model; they are off."""
     example, form = (call, None) if qmodel.built.example is not None else (None, call_form(module, *call))
     return captured_copy(qmodel, path, module, example, form)
 
@@ -72,7 +72,7 @@ def captured_part(qmodel: SimulatedModel, path: str, module: nn.Module, call: Ca
 def captured_copy(
     qmodel: SimulatedModel, path: str, module: nn.Module, example: Call | None, form: CallForm | None
 ) -> SimulatedModel:
-    """`module`, which is at `path` in the original, captured as the whole was."""
+    """`module`, which is at `path` in the original, captured as the whole model was."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the user is warned when the whole is built
         transforms = () if path else qmodel.blueprint.transforms  # they know the whole graph

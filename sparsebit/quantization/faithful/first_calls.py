@@ -31,38 +31,38 @@ from sparsebit.quantization.quantizers.base import Quantizer
 log = logging.getLogger(__name__)
 
 _FIRST_CALLS = threading.RLock()
-_FORMS = 16  # of calls that are compared; each costs a few forwards
-# Algorithms that move factors from one layer to the next, as the captured path reads them.
+_FORMS = 16  # number of call forms that are compared; each costs a few forwards
+# Algorithms that move factors between layers that are adjacent on the captured path.
 _RESCALING = ("equalize", "smooth")
 
 
 class FirstCalls:
-    """Compares the first call, where there were no example inputs, and for every captured module the first ones, each
-    of another form, that run its own code in the place of its graph.
+    """Compares the first call, if there were no example inputs, and for every captured module the first calls, each
+    of another form, that run its own code instead of its graph.
 
-    Other threads wait meanwhile. A call without real tensors (an export, a compiler's) is not the first one.
+    Other threads wait meanwhile. A call without real tensors (of an export, of a compiler) does not count as the first.
     """
 
     def __init__(self, qmodel: SimulatedModel, proof: Proof) -> None:
         self.qmodel, self.proof = qmodel, proof
-        self.compares_sources = True  # whether own code that runs in the place of a graph is compared
+        self.compares_sources = True  # whether own code that runs instead of a graph is compared
         self._is_comparing = False
-        # By a module's path and the form of its call: what its own code does differently with the copy's layers in it;
-        # "" where it does not.
+        # By a module's path and the form of its call: the difference that its own code shows with the copy's layers in
+        # it; "" if there is none.
         self.compared_sources: dict[tuple[str, Any], str] = {}
 
     def watch(self) -> None:
-        """The model is captured: its graphs say when own code runs in their place."""
+        """Called after the model is captured: from now on its graphs report when own code runs instead of them."""
         self.compared_sources = {}
         for region in self.qmodel.built.captured.regions.values():
             region.before_source = self._before_source
 
     def verify(self, call: Call) -> None:
-        """Compare the copy on the first call's inputs, without a trace of that: the call itself runs afterwards."""
+        """Compare the copy on the first call's inputs, without side effects: the call itself runs afterwards."""
 
         def compare() -> None:
             quantizers = self.qmodel.quantizers()
-            is_exported = bool(self.qmodel.plan) and not quantizers  # they are replaced for as long as an export takes
+            is_exported = bool(self.qmodel.plan) and not quantizers  # an export replaces them while it runs
             try:
                 if not is_exported and not any(q.is_enable or q.is_calibrated for q in quantizers):
                     self.proof.proved(cloned(call), "the first call", self.proof.plain_forward, keep_state=True)
@@ -74,7 +74,7 @@ class FirstCalls:
     def _before_source(self, region: Region, call: Call) -> None:
         """Called before a module's own code runs instead of its graph, with quantized layers in it.
 
-        Code that asks for a layer's very type, say, is another function then; the graph was not.
+        Code that tests a layer's exact type, for example, then computes another function; the graph did not.
         """
         path = next((path for path, known in self.qmodel.built.captured.regions.items() if known is region), None)
         if path is None:  # of an earlier capture
@@ -122,15 +122,15 @@ class FirstCalls:
         if not self.proof.why_not_comparable(path):
             return self.proof.reference(path)
         plain = without_stand_ins(copy_model(source, share_parameters=True, share=[self.qmodel]))
-        _switch_off(plain)  # those of recurrent weights are parametrizations of plain layers
+        _switch_off(plain)  # quantizers of recurrent weights are parametrizations of plain layers
         modes = {name: module.training for name, module in plain.named_modules()}
         return Reference(plain, self.qmodel.device, training=plain.training, modes=modes)
 
     @full_float32()
     def _source_difference(self, path: str, source: nn.Module, call: Call) -> str:
-        """What the copy's own code at `path`, with quantization off, does differently from the original's.
+        """How the copy's own code at `path`, with quantization off, differs from the original's.
 
-        Where the original has other weights or another state by now, the same code with plain layers is asked instead.
+        If the original's weights or state have changed since, the same code with plain layers is the reference.
         """
         reference = self._reference_beside_source(path, source)
         found = self._own_code_difference(reference, source, call)
@@ -139,8 +139,8 @@ class FirstCalls:
         return found
 
     def _folding_difference(self, path: str, call: Call) -> str:
-        """The same for a second copy, made from the original with random norms: it shows whether the layers that were
-        folded compute the same on this path too, whatever weights this model has now.
+        """The same for a second copy, made from the original with random norms: it shows whether the folded layers
+        compute the same on this path too, whatever weights this model has now.
         """
         model = copy_model(self.qmodel.original)
         for module in model.modules():
@@ -157,11 +157,11 @@ class FirstCalls:
         randomness = Randomness.now()
         try:
             expected = reference.outcome(cloned(call), randomness)
-        except Exception as error:  # the user sees it next
+        except Exception as error:  # the user's own call raises it next
             log.debug("the model's own code fails: %s: %s", type(error).__name__, error)
             return ""
         shares = not may_write_parameters(reference.model)
-        twin = copy_model(source, share_parameters=shares, share=[self.qmodel])  # whose quantizers no other thread uses
+        twin = copy_model(source, share_parameters=shares, share=[self.qmodel])  # no other thread uses its quantizers
         _switch_off(twin)
         found: str | None
         try:
@@ -180,7 +180,7 @@ def _switch_off(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _randomize(norm: _BatchNorm) -> None:
-    """A new norm is an identity: what it was folded into would compute the same without it."""
+    """Randomize a norm, because a new one is an identity, so that folding it would have no effect."""
     for name in ("weight", "bias", "running_mean", "running_var"):
         if getattr(norm, name) is not None:
             getattr(norm, name).uniform_(0.5, 1.5)

@@ -33,8 +33,8 @@ from sparsebit.records import GradientCheck
 def verify_training(qmodel: SimulatedModel, batch: Any, loss: Callable[[Any], Tensor]) -> GradientCheck:
     """Compare the gradients of one step, with quantization off, with those of the model's own code.
 
-    `batch` as for calibration; `loss` makes a scalar of the model's output. Compared are the gradients of inputs
-    and of parameters, in train mode (in eval mode where batch norms are folded or a branch on `qmodel.training` was
+    `batch` as for calibration; `loss` returns a scalar for the model's output. The gradients of inputs and of
+    parameters are compared, in train mode (in eval mode if batch norms are folded or a branch on `qmodel.training` was
     captured). The smallest module that differs runs its own code from then on; in a calibrated model, which cannot
     be captured again, it is an error that names the module.
     """
@@ -74,7 +74,7 @@ def _gradient_difference(
     training: bool,
     randomness: Randomness,
 ) -> tuple[str | None, set[str]]:
-    """What differs, and the names of what was compared; a weight that a norm was folded into is not."""
+    """The difference, and the names of the compared tensors; a weight with a folded norm is not compared."""
     same = {name: twin for name, (_, twin) in _same_parameters(qmodel.original, qmodel).items()}
     switches = qmodel.is_quantized("weight"), qmodel.is_quantized("activation")
     is_training = qmodel.training
@@ -90,7 +90,7 @@ def _gradient_difference(
 
 
 def _module_gradients(module: nn.Module, part: nn.Module, call: Call) -> str | None:
-    """What differs in the gradients of a module and of its stand-in, for one random direction of their output."""
+    """The difference of the gradients of a module and its stand-in, for one random direction of their output."""
 
     def directional(output: Any) -> Tensor:
         generator = torch.Generator().manual_seed(0)
@@ -107,7 +107,7 @@ def _module_gradients(module: nn.Module, part: nn.Module, call: Call) -> str | N
 
 
 def _same_parameters(model: nn.Module, copied: SimulatedModel) -> dict[str, tuple[Tensor, Tensor]]:
-    """The model's parameters and the copy's, by name, where nothing was folded into the copy's or taken out of it."""
+    """The model's parameters and the copy's, by name, except where folding changed or removed the copy's."""
     folded = folded_tensors(copied)
     pairs = {name: (parameter, tensor_at(copied.source, name)) for name, parameter in model.named_parameters()}
     return {

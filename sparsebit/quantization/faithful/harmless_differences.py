@@ -1,6 +1,6 @@
 """`is_no_fault`: which differences between a copy and the model's own code are harmless.
 
-Harmless are a state that earlier calls have moved, and rounding that the model itself amplifies.
+A difference is harmless if earlier calls changed a state, or if the model itself amplifies rounding errors.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _DISTURBED_RUNS = 3
 def is_no_fault(qmodel: SimulatedModel, call: Call, expected: Outcome, randomness: Randomness) -> bool:
     """Whether the copy is right although it differs.
 
-    Either earlier calls have moved a state that it keeps outside of buffers: a new copy gives what is expected. Or
-    only rounding differs, amplified by the model: copy and original are the same in float64, and the original
-    itself gives something else when its parameters move by a rounding error.
+    Either earlier calls have changed a state that it keeps outside of buffers: then a new copy has the expected
+    outcome. Or only rounding differs, amplified by the model: then copy and original are the same in float64, and the
+    original's own outcome changes when its parameters change by a rounding error.
     """
     model = qmodel.original
     if _agrees_anew(qmodel, copy_model(model), call, randomness):
@@ -43,7 +43,7 @@ def is_no_fault(qmodel: SimulatedModel, call: Call, expected: Outcome, randomnes
 
 
 def _agrees_anew(qmodel: SimulatedModel, model: nn.Module, call: Call, randomness: Randomness) -> bool:
-    """Whether a new copy of the model computes what the model's own code computes."""
+    """Whether a new copy of the model computes the same as the model's own code."""
     now = Randomness.now()
     try:
         part = captured_part(qmodel, "", model, call)
@@ -60,7 +60,9 @@ def _agrees_anew(qmodel: SimulatedModel, model: nn.Module, call: Call, randomnes
 
 
 def _amplifies_rounding(qmodel: SimulatedModel, call: Call, expected: Outcome, randomness: Randomness) -> bool:
-    """Code that asks for the dtype of its inputs is another function in float64, and not for rounding."""
+    """Whether rounding errors change the outcome; float64 alone proves nothing if code tests the dtype of its
+    inputs.
+    """
     generator = torch.Generator().manual_seed(0)
     for _ in range(_DISTURBED_RUNS):
         disturbed = copy_model(qmodel.original)

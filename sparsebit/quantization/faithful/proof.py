@@ -40,13 +40,13 @@ Verify = bool | Literal["calibration"]
 
 
 class Proof:
-    """Compares a QuantModel, with quantization off, with the model that it was made from: on `example_inputs` (without
-    any, on the inputs of the first call) and on the first calibration batch, in values, dtypes, shapes and what is
-    written into inputs and buffers.
+    """Compares a QuantModel, with quantization off, with its original model: on `example_inputs` (without any, on the
+    inputs of the first call) and on the first calibration batch, in values, dtypes, shapes and writes into inputs and
+    buffers.
 
     The smallest module that differs runs its own code from then on; one that differs even so is left untouched, in
-    float. `coverage` names it. `verify="calibration"` leaves out the example and the first call; `verify=False` leaves
-    out all, and with them a forward of the float model each.
+    float. `coverage` names it. `verify="calibration"` skips the example and the first call; `verify=False` skips
+    all comparisons, and with each a forward of the float model.
     """
 
     def __init__(self, qmodel: SimulatedModel) -> None:
@@ -75,15 +75,18 @@ class Proof:
         return SimulatedModel.forward(self.qmodel, *args, **kwargs)
 
     def verified(self, call: Call, occasion: str, run: Callable[..., Any]) -> Any:
-        """What `run` gives for `call`, once that is what the original's own code gives; what differs is cut out."""
+        """The result of `run` for `call`, after it was proved equal to the original's; parts that differ are cut
+        out.
+        """
         outcome = self.proved(call, occasion, run)
         return run(*call[0], **call[1]) if outcome is None else outcome.output
 
     @full_float32()
     def proved(self, call: Call, occasion: str, run: Callable[..., Any], *, keep_state: bool = False) -> Outcome | None:
-        """What the copy does with `call`, once that is what the original does; None where it did not run, or failed.
+        """The copy's outcome for `call`, after it was proved equal to the original's; None if it did not run, or
+        failed.
 
-        `keep_state`: the copy's buffers and attributes are afterwards what they were.
+        `keep_state`: restore the copy's buffers and attributes afterwards.
         """
         qmodel, self.is_due = self.qmodel, False
         if qmodel.built.root is not None and qmodel.built.root.bind(*call) is None:
@@ -97,7 +100,7 @@ class Proof:
         reference = self.reference()
         try:
             expected = reference.outcome(cloned(call), randomness)
-        except Exception as error:  # the copy's forward shows it to the user
+        except Exception as error:  # the copy's forward raises it for the user
             log.debug("the model's own code fails on %s: %s: %s", occasion, type(error).__name__, error)
             return None
         outcome: Outcome | None = None
@@ -122,7 +125,7 @@ class Proof:
                 qmodel.unproved = f"the model's own code gives another result when {occasion} runs again: {found}"
                 if not repeats or outcome is None or "" in qmodel.built.captured.untraced:
                     break
-                repeats = False  # a graph would give one of its results at every call
+                repeats = False  # a graph would return one of its results at every call
             elif attempt == ATTEMPTS - 1:
                 qmodel.unproved = f"the copy differs from the model's own code on {occasion}: {found}"
                 warnings.warn(f"{qmodel.unproved}; what it computes is not what the model computes", stacklevel=5)
@@ -132,12 +135,12 @@ class Proof:
             _put_back(call, given)
             outside.restore()
             randomness.restore()
-        if keep_state:  # parameters that the forward wrote into are what they were
+        if keep_state:  # parameters that the forward wrote into were restored
             qmodel.note_weights()
         return outcome
 
     def reference(self, path: str = "") -> Reference:
-        """The own code of the original's module at `path`, in the modes that the copy's modules have now."""
+        """The own code of the original's module at `path`, in the current modes of the copy's modules."""
         qmodel = self.qmodel
         module = qmodel.original.get_submodule(path)
         prefix = f"{path}." if path else ""
@@ -148,7 +151,7 @@ class Proof:
         return Reference(module, qmodel.device, training=modes.get("", qmodel.training), modes=modes)
 
     def why_not_comparable(self, path: str = "") -> str:
-        """Why the original's module at `path` may well give something else than the copy's; "" where it may not."""
+        """Why the original's module at `path` may differ from the copy's for good reason; "" if it may not."""
         qmodel = self.qmodel
         if not qmodel.has_built_weights:
             return "the weights have changed since the model was captured"
@@ -161,7 +164,7 @@ class Proof:
         return ""
 
     def _has_equal_buffers(self, path: str) -> bool:
-        """Whether the original's buffers below `path` hold what the copy's hold; those of folded norms do not count."""
+        """Whether the original's buffers below `path` equal the copy's; those of folded norms do not count."""
         folded = folded_tensors(self.qmodel)
         buffers = self.qmodel.original.get_submodule(path).named_buffers(prefix=path)
         pairs = [(buffer, tensor_at(self.qmodel.source, name)) for name, buffer in buffers]
@@ -172,7 +175,7 @@ class Proof:
         )
 
     def _registered_ops(self) -> str:
-        """The ops of the model that users registered: what these compute may be meant to differ."""
+        """The ops of the model that users registered: their results may differ on purpose."""
         ops = (
             part
             for part in self.qmodel.model.modules()
@@ -183,7 +186,7 @@ class Proof:
     def _compare(
         self, call: Call, run: Callable[..., Any], expected: Outcome, keep_state: bool
     ) -> tuple[str | None, Outcome | None]:
-        """What differs, and what the copy did; None where it failed."""
+        """The difference, and the copy's outcome, which is None if it failed."""
         with self._unseen() if keep_state else contextlib.nullcontext():
             try:
                 outcome = outcome_of(run, call, buffers_of(self.qmodel.source, self.qmodel.original))
@@ -195,14 +198,14 @@ class Proof:
 
     @contextlib.contextmanager
     def _unseen(self) -> Iterator[None]:
-        """What forwards of the copy do inside to state is undone, in the copy and outside of it."""
+        """Undo the effects that forwards of the copy have on state, in the copy and outside of it."""
         with undisturbed_outer_state(self.qmodel.source), state_kept(self.qmodel.model, self.qmodel.source):
             yield
 
 
 @torch.no_grad()
 def _put_back(call: Call, given: Call) -> None:
-    """Undo what a forward wrote into its inputs."""
+    """Undo a forward's writes into its inputs."""
     for tensor, before in zip(tensors_of(call), tensors_of(given), strict=True):
         if isinstance(tensor, Tensor) and not tensor.is_inference():
             tensor.copy_(before)

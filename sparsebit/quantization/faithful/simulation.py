@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 
 class SimulatedModel(nn.Module):
-    """A captured copy of a model, with quantizers where the config and the backend want them: what it was built from,
-    and how it runs. `QuantModel` is one; so are the copies of single modules that a proof compares. Made by `_set_up`.
+    """A captured copy of a model with quantizers as the config and the backend require: its origin and how it runs.
+    `QuantModel` is one; so are the copies of single modules that a proof compares. Made by `_set_up`.
     """
 
     blueprint: Blueprint
@@ -43,7 +43,7 @@ class SimulatedModel(nn.Module):
     # Whether algorithms changed weights before the model was saved, or tuned its norms; `float_parameters` is empty.
     float_values_are_lost = False
     float_parameters: FloatParameters  # weights and biases of the float model, of those that algorithms have changed
-    applied_algorithms: tuple[str, ...] = ()  # what has changed the calibrated model, by the names of `ALGORITHMS`
+    applied_algorithms: tuple[str, ...] = ()  # algorithms that changed the calibrated model, by name in `ALGORITHMS`
 
     # --- building
 
@@ -106,7 +106,7 @@ class SimulatedModel(nn.Module):
         return output
 
     def _record(self, call: Any) -> None:
-        """Called after every forward with its inputs; None where the forward cannot be repeated from them."""
+        """Called after every forward with its inputs; None if the forward cannot be repeated from them."""
 
     def _warn_of_source(self, error: GuardError) -> None:
         if not self._ran_source:
@@ -122,18 +122,18 @@ class SimulatedModel(nn.Module):
         assert self.built.root is not None
         form = call_form(self.built.root.source, args, kwargs)
         log.warning(
-            "captured again for a call that gives %s: parameters are new objects; build the QuantModel with "
+            "captured again for a call with %s: parameters are new objects; build the QuantModel with "
             "example_inputs like this call's to avoid it",
             shown(form),
         )
         state = CarriedState.of(self.built_state, self.original, self.source, folded_tensors(self))
         self.rebuild((args, kwargs))
         if self.built.root is not None and self.built.root.bind(args, kwargs) is None:
-            raise CaptureError(f"a call that gives {shown(form)} cannot be captured; see coverage")
+            raise CaptureError(f"a call with {shown(form)} cannot be captured; see coverage")
         state.put_into(self.source)
 
     def rebuild(self, example: Call | None) -> None:
-        """Capture again; the parameters stay the same objects where they are the same."""
+        """Capture again; parameters that do not change stay the same objects."""
         if not self.has_built_weights:
             raise CaptureError(
                 "the model has to be captured again for this call, but its weights have changed since it was built, "
@@ -141,18 +141,18 @@ class SimulatedModel(nn.Module):
             )
         before, training = dict(self.named_parameters()), self.training
         self._build(example)
-        if training != self.original.training:  # else the modes are those of the original, module by module
+        if training != self.original.training:  # otherwise the modes are those of the original, module by module
             self.train(training)
         _keep_parameters(self, before)
         self.note_weights()
 
     @property
     def has_built_weights(self) -> bool:
-        """Whether the weights, here and in the original, are those that the model was built with."""
+        """Whether the weights, here and in the original, are unchanged since the model was built."""
         return self._built_weights == _versions(self)
 
     def note_weights(self) -> None:
-        """The weights, as they are now, count as those that the model was built with."""
+        """The current weights count from now on as those that the model was built with."""
         self._built_weights = _versions(self)
 
     # --- looking inside
@@ -183,23 +183,23 @@ class SimulatedModel(nn.Module):
 
     @property
     def is_float_by_plan(self) -> bool:
-        """Whether the model was built from a plan without sites: all of it is meant to be float."""
+        """Whether the model was built from a plan without sites, so that all of it is float on purpose."""
         return self.blueprint.plan is not None and not self.blueprint.plan.sites
 
     @property
     def cfg(self) -> QuantConfig:
-        """The config, by the name that the first Sparsebit had for it."""
+        """The config, under its name in the first Sparsebit."""
         return self.config
 
     @property
     def device(self) -> torch.device:
-        """The device of the model now; the config's `DEVICE` is the one that it was built on."""
+        """The current device of the model; the config's `DEVICE` is the one that it was built on."""
         return next((parameter.device for parameter in self.parameters()), torch.device(self.config.DEVICE))
 
     def set_quant(self, w_quant: bool = False, a_quant: bool = False) -> None:
         """Switch weight and activation quantization on or off."""
         wanted = {"weight": w_quant, "activation": a_quant}
-        # Uncalibrated ones first, as they refuse. Replaced ones last: they refuse to differ from their replacements.
+        # Uncalibrated ones first, as they raise. Replaced ones last: they must not differ from their replacements.
         quantizers = sorted(self.quantizers(), key=lambda q: (bool(q.replaced_by), q.is_calibrated))
         for quantizer in quantizers:
             if wanted[quantizer.target]:
@@ -214,12 +214,12 @@ class SimulatedModel(nn.Module):
         return any(q.is_enable for q in self.quantizers() if q.target == wanted)
 
     def quantizers(self) -> list[Quantizer]:
-        """Every quantizer, those that are off for good among them; `sites` has those of the plan by name."""
+        """Every quantizer, including those that are switched off for good; `sites` has those of the plan by name."""
         return [module for module in self.model.modules() if isinstance(module, Quantizer)]
 
     @property
     def coverage(self) -> Coverage:
-        """What is quantized, what is float and why."""
+        """Which layers are quantized, which are float, and why."""
         found = describe_coverage(self.model, self.built.captured, self.plan)
         return dataclasses.replace(found, notes=(*found.notes, self.unproved)) if self.unproved else found
 
@@ -230,7 +230,7 @@ class SimulatedModel(nn.Module):
 
 
 def code_modules(qmodel: SimulatedModel) -> list[nn.Module]:
-    """Every module whose own Python code may run, those behind captured graphs among them."""
+    """Which modules are left out of graphs. `cuts`: the `own_code` and `untouched` of the policy."""
     sources = (qmodel.source, *(region.source for region in qmodel.built.captured.regions.values()))
     return list({id(module): module for source in sources for module in source.modules()}.values())
 
@@ -242,13 +242,13 @@ def folded_tensors(qmodel: SimulatedModel) -> set[int]:
 
 
 def _versions(qmodel: SimulatedModel) -> tuple[Any, ...]:
-    """Another value after any change to the weights, in the copy or in the original."""
+    """A value that differs after any change to the weights, in the copy or in the original."""
     models = (qmodel.original, qmodel.model)
     return tuple((id(p), p._version, p.dtype) for module in models for p in module.parameters())
 
 
 def _keep_parameters(qmodel: SimulatedModel, before: dict[str, nn.Parameter]) -> None:
-    """Put the parameters of the last capture back where they are the same: an optimizer may hold them."""
+    """Restore unchanged parameters of the last capture, because an optimizer may hold them."""
     same = {
         id(new): old
         for name, new in qmodel.named_parameters()

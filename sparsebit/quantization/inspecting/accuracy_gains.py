@@ -1,7 +1,7 @@
 """Which layers cost accuracy: the score of the quantized model with one layer in float, for each of the worst layers.
 
-The error of a layer's output (`profile`) says how much a layer loses, not how much of that matters to the outputs. So
-the worst layers are those in whose place a float layer brings the outputs nearest to the float model's, on few samples.
+The error of a layer's output (`profile`) shows how much a layer loses, not how much of that matters to the outputs. So
+the worst layers are those whose float version brings the outputs nearest to the float model's, on few samples.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sparsebit.records import AccuracyGains, LayerError, LayerGain
 from sparsebit.records.phases import phase
 
 NUM_LAYERS = 8
-_NUM_SAMPLES = 32  # on which every layer is tried, to find those that are worth a measurement
+_NUM_SAMPLES = 32  # for a trial of every layer, which selects those that are measured
 METRICS = ("accuracy", "agreement")
 
 Metric = Callable[[Any], float]
@@ -42,13 +42,13 @@ Metric = Callable[[Any], float]
 def accuracy_gains(
     qmodel: SimulatedModel, data: Any, metric: str | Metric = "accuracy", *, num_layers: int = NUM_LAYERS
 ) -> AccuracyGains:
-    """Which layers cost accuracy: the score that comes back when each of the worst layers is float.
+    """Which layers cost accuracy: the score that is regained when each of the worst layers is float.
 
     The `num_layers` layers (0: all) that, made float, bring the outputs of 32 samples nearest to the float model's
-    are made float one at a time: weight, inputs, and what algorithms made of the parameters. `data`: a batch or a
+    are made float one at a time: weight, inputs, and parameters that algorithms changed. `data`: a batch or a
     list of them, `(inputs, labels)` or mappings with `labels`. `metric`: "accuracy" (top-1); "agreement" with the
-    float model's top-1, which needs no labels; or a function that gets the model and gives a score, higher is
-    better. The model is left as it was, also after an error.
+    float model's top-1, which needs no labels; or a function that gets the model and returns a score, higher is
+    better. The model is restored afterwards, also after an error.
 
     >>> print(qmodel.accuracy_gains(test_loader, num_layers=3))  # doctest: +SKIP
     top-1 accuracy on 1000 samples: float 0.9120, quantized 0.8560
@@ -78,15 +78,15 @@ def _measured(
     float_layers: FloatLayers,
     num_layers: int,
 ) -> AccuracyGains:
-    """The scores with each of the `num_layers` worst of `errors` in float (0: all); the model is left as it was."""
+    """The scores with each of the `num_layers` worst of `errors` in float (0: all); the model is restored."""
     worst = sorted(errors, key=lambda error: error.sqnr_db)
     with restored(qmodel):
         switches = _base_switches(qmodel.quantizers())
         judge = _judge(qmodel, batches, metric, float_layers)
 
         def score(layers: Iterable[str] | None = (), metric: Metric = judge.score) -> float:
-            """With these layers in float; None: everything."""
-            for quantizer, on in switches.items():  # a metric may have switched
+            """The score with these layers in float; None: everything."""
+            for quantizer, on in switches.items():  # a metric may have changed the switches
                 quantizer.use_quant = on
             qmodel.eval()
             with float_layers.of(layers):
@@ -109,7 +109,7 @@ def _measured(
 
 
 class _OutputError:
-    """The squared error of the outputs on the first samples, beside the energy of the float model's outputs."""
+    """The squared error of the outputs on the first samples, relative to the energy of the float model's outputs."""
 
     def __init__(self, qmodel: Any, batches: Iterable[Any], layers: FloatLayers) -> None:
         stream = (call for call in calls(batches, qmodel.original, qmodel.device) if input_rows(call) != {0})
@@ -132,7 +132,7 @@ class _OutputError:
 
 
 class FloatLayers:
-    """Switches single layers of a quantized model to float: their weights, their parameters and what they read."""
+    """Switches single layers of a quantized model to float: their weights, their parameters and their inputs."""
 
     def __init__(self, captured: Captured, float_parameters: FloatParameters) -> None:
         self.model, self.float_parameters = captured.model, float_parameters
@@ -180,14 +180,14 @@ class _Judge:
 
 
 def score_of(metric: Metric, qmodel: Any, who: str) -> float:
-    """What the metric gives; an error if that is no finite number. `who`: gave it, for the error."""
+    """The score of the metric; raises if it is not a finite number. `who`: the metric's name in the error."""
     given = metric(qmodel)
     try:
         score = float(given)
     except (TypeError, ValueError, RuntimeError):
-        raise CalibrationError(f"{who} gave {type(given).__name__}; it must give one number") from None
+        raise CalibrationError(f"{who} gave {type(given).__name__}; it must return one number") from None
     if not math.isfinite(score):
-        raise CalibrationError(f"{who} gave {'NaN' if math.isnan(score) else score}; it must give a finite number")
+        raise CalibrationError(f"{who} gave {'NaN' if math.isnan(score) else score}; it must return a finite number")
     return score
 
 
@@ -203,23 +203,23 @@ def _judge(qmodel: Any, batches: Iterable[Any], metric: str | Metric, layers: Fl
 
 
 def _check_metric(qmodel: SimulatedModel, batches: Iterable[Any], metric: str | Metric) -> None:
-    """Raise for what cannot be measured, before any long work."""
+    """Raise for metrics and data that cannot be measured, before any long work."""
     if not callable(metric) and metric not in METRICS:
         raise ConfigError(
-            f"metric={metric!r}: allowed: {', '.join(METRICS)}, or a function of the model that gives a score"
+            f"metric={metric!r}: allowed: {', '.join(METRICS)}, or a function of the model that returns a score"
         )
     if metric == "accuracy":
         LabelledBatches(batches, qmodel.original, None)
 
 
 def _base_switches(quantizers: Sequence[Quantizer]) -> Mapping[Quantizer, bool]:
-    """As they are; of a calibrated model that is switched off altogether, all on."""
+    """The current switches; for a calibrated model that is switched off completely, all on."""
     is_off = not any(quantizer.is_enable for quantizer in quantizers)
     return {q: q.is_calibrated if is_off else q.use_quant for q in quantizers}
 
 
 def _sources(node: fx.Node, root: fx.GraphModule) -> Iterator[QIdentity]:
-    """The quantizers that stand alone in front of the node; other nodes may read them too."""
+    """The separate quantizers before the node; other nodes may read them too."""
     for source in node.all_input_nodes:
         if source.op == "call_module":
             module = root.get_submodule(str(source.target))
@@ -241,7 +241,7 @@ def _off(quantizers: Iterable[Quantizer]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reading_float(layer: nn.Module, sources: Sequence[QIdentity]) -> Iterator[None]:
-    """Inside, the layer reads what goes into `sources`, in place of what comes out; their other readers do not."""
+    """Inside, the layer reads the inputs of `sources` instead of their outputs; their other readers do not."""
     seen: dict[nn.Module, tuple[Any, Any]] = {}
 
     def keep(source: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:

@@ -1,4 +1,4 @@
-"""Top-1 of a classifier: the share of samples whose largest score is at the label, or where the float model has it."""
+"""Top-1 of a classifier: the share of samples whose largest score is at the label or at the float model's class."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OTHER_BATCHES = (
 
 
 class LabelledBatches:
-    """Batches `(inputs, labels)`, or mappings with labels in them; every one has labels, or it is an error."""
+    """Batches `(inputs, labels)`, or mappings with labels in them; a batch without labels is an error."""
 
     def __init__(self, batches: Iterable[Any], model: nn.Module, device: torch.device | str | None) -> None:
         self.batches, self.model, self.device = batches, model, device
@@ -42,13 +42,13 @@ class LabelledBatches:
             yield as_call(inputs, self.model), labels
 
     def accuracy(self, model: nn.Module) -> float:
-        """The share of labels that the model gives the largest score."""
+        """The share of samples whose largest score is at the label."""
         right = total = 0
         for call, labels in self:
             classes, num_classes = predicted(model, to_device(call, self.device))
             if classes.shape != labels.shape:
                 raise CalibrationError(
-                    f"accuracy_gains(): labels of shape {tuple(labels.shape)} beside scores of {num_classes} classes "
+                    f"accuracy_gains(): labels of shape {tuple(labels.shape)} do not fit {num_classes} classes "
                     f"for {tuple(classes.shape)}; give a function as metric= for another kind of output"
                 )
             if labels.numel() and int(labels.max()) >= num_classes:
@@ -56,16 +56,16 @@ class LabelledBatches:
                     f"accuracy_gains(): label {int(labels.max())}, but the model has scores of {num_classes} classes "
                     "(0 and up); give labels in the order of its outputs"
                 )
-            known = labels >= 0  # -100 and the like: to be left out
+            known = labels >= 0  # -100 and the like are ignored
             right += int(((classes == labels) & known).sum())
             total += int(known.sum())
         return right / max(total, 1)
 
 
 class Agreement:
-    """The share of samples whose largest score is where it was when this was made.
+    """The share of samples whose largest score is where it was when this object was made.
 
-    Every pass must give the same batches: their checksums are compared.
+    Every pass must yield the same batches: their checksums are compared.
     """
 
     def __init__(self, batches: Iterable[Any], model: Any) -> None:
@@ -102,7 +102,7 @@ def _checksum(call: Call) -> str:
 
 @torch.no_grad()
 def predicted(model: Any, call: Call) -> tuple[Tensor, int]:
-    """The class of each sample on the CPU, and the number of classes, of scores (samples, classes, ...)."""
+    """The class of each sample on the CPU, and the number of classes, from scores (samples, classes, ...)."""
     args, kwargs = call
     output = model(*args, **kwargs)
     if isinstance(output, Mapping):
@@ -112,14 +112,14 @@ def predicted(model: Any, call: Call) -> tuple[Tensor, int]:
     if not isinstance(output, Tensor) or not output.is_floating_point() or output.dim() < 2 or output.shape[1] < 2:
         shown = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"type {type(output).__name__}"
         raise CalibrationError(
-            f"accuracy_gains(): an output of {shown} is not scores of classes, (samples, classes); give a function as "
-            "metric=, which gets the model and gives a score"
+            f"accuracy_gains(): an output of {shown} is not scores of classes, (samples, classes); pass a function as "
+            "metric=, which gets the model and returns a score"
         )
     return output.argmax(1).cpu(), output.shape[1]
 
 
 def _parted(batch: Any, model: nn.Module) -> tuple[Any, Tensor | None]:
-    """The batch without its labels, and the labels, where it has any: whole numbers."""
+    """The batch without its labels, and the labels, if it has any: whole numbers."""
     if isinstance(batch, Mapping):
         found = next((key for key in LABELS if _are_labels(batch.get(key))), None)
         return ({k: v for k, v in batch.items() if k != found}, batch[found].cpu()) if found else (batch, None)

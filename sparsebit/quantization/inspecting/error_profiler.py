@@ -48,7 +48,7 @@ def profile(qmodel: SimulatedModel, data: Any, *, sync: bool = False, histograms
     """Mean squared error and SQNR of every layer's output and of every quantized tensor, on one batch or several.
 
     `sync`: the layers' errors with all layers quantized together; else each layer quantized alone. `histograms`:
-    also at most 64 bins of the float values of each tensor, beside the range that quantization clips them to.
+    also at most 64 bins of the float values of each tensor, together with the range that quantization clips them to.
     """
     _warn_of_changed_weights(qmodel, "profile")
     return profile_model(qmodel, _calls(qmodel, "profile", data), sync=sync, histograms=histograms)
@@ -81,7 +81,7 @@ def profile_model(
 ) -> ErrorProfile:
     """Every layer's error, the worst SQNR first, and every site's, in the order of the model.
 
-    `sync`: all layers quantized together, in place of each alone.
+    `sync`: all layers quantized together, instead of each alone.
     """
     num_batches = 0
 
@@ -120,7 +120,7 @@ def profile_model(
 
 
 def quantized_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Layers with at least one calibrated quantizer, by name; a quantizer that stands alone, by its site's name."""
+    """Layers with at least one calibrated quantizer, by name; a separate quantizer, by its site's name."""
     found: dict[str, nn.Module] = {}
     for module in model.modules():
         if isinstance(module, QuantOpr):
@@ -134,7 +134,7 @@ def quantized_layers(model: nn.Module) -> dict[str, nn.Module]:
 def _averaged(
     model: nn.Module, calls: Iterable[Call], measure: Callable[[Tensor, Tensor], tuple[Any, ...]], *, is_async: bool
 ) -> dict[str, tuple[float, ...]]:
-    """What `measure` gives of each layer's quantized and float output, averaged over the batches."""
+    """The results of `measure` on each layer's quantized and float output, averaged over the batches."""
     layers = quantized_layers(model)
     measured: dict[str, list[tuple[float, ...]]] = {name: [] for name in layers}
 
@@ -180,7 +180,7 @@ def _profile_together(
 
     def keep(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
         name = names[module]
-        store.put((name, visits[name]), map_nested(Tensor, torch.clone, output))  # which others may write into
+        store.put((name, visits[name]), map_nested(Tensor, torch.clone, output))  # later ops may write into it
         visits[name] += 1
 
     def compare(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
@@ -210,7 +210,7 @@ def _hooked(modules: Iterable[nn.Module], hook: Callable[..., None]) -> Iterator
 
 @contextlib.contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in eval mode; afterwards the mode of every module and all switches are as before."""
+    """Inside, the model is in eval mode; afterwards the mode of every module and all switches are restored."""
     switches = {q: q.use_quant for q in model.modules() if isinstance(q, Quantizer)}
     modes = {module: module.training for module in model.modules()}
     try:
@@ -220,7 +220,7 @@ def restored(model: nn.Module) -> Iterator[None]:
         for quantizer, on in switches.items():
             quantizer.use_quant = on
         model.train(modes[model])
-        for module, mode in modes.items():  # parts may be in another mode than the whole: frozen norms
+        for module, mode in modes.items():  # parts may be in another mode than the whole model: frozen norms
             module.training = mode
 
 
@@ -231,13 +231,13 @@ def _switch(model: nn.Module, on: bool) -> None:
 
 
 def _own_quantizers(model: nn.Module) -> list[Quantizer]:
-    """The calibrated quantizers that are not off for good, each once."""
+    """The calibrated quantizers that are not switched off for good, each once."""
     found = (module for module in model.modules() if isinstance(module, Quantizer))
     return [quantizer for quantizer in found if not quantizer.fake_fused and quantizer.is_calibrated]
 
 
 def _stored_weights(model: nn.Module) -> Iterator[tuple[Quantizer, Tensor]]:
-    """Weights that are there without a forward; others are seen when they are computed."""
+    """Weights that exist without a forward; others are seen when they are computed."""
     for module in model.modules():
         if isinstance(module, WeightedQuantOpr):
             weight: Any = module.op.weight

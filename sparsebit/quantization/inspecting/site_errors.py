@@ -13,7 +13,7 @@ from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.records import SiteError, ValueHistogram
 from sparsebit.records.error_profile import MOST_BINS
 
-# Values of one tensor that go into the histogram: counting all of them would take as long as a layer does.
+# Values of one tensor that go into the histogram: counting all of them would take as long as a layer.
 SAMPLE = 1 << 16
 # The width for values that are all the same: finer than float32 can tell apart, whatever values may follow.
 _BITS_OF_ONE_VALUE, _EXPONENT_OF_ZERO = 40, -200
@@ -22,7 +22,7 @@ _BITS_OF_ONE_VALUE, _EXPONENT_OF_ZERO = 40, -200
 class SiteErrors:
     """Gathers tensor after tensor of one site in constant memory.
 
-    What the quantizer transforms first (DoReFa) is looked at after that.
+    A transform that the quantizer applies first (DoReFa) is applied before the comparison.
     """
 
     def __init__(self, quantizer: Quantizer, *, histogram: bool) -> None:
@@ -74,7 +74,7 @@ class SiteErrors:
         )
 
     def _num_clipped(self, values: Tensor) -> int:
-        """Values that rounding alone would not move so far: outside of the range by more than half a step."""
+        """Values that rounding alone would not change so much: outside of the range by more than half a step."""
         spec = self.quantizer.spec
         low, high = (end.detach() for end in self.quantizer.dequantized_range())
         margin = (high - low) / (spec.qmax - spec.qmin) / 2 if spec.format == "integer" else torch.zeros_like(low)
@@ -83,9 +83,9 @@ class SiteErrors:
 
 
 class GrowingHistogram:
-    """Counts in at most 64 bins, whose width is a power of two: where they do not suffice, pairs become one.
+    """Counts in at most 64 bins, whose width is a power of two: if they do not suffice, pairs are merged.
 
-    So the counts depend on the values alone, not on their order or on the batches that they came in.
+    So the counts depend on the values alone, not on their order or on their distribution over batches.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class GrowingHistogram:
         self.first, self.counts = first, counts + torch.bincount(places - first, minlength=len(counts))
 
     def result(self) -> ValueHistogram | None:
-        """None where nothing was counted."""
+        """The histogram; None if nothing was counted."""
         width = 2.0**self.exponent
         counts = tuple(self.counts.tolist())
         return ValueHistogram(self.first * width, width, counts) if counts else None
@@ -142,7 +142,7 @@ def _finest(low: float, high: float) -> int:
 
 
 def _sampled(values: Tensor) -> Tensor:
-    """At most `SAMPLE` values, evenly spread, in a step that no dimension of the tensor is a multiple of."""
+    """At most `SAMPLE` values, evenly spread, with a stride that no dimension of the tensor is a multiple of."""
     size = values.numel()
     step = -(-size // SAMPLE)
     while math.gcd(step, size) > 1:

@@ -1,1 +1,1 @@
-"""Sensitivity of every quantized tensor, and the bits of each chosen under budgets."""
+"""Measures the sensitivity of every quantized tensor, and chooses the bits of each under budgets."""

@@ -1,4 +1,4 @@
-"""Bits by layer -> a config that asks for them: the most common as the general rule, the others by glob."""
+"""Turns bits by layer into a config: the most common bits as the general rule, the others by glob."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _BIT = "QUANTIZER.BIT"
 def with_bits(
     config: QuantConfig, layers: Iterable[str], weights: Mapping[str, int], activations: Mapping[str, int]
 ) -> QuantConfig:
-    """The config with these bits for the weights and activations of these layers; all else stays as it is.
+    """The config with these bits for the weights and activations of these layers; everything else is unchanged.
 
-    `layers`: all names that a glob may match. What `SPECIFIC` says of a layer beside its bits is repeated, since the
-    first glob that matches wins alone.
+    `layers`: all names that a glob may match. Other settings of a layer in `SPECIFIC` are repeated, since only the
+    first matching glob applies.
     """
     names = list(layers)
     wanted: dict[Kind, Mapping[str, int]] = {"W": weights, "A": activations}
     for kind, bits in wanted.items():
-        for merge in (True, False):  # names that also match as nodes of torch.fx are told apart without globs
+        for merge in (True, False):  # names that also match as nodes of torch.fx need one entry each
             changed = _with_bits(config, kind, names, bits, merge=merge)
             if all(count == changed.resolve(kind, layer).QUANTIZER.BIT for layer, count in bits.items()):
                 config = changed
@@ -42,7 +42,7 @@ def _with_bits(
     winners = {name: config.winner(kind, name) for name in dict.fromkeys([*names, *bits])}
     plain = Counter(count for name, count in bits.items())
     common = max(plain, key=lambda count: (plain[count], count))
-    fixed: dict[str, Settings] = {}  # what each layer has to have, where a glob could reach it
+    fixed: dict[str, Settings] = {}  # required settings of each layer that a glob could match
     for name, winner in winners.items():
         settings = () if winner is None else tuple(pair for pair in winner.settings if pair[0] != _BIT)
         if name in bits:
@@ -59,7 +59,7 @@ def _with_bits(
 
 
 def _globs(fixed: Mapping[str, Settings], needed: set[str]) -> dict[str, Settings]:
-    """Names, or `prefix.*` where all layers below have the same settings and several of them need them.
+    """Names, or `prefix.*` if all layers below have the same settings and several of them need them.
 
     >>> bit = (("QUANTIZER.BIT", 4),)
     >>> _globs({"a.0": bit, "a.1": bit, "b": bit, "c": ()}, {"a.0", "a.1", "b"})

@@ -1,4 +1,4 @@
-"""The quantizers that a site would have with other numbers of bits, calibrated as a rebuilt model's would be."""
+"""The quantizers that a site would have with other bits, calibrated as in a rebuilt model."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def candidates_of(
 ) -> Candidates:
     """`{site: {bits: calibrated quantizer}}`, switched on. Bits that the backend cannot run at a site are left out.
 
-    The site's own quantizer stands for its own bits. The ranges of activations come from one pass over `calls`, where a
-    site has other candidates: an observer that weighs the error of rounding finds another range for other bits.
+    The site's own quantizer is used for its own bits. The ranges of activations come from one pass over `calls`, if a
+    site has other candidates: an observer that weighs rounding errors finds another range for other bits.
     """
     own = {module.name: module for module in model.modules() if isinstance(module, Quantizer)}
     weights = dict(stored_weights(model))
@@ -63,7 +63,7 @@ def candidates_of(
 
 
 def stored_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """The weight of each site that has one without a forward."""
+    """The weights of the sites whose weight exists without a forward."""
     found: dict[str, Tensor] = {}
     for module in model.modules():
         if isinstance(module, WeightedQuantOpr):
@@ -99,7 +99,7 @@ def _why_none(plan: Plan, site: str, choices: Sequence[int]) -> str:
 
 @torch.no_grad()
 def _calibrate(model: nn.Module, waiting: Mapping[Quantizer, Sequence[Quantizer]], calls: Iterable[Call]) -> None:
-    """Ranges of activations; the candidates of one site share what is gathered."""
+    """Ranges of activations; the candidates of one site share the gathered statistics."""
     first = {quantizer: group[0] for quantizer, group in waiting.items()}
 
     def observe(quantizer: Any, inputs: tuple[Any, ...]) -> None:

@@ -1,10 +1,10 @@
-"""`search_latency`: which layers stay float, such that the loss is least and a measured time is kept.
+"""`search_latency`: chooses the layers that stay float, with the least loss within a measured time.
 
-A runtime has 8-bit kernels and float ones: the choice of a layer is between its own bits, as the model has them, and
-float. Fewer bits are not among the choices: they make a file smaller, not faster. The time of a choice is the sum of
+A runtime has 8-bit kernels and float ones: the choice for a layer is between its own bits in the model and float.
+Fewer bits are not among the choices: they make a file smaller, not faster. The time of a choice is the sum of
 measured regions (the float file and the quantized one, each profiled in the runtime) and of the conversions between
-them. The choice is an integer program. What it predicts is then checked: the file that it means is timed in turns with
-the float file, and a file over the limit is searched again with a smaller one.
+them. The choice is an integer program. Its prediction is then checked: the resulting file is timed in turns with
+the float file, and if it is over the limit, the search is repeated with a smaller one.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _REST = "(conversions beside layers that are always float)"
 
 @dataclass(frozen=True)
 class LatencySearch:
-    """What was found for one limit, a share of the float file's time.
+    """The result for one limit, a share of the float file's time.
 
-    `ratio`: the time of the chosen file over that of the float file, as measured; `predicted`: by the sum of measured
-    regions. `default_ratio`, `default_predicted`: of the file with all in integers that can be. `loss`: the sum of the
-    scores of what is in integers. `floats`: layers that stay float. `qmodel`: the model with that placement;
-    `profile`: to keep, for `quantize(..., placement=...)`.
+    `ratio`: the measured time of the chosen file over that of the float file; `predicted`: by the sum of measured
+    regions. `default_ratio`, `default_predicted`: of the file with as much in integers as possible. `loss`: the sum of
+    the scores of all that is in integers. `floats`: layers that stay float. `qmodel`: the model with that placement;
+    `profile`: can be saved, for `quantize(..., placement=...)`.
     """
 
     limit: float
@@ -92,13 +92,13 @@ def search_latency(
     num_threads: int = 1,
     stopwatch: Stopwatch | None = None,
 ) -> list[LatencySearch]:
-    """The best placement for each limit on the time, from one measurement; the calibrated `qmodel` stays as it is.
+    """The best placement for each limit on the time, from one measurement; the calibrated `qmodel` is not changed.
 
     `limits`: shares of the float file's time (0.6), one or several. `data`: the calibration batches. The layers that
-    cost most accuracy by `sensitivity` become float, as far as the time allows. `scores`: a sensitivity that was
-    measured before. `max_bytes`: also a limit on the bytes of the layers' weights, a share of what they take in float
+    cost most accuracy by `sensitivity` become float, as far as the time allows. `scores`: an earlier result of
+    `sensitivity`. `max_bytes`: also a limit on the bytes of the layers' weights, as a share of their float size
     (all in 8 bits: 0.25, in 4: 0.125). `num_threads`: of the runtime. A limit that no placement keeps is
-    left out with a warning that says what the fastest takes; if no limit is kept, that is a `BudgetError`.
+    left out with a warning that names the fastest placement; if no limit is kept, that is a `BudgetError`.
 
     >>> (found,) = search_latency(qmodel, batches, 0.6)  # doctest: +SKIP
     >>> print(found)  # doctest: +SKIP
@@ -141,7 +141,7 @@ class _Found:
 
 
 class _Search:
-    """What was measured of the float file and of the one with all in integers, and the choices between them."""
+    """The measurements of the float file and of the one with all in integers, and the choices between them."""
 
     def __init__(self, qmodel: QuantModel, found: Traced, scores: Sensitivity, max_bytes: float | None) -> None:
         self.qmodel, self.graph, self.watch = qmodel, found.graph, found.watch
@@ -154,7 +154,7 @@ class _Search:
         regions = self.watch.regions({_DEFAULT: self.files[_DEFAULT], _FLOAT: self.files[_FLOAT]})
         self.float_ms = regions[_FLOAT].total_ms
         summed = costs_of(self.graph, regions[_DEFAULT], regions[_FLOAT], self.default_ratio)
-        rest = max(0.0, self.float_ms - sum(summed.floating))  # of no unit: changes of the memory layout
+        rest = max(0.0, self.float_ms - sum(summed.floating))  # not in any unit: changes of the memory layout
         self.default_predicted = (summed.of(self.graph, self.fixed) + rest) / self.float_ms
         self.costs = _fitted(self.graph, summed, self.fixed, self.float_ms, self.default_ratio)
         own_bits = {name: site.spec.bits for name, site in qmodel.plan.items()}
@@ -169,7 +169,7 @@ class _Search:
         self.max_bytes = max_bytes
 
     def within(self, limit: float) -> _Found:
-        """The best placement whose file was measured to keep the limit."""
+        """The best placement whose file kept the limit when it was measured."""
         if limit >= 1 and self.max_bytes is None:
             return _Found(limit, _FLOAT, frozenset(range(len(self.graph.units))), 1.0, 1.0, 0.0, 0)
         aim, fastest = limit, self.default_ratio
@@ -181,7 +181,7 @@ class _Search:
                     if self.max_bytes < self._least_bytes():
                         raise
                     break
-                floats, is_fastest = cheapest(self.graph, self.costs), True  # it may be faster than predicted
+                floats, is_fastest = cheapest(self.graph, self.costs), True  # the file may be faster than predicted
             name = f"limit {limit:g}, try {tries}"
             files = {_FLOAT: self.files[_FLOAT], name: self._file(floats)}
             ratio = self.watch.ratios(files, _TRIAL_S)[name].ratio
@@ -207,7 +207,7 @@ class _Search:
         )
 
     def predicted(self, floats: Floats) -> float:
-        """By the sum of measured regions, as a share of the float file's."""
+        """The predicted time, as a share of the float file's."""
         return self.costs.of(self.graph, floats | self.fixed) / self.float_ms
 
     def _chosen(self, limit: float) -> Floats:
@@ -219,14 +219,14 @@ class _Search:
         return self.fixed | {place for place in self.scores if solved.options[str(place)] == 0}
 
     def _bytes(self) -> list[Budget]:
-        """Of weights: four for each in float, an eighth for each bit in integers."""
+        """A budget of the weights' bytes: four for each weight in float, an eighth for each bit in integers."""
         if self.max_bytes is None:
             return []
         limit = self.max_bytes * sum(in_float for in_float, _ in self.bytes.values())
         return [Budget("bytes", limit, {str(place): list(pair) for place, pair in self.bytes.items()})]
 
     def _least_bytes(self) -> float:
-        """With all in integers, as a share of what the weights take in float."""
+        """The size with all in integers, as a share of the weights' size in float."""
         in_float, in_integers = (sum(pair[i] for pair in self.bytes.values()) for i in (0, 1))
         return in_integers / in_float if in_float else 1.0
 
@@ -287,15 +287,15 @@ class _Search:
 
 
 def _weight_bytes(sites: Iterable[str], sizes: Mapping[str, int], own_bits: Mapping[str, int]) -> tuple[float, float]:
-    """What a unit's weights take in float and in integers."""
+    """The bytes of a unit's weights in float and in integers."""
     found = [(4.0 * sizes[site], sizes[site] * own_bits[site] / 8) for site in sites]
     return sum(pair[0] for pair in found), sum(pair[1] for pair in found)
 
 
 def _unit_scores(graph: TracedGraph, scores: Sensitivity, own_bits: Mapping[str, int]) -> dict[int, float]:
-    """What each unit costs in integers: its weights, and its share of each tensor that it reads, by place.
+    """The score of each unit in integers: of its weights, and its share of each tensor that it reads, by place.
 
-    The score of a site is that of its own bits: scores may have been measured for others too.
+    A site's score is that of its own bits; scores may also contain other bits.
     """
     of_site = {}
     for site, row in scores.scores.items():
@@ -322,9 +322,9 @@ def _unit_scores(graph: TracedGraph, scores: Sensitivity, own_bits: Mapping[str,
 
 
 def _fitted(graph: TracedGraph, costs: Costs, fixed: Floats, float_ms: float, ratio: float) -> Costs:
-    """The costs, such that those of both measured files add up to what was measured.
+    """The costs, scaled so that those of both measured files add up to the measured times.
 
-    What belongs to no unit (changes of the memory layout, in the float file most of all) is spread over the units.
+    Time outside of units (changes of the memory layout, mainly in the float file) is spread over the units.
     """
     floating_ms, integer_ms = sum(costs.floating), sum(ms for p, ms in enumerate(costs.integer) if p not in fixed)
     up = float_ms / floating_ms if floating_ms else 1.0
@@ -336,7 +336,7 @@ def _fitted(graph: TracedGraph, costs: Costs, fixed: Floats, float_ms: float, ra
 
 
 def _time_budget(graph: TracedGraph, costs: Costs, fixed: Floats, limit_ms: float) -> Budget:
-    """Milliseconds: of each unit in float and in integers, and of a conversion between two that differ."""
+    """Milliseconds: of each unit in float and in integers, and of a conversion between two units that differ."""
     own = {place: [costs.floating[place], costs.integer[place]] for place in range(len(graph.units))}
     pairs: dict[tuple[str, str], list[list[float]]] = {}
     for left, right, num_elements in edges(graph):

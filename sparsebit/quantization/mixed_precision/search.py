@@ -1,4 +1,4 @@
-"""`search_bits`: the number of bits of every site, such that the loss is least and the budgets are kept."""
+"""`search_bits`: chooses the number of bits of every site with the least loss within the budgets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sparsebit.quantization.model.quant_model import QuantModel
 
 BUDGETS = ("bytes", "weight_bits", "activation_bits", "bops")
 _FLOAT_BITS = 32
-# Scores are estimates: a choice that is proven to be this near to the best is the best for all we know.
+# Scores are estimates: a choice that is proven to be this near to the best is as good as the best.
 _GAP = 1e-4
 _REST = "(all else)"
 
@@ -48,10 +48,10 @@ Budgets = Mapping[str, float] | Sequence[SiteBudget]
 
 @dataclass(frozen=True)
 class BitSearch:
-    """What was found. `config` alone rebuilds the model: `sparsebit.quantize(model, batches, found.config)`.
+    """The result of a search. `config` alone rebuilds the model: `sparsebit.quantize(model, batches, found.config)`.
 
-    `bits`: of each site. `loss`: the sum of the sites' scores. `spent`, `limits`: of each budget. `gap`: how much
-    smaller the loss of the best choice may be, relative to this one, as far as is proven.
+    `bits`: of each site. `loss`: the sum of the sites' scores. `spent`, `limits`: of each budget. `gap`: a proven bound
+    on how much smaller the loss of the best choice may be, relative to this one.
     """
 
     config: QuantConfig
@@ -75,7 +75,7 @@ class BitSearch:
         }
 
     def __str__(self) -> str:
-        """A row per site that had a choice, in the order of the model, and a line per budget."""
+        """A row per site with a choice, in the order of the model, and a line per budget."""
         scores = self.sensitivity.scores
         rows = [("site", "bits", "score")]
         rows += [
@@ -108,17 +108,18 @@ def search_bits(
     ties: Sequence[Sequence[str]] = (),
     time_limit: float = 60.0,
 ) -> BitSearch:
-    """The bits of every site of a calibrated model, by an exact integer program; gives a config, and changes nothing.
+    """Choose the bits of every site of a calibrated model, by an exact integer program; returns a config, changes
+    nothing.
 
     `budgets`: limits by name, one or several. "bytes" of all parameters; "weight_bits", "activation_bits": the mean
     over all elements; "bops": products of the bits of a layer's weight and input, times its multiplications. Bytes and
-    BOPs up to 1 are shares of what the model as it is has. Or `SiteBudget`s with costs of your own.
+    BOPs up to 1 are shares of the current model's. Or `SiteBudget`s with your own costs.
 
-    `weight_bits`, `activation_bits`: the candidates; where there are none, sites keep their bits. `ties`: groups of
+    `weight_bits`, `activation_bits`: the candidates; without any, sites keep their bits. `ties`: groups of
     globs on sites; the weights of a group get the same bits, and so do its activations. Sites that one entry of a
-    config decides (the inputs of an add or a concat, a tensor that several layers read) are tied, and on a runtime the
-    weights of linear layers that read the same tensor (q, k, v). `sensitivity`: scores that were measured before, in
-    place of `method`, `loss` and candidates.
+    config sets (the inputs of an add or a concat, a tensor that several layers read) are tied, and on a runtime also
+    the weights of linear layers that read the same tensor (q, k, v). `sensitivity`: scores of an earlier measurement,
+    instead of `method`, `loss` and candidates.
 
     >>> found = search_bits(qmodel, batches, {"weight_bits": 4}, weight_bits=(2, 3, 4, 8))  # doctest: +SKIP
     >>> smaller = sparsebit.quantize(model, batches, found.config)  # doctest: +SKIP
@@ -193,7 +194,7 @@ def _searched(qmodel: QuantModel, data: Any, wishes: Sequence[Budgets], options:
 
 
 def _tell_without_scores(scores: Sensitivity) -> None:
-    """Warns where no choice costs anything: the program then takes any bits, the fewest among them."""
+    """Warn if no choice costs anything: the program then takes any bits, possibly the fewest."""
     rows = [row for row in scores.scores.values() if len(row) > 1]
     if rows and not any(score for row in rows for score in row.values()):
         warnings.warn(
@@ -266,7 +267,7 @@ def _site_budget(
     lists: Mapping[str, Sequence[int]],
     other_bytes: int,
 ) -> SiteBudget:
-    """The budget of this name; a share is one of what the model takes with its own bits."""
+    """The budget of this name; a share is relative to the model's cost with its own bits."""
     if name == "bytes":
         made = SiteBudget(name, limit, _weight_costs(facts, lists), fixed=other_bytes)
     elif name == "bops":
@@ -287,7 +288,7 @@ def _site_budget(
 
 
 def _weight_costs(facts: ModelFacts, lists: Mapping[str, Sequence[int]]) -> dict[str, dict[int, float]]:
-    """Bytes; of a weight that several sites read, once."""
+    """Bytes; a weight that several sites read counts once."""
     costs: dict[str, dict[int, float]] = {}
     counted: set[int] = set()
     for site, choices in lists.items():
@@ -345,7 +346,7 @@ def _places(bits: Mapping[str, int], lists: Mapping[str, Sequence[int]]) -> dict
 
 
 def _other_bytes(qmodel: QuantModel, facts: ModelFacts) -> int:
-    """Of all parameters that are no sites: biases, norms, what stays in float."""
+    """The bytes of all parameters without a site: biases, norms, float weights."""
     own = {site: qmodel.plan[site].spec.bits for site in facts.sites}
     packed = _weight_costs(facts, {site: [bits] for site, bits in own.items()})
     quantized = sum(row[own[site]] for site, row in packed.items())
@@ -367,7 +368,7 @@ def _ties(facts: ModelFacts, backend: str) -> list[tuple[str, ...]]:
 
 
 def _given_ties(ties: Sequence[Sequence[str]], scores: Sensitivity, facts: ModelFacts) -> list[list[str]]:
-    """The sites of each tie; weights and activations apart."""
+    """The sites of each tie; weights and activations separately."""
     found: list[list[str]] = []
     for globs in ties:
         if isinstance(globs, str):

@@ -1,4 +1,4 @@
-"""`sensitivity`: what each quantized tensor costs at each number of bits, if it alone is quantized."""
+"""`sensitivity`: the loss that each quantized tensor causes at each number of bits, if it alone is quantized."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from sparsebit.quantization.quantizers.base import Quantizer
 
 Method = Literal["gradient", "sqnr", "kl"]
 Outputs = Literal["auto", "scores", "values"]
-# Gives the mean loss of a batch, from the model's output and the batch as the data yields it, labels included.
+# Returns the mean loss of a batch, from the model's output and the batch as the data yields it, labels included.
 Loss = Callable[[Any, Any], Tensor]
 WEIGHT_BITS = (2, 3, 4, 6, 8)
 # Chosen on training images of CIFAR-10 that calibration did not use: docs/benchmarks/mixed-precision.md.
@@ -48,10 +48,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """`scores[site][bits]`: the loss that quantizing this tensor alone brings, at that number of bits.
+    """`scores[site][bits]`: the loss of quantizing this tensor alone to that number of bits.
 
-    `gradient` and `kl`: nats of divergence from the float model's outputs per sample (or of the loss that was given);
-    `gradient` on values, and `sqnr`: noise of the output relative to its signal. `seconds`: what it took.
+    `gradient` and `kl`: nats of divergence from the float model's outputs per sample (or of the given loss);
+    `gradient` on values, and `sqnr`: noise of the output relative to its signal. `seconds`: the time it took.
     """
 
     method: Method
@@ -67,7 +67,7 @@ class Sensitivity:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Sensitivity:
-        """What `to_dict` gave, also after JSON."""
+        """The sensitivity from a result of `to_dict`, also after JSON."""
         try:
             scores = {
                 site: {int(bits): float(score) for bits, score in row.items()} for site, row in values["scores"].items()
@@ -108,19 +108,19 @@ def sensitivity(
     temperature: float = TEMPERATURE,
     seed: int = 0,
 ) -> Sensitivity:
-    """What each site of a calibrated model costs at each number of bits, on `data` (batches as for calibration).
+    """The loss of each site of a calibrated model at each number of bits, on `data` (batches as for calibration).
 
     `method`: "gradient", one forward and backward pass per batch: half the squared product of the error and the
     gradient, whose mean is the divergence of the outputs to second order. "kl": that divergence itself; "sqnr": noise
     of the outputs relative to their signal. These run the model once per batch, site and number of bits.
 
-    `weight_bits`, `activation_bits`: the numbers of bits that are tried, beside a site's own; those that the backend
-    cannot run are left out. Weights that an algorithm has changed (`gptq`) are scored as the float model has them.
+    `weight_bits`, `activation_bits`: the numbers of bits to try, in addition to a site's own; those that the backend
+    cannot run are left out. Weights that an algorithm has changed (`gptq`) are scored with their float values.
     `outputs`: "scores" of classes along the last axis, or "values"; by default a single
-    output of two dimensions has scores. `temperature`: for "gradient", what scores are divided by before their softmax:
-    a model is too sure of samples that it was trained on, and then no small change seems to matter. `loss`: in place of
-    both, for "gradient", a function of the output and the batch, whose labels it may use: it gives the mean loss of the
-    batch. `seed`: of the random vectors that take the place of labels.
+    output of two dimensions has scores. `temperature`: for "gradient", the divisor of scores before their softmax:
+    a model is overconfident on its training samples, and then no small change seems to matter. `loss`: instead of
+    both, for "gradient", a function of the output and the batch, whose labels it may use: it returns the mean loss of
+    the batch. `seed`: of the random vectors that replace labels.
 
     >>> sensitivity(qmodel, batches, weight_bits=(2, 4, 8))  # doctest: +SKIP
     Sensitivity(method='gradient', num_samples=256, scores={'conv1.weight': {2: 0.31, 4: 0.012, 8: 3e-05}, ...
@@ -135,7 +135,7 @@ def sensitivity(
         raise ConfigError(f"sensitivity(loss=..., method={method!r}): a loss is for the method gradient; leave it out")
     if isinstance(data, (Tensor, Mapping)):
         data = [data]
-    if activation_bits:  # their ranges are a pass of their own
+    if activation_bits:  # their ranges need a separate pass
         require_repeatable(data, "sensitivity() and the ranges of activations")
     start = time.monotonic()
     own = {q.name: q for q in qmodel.model.modules() if isinstance(q, Quantizer)}
@@ -220,14 +220,14 @@ class _Run:
     def backward(self, call: Any, generator: torch.Generator, loss: tuple[Loss, Any] | None) -> None:
         found: dict[tuple[str, int], Tensor] = {}
         leaves: list[Tensor] = []
-        count = 0  # of samples; known before the first gradient
+        count = 0  # number of samples; known before the first gradient
 
         def note(site: str, bits: int, gradient: Tensor, error: Tensor) -> None:
             product = products(gradient, error, count)
             found[site, bits] = found[site, bits] + product if (site, bits) in found else product
 
         def watched(output: Tensor, error_of: Callable[[str, int], Tensor], site: str) -> Tensor:
-            """The tensor in whose place `output` goes on, with what is to be done when its gradient is known."""
+            """The tensor that replaces `output`, with a callback for the time when its gradient is known."""
             leaf = output if output.requires_grad else output.detach().requires_grad_()
             if leaf is not output:
                 leaves.append(leaf)
@@ -310,8 +310,8 @@ class _Run:
             raise ConfigError('sensitivity(method="kl", outputs="values"): values have no divergence; use "sqnr"')
         if method == "kl" and not self._has_scores(original):
             raise ConfigError(
-                f'sensitivity(method="kl"): the model gives {len(original)} outputs of shapes '
-                f'{[tuple(tensor.shape) for tensor in original]}; if they are scores of classes, say outputs="scores", '
+                f'sensitivity(method="kl"): the model returns {len(original)} outputs of shapes '
+                f'{[tuple(tensor.shape) for tensor in original]}; if they are scores of classes, set outputs="scores", '
                 'else use method="sqnr"'
             )
         for site, group in self.candidates.items():
@@ -400,7 +400,7 @@ def _float_tensors(output: Any) -> list[Tensor]:
 
 
 def require_sites(scores: Iterable[str], plan: Plan) -> None:
-    """Refuses scores of another model."""
+    """Raise for scores of another model."""
     if missing := [site for site in scores if site not in plan]:
         near = ", ".join(near_names(missing[0], list(plan)))
         raise ConfigError(f"the sensitivity has a site {missing[0]!r}, which the model has not; near names: {near}")

@@ -1,4 +1,4 @@
-"""What a small error of one tensor does to the outputs: the Fisher form, and distances between outputs.
+"""The effect of a small error of one tensor on the outputs: the Fisher form, and distances between outputs.
 
 Legend: `z` the outputs of the float model, `J` their Jacobian by one tensor, `d` the quantization error of that tensor,
 `F` the Fisher matrix of the outputs. To second order the divergence of the quantized model's outputs is
@@ -6,7 +6,7 @@ Legend: `z` the outputs of the float model, `J` their Jacobian by one tensor, `d
     KL(p(z) || p(z + J d))  ~  1/2 d^T J^T F J d  =  1/2 E_v[(v^T J d)^2]     where E[v v^T] = F
 
 (Martens, New insights on the natural gradient method, section 9; BRECQ, section 3.2). `v^T J` is one backward pass.
-Vectors of different samples are independent with mean zero, so that products over several samples keep the mean.
+Vectors of different samples are independent with mean zero, so the products over several samples have the same mean.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def fisher_direction(scores: Tensor, generator: torch.Generator, temperature: fl
     `scores / temperature`.
 
     `v = sqrt(p) e - p (sqrt(p) . e)` with normal `e`. A gradient of a label drawn from `p` has the same covariance, but
-    a far larger variance of its square where the model is sure.
+    its square has a far larger variance if the model is certain.
     """
     p = (scores.float() / temperature).softmax(-1)
     noise = torch.randn(p.shape, generator=generator).to(p)
@@ -36,7 +36,7 @@ def value_direction(values: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def products(gradient: Tensor, error: Tensor, num_samples: int) -> Tensor:
-    """`g . d` of each sample, `(num_samples,)`; of all together, `(1,)`, where the first axis is not the samples."""
+    """`g . d` of each sample, `(num_samples,)`; one product of all, `(1,)`, if the first axis is not the samples."""
     product = gradient.float() * error.float()
     if product.ndim and product.shape[0] == num_samples:
         return product.reshape(num_samples, -1).sum(1)

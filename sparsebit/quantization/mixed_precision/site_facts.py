@@ -1,4 +1,4 @@
-"""What budgets and ties need to know of a model's sites: sizes, operations, and the layers whose config decides."""
+"""Facts about a model's sites for budgets and ties: sizes, operations, and the layers whose config decides."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Calls = dict[int, list[tuple[Tensor, Tensor]]]
 
 @dataclass(frozen=True)
 class SiteFacts:
-    """`layers`: the names in the config that decide its format. `num_elements`: of a weight, or of an activation in
+    """`layers`: the names in the config that set its format. `num_elements`: of a weight, or of an activation in
     one sample. `parameter`: the same number for sites that read the same weight.
     """
 
@@ -34,7 +34,7 @@ class SiteFacts:
     parameter: int | None = None
 
     def num_bytes(self, bits: int) -> int:
-        """Packed without gaps, with a float scale per row (and a zero point, where it is affine)."""
+        """Packed without gaps, with a float scale per row (and a zero point if it is affine)."""
         num_codes = self.num_elements + (0 if self.symmetric else self.num_scales)
         return -(-num_codes * bits // 8) + 4 * self.num_scales
 
@@ -60,7 +60,7 @@ class ModelFacts:
 
 @torch.no_grad()
 def facts_of(model: nn.Module, plan: Plan, run: Any, call: Call) -> ModelFacts:
-    """Of a built model; `run(*args, **kwargs)` of one call shows the shapes."""
+    """The facts of a built model; `run(*args, **kwargs)` of one call shows the shapes."""
     quantizers = {m.name: m for m in model.modules() if isinstance(m, Quantizer) and not m.fake_fused}
     layers = [m for m in model.modules() if isinstance(m, WeightedQuantOpr)]
     sizes, outputs = _shapes(quantizers, layers, run, call)
@@ -71,7 +71,7 @@ def facts_of(model: nn.Module, plan: Plan, run: Any, call: Call) -> ModelFacts:
         if isinstance(m, (WeightedQuantOpr, QuantizedParameter))
     }
     sizes |= {
-        layer.weight_quantizer.name: current_weight(layer.op).numel()  # computed by pruning or a norm of the weight
+        layer.weight_quantizer.name: current_weight(layer.op).numel()  # computed by pruning or by weight norm
         for layer in layers
         if parameters[layer.weight_quantizer.name] is None
     }
@@ -101,8 +101,8 @@ def facts_of(model: nn.Module, plan: Plan, run: Any, call: Call) -> ModelFacts:
 
 @dataclass
 class _Readers:
-    """`of_site`: the layers that read a quantizer that stands alone. `inputs`: what each call of a layer reads, by its
-    quantizer or, in float, by its node.
+    """`of_site`: the layers that read a separate quantizer. `inputs`: the inputs of each call of a layer, by their
+    quantizer or, in float, by their node.
     """
 
     of_site: dict[str, list[str]]
@@ -114,7 +114,7 @@ def _readers(model: nn.Module) -> _Readers:
     for name_of_graph, root in model.named_modules():
         if not isinstance(root, fx.GraphModule):
             continue
-        path = name_of_graph.removesuffix("graph_module").removesuffix(".")  # of the module that the graph stands for
+        path = name_of_graph.removesuffix("graph_module").removesuffix(".")  # of the module that the graph replaces
         for node in root.graph.nodes:
             module = _module(root, node)
             name = layer_name(path, node)
@@ -179,14 +179,14 @@ def _shapes(
 def _products(
     layer: WeightedQuantOpr, sites: dict[str, SiteFacts], inputs: dict[str, list[str]], outputs: _Calls
 ) -> Iterator[Product]:
-    """One for each call of the layer."""
+    """The products of a layer, one for each call."""
     name = split_site(layer.weight_quantizer.name)[0]
     weight = layer.weight_quantizer.name if layer.weight_quantizer.name in sites else None
     own = layer.input_quantizer.name
     read = [own] if own in sites else inputs.get(name) or [own]
     kernel: Any = layer.op.weight
     per_element = 0 if layer.row.name == "embedding" else kernel.numel() // max(1, kernel.shape[0])
-    # Each output of a layer sums up a row of the weight; each input of a transposed convolution goes into one.
+    # Each output of a layer sums over a row of the weight; for a transposed convolution, each input multiplies one.
     is_transposed = layer.row.channel_axis == 1
     for number, (x, y) in enumerate(outputs.get(id(layer), ())):
         activation = read[number % len(read)]  # a graph that is called again reads the same quantizers

@@ -8,10 +8,10 @@ from sparsebit.quantization.qat.freezing import Part
 
 
 class FreezeSchedule:
-    """Freezes each part of `qmodel` after so many iterations; `step()` is called once per iteration, at its end.
+    """Freezes each part of `qmodel` after so many iterations; `step()` must be called at the end of every iteration.
 
-    `observers`: ranges that follow the data; `batchnorm`: running statistics; `scales`: scales, zero points and
-    thresholds that are learned. None: never. Make it after `init_QAT`.
+    `observers`: ranges that follow the data; `batchnorm`: running statistics; `scales`: learned scales, zero points and
+    thresholds. None: never. Create it after `init_QAT`.
 
     >>> schedule = FreezeSchedule(qmodel, batchnorm=2000, scales=3000)  # doctest: +SKIP
     """
@@ -35,7 +35,7 @@ class FreezeSchedule:
         self._apply()
 
     def step(self) -> None:
-        """One more iteration is done."""
+        """Count one more finished iteration."""
         self.num_steps += 1
         self._apply()
 
@@ -43,7 +43,7 @@ class FreezeSchedule:
         return {"num_steps": self.num_steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes to that iteration; the model's parts are frozen, or not, as they were there."""
+        """Restore that iteration; the model's parts are frozen, or not, as they were then."""
         self.num_steps = int(state["num_steps"])
         self._frozen = {}
         self._apply()

@@ -1,9 +1,9 @@
 """`QuantModel`: a quantized model with a method for each step: calibrate, train, inspect, export, save.
 
-The class only connects its parts, each in the room that has its name. What keeps state between calls is an object that
-the model owns (`proof`, `first_calls`, `calibration`, `qat`); what keeps none is a function of the model, bound as a
-method at the end of the class. `SimulatedModel`, the base, is the captured copy itself: what it was built from, and how
-it runs calls.
+The class only connects its parts, each in the room of its name. Parts that keep state between calls are objects of the
+model (`proof`, `first_calls`, `calibration`, `qat`); parts without state are functions of the model, bound as
+methods at the end of the class. `SimulatedModel`, the base, is the captured copy itself: its origin and how it runs
+calls.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ class QuantModel(SimulatedModel):
 
     The float model itself is never changed.
 
-    Optional arguments of `forward` are taken as not given until a call (before calibration) or `example_inputs`, one
-    batch, shows otherwise. `example_inputs` also lets modules be captured that are called with optional arguments
-    inside code that cannot be traced. `verify`: what is compared with the model's own code, see `Proof`.
+    Optional arguments of `forward` are assumed not to be passed until a call (before calibration) or `example_inputs`,
+    one batch, shows otherwise. With `example_inputs`, modules can also be captured that are called with optional
+    arguments inside code that cannot be traced. `verify`: the comparisons with the model's own code, see `Proof`.
     """
 
     proof: Proof
     first_calls: FirstCalls
     calibration: Calibration
     qat: Training
-    # The `PlacementProfile` by which it was placed; None: as the backend's profile says. A saved model has the plan.
+    # The `PlacementProfile` of its placement; None: the backend's default. A saved model contains the plan.
     placement: Any = None
 
     def __init__(
@@ -90,7 +90,7 @@ class QuantModel(SimulatedModel):
         self.first_calls.compares_sources = bool(verify)
 
     def _set_up(self, *args: Any, **kwargs: Any) -> None:
-        """Make the parts, and build. The parts are plain objects: they are no child modules, and are copied with it."""
+        """Make the parts, and build. The parts are plain objects, not child modules, and are copied with the model."""
         self.proof = Proof(self)
         self.first_calls = FirstCalls(self, self.proof)
         self.calibration = Calibration(self, self.proof)
@@ -122,13 +122,13 @@ class QuantModel(SimulatedModel):
         return self
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """As `nn.Module.compile`, with options for inductor that make a training step faster; yours are added to them.
+        """As `nn.Module.compile`, with additional options for inductor that speed up a training step.
 
-        `torch.compile(qmodel)` gives the same values.
+        `torch.compile(qmodel)` computes the same values.
         """
         super().compile(*args, **(kwargs if args else compile_options(kwargs, self.device.type)))
 
-    # Called by the base while it runs.
+    # Hooks that the base class calls while it runs.
 
     def _record(self, call: Any) -> None:
         self.calibration.record(call)
@@ -156,28 +156,28 @@ class QuantModel(SimulatedModel):
         self.calibration.prepare(keep_inputs=keep_inputs, memory_budget=memory_budget)
 
     def calc_qparams(self, asym: bool = False, w_quant: bool = False, a_quant: bool = False) -> None:
-        """Scales and zero points from what was gathered.
+        """Scales and zero points from the gathered statistics.
 
         `asym`: layer by layer, each with its predecessors already quantized: their weights (`w_quant`), their
-        activations (`a_quant`), or, where neither is asked for by itself, both.
+        activations (`a_quant`), or, if neither is set, both.
         """
         self.calibration.calc_qparams(asym, w_quant, a_quant)
 
     def init_QAT(self, *, follow_ranges: bool = False) -> None:
-        """Fix first scales from the batches run so far and switch everything on: ready for a training loop.
+        """Compute initial scales from the batches run so far and switch everything on: ready for a training loop.
 
-        `follow_ranges`: scales that are not learned move with the weights and, by a moving average (EMA_RATIO), with
-        the activations that training shows them, until `freeze("observers")`. By default they stay.
+        `follow_ranges`: scales that are not learned follow the weights and, by a moving average (EMA_RATIO), the
+        activations of training, until `freeze("observers")`. By default they are fixed.
         """
         self.calibration.init_qat(follow_ranges=follow_ranges)
 
     # --- training
 
     def accelerate(self, enabled: bool = True, *, without: Collection[str] = ()) -> None:
-        """Whether training runs fused steps, as it does by default, or the plain modules one by one.
+        """Whether training runs fused steps, which is the default, or the plain modules one by one.
 
-        Values and gradients are the same, but for the order of sums; the plain path is slower and takes more memory.
-        `without`: savings to leave out, by name, to find out what each gives: `fused_layers`, `first_layer`,
+        Values and gradients are the same, except for the order of sums; the plain path is slower and takes more memory.
+        `without`: savings to leave out, by name, to measure the effect of each: `fused_layers`, `first_layer`,
         `weight_batches`, `relus`, `activations`, `joined_selects`, `stacked_quantizers`, `recomputed_copies`.
         """
         self.qat.accelerate(enabled, without)
@@ -185,22 +185,22 @@ class QuantModel(SimulatedModel):
     def pack_saved_activations(self, enabled: bool = True) -> None:
         """Train in less memory than the float model takes; gradients stay the same, bit by bit.
 
-        The outputs of normalizations, activation functions and quantizers are not kept for the backward but computed
-        again there. `False` keeps everything. Without a call, on a GPU, large quantized copies alone are computed
-        again. Under `torch.compile` the compiler decides by itself.
+        The outputs of normalizations, activation functions and quantizers are not kept for the backward but recomputed
+        there. `False` keeps everything. Without a call of this method, only large quantized copies are recomputed, on a
+        GPU. Under `torch.compile` the compiler decides.
         """
         self.qat.pack_saved_activations(enabled)
 
     def freeze(self, *parts: Part) -> None:
         """Hold "observers" (ranges that follow the data), "batchnorm" (statistics) or "scales" (learned) as they are.
 
-        Without names, all that the model has. `train()` does not undo it, `unfreeze` does; like `requires_grad`, it is
-        in no state_dict. `FreezeSchedule` does it after so many iterations.
+        Without names, everything that the model has. `train()` does not undo it, `unfreeze` does; like `requires_grad`,
+        it is not in the state_dict. `FreezeSchedule` freezes after a number of iterations.
         """
         self.qat.hold(parts, held=True)
 
     def unfreeze(self, *parts: Part) -> None:
-        """Let go of what `freeze` holds."""
+        """Undo `freeze`."""
         self.qat.hold(parts, held=False)
 
     def shard(self, blocks: Iterable[str] = (), **settings: Any) -> None:
@@ -212,20 +212,20 @@ class QuantModel(SimulatedModel):
         self.qat.shard(blocks, settings)
 
     def batchnorm_tuning(self) -> AbstractContextManager[None]:
-        """Inside: train mode, quantization on, batch-norm statistics start from nothing; run forwards (under no_grad).
+        """Inside: train mode, quantization on, batch-norm statistics start from zero; run forwards (under no_grad).
 
-        On leaving: eval mode, batch norms folded into the layers in front of them, quantization off. For a calibrated
+        On leaving: eval mode, batch norms folded into the layers before them, quantization off. For a calibrated
         model that kept its norms (SCHEDULE.BN_TUNING, or FUSE_BN: false), before or after training: scales per channel
-        take in the norms' factors, so that the integers of the weights stay what they were.
+        absorb the norms' factors, so that the integers of the weights do not change.
         """
         return self.qat.batchnorm_tuning()
 
     def fold_batchnorm(self) -> None:
-        """Batch norms, with the statistics that they have, into the layers in front of them.
+        """Fold batch norms, with their current statistics, into the layers before them.
 
-        For statistics that were frozen in training; else `batchnorm_tuning` finds better ones first. The integers of
-        the weights stay. Norms behind linear layers stay too: only a forward shows whether their channels are the
-        layer's.
+        For statistics that were frozen in training; otherwise `batchnorm_tuning` finds better ones first. The integers
+        of the weights do not change. Norms behind linear layers are not folded: only a forward shows whether their
+        channels are the layer's.
         """
         self.qat.fold_batchnorm()
 
@@ -241,15 +241,16 @@ class QuantModel(SimulatedModel):
         device: str | None = None,
         transforms: Sequence[Transform] = (),
     ) -> Self:
-        """The saved model again, around a float `model` of the same architecture (its weights do not matter).
+        """Load a saved model around a float `model` of the same architecture (its weights do not matter).
 
-        `device`: in the place of the saved DEVICE. `example_inputs`: only where those of the saved model had no form in
-        JSON. `transforms`: those that the saved model was built with; they are code, which a folder does not hold.
+        `device`: replaces the saved DEVICE. `example_inputs`: only needed if those of the saved model could not be
+        stored as JSON. `transforms`: those that the saved model was built with; they are code, which a folder does not
+        hold.
         """
         return store.load(cls, folder, model, example_inputs=example_inputs, device=device, transforms=transforms)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As of any module; a state_dict of the first Sparsebit is an error that says how to convert it."""
+        """As for any module; a state_dict of the first Sparsebit raises an error that explains how to convert it."""
         refuse_first_sparsebit(state_dict)
         return super().load_state_dict(state_dict, strict, assign)
 

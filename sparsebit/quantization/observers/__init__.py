@@ -1,4 +1,4 @@
-"""Observers: what a tensor looked like over the calibration data, and the range that follows from it.
+"""Observers: gather statistics of a tensor over the calibration data, and compute its range from them.
 
 Importing this package registers the built-in names: minmax, moving_average, percentile, mse, kl_histogram, aciq.
 """

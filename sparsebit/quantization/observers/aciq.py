@@ -1,7 +1,7 @@
-"""aciq: the clipping that is optimal for a Gaussian or Laplace distribution with the data's moments.
+"""aciq: clipping that is optimal for a Gaussian or Laplace distribution with the data's moments.
 
 Banner et al., "Post training 4-bit quantization of convolutional networks for rapid-deployment" (2019), section 3,
-without its approximations: the expected error is summed over the very levels of the grid, from 1 to 16 bits.
+without its approximations: the expected error is summed over the actual levels of the grid, from 1 to 16 bits.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from sparsebit.quantization.observers.histogram import Histogram
 from sparsebit.quantization.observers.observer import EVEN_STEPS, Observer, Range, over_histograms, register_observer
 from sparsebit.quantization.observers.statistics import Samples
 
-# Steps that the solver tries: in equal ratios, then as many around the best of them, and so on.
+# Steps that the solver tries: in equal ratios, then as many around the best of them, repeatedly.
 NUM_STEPS, NUM_ROUNDS = 32, 4
 
 
 def aciq_range(histogram: Histogram, spec: TensorSpec, distribution: str, distortion: Distortion) -> Range:
-    """The model's range where it serves the data better than no clipping, `(R,)` each.
+    """The model's range if it fits the data better than no clipping, `(R,)` each.
 
-    Two models propose: the whole distribution (about the mean; about zero for symmetric grids) and half of one about
-    zero, as behind a ReLU. Real activations are often neither, and then a clip at 4 sigma errs up to 90 times more than
-    none (EfficientNet-Lite0). So the data choose between the two and `[low, high]` by their `distortion`.
+    Two models propose a range: the whole distribution (about the mean; about zero for symmetric grids) and half of one
+    about zero, as after a ReLU. Real activations often follow neither, and then a clip at 4 sigma has up to 90 times
+    the error of no clipping (EfficientNet-Lite0). So the data choose between the two and `[low, high]` by their
+    `distortion`.
     """
     mean, about_mean, about_zero = moments(histogram, distribution)
     extremes = histogram.low.double(), histogram.high.double()
@@ -56,9 +57,10 @@ def aciq_range(histogram: Histogram, spec: TensorSpec, distribution: str, distor
 
 
 def moments(histogram: Histogram, distribution: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, spread about it and spread about zero of each row, float64 `(R,)`; without zeros, where no grid errs.
+    """Mean, spread about it and spread about zero of each row, float64 `(R,)`; zeros are left out, as every grid has
+    zero.
 
-    The spread is what the distribution's unit is: root mean square for GAUS, mean absolute value for LAPLACE.
+    The spread is the distribution's scale parameter: root mean square for GAUS, mean absolute value for LAPLACE.
     """
     counts, left, right = histogram.bins()
     weights = counts.flatten(1) / counts.sum((1, 2))[:, None].clamp(min=1)
@@ -77,7 +79,7 @@ def best_step(distribution: str, one_sided: bool, num_levels: int, first_level: 
     """The step `s` of the grid `(first_level + k) * s`, `k < num_levels`, with the least expected squared error.
 
     For a distribution of spread 1, whole or (`one_sided`) of its absolute values. The error is that of
-    `distortion.HistogramDistortion`, with the expectation of the model in the place of the sum over the data.
+    `distortion.HistogramDistortion`, with the expectation of the model instead of the sum over the data.
     """
     model = MODELS[distribution, one_sided]
     midpoints = first_level + 0.5 + torch.arange(num_levels - 1, dtype=torch.float64)
@@ -95,7 +97,7 @@ def best_step(distribution: str, one_sided: bool, num_levels: int, first_level: 
 
 @dataclass(frozen=True)
 class Model:
-    """A distribution of spread 1, by all that the error needs of it; `below(b)` is the mean of `max(b - x, 0)`."""
+    """A distribution of spread 1, as far as the error needs it; `below(b)` is the mean of `max(b - x, 0)`."""
 
     mean: float
     mean_square: float
@@ -120,7 +122,7 @@ def _of_absolute_values(below: Callable[[Tensor], Tensor]) -> Callable[[Tensor],
     return below_absolute
 
 
-# By distribution and whether of absolute values.
+# By distribution and whether it is of absolute values.
 MODELS = {
     ("GAUS", False): Model(0.0, 1.0, _below_gauss),
     ("GAUS", True): Model(math.sqrt(2 / math.pi), 1.0, _of_absolute_values(_below_gauss)),
@@ -137,7 +139,7 @@ class AciqOptions(Section):
 
 @register_observer("aciq", options=AciqOptions)
 class AciqObserver(Observer[Samples | Histogram]):
-    """Analytical clipping for the distribution that the options name."""
+    """Analytical clipping for the distribution in the options."""
 
     FORMATS = EVEN_STEPS
     options: AciqOptions

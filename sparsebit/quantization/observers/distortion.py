@@ -17,25 +17,25 @@ CELLS = 1 << 19
 # Up to here every level is looked up. Above, levels are as narrow as bins, and the error inside is step^2 / 12.
 MOST_BITS_BY_LEVEL = 8
 
-# Rows up to this long are quantized themselves, longer ones are judged by their histogram.
+# Rows up to this length are quantized themselves, longer ones are judged by their histogram.
 LONGEST_SAMPLES = 1 << 16
-# Weights err together: where a layer's inputs have a mean, as behind a ReLU, it carries the sum of an output's errors
-# on, and least squares, which clip more of one sign than of the other, may lose to min-max by it. The inputs are not
-# known here. Their squared mean over their variance is 0.47 for a rectified Gaussian, and less over channels of unequal
-# means. At 0.1 it gained 1 to 2 dB of the output of a ResNet, a MobileNet and a ViT at 4 bits.
+# Errors of weights add up: if a layer's inputs have a mean, as after a ReLU, that mean multiplies the sum of an
+# output's errors, so least squares, which clip more of one sign than of the other, may be worse than min-max. The
+# inputs are not known here. Their squared mean over their variance is 0.47 for a rectified Gaussian, and less over
+# channels of unequal means. At 0.1 it gained 1 to 2 dB of the output of a ResNet, a MobileNet and a ViT at 4 bits.
 MEAN_SHARE = 0.1
 
 
 class Distortion(Protocol):
-    """Each row's sum of `(x - fake_quantize(x))^2` for ranges `low`, `high`: `(R, candidates)`, as is the answer."""
+    """Each row's sum of `(x - fake_quantize(x))^2` for ranges `low`, `high`; all are `(R, candidates)`."""
 
     def __call__(self, low: Tensor, high: Tensor) -> Tensor: ...
 
 
 class SampleDistortion:
-    """Of the values in `rows` (R, n), each of them quantized with every candidate.
+    """The error of the values in `rows` (R, n), each of them quantized with every candidate.
 
-    `mean_share` adds that multiple of the squared sum of a row's errors: what they do to an output if its inputs have
+    `mean_share` adds that multiple of the squared sum of a row's errors: their effect on an output if its inputs have
     a common mean whose square is `mean_share` times their variance.
     """
 
@@ -49,7 +49,7 @@ class SampleDistortion:
         for part in slices(len(low), self.rows.shape[1] * low.shape[1]):
             steps = self.rows[part, None, :].float() / scale[part, :, None]
             codes = steps.round()
-            # In the place of clamp, which is five times as slow with tensors as bounds.
+            # Instead of clamp, which is five times as slow with tensors as bounds.
             codes = torch.minimum(torch.maximum(codes, first[part], out=codes), last[part], out=codes)
             residual = codes.sub_(steps)
             error[part] = torch.linalg.vector_norm(residual, dim=2).square_()
@@ -59,12 +59,13 @@ class SampleDistortion:
 
 
 class HistogramDistortion:
-    """Of a histogram's values, taken as spread evenly over each bin; zeros never err.
+    """The error of a histogram's values, assumed to be evenly spread over each bin; zeros have no error.
 
-    With `H(b)` the sum of `x - b` over all `x > b`, the positive values err by `sum x^2 - 2 s sum_b H(b)` on a grid
-    with step `s`, where `b` runs over the midpoints between its levels from zero up (summation by parts); the negative
-    ones alike. `H` is a quadratic inside each bin, so that a candidate costs one look-up per level, however many values
-    there are. All sums run from the far end inwards, or from zero outwards: an outlier drowns nothing in rounding.
+    With `H(b)` the sum of `x - b` over all `x > b`, the error of the positive values is `sum x^2 - 2 s sum_b H(b)` on a
+    grid with step `s`, where `b` runs over the midpoints between its levels from zero up (summation by parts); likewise
+    for the negative ones. `H` is a quadratic inside each bin, so a candidate costs one look-up per level, for any
+    number of values. All sums run from the far end inwards, or from zero outwards, so that rounding at an outlier's
+    size hides no other value.
     """
 
     def __init__(self, histogram: Histogram, spec: TensorSpec) -> None:
@@ -120,7 +121,8 @@ class HistogramDistortion:
     def _of_sign(self, sign: int, step: Tensor, top: Tensor) -> Tensor:
         """The error of one sign's values on many levels up to `top`.
 
-        Those that round to zero err by themselves, those between two levels by `step^2 / 12` on average.
+        Values that round to zero are summed separately; those between two levels have an error of `step^2 / 12` on
+        average.
         """
         bottom = torch.minimum(step / 2, top)
         index = self.histogram.bin_of(bottom) + sign * self.num_bins
@@ -149,12 +151,14 @@ def _sum_beyond(values: Tensor) -> Tensor:
 
 
 def distortion_of_weights(rows: Tensor, spec: TensorSpec) -> SampleDistortion:
-    """Of weights and, by `MEAN_SHARE`, of their outputs; a row is one output's weights or a group of these."""
+    """The error of weights and, by `MEAN_SHARE`, of their outputs; a row is one output's weights or a group of
+    these.
+    """
     return SampleDistortion(rows, spec, 0.0 if isinstance(spec.granularity, PerTensor) else MEAN_SHARE)
 
 
 def distortion_of(histogram: Histogram, rows: Tensor | None, spec: TensorSpec) -> Distortion:
-    """By the values themselves where they are kept (`rows`, weights) and not too many, else by their histogram."""
+    """By the values themselves if they are kept (`rows`, weights) and not too many, else by their histogram."""
     if rows is None or rows.shape[1] > LONGEST_SAMPLES:
         return HistogramDistortion(histogram, spec)
     return distortion_of_weights(rows, spec)

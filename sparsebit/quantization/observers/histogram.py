@@ -1,8 +1,8 @@
 """`Histogram`: how many values of each row fell into each of a fixed set of bins, 40 octaves of magnitude deep.
 
-The bins are spaced like floating-point numbers: every octave has the same number of them, so that a bin's width is a
-fixed fraction of the values in it. One far outlier leaves the resolution of all other values as it was. The bins
-never move. So the counts depend on the values only, bit by bit: not on their order, nor on how they were distributed
+The bins are spaced like floating-point numbers: every octave has the same number of them, so a bin's width is a
+fixed fraction of the values in it. One far outlier does not change the resolution of all other values. The bins
+never move. So the counts depend on the values only, bit by bit: not on their order, nor on their distribution
 over batches or processes before a merge.
 """
 
@@ -16,14 +16,14 @@ from typing_extensions import Self
 
 from sparsebit.quantization.observers.statistics import State, check_finite, check_num_rows, extremes
 
-# From that of the largest magnitude downwards. What is smaller counts as zero. An outlier of 1e9 leaves ten octaves.
+# Counted down from that of the largest magnitude. Smaller values count as zero. An outlier of 1e9 leaves ten octaves.
 NUM_OCTAVES = 40
-# Below the octaves of the bins: one for what is smaller, and one for float32's subnormal numbers, which are rounded.
+# Below the octaves of the bins: one for smaller values, and one for float32's subnormal numbers, which are rounded.
 OCTAVES_OF_ZEROS = 2
 # Bins in an octave, as a power of two. At 8, a bin at the top is 1/512 to 1/256 of the largest magnitude wide, no more
 # than an 8-bit level. A row takes 168 KB at 8, 42 KB at 6.
 BITS_OF_LONE_ROW, BITS_OF_MANY_ROWS = 8, 6
-# The exponent of a row of zeros, and the least of any row: 40 octaves below it float32 still has numbers.
+# The exponent of a row of zeros, and the least of any row: float32 still has numbers 40 octaves below it.
 SMALLEST_EXPONENT = -80
 # Values binned at a time: temporaries of 8 MB are within 10 % of the fastest, whatever the size of the tensor.
 CHUNK = 1 << 20
@@ -37,7 +37,7 @@ class Histogram:
     """
 
     def __init__(self, num_rows: int | None = None) -> None:
-        """`num_rows`: of all histograms that are to have the same bins, where this one is for some of the rows."""
+        """`num_rows`: of all histograms that must have the same bins, if this one is for some of the rows."""
         self._num_rows = num_rows
         # (R, 2, keys) int64: positive, negative; the keys of octaves from OCTAVES_OF_ZEROS on, those below are empty.
         self.raw: Tensor | None = None
@@ -45,7 +45,7 @@ class Histogram:
         self.low: Tensor  # (R,) float32, <= 0
         self.high: Tensor  # (R,) float32, >= 0
         self.exponent: Tensor  # (R,) int64: 2^exponent <= largest magnitude < 2^(exponent + 1)
-        self._factors: list[Tensor] | None = None  # that follow from the exponent
+        self._factors: list[Tensor] | None = None  # computed from the exponent
 
     @property
     def is_empty(self) -> bool:
@@ -57,13 +57,13 @@ class Histogram:
         assert self.raw is not None
         return (self.raw.shape[2] // (NUM_OCTAVES + OCTAVES_OF_ZEROS)).bit_length() - 1
 
-    # --- what is read
+    # --- reading
 
     @property
     def counts(self) -> Tensor:
         """Values in each bin, `(R, 2, B)` int64: positive, negative, by magnitude; without zeros.
 
-        The first bin reaches from zero to where values begin, and is empty.
+        The first bin is empty: it ends where values begin.
         """
         assert self.raw is not None
         return self.raw[..., self._first_key - 1 :]
@@ -84,12 +84,12 @@ class Histogram:
     def bins(self) -> tuple[Tensor, Tensor, Tensor]:
         """Counts, left and right edges of the bins as far as the extremes, `(R, 2, B + 1)` float64.
 
-        The bin of an extreme ends there, and one value is known to lie at the extreme itself: it has the bin behind, of
-        width zero. (It may be an outlier, and the middle of its bin far from it.)
+        The bin of an extreme ends there, and one value is known to be at the extreme itself: it has the bin after that,
+        of width zero. (It may be an outlier, far from the middle of its bin.)
         """
         counts = torch.nn.functional.pad(self.counts, (0, 1)).double()
         place = self.bin_of(self.ends)[..., None]
-        number = counts.gather(2, place).clamp(max=1)  # less than one where the extreme counts less
+        number = counts.gather(2, place).clamp(max=1)  # less than one if the extreme has a smaller weight
         counts.scatter_add_(2, place, -number).scatter_add_(2, place + 1, number)
         edges = torch.nn.functional.pad(self.edges, (0, 1), value=torch.inf)[:, None].minimum(self.ends[..., None])
         return counts, edges[..., :-1], edges[..., 1:]
@@ -103,7 +103,7 @@ class Histogram:
 
     @classmethod
     def weighted(cls, parts: Sequence[tuple[Histogram, float]]) -> Histogram:
-        """The values of all parts; those of a part with a weight below 1 count as fractions, in `raw` as float64."""
+        """The values of all parts; values of a part with a weight below 1 count as fractions, in `raw` as float64."""
         whole = cls()
         for part, _ in parts:
             whole.merge(part)
@@ -118,12 +118,14 @@ class Histogram:
         return whole
 
     def bin_of(self, magnitude: Tensor, rows: slice = slice(None)) -> Tensor:
-        """The bin of magnitudes `(R, ...)` float64, int64; the last one for what is larger. `rows`: whose they are."""
+        """The bin of magnitudes `(R, ...)` float64, int64; the last one for larger values. `rows`: the rows that they
+        are of.
+        """
         scaled = magnitude / self._smallest[rows].view(-1, *[1] * (magnitude.ndim - 1))
         key = (scaled.view(torch.int64) >> (52 - self.bits)).sub_((1023 << self.bits) - 1)  # by the fields of a float64
         return key.clamp_(0, NUM_OCTAVES << self.bits)
 
-    # --- what is added
+    # --- adding
 
     def update(self, rows: Tensor) -> None:
         low, high = extremes(rows)
@@ -138,7 +140,7 @@ class Histogram:
         first_key = torch.arange(num_rows, device=rows.device, dtype=torch.int32)[:, None] * (num_signs * num_keys)
         has_negative, zero = bool((low < 0).any()), factor.new_zeros(())
         for part in rows.split(max(1, max(CHUNK, 4 * self.raw.numel()) // num_rows), dim=1):
-            # The sum makes a plain zero of -0.0, whose sign would count otherwise.
+            # The sum turns -0.0 into a plain zero; its sign would count otherwise.
             scaled = part.float() * factor if has_negative else torch.addcmul(zero, part.float(), factor)
             for another in more:
                 scaled *= another
@@ -176,7 +178,7 @@ class Histogram:
 
     @property
     def _first_key(self) -> int:
-        """The first key that is a bin's."""
+        """The first key that belongs to a bin."""
         return OCTAVES_OF_ZEROS << self.bits
 
     @property
@@ -220,19 +222,19 @@ def _exponent(low: Tensor, high: Tensor) -> Tensor:
 
 
 def _factors(exponent: Tensor) -> list[Tensor]:
-    """What values are multiplied by, `(R, 1)` each: the exponent field of the product, a float32, is their octave.
+    """Factors for the values, `(R, 1)` each: the exponent field of the product, a float32, is the value's octave.
 
-    It is 0 of all that is smaller, so that nothing needs to be clamped.
+    It is 0 for all smaller values, so that nothing needs to be clamped.
     """
     shift = NUM_OCTAVES + OCTAVES_OF_ZEROS - 128 - exponent
     parts = [shift.clamp(min=-126)]
-    if bool((shift < -126).any()):  # one float32 number cannot hold what the very largest values need
+    if bool((shift < -126).any()):  # for the very largest values, one float32 number cannot hold the factor
         parts.append(shift.clamp(max=-126) + 126)
     return [_power_of_two(part).float()[:, None] for part in parts]
 
 
 def _moved(raw: Tensor, octaves: Tensor, first_key: int) -> tuple[Tensor, Tensor]:
-    """The same counts where the largest magnitude lies so many octaves `(R,)` higher, and how many became too small."""
+    """The counts shifted to a largest magnitude that is `octaves (R,)` higher, and how many values became too small."""
     num_keys = raw.shape[2]
     parts = num_keys // (NUM_OCTAVES + OCTAVES_OF_ZEROS)
     index = (torch.arange(num_keys, device=raw.device) - octaves[:, None] * parts).clamp_(min=0)

@@ -1,15 +1,15 @@
-"""kl_histogram: the range whose grid keeps the most of the distribution, by Kullback-Leibler divergence.
+"""kl_histogram: the range whose grid preserves the most of the distribution, by Kullback-Leibler divergence.
 
 The classic search (clip the histogram, merge its bins into levels, spread the levels out again, compare) for all
-thresholds at once by running sums, and with three corrections, each of a fault that was measured:
+thresholds at once by running sums, and with three corrections, each for a measured fault:
 
-- Zeros are left out. Every grid holds zero exactly, but in a histogram the zeros behind a ReLU are a spike that the
+- Zeros are left out. Every grid holds zero exactly, but in a histogram the zeros after a ReLU are a spike that the
   merged level seems to smear. Only finer levels correct that: the threshold of a rectified Gaussian fell from 4.9 to
   2 sigma at 8 bits, and the squared error in EfficientNet-Lite0 rose up to 20,000-fold.
 - A finite sample looks rougher than its distribution, by (bins - 1) / 2 counts per level (Miller and Madow, 1955).
-  Wider levels hold more bins, so this noise, too, speaks for clipping, and below some 10^6 values it speaks louder.
+  Wider levels hold more bins, so this noise favours clipping too, and most below some 10^6 values.
 - The divergence counts how many values are clipped, not how far they are moved. So a threshold is eligible only if its
-  squared error is no more than that of the whole range. (ReLU6 piles values up at 6; the divergence alone cut at 3.)
+  squared error is at most that of the whole range. (ReLU6 piles values up at 6; the divergence alone cut at 3.)
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from sparsebit.quantization.observers.statistics import Samples
 
 # Thresholds tried: fractions 1 ... 0.02 of the largest magnitude, in equal ratios.
 NUM_THRESHOLDS, SMALLEST_FRACTION = 64, 0.02
-# Beyond, levels are narrower than bins and the divergence sees no difference: it is taken as if for so many bits.
+# With more bits, levels are narrower than bins and the divergence sees no difference: this many bits are assumed.
 MOST_BITS = 8
-# With fewer values than this for each level, as in most rows of weights, a sample says nothing of a level's inside.
+# With fewer values than this for each level, as in most rows of weights, a sample cannot show a level's inside.
 FEWEST_PER_LEVEL = 16
 
 
 def kl_range(histogram: Histogram, spec: TensorSpec, distortion: Distortion) -> Range:
     """The ends `[max(low, -T), min(high, T)]` with the threshold T of least divergence, `(R,)` each.
 
-    Eligible are thresholds with no more `distortion` than the whole range has. Rows of too few values are not clipped.
+    Thresholds with at most the `distortion` of the whole range are eligible. Rows of too few values are not clipped.
     """
     seen_spec = spec.replace(bits=min(spec.bits, MOST_BITS))
     is_enough = histogram.counts.sum((1, 2))[:, None] >= FEWEST_PER_LEVEL * seen_spec.num_levels
@@ -85,9 +85,9 @@ def kl_divergence(histogram: Histogram, spec: TensorSpec, low: Tensor, high: Ten
 
 
 def _signed_sums(histogram: Histogram, tables: Tensor, running: Tensor, at: Tensor, rows: slice) -> Tensor:
-    """The tables (T, R, 2, B) summed from zero to each of `at` (R, n), less than zero for negative ones; (T, R, n).
+    """The tables (T, R, 2, B) summed from zero to each of `at` (R, n), negated for negative ones; (T, R, n).
 
-    So the difference of two is the sum between them, and far bins are in no sum but their own.
+    So the difference of two is the sum between them, and far bins are in no other sums than their own.
     """
     index = histogram.bin_of(at.abs(), rows)
     left, right = (histogram.edges[rows].gather(1, place) for place in (index, index + 1))
@@ -104,7 +104,7 @@ def _tail(beyond: Tensor, near: Tensor) -> Tensor:
 
 @register_observer("kl_histogram")
 class KlHistogramObserver(Observer[Samples | Histogram]):
-    """Least Kullback-Leibler divergence among the thresholds that err no more than min-max does."""
+    """Least Kullback-Leibler divergence among the thresholds whose error is at most that of min-max."""
 
     FORMATS = EVEN_STEPS
 

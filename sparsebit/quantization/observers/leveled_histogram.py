@@ -13,11 +13,11 @@ from sparsebit.numerics.spec import PerTensor, to_rows
 from sparsebit.quantization.observers.histogram import Histogram
 from sparsebit.quantization.observers.statistics import State
 
-# Histograms that are kept, of the highest levels: lower samples are counted at the lowest of these.
+# Number of histograms, of the highest levels: lower samples are counted at the lowest of these.
 MOST_LEVELS = 6
-# Of tensors whose first dimension is their samples: images, and what is computed of them.
+# For tensors whose first dimension is their samples: images, and feature maps.
 FEWEST_DIMENSIONS = 4
-# Samples that count less than this do not widen the ranges that are tried.
+# Samples with a smaller weight do not widen the ranges that are tried.
 SMALLEST_WEIGHT = 0.05
 
 
@@ -36,10 +36,11 @@ class LeveledHistogram:
         return not self.histograms
 
     def update(self, rows: Tensor) -> None:
-        """Takes in a tensor. Of images, `(samples, channels, height, width)`, each has its level; others have one.
+        """Add a tensor. Each sample of images, `(samples, channels, height, width)`, has its own level; other tensors
+        have one.
 
         The first dimension of a sequence may be its tokens, of which the first is often far larger than the others
-        and what they all look at.
+        and gets their attention.
         """
         has_samples = rows.ndim >= FEWEST_DIMENSIONS
         samples = rows if has_samples else rows[None]
@@ -83,17 +84,17 @@ class LeveledHistogram:
             self.histograms[number].load_state(part)
 
     def combined(self) -> Histogram:
-        """One histogram of all samples; what far larger ones have counts for less than 1."""
+        """One histogram of all samples; the values of far larger samples have a weight below 1."""
         return Histogram.weighted(self._parts())
 
     def extremes(self) -> tuple[Tensor, Tensor]:
-        """The lowest and the highest value, `(1,)` each, of the samples that a range has to suit."""
+        """The lowest and the highest value, `(1,)` each, of the samples that a range must cover."""
         parts = [part for part, weight in self._parts() if weight >= SMALLEST_WEIGHT]
         return torch.stack([part.low for part in parts]).amin(0), torch.stack([part.high for part in parts]).amax(0)
 
     @property
     def num_far(self) -> int:
-        """How many samples are so far above the others that they hardly count."""
+        """How many samples are so far above the others that they get a small weight."""
         usual = usual_level(self.num_samples)
         return sum(count for level, count in self.num_samples.items() if level_weight(level, usual) < 1)
 

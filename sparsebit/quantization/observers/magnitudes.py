@@ -1,4 +1,4 @@
-"""`Magnitudes`: which powers of two the values of a site reach, and the gap that sets a mask's numbers apart.
+"""`Magnitudes`: which powers of two the values of a site reach, and the gap that separates a mask's numbers.
 
 A mask hides values with a number that no data reaches (-1e4, -1e9, the lowest float). A grid that stretches to it has
 one code for everything else. The statistic finds such numbers by their values, wherever they come from: an empty range
@@ -15,7 +15,7 @@ from torch import Tensor
 
 _LOWEST_EXPONENT, _NUM_EXPONENTS = -150, 280  # of float32 and bfloat16, subnormal numbers included
 _LARGEST = torch.finfo(torch.float32).max
-_NO_GRID = 100  # from 2^100, or 1e30, on, ranges and sums overflow float32: no gap is needed
+_NO_GRID = 100  # from 2^100, or 1e30, ranges and sums overflow float32: no gap is required
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Rule:
 
 # 4,096, and 256 times all others. Massive activations reach some thousands, at most a hundred times the next values.
 ANYWHERE = Rule(12, 8)
-# In front of a softmax a value that is 32 below the others is zero behind it, and a step of 1/8 is 12 %. A mask may
+# Before a softmax, a value that is 32 below the others becomes zero, and a step of 1/8 is 12 %. A mask may
 # use -100 there, and float costs nothing: no runtime computes a softmax in integers.
 BEFORE_SOFTMAX = Rule(5, 2)
 
 
 class Magnitudes:
-    """Gathers the exponents of all non-zero values that `update` is shown."""
+    """Gathers the exponents of all non-zero values that `update` gets."""
 
     def __init__(self) -> None:
         self.present = torch.zeros(_NUM_EXPONENTS, dtype=torch.bool)
@@ -59,7 +59,7 @@ class Magnitudes:
         largest = torch.stack((x.amin(), x.amax())).abs().amax()
         if not bool(torch.isfinite(largest)) or not bool(largest):
             return
-        if float(largest) < 2.0**BEFORE_SOFTMAX.least:  # no mask's number: only the size of the others is noted
+        if float(largest) < 2.0**BEFORE_SOFTMAX.least:  # too small for a mask: only the size of the others is recorded
             values = largest.reshape(1).float()
         else:
             values = x.flatten().clamp(-_LARGEST, _LARGEST).float() if x.dtype == torch.float64 else x.flatten().float()
@@ -71,7 +71,7 @@ class Magnitudes:
         self.present |= other.present
 
     def apart(self, rule: Rule) -> Apart | None:
-        """The numbers that the rule sets apart; None where there are none."""
+        """The numbers that the rule separates; None if there are none."""
         exponents = [int(place) + _LOWEST_EXPONENT for place in self.present.nonzero().flatten()]
         for low, high in zip([None, *exponents], exponents, strict=False):
             is_huge = high > _NO_GRID

@@ -29,8 +29,8 @@ FINER_TWO_ENDS, REFINEMENTS_TWO_ENDS = 3, 3
 def mse_range(low: Tensor, high: Tensor, spec: TensorSpec, distortion: Distortion) -> Range:
     """The ends with the least distortion among ranges inside `[low, high]` (R,); never worse than `[low, high]` itself.
 
-    Symmetric grids and one-sided rows have one number to find, a common fraction of both ends. Affine grids on
-    two-sided rows have two: both ends shrink together, or one of them alone, then each moves about the best of these.
+    Symmetric grids and one-sided rows have one parameter, a common fraction of both ends. Affine grids on
+    two-sided rows have two: both ends shrink together, or one of them alone, then each varies around the best of these.
     """
     if spec.symmetric:
         low, high = dequantized_range(*qparams_from_range(low, high, spec), spec)
@@ -59,9 +59,9 @@ def _best(powers: Tensor, low: Tensor, high: Tensor, distortion: Distortion) -> 
 
 @register_observer("mse")
 class MseObserver(Observer[Samples | Histogram | LeveledHistogram]):
-    """Least squared error between the values and their quantized selves; for weights, of the output that they make.
+    """Least squared error between values and quantized values; for weights, also of the outputs that they compute.
 
-    Of activations with one scale, samples that are far larger than nearly all others hardly count: see
+    For activations with one scale, samples that are far larger than nearly all others get a small weight: see
     `sparsebit.numerics.rounding.outlier_samples`.
     """
 

@@ -31,11 +31,11 @@ ROWS_AT_A_TIME = 64
 
 
 class Observer(Generic[S]):
-    """The range of one tensor, from all that `update` was shown.
+    """The range of one tensor, from everything that `update` got.
 
-    A kind of observer says which statistic it needs (`new_statistic`) and what range follows from it (`range_of`).
+    A kind of observer defines its statistic (`new_statistic`) and the range computed from it (`range_of`).
     Rows, dtypes, empty batches, merging and state are the same for all of them. `FORMATS`: the number formats that it
-    knows a range for. `options`: what it was registered with (`register_observer`), as the config gives it.
+    supports. `options`: those that it was registered with (`register_observer`), with the config's values.
     """
 
     FORMATS: ClassVar[frozenset[Format]] = frozenset({"integer", "float8"})
@@ -57,7 +57,7 @@ class Observer(Generic[S]):
         raise NotImplementedError(f"{type(self).__name__} must define range_of(statistic)")
 
     def _rows(self, x: Tensor) -> Tensor:
-        """What the statistic is given of a tensor: one row for each scale, `(R, n)`."""
+        """The input of the statistic for a tensor: one row for each scale, `(R, n)`."""
         return to_rows(x, self.spec.granularity)
 
     @property
@@ -66,7 +66,7 @@ class Observer(Generic[S]):
 
     @torch.no_grad()
     def update(self, x: Tensor) -> None:
-        """Takes the values of `x` in. Any shape, floating type and memory format; an empty tensor changes nothing."""
+        """Add the values of `x`. Any shape, floating type and memory format; an empty tensor changes nothing."""
         if x.numel() == 0:
             return
         x = x.detach()
@@ -74,9 +74,9 @@ class Observer(Generic[S]):
 
     @torch.no_grad()
     def calc_range(self, *, check: bool = True) -> Range:
-        """`(min, max)` in float32: shape `()` for PerTensor, else one number per row. The range always holds zero.
+        """`(min, max)` in float32: shape `()` for PerTensor, else one number per row. The range always contains zero.
 
-        `check`: look whether it is finite, which stalls a device.
+        `check`: test whether it is finite, which stalls a device.
         """
         if self.is_empty:
             raise CalibrationError("nothing was observed: run calibration batches after prepare_calibration()")
@@ -87,21 +87,21 @@ class Observer(Generic[S]):
         return (low.squeeze(0), high.squeeze(0)) if isinstance(self.spec.granularity, PerTensor) else (low, high)
 
     def reset(self) -> None:
-        """Forgets everything that was observed."""
+        """Forget everything that was observed."""
         self.statistic = self.new_statistic()
 
     def merge(self, other: Observer[S]) -> None:
-        """Takes in all that `other` has seen, as if it had come after this one's own data."""
+        """Add everything that `other` has seen, as if it had come after this one's own data."""
         if repr(self) != repr(other):
             raise CalibrationError(f"cannot merge {other!r} into {self!r}: all but the data must be the same")
         self.statistic.merge(other.statistic)
 
     def state(self) -> State:
-        """What was observed, as tensors; empty before the first update."""
+        """The observed statistic, as tensors; empty before the first update."""
         return self.statistic.state()
 
     def load_state(self, state: State) -> None:
-        """Goes back to what `state()` gave."""
+        """Restore a result of `state()`."""
         self.reset()
         self.statistic.load_state(state)
 
@@ -110,7 +110,7 @@ class Observer(Generic[S]):
 
 
 def over_histograms(statistic: Samples | Histogram, range_of: Callable[[Histogram, Tensor | None], Range]) -> Range:
-    """`range_of(histogram, rows)` for observers that read histograms; `rows` are the values, where they are kept.
+    """`range_of(histogram, rows)` for observers that read histograms; `rows` are the values, if they are kept.
 
     A few dozen rows at a time, to bound the memory.
     """
@@ -140,7 +140,7 @@ def register_observer(name: str | ObserverClass, *, replace: bool = False, optio
 
     Without a name (`@register_observer`) its name is the `TYPE` of the class. `options`: a `Section` whose keys
     configs may set as `OBSERVER: {NAME: {...}}`; the observer has them as `self.options`. An observer that is
-    registered without options has those of the registered class that it extends, under that class's name.
+    registered without options inherits those of the registered class that it extends, under that class's name.
 
     >>> from pydantic import Field
     >>> from sparsebit.quantization.observers.statistics import MinMax
@@ -178,7 +178,7 @@ def register_observer(name: str | ObserverClass, *, replace: bool = False, optio
 
 
 def observer_options(config: TensorConfig) -> Section:
-    """The options of the observer that a tensor's config selects, as that config gives them."""
+    """The options of the observer that a tensor's config selects, with that config's values."""
     return selected_options(config.OBSERVER)
 
 

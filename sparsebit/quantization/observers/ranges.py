@@ -1,4 +1,4 @@
-"""Ranges that are read off a statistic without a search: minmax, moving_average, percentile."""
+"""Ranges that follow from a statistic without a search: minmax, moving_average, percentile."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def magnitude_beyond(histogram: Histogram, number: Tensor) -> Tensor:
 
 @register_observer("minmax")
 class MinMaxObserver(Observer[MinMax]):
-    """All that was seen: nothing is clipped."""
+    """The range of all values: nothing is clipped."""
 
     def new_statistic(self) -> MinMax:
         return MinMax()
@@ -52,7 +52,7 @@ class MinMaxObserver(Observer[MinMax]):
 
 
 class MovingAverageOptions(Section):
-    # Of a weight there is one batch. One that is computed in each forward is averaged with the default.
+    # A weight has one batch. One that is computed in each forward is averaged with the default.
     TARGETS: ClassVar[tuple[Target, ...]] = (ACTIVATION,)
 
     EMA_RATIO: float = Field(0.9, ge=0, lt=1, description="Weight of the past against the newest batch.")
@@ -89,6 +89,6 @@ class PercentileObserver(Observer[Samples | Histogram]):
 
 
 def ema_ratio(config: TensorConfig) -> float:
-    """EMA_RATIO of a tensor's config, whatever its observer: ranges that follow the data in training move by it too."""
+    """EMA_RATIO of a tensor's config, for any observer: ranges that follow the data in training use it too."""
     options = getattr(config.OBSERVER, "MOVING_AVERAGE", None)
     return options.EMA_RATIO if isinstance(options, MovingAverageOptions) else MovingAverageOptions().EMA_RATIO

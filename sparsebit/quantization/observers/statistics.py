@@ -1,7 +1,7 @@
-"""Streaming statistics over rows `(R, n)`, one row per scale: constant memory, and halves that merge to the whole.
+"""Streaming statistics over rows `(R, n)`, one row per scale: constant memory, and parts that merge to the whole.
 
-Every statistic has `update(rows)`, `merge(other)`, `state()`, `load_state(state)` and `is_empty`, and lives on the
-device of its data. A row's values may come in any number of updates; the number of rows is fixed by the first.
+Every statistic has `update(rows)`, `merge(other)`, `state()`, `load_state(state)` and `is_empty`, and is on the
+device of its data. A row's values may come in any number of updates; the first update fixes the number of rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ State = dict[str, Tensor]
 
 
 class Statistic(Protocol):
-    """What an observer needs of its statistic."""
+    """The interface that an observer requires of its statistic."""
 
     @property
     def is_empty(self) -> bool: ...
@@ -114,7 +114,7 @@ class MovingMinMax:
 
 
 class Samples:
-    """The values themselves, `(R, n)`. For weights: they are in memory anyway, and are few in each row."""
+    """The values themselves, `(R, n)`. For weights: they are in memory anyway, and each row has few."""
 
     def __init__(self) -> None:
         self.rows: Tensor | None = None
@@ -144,7 +144,7 @@ class Samples:
 def extremes(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Lowest and highest value of each row, float32.
 
-    NaN and infinity are refused on a CPU. Elsewhere they show in the answer: looking at it would stall the device.
+    NaN and infinity raise an error on a CPU. On other devices they show in the result: a check would stall the device.
     """
     # On CPUs two passes beat aminmax: by half on one row, fivefold on many.
     low, high = rows.amin(1).float(), rows.amax(1).float()
@@ -154,18 +154,18 @@ def extremes(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_finite(low: Tensor, high: Tensor) -> None:
-    """Refuses data with NaN or infinity, seen by its extremes."""
+    """Raise for data with NaN or infinity, judged by its extremes."""
     if torch.compiler.is_compiling():  # a compiled step cannot look at values
         return
     if not bool((torch.isfinite(low) & torch.isfinite(high)).all()):
         raise CalibrationError(
-            f"values from {float(low.min()):g} to {float(high.max()):g}: no range can be made of NaN or infinity; "
-            "check that the float model gives finite values for this input, and look into the calibration data"
+            f"values from {float(low.min()):g} to {float(high.max()):g}: NaN or infinity has no range; "
+            "check that the float model returns finite values for this input, and look into the calibration data"
         )
 
 
 def check_num_rows(known: Tensor, given: Tensor) -> None:
-    """Refuses data with another number of rows than before."""
+    """Raise for data with another number of rows than before."""
     if len(known) != len(given):
         raise CalibrationError(
             f"{len(given)} channels or groups after {len(known)} in an earlier batch: the quantized axis must have the "

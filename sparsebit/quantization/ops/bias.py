@@ -1,4 +1,4 @@
-"""The bias of a layer that runs in integers: it is added to the accumulator, so it lies on the accumulator's grid."""
+"""The bias of a layer that runs in integers: it is added to the accumulator, so it is on the accumulator's grid."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from sparsebit.numerics.fake_quant import operator
 from sparsebit.quantization.quantizers.base import Quantizer
 
 INT32 = (-(1 << 31), (1 << 31) - 1)
-LARGEST_BIAS = float(1 << 30)  # room for the sums beside it
+LARGEST_BIAS = float(1 << 30)  # leaves room for the sums
 
 
 class BiasRounding(nn.Module):
     """`round(bias / s) * s` with s = input scale * weight scale, as int32; the runtime adds exactly these integers.
 
-    It has no state of its own, and rests while training (its step is some 1e-5 of the output's) and where one of the
+    It has no state of its own, and does nothing in training (its step is some 1e-5 of the output's) or if one of the
     two quantizers is off.
     """
 
     def __init__(self, name: str, input_quantizer: Quantizer, weight_quantizer: Quantizer) -> None:
         super().__init__()
         self.name = name
-        # In a tuple: both belong to others.
+        # In a tuple: both are registered in other modules.
         self.sources = (input_quantizer, weight_quantizer)
-        self.seen: Tensor | None = None  # during calibration, of a layer that gets its bias as an argument
+        self.seen: Tensor | None = None  # during calibration, for a layer that gets its bias as an argument
 
     @property
     def is_enable(self) -> bool:
@@ -47,8 +47,8 @@ class BiasRounding(nn.Module):
     def make_room(self, bias: Tensor) -> None:
         """Raise the weight scales of channels whose bias would not fit into int32.
 
-        Such a channel's weights are next to nothing beside its bias (a dead channel after batch-norm folding): a
-        coarser grid costs it nothing, an overflow everything.
+        Such a channel's weights are negligible compared with its bias (a dead channel after batch-norm folding): a
+        coarser grid costs little, an overflow would be large.
         """
         weight = self.sources[1]
         scale, smallest = weight.qparams()[0].detach(), self.smallest_scale(bias)

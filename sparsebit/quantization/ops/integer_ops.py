@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from sparsebit.numerics import integer_kernels
 from sparsebit.quantization.quantizers.base import Quantizer
 
-# Whole numbers up to 2^24 are exact in float32; half of that leaves room for what a sum is on its way.
+# Whole numbers up to 2^24 are exact in float32; half of that leaves room for intermediate sums.
 LARGEST_EXACT = float(1 << 23)
 _Three = tuple[Tensor, Tensor, Tensor]
 
 
 class IntegerKernel(nn.Module):
-    """Holds quantizers that belong to others; active in eval mode while all of them are on."""
+    """Holds quantizers that are registered elsewhere; active in eval mode while all of them are on."""
 
     def __init__(self, *quantizers: Quantizer) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class IntegerLayer(IntegerKernel):
         if sums.numel() and sums.abs().max() >= LARGEST_EXACT:
             sums = compute(codes.double(), weight_codes.double()).round_().to(x.dtype)
         else:
-            sums.round_()  # an algorithm that is not exact on whole numbers (Winograd) is near enough to tell them
+            sums.round_()  # an algorithm that is not exact on whole numbers (Winograd) is near enough to round to them
         along = [1] * sums.ndim
         along[channel_axis] = -1
         step = input_scale * weight_scale
@@ -103,7 +103,7 @@ class IntegerAdd(IntegerKernel):
 
 
 class IntegerProduct(IntegerAdd):
-    """A product in the graph of two quantized tensors, which is quantized: a gate of squeeze and excitation."""
+    """A quantized product of two quantized tensors in the graph: a gate of squeeze and excitation."""
 
     def has_kernel(self, left: Tensor, right: Tensor) -> bool:
         return left.dtype == right.dtype
@@ -113,7 +113,7 @@ class IntegerProduct(IntegerAdd):
 
 
 class IntegerMultiply(IntegerKernel):
-    """A product of two quantized tensors that is quantized itself."""
+    """A quantized product of two quantized tensors."""
 
     def __init__(self, left: Quantizer, right: Quantizer, output: Quantizer) -> None:
         super().__init__(left, right, output)
@@ -129,9 +129,9 @@ class IntegerMultiply(IntegerKernel):
 
 
 class IntegerHardSigmoid(IntegerKernel):
-    """A hard sigmoid of a quantized tensor that is quantized itself: `(x + 3) / 6`, which saturation clips.
+    """A quantized hard sigmoid of a quantized tensor: `(x + 3) / 6`, which saturation clips.
 
-    The runtime has no integer kernel for it, but one for `x + 3`, whose result on a grid six times as coarse has the
+    The runtime has no integer kernel for it, but one for `x + 3`, whose result on a six times coarser grid has the
     codes of the gate. See `deploy.hard_sigmoid_layout`.
     """
 

@@ -1,8 +1,8 @@
-"""A layer's forward with another weight and bias, and its hooks around it; the layer itself is not touched.
+"""Runs a layer's forward with another weight and bias, and its hooks around it; the layer itself is not changed.
 
-`torch.func.functional_call` swaps a module's parameters for as long as the call takes, and every other thread computes
-with them, or keeps them for good. Here nothing is swapped: layers of torch are called by their functions, layers with a
-forward of their own through a twin, which shares all but the two tensors.
+`torch.func.functional_call` swaps a module's parameters during the call, so other threads compute with them
+or even keep them. Here nothing is swapped: layers of torch are called by their functions, layers with their own
+forward through a twin, which shares everything but the two tensors.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose
 _CONVS = frozenset({nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward})
 _TRANSPOSED_CONVS = frozenset({nn.ConvTranspose1d.forward, nn.ConvTranspose2d.forward, nn.ConvTranspose3d.forward})
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
-# A forward that was put into an instance may know the layer by itself: then only the layer's own tensors are read.
+# A forward set on an instance may refer to the layer itself: then only the layer's own tensors are read.
 _SWAPPING = threading.RLock()
 _ABSENT = object()
 
 
 def current_weight(layer: nn.Module) -> Tensor:
-    """The weight that the next forward computes with, where torch's own hooks make it (pruning, norms of weights)."""
+    """The weight that the next forward computes with, also if torch's own hooks compute it (pruning, weight norm)."""
     with at_rest(layer):
         for hook in list(layer._forward_pre_hooks.values()):
             if isinstance(hook, BasePruningMethod | SpectralNorm | WeightNorm):
@@ -45,7 +45,9 @@ def current_weight(layer: nn.Module) -> Tensor:
 
 @contextlib.contextmanager
 def at_rest(layer: nn.Module) -> Iterator[None]:
-    """Inside, reading the layer's weight changes nothing: in train mode a spectral norm takes a step at every read."""
+    """Inside, reading the layer's weight has no side effect: in train mode a spectral norm takes a step at every
+    read.
+    """
     parametrizations: Any = getattr(layer, "parametrizations", None)
     parts = [layer, *(parametrizations.modules() if is_parametrized(layer) else ())]
     modes = [part.training for part in parts]
@@ -61,7 +63,7 @@ def at_rest(layer: nn.Module) -> Iterator[None]:
 def forward_with(
     layer: nn.Module, weight: Tensor, bias: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """`layer.forward(*args, **kwargs)` with these tensors in the place of its own; hooks are not called."""
+    """`layer.forward(*args, **kwargs)` with these tensors instead of its own; hooks are not called."""
     kind: type[nn.Module] = type(layer).__bases__[0] if is_parametrized(layer) else type(layer)
     if "forward" in layer.__dict__:
         return _patched_forward(_Call(layer, kind, _tensors(weight, bias), args, kwargs))
@@ -82,7 +84,7 @@ def forward_with(
 def call_with_hooks(
     layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """`layer(*args, **kwargs)` with `forward` in the place of its own: hooks see the layer, and what is given to it."""
+    """`layer(*args, **kwargs)` with `forward` instead of its own: hooks see the layer and its original arguments."""
     if _has_any_global_hook() or layer._backward_hooks or layer._backward_pre_hooks:
         twin = object.__new__(type(layer))
         twin.__dict__.update(layer.__dict__, forward=forward)
@@ -136,7 +138,7 @@ def _tensors(weight: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
 
 
 class _Call(NamedTuple):
-    """A call of a layer with `tensors` in the place of its own; `kind`: its class, without parametrizations."""
+    """A call of a layer with `tensors` instead of its own; `kind`: its class, without parametrizations."""
 
     layer: nn.Module
     kind: type[nn.Module]
@@ -149,12 +151,12 @@ class _Call(NamedTuple):
         return self.kind is not type(self.layer)
 
     def other_children(self) -> dict[str, nn.Module | None]:
-        """The layer's children but its parametrizations, which have done their work."""
+        """The layer's children except its parametrizations, which are already applied."""
         return {name: child for name, child in self.layer._modules.items() if name != "parametrizations"}
 
 
 def _by_a_twin(call: _Call, forward: Callable[..., Any]) -> Any:
-    """What the forward assigns to itself is the layer's afterwards."""
+    """Call `forward` on a twin of the layer; attributes that it assigns are copied to the layer."""
     layer, tensors = call.layer, call.tensors
     twin = object.__new__(call.kind)
     attributes: dict[str, Any] = {**layer.__dict__, "_parameters": dict(layer._parameters)}
@@ -173,7 +175,7 @@ def _by_a_twin(call: _Call, forward: Callable[..., Any]) -> Any:
 
 
 def _patched_forward(call: _Call) -> Any:
-    """By the forward that was put into the instance."""
+    """Call the forward that was set on the instance."""
     forward = call.layer.__dict__.get("forward")
     if isinstance(forward, MethodType) and forward.__self__ is call.layer and not torch.compiler.is_dynamo_compiling():
         return _by_a_twin(call, forward.__func__)
@@ -181,7 +183,7 @@ def _patched_forward(call: _Call) -> Any:
 
 
 def _swapped(call: _Call) -> Any:
-    """With the layer's parameters swapped for as long as the call takes."""
+    """Call the layer with its parameters swapped during the call."""
     layer = call.layer
     if call.is_parametrized:
         plain = object.__new__(call.kind)

@@ -1,7 +1,7 @@
-"""A parameter that code reads quantized: `self.weight` of a module gives the rounded values, wherever it is read.
+"""A parameter that code reads quantized: `self.weight` of a module returns the rounded values, wherever it is read.
 
 For parameters that no op of the graph owns: the stacked weights of a mixture of experts, the gates of an LSTM. Their
-module keeps its own code, and gets a class of its own (as `torch.nn.utils.parametrize` does it) in which reading the
+module keeps its own code, and gets its own class (as `torch.nn.utils.parametrize` does it) in which reading the
 attribute goes through a quantizer. The parameter itself stays registered under its own name: optimizers, `state_dict`
 and `load_state_dict` see the float master weight.
 """
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from sparsebit.quantization.quantizers.base import Quantizer
 
-# The child of a module that holds what its parameters are read through.
+# The child module that holds the quantizers of a module's parameters.
 CHILD = "quantized_parameters"
 
 
@@ -29,7 +29,7 @@ class QuantizedParameter(nn.Module):
     def __init__(self, owner: nn.Module, name: str, layer: str, weight_quantizer: Quantizer) -> None:
         """`layer`: the owner's path in the model."""
         super().__init__()
-        self._owner = (owner,)  # in a tuple: its home is elsewhere
+        self._owner = (owner,)  # in a tuple: it is registered elsewhere
         self.parameter_name, self.layer = name, layer
         self.weight_quantizer = weight_quantizer
         self.train(owner.training)
@@ -53,16 +53,16 @@ class QuantizedParameter(nn.Module):
 
 
 def read_quantized(owner: nn.Module, parameters: dict[str, QuantizedParameter]) -> None:
-    """From now on `owner`'s parameters of these names are read through their quantizers, by any code."""
+    """From now on any code reads `owner`'s parameters of these names through their quantizers."""
     owner._modules[CHILD] = nn.ModuleDict(parameters)
     owner.__dict__["_reads"] = _Reads()
-    owner.__dict__.pop("_flat_weights", None)  # of recurrent layers: made at every read from now on
-    kind: Any = type(owner)  # mypy does not take classes of modules for hashable
+    owner.__dict__.pop("_flat_weights", None)  # of recurrent layers: created at every read from now on
+    kind: Any = type(owner)  # mypy does not treat classes of modules as hashable
     owner.__class__ = _reading_class(kind, tuple(parameters))
 
 
 class _Reads(threading.local):
-    """What one thread has read in the forward that it is in; None outside of a forward."""
+    """The values that one thread has read in its current forward; None outside of a forward."""
 
     values: dict[str, Any] | None = None
 
@@ -85,7 +85,7 @@ def _reading_class(kind: Any, names: tuple[str, ...]) -> type[nn.Module]:
             return kind.forward(self, *args, **kwargs)
 
     attributes: dict[str, Any] = {name: property(_getter(name), _setter(name)) for name in names}
-    if issubclass(kind, nn.RNNBase):  # its forward reads a list that is made when weights are assigned
+    if issubclass(kind, nn.RNNBase):  # its forward reads a list that is created when weights are assigned
         attributes["_flat_weights"] = property(_flat_weights, _forget_list)
     attributes |= {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (kind,), attributes)
@@ -93,7 +93,7 @@ def _reading_class(kind: Any, names: tuple[str, ...]) -> type[nn.Module]:
 
 @contextmanager
 def _remembering(module: Any) -> Iterator[None]:
-    """Inside, a parameter that is read again is not quantized again: experts are read one after the other."""
+    """Inside, repeated reads of a parameter do not quantize it again: experts are read one after the other."""
     reads: _Reads = module.__dict__["_reads"]
     if reads.values is not None:
         yield
@@ -116,7 +116,7 @@ def _getter(name: str) -> Any:
         values = self.__dict__["_reads"].values
         if values is None:
             return quantized(parameter)
-        # A value without a history does not serve where a gradient is wanted.
+        # A value without an autograd history cannot be reused if a gradient is needed.
         key = f"{name}@{torch.is_grad_enabled()}"
         if key not in values:
             values[key] = quantized(parameter)
@@ -127,14 +127,14 @@ def _getter(name: str) -> Any:
 
 def _setter(name: str) -> Any:
     def put(self: Any, value: Any) -> None:
-        """Of what is not a parameter (`nn.DataParallel` gives its copies plain tensors)."""
+        """For values that are not parameters: `nn.DataParallel` assigns plain tensors to its copies."""
         self.__dict__[name] = value
 
     return put
 
 
 def _forget_list(self: Any, value: Any) -> None:
-    """Torch assigns the list when weights are moved or copied; it is made at every read here."""
+    """Torch assigns the list when weights are moved or copied; here it is created at every read."""
 
 
 def _flat_weights(self: Any) -> list[Any]:

@@ -1,6 +1,6 @@
 """How a model uses its parameters: which of them are factors in matrix products and convolutions, and along which axis.
 
-Seen in one forward, below autograd: every product of torch (linear, matmul, einsum, indexing and a product, grouped
+Observed in one forward, below autograd: every product of torch (linear, matmul, einsum, indexing and a product, grouped
 products) is one of a few operators there.
 """
 
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sparsebit.graph.checking.outcome import cloned, state_kept, undisturbed_randomness
 from sparsebit.graph.state.outer_state import undisturbed_outer_state
 
-# By name: for each operand the axis along which products are summed up; None for what is no factor.
+# By name: for each operand the axis along which products are summed up; None for an operand that is not a factor.
 _PRODUCTS: dict[str, tuple[int | None, ...]] = {
     "mm": (-1, -2),
     "bmm": (-1, -2),
@@ -28,7 +28,7 @@ _PRODUCTS: dict[str, tuple[int | None, ...]] = {
     "_grouped_mm": (-1, -2),
     "linear": (-1, -1),
     "mkldnn_linear": (-1, -1),
-    # transformers' own operator, where torch has no grouped product
+    # transformers' own operator, used if torch has no grouped product
     "grouped_mm_fallback": (-1, -2),
 }
 # Copies of a parameter, or of a part of it, with its axes in the same order in memory.
@@ -36,10 +36,10 @@ _COPIES = frozenset({"index", "index_select", "_to_copy", "clone", "contiguous",
 
 
 class UseOfParameters(TorchDispatchMode):
-    """Inside, notes for each of `parameters` the axis along which a product sums it up (`summed`), or the axis of the
-    output channels where it is the kernel of a convolution (`channels`).
+    """Inside, records for each of `parameters` the axis along which a product sums it up (`summed`), or the axis of the
+    output channels if it is the kernel of a convolution (`channels`).
 
-    A product of a view of the parameter, or of a copy of a part of it, counts as the parameter's.
+    A product of a view of the parameter, or of a copy of a part of it, counts for the parameter.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -48,7 +48,7 @@ class UseOfParameters(TorchDispatchMode):
         self.summed: dict[str, int] = {}
         self.channels: dict[str, int] = {}
         self._of_storage = {_storage(parameter): name for name, parameter in parameters.items()}
-        self._held: list[Tensor] = []  # copies: as long as they live, their memory is no other tensor's
+        self._held: list[Tensor] = []  # copies: while they are alive, no other tensor gets their memory
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -60,7 +60,7 @@ class UseOfParameters(TorchDispatchMode):
         elif name == "convolution":
             kernel = self._of_storage.get(_storage(args[1]))
             if kernel is not None and args[1].shape == self.parameters[kernel].shape:
-                self.channels[kernel] = 1 if args[6] else 0  # of a transposed one the inputs come first
+                self.channels[kernel] = 1 if args[6] else 0  # in a transposed one the inputs come first
         elif name in _COPIES:
             self._follow(args[0], result)
         return result
@@ -82,7 +82,9 @@ class UseOfParameters(TorchDispatchMode):
 
 
 def axis_of(parameter: Tensor, operand: Tensor, axis: int) -> int | None:
-    """Which axis of the parameter the operand's axis is: the one of its size; of several, the one of its stride."""
+    """The axis of the parameter that corresponds to the operand's axis: the one of its size; of several, of its
+    stride.
+    """
     if operand.ndim < -axis:
         return None
     size, stride = operand.shape[axis], operand.stride(axis)
@@ -101,7 +103,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def observe_use(parameters: Mapping[str, Tensor], model: nn.Module, args: Any, kwargs: Any) -> UseOfParameters:
-    """What one forward in eval mode shows; it leaves the call's tensors, all state and random numbers as they were."""
+    """Observe one forward in eval mode; the call's tensors, all state and random numbers are restored."""
     modes = {module: module.training for module in model.modules()}
     args, kwargs = cloned((args, kwargs))
     use = UseOfParameters(parameters)

@@ -1,4 +1,4 @@
-"""`QuantOpr`: an op with its quantizers in front. `QIdentity`: a quantizer that stands alone in the graph."""
+"""`QuantOpr`: an op with quantizers before it. `QIdentity`: a separate quantizer in the graph."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from sparsebit.quantization.quantizers.base import Quantizer
 class QuantOpr(StandIn):
     """`op` (a module, a function or a method's name) on its quantized input and, if it has one, its quantized weight.
 
-    Attributes that it lacks itself (`weight`, `bias`, `stride`…) are its op's, and code that asks
-    `isinstance(layer, nn.Linear)` gets the op's answer. Subclass to register an op of your own (`register_qmodule`).
+    Attributes that it lacks itself (`weight`, `bias`, `stride`…) are read from its op, and
+    `isinstance(layer, nn.Linear)` has the op's result. Subclass it to register your own op (`register_qmodule`).
     """
 
     KIND: ClassVar[OpKind] = OpKind.UNARY
@@ -39,12 +39,14 @@ class QuantOpr(StandIn):
         input_quantizer: Quantizer | None = None,
         weight_quantizer: Quantizer | None = None,
     ) -> None:
-        """Without arguments, as constructors `__init__(self, org_module, config)` call it: `new` fills them in."""
+        """Without arguments, because constructors `__init__(self, org_module, config)` call it so: `new` sets the
+        rest.
+        """
         super().__init__()
-        # There where the runtime executes the layer in integers.
+        # Set if the runtime executes the layer in integers.
         self.bias_rounding: BiasRounding | None = None
         self.integer: IntegerLayer | None = None
-        self.per_call: CallArithmetics | None = None  # in place of both, where calls have inputs of different grids
+        self.per_call: CallArithmetics | None = None  # instead of both, if calls have inputs of different grids
         if op is not None and row is not None and input_quantizer is not None:
             self._fill(op, row, input_quantizer, weight_quantizer)
 
@@ -77,7 +79,7 @@ class QuantOpr(StandIn):
 
     def set_quant(self, w_quant: bool = False, a_quant: bool = False) -> None:
         """Switch this op's weight and input quantizers on or off."""
-        # The input's first: it may refuse.
+        # The input's first: it may raise.
         for quantizer, wanted in ((self.input_quantizer, a_quant), (self.weight_quantizer, w_quant)):
             if quantizer is not None:
                 quantizer.enable_quant() if wanted else quantizer.disable_quant()
@@ -90,7 +92,7 @@ class QuantOpr(StandIn):
         return op
 
     def quantize_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """The positional arguments with the input quantized; one that came by name is replaced in `kwargs`."""
+        """The positional arguments with the input quantized; a keyword input is replaced in `kwargs`."""
         if len(args) == 1 and not kwargs and self.row.inputs:
             return (self.input_quantizer(args[0]),)
         place = input_argument(self.row, args, kwargs, is_module="op" in self._modules)
@@ -99,7 +101,7 @@ class QuantOpr(StandIn):
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         """The op itself on quantized values."""
         op: Any = self._modules.get("op")
-        if op is None:  # no module
+        if op is None:  # the op is not a module
             op = self.op
         if isinstance(op, str):
             return getattr(args[0], op)(*args[1:], **kwargs)
@@ -115,7 +117,9 @@ class QuantOpr(StandIn):
             return getattr(op, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What is an attribute of the layer alone (`conv.stride`, `linear.weight`) is set there, where it is read."""
+        """Attributes that only the layer has (`conv.stride`, `linear.weight`) are set on the layer, where they are
+        read.
+        """
         op = self.__dict__.get("_modules", {}).get("op")
         is_own = op is None or name in self.__dict__ or name in self._modules or hasattr(type(self), name)
         if not is_own and hasattr(op, name):
@@ -169,7 +173,7 @@ class WeightedQuantOpr(QuantOpr):
         return forward_with(self.op, weight, bias, args, kwargs)
 
     def arithmetic_for(self, args: tuple[Any, ...]) -> tuple[BiasRounding | None, IntegerLayer | None]:
-        """The int32 bias and the integer kernel of a call with these arguments."""
+        """The int32 bias and the integer kernel for a call with these arguments."""
         if self.per_call is not None and args:
             return self.per_call.choose(args[0])
         return self.bias_rounding, self.integer
@@ -179,7 +183,7 @@ class WeightedQuantOpr(QuantOpr):
 
     @property
     def arithmetics(self) -> list[tuple[BiasRounding | None, IntegerLayer | None]]:
-        """The int32 bias and the integer kernel, of each input's grid."""
+        """The int32 bias and the integer kernel, for each input's grid."""
         if self.per_call is not None:
             return [(call.bias_rounding, call.integer) for call in self.per_call]
         return [(self.bias_rounding, self.integer)]
@@ -194,7 +198,9 @@ class WeightedQuantOpr(QuantOpr):
 
 
 class FunctionalWeightedQuantOpr(QuantOpr):
-    """`F.conv2d(x, weight, …)`, `F.linear(x, weight, …)`: the weight is an argument, possibly computed on the way."""
+    """`F.conv2d(x, weight, …)`, `F.linear(x, weight, …)`: the weight is an argument, possibly computed in the
+    forward.
+    """
 
     weight_quantizer: Quantizer
 
@@ -212,11 +218,11 @@ class FunctionalWeightedQuantOpr(QuantOpr):
         return [(self.bias_rounding, self.integer)]
 
     def stored_bias(self) -> torch.Tensor | None:
-        """The bias as calibration saw it; no input reaches it."""
+        """The bias as calibration saw it; it does not depend on any input."""
         return None if self.bias_rounding is None else self.bias_rounding.seen
 
     def _rounded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """With an int32 bias and the integer kernel's value, where the tensors have the shapes of a layer's."""
+        """Round the bias to int32 and take the integer kernel's value, if the tensors have the shapes of a layer's."""
         places = {
             "x": input_argument(self.row, args, kwargs, is_module=False),
             "weight": weight_argument(self.row, args, kwargs),
@@ -244,9 +250,9 @@ class FunctionalWeightedQuantOpr(QuantOpr):
 
 
 class MultipleInputsQuantOpr(QuantOpr):
-    """An op with several tensor inputs: it quantizes nothing itself; each of its inputs has a `QIdentity` in front.
+    """An op with several tensor inputs: it quantizes nothing itself; each of its inputs has a `QIdentity` before it.
 
-    The graph keeps such ops as they are; this class is the base for those that users register.
+    The graph does not wrap such ops; this class is the base for those that users register.
     """
 
     KIND: ClassVar[OpKind] = OpKind.MULTI
@@ -267,7 +273,7 @@ class GatedQuantOpr(QuantOpr):
     ) -> None:
         super().__init__(op, row, input_quantizer)
         self.gate_quantizer = gate_quantizer
-        # The runtime's own arithmetic, where it is known.
+        # The runtime's own arithmetic, if it is known.
         self.product: IntegerMultiply | None = None
         self.hard_gate: IntegerHardSigmoid | None = None
 
@@ -285,14 +291,14 @@ class GatedQuantOpr(QuantOpr):
 
 
 class QIdentity(QuantOpr):
-    """A quantizer alone: in front of an input of a multi-input op, behind an output, or where several ops read."""
+    """A separate quantizer: before an input of a multi-input op, after an output, or where several ops read."""
 
     def __init__(self, input_quantizer: Quantizer) -> None:
         super().__init__()
         self.op = "identity"
         self.input_quantizer = input_quantizer
         self.weight_quantizer = None
-        self.notes_grid = False  # for a layer that chooses its arithmetic by it
+        self.notes_grid = False  # set if a layer chooses its arithmetic by this grid
 
     def forward(self, x: Any) -> Any:
         x = self.input_quantizer(x)
@@ -308,16 +314,16 @@ class QIdentity(QuantOpr):
 
 
 class QShared(nn.Module):
-    """Another place where a tensor of `owner`'s grid is read: behind a max pool, a reshape, … nothing new is rounded.
+    """Another place where a tensor on `owner`'s grid is read: after a max pool, a reshape, … nothing is rounded again.
 
-    Runtimes want the pair of conversions there all the same, with the same numbers. It observes nothing and has no
-    numbers of its own.
+    Runtimes require the pair of conversions there all the same, with the same numbers. It observes nothing and has no
+    scale or zero point of its own.
     """
 
     def __init__(self, name: str, owner: Quantizer) -> None:
         super().__init__()
         self.name = name
-        self._owner = (owner,)  # in a tuple: its home is elsewhere
+        self._owner = (owner,)  # in a tuple: it is registered elsewhere
         self.notes_grid = False
 
     @property
@@ -352,12 +358,12 @@ def _in_integers(
     bias: torch.Tensor | None,
     compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], Any],
 ) -> Any:
-    """The value of the integer kernel; where someone wants gradients, those of the plain op."""
+    """The value of the integer kernel; if gradients are needed, those of the plain op."""
 
     def sums(codes: torch.Tensor, weight_codes: torch.Tensor) -> Any:
         return compute(codes, weight_codes, None if bias is None else codes.new_zeros(bias.shape))
 
-    channel_axis = x.ndim - weight.ndim + 1 if row.name == "conv" else -1  # an unbatched image has one less
+    channel_axis = x.ndim - weight.ndim + 1 if row.name == "conv" else -1  # one less for an unbatched image
     with torch.no_grad():
         exact = integer(x, weight, bias, channel_axis, sums)
     return with_gradient_of(compute(x, weight, bias), exact) if torch.is_grad_enabled() else exact

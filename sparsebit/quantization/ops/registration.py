@@ -1,4 +1,4 @@
-"""How users add ops of their own: `register_qmodule`."""
+"""`register_qmodule`: how users add their own ops."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def register_qmodule(
     inputs: tuple[str, ...] = ("input",),
     weight: str | None = None,
 ) -> Callable[[Implementation], Implementation]:
-    """File a `QuantOpr` subclass as the quantizable form of `sources`: module classes, functions, methods of tensors.
+    """Register a `QuantOpr` subclass as the quantizable form of `sources`: module classes, functions, tensor methods.
 
-    A method is given as `torch.Tensor.erf` or by its name. The class says what the op is in `compute` (or `_forward`).
+    A method is given as `torch.Tensor.erf` or by its name. The class defines the op in `compute` (or `_forward`).
 
-    Module classes named here are leaves of the capture. A Python function is one op where `torch.fx.wrap` says so, else
-    the ops inside it are seen. `kind` defaults to UNARY, to MULTI for a `MultipleInputsQuantOpr` (name its `inputs`),
-    and to WEIGHTED where `weight` names the op's weight.
+    Module classes named here are leaves of the capture. A Python function is one op if `torch.fx.wrap` marks it so,
+    otherwise the ops inside it are captured. `kind` defaults to UNARY, to MULTI for a `MultipleInputsQuantOpr` (name
+    its `inputs`), and to WEIGHTED if `weight` names the op's weight.
 
     >>> import torch
     >>> from sparsebit.quantization.ops.quant_opr import QuantOpr
@@ -53,7 +53,7 @@ def register_qmodule(
             implementation.compute = vars(implementation)["_forward"]  # type: ignore[attr-defined]
         guess = OpKind.WEIGHTED if weight else getattr(implementation, "KIND", None)
         if guess is None:
-            raise ConfigError(f"register_qmodule: {implementation!r} is no subclass of QuantOpr")
+            raise ConfigError(f"register_qmodule: {implementation!r} is not a subclass of QuantOpr")
         row = OpRow(
             name or implementation.__name__.lower(),
             kind or guess,

@@ -1,6 +1,6 @@
 """The integer arithmetic of a layer that the model calls on several tensors: each call has its own input's grid.
 
-The grid is that of a `QIdentity` or `QShared` in front of the layer, which notes its name at the tensor that it gives.
+The grid is that of a `QIdentity` or `QShared` before the layer, which stores its name on its output tensor.
 The layer chooses by that name: so a model can be shared between threads.
 """
 
@@ -20,7 +20,7 @@ _GRID = "_sparsebit_grid"  # an attribute of a tensor: the name of the quantizer
 
 
 class CallArithmetic(nn.Module):
-    """What one input's grid decides: the int32 bias, and the kernel's steps."""
+    """The arithmetic for one input's grid: the int32 bias, and the kernel's steps."""
 
     def __init__(self, source: Quantizer, bias_rounding: BiasRounding | None, integer: IntegerLayer | None) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class CallArithmetics(nn.Module):
         self.calls = nn.ModuleList(calls)
 
     def choose(self, x: Any) -> tuple[BiasRounding | None, IntegerLayer | None]:
-        """Those for a call with this input; none where its grid is not known."""
+        """Those for a call with this input; none if its grid is unknown."""
         name = None if torch.compiler.is_dynamo_compiling() else getattr(x, _GRID, None)
         for call in self if name is not None else ():
             if call.source == name:
@@ -50,6 +50,6 @@ class CallArithmetics(nn.Module):
 
 
 def note_grid(x: Any, quantizer: Quantizer) -> None:
-    """Note where `x` comes from. By name: a tensor that is saved or copied takes its attributes along."""
+    """Store on `x` which quantizer it comes from. By name: a tensor that is saved or copied keeps its attributes."""
     if isinstance(x, Tensor) and quantizer.is_enable and not torch.compiler.is_dynamo_compiling():
         setattr(x, _GRID, quantizer.name)

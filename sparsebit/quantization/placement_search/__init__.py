@@ -1,4 +1,4 @@
-"""Placement by measurement: which layers run in integers is decided by the clock of this machine."""
+"""Placement by measurement: the clock of this machine decides which layers run in integers."""
 
 from __future__ import annotations
 

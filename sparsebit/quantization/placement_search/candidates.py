@@ -1,4 +1,4 @@
-"""Placements worth a try, as sets of units that run in float: families, and the cheapest cut by measured times."""
+"""Candidate placements, as sets of units that run in float: families, and the cheapest cut by measured times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sparsebit.quantization.placement_search.traced_graph import TracedGraph
 
 Floats = frozenset[int]
 
-# A conversion reads and writes every element once: about this long where none was measured (milliseconds).
+# A conversion reads and writes every element once: about this time is assumed if none was measured (milliseconds).
 _USUAL_MS = 4e-7
 _PER_CALL_MS = 2e-3
 _LIGHT = ("add", "concat", "pooling", "activation", "product")
@@ -36,7 +36,7 @@ class Costs:
     per_element: float
 
     def of(self, graph: TracedGraph, floats: Floats) -> float:
-        """What a placement should take."""
+        """The predicted time of a placement."""
         total = sum(
             self.floating[place] if place in floats else self.integer[place] for place in range(len(self.integer))
         )
@@ -52,7 +52,7 @@ def costs_of(graph: TracedGraph, quantized: RegionTimes, floating: RegionTimes, 
     """From the measured regions of a quantized file and of the float one.
 
     `ratio`: of the times of both files without a profiler, which slows integer kernels more than others. The times of
-    the quantized file are scaled to it.
+    the quantized file are scaled to this ratio.
     """
     scale = ratio * floating.total_ms / quantized.total_ms if quantized.total_ms else 1.0
     integer_ms, float_ms = quantized.by_layer(), floating.by_layer()
@@ -73,7 +73,7 @@ def fixed_floats(graph: TracedGraph) -> Floats:
 
 
 def cheapest(graph: TracedGraph, costs: Costs, weight: float = 1.0) -> Floats:
-    """The placement with the least sum of units and conversions, the latter `weight` times as dear as measured."""
+    """The placement with the least sum of units and conversions, with conversions at `weight` times their cost."""
     fixed = fixed_floats(graph)
     integer = [math.inf if place in fixed else ms for place, ms in enumerate(costs.integer)]
     weighted = [(left, right, weight * costs.of_conversion(n)) for left, right, n in edges(graph)]
@@ -82,7 +82,7 @@ def cheapest(graph: TracedGraph, costs: Costs, weight: float = 1.0) -> Floats:
 
 
 def families(graph: TracedGraph) -> Iterator[tuple[str, Floats]]:
-    """Whole kinds of ops in float, where the model has some in integers and others beside them."""
+    """Whole kinds of ops in float, if the model has some in integers and also other ops."""
     fixed = fixed_floats(graph)
     free = [place for place in range(len(graph.units)) if place not in fixed]
     for name, kinds in _FAMILIES.items():
@@ -113,7 +113,7 @@ def islands(graph: TracedGraph, floats: Floats) -> Iterator[tuple[str, Floats]]:
 
 
 def singles(graph: TracedGraph, costs: Costs, floats: Floats) -> Iterator[tuple[str, Floats]]:
-    """Single integer units that the cost model would rather have in float, the most promising first."""
+    """Single integer units that are cheaper in float by the cost model, the most promising first."""
     gains = {place: costs.integer[place] - costs.floating[place] for place in range(len(graph.units))}
     for place in sorted(gains, key=lambda place: -gains[place]):
         if place not in floats and gains[place] > 0:
@@ -121,7 +121,7 @@ def singles(graph: TracedGraph, costs: Costs, floats: Floats) -> Iterator[tuple[
 
 
 def _component(graph: TracedGraph, among: set[int]) -> set[int]:
-    """The units that hang together with the first one."""
+    """The units that are connected with the first one."""
     near: dict[int, set[int]] = {place: set() for place in among}
     for left, right, _ in edges(graph):
         if left in among and right in among:
@@ -137,7 +137,7 @@ def _component(graph: TracedGraph, among: set[int]) -> set[int]:
 
 
 def edges(graph: TracedGraph) -> Iterator[tuple[int, int, int]]:
-    """Units that hand each other a tensor, and its size; a tensor with several readers counts once per reader."""
+    """Pairs of units with a tensor between them, and its size; a tensor with several readers counts once per reader."""
     for link in graph.links:
         if link.producer >= 0 and link.consumer >= 0:
             yield link.producer, link.consumer, link.num_elements

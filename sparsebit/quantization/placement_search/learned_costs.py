@@ -1,8 +1,8 @@
-"""What units and conversions take, learned from every file that was profiled, and the cheapest placement by that.
+"""The times of units and conversions, learned from every profiled file, and the cheapest placement by them.
 
 One profile is not enough: the file with all in integers shows no conversion between an integer convolution and a float
-one, which changes the memory layout too and takes several times as long as the one that it shows. So each candidate is
-profiled, fast or not, and what it shows replaces what was assumed.
+one, which also changes the memory layout and takes several times as long as the conversions that it shows. So each
+candidate is profiled, fast or not, and its measurements replace assumptions.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from sparsebit.quantization.placement_search.candidates import Floats, fixed_flo
 from sparsebit.quantization.placement_search.minimum_cut import cheapest_split
 from sparsebit.quantization.placement_search.traced_graph import TracedGraph
 
-# Where no conversion of a direction was measured (milliseconds per element, and per call).
+# Assumed if no conversion of a direction was measured (milliseconds per element, and per call).
 _USUAL_MS, _PER_CALL_MS = 1e-6, 2e-3
 Direction = Literal["to integers", "to float"]
 
 
 @dataclass(frozen=True)
 class _Handed:
-    """The result of one unit, and the units that read it. The world outside is a unit too: it is always float."""
+    """The result of one unit, and the units that read it. The world outside is also a unit, and always float."""
 
     producer: int
     consumers: tuple[int, ...]
     num_elements: int
 
     def direction(self, floats: Floats) -> Direction | None:
-        """How it is converted in a placement; None where all that read it are on its producer's side."""
+        """How it is converted in a placement; None if all its readers are on its producer's side."""
         is_float = self.producer in floats
         if all((consumer in floats) == is_float for consumer in self.consumers):
             return None
@@ -40,7 +40,7 @@ class _Handed:
 
 
 class LearnedCosts:
-    """Milliseconds of every unit on either side and of every conversion: means of what the profiles showed."""
+    """Milliseconds of every unit on either side and of every conversion: means over the profiles."""
 
     def __init__(self, graph: TracedGraph) -> None:
         self.fixed = fixed_floats(graph)
@@ -52,7 +52,7 @@ class LearnedCosts:
         self._rates: dict[Direction, float] = {"to integers": _USUAL_MS, "to float": _USUAL_MS}
 
     def learn(self, floats: Floats, times: RegionTimes, scale: float) -> None:
-        """From the regions of a file; `scale` brings its times to those of a run without a profiler."""
+        """Add the regions of a file; `scale` converts its times to those of a run without a profiler."""
         outside = floats | {self.size}
         spent = [0.0] * self.size
         for layer, ms in times.by_layer().items():
@@ -82,7 +82,7 @@ class LearnedCosts:
                 self._rates[direction] = max(0.0, sum(ms - _PER_CALL_MS for _, ms in seen)) / elements
 
     def of_unit(self, place: int, *, is_float: bool) -> float:
-        """Of a unit; one that was never seen on this side takes what it takes on the other."""
+        """The time of a unit; for a side that was never measured, its time on the other side."""
         return _mean(self._units.get((place, is_float)) or self._units.get((place, not is_float)) or [0.0])
 
     def of_conversion(self, handed: _Handed, direction: Direction) -> float:
@@ -90,7 +90,7 @@ class LearnedCosts:
         return _mean(seen) if seen else _PER_CALL_MS + self._rates[direction] * handed.num_elements
 
     def of(self, floats: Floats) -> float:
-        """What a placement should take."""
+        """The predicted time of a placement."""
         outside = floats | {self.size}
         total = sum(self.of_unit(place, is_float=place in floats) for place in range(self.size))
         for handed in self.handed:
@@ -100,13 +100,13 @@ class LearnedCosts:
         return total
 
     def cheapest(self, weight: float = 1.0) -> Floats:
-        """The placement that should take least, with conversions `weight` times as dear as they were."""
+        """The placement with the least predicted time, with conversions at `weight` times their cost."""
         places = range(self.size)
         integer = [math.inf if place in self.fixed else self.of_unit(place, is_float=False) for place in places]
         floating = [self.of_unit(place, is_float=True) for place in places]
         integer.append(math.inf)
         floating.append(0.0)
-        # A tensor is converted once for all that read it: a node of its own pays, and drags the readers along.
+        # A tensor is converted once for all its readers: a separate node pays for it, and infinite edges tie both.
         paid: list[tuple[int, int, float]] = []
         for handed in self.handed:
             up, down = len(integer), len(integer) + 1

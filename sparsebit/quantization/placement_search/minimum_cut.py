@@ -17,9 +17,9 @@ def cheapest_split(
 ) -> tuple[bool, ...]:
     """For each node whether it is on our side, so that the sum of all costs is the least.
 
-    `ours[i]`, `theirs[i]`: what node `i` costs on each side; infinity forbids it. `edges`: `(i, j, cost)` is paid where
-    `i` and `j` are on different sides; not `both_ways`: only where `i` is on our side and `j` is not. Among equally
-    cheap splits the one with the fewest nodes on our side is given.
+    `ours[i]`, `theirs[i]`: the cost of node `i` on each side; infinity forbids it. `edges`: `(i, j, cost)` is paid if
+    `i` and `j` are on different sides; not `both_ways`: only if `i` is on our side and `j` is not. Among equally
+    cheap splits, the one with the fewest nodes on our side is returned.
 
     >>> cheapest_split([1.0, 5.0, 1.0], [3.0, 1.0, 3.0], [(0, 1, 0.5), (1, 2, 0.5)])
     (True, False, True)
@@ -90,7 +90,7 @@ class _Flow:
         return True
 
     def _next(self, node: int, levels: list[int], tried: list[int]) -> int:
-        """The next edge with room that leads one level further; -1 where there is none left."""
+        """The next edge with room that leads one level further; -1 if there is none left."""
         while tried[node] < len(self.at[node]):
             edge = self.at[node][tried[node]]
             if self.room[edge] > _SMALLEST and levels[self.ends[edge]] == levels[node] + 1:

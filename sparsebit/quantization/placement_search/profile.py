@@ -1,4 +1,4 @@
-"""`PlacementProfile`: which sites a measurement left out, where it was made, and what each choice gained; JSON."""
+"""`PlacementProfile`: which sites a measurement left out, where it was made, and the gain of each choice; JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORMAT, VERSION = "sparsebit-placement", 1
 class Choice:
     """One placement that was tried.
 
-    `ratio`: its time over that of the float file. `sqnr_db`: of the outputs against float, where that was measured.
+    `ratio`: its time over that of the float file. `sqnr_db`: of the outputs against float, if it was measured.
     `verdict`: `chosen`, `slower`, `less exact`, …
     """
 
@@ -72,7 +72,7 @@ class PlacementProfile:
         return f"{self.ratio:.2f} of float's time; the default placement: {self.default_ratio:.2f}"
 
     def plan_of(self, plan: Plan) -> Plan:
-        """The plan without the sites that stay float; a site that the plan does not have is an error."""
+        """The plan without the sites that stay float; a site that the plan lacks is an error."""
         unknown = [name for name in self.floats if name not in plan]
         if unknown:
             raise ConfigError(
@@ -82,7 +82,7 @@ class PlacementProfile:
         return plan.replace(dict.fromkeys(plan if self.is_float else self.floats))
 
     def check(self, qmodel: QuantModel) -> list[str]:
-        """Refuse a profile of another model or backend; gives what else differs, for warnings."""
+        """Raise for a profile of another model or backend; returns other differences, for warnings."""
         if self.backend != qmodel.config.BACKEND:
             raise ConfigError(
                 f"the placement profile is for BACKEND: {self.backend}, the config says {qmodel.config.BACKEND}"
@@ -111,7 +111,7 @@ class PlacementProfile:
 
     @classmethod
     def load(cls, file: str | os.PathLike[str]) -> PlacementProfile:
-        """What `save` wrote."""
+        """The profile from a file of `save`."""
         path = Path(file)
         if not path.is_file():
             raise ConfigError(
@@ -120,9 +120,9 @@ class PlacementProfile:
         try:
             values: Any = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ConfigError(f"{file} is no placement profile: {error}") from None
+            raise ConfigError(f"{file} is not a placement profile: {error}") from None
         if not isinstance(values, dict) or values.get("format") != FORMAT:
-            raise ConfigError(f"{file} is no placement profile; --placement measured writes one")
+            raise ConfigError(f"{file} is not a placement profile; --placement measured writes one")
         if values.get("version") != VERSION:
             raise ConfigError(
                 f"{file} has version {values.get('version')!r}, this Sparsebit reads {VERSION}; measure again"
@@ -146,5 +146,5 @@ class PlacementProfile:
 def _version_or_none(runtime: str) -> str | None:
     try:
         return runtime_version(runtime)
-    except ModuleNotFoundError:  # PackageNotFoundError is one
+    except ModuleNotFoundError:  # the base class of PackageNotFoundError
         return None

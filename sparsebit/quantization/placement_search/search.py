@@ -1,7 +1,7 @@
 """`measure_placement`: the fastest placement of a calibrated model on this machine that keeps its accuracy.
 
 The model is traced once. Every candidate is that graph with other quantizers left out, as the export would write it, so
-a candidate takes a second. Float altogether is always one of them: the result is never slower than float.
+a candidate takes a second. All in float is always a candidate, so the result is never slower than float.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from sparsebit.records.phases import phase
 
 log = logging.getLogger(__name__)
 
-_GAIN = 0.005  # a candidate must be faster by this much: less is noise
+_GAIN = 0.005  # a candidate must be faster by this much: smaller gains are noise
 _TRIAL_S, _FINAL_S = 1.0, 4.0
-_HOPELESS = 1.25  # a family that should be slower than the best by this factor is not timed
+_HOPELESS = 1.25  # a family with a predicted time above the best by this factor is not timed
 _MOST_CUTS = 12
 _FLOAT, _DEFAULT = "float", "default"
 
@@ -49,7 +49,7 @@ Metric = Callable[[QuantModel], float]
 
 @dataclass(frozen=True)
 class MeasuredPlacement:
-    """`qmodel`: the model with the chosen placement, calibrated; `profile`: what was measured, to keep."""
+    """`qmodel`: the model with the chosen placement, calibrated; `profile`: the measurements, to be saved."""
 
     qmodel: QuantModel
     profile: PlacementProfile
@@ -68,16 +68,16 @@ def measure_placement(
     keep: str | os.PathLike[str] | None = None,
     stopwatch: Stopwatch | None = None,
 ) -> MeasuredPlacement:
-    """Try placements of a calibrated model in its runtime, and give the fastest one that keeps the accuracy.
+    """Try placements of a calibrated model in its runtime, and return the fastest one that keeps the accuracy.
 
-    `batches`: as for calibration; the first samples are what files are timed and compared on. `seconds`: about how long
+    `batches`: as for calibration; files are timed and compared on the first samples. `seconds`: about how long
     candidates are tried, without the time of `metric`; float, the default placement and the one that the measured times
-    suggest always are.
-    `margin_db`: how much less SQNR of the outputs than the default placement's is allowed. `metric`: gives a score of a
-    model, higher is better; the chosen one may lose `metric_margin` of the default placement's score, and one that does
-    not lose more may have any SQNR. `num_threads`: of the runtime. `keep`: a folder for the files as they were timed:
+    suggest are always tried.
+    `margin_db`: by how much the SQNR of the outputs may be below the default placement's. `metric`: returns a score of
+    a model, higher is better; the chosen one may lose `metric_margin` of the default placement's score, and one that
+    does not lose more may have any SQNR. `num_threads`: of the runtime. `keep`: a folder for the timed files:
     `float.onnx`, `default.onnx` and `measured.onnx`.
-    `qmodel` is left as it was.
+    `qmodel` is not changed.
     """
     start = time.perf_counter()
     ready = traced(qmodel, batches, "measure_placement", "placement='measured'", num_threads, stopwatch)
@@ -117,7 +117,7 @@ def measure_placement(
 def apply_placement(qmodel: QuantModel, placement: PlacementProfile | str | os.PathLike[str]) -> QuantModel:
     """The calibrated model with the placement of a profile, or of its file.
 
-    A profile of another model or backend is refused. One of another processor or version of the runtime is used with a
+    A profile of another model or backend is an error. One of another processor or version of the runtime is used with a
     warning: its times are not those of this machine.
     """
     profile = placement if isinstance(placement, PlacementProfile) else PlacementProfile.load(placement)
@@ -138,7 +138,7 @@ def _applied(qmodel: QuantModel, profile: PlacementProfile) -> QuantModel:
 
 
 class _Judge:
-    """Whether placements keep the score of the default one; each is asked for once."""
+    """Whether placements keep the score of the default one; each is scored once."""
 
     def __init__(self, qmodel: QuantModel, metric: Metric, margin: float) -> None:
         self.qmodel, self.metric, self.margin = qmodel, metric, margin
@@ -156,7 +156,7 @@ class _Judge:
 
 
 class _Search:
-    """What was tried, and the best of it."""
+    """The candidates tried so far, and the best of them."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class _Search:
         everything = frozenset(range(len(graph.units)))
         self.floats: dict[str, Floats] = {_FLOAT: everything, _DEFAULT: candidates.fixed_floats(graph)}
         self.left_out = {_FLOAT: frozenset(qmodel.plan), _DEFAULT: frozenset[str]()}
-        # The default keeps every site of the plan, those that no integer unit reads among them.
+        # The default keeps every site of the plan, including those that no integer unit reads.
         self.files = {name: graph.file(left_out, self.runtime) for name, left_out in self.left_out.items()}
         self.seen = set(self.left_out.values())
         self.ratio: dict[str, float] = {_FLOAT: 1.0}
@@ -198,7 +198,9 @@ class _Search:
             self.attempt(name, floats)
 
     def _more(self) -> Iterator[tuple[str, Floats]]:
-        """The cheapest by all that was learned, again and again; other cuts and families; parts of the best one."""
+        """More candidates: the cheapest by the learned costs, repeatedly; other cuts and families; parts of the best
+        one.
+        """
         yield from self._cheapest()
         for weight in (0.7, 1.4):
             yield f"cheapest, conversions x {weight:g}", self.costs.cheapest(weight)
@@ -218,7 +220,7 @@ class _Search:
                     yield name, changed ^ floats ^ self.floats[self.best]
 
     def _cheapest(self) -> Iterator[tuple[str, Floats]]:
-        """Until a placement comes back that was tried: what it takes is known then, and nothing is cheaper."""
+        """The cheapest placements, until one comes back that was tried: its time is known then, and none is cheaper."""
         for _ in range(_MOST_CUTS):
             floats = self.costs.cheapest()
             if self._left_out(floats) in self.seen:
@@ -236,7 +238,7 @@ class _Search:
         return self.graph.sites_without(floats) & frozenset(self.qmodel.plan)
 
     def attempt(self, name: str, floats: Floats) -> None:
-        """Time a candidate in turns with float and the best; keep it where it is faster and exact enough."""
+        """Time a candidate in turns with float and the best; keep it if it is faster and exact enough."""
         left_out = self._left_out(floats)
         if left_out in self.seen or len(left_out) == len(self.qmodel.plan):
             return
@@ -248,7 +250,7 @@ class _Search:
             timed = self.watch.ratios(
                 {_FLOAT: self.files[_FLOAT], self.best: self.files[self.best], name: file}, _TRIAL_S
             )
-        except DeploymentError as error:  # a kernel that the runtime lacks: no candidate
+        except DeploymentError as error:  # the runtime lacks a kernel: skip the candidate
             log.debug("%s: %s", name, error)
             self.verdict[name], self.ratio[name] = "does not run", float("inf")
             return
@@ -269,7 +271,7 @@ class _Search:
         self.best = name
 
     def confirmed(self) -> tuple[str, dict[str, float], float]:
-        """The winner of a longer run of float, the default placement and the best one."""
+        """The winner of a longer run between float, the default placement and the best one."""
         names = dict.fromkeys((_FLOAT, _DEFAULT, self.best))
         timed = self.watch.ratios({name: self.files[name] for name in names}, _FINAL_S)
         ratios = {name: one.ratio for name, one in timed.items()}
@@ -312,7 +314,9 @@ class _Search:
         )
 
     def _learn(self, name: str, times: RegionTimes) -> None:
-        """From measured regions, brought to the measured ratio: profiled kernels are slower than they are alone."""
+        """Learn from measured regions, scaled to the measured ratio: profiled kernels are slower than unprofiled
+        ones.
+        """
         scale = self.ratio[name] * self.float_ms / times.total_ms if times.total_ms else 1.0
         self.costs.learn(self.floats[name], times, scale)
 

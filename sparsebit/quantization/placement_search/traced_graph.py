@@ -1,7 +1,7 @@
 """The exported graph as a placement sees it: units that run in integers or in float, and the tensors between them.
 
-A unit is one op with what runtimes fuse into it: a convolution and its ReLU, a matrix product and its bias, the two ops
-of a SiLU. It comes from the graph in which each quantizer is one node, so that no model is exported twice.
+A unit is one op with the ops that runtimes fuse into it: a convolution and its ReLU, a matrix product and its bias, the
+two ops of a SiLU. It comes from the graph in which each quantizer is one node, so that no model is exported twice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sparsebit.quantization.planning.sites import split_site
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-# What integer kernels absorb right behind a layer.
+# Ops that integer kernels absorb directly after a layer.
 _JOINED = frozenset({"Relu", "Clip"})
 _KINDS = {
     "Conv": "convolution",
@@ -38,7 +38,7 @@ _KINDS = {
     "Sigmoid": "activation",
     "HardSigmoid": "activation",
     "LeakyRelu": "activation",
-    # What only moves values runs on integers as it runs on floats.
+    # Ops that only move values run on integers as well as on floats.
     **dict.fromkeys((*MOVES, "Resize", "Slice", "Split", "Pad", "Gather"), "move"),
     "MaxPool": "pooling",
 }
@@ -47,9 +47,9 @@ _WEIGHTED = ("convolution", "depthwise convolution", "linear")
 
 @dataclass(frozen=True)
 class Unit:
-    """One op and what is fused into it. `layer`: whose weight it reads; empty for an op without one.
+    """One op and the ops fused into it. `layer`: the layer whose weight it reads; empty for an op without one.
 
-    `can_be_integer`: all that it reads is quantized and, but for a linear layer, also its result.
+    `can_be_integer`: all its inputs are quantized and, except for a linear layer, also its result.
     """
 
     nodes: tuple[str, ...]
@@ -82,7 +82,7 @@ class TracedGraph:
         self.units = tuple(parts.units(self.links))
 
     def sites_without(self, floats: Iterable[int]) -> frozenset[str]:
-        """The sites that are left out where these units run in float: those that no integer unit reads or writes."""
+        """The sites that are left out if these units run in float: those that no integer unit reads or writes."""
         float_units = set(floats) | {place for place, unit in enumerate(self.units) if not unit.can_be_integer}
         everything: set[str] = set()
         needed: set[str] = set()
@@ -125,7 +125,7 @@ def _tag(node: ir.Node) -> str:
 
 
 def _is_bias_of(tag: str, gone: set[str], node: ir.Node) -> bool:
-    """A bias is added in integers only where the layer's weight and its input are: it stays float else."""
+    """Whether the site is a bias that stays float: only quantized layers with quantized inputs add it in integers."""
     layer, role = tag.rpartition(".")[::2]
     if role != "bias":
         return False
@@ -140,7 +140,7 @@ def _reads_float(layer: ir.Node, gone: set[str]) -> bool:
 
 
 def _name_apart(model: ir.Model) -> None:
-    """A name of its own for every node: times are found by it."""
+    """Give every node a unique name, because times are found by it."""
     taken: set[str] = set()
     for place, node in enumerate(model.graph):
         if not node.name or node.name in taken:
@@ -165,7 +165,7 @@ class _Parts:
             self.members[self._head(node)].append(node)
 
     def _moving(self) -> dict[ir.Node, None]:
-        """The nodes that depend on an input of the model, in order; what makes weights is left out."""
+        """The nodes that depend on an input of the model, in order; nodes that compute weights are left out."""
         live = set(self.graph.inputs)
         found: dict[ir.Node, None] = {}
         for node in self.graph:
@@ -180,7 +180,7 @@ class _Parts:
         return node
 
     def _join(self, node: ir.Node) -> None:
-        """Join an activation, a bias or the second half of a gate to the op in front of it."""
+        """Join an activation, a bias or the second half of a gate to the op before it."""
         for value in node.inputs:
             source = value.producer() if value is not None else None
             if source is None or value is None or source not in self.moving:
@@ -258,7 +258,7 @@ class _Parts:
 
 
 def _through_sites(value: ir.Value) -> tuple[tuple[str, ...], ir.Value]:
-    """The quantizers that a value has passed, the last one first, and the value in front of them."""
+    """The quantizers that a value has passed, the last one first, and the value before them."""
     sites: list[str] = []
     node = value.producer()
     while node is not None and _is_site(node):

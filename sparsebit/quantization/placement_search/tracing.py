@@ -26,7 +26,7 @@ _LARGEST = 1 << 30  # bytes: candidates are kept in memory
 
 @dataclass(frozen=True)
 class Traced:
-    """The graph, what times its files, the runtime's name, and the shapes of one sample."""
+    """The graph, the timer of its files, the runtime's name, and the shapes of one sample."""
 
     graph: TracedGraph
     watch: Stopwatch
@@ -42,9 +42,9 @@ def traced(
     num_threads: int = 1,
     stopwatch: Stopwatch | None = None,
 ) -> Traced:
-    """The model traced once; its first samples are what files are timed and compared on.
+    """The model traced once; files are timed and compared on its first samples.
 
-    `verb`, `wish`: for messages, the function that is called and what the user asked for.
+    `verb`, `wish`: for messages, the called function and the user's request.
     """
     runtime = PROFILES[qmodel.config.BACKEND].executes
     if runtime is None:
@@ -74,7 +74,7 @@ def traced(
 
 
 def _samples(qmodel: QuantModel, batches: Iterable[Any], wish: str) -> list[Call]:
-    """The first samples one by one, as they come in use."""
+    """The first samples one by one, as in use."""
     found: list[Call] = []
     signature = inspect.signature(qmodel.original.forward)
     for call in calls(batches, qmodel.original, qmodel.device):

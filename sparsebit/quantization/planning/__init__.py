@@ -1,1 +1,1 @@
-"""Config, graph and runtime rules to a plan: every quantized site, and why the rest is float."""
+"""Turns config, graph and runtime rules into a plan: every quantized site, and why the rest is float."""

@@ -16,7 +16,7 @@ _RELUS = frozenset({"relu", "relu6", "hardtanh"})
 def absorbed_by(
     graph: fx.Graph, rows: dict[fx.Node, OpRow], activations: frozenset[str] | None
 ) -> dict[fx.Node, fx.Node]:
-    """Per absorbed node, the one in front of it in the chain. `activations`: what a runtime absorbs; None: all."""
+    """Per absorbed node, the one before it in the chain. `activations`: those that a runtime absorbs; None: all."""
     absorbed: dict[fx.Node, fx.Node] = {}
     heads: dict[fx.Node, str] = {}
     for node in graph.nodes:

@@ -1,7 +1,7 @@
-"""Values that must not be rounded to zero: divisors, and what logarithms and reciprocals read.
+"""Values that must not be rounded to zero: divisors, and inputs of logarithms and reciprocals.
 
-A grid holds zero, and whatever is smaller than half a step becomes zero: `x / x.abs().amax(-1)` of a quiet row gives
-NaN. So such a value stays in float, and so do the ops that compute it and nothing else.
+A grid contains zero, and all values below half a step become zero: `x / x.abs().amax(-1)` of a quiet row becomes
+NaN. So such a value stays in float, and so do the ops that compute only it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BY_SECOND = frozenset(
 )
 _BY_FIRST = frozenset({"log", "log2", "log10", "rsqrt", "reciprocal", "logit", "digamma", "lgamma", "__rtruediv__"})
 _POWERS = frozenset({"pow", "ipow", "__pow__", "float_power"})
-# Rows whose output says nothing about how small their input is.
+# Rows whose output does not depend on how small their input is.
 _ENDS = frozenset(
     {"matmul", "bmm", "baddbmm", "einsum", "attention", "batch_norm", "layer_norm", "group_norm", "instance_norm"}
     | {"rms_norm", "softmax", "log_softmax", "sigmoid", "softplus"}
@@ -45,7 +45,7 @@ def reads_as_divisor(node: fx.Node) -> set[fx.Node]:
 
 
 def divisor_makers(graph: fx.Graph, rows: dict[fx.Node, OpRow]) -> set[fx.Node]:
-    """Ops whose result goes into divisors alone."""
+    """Ops whose result is only used in divisors."""
     makers: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node.op not in ("call_module", "call_function", "call_method") or not node.users:

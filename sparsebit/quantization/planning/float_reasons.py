@@ -1,4 +1,4 @@
-"""Why a layer stays float: the words that plan, passes, coverage and export share."""
+"""Why a layer stays float: the texts that plan, passes, coverage and export share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refuses weight groups that a backend does not read, when the model is planned and shapes are known."""
+"""Raises for weight groups that a backend does not support, when the model is planned and shapes are known."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sparsebit.quantization.planning.sites import spec_of
 
 
 def check_groups(layer: str, config: WeightConfig, shape: Sequence[int], channel_axis: int, backend: str) -> None:
-    """As `check_group_format`, for the format that a config asks for."""
+    """As `check_group_format`, for the format in a config."""
     if not config.QUANTIZER.DISABLE:
         check_group_format(layer, spec_of(config, channel_axis), shape, backend)
 
 
 def check_group_format(layer: str, spec: TensorSpec, shape: Sequence[int], backend: str) -> None:
-    """Refuses groups of bits that `backend` does not read, and a last group that is shorter than the others."""
+    """Raise for groups of bits that `backend` does not support, and for a last group shorter than the others."""
     runs = BACKENDS[backend]
     if not isinstance(spec.granularity, PerGroup):
         return
@@ -34,12 +34,12 @@ def check_group_format(layer: str, spec: TensorSpec, shape: Sequence[int], backe
         )
     if runs.whole_groups and length % size:
         raise BackendError(
-            f"W.QUANTIZER.GROUP_SIZE={size} at {layer}: {length} inputs are no whole number of groups, and {backend} "
+            f"W.QUANTIZER.GROUP_SIZE={size} at {layer}: {length} inputs do not make whole groups, and {backend} "
             f"reads whole groups only; set one that divides {length} ({_divisors(length)}), {escape}"
         )
 
 
 def _divisors(number: int) -> str:
-    """The largest proper ones: `384, 256, 192`."""
+    """The largest proper divisors: `384, 256, 192`."""
     found = [size for size in range(number // 2, 1, -1) if number % size == 0]
     return ", ".join(map(str, found[:3] or [number]))

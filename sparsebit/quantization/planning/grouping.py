@@ -1,7 +1,7 @@
-"""What the ops of a graph want of its tensors -> sites: one tensor in one format has one quantizer.
+"""Groups the requests of a graph's ops into sites: one tensor in one format has one quantizer.
 
-It sits inside the op when that op alone reads the tensor, else in a node of its own. Where the tensor's memory is
-written in place later, each reader behind the write has its quantizer where it reads: a quantizer makes a copy, which
+The quantizer is inside the op if that op alone reads the tensor, else in a separate node. If the tensor's memory is
+written in place later, each reader after the write gets its quantizer where it reads: a quantizer makes a copy, which
 no write reaches.
 """
 
@@ -26,9 +26,10 @@ from sparsebit.quantization.planning.writes import Writes
 
 @dataclass
 class Wants:
-    """What a graph's ops want quantized, before tensors are shared.
+    """The quantization that a graph's ops request, before tensors are shared.
 
-    `inputs[consumer][source]`: how the consumer wants that input. `gates`: `silu` whose sigmoid is quantized too.
+    `inputs[consumer][source]`: the config for that input of the consumer. `gates`: `silu` whose sigmoid is quantized
+    too.
     """
 
     inputs: dict[fx.Node, dict[fx.Node, ActivationConfig]] = field(default_factory=dict)
@@ -37,13 +38,13 @@ class Wants:
     gates: dict[fx.Node, ActivationConfig] = field(default_factory=dict)
 
 
-# Files a site under a name that is free, and gives that name: (name, config, axis of the channels).
+# Registers a site under a free name, and returns that name: (name, config, axis of the channels).
 AddSite = Callable[[str, TensorConfig, int], str]
 
 
 @dataclass
 class _Group:
-    """One tensor (`source`) under one config, and all ops that read it so; `num_writes` into it were before."""
+    """One tensor (`source`) under one config, and all ops that read it so; `num_writes`: earlier writes into it."""
 
     source: fx.Node
     config: ActivationConfig
@@ -53,7 +54,7 @@ class _Group:
 
 
 class Grouping:
-    """`place` gives the placement of one graph; `wrapped`: ids of the modules that have their sites already."""
+    """`place` returns the placement of one graph; `wrapped`: ids of the modules whose sites exist already."""
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class Grouping:
         return placement
 
     def _groups(self) -> list[_Group]:
-        """Outputs first: who wants such a tensor in another format reads it quantized, as it would in the runtime."""
+        """Outputs first: an op that requests another format for such a tensor reads it quantized, as in the runtime."""
         groups: dict[tuple[Any, ...], _Group] = {}
 
         def group_of(source: fx.Node, config: ActivationConfig, num_writes: int) -> _Group:
@@ -104,7 +105,7 @@ class Grouping:
         return list(groups.values())
 
     def _readers_config(self, node: fx.Node) -> ActivationConfig | None:
-        """What all readers of a quantized output want, in its number format: rounded once, to the readers' grid.
+        """The common request of all readers of a quantized output, in its number format: rounded once, to their grid.
 
         Two roundings in a row to one type are merged by ONNX Runtime into a third one.
         """
@@ -115,7 +116,7 @@ class Grouping:
         return first if _group_key(node, first)[1] == _group_key(node, self.wants.outputs[node])[1] else None
 
     def _owner(self, group: _Group) -> str | None:
-        """The site on whose grid the tensor lies already, with the format that the group wants."""
+        """The site whose grid the tensor is on already, in the format of the group."""
         node = group.source
         while node not in self.outputs:
             row = self.rows.get(node)
@@ -159,7 +160,7 @@ class Grouping:
         row, layer, gate = self.rows[node], layer_name(self.path, node), self.wants.gates.get(node)
         module = self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
         if module is not None and id(module) in self.wrapped:
-            return InsideOf(node, row, layer)  # its sites are known from its first place
+            return InsideOf(node, row, layer)  # its sites were created at its first place
         if module is not None and (gate is None or self.calls[node.target] == 1):
             self.wrapped[id(module)] = module  # held, so that its id stays its own
         at = InsideOf(node, row, layer, None if group is None else group.source)
@@ -191,7 +192,7 @@ def _group_key(source: fx.Node, config: ActivationConfig) -> tuple[fx.Node, Tens
 
 
 def _sharing_key(config: ActivationConfig) -> ActivationConfig:
-    """The config without what does not touch numbers, so that an add and a conv with the same format share."""
+    """The config without the keys that do not affect numbers, so that an add and a conv with the same format share."""
     return ActivationConfig.model_validate(
         {key: value for key, value in config.to_dict(defaults=True).items() if key != "QADD"}
     )

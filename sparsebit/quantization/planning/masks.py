@@ -1,7 +1,8 @@
-"""Values that a mask hides with minus infinity, or with a number as large, before a softmax: they have no grid.
+"""Values that a mask hides with minus infinity, or with a number as large, before a softmax: no grid fits them.
 
-On a grid the mask's number would be clipped to the lower end, and what was hidden would be seen; or the grid would
-stretch to it, and all other values would be one code. So such values stay in float up to the op that uses the mask up.
+On a grid the mask's number would be clipped to the lower end, and hidden values would become visible; or the grid would
+stretch to it, and all other values would share one code. So such values stay in float up to the op that consumes the
+mask.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ SOFTMAX = ("softmax", "log_softmax")
 _ARITHMETIC = ("add", "sub", "mul", "div")
 _JOINS = (*_ARITHMETIC, "cat", "clamp", "max")
 _FILLS = ("where", "masked_fill", "masked_fill_")
-_FILLED = 32.0  # a mask may fill what a softmax reads with -100: behind it, exp(-32) is zero on every grid
+_FILLED = 32.0  # a mask may fill the input of a softmax with -100: afterwards, exp(-32) is zero on every grid
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "isin", "logical_not", "logical_and", "logical_or", "invert")
 _LIMITS = ("clamp", "max")  # the larger or the smaller of two values, or one between limits
 
 
 def hidden_values(graph: fx.Graph, rows: dict[fx.Node, OpRow], python: set[fx.Node]) -> set[fx.Node]:
-    """Nodes whose values hold such numbers, as far as constants of the graph show it, or may hold them: masks that are
-    inputs of the graph, and what they are added to in front of a softmax.
+    """Nodes whose values contain such numbers, as far as constants of the graph show it, or may contain them: masks
+    that are inputs of the graph, and values that they are added to before a softmax.
     """
     found = _given_masks(graph, rows, python)
     softmax_inputs = set(_in_front_of_softmax(graph, rows))
@@ -60,7 +61,7 @@ def hidden_values(graph: fx.Graph, rows: dict[fx.Node, OpRow], python: set[fx.No
 
 
 def before_softmax(graph: fx.Graph, rows: dict[fx.Node, OpRow]) -> set[fx.Node]:
-    """Every softmax, and the sums, products, moves, joins and limits whose result one reads."""
+    """Every softmax, and the sums, products, moves, joins and limits whose result a softmax reads."""
     return {node for node, row in rows.items() if row.name in SOFTMAX} | set(_in_front_of_softmax(graph, rows))
 
 
@@ -72,9 +73,9 @@ def _is_limit(node: fx.Node) -> bool:
 
 
 def _keeps_hidden(node: fx.Node, found: set[fx.Node], python: set[fx.Node], *, is_large: bool) -> bool:
-    """Whether hidden values pass a clamp or a maximum: the limits of ordinary values may be as large as they like.
+    """Whether hidden values pass a clamp or a maximum; the limits of ordinary values may have any size.
 
-    A clamp lets them pass if its limit is as large. So does a maximum of two tensors if both hold such values.
+    A clamp lets them pass if its limit is as large. So does a maximum of two tensors if both contain such values.
     """
     values = [source for source in node.all_input_nodes if source not in python]
     if not values or values[0] not in found:
@@ -84,7 +85,7 @@ def _keeps_hidden(node: fx.Node, found: set[fx.Node], python: set[fx.Node], *, i
 
 
 def _is_mask(node: fx.Node) -> bool:
-    """Whether it reads a tensor that holds such a number."""
+    """Whether it reads a tensor that contains such a number."""
     value: Any = node.graph.owning_module
     for name in str(node.target).split("."):
         value = getattr(value, name, None)
@@ -104,10 +105,10 @@ def _uses_up(node: fx.Node, rows: dict[fx.Node, OpRow]) -> bool:
 
 
 def _given_masks(graph: fx.Graph, rows: dict[fx.Node, OpRow], python: set[fx.Node]) -> set[fx.Node]:
-    """Inputs of the graph, comparisons, and what light ops make of them and of buffers alone, as far as the result is
-    added to what a softmax reads. The calibration data may show no masked value of them.
+    """Inputs of the graph, comparisons, and the results of light ops on them and on buffers alone, if the result is
+    added to the input of a softmax. The calibration data may not contain any masked value of them.
 
-    An input that a layer or a product reads too is no mask.
+    An input that a layer or a product reads too is not a mask.
     """
     origins: dict[fx.Node, set[fx.Node]] = {}
     activations: set[fx.Node] = set()

@@ -1,4 +1,6 @@
-"""Where the sites of a plan lie in the captured graphs: the planner's second result, used up by `attach_quantizers`."""
+"""Where the sites of a plan are in the captured graphs: the planner's second result, consumed by
+`attach_quantizers`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from sparsebit.graph.ops.op_rows import OpRow
 
 @dataclass(frozen=True)
 class AloneAt:
-    """A quantizer of its own in the graph, in front of the readers. `num_writes` into the tensor come before it."""
+    """A separate quantizer in the graph, before the readers. `num_writes` into the tensor come before it."""
 
     site: str
     source: fx.Node
@@ -22,7 +24,7 @@ class AloneAt:
 
 @dataclass(frozen=True)
 class SharedAt:
-    """Readers of a tensor that lies on the grid of another site, `owner`: nothing is rounded."""
+    """Readers of a tensor that is on the grid of another site, `owner`: nothing is rounded."""
 
     name: str
     owner: str
@@ -34,7 +36,7 @@ class SharedAt:
 class InsideOf:
     """An op that holds its quantizers; a role without a site is in float.
 
-    `node` is None for a layer outside graphs; `source`: whose value its input quantizer reads.
+    `node` is None for a layer outside graphs; `source`: the value that its input quantizer reads.
     """
 
     node: fx.Node | None
@@ -48,7 +50,7 @@ class InsideOf:
 
 @dataclass
 class RegionPlacement:
-    """Of one captured graph. `tensors`: in the order in which they are put in."""
+    """The placement in one captured graph. `tensors`: in the order in which they are inserted."""
 
     tensors: list[AloneAt | SharedAt] = field(default_factory=list)
     ops: list[InsideOf] = field(default_factory=list)
@@ -56,7 +58,7 @@ class RegionPlacement:
 
 @dataclass
 class Placement:
-    """Of the whole model: each captured graph, and each layer that no graph holds, by their paths."""
+    """The placement in the whole model: in each captured graph, and in each layer outside of graphs, by their paths."""
 
     regions: dict[str, RegionPlacement] = field(default_factory=dict)
     loose: dict[str, InsideOf] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Config + graph + runtime profile -> which tensors are quantized, how, and why the others are not.
+"""Makes a plan from config, graph and runtime profile: which tensors are quantized, how, and why others are not.
 
 The result is a `Plan`, which is a value, and the `Placement` of its sites in the graphs.
 """
@@ -34,7 +34,7 @@ from sparsebit.quantization.planning.sites import Plan, Site, layer_name, site_o
 from sparsebit.quantization.planning.writes import IN_PLACE
 
 _INTEGER_PATH = frozenset({"batch_norm", "add", "cat", "max_pool", "avg_pool", "upsample"})
-# Convolutions must feed all that they read.
+# Ops that are only quantized if convolutions feed all their inputs.
 _FED_BY_ALL = frozenset({"cat", "mul"})
 PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum"})
 _ENDS_FOR_ADDS = frozenset({"add", "cat", "flatten", "permute", "reshape"})
@@ -45,7 +45,7 @@ C = TypeVar("C", bound=TensorConfig)
 def make_plan(captured: Captured, config: QuantConfig) -> tuple[Plan, Placement]:
     """The plan of a captured model, and where in its graphs each site is.
 
-    With `virtual` every known op quantizes its inputs, with a runtime those that its profile lists.
+    With `virtual` every known op quantizes its inputs; with a runtime, those in its profile do.
     """
     draft = _Draft(config, PROFILES[config.BACKEND], floats=dict(captured.untouched))
     placement = Placement()
@@ -75,7 +75,7 @@ class _Draft:
     wrapped: dict[int, nn.Module] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """A warning for each key that the user wrote and the profile would set otherwise (adds: where it matters)."""
+        """Warn for each key that the user wrote and the profile would set otherwise (for adds: where it matters)."""
         for setting in self.profile.costs:
             key, _, value = setting.partition("=")
             if key != "A.QADD.ENABLE_QUANT" and self.config.is_set(key) and str(_value_at(self.config, key)) == value:
@@ -85,7 +85,7 @@ class _Draft:
         return Plan(self.config, self.sites, self.floats, tuple(self.layers), tuple(self.warnings))
 
     def free_name(self, wanted: str) -> str:
-        """The site's name; of a layer that the model calls twice, the second one's with a number."""
+        """The site's name; if the model calls a layer twice, the second one's has a number."""
         name, number = wanted, 1
         while name in self.names:
             number += 1
@@ -118,7 +118,7 @@ class _Draft:
             self.floats[name] = SWITCHED_OFF[0]
 
     def is_skipped(self, name: str) -> bool:
-        """Whether the user keeps this module in float; it is noted then."""
+        """Whether the user's config keeps this module in float; it is then recorded."""
         is_skipped = LeafPolicy(skip=self.config.SKIP_TRACE_MODULES).is_skipped(name)
         if is_skipped:
             self.floats[name] = SWITCHED_OFF[1]
@@ -171,7 +171,7 @@ class _RegionPlanner:
         keeps_chains = config.SCHEDULE.DISABLE_UNNECESSARY_QUANT
         absorbs = None if profile.inputs is None else profile.absorbs
         chains = absorbed_by(self.graph, self.rows, absorbs) if keeps_chains else {}
-        # A layer that the user keeps in float absorbs nothing.
+        # A layer that the user's config keeps in float absorbs nothing.
         self.absorbed = {node: front for node, front in chains.items() if not self._is_off(_head(node, chains))}
         self.divisor_makers = divisor_makers(self.graph, self.rows)
         self.hidden = hidden_values(self.graph, self.rows, self.python)
@@ -179,7 +179,7 @@ class _RegionPlanner:
         self.out = Wants()
 
     def make(self) -> Wants:
-        static = static_values(self.graph)  # how a weight is made is no arithmetic on activations
+        static = static_values(self.graph)  # computing a weight is not arithmetic on activations
         for node in self.graph.nodes:
             if node.op not in ("call_module", "call_function", "call_method") or node in self.python:
                 continue
@@ -241,7 +241,7 @@ class _RegionPlanner:
             self.out.weights[node] = weight
 
     def _check_apart(self, node: fx.Node, row: OpRow, weight: WeightConfig) -> None:
-        """Refuses a weight whose format the runtime does not take behind a quantized output."""
+        """Raise for a weight whose format the runtime does not support after a quantized output."""
         if format_of(weight) not in self.profile.apart:
             return
         for source in self._sources(node, row):
@@ -259,7 +259,7 @@ class _RegionPlanner:
                 )
 
     def _why_float(self, node: fx.Node, row: OpRow, activation: ActivationConfig) -> str:
-        """Why this op gets no quantizer; empty where it gets one."""
+        """Why this op gets no quantizer; empty if it gets one."""
         if node.op == "call_module" and _is_complex(self.root.get_submodule(str(node.target))):
             return COMPLEX
         if node in self.absorbed:
@@ -280,12 +280,12 @@ class _RegionPlanner:
     def _is_conv_fed(self, node: fx.Node) -> bool:
         """Whether a convolution feeds the op through ops that keep integers: activations, norms, moves, pools.
 
-        A concat needs that of all its inputs: beside scores, coordinates that were computed in float would share the
-        scores' grid. So does a product (the gate of squeeze and excitation), and of two tensors: factors that are
-        numbers or parameters scale boxes, or belong to a norm. One of the two is on a grid already: behind an
-        activation that runs in float (mish), a product in integers adds a conversion. An add looks no further
-        than the next add or concat, and not through moves that make tokens of an image: the stem's convolution does not
-        make a transformer's residual stream a CNN's.
+        A concat requires that of all its inputs: otherwise coordinates computed in float would share the grid of
+        scores. So does a product (the gate of squeeze and excitation), and it must have two tensors: factors that are
+        numbers or parameters scale boxes, or belong to a norm. One of the two must already be on a grid: after an
+        activation that runs in float (mish), a product in integers adds a conversion. An add looks no further than the
+        next add or concat, and not through moves that turn an image into tokens: the stem's convolution does not make a
+        transformer's residual stream a CNN's.
         """
         row = self.rows[node]
         stops = _ENDS_FOR_ADDS if row.name == "add" else frozenset()
@@ -311,7 +311,7 @@ class _RegionPlanner:
         return self.conv_fed[node, stops]
 
     def _is_on_grid(self, node: fx.Node) -> bool:
-        """Whether the value is a quantized output, or one that was only moved since."""
+        """Whether the value is a quantized output, possibly moved since."""
         while node not in self.out.outputs:
             row, sources = self.rows.get(node), self._tensors(node)
             if row is None or not sources or not keeps_grid(row, node, self.root):
@@ -334,7 +334,7 @@ class _RegionPlanner:
         return list(dict.fromkeys(source for value in values for source in tensor_inputs(value, self.python)))
 
     def _is_stack(self, value: Any) -> bool:
-        """Whether an operand is a parameter of stacked matrices: a weight, with a quantizer of its own."""
+        """Whether an operand is a parameter of stacked matrices: a weight, with its own quantizer."""
         while isinstance(value, fx.Node) and value.op != "get_attr":
             row = self.rows.get(value)
             if row is None or row.kind is not OpKind.TRANSPARENT or not value.all_input_nodes:
@@ -354,7 +354,7 @@ class _RegionPlanner:
 
 
 def _check_groups(name: str, config: WeightConfig, module: nn.Module, row: OpRow, backend: str) -> None:
-    """Check groups before calibration. A weight that the model computes in its forward is checked by the export."""
+    """Check groups before calibration. The export checks weights that the model computes in its forward."""
     with at_rest(module):
         weight = getattr(module, row.weight or "weight", None)
     if isinstance(weight, Tensor):

@@ -1,4 +1,4 @@
-"""The config's rules for sites that a plan changes: quantizer, number format, observer, what the backend runs."""
+"""The config's rules for sites that a plan changes: quantizer, number format, observer, limits of the backend."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MODELS: dict[Kind, type[TensorConfig]] = {"W": WeightConfig, "A": ActivationCon
 
 
 class Site(Protocol):
-    """What the rules read of a site of a plan."""
+    """The fields of a plan's site that the rules read."""
 
     @property
     def name(self) -> str: ...
@@ -34,9 +34,9 @@ class Site(Protocol):
 
 
 def check_change(new: Site, old: Site, config: QuantConfig, *, weight_only: bool) -> None:
-    """Refuse a changed site that the config would refuse as well; what `old` is already is not looked at again.
+    """Raise for a changed site that a config could not contain either; properties unchanged from `old` are not checked.
 
-    `weight_only`: the activations beside these weights stay float, which lets some backends run fewer bits.
+    `weight_only`: the activations of these weights' layers stay float, which lets some backends run fewer bits.
     """
     target = "weight" if new.role == "weight" else "activation"
     kind = QUANTIZERS.get(new.quantizer)
@@ -66,7 +66,7 @@ def _faults(site: Site, config: QuantConfig, backend: str, weight_only: bool) ->
 
 
 def _shown(site: Site, fault: Fault) -> str:
-    """What the fault is about, as a site has it: `4-bit per-channel-symmetric`, `observer 'mse'`."""
+    """The property of the site that the fault is about: `4-bit per-channel-symmetric`, `observer 'mse'`."""
     if fault.key[1:] == ("QUANTIZER", "TYPE"):
         return f"quantizer {site.quantizer!r}"
     if fault.key[1:] == ("OBSERVER", "TYPE"):

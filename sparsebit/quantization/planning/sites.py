@@ -1,6 +1,6 @@
 """`Site`: one quantized tensor and its number format. `Plan`: all sites of a model, and why the rest is in float.
 
-Both are values: `replace` gives a changed plan, and `QuantModel(model, plan=plan)` builds from it.
+Both are values: `replace` returns a changed plan, and `QuantModel(model, plan=plan)` builds from it.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ LEFT_OUT = "left out of the plan"
 class Site:
     """One tensor that is quantized.
 
-    `name`: the layer and the role, `layer1.conv.weight`. `quantizer`, `observer`: registered names. Their options are
-    those of the config where None is given. `ema_ratio`: the weight of the past where a range follows the data in
+    `name`: the layer and the role, `layer1.conv.weight`. `quantizer`, `observer`: registered names. Options that are
+    None are those of the config. `ema_ratio`: the weight of the past if a range follows the data in
     training.
     """
 
@@ -66,19 +66,19 @@ class Site:
         for key, known in (("quantizer", QUANTIZERS), ("observer", OBSERVERS)):
             if key in changes:
                 changes[key] = known.canonical(changes[key])
-                if changes[key] != getattr(self, key):  # the options of another kind: its defaults
+                if changes[key] != getattr(self, key):  # another kind gets its default options
                     changes.setdefault(f"{key}_options", None)
         spec = changes.pop("spec", self.spec)
         number = getattr(QUANTIZERS.get(changes.get("quantizer", self.quantizer)), "FORMAT", "integer")
-        if number != spec.format:  # another quantizer's numbers
+        if number != spec.format:  # the numbers of another quantizer
             spec = spec.replace(format=number, narrow=False)
         of_spec = {key: changes.pop(key) for key in list(changes) if key in _SPEC_FIELDS}
         is_same = of_spec.get("bits", spec.bits) == spec.bits and of_spec.get("symmetric", True)
-        of_spec.setdefault("narrow", spec.narrow and is_same)  # 8-bit symmetric weights alone have it
+        of_spec.setdefault("narrow", spec.narrow and is_same)  # only for 8-bit symmetric weights
         return dataclasses.replace(self, spec=spec.replace(**of_spec), **changes)
 
     def completed(self, planned: Site) -> Site:
-        """With the options of the site that the config plans, where this one has none and is of the same kind."""
+        """With the options of the config's planned site, if this one has none and is of the same kind."""
         changes = {
             f"{kind}_options": getattr(planned, f"{kind}_options")
             for kind in ("quantizer", "observer")
@@ -88,7 +88,7 @@ class Site:
 
     @classmethod
     def from_dict(cls, name: str, values: Mapping[str, Any]) -> Site:
-        """What `to_dict` gave."""
+        """The site from a result of `to_dict`."""
         try:
             more: dict[str, Any] = {
                 f"{kind}_options": _options(name, kind, values) for kind in ("quantizer", "observer")
@@ -102,7 +102,7 @@ class Site:
             raise ConfigError(f"{name}: not a site of a plan ({error!r}); write it with Plan.to_dict()") from None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON. Options, and an `ema_ratio` other than the default, only where there are any."""
+        """Plain values, for JSON. Options, and an `ema_ratio` other than the default, only if there are any."""
         granularity = self.spec.granularity
         options = {key: getattr(self, key) for key in ("quantizer_options", "observer_options")}
         return {
@@ -127,8 +127,8 @@ class Site:
 class Plan(Mapping[str, Site]):
     """All sites of a model by name, in the order of the model.
 
-    `floats`: what is not quantized, and why. `layers`: all names that a glob of the config may match. `warnings`: what
-    the user's own keys cost against the runtime's profile.
+    `floats`: what is not quantized, and why. `layers`: all names that a glob of the config may match. `warnings`:
+    the cost of the user's own keys compared with the runtime's profile.
     """
 
     config: QuantConfig
@@ -154,8 +154,8 @@ class Plan(Mapping[str, Site]):
     def replace(self, changes: Mapping[str, Site | Mapping[str, Any] | None]) -> Plan:
         """A new plan. Keys: names of sites, or globs. Values: fields to change, a whole site, or None for float.
 
-        A site that a config of the same backend could not ask for is refused. Weights beside activations that are left
-        out of the plan go by the rules for weights alone.
+        A site that a config of the same backend could not contain is an error. Weights whose layer's activations are
+        left out of the plan are checked by the rules for weights alone.
 
         >>> from sparsebit.quantization import parse_qconfig
         >>> site = Site("fc.weight", "weight", TensorSpec(8, symmetric=True))
@@ -188,11 +188,11 @@ class Plan(Mapping[str, Site]):
         return changed
 
     def _is_beside_float(self, site: Site) -> bool:
-        """Whether the activations of a weight's layer are float: by the config, or as they are left out of the plan.
+        """Whether the activations of a weight's layer are float: by the config, or because the plan leaves them out.
 
-        A plan does not tell which op's quantized output a layer reads: then the config alone counts.
+        A plan does not show which op's quantized output a layer reads; in that case only the config counts.
         """
-        layers = {site.layer, site.name.rpartition(".")[0]}  # `gru.weight_hh_l0` is a site of its own, in `gru`
+        layers = {site.layer, site.name.rpartition(".")[0]}  # `gru.weight_hh_l0` is a separate site, in `gru`
         return (
             self.floats.get(f"{site.layer}.input") == LEFT_OUT
             or all(other.role == "weight" for other in self.sites.values())
@@ -209,7 +209,7 @@ class Plan(Mapping[str, Site]):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Plan:
-        """What `to_dict` gave."""
+        """The plan from a result of `to_dict`."""
         missing = {"config", "sites"} - values.keys()
         if missing:
             raise ConfigError(f"not a plan: {', '.join(sorted(missing))} is missing; write it with Plan.to_dict()")
@@ -218,7 +218,7 @@ class Plan(Mapping[str, Site]):
         return cls(config, sites, dict(values.get("floats", {})), warnings=tuple(values.get("warnings", ())))
 
     def fitted(self, planned: Plan) -> Plan:
-        """`planned`, which the config makes of a model, with the sites of this plan; what this one lacks is float."""
+        """`planned`, the config's plan of a model, with the sites of this plan; sites that this one lacks are float."""
         sites = {name: self.sites[name].completed(site) for name, site in planned.sites.items() if name in self.sites}
         left_out = {name: self.floats.get(name, LEFT_OUT) for name in planned.sites if name not in self.sites}
         return dataclasses.replace(planned, sites=sites, floats={**planned.floats, **left_out})
@@ -242,7 +242,7 @@ class Plan(Mapping[str, Site]):
 
 
 def _options(site: str, kind: str, values: Mapping[str, Any]) -> Section | None:
-    """The options that were written; None where there are none: they are the config's then."""
+    """The saved options; None if there are none: then the config's apply."""
     given = values.get(f"{kind}_options")
     if given is None:
         return None
@@ -274,7 +274,7 @@ def split_site(site: str) -> tuple[str, str]:
 
 
 def spec_of(config: TensorConfig, channel_axis: int) -> TensorSpec:
-    """The number format that one tensor's config asks for; `channel_axis` is the tensor's own."""
+    """The number format in one tensor's config; `channel_axis` is the tensor's own."""
     granularity: Granularity = PerTensor()
     if config.granularity == "channel":
         granularity = PerChannel(channel_axis)

@@ -1,4 +1,4 @@
-"""When memory is written in a graph: what a quantizer, which makes a copy, must not stand in front of."""
+"""When memory is written in a graph: a quantizer makes a copy, so it must not be placed before such writes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Writes:
     """The in-place writes of a graph as it is now, by the values whose memory they change."""
 
     def __init__(self, root: fx.GraphModule, *, outside: bool = False) -> None:
-        """`outside`: whether the graph's inputs may be written by others once it has run."""
+        """`outside`: whether other code may write into the graph's inputs after it has run."""
         self._order = {node: index for index, node in enumerate(root.graph.nodes)}
         self._families = Families()
         self._sources: list[tuple[int, fx.Node]] = []
@@ -44,7 +44,7 @@ class Writes:
         return self._written_since(self._order[reader], source)
 
     def any_behind(self, reader: fx.Node, source: fx.Node) -> bool:
-        """Whether the memory of `source` is written after `reader` has run, in the graph or by others."""
+        """Whether the memory of `source` is written after `reader` has run, in the graph or by other code."""
         return self._written_since(self._order[reader] + 1, source)
 
     def _written_since(self, index: int, source: fx.Node) -> bool:

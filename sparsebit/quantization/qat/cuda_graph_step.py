@@ -20,12 +20,12 @@ class CudaGraphStep:
     ...     loss = step(x, y)  # sets the gradients of this batch
     ...     optimizer.step()
 
-    `loss_of(model, *batch)` gives the loss of a batch of tensors, or of dicts and lists of them. Python runs it for the
-    capture only: what it prints or counts happens once. `half`: autocast to that type. A batch of another shape (the
+    `loss_of(model, *batch)` returns the loss of a batch of tensors, or of dicts and lists of them. Python runs it for
+    the capture only: its prints and counters run once. `half`: autocast to that type. A batch of another shape (the
     last one of an epoch) is run without the graph, and so is everything on a CPU. Gradients are those of the last
-    batch; they do not accumulate. The next call overwrites the loss that is returned.
+    batch; they do not accumulate. The next call overwrites the returned loss.
 
-    Make it after `init_QAT`, and a new one after anything that changes what is run: `freeze`, `set_quant`, folding.
+    Create it after `init_QAT`, and again after anything that changes the computation: `freeze`, `set_quant`, folding.
     """
 
     WARM_UP = 3  # forwards and backwards before the capture, in which kernels are compiled and chosen
@@ -39,7 +39,7 @@ class CudaGraphStep:
             self._capture(batch)
         if self.graph is None or _form(batch) != _form(self.inputs):
             for parameter in self.model.parameters():
-                if not parameter.requires_grad:  # frozen since the capture: without a gradient an optimizer skips it
+                if not parameter.requires_grad:  # frozen since the capture: an optimizer skips it if it has no gradient
                     parameter.grad = None
                 elif parameter.grad is not None:  # in place: the graph writes into it
                     parameter.grad.zero_()
@@ -91,6 +91,6 @@ def _tensors(batch: tuple[Any, ...]) -> list[Tensor]:
 
 
 def _form(batch: tuple[Any, ...]) -> Any:
-    """What must be the same for the graph to be replayed: shapes and types of tensors, and all other values."""
+    """A key that must stay the same for the graph to be replayed: shapes and types of tensors, and all other values."""
     leaves, structure = pytree.tree_flatten(batch)
     return [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure

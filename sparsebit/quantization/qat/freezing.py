@@ -23,7 +23,7 @@ _ABSENT: dict[Part, str] = {
 
 
 def chosen(model: nn.Module, parts: tuple[Part, ...]) -> Iterable[Part]:
-    """The parts as given, checked; without any, all that `model` has."""
+    """The given parts, checked; without any, all parts that `model` has."""
     for part in parts:
         if part not in PARTS:
             raise ConfigError(f"{part!r} cannot be frozen; allowed: {', '.join(PARTS)}")
@@ -38,7 +38,7 @@ def hold_ranges(model: nn.Module, held: bool) -> None:
 
 
 def hold_scales(model: nn.Module, held: bool) -> None:
-    """Only scales that were learning: a parameter that the user froze stays frozen."""
+    """Only affects scales that were learning: a parameter that the user froze stays frozen."""
     for quantizer in _quantizers(model):
         names = quantizer.held_parameters
         if held:
@@ -46,13 +46,13 @@ def hold_scales(model: nn.Module, held: bool) -> None:
         for name in names:
             parameter = quantizer.get_parameter(name)
             parameter.requires_grad_(not held)
-            parameter.grad = None  # or an optimizer would go on with its momentum
+            parameter.grad = None  # otherwise an optimizer would continue with its momentum
         if not held:
             names.clear()
 
 
 def hold_statistics(model: nn.Module, held: bool) -> None:
-    """Held: norms use their running statistics and do not update them. Else they are in the model's mode."""
+    """Held: norms use their running statistics and do not update them. Otherwise they follow the model's mode."""
     for norm in _norms(model):
         norm.train(model.training and not held)
 

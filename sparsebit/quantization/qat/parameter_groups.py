@@ -17,8 +17,9 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """`weights` with decay; `biases` (and norms, and all other vectors) and `scales` of quantizers without.
 
-    Every parameter that requires a gradient is in one group, once. What is None here is the optimizer's own default;
-    `scale_lr` is `lr` then. A group carries its `name` and the `param_names` of its `params`; empty ones are left out.
+    Every parameter that requires a gradient is in one group, once. Arguments that are None use the optimizer's default;
+    `scale_lr` defaults to `lr`. A group carries its `name` and the `param_names` of its `params`; empty ones are left
+    out.
     """
     groups: dict[str, dict[str, Any]] = {
         "weights": {"lr": lr, "weight_decay": weight_decay},

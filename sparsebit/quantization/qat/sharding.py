@@ -21,7 +21,7 @@ from sparsebit.graph.capture import Captured
 from sparsebit.quantization.quantizers.base import Quantizer
 
 _FLOAT32 = (Quantizer, _BatchNorm)
-# What is right for these too; types and placements are for weights.
+# Settings that apply to these too; types and placements are for weights.
 _SHARED_SETTINGS = ("mesh", "offload_policy")
 
 
@@ -30,7 +30,7 @@ def shard(
 ) -> None:
     """`fully_shard` on the learned scales and batch norms, on each of the blocks, and on `root`.
 
-    `model`: what was captured, inside `root`. `blocks`: names in the float model. `settings`: those of `fully_shard`.
+    `model`: the captured model, inside `root`. `blocks`: names in the float model. `settings`: those of `fully_shard`.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -68,7 +68,7 @@ def _called(model: nn.Module, captured: Captured, block: str) -> Iterator[str]:
         if inside or not any(_is_inside(block, target) for target in targets):
             yield from inside
             return
-    # Code that was not traced calls the block itself.
+    # Untraced code calls the block itself.
     if any(path == block for path, _ in model.named_modules()):
         yield block
 

@@ -1,7 +1,7 @@
 """`Training`: the part of a `QuantModel` that a training loop uses: fused steps, frozen parts, batch norms.
 
-The plain modules compute what training needs. `sparsebit.quantization.speed` replaces some of them by fused steps while
-the model is in train mode; without that folder everything works, slower.
+The plain modules are enough for training. `sparsebit.quantization.speed` replaces some of them by fused steps while
+the model is in train mode; without that folder everything works, but slower.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-import sparsebit.kernels  # noqa: F401  # puts a GPU's kernels behind the operator
+import sparsebit.kernels  # noqa: F401  # registers a GPU's kernels for the operator
 from sparsebit.execution.norm_statistics import restarted_statistics
 from sparsebit.quantization.calibrating.fold_batchnorm import fold_norms
 from sparsebit.quantization.calibrating.model_state import require_calibrated, require_whole
@@ -23,12 +23,12 @@ from sparsebit.quantization.qat.freezing import HOLD, Part, chosen, hold_statist
 
 if find_spec("sparsebit.quantization.speed") is not None:
     from sparsebit.quantization import speed
-else:  # the plain path needs nothing of it
+else:  # the plain path does not need it
     speed = None  # type: ignore[assignment]
 
 
 class Training:
-    """What the user chose for training, and the fused steps that are in the model now."""
+    """The user's choices for training, and the fused steps that are currently in the model."""
 
     def __init__(self, qmodel: SimulatedModel) -> None:
         self.qmodel = qmodel
@@ -50,7 +50,7 @@ class Training:
         self.choose_path()
 
     def choose_path(self) -> None:
-        """Put the fused steps in, or take them out."""
+        """Insert the fused steps, or remove them."""
         qmodel, packs = self.qmodel, self.packs_activations
         if speed is None or not qmodel.training or not self.is_accelerated:
             if self.fused is not None:
@@ -60,12 +60,12 @@ class Training:
             self.fused = speed.accelerate(qmodel.model, qmodel.built.captured, packs=packs, savings=self.savings)
 
     def step(self) -> contextlib.AbstractContextManager[None]:
-        """A forward of a training step runs inside."""
+        """Context for a forward of a training step."""
         self.choose_path()
         return contextlib.nullcontext() if self.fused is None else self.fused.step()
 
     def release_weights(self) -> None:
-        """The model's own code runs in place of its graph: weights that were quantized in batches are not used."""
+        """The model's own code runs instead of its graph: weights that were quantized in batches are not used."""
         if self.fused is not None:
             self.fused.release_weights()
 
@@ -121,7 +121,7 @@ class Training:
 
 
 def compile_options(options: dict[str, Any], device: str) -> dict[str, Any]:
-    """Keyword arguments of `nn.Module.compile`, with those for inductor that make a training step faster."""
+    """Keyword arguments of `nn.Module.compile`, with options for inductor that speed up a training step."""
     if speed is None or options.get("backend", "inductor") != "inductor":
         return options
     return speed.with_options(options, device)

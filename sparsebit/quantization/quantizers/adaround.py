@@ -1,7 +1,7 @@
 """The weight quantizer that the first Sparsebit called `adaround`: an even grid whose rounding is learned.
 
-What is learned is in the weights (`sparsebit.quantization.reconstruct`), so the quantizer itself rounds to nearest. A
-config that names it gets the step `reconstruct: {METHOD: adaround}` among its ALGORITHMS.
+The learned rounding is stored in the weights (`sparsebit.quantization.reconstruct`), so the quantizer itself rounds to
+nearest. A config that names it gets the step `reconstruct: {METHOD: adaround}` among its ALGORITHMS.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`Quantizer`: observes a tensor, fixes scale and zero point, fake-quantizes.
+"""`Quantizer`: observes a tensor, computes scale and zero point, fake-quantizes.
 
-It is built from a `TensorSpec` and keeps its numbers as buffers (or parameters, where they are learned). It is enabled
-when it is switched on and not off for good (`fake_fused`).
+It is built from a `TensorSpec` and keeps its numbers as buffers (or parameters, if they are learned). It is enabled
+if it is switched on and not switched off for good (`fake_fused`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from sparsebit.quantization.quantizers.kept_numbers import KeptNumbers
 class Quantizer(KeptNumbers, FormerNames):
     """Base of all quantizers, and by itself the uniform one.
 
-    Subclasses change how numbers become quantized (`transform`, `fake_quantize`) or learned (`make_parameters`,
+    Subclasses change how numbers are quantized (`transform`, `fake_quantize`) or learned (`make_parameters`,
     `qparams`).
     """
 
@@ -46,7 +46,7 @@ class Quantizer(KeptNumbers, FormerNames):
     FORMAT: ClassVar[Format] = "integer"
     GRADIENT: ClassVar[Gradient] = "ste"
 
-    options: Section  # what it was registered with (`register_quantizer`), as the config gives it
+    options: Section  # those that it was registered with (`register_quantizer`), with the config's values
 
     def __init__(
         self,
@@ -62,9 +62,9 @@ class Quantizer(KeptNumbers, FormerNames):
         observed_as: Target | None = None,
         ema_ratio: float = 0.9,
     ) -> None:
-        """`observed_as`: how the observer sees the tensor, where that is not its target: a weight that is computed on
-        the way is observed like an activation, over many forwards. `ema_ratio`: the weight of the past in the range of
-        an activation that follows the data.
+        """`observed_as`: how the observer treats the tensor, if that differs from its target: a weight that is computed
+        in the forward is observed like an activation, over many forwards. `ema_ratio`: the weight of the past in the
+        range of an activation that follows the data.
         """
         super().__init__()
         if spec.format != self.FORMAT:
@@ -75,51 +75,51 @@ class Quantizer(KeptNumbers, FormerNames):
         self.observed_as = as_target(observed_as or target)
         self.observer: Observer[Any] = self._new_observer()
         self.use_quant = self.fake_fused = self.observing = self.export_onnx = self.was_unseen = False
-        # Whether the grid moves with the data while training, and whether it is held for the time being.
+        # Whether the grid follows the data while training, and whether it is currently held.
         self.follows, self.is_held = self.ALWAYS_FOLLOWS, False
         self.held_parameters: set[str] = set()  # that learn when they are let go of
         # Where others do the work of this one, which is off: they, by the names that a user is told.
         self.replaced_by: dict[str, KeptNumbers] = {}
         # In calibration: what a mask hides has no grid, and stays in float.
         self.saw_infinity, self.magnitudes = False, Magnitudes()
-        self.feeds_softmax = False  # a softmax reads the tensor, perhaps behind sums and moves
+        self.feeds_softmax = False  # a softmax reads the tensor, perhaps after sums and moves
         self.float_reason = ""  # why calibration has switched it off
         self.make_parameters(num_scales)
-        # Both travel with the state_dict, so that a fresh model is as the saved one was. They are 0 or 1 in float:
+        # Both are saved in the state_dict, so that a fresh model equals the saved one. They are 0 or 1 in float:
         # averages of models (`torch.optim.swa_utils`) subtract and divide every buffer.
         self.register_buffer("calibrated", torch.tensor(0.0))
         self.register_buffer("fused", torch.tensor(0.0))
 
-    # --- what subclasses change
+    # --- overridden by subclasses
 
     def make_parameters(self, num_scales: int) -> None:
         """Create `scale` and `zero_point`, one per scale; a learned one is an `nn.Parameter` from the start.
 
-        A learned number has shape `(1,)`, not `()`: sharded training (`fully_shard`) refuses scalars.
+        A learned number has shape `(1,)`, not `()`: sharded training (`fully_shard`) does not support scalars.
         """
         shape = () if num_scales == 1 else (num_scales,)
         self.register_buffer("scale", torch.ones(shape))
         self.register_buffer("zero_point", torch.zeros(shape))
 
     def transform(self, x: Tensor) -> Tensor:
-        """What is observed and quantized in the place of `x` (DoReFa: its tanh)."""
+        """The tensor that is observed and quantized instead of `x` (DoReFa: its tanh)."""
         return x
 
     def prepare_folding(self, weight: Tensor) -> None:
-        """Told before a factor per channel is multiplied into the weight, for good."""
+        """Called before per-channel factors are folded into the weight."""
 
     def qparams(self) -> tuple[Tensor, Tensor]:
-        """Scale and zero point in force."""
+        """The current scale and zero point."""
         return self.scale, self.zero_point
 
     def operands(self) -> tuple[Tensor, Tensor]:
-        """Scale and zero point as the operator is given them: it takes a scale by its magnitude."""
+        """Scale and zero point as arguments of the operator, which uses a scale's magnitude."""
         return self.qparams()
 
     def fake_quantize(self, x: Tensor) -> Tensor:
         """`transform(x)` rounded to the grid, with the gradients of this quantizer."""
         scale, zero_point = self.operands()
-        if self.is_following:  # a later forward moves them in place, and the backward of this one wants these
+        if self.is_following:  # a later forward changes them in place, and the backward of this one needs these
             scale, zero_point = scale.clone(), zero_point.clone()
         x = self.transform(x)
         return dispatch.fake_quantize(x, scale, zero_point, self.spec, gradient=self.GRADIENT, tag=self.name)
@@ -127,7 +127,7 @@ class Quantizer(KeptNumbers, FormerNames):
     # --- forward
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` unchanged while off; sizes, indices, masks and sparse tensors always pass."""
+        """`x` unchanged while off; sizes, indices, masks and sparse tensors are never quantized."""
         if not _is_quantizable(x):
             return x
         if self.observing:
@@ -143,7 +143,7 @@ class Quantizer(KeptNumbers, FormerNames):
         return self.fake_quantize(x)
 
     def _refuse_numbers_of_others(self) -> None:
-        """Refuse numbers that were never calibrated: `torch.func.stack_module_state` brings those of other layers."""
+        """Raise for numbers that were never calibrated: `torch.func.stack_module_state` loads those of other layers."""
         if all(map(bool, unwrapped(self.calibrated))) and not any(map(bool, unwrapped(self.fused))):
             return
         raise CalibrationError(
@@ -154,7 +154,7 @@ class Quantizer(KeptNumbers, FormerNames):
 
     @property
     def is_following(self) -> bool:
-        """Whether a forward now moves the grid: in training, but not where a backward computes it again."""
+        """Whether a forward now changes the grid: in training, but not if a backward recomputes it."""
         if not self.follows or self.is_held or not self.training or not torch.is_grad_enabled():
             return False
         return torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
@@ -173,19 +173,19 @@ class Quantizer(KeptNumbers, FormerNames):
             raise CalibrationError(f"{self.name}: {error}") from None
 
     def masked_numbers(self) -> Apart | None:
-        """Numbers among the observed values that are a mask's, by their size; None where there are none."""
+        """Numbers among the observed values that come from a mask, judged by their size; None if there are none."""
         return self.magnitudes.apart(BEFORE_SOFTMAX if self.feeds_softmax else ANYWHERE)
 
     def start_observing(self) -> None:
-        """Forget what was observed, and observe from now on."""
+        """Forget the observed statistics, and observe from now on."""
         self.observer.reset()
         self.saw_infinity, self.magnitudes, self.float_reason = False, Magnitudes(), ""
         self.observing = True
 
     def calc_qparams(self) -> tuple[Tensor, Tensor]:
-        """Range of what was observed -> scale and zero point, which are kept and returned; the statistics are dropped.
+        """Scale and zero point of the observed range, which are kept and returned; the statistics are dropped.
 
-        One that is off for good stays as it is.
+        A quantizer that is switched off for good does not change.
         """
         if self.fake_fused:
             return self.qparams()
@@ -210,11 +210,11 @@ class Quantizer(KeptNumbers, FormerNames):
 
     @torch.no_grad()
     def store_qparams(self, scale: Tensor | float, zero_point: Tensor | float = 0) -> None:
-        """Set scale and zero point; the quantizer counts as calibrated then.
+        """Set scale and zero point; the quantizer then counts as calibrated.
 
         One number for all channels or groups, or one for each. The tensors stay the same objects, as an optimizer may
-        hold them. Numbers that the number format or the backend does not have are refused. So is a quantizer that
-        computes its scale from other numbers (PACT: `alpha`), unless its class defines this method.
+        hold them. Numbers that the number format or the backend does not support raise an error. So does a quantizer
+        that computes its scale from other numbers (PACT: `alpha`), unless its class defines this method.
         """
         self._refuse_elsewhere("store_qparams()")
         if not {"scale", "zero_point"} <= {**self._parameters, **self._buffers}.keys():
@@ -222,7 +222,7 @@ class Quantizer(KeptNumbers, FormerNames):
                 f"{self.name}: the quantizer {self.TYPE!r} computes its scale from other numbers "
                 f"({', '.join(self._parameters)}); set those instead, or define store_qparams() in its class"
             )
-        # How many channels an activation has is known when it is calibrated.
+        # The number of an activation's channels is known only after calibration.
         is_open = self.spec.granularity.kind != "tensor" and self.observed_as == "activation" and not self.is_calibrated
         num_scales = None if is_open else self.scale.numel()
         scale, zero_point = (torch.as_tensor(number).detach().to(self.scale) for number in (scale, zero_point))
@@ -235,10 +235,10 @@ class Quantizer(KeptNumbers, FormerNames):
 
     @torch.no_grad()
     def follow(self, x: Tensor) -> None:
-        """Move the grid to the range that the observer finds in `x`: a weight's at once, an activation's by a moving
-        average with the weight EMA_RATIO of the past.
+        """Move the grid to the range that the observer finds in `x`: immediately for a weight, for an activation by a
+        moving average with the weight EMA_RATIO of the past.
 
-        Scale and (not rounded) zero point hold the average between steps: nothing else needs to be kept.
+        Scale and (unrounded) zero point hold the average between steps: nothing else needs to be kept.
         """
         self.update_observer(x)
         if self.observer.is_empty:
@@ -251,23 +251,23 @@ class Quantizer(KeptNumbers, FormerNames):
             start = (spec.qmin - self.zero_point) * self.scale
             scale, low = torch.lerp(scale, self.scale, past), torch.lerp(low, start, past)
             zero_point = zero_point if spec.symmetric else (spec.qmin - low / scale).clamp_(spec.qmin, spec.qmax)
-        has_range = (high > low) & torch.isfinite(high - low)  # of zeros alone, or of NaN, nothing can be learned
+        has_range = (high > low) & torch.isfinite(high - low)  # only zeros, or NaN, have no range to learn from
         self._store("scale", torch.where(has_range, scale, self.scale))
         self._store("zero_point", torch.where(has_range, zero_point, self.zero_point))
 
     def dequantized_range(self) -> tuple[Tensor, Tensor]:
-        """The smallest and the largest value that can come out."""
+        """The smallest and the largest possible output."""
         return dequantized_range(*self.qparams(), self.spec)
 
     # --- another grid
 
     def set_backend(self, backend: str) -> None:
-        """Move to another backend; numbers that it cannot run are refused."""
+        """Move to another backend; numbers that it cannot run raise an error."""
         check_backend(self.spec, self.zero_point.detach(), backend, self.name)
         self.backend = backend
 
     def set_bit(self, bit: int) -> None:
-        """Another bit-width over the same range of values; one that the backend cannot run is refused."""
+        """Change the bit-width over the same range of values; one that the backend cannot run raises an error."""
         self._refuse_elsewhere(f"set_bit({bit})")
         if bit == self.spec.bits:
             return
@@ -285,7 +285,7 @@ class Quantizer(KeptNumbers, FormerNames):
         return build_observer(self.observer_name, self.spec, self.observer_options, self.observed_as)
 
     def describe(self) -> dict[str, Any]:
-        """The number format and where it came from, for JSON."""
+        """The number format and its origin, for JSON."""
         return {
             "quantizer": self.TYPE,
             "bits": self.spec.bits,
@@ -325,13 +325,13 @@ def reads_copies(quantizer: Quantizer) -> bool:
 
 
 def _read_copy(quantizer: Quantizer, args: tuple[Any, ...]) -> Any:
-    """A forward pre-hook: the backward finds what the quantizer has read."""
+    """A forward pre-hook: the quantizer reads a copy of its input, so that the backward finds it unchanged."""
     is_kept = quantizer.is_enable and torch.is_grad_enabled()
     return (args[0].clone(),) if is_kept and isinstance(args[0], Tensor) else None
 
 
 def _hides_values(x: Tensor) -> bool:
-    """Whether there are infinities in it, and nothing is wrong (NaN)."""
+    """Whether it contains infinities and no invalid value (NaN)."""
     return bool(torch.isinf(x).any()) and not bool(torch.isnan(x).any())
 
 
@@ -340,12 +340,12 @@ def _is_quantizable(x: Any) -> bool:
 
 
 def rounds_by_operator(quantizer: Quantizer) -> bool:
-    """Whether it rounds with the one operator behind `transform`, as ours do; a user's own may do anything."""
+    """Whether it rounds with the one operator after `transform`, as ours do; a user's own may do anything."""
     return has_our_methods(quantizer, "fake_quantize", "operands")
 
 
 def has_our_methods(quantizer: Quantizer, *methods: str) -> bool:
-    """Whether its class has these methods from this package."""
+    """Whether its class inherits these methods from this package."""
     kind: Any = type(quantizer)
     return _are_ours(kind, *methods)
 
@@ -356,5 +356,5 @@ def _are_ours(kind: Any, *methods: str) -> bool:
 
 
 def as_number(param: Tensor) -> Tensor:
-    """A number of its own as `()`, as `qparams` gives it; one per channel or group as it is."""
+    """A single number as `()`, the shape that `qparams` returns; one per channel or group is unchanged."""
     return param.reshape(()) if param.numel() == 1 else param

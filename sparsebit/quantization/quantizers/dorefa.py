@@ -16,9 +16,9 @@ from sparsebit.quantization.quantizers.registration import register_quantizer
 class DoReFa(Quantizer):
     """Quantizes tanh(w) on the grid that the observer finds for tanh(w).
 
-    The paper divides by max|tanh(w)| and leaves the layer's gain to the batch norm behind it; here the range keeps the
-    gain, so that a trained network stays itself at first. With MINMAX the grid is the paper's. While training, the grid
-    follows the weights at every step, as in the paper.
+    The paper divides by max|tanh(w)| and leaves the layer's gain to the batch norm after it; here the range keeps the
+    gain, so that a trained network is initially unchanged. With MINMAX the grid is the paper's. While training, the
+    grid follows the weights at every step, as in the paper.
     """
 
     TARGETS: ClassVar[tuple[Target, ...]] = ("weight",)
@@ -31,7 +31,9 @@ class DoReFa(Quantizer):
 
     @torch.no_grad()
     def prepare_folding(self, weight: Tensor) -> None:
-        """The layer keeps tanh(w) from now on, which a batch norm's factor may multiply: tanh(f·w) is not f·tanh(w)."""
+        """Store tanh(w) in the layer from now on: a batch norm's factor may multiply that, as tanh(f·w) is not
+        f·tanh(w).
+        """
         weight.copy_(self.transform(weight))
         self.is_squashed = True
 

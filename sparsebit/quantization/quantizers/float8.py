@@ -12,9 +12,9 @@ from sparsebit.quantization.quantizers.registration import register_quantizer
 
 @register_quantizer("fp8")
 class Float8(Quantizer):
-    """The largest weight of a tensor or channel lies at 448, the largest float8; gradients straight through.
+    """The largest weight of a tensor or channel is mapped to 448, the largest float8; gradients straight through.
 
-    For weights alone: runtimes store them so and compute in float.
+    For weights only: runtimes store them so and compute in float.
     """
 
     TARGETS: ClassVar[tuple[Target, ...]] = ("weight",)

@@ -16,11 +16,11 @@ from sparsebit.numerics.qparams import SMALLEST_SCALE, check_backend
 from sparsebit.numerics.spec import TensorSpec
 from sparsebit.quantization.observers import Observer
 
-_NUM_FLAGS = 2  # of `flags`; subclasses have more
+_NUM_FLAGS = 2  # number of `flags`; subclasses have more
 
 
 class KeptNumbers(nn.Module):
-    """Scale, zero point and switches of a `Quantizer`, which says what they mean and what to do with them."""
+    """Scale, zero point and switches of a `Quantizer`, which defines their meaning and use."""
 
     ALWAYS_FOLLOWS: ClassVar[bool] = False
     NUMBERS: ClassVar[str] = "uniform"  # whose numbers a state_dict has: calibrated and learned step sizes are the same
@@ -117,7 +117,7 @@ class KeptNumbers(nn.Module):
     # --- state
 
     def get_extra_state(self) -> Tensor:
-        """The switches, so that training goes on in a fresh model as it would have, and the format of the numbers."""
+        """The switches, so that training continues in a fresh model as before, and the format of the numbers."""
         flags = self.flags()
         return torch.tensor([len(flags), *flags, *json.dumps(self._format()).encode()], dtype=torch.uint8)
 
@@ -132,7 +132,7 @@ class KeptNumbers(nn.Module):
         self.use_quant, self.follows = flags[:2]
 
     def _format(self) -> list[str]:
-        """What the saved numbers mean."""
+        """The format of the saved numbers."""
         return [
             self.NUMBERS,
             self.spec.dtype_name,
@@ -141,7 +141,7 @@ class KeptNumbers(nn.Module):
         ]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        state = state_dict.setdefault(prefix + "_extra_state", self.get_extra_state())  # of an older version: as it is
+        state = state_dict.setdefault(prefix + "_extra_state", self.get_extra_state())  # of an older version: unchanged
         saved = _read_extra_state(state)[1]
         if saved is not None and saved != self._format() and not bool(state_dict.get(prefix + "fused", False)):
             then, now = (", ".join(form) for form in (saved, self._format()))
@@ -150,7 +150,7 @@ class KeptNumbers(nn.Module):
                 "state was saved with, as QuantModel.load() does"
             )
             return
-        # Per-channel activations know their number of channels only from data: a checkpoint brings its own shape.
+        # Per-channel activations know their number of channels only from data: a checkpoint has its own shape.
         for name in ("scale", "zero_point", "alpha"):
             stored, own = state_dict.get(prefix + name), getattr(self, name, None)
             if isinstance(stored, Tensor) and isinstance(own, Tensor) and stored.shape != own.shape:
@@ -159,7 +159,7 @@ class KeptNumbers(nn.Module):
                 else:
                     self._store(name, stored)
         super()._load_from_state_dict(state_dict, prefix, *args)
-        # A learned scale may have crossed zero: its magnitude is what was in force, and what a file stores.
+        # A learned scale may have crossed zero: its magnitude was in use, and is what a file stores.
         scale = self._buffers.get("scale")
         if scale is not None and bool((scale < SMALLEST_SCALE).any()):
             self._buffers["scale"] = scale.abs().clamp_min(SMALLEST_SCALE)
@@ -169,13 +169,13 @@ class KeptNumbers(nn.Module):
             args[-1].append(str(error))
         if bool(self.fused) and not self.fake_fused:
             self.set_fake_fused()
-            self.was_unseen = True  # it was planned, and went off in calibration
+            self.was_unseen = True  # it was planned, and calibration switched it off
         elif self.was_unseen and not bool(self.fused):
             self.revive()
 
 
 def _read_extra_state(state: Tensor) -> tuple[list[bool], list[str] | None]:
-    """The switches, and the format that was saved; None of an older version."""
+    """The switches, and the saved format; None for an older version."""
     try:
         values = state.tolist()
         if state.dtype == torch.bool and len(values) >= _NUM_FLAGS:

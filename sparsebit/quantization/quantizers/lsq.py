@@ -17,10 +17,10 @@ from sparsebit.quantization.quantizers.registration import register_quantizer
 
 @register_quantizer("lsq")
 class LSQ(Quantizer):
-    """The scale is a parameter from the start; calibration gives it its first value.
+    """The scale is a parameter from the start; calibration sets its first value.
 
-    Its gradient carries LSQ's factor 1/sqrt(N·qmax). The scale in force is its absolute value, so that a step across
-    zero can come back.
+    Its gradient has LSQ's factor 1/sqrt(N·qmax). Its absolute value is used as the scale, so that a step across
+    zero can be undone.
     """
 
     GRADIENT: ClassVar[Gradient] = "lsq"
@@ -39,10 +39,10 @@ class LSQ(Quantizer):
         return scale.abs().clamp_min(SMALLEST_SCALE), zero_point.clamp(self.spec.qmin, self.spec.qmax)
 
     def operands(self) -> tuple[Tensor, Tensor]:
-        """As they are learned: none of the small kernels that `qparams` starts."""
+        """As they are learned, without the small kernels that `qparams` starts."""
         if self.spec.symmetric:
             if torch.compiler.is_dynamo_compiling() and not is_exporting():
-                return self.scale, torch.zeros_like(self.scale)  # which a compiler leaves out
+                return self.scale, torch.zeros_like(self.scale)  # a compiler removes the zeros
         elif self.learns_zero_point:
             # Values up to 0.25 outside round to the end of the codes; the margin keeps a gradient there. `hardtanh`
             # starts four kernels fewer than `clamp` in the backward.
@@ -52,6 +52,6 @@ class LSQ(Quantizer):
 
 @register_quantizer("lsq+", aliases=("lsq_plus",))
 class LSQPlus(LSQ):
-    """LSQ with a learned zero point on affine grids; on symmetric ones the zero point is 0 and stays."""
+    """LSQ with a learned zero point on affine grids; on symmetric ones the zero point is fixed at 0."""
 
     learns_zero_point = True

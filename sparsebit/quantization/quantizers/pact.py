@@ -40,7 +40,7 @@ class PACT(Quantizer):
         self.register_buffer("is_signed", torch.tensor(float(self.spec.symmetric)))
 
     def calc_qparams_with_minmax(self, min_val: Tensor, max_val: Tensor) -> tuple[Tensor, Tensor]:
-        """Only the sign of the data is taken over: the threshold is PACT's own."""
+        """Only uses the sign of the data: the threshold is PACT's own."""
         if self.fake_fused:
             return self.qparams()
         if min_val.numel() > 1 and self.alpha.numel() == 1:
@@ -57,7 +57,7 @@ class PACT(Quantizer):
 
     @property
     def _middle(self) -> int:
-        """The code of zero with as many codes above as below, or one less above; at 1 bit the only code left below."""
+        """The code of zero with as many codes above as below, or one less above; at 1 bit the lower code."""
         return 0 if self.spec.symmetric or self.spec.bits == 1 else 1 << (self.spec.bits - 1)
 
     @property

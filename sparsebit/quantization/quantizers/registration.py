@@ -38,11 +38,11 @@ def register_quantizer(
     """Register a `Quantizer` subclass under `name`, the `QUANTIZER.TYPE` of configs.
 
     Without a name (`@register_quantizer`) it is registered under the `TYPE` of the class. A method `_forward(x)` or
-    `_forward(x, scale, zero_point)` is taken for `fake_quantize`.
+    `_forward(x, scale, zero_point)` is used as `fake_quantize`.
 
     `options`: a `Section` whose keys configs may set as `QUANTIZER: {NAME: {...}}`; the quantizer has them as
-    `self.options`. A quantizer that is registered without options has those of the registered class that it extends,
-    under that class's name.
+    `self.options`. A quantizer that is registered without options inherits those of the registered class that it
+    extends, under that class's name.
 
     >>> import torch
     >>> from pydantic import Field
@@ -60,7 +60,7 @@ def register_quantizer(
 
     def file(kind: QuantizerClass) -> QuantizerClass:
         if not (isinstance(kind, type) and issubclass(kind, Quantizer)):
-            raise ConfigError(f"quantizer {name!r}: {kind!r} is no subclass of Quantizer")
+            raise ConfigError(f"quantizer {name!r}: {kind!r} is not a subclass of Quantizer")
         _check_constructor(name, kind)
         if "_forward" in vars(kind) and "fake_quantize" not in vars(kind):
             kind.fake_quantize = _as_fake_quantize(vars(kind)["_forward"])  # type: ignore[assignment, method-assign]
@@ -95,12 +95,12 @@ def _as_fake_quantize(forward: Callable[..., Tensor]) -> Callable[[Quantizer, Te
 
 
 def quantizer_options(config: TensorConfig) -> Section:
-    """The options of the quantizer that a tensor's config selects, as that config gives them."""
+    """The options of the quantizer that a tensor's config selects, with that config's values."""
     return selected_options(config.QUANTIZER)
 
 
 def build_quantizer(kind: str, spec: TensorSpec, target: Target, **settings: Any) -> Quantizer:
-    """The registered quantizer `kind` for one tensor; a kind that is not made for this target is refused."""
+    """The registered quantizer `kind` for one tensor; a kind that is not made for this target raises an error."""
     quantizer_class = QUANTIZERS.get(kind)
     assert isinstance(quantizer_class, type) and issubclass(quantizer_class, Quantizer)
     if not is_for(quantizer_class, target):

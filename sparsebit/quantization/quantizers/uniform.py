@@ -8,4 +8,4 @@ from sparsebit.quantization.quantizers.registration import register_quantizer
 
 @register_quantizer("uniform")
 class Uniform(Quantizer):
-    """Scale and zero point come from calibration and stay."""
+    """Scale and zero point come from calibration and are fixed."""

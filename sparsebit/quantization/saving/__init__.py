@@ -1,1 +1,1 @@
-"""Folders of quantized models, and the record of a run."""
+"""Folders of quantized models: writing, loading, and rebuilding the model."""

@@ -1,9 +1,9 @@
 """A model as a folder: `model.safetensors` (every tensor) and `sparsebit.json` (everything else that is needed).
 
-The folder describes itself, holds no code and nothing pickled. It changes as a whole: the files are completed in a
-hidden folder beside it, and the two folders change places in one step. Where they cannot (the folder holds other
-files, is the current one or a mount point, or the system has no such step), the files change one by one: the new
-manifest comes first, and until the new tensors have their place they are found under a name that holds its key.
+The folder describes itself, and holds neither code nor pickled data. It changes as a whole: the files are completed in
+a hidden folder next to it, and the two folders are swapped in one step. If they cannot be swapped (the folder holds
+other files, is the current one or a mount point, or the system has no such step), the files change one by one: the new
+manifest comes first, and until the new tensors are in place they are found under a name that contains its key.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def write(folder: str | os.PathLike[str], description: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
-    """Make the folder, or replace the saved model in it when the new one is complete; other files in it stay."""
+    """Create the folder, or replace the saved model in it when the new one is complete; other files in it stay."""
     path = Path(folder)
-    target = path.resolve()  # what a link points to is replaced, not the link
+    target = path.resolve()  # replace the target of a link, not the link
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{path} is a file; save() writes a folder: give another name")
     distinct, aliases = _distinct(tensors)
@@ -62,8 +62,8 @@ def write(folder: str | os.PathLike[str], description: dict[str, Any], tensors: 
 def read(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The description and the tensors of a folder, checked.
 
-    A fault counts only if the folder did not change meanwhile; else another process has just saved, and it is read
-    again.
+    A fault counts only if the folder did not change meanwhile; otherwise another process has just saved, and it is
+    read again.
     """
     path = Path(folder)
     deadline = time.monotonic() + _PATIENCE_S
@@ -88,7 +88,7 @@ def foreign_files(folder: Path) -> list[str]:
 def encode(value: Any) -> Any:
     """A nest of tensors as JSON, without their data: `{"tensor": [2, 3], "dtype": "float32"}`.
 
-    Gives None for what has no such form.
+    Returns None for values without such a form.
     """
     try:
         return _encode(value)
@@ -97,7 +97,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """The nest that `encode` was given, with tensors on the meta device."""
+    """The value that `encode` turned into JSON, with tensors on the meta device."""
     try:
         return _decode(value)
     except (AttributeError, IndexError, KeyError, RuntimeError, StopIteration, TypeError, ValueError) as error:
@@ -130,7 +130,7 @@ def _decode(value: Any) -> Any:
 
 
 def _publish(staged: Path, target: Path, key: str) -> None:
-    """Put the two files where `target` is; at any moment the older saving or the new one is there."""
+    """Move the two files to `target`; at any moment either the older model or the new one is there."""
     if not target.exists():
         with contextlib.suppress(OSError):  # another process has just made it
             os.rename(staged, target)
@@ -148,7 +148,7 @@ def _publish(staged: Path, target: Path, key: str) -> None:
             _move(staged / TENSORS, pending)
             _move(staged / MANIFEST, target / f"{_PENDING}{key}.json")
             flush(target)
-            os.replace(target / f"{_PENDING}{key}.json", target / MANIFEST)  # from here on the new one counts
+            os.replace(target / f"{_PENDING}{key}.json", target / MANIFEST)  # from here on the new model is valid
             flush(target)
             os.replace(pending, target / TENSORS)
             flush(target)
@@ -157,7 +157,7 @@ def _publish(staged: Path, target: Path, key: str) -> None:
 
 
 def _settle(target: Path) -> None:
-    """Finish what a killed save() has left: tensors that the manifest waits for get their place, others go."""
+    """Finish the work of a killed save(): move the tensors that the manifest waits for into place, delete others."""
     remove_abandoned(target, target)
     with contextlib.suppress(CheckpointError):
         pending = target / f"{_PENDING}{manifest.read(target / MANIFEST)['key']}"
@@ -176,7 +176,7 @@ def _is_current(folder: Path) -> bool:
 
 def _copy_rights(source: Path, target: Path) -> None:
     shutil.copymode(source, target)
-    with contextlib.suppress(OSError, AttributeError):  # only root may; Windows has no such function
+    with contextlib.suppress(OSError, AttributeError):  # only root may do this; Windows has no such function
         os.chown(target, source.stat().st_uid, source.stat().st_gid)
 
 
@@ -218,7 +218,7 @@ def _check_tensors(path: Path, key: str, sha256: str) -> None:
 
 
 def _state(folder: Path) -> list[tuple[Any, ...]]:
-    """Which files lie in the folder, so that a change is seen."""
+    """A description of the files in the folder, used to detect a change."""
     found = []
     with contextlib.suppress(OSError):
         for name in sorted(os.listdir(folder)):

@@ -1,4 +1,4 @@
-"""`sparsebit.json`, the manifest of a saved model: how it is written, and what is checked when it is read.
+"""`sparsebit.json`, the manifest of a saved model: how it is written, and how it is checked on reading.
 
 It holds a checksum of itself and of the file of tensors. `graphs` holds the structure of the captured graphs, which is
 compared when the folder is loaded.
@@ -39,7 +39,7 @@ class _File(BaseModel):
 
 
 class _Manifest(BaseModel):
-    """What loading reads."""
+    """The fields that loading reads."""
 
     model_config = ConfigDict(strict=True)
     key: str
@@ -54,7 +54,7 @@ class _Manifest(BaseModel):
 
 
 def written(description: Mapping[str, Any], key: str, aliases: Mapping[str, str], files: Mapping[str, Any]) -> str:
-    """The manifest as text. `files`: of each file beside it, its `bytes` and `sha256`."""
+    """The manifest as text. `files`: `bytes` and `sha256` of each file next to it."""
     manifest = {
         "format": FORMAT,
         "version": VERSION,

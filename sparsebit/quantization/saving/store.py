@@ -1,7 +1,7 @@
-"""Saving, loading, pickling and copying a `QuantModel`, with all that was done to it since it was built.
+"""Saving, loading, pickling and copying a `QuantModel`, with all changes made to it since it was built.
 
-A graph cannot be pickled. A description (config, plan, form of the example call, names of folded layers, ...) and the
-tensors are kept; from these and the float model the same model is built again.
+A graph cannot be pickled. Instead a description (config, plan, form of the example call, names of folded layers, ...)
+and the tensors are stored; from these and the float model the same model is rebuilt.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ Model = TypeVar("Model", bound=SimulatedModel)
 
 def save(qmodel: SimulatedModel, folder: str | os.PathLike[str]) -> Path:
     """Write a self-describing folder (safetensors + JSON), as a whole: a process that reads it meanwhile, or finds
-    it after a kill, sees the older saving or this one.
+    it after a kill, sees either the older model or this one.
 
-    With several processes rank 0 writes, and the others return when it has. Call it on all of them, or on rank 0
-    alone; on all where the parameters are sharded, as they are gathered.
+    With several processes rank 0 writes, and the others return when it is done. Call it on all of them, or on rank 0
+    only; on all if the parameters are sharded, as they are gathered.
     """
     require_captured_values(qmodel, "save")
     tensors = gather_shards(qmodel.state_dict(keep_vars=True))
-    # By its last name: machines may keep it under different paths.
+    # By its last name only, because machines may keep it under different paths.
     once(f"save({Path(folder).name!r})", lambda: checkpoint.write(folder, description_of(qmodel), tensors))
     return Path(folder)
 
@@ -76,7 +76,7 @@ def load(
         raise CheckpointError(f"{folder}: {error}") from error
     except SparsebitError:
         raise
-    except Exception as error:  # whatever torch and the model's own code raise when the tensors do not fit
+    except Exception as error:  # errors of torch and the model's own code if the tensors do not fit
         raise CheckpointError(
             f"{folder} was saved from another model than the {type(model).__name__} given, or needs the "
             f"example_inputs that it was built with:\n{error}"
@@ -84,10 +84,10 @@ def load(
 
 
 def with_plan(qmodel: Model, plan: Plan) -> Model:
-    """A copy of this calibrated model with the sites of `plan` alone, which are among its own; the rest is float.
+    """A copy of this calibrated model with only the sites of `plan`, which must be among its own; the rest is float.
 
-    Weights and the numbers of the quantizers that stay are those of this model: nothing is calibrated again. What
-    algorithms made of a layer whose weight is float now is the float model's again.
+    Weights and the numbers of the remaining quantizers are those of this model: nothing is calibrated again. If a
+    layer's weight becomes float, changes by algorithms are replaced by the float model's values.
     """
     require_settled(qmodel, "with_plan")
     if missing := plan.missing_in(qmodel.plan):
@@ -111,7 +111,7 @@ def with_plan(qmodel: Model, plan: Plan) -> Model:
 
 
 def description_of(qmodel: SimulatedModel) -> dict[str, Any]:
-    """What is needed to build this model again, besides the float model and the tensors; goes to JSON."""
+    """The data needed to rebuild this model, besides the float model and the tensors; stored as JSON."""
     return {
         "config": qmodel.config.to_dict(),
         "example": checkpoint.encode(qmodel.built.example),
@@ -139,9 +139,9 @@ def revived(
     *,
     sites: set[str] | None = None,
 ) -> Model:
-    """The model that `description_of` described, built again around the float `model`.
+    """The model of a description by `description_of`, rebuilt around the float `model`.
 
-    `sites`: the sites of the new model if it has fewer than the old one; their scales and zero points are not loaded.
+    `sites`: the sites of the new model if it has fewer than the old one; then scales and zero points are not loaded.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the user was warned when the model was built first
@@ -162,7 +162,7 @@ def revived(
     if sites is None:
         is_unchanged = all(torch.equal(p, tensors.get(name, p)) for name, p in qmodel.named_parameters())
         qmodel.load_state_dict(tensors)
-        if is_unchanged:  # a pickled model whose weights are still those of the float model
+        if is_unchanged:  # a pickled model whose weights still equal those of the float model
             qmodel.note_weights()
         switches = description["switches"]
         qmodel.set_quant(switches["weight"], switches["activation"])
@@ -181,7 +181,7 @@ def _load_all_but_quantizers(qmodel: SimulatedModel, tensors: dict[str, Tensor])
 
 
 def reduced(qmodel: SimulatedModel) -> tuple[Any, ...]:
-    """For `__reduce__`: a function and its arguments, from which pickle makes the model again."""
+    """For `__reduce__`: a function and its arguments, from which pickle rebuilds the model."""
     require_captured_values(qmodel, "pickle")
     parts = (
         qmodel.original,
@@ -198,7 +198,7 @@ def _unpickled(kind: type[SimulatedModel], training: bool, *parts: Any) -> Simul
 
 
 def deep_copied(qmodel: Model, memo: dict[int, Any]) -> Model:
-    """For `__deepcopy__`. The parts of the model refer to it, and to the copy in the copy, since it is in `memo`."""
+    """For `__deepcopy__`. The model's parts refer to it, and in the copy to the copy, since it is in `memo`."""
     new = type(qmodel).__new__(type(qmodel))
     memo[id(qmodel)] = new
     memo.update(without_history(qmodel) | without_history(qmodel.original))

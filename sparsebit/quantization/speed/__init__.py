@@ -1,4 +1,4 @@
-"""What makes a training step fast. Nothing outside this package depends on it: without it the plain path trains."""
+"""Fast training steps. Nothing outside this package depends on it: without it the plain path is used."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""`accelerate`: everything that makes a training step fast, put into a captured model, and taken out again.
+"""`accelerate`: inserts everything that speeds up a training step into a captured model, and removes it again.
 
-The model's modules and graphs stay as they are. In training, the forwards of layers and graphs are replaced by ones
+The model's modules and graphs do not change. In training, the forwards of layers and graphs are replaced by ones
 that fuse steps, with the same values and gradients:
 
     layers            `fused_layer`: a layer and its input's quantizer as one autograd node; `first_layer`
     graphs            `training_graph` with `fused_activations`, `stacked_selects`
     weights           `weight_batches`: all weights quantized in a few kernels before a forward
-    saved tensors     `saved_activations`: cheap values computed again in the backward (on request)
+    saved tensors     `saved_activations`: cheap values are recomputed in the backward (on request)
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from sparsebit.quantization.speed.weight_batches import WeightBatches
 
 
 class Acceleration:
-    """What is in force for `captured`, until `undo`. A copy of the model has none: it is accelerated anew."""
+    """The active replacements for `captured`, until `undo`. A copy of the model has none: it is accelerated again."""
 
     def __init__(self, model: nn.Module, captured: Captured, *, packs: bool | None, savings: Savings) -> None:
-        """`packs`: as in `QuantModel.pack_saved_activations`; None: only large copies are computed again."""
+        """`packs`: as in `QuantModel.pack_saved_activations`; None: only large copies are recomputed."""
         self.model, self.captured, self.packs, self.savings = model, captured, packs, savings
         self.undo()
         for module in model.modules():
@@ -59,11 +59,11 @@ class Acceleration:
         return tuple(rewrite for rewrite, is_wanted in wanted.items() if is_wanted)
 
     def is_for(self, captured: Captured, packs: bool | None, savings: Savings | None) -> bool:
-        """Whether this is what `accelerate` would make."""
+        """Whether `accelerate` with these arguments would make the same object."""
         return self.captured is captured and self.packs is packs and self.savings == (savings or Savings())
 
     def undo(self) -> None:
-        """All forwards are the modules' own again."""
+        """Restore the modules' own forwards."""
         for module in self.model.modules():
             restore(module)
         for region in self.captured.regions.values():
@@ -71,7 +71,7 @@ class Acceleration:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """For one forward with gradients."""
+        """Context for one forward with gradients."""
         with packing() if self.packs else contextlib.nullcontext():
             if self.weights is None:
                 yield
@@ -86,7 +86,7 @@ class Acceleration:
         return [step for graph in graphs if isinstance(graph, TrainingGraph) for step in graph.steps]
 
     def release_weights(self) -> None:
-        """Layers quantize their own weights again: own code may run a layer a second time in the backward."""
+        """Let layers quantize their own weights again: own code may run a layer a second time in the backward."""
         if self.weights is not None:
             self.weights.clear()
 

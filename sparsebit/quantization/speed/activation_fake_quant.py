@@ -1,7 +1,7 @@
-"""An activation function and the fake-quant behind it as one operator, for compiled graphs (`inductor_fusions`).
+"""An activation function and the fake-quant after it as one operator, for compiled graphs (`inductor_fusions`).
 
-On a GPU a compiler sees its kernels. Left to itself, inductor computes the function's backward twice: once for the sum
-that a scale's gradient is, and once for the gradient of the input.
+On a GPU a compiler sees its kernels. By default, inductor computes the function's backward twice: once for the sum
+that is a scale's gradient, and once for the gradient of the input.
 """
 
 from __future__ import annotations

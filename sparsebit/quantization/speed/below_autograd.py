@@ -1,6 +1,6 @@
-"""Fake-quant below autograd, in one pass with an activation function in front of it and a conversion behind it.
+"""Fake-quant below autograd, in one pass with an activation function before it and a conversion after it.
 
-What a fused autograd node computes: on a GPU in one kernel, elsewhere step by step with the same values.
+Used inside fused autograd nodes: on a GPU it is one kernel, elsewhere separate steps with the same values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sparsebit.numerics.reference import compute_dtype
 
 
 def fuses(x: Tensor) -> bool:
-    """Whether the kernels for such a tensor compute more in the same pass."""
+    """Whether the kernels for such a tensor fuse more operations into the same pass."""
     return kernels_for(x).fuses and x.dtype in KERNEL_DTYPES
 
 
@@ -34,9 +34,9 @@ def quantized(
     *,
     intercepted: bool | None = None,
 ) -> Tensor:
-    """`x`, or the activation function of that name of it, on its grid, in the type `dtype`.
+    """`x`, or the named activation function of `x`, on its grid, in the type `dtype`.
 
-    `intercepted`: the answer of `is_intercepted`, where the caller knows it.
+    `intercepted`: the result of `is_intercepted`, if the caller knows it.
     """
     if is_intercepted(x, scale, zero_point) if intercepted is None else intercepted:
         value = ACTIVATIONS[activation].value(x) if activation else x
@@ -63,7 +63,7 @@ def gradients_of(
     needs: tuple[bool, ...],
     activation: str = "",
 ) -> Found:
-    """What `grad` gives to x, scale and zero point, where it is needed and learned."""
+    """The gradients of x, scale and zero point for `grad`, if they are needed and learned."""
     kernels = kernels_for(x)
     if not activation or not kernels.fuses or is_intercepted(grad, x, scale):
         rest = (grid, gradient, needs)
@@ -76,7 +76,7 @@ def gradients_of(
 def slopes(
     x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, gradient: str, needs: tuple[bool, bool], tag: str
 ) -> tuple[Tensor, list[Tensor]]:
-    """`x` on the grid of one scale, and the derivative of each number by scale and zero point, as far as is needed.
+    """`x` on the grid of one scale, and the derivative of each number by scale and zero point, as far as needed.
 
     Without LSQ's factor; in the type of `x`.
     """

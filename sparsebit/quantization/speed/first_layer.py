@@ -1,12 +1,12 @@
-"""Convolutions of what needs no gradient: a model's images.
+"""Convolutions of inputs that need no gradient: a model's images.
 
-The learned scale of the images alone asks for the gradient of the convolution's input, and with three channels that is
-the slowest kernel of a training step. It is not needed: with t = dy/dscale of every quantized number y, and g the
+Only the learned scale of the images requires the gradient of the convolution's input, and with three channels that is
+the slowest kernel of a training step. It can be avoided: with t = dy/dscale of every quantized number y, and g the
 gradient of the convolution's output,
 
     dL/dscale = <conv_input_grad(g, w), t> = <conv_weight_grad(g, t), w>
 
-and the weight gradient of t comes with that of y for nothing, because kernels fill three channels up to eight anyway.
+and the weight gradient of t costs nothing besides that of y, because kernels pad three channels to eight anyway.
 A convolution of patches that do not overlap is a matrix product, forward and backward.
 """
 
@@ -22,14 +22,14 @@ from sparsebit.quantization.quantizers.base import Quantizer
 from sparsebit.quantization.speed.below_autograd import slopes
 from sparsebit.quantization.speed.recomputation import autocast_dtype
 
-# Up to which a convolution's kernels take as long as with one. A CPU's work for each.
+# The number of channels up to which a convolution's kernels take as long as with one. On a CPU each one costs time.
 FREE_CHANNELS = {"cuda": 8}
 
 
 def first_layer(
     op: nn.Module, quantizer: Quantizer, x: Tensor, weight: Tensor, bias: Tensor | None, gradient: Gradient
 ) -> Tensor | None:
-    """`op` on the quantized `x`, which needs no gradient; None where nothing is gained."""
+    """`op` on the quantized `x`, which needs no gradient; None if nothing is gained."""
     if x.requires_grad or not isinstance(op, nn.Conv2d) or op.groups != 1 or is_exporting():
         return None
     scale, zero_point = quantizer.operands()
@@ -60,7 +60,7 @@ def _of_patches(op: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -
 def _with_slopes(
     op: nn.Conv2d, quantizer: Quantizer, x: Tensor, weight: Tensor, bias: Tensor | None, gradient: Gradient
 ) -> Tensor:
-    """As channels of their own, with weights of zero which have the gradients of scale and zero point."""
+    """Append the slopes as further channels, with zero weights whose gradients are those of scale and zero point."""
     numbers, spec = quantizer.operands(), quantizer.spec
     needs = (numbers[0].requires_grad, numbers[1].requires_grad)
     with torch.no_grad():

@@ -1,8 +1,8 @@
-"""Activation functions fused with the quantizer behind them.
+"""Activation functions fused with the quantizer after them.
 
-ReLU: rounding onto a grid that begins at zero clips at zero anyway, so that forward and backward of the ReLU, a pass
-over memory each, are saved. GELU and SiLU in front of a layer, on a GPU: its kernels compute them in the same pass, and
-what the function gives is not kept for the backward. Values and gradients stay the same.
+ReLU: rounding to a grid that begins at zero clips at zero anyway, so the forward and backward of the ReLU, one pass
+over memory each, are saved. GELU and SiLU before a layer, on a GPU: its kernels compute them in the same pass, and
+the function's output is not kept for the backward. Values and gradients stay the same.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _RELU_READERS = (QuantOpr, WeightedQuantOpr, QIdentity)
 
 
 class FusedActivation(FusedStep):
-    """An activation function, dropouts that drop nothing, and what alone reads them: a quantizer, then an op.
+    """An activation function, dropouts that drop nothing, and their only reader: a quantizer, then an op.
 
     `settings`: keyword arguments of the function's call.
     """
@@ -69,7 +69,7 @@ class FusedActivation(FusedStep):
         return self.reader(x)
 
     def fused(self, x: Tensor) -> Any:
-        """In front of a layer, on a GPU; None where that is not so."""
+        """The fused result before a layer, on a GPU; None if that is not possible."""
         layer = fused_layer_of(self.reader) if isinstance(self.reader, WeightedQuantOpr) else None
         if layer is None or not x.requires_grad or not fuses(x):
             return None
@@ -77,9 +77,9 @@ class FusedActivation(FusedStep):
 
 
 class FusedReLU(FusedActivation):
-    """A ReLU, and a quantizer that may begin at zero."""
+    """A ReLU, and a quantizer whose grid may begin at zero."""
 
-    _known: tuple[Tensor, int, bool] | None = None  # the zero point that was asked, its version, and the answer
+    _known: tuple[Tensor, int, bool] | None = None  # the last checked zero point, its version, and the result
 
     def fused(self, x: Tensor) -> Any:
         reader, quantizer = self.reader, self.reader.input_quantizer
@@ -98,7 +98,7 @@ class FusedReLU(FusedActivation):
         return y
 
     def _begins_at_zero(self, quantizer: Quantizer) -> bool:
-        """Whether all zero points are 0. On a GPU the answer waits for the GPU: it is kept until they change."""
+        """Whether all zero points are 0. On a GPU the result waits for the GPU, so it is cached until they change."""
         zero_point = quantizer.zero_point
         if zero_point.is_cpu:
             return not bool(zero_point.detach().any())
@@ -108,7 +108,7 @@ class FusedReLU(FusedActivation):
 
 
 def fuse_relus(draft: Draft) -> None:
-    """ReLUs, each with the quantizer that alone reads it."""
+    """Fuse ReLUs, each with the only quantizer that reads it."""
     for node in _single_input_calls(draft):
         if not _is_relu(node, draft.root):
             continue
@@ -118,7 +118,7 @@ def fuse_relus(draft: Draft) -> None:
 
 
 def fuse_activations(draft: Draft) -> None:
-    """GELU and SiLU, each with the layer that alone reads it, behind dropouts or not."""
+    """Fuse GELU and SiLU, each with the only layer that reads it, before or after dropouts."""
     for node in _single_input_calls(draft):
         name = _name(node, draft.root)
         if name is None:
@@ -134,7 +134,7 @@ def fuse_activations(draft: Draft) -> None:
 
 
 def _single_input_calls(draft: Draft) -> list[fx.Node]:
-    """Calls of one tensor. What is written into later is read where it is: a fused step would read it later."""
+    """Calls of one tensor. Values that are written later are left out, as a fused step would read them later."""
     written = {draft.copies[node] for node in written_later(draft.root) if node in draft.copies}
     return [
         node
@@ -144,7 +144,7 @@ def _single_input_calls(draft: Draft) -> list[fx.Node]:
 
 
 def _fuse(draft: Draft, step: FusedActivation, chain: list[fx.Node]) -> None:
-    """`step` in the place of the nodes of `chain` and of the one that alone reads the last of them."""
+    """Put `step` in the place of the nodes of `chain` and of the only reader of the last of them."""
     (call,) = chain[-1].users
     if len(call.args) == 1 and not call.kwargs:
         draft.replace(call, step, (chain[0].all_input_nodes[0],))
@@ -159,14 +159,14 @@ def _is_relu(node: fx.Node, root: fx.GraphModule) -> bool:
 
 
 def _rectifies(reader: nn.Module | None) -> TypeGuard[QuantOpr]:
-    """Whether its quantizer can stand for a ReLU too; a user's own may do anything with its input."""
+    """Whether its quantizer can replace a ReLU too; a user's own may do anything with its input."""
     if not is_itself(reader, QuantOpr) or type(reader) not in _RELU_READERS:
         return False
     return _may_begin_at_zero(reader.input_quantizer)
 
 
 def _may_begin_at_zero(quantizer: Quantizer) -> bool:
-    """Whether its grid begins at zero if its zero point is 0, and training does not move that."""
+    """Whether its grid begins at zero if its zero point is 0, and training does not change that."""
     return type(quantizer) in (LSQ, Uniform) and quantizer.spec.qmin == 0
 
 
@@ -180,7 +180,7 @@ def _name(node: fx.Node, root: fx.GraphModule) -> str | None:
 
 
 def _dropouts_behind(node: fx.Node, root: fx.GraphModule) -> list[fx.Node]:
-    """Those that alone read it, one behind the other."""
+    """The dropouts that alone read it, in a chain."""
     found: list[fx.Node] = []
     while isinstance(only_reader(node, root), nn.Dropout):
         (node,) = node.users

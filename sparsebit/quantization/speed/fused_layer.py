@@ -1,9 +1,9 @@
 """A convolution or linear layer and the quantizer of its input as one node of autograd.
 
 Two nodes would keep two tensors for the backward: the quantizer its input, for the gradient of the scale, and the layer
-the quantized copy of it, for that of the weight. One node can compute the copy again, which is one pass over memory,
-and half of what it takes to start two nodes from Python. Values and gradients are those of the two. An activation
-function in front of the quantizer can be part of the node too: what it gave is not kept then either.
+the quantized copy of it, for that of the weight. One node can recompute the copy, which is one pass over memory, and
+it saves half of the time to start two nodes from Python. Values and gradients are those of the two. An activation
+function before the quantizer can be part of the node too: then its output is not kept either.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sparsebit.quantization.speed.fusion_guards import Substitute, is_seen, may_
 from sparsebit.quantization.speed.recomputation import as_autocast, autocast_dtype, recompute_of
 from sparsebit.quantization.speed.savings import Savings
 
-LARGE = 16 << 20  # bytes; below, starting a kernel again costs more than the memory is worth
+LARGE = 16 << 20  # bytes; below, recomputing costs more time than the memory is worth
 # Layers whose arithmetic is known by their class.
 _LAYERS = frozenset(
     kind
@@ -48,15 +48,15 @@ class _Linear:
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         y = F.linear(x, weight, bias)
-        # Not a view (of a matrix): what a node of one's own gives as a view may not be changed in place.
+        # Not a view (of a matrix): a view returned by a custom node cannot be changed in place.
         return torch.unsafe_chunk(y, 1)[0] if y._is_view() else y
 
     def reads_input(self, needs_weight: bool) -> bool:
-        """Whether the backward does."""
+        """Whether the backward reads the input."""
         return needs_weight
 
     def backward(self, grad: Tensor, x: Tensor | None, weight: Tensor, needs: tuple[bool, bool, bool]) -> Grads:
-        """The gradients of x, weight and bias, where they are needed."""
+        """The gradients of x, weight and bias, if they are needed."""
         rows = grad.reshape(-1, grad.shape[-1])
         by_x = rows.mm(weight).view(*grad.shape[:-1], weight.shape[1]) if needs[0] else None
         by_weight = None if x is None else rows.t().mm(x.reshape(-1, x.shape[-1]))
@@ -86,9 +86,9 @@ class _Conv(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What a call needs besides its tensors.
+    """The arguments of a call besides its tensors.
 
-    `activation`: in front of the quantizer. `kept_below`: bytes; a larger quantized copy is computed again.
+    `activation`: before the quantizer. `kept_below`: bytes; a larger quantized copy is recomputed.
     """
 
     grid: Grid
@@ -134,13 +134,13 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _gradients_with_history(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """For derivatives of derivatives: those of the two nodes, as far as they have any."""
+    """For second derivatives: the gradients of the two nodes, as far as they have any."""
     x, scale, zero_point, weight, _ = ctx.saved_tensors
     plan: _Plan = ctx.plan
     value = ACTIVATIONS[plan.activation].value(x) if plan.activation else x
     copy = operator.fake_quantize(value, scale, zero_point, *plan.grid, plan.gradient, plan.tag).to(plan.dtype)
     needs = ctx.needs_input_grad[:5]
-    # Whatever its value, a bias is added.
+    # A bias is added for any of its values.
     bias = (
         weight.new_zeros(grad.shape[1 if isinstance(plan.layer, _Conv) else -1]).requires_grad_() if needs[4] else None
     )
@@ -155,38 +155,38 @@ _LINEAR = _Linear()
 
 
 class FusedLayer(Substitute):
-    """In the place of a layer's forward: the layer and the quantizer of its input as one node, where they may be.
+    """Replaces a layer's forward: the layer and the quantizer of its input as one node, if they can be one.
 
-    `packs`: whether what can be computed again is not kept for the backward; None: on a GPU, where it is large.
+    `packs`: whether tensors that can be recomputed are not kept for the backward; None: on a GPU, if they are large.
     """
 
     def __init__(self, layer: WeightedQuantOpr, packs: bool | None, savings: Savings) -> None:
         self.layer, self.packs, self.savings = layer, packs, savings
-        rounds_otherwise(layer.input_quantizer)  # for a compiler: the answer is known for this class from now on
-        self.quantized_weight: Tensor | None = None  # together with others, for this forward (`weight_batches`)
+        rounds_otherwise(layer.input_quantizer)  # cached for this class, because a compiler cannot compute it
+        self.quantized_weight: Tensor | None = None  # set by `weight_batches` for this forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         layer = self.layer
-        # Asked first: a compiler checks everything that is read here before every call.
+        # Checked first: a compiler checks everything that is read here before every call.
         is_left = torch.compiler.is_compiling() and self._is_left_to_a_compiler(args)
         if not is_left and len(args) == 1 and not kwargs and self.computes_itself:
             return self.compute(args[0])
         return type(layer).forward(layer, *args, **kwargs)
 
     def _is_left_to_a_compiler(self, args: tuple[Any, ...]) -> bool:
-        """A compiler fuses by itself. Only the first layer is written otherwise for it."""
+        """A compiler fuses by itself. Only the first layer is written differently for it."""
         return type(self.layer.op) is not nn.Conv2d or len(args) != 1 or args[0].requires_grad
 
     @property
     def computes_itself(self) -> bool:
-        """Whether the layer trains and is nothing but its arithmetic; else it is asked."""
+        """Whether the layer trains and only runs its arithmetic; otherwise the layer itself is called."""
         layer = self.layer
         return layer.training and layer.weight_quantizer.is_enable and _is_plain(layer.op) and not is_seen(layer.op)
 
     def compute(self, x: Any, gradient: Gradient | None = None, activation: str = "") -> Any:
-        """The layer on the quantized `x`, with the activation function of that name in front of the quantizer.
+        """The layer on the quantized `x`, with the named activation function before the quantizer.
 
-        `gradient`: that of the quantizer, and of a ReLU in front of it.
+        `gradient`: that of the quantizer, and of a ReLU before it.
         """
         layer = self.layer
         op, quantizer = layer.op, layer.input_quantizer
@@ -212,12 +212,12 @@ class FusedLayer(Substitute):
             x = quantizer(ACTIVATIONS[activation].value(x) if activation else x)
         else:
             x = dispatch.fake_quantize(x, *quantizer.operands(), quantizer.spec, gradient=gradient, tag=quantizer.name)
-        return as_autocast(x) if recompute_of(x) is not None else x  # autocast would keep a copy of its own
+        return as_autocast(x) if recompute_of(x) is not None else x  # otherwise autocast would keep its own copy
 
     def _as_one_node(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, gradient: Gradient, activation: str
     ) -> Tensor | None:
-        """None where that cannot be one node, or would keep more than two."""
+        """The layer as one node; None if that is impossible, or if it would keep more than two nodes."""
         quantizer = self.layer.input_quantizer
         arithmetic = _arithmetic(self.layer.op, x)
         scale, zero_point = quantizer.operands()
@@ -230,26 +230,26 @@ class FusedLayer(Substitute):
             dtype = half
             weight, bias = weight.to(dtype), bias if bias is None else bias.to(dtype)
         elif half is not None or weight.dtype != dtype or (bias is not None and bias.dtype != dtype):
-            return None  # two nodes convert it, or refuse it
+            return None  # two nodes convert it, or raise
         grid, kept_below = grid_of(quantizer.spec), self._kept_below(x)
         plan = _Plan(grid, gradient, activation, dtype, arithmetic, kept_below, quantizer.name)
         return _apply(x, scale, zero_point, weight, bias, plan)
 
     def _kept_below(self, x: Tensor) -> float:
-        """Bytes of a quantized copy from which on it is computed again."""
+        """The size in bytes from which a quantized copy is recomputed."""
         if self.packs:
             return 0.0
         return LARGE if self.packs is None and x.is_cuda and self.savings.recomputed_copies else math.inf
 
 
 def fused_layer_of(layer: WeightedQuantOpr) -> FusedLayer | None:
-    """What stands in the place of the layer's forward, where it would compute itself."""
+    """The replacement of the layer's forward, if it can compute the layer by itself."""
     found = substitute_of(layer)
     return found if isinstance(found, FusedLayer) and found.computes_itself else None
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """A layer of torch itself, whose arithmetic is known by its class."""
+    """Whether it is a layer of torch itself, whose arithmetic is known by its class."""
     return type(module) in _LAYERS
 
 

@@ -1,7 +1,7 @@
-"""`why_not_fuse`: every reason for which ops and the quantizers behind them are computed one by one.
+"""`why_not_fuse`: every reason for computing ops and the quantizers after them one by one.
 
-A fused step computes what the plain modules would. It may stand in for them only where nothing else runs with them and
-nothing else sees the values in between. Hooks and switches may come at any time: the reasons are asked at every call.
+A fused step computes the same as the plain modules. It may replace them only if nothing else runs with them and
+nothing else sees the values in between. Hooks and switches may come at any time: the reasons are checked at every call.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from sparsebit.quantization.ops.layer_call import is_hooked
 from sparsebit.quantization.quantizers.base import Quantizer, has_our_methods, reads_copies
 
-# Methods that decide what a quantizer's forward computes.
+# Methods that define the computation of a quantizer's forward.
 _METHODS = ("forward", "fake_quantize", "transform", "is_enable", "__call__")
 _ON_INSTANCES = ("fake_quantize", "transform", "operands", "GRADIENT")
 
 
 class Substitute:
-    """Has a `forward` that stands in the place of a module's own, and computes what that would.
+    """Has a `forward` that replaces a module's own and computes the same.
 
-    It is the instance's attribute: names, hooks and the state_dict stay those of the module.
+    It is set on the instance: names, hooks and the state_dict stay those of the module.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -31,30 +31,30 @@ class Substitute:
 
 
 def substitute(module: nn.Module, by: Substitute) -> None:
-    """Put its forward in the place of the module's, unless there is one that a user put there."""
+    """Replace the module's forward by this one's, unless a user has set a forward there."""
     if not has_own_forward(module):
         module.__dict__["forward"] = by.forward
 
 
 def substitute_of(module: nn.Module) -> Substitute | None:
-    """What stands in the place of the module's forward."""
+    """The replacement of the module's forward, if there is one."""
     found = getattr(module.__dict__.get("forward"), "__self__", None)
     return found if isinstance(found, Substitute) else None
 
 
 def restore(module: nn.Module) -> None:
-    """The module's own forward again."""
+    """Restore the module's own forward."""
     if substitute_of(module) is not None:
         del module.__dict__["forward"]
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether a user put a forward into the instance."""
+    """Whether a user has set a forward on the instance."""
     return "forward" in module.__dict__ and substitute_of(module) is None
 
 
 def is_seen(module: nn.Module) -> bool:
-    """Whether a call of the module runs a user's code: a hook, a forward of the instance, or a compiler of its own."""
+    """Whether a call of the module runs a user's code: a hook, a forward of the instance, or a separate compiler."""
     return is_hooked(module) or has_own_forward(module) or module._compiled_call_impl is not None
 
 
@@ -72,12 +72,12 @@ def has_seen_part(modules: Iterable[nn.Module]) -> bool:
 
 
 def is_replica(module: nn.Module) -> bool:
-    """Whether it is `nn.DataParallel`'s copy, whose references to other modules are to those of the original."""
+    """Whether it is a copy by `nn.DataParallel`, whose references point to modules of the original."""
     return "_is_replica" in module.__dict__
 
 
 def rounds_otherwise(quantizer: Quantizer) -> bool:
-    """Whether its forward is more, or something else, than the operator on `operands()`."""
+    """Whether its forward differs from the operator on `operands()`."""
     kind: Any = type(quantizer)
     has_own = any(name in quantizer.__dict__ for name in _ON_INSTANCES)
     return has_own or quantizer.spec.format != "integer" or not _rounds_as_base(kind)
@@ -93,12 +93,12 @@ def _rounds_as_base(kind: Any) -> bool:
 
 
 def is_deterministic(quantizer: Quantizer) -> bool:
-    """Whether equal inputs give equal outputs: it draws nothing at random, and its range follows no data."""
+    """Whether equal inputs have equal outputs: it draws no random numbers, and its range does not follow data."""
     return not quantizer.follows and has_our_methods(quantizer, "fake_quantize", "operands", "qparams", "transform")
 
 
 Reason = Callable[[Quantizer, tuple[nn.Module, ...], Any], bool]
-# In the order in which they are cheap to ask.
+# In the order of their cost, the cheapest first.
 REASONS: dict[str, Reason] = {
     "no gradients are recorded": lambda quantizer, modules, x: not torch.is_grad_enabled(),
     "the input is no floating-point tensor": lambda quantizer, modules, x: (
@@ -118,7 +118,7 @@ REASONS: dict[str, Reason] = {
 
 
 def why_not_fuse(quantizer: Quantizer, modules: tuple[nn.Module, ...], x: Any) -> str | None:
-    """The first reason why `x`, `modules` and `quantizer` are computed one by one; None where there is none."""
+    """The first reason why `x`, `modules` and `quantizer` must be computed one by one; None if there is none."""
     for reason, holds in REASONS.items():
         if holds(quantizer, modules, x):
             return reason

@@ -1,4 +1,4 @@
-"""`Recompute`: how to compute a tensor again. Autograd saves that in the place of the tensor (`saved_activations`)."""
+"""`Recompute`: how to recompute a tensor. Autograd saves it instead of the tensor (`saved_activations`)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _CHANGED = (
 
 
 class Recompute:
-    """How to compute a tensor again: a function and its arguments, some of which are recomputed themselves.
+    """How to recompute a tensor: a function and its arguments, some of which are recomputed themselves.
 
-    Between forward and backward nothing may change that the function reads: what it needs are its arguments, and `read`
-    besides; the versions of all of them are compared.
+    Between forward and backward nothing that the function reads may change: its arguments, and the tensors in `read`;
+    the versions of all of them are compared.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Recompute:
         self.value: Tensor | None = None
         self.version = output._version
         self.function = function
-        # Without their history: this must not keep the autograd graph alive.
+        # Without their history: this object must not keep the autograd graph alive.
         self.args = [_without_history(arg) for arg in args]
         self.kwargs = {name: _without_history(arg) for name, arg in kwargs.items()}
         self.watched: list[Tensor] = list(read)
@@ -66,7 +66,7 @@ class Recompute:
             raise SparsebitError(_CHANGED)
         args = [_unpack(arg) for arg in self.args]
         kwargs = {name: _unpack(arg) for name, arg in self.kwargs.items()}
-        if self.autocast is None and not torch.is_grad_enabled():  # as in nearly every backward
+        if self.autocast is None and not torch.is_grad_enabled():  # the usual case in a backward
             return self.function(*args, **kwargs)
         with torch.no_grad(), _NOTHING if self.autocast is None else torch.autocast(**self.autocast):
             return self.function(*args, **kwargs)
@@ -81,18 +81,18 @@ def attach_recompute(
     *,
     autocasts: bool = True,
 ) -> None:
-    """`autocasts`: whether the function's types depend on autocast; `read`: what it reads besides its arguments."""
+    """`autocasts`: whether the function's types depend on autocast; `read`: tensors it reads besides its arguments."""
     setattr(output, _ATTRIBUTE, Recompute(output, function, args, kwargs or {}, read, autocasts=autocasts))
 
 
 def recompute_of(tensor: Any) -> Recompute | None:
-    """None too for a tensor that was changed in place since."""
+    """The recompute function of a tensor; None also for one that was changed in place since."""
     found: Recompute | None = getattr(tensor, _ATTRIBUTE, None)
     return found if found is not None and found.version == tensor._version else None
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """A float32 tensor that is recomputed, in the type that autocast is about to give it, which is recomputed too."""
+    """A recomputed float32 tensor in the type that autocast will convert it to; the result is recomputed too."""
     dtype = autocast_dtype(x.device.type)
     if x.dtype != torch.float32 or dtype is None:
         return x
@@ -101,19 +101,19 @@ def as_autocast(x: Tensor) -> Tensor:
     return half
 
 
-# Asked once: a compiler cannot look into the question.
+# Computed once: a compiler cannot trace this check.
 _WITH_AUTOCAST = frozenset(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")))
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The type that autocast gives to a layer's tensors, where it is on."""
+    """The type of a layer's tensors under autocast, if it is on."""
     if device_type not in _WITH_AUTOCAST or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
 
 
 def relu(input: Tensor, inplace: bool = False) -> Tensor:
-    """ReLU saves its output. Where its input is recomputed, use a threshold, which saves its input instead."""
+    """ReLU saves its output. If its input is recomputed, use a threshold, which saves its input instead."""
     return F.threshold(input, 0.0, 0.0) if recompute_of(input) is not None else F.relu(input)
 
 
@@ -153,9 +153,9 @@ def _pack(tensor: Tensor) -> Recompute | View | Kept:
     if recompute is not None:
         recompute.num_readers += 1
         return recompute
-    recompute = recompute_of(tensor._base)  # None for one that is no view
+    recompute = recompute_of(tensor._base)  # None for a tensor that is not a view
     if recompute is None:
-        # An op that keeps its own output would keep itself alive by it.
+        # An op that keeps its own output would keep itself alive.
         return Kept(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
     recompute.num_readers += 1
     return View(recompute, tensor.shape, tensor.stride(), int(tensor.storage_offset()))

@@ -1,9 +1,9 @@
-"""What autograd keeps for the backward, made smaller: cheap values are computed again instead of being kept.
+"""Reduces the tensors that autograd keeps for the backward: cheap values are recomputed instead of being kept.
 
 A convolution keeps its input for the gradient of its weight. That input is a fake-quantized copy of a tensor which is
-kept anyway, for the gradient of the scale: so the copy need not be. The same holds behind normalizations and activation
-functions, which keep their own inputs. What is kept then is what the heavy ops gave, once; in the backward the same
-kernels run again on the same numbers, so that gradients are equal bit by bit.
+kept anyway, for the gradient of the scale, so the copy need not be kept. The same holds after normalizations and
+activation functions, which keep their own inputs. Then only the outputs of the heavy ops are kept, once; in the
+backward the same kernels run again on the same numbers, so that gradients are equal bit by bit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sparsebit.quantization.speed.recomputation import attach_recompute, recompu
 from sparsebit.quantization.speed.training_graph import Draft, FusedStep
 
 # Ops that keep their input for the backward and are few operations each, by their names in the table of ops: modules
-# and functions. A ReLU is no such op: it keeps its output.
+# and functions. ReLU is not among them: it keeps its output.
 _RECOMPUTED: dict[str, tuple[type[nn.Module], tuple[Callable[..., Any], ...]]] = {
     "layer_norm": (nn.LayerNorm, (F.layer_norm, torch.layer_norm)),
     "group_norm": (nn.GroupNorm, (F.group_norm, torch.group_norm)),
@@ -47,7 +47,7 @@ _MODULES = frozenset(
 
 
 def record_modules(model: nn.Module) -> None:
-    """Attach a recompute function to the outputs of quantizers and cheap modules, by substitutes for their forwards."""
+    """Attach a recompute function to the outputs of quantizers and cheap modules, by replacing their forwards."""
     for module in model.modules():
         if is_itself(module, Quantizer):
             substitute(module, RecordedQuantizer(module))
@@ -77,7 +77,7 @@ class RecordedQuantizer(Substitute):
 
 
 def note_quantized(quantizer: Quantizer, x: Tensor, output: Tensor) -> None:
-    """Attach a recompute function to what the quantizer made of `x`, where activations are packed."""
+    """Attach a recompute function to the quantizer's output for `x`, if activations are packed."""
     is_packed = isinstance(substitute_of(quantizer), RecordedQuantizer)
     if not is_packed or not _is_kept(output) or not is_deterministic(quantizer):
         return
@@ -103,7 +103,7 @@ class RecordedModule(Substitute):
         module = self.module
         is_relu = type(module) is nn.ReLU
         output = relu(*args, **kwargs) if is_relu else type(module).forward(module, *args, **kwargs)
-        # Hooks may change what it is given, or count how often it is called.
+        # Hooks may change its arguments, or count how often it is called.
         if _is_kept(output) and not any(map(is_hooked, module.modules())):
             self._note(output, args, kwargs)
         return output
@@ -112,7 +112,7 @@ class RecordedModule(Substitute):
         module = self.module
         x = next(iter((*args, *kwargs.values())))
         if type(module) is nn.ReLU and recompute_of(x) is None:
-            return  # its input would be kept for its sake alone
+            return  # its input would be kept only for this
         if not all(is_deterministic(inner) for inner in module.modules() if is_itself(inner, Quantizer)):
             return
         function = _Normalized(module) if is_itself(module, _BatchNorm) else _Called(module)
@@ -135,7 +135,7 @@ class RecordedFunction(FusedStep):
 
 
 def _is_kept(output: Any) -> bool:
-    """Whether a backward may ask for it."""
+    """Whether a backward may need it."""
     return isinstance(output, Tensor) and output.requires_grad and not torch.compiler.is_compiling()
 
 
@@ -146,7 +146,7 @@ def _is_recomputed(module: nn.Module) -> bool:
 
 
 class _Normalized:
-    """A batch norm that leaves the running statistics alone: they have seen this batch."""
+    """A batch norm that does not update the running statistics: they have seen this batch."""
 
     def __init__(self, norm: _BatchNorm) -> None:
         by_batch = norm.training or norm.running_mean is None
@@ -160,7 +160,7 @@ class _Normalized:
 
 
 class _Called:
-    """A module with the parameters that it has now."""
+    """A module with its current parameters."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

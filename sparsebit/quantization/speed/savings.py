@@ -1,4 +1,4 @@
-"""`Savings`: what an accelerated training step saves. Each can be left out alone, to measure what it gives."""
+"""`Savings`: the savings of an accelerated training step. Each can be left out to measure its effect."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ class Savings:
     """One flag for each; `benchmarks/qat_step.py --ablate` has a row for each."""
 
     fused_layers: bool = True  # a layer and the quantizer of its input are one autograd node
-    first_layer: bool = True  # no gradient of the images, for the sake of their scale
+    first_layer: bool = True  # no gradient of the images, which only their scale would need
     weight_batches: bool = True  # all weights are quantized in a few kernels
-    relus: bool = True  # a quantizer whose grid begins at zero stands for the ReLU in front of it
-    activations: bool = True  # GELU and SiLU are computed in the kernels of the quantizer behind them
+    relus: bool = True  # a quantizer whose grid begins at zero replaces the ReLU before it
+    activations: bool = True  # GELU and SiLU are computed in the kernels of the quantizer after them
     joined_selects: bool = True  # the parts of one tensor are taken at once
     stacked_quantizers: bool = True  # and quantized at once
     recomputed_copies: bool = True  # large quantized copies are not kept for the backward
 
     @classmethod
     def without(cls, names: Collection[str]) -> Savings:
-        """All but these; an error that lists the allowed names where one is not known."""
+        """All but these; an unknown name raises an error that lists the allowed ones."""
         known = [field.name for field in fields(cls)]
         unknown = [name for name in names if name not in known]
         if isinstance(names, str) or unknown:

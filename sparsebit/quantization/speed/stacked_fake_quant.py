@@ -1,7 +1,7 @@
 """Fake-quant of tensors that are stacked in one (the queries, keys and values of one product), each with one scale.
 
-As one autograd node, whose backward writes the gradient of each part to its place in the whole. Single nodes would give
-tensors that have to be put together again, in the memory order of the product.
+As one autograd node, whose backward writes the gradient of each part to its place in the whole. Separate nodes would
+return tensors that must be put together again, in the memory order of the product.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ Gradients: TypeAlias = list[Tensor | None]  # of x, of the scales, of the zero p
 
 
 class Stack(NamedTuple):
-    """What the quantizers are, besides one scale and one zero point each; `tags` with line breaks between."""
+    """The properties of the quantizers besides one scale and one zero point each; `tags` are separated by line
+    breaks.
+    """
 
     dim: int
     qmin: int

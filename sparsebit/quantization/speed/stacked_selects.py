@@ -1,7 +1,7 @@
-"""The selects that take q, k and v from one tensor, taken at once, and quantized at once where quantizers follow.
+"""The selects that take q, k and v from one tensor, replaced by one op, which also quantizes if quantizers follow.
 
 The backward of a select fills a tensor of the whole's size with zeros, and all of those are added up; that of `unbind`
-stacks the parts. On a GPU, quantizers behind all parts run as one kernel.
+stacks the parts. On a GPU, quantizers after all parts run as one kernel.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from sparsebit.quantization.speed.training_graph import Draft, FusedStep
 
 def unstacked(x: Any, dim: int, indices: tuple[int, ...]) -> tuple[Any, ...]:
     """`x.select(dim, index)` for each of them."""
-    if x.shape[dim] != len(indices):  # a few out of many stay as they are
+    if x.shape[dim] != len(indices):  # a few out of many are selected one by one
         return tuple(x.select(dim, index) for index in indices)
     whole = x.unbind(dim)
     return tuple(whole[index] for index in indices)
 
 
 class StackedQuantizers(FusedStep):
-    """`unstacked`, each part through its reader: `QIdentity` modules."""
+    """`unstacked`, with each part passed to its reader: `QIdentity` modules."""
 
     def __init__(self, dim: int, indices: Sequence[int], readers: Sequence[QIdentity]) -> None:
         super().__init__("stacked_quantizers")
@@ -79,13 +79,13 @@ class StackedQuantizers(FusedStep):
 
 
 def _are_alike(quantizers: list[Quantizer]) -> bool:
-    """Whether they have the same codes and the same gradient, one that the kernels have."""
+    """Whether they have the same codes and the same gradient, and the kernels support it."""
     kinds = {(quantizer.spec.qmin, quantizer.spec.qmax, quantizer.GRADIENT) for quantizer in quantizers}
     return len(kinds) == 1 and quantizers[0].GRADIENT != "pact"
 
 
 def stack_quantizers(draft: Draft) -> None:
-    """Groups of selects that quantizers alone read, with the quantizers."""
+    """Replace groups of selects that only quantizers read, together with the quantizers."""
     for group in _groups(draft):
         calls = [node for same in group.selects.values() for node in same]
         readers = [only_reader(node, draft.root) for node in calls]
@@ -100,7 +100,7 @@ def stack_quantizers(draft: Draft) -> None:
 
 
 def join_selects(draft: Draft) -> None:
-    """The other groups of selects."""
+    """Replace the other groups of selects."""
     for group in _groups(draft):
         group.join(draft, unstacked, (group.source, group.dim, tuple(group.selects)))
 
@@ -113,7 +113,7 @@ class _Group(NamedTuple):
     selects: dict[int, list[fx.Node]]
 
     def join(self, draft: Draft, function: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
-        """`function(*args)` in front of them gives what each of them gives."""
+        """Insert `function(*args)` before them; its results replace those of the selects."""
         first = next(iter(self.selects.values()))[0]
         with draft.graph.inserting_before(first):
             whole = draft.graph.call_function(function, args)
@@ -124,7 +124,7 @@ class _Group(NamedTuple):
 
 
 def _groups(draft: Draft) -> list[_Group]:
-    """Where neither the parts nor what reads them is written into: what `unbind` gives may not be."""
+    """Groups in which neither parts nor their readers are written into, as results of `unbind` must not be."""
     written = {draft.copies[node] for node in written_later(draft.root) if node in draft.copies}
     found: dict[tuple[fx.Node, int], dict[int, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
     for node in draft.graph.nodes:

@@ -1,8 +1,8 @@
-"""`TrainingGraph`: a captured graph as it is run in training, with fused steps in the place of single nodes.
+"""`TrainingGraph`: a captured graph as it runs in training, with fused steps instead of single nodes.
 
-The graph itself stays as it is: diagrams, coverage, copies and exports see it. Only what runs in training, with
-gradients, is generated from a rewritten copy of its nodes. A fused step is a callable that knows the modules it stands
-for, and calls them one by one where they may not be fused.
+The graph itself does not change: diagrams, coverage, copies and exports see it. Only the code that runs in training,
+with gradients, is generated from a rewritten copy of its nodes. A fused step is a callable that knows the modules that
+it replaces, and calls them one by one if they may not be fused.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Draft:
         self.graph.output(self.graph.graph_copy(root.graph, self.copies))
 
     def replace(self, node: fx.Node, step: FusedStep, args: tuple[Any, ...]) -> None:
-        """`step(*args)` in the place of a call of a module or function."""
+        """Replace a call of a module or function by `step(*args)`."""
         node.op, node.target, node.args, node.kwargs = "call_function", step, args, {}
 
     def drop_unread(self, *nodes: fx.Node) -> None:
-        """Erase nodes that fused steps stand for, the last one first."""
+        """Erase nodes that fused steps replace, the last one first."""
         for node in nodes:
             self.graph.erase_node(node)
 
@@ -42,14 +42,14 @@ class FusedStep:
     """A callable in a training graph."""
 
     def __init__(self, name: str) -> None:
-        self.__name__ = name  # as torch.fx wants of a function
+        self.__name__ = name  # torch.fx requires it of a function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} must define __call__()")
 
 
 class TrainingGraph(Substitute):
-    """In the place of `root`'s forward."""
+    """Replaces `root`'s forward."""
 
     def __init__(self, root: CapturedGraph, rewrites: tuple[Rewrite, ...]) -> None:
         self.root, self.rewrites = root, rewrites
@@ -66,13 +66,13 @@ class TrainingGraph(Substitute):
 
     @property
     def steps(self) -> list[FusedStep]:
-        """What is fused in it, in the order of calls."""
+        """The fused steps in it, in the order of calls."""
         if not self._is_current():
             self._build()
         return self._steps
 
     def _is_current(self) -> bool:
-        """Whether the graph, and the modules that it calls, are those that the function was made of."""
+        """Whether the graph, and the modules that it calls, are those that the function was generated from."""
         if self._code is not self.root._code:
             return False
         return all(parent._modules.get(name) is module for parent, name, module in self._parts)

@@ -1,4 +1,4 @@
-"""A model's weights fake-quantized in a few kernels before a training step, where each layer would start its own."""
+"""Fake-quantizes a model's weights in a few kernels before a training step, instead of one per layer."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from sparsebit.quantization.speed.recomputation import autocast_dtype
 if TYPE_CHECKING:
     from sparsebit.kernels.foreach_fake_quant import RowBatch
 
-LARGEST_BATCH = 32 << 20  # elements: a batch lies in memory once more
-# Gradients of a batch are ready together: with other processes few layers, so that they can begin to be sent.
+LARGEST_BATCH = 32 << 20  # elements: a batch is one more copy in memory
+# Gradients of a batch are ready together: with other processes, batches are small, so that sending can begin early.
 LAYERS_PER_BATCH = 16
 _ROWS = frozenset({"conv", "linear"})
 
 
 class WeightBatches:
-    """Gives every layer that can be batched its quantized weight (`FusedLayer.quantized_weight`) for one forward."""
+    """Sets the quantized weight (`FusedLayer.quantized_weight`) of every layer that can be batched, for one forward."""
 
     def __init__(self, root: Region) -> None:
-        """`root`: the graph of the whole model. What opaque code calls stays out: it may run it again in the backward
-        (`torch.utils.checkpoint`), when batches are gone.
+        """`root`: the graph of the whole model. Layers that opaque code calls are left out: it may run them again in
+        the backward (`torch.utils.checkpoint`), when batches are gone.
         """
         self.root = root
         called = {module_of(node, root.graph_module): None for node in root.graph_module.graph.nodes}
@@ -50,7 +50,7 @@ class WeightBatches:
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
-        """Inside, weights are quantized; a layer that cannot be batched does so itself."""
+        """Inside, weights are quantized; a layer that cannot be batched quantizes its own."""
         try:
             self.quantize()
             yield
@@ -58,7 +58,7 @@ class WeightBatches:
             self.clear()
 
     def quantize(self) -> None:
-        """For one forward; `clear` is to follow it."""
+        """Quantize for one forward; `clear` must follow it."""
         for learns, layers in self._groups():
             self._quantize(layers, learns)
 

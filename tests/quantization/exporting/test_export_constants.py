@@ -129,7 +129,7 @@ def test_weights_off_the_grid_are_refused() -> None:
     qmodel = own(Powers, "W")
     before = snapshot(qmodel)
     with (
-        pytest.raises(DeploymentError, match=r"first\.weight: the quantizer 'own' gives weights off the grid"),
+        pytest.raises(DeploymentError, match=r"first\.weight: the quantizer 'own' returns weights off the grid"),
         quantizers_as_constants(qmodel),
     ):
         pass

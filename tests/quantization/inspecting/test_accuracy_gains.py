@@ -231,7 +231,7 @@ def test_values_that_are_not_allowed(qmodel: QuantModel) -> None:
     with pytest.raises(ConfigError, match="num_layers=-1"):
         qmodel.accuracy_gains(x, "agreement", num_layers=-1)
     for given, told in ((float("nan"), "NaN"), (float("inf"), "inf"), (None, "NoneType"), (torch.ones(2), "Tensor")):
-        with pytest.raises(CalibrationError, match=f"gave {told}; it must give"):
+        with pytest.raises(CalibrationError, match=f"gave {told}; it must return"):
             qmodel.accuracy_gains(x, lambda model, given=given: given)  # type: ignore[misc]
     with pytest.raises(CalibrationError, match=r"accuracy_gains\(\) needs a calibrated model"):
         QuantModel(TwoLayers(), qconfig()).accuracy_gains(x, "agreement")

@@ -153,7 +153,7 @@ class TestRegister:
         assert sites(QuantModel(Model(), qconfig(backend="onnxruntime"))) == {"erf.input"}
 
     def test_what_is_no_quant_opr(self) -> None:
-        with pytest.raises(ConfigError, match="is no subclass of QuantOpr"):
+        with pytest.raises(ConfigError, match="is not a subclass of QuantOpr"):
             register_qmodule(sources=[torch.erf])(nn.Linear)
 
     def test_what_is_no_op(self) -> None:

@@ -36,7 +36,7 @@ def groups(backend: str, bits: int = 4, size: int = 4, **changes: Any) -> Any:
 @pytest.mark.parametrize("backend", ["openvino", "tensorrt"])
 def test_ragged_groups(backend: str, model: nn.Module) -> None:
     words = (
-        rf"W\.QUANTIZER\.GROUP_SIZE=4 at second: 6 inputs are no whole number of groups, and {backend} reads whole "
+        rf"W\.QUANTIZER\.GROUP_SIZE=4 at second: 6 inputs do not make whole groups, and {backend} reads whole "
         r"groups only; set one that divides 6 \(3, 2\), a per-channel QSCHEME \(.*\), or BACKEND: virtual"
     )
     with pytest.raises(BackendError, match=words):

@@ -146,16 +146,16 @@ def reconstruct(
     `lr`: of the rounding, in codes; by default as much as moves a weight from one code to the next in all steps.
     `scale_lr`: of step sizes and scales, as a share of them. `bias_lr`: of biases, relative to the norm of the weight's
     rows. `learn_step_sizes`: learn the step sizes of activations. `learn_weight_scales`: learn the scales of weights.
-    `learn_biases`: learn biases. `drop`: share of each activation's elements that stay in float in a step. `fisher`:
-    weigh the errors of a block's output by their effect on the network's output. `float_share`: share of the inputs'
-    elements that come from the float model. `penalty`: weight of the sigmoid rounding's regularizer. `patience`: stop a
-    block when its loss has not fallen for so many tenths of the steps; 0: never. `bf16`: compute in bfloat16 on a GPU.
-    `held_out`: share of the samples that are not used for training and that decide which blocks are restored; at least
-    8 of them (or a quarter of all, if that is less), at most 64. With 0, or fewer than 4 samples, the training samples
-    decide. `views`: learn from so many views of each image: itself, and copies that are mirrored and shifted by up to
-    an eighth. Inputs that are not images, (N, C, H, W), have one. `seed`: two runs with one seed have equal bits.
-    `memory_budget`: bytes of activations in memory; others are on disk. `resume`: a folder that keeps each finished
-    block; a run that was killed continues after them.
+    `learn_biases`: learn biases. `drop`: share of each activation's elements that each training step keeps in float.
+    `fisher`: weigh the errors of a block's output by their effect on the network's output. `float_share`: share of the
+    inputs' elements that come from the float model. `penalty`: weight of the sigmoid rounding's regularizer.
+    `patience`: stop a block when its loss has not fallen for so many tenths of the steps; 0: never. `bf16`: compute in
+    bfloat16 on a GPU. `held_out`: share of the samples that are not used for training and that decide which blocks are
+    restored; at least 8 of them (or a quarter of all, if that is less), at most 64. With 0, or fewer than 4 samples,
+    the training samples decide. `views`: learn from so many views of each image: itself, and copies that are mirrored
+    and shifted by up to an eighth. Inputs that are not images, (N, C, H, W), have one. `seed`: two runs with one seed
+    have equal bits. `memory_budget`: bytes of activations in memory; others are on disk. `resume`: a folder that keeps
+    each finished block; a run that was killed continues after them.
 
     >>> reconstruct(qmodel, batches, method="brecq")  # doctest: +SKIP
     {'layer1.0': BlockReconstruction(before=0.0398, after=0.0215, num_changed=412), ...}

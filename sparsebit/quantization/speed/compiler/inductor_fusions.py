@@ -1,4 +1,4 @@
-"""Fusions of ops with the fake-quant behind them, in the graph that inductor is given, where gradients are recorded.
+"""Fusions of ops with the fake-quant after them, in inductor's input graph, if gradients are recorded.
 
 `FuseQuantizers` is for inductor's option `pre_grad_custom_pass`.
 """
@@ -24,7 +24,7 @@ from sparsebit.quantization.speed import activation_fake_quant, stacked_fake_qua
 
 
 class FuseQuantizers(CustomGraphPass):
-    """Activation functions and parts of a tensor become one operator with the quantizers that alone read them."""
+    """Replaces activation functions and parts of a tensor, with the only quantizers that read them, by one operator."""
 
     def __call__(self, graph: fx.Graph) -> None:
         _unbind_selects(graph)
@@ -40,7 +40,7 @@ class FuseQuantizers(CustomGraphPass):
 
 
 def _unbind_selects(graph: fx.Graph) -> None:
-    """All selects of one tensor along one dimension become one `unbind`, whose backward stacks the parts."""
+    """Replace all selects of one tensor along one dimension by one `unbind`, whose backward stacks the parts."""
     groups: dict[tuple[Any, Any], list[fx.Node]] = defaultdict(list)
     for node in graph.find_nodes(op="call_method", target="select"):
         if len(node.args) == 3 and not node.kwargs and all(isinstance(place, int) for place in node.args[1:]):
@@ -73,12 +73,12 @@ def _fuse_activation(graph: fx.Graph, node: fx.Node) -> None:
         fused = graph.call_function(torch.ops.sparsebit.fake_quantize_activated.default, arguments)
     fused.meta = dict(node.meta)
     node.replace_all_uses_with(fused)
-    for dead in (node, *chain):  # and nothing else: in-place writes have no readers, and must stay
+    for dead in (node, *chain):  # nothing else is removed: in-place writes have no readers, and must stay
         graph.erase_node(dead)
 
 
 def _chain(node: Any) -> list[fx.Node]:
-    """Dropouts that drop nothing, and the function in front of them; empty where one of them has other readers."""
+    """Dropouts that drop nothing, and the function before them; empty if one of them has other readers."""
     chain: list[fx.Node] = []
     while isinstance(node, fx.Node) and node.op == "call_function" and len(node.users) == 1:
         chain.append(node)
@@ -117,7 +117,7 @@ def _fuse_stack(graph: fx.Graph, whole: fx.Node) -> None:
 
 
 def _quantizers_of(whole: fx.Node) -> list[fx.Node] | None:
-    """Those that alone read the parts, in the order of the parts."""
+    """The quantizers that alone read the parts, in the order of the parts."""
     value = whole.meta.get("example_value")
     num_parts = len(value) if isinstance(value, tuple | list) else 0
     found: dict[int, fx.Node] = {}
@@ -143,6 +143,6 @@ def _can_be_fused(source: fx.Node, params: list[Any]) -> bool:
 
 
 def _is_written(node: fx.Node) -> bool:
-    """Whether some reader may write into it: what is fused would read it later than before."""
+    """Whether some reader may write into it: a fused op would read it later than before."""
     names = (str(getattr(user.target, "__name__", user.target)) for user in node.users)
     return any(name.endswith("_") and not name.endswith("__") for name in names)

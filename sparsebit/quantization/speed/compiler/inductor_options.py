@@ -1,11 +1,11 @@
-"""What inductor is told about a quantized model (`QuantModel.compile`)."""
+"""Options of inductor for a quantized model (`QuantModel.compile`)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# Values that are cheap to compute stand in every kernel that reads them, rather than being written to memory as soon as
-# they depend on five tensors. A normalization with a quantizer behind it does.
+# Values that are cheap to compute are computed in every kernel that reads them, rather than being written to memory as
+# soon as they depend on five tensors. A normalization with a quantizer after it does.
 _FEWER_BYTES = {"realize_reads_threshold": 12, "realize_acc_reads_threshold": 16, "realize_opcount_threshold": 200}
 
 
@@ -18,7 +18,7 @@ def compiler_options(device_type: str) -> dict[str, Any]:
 def with_options(settings: dict[str, Any], device_type: str) -> dict[str, Any]:
     """`torch.compile`'s settings with ours among their options; the user's options win.
 
-    torch takes either a mode or options: what a mode stands for is in the place of its name.
+    torch accepts either a mode or options, so a mode is replaced by its options.
     """
     settings = dict(settings)
     mode, own = settings.pop("mode", None), settings.pop("options", None) or {}
