@@ -25,7 +25,7 @@ from sparsebit.execution.blocks.value_store import MIB
 from sparsebit.graph.nodes.example import GuardError
 from sparsebit.quantization.building.stages import Transform
 from sparsebit.quantization.calibrating import block_visits, site_changes
-from sparsebit.quantization.calibrating.calibration import Calibration
+from sparsebit.quantization.calibrating.calibration import Calibrator
 from sparsebit.quantization.exporting import export, export_checks
 from sparsebit.quantization.faithful import gradient_check
 from sparsebit.quantization.faithful.first_calls import FirstCalls
@@ -53,7 +53,7 @@ class QuantModel(SimulatedModel):
 
     proof: Proof
     first_calls: FirstCalls
-    calibration: Calibration
+    calibration: Calibrator
     qat: Training
     # The `PlacementProfile` by which it was placed; None: as the backend's profile says. A saved model has the plan.
     placement: Any = None
@@ -92,7 +92,7 @@ class QuantModel(SimulatedModel):
         """Make the parts, and build. The parts are plain objects: they are no child modules, and are copied with it."""
         self.proof = Proof(self)
         self.first_calls = FirstCalls(self, self.proof)
-        self.calibration = Calibration(self, self.proof)
+        self.calibration = Calibrator(self, self.proof)
         self.qat = Training(self)
         super()._set_up(*args, **kwargs)
 

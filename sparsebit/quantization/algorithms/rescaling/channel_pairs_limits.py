@@ -66,7 +66,7 @@ class ChannelValues:
 
 
 @dataclass(frozen=True)
-class Limits:
+class ScaleLimits:
     """`is_free`: channels that may be scaled. `smallest`: what their factor must be at least, `(channels,)`."""
 
     is_free: Tensor
@@ -103,7 +103,7 @@ class SeenValues:
         """What the readers of the pair get, per channel; None where that was not watched."""
         return self._inputs[pair.name].merged() if pair.name in self._inputs else None
 
-    def limits(self, pair: ChannelPair, *, has_data: bool = True) -> Limits:
+    def limits(self, pair: ChannelPair, *, has_data: bool = True) -> ScaleLimits:
         """How far clips between the layers let the channels be scaled, so that none of them clips more or less."""
         is_free, reasons = pair.is_free.clone(), []
         smallest = torch.zeros(pair.num_channels, dtype=torch.float64, device=is_free.device)
@@ -121,7 +121,7 @@ class SeenValues:
             if bool((is_clipped & is_free).any()):
                 reasons.append(f"{clip.node.name} clips {int(is_clipped.sum())} channels on the data")
             is_free &= ~is_clipped
-        return Limits(is_free, smallest.nan_to_num(0.0, 0.0, 0.0), "; ".join(reasons))
+        return ScaleLimits(is_free, smallest.nan_to_num(0.0, 0.0, 0.0), "; ".join(reasons))
 
 
 def _labels_of(reader: Reader) -> Tensor:
